@@ -1,0 +1,241 @@
+"""Analyse: trials -> one row per case, with everything that is derived and nothing that is drawn.
+
+docs/measuring.md says how each number is made.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+
+import numpy as np
+import pandas as pd
+
+from dpbench import ledger, stats
+from dpbench.records import HOST, UNATTRIBUTED, Case, Estimate, Phase, Source, Status, Trial, Verified
+
+BASELINES = ("single",)
+BUSY_METRICS = {"kernel_busy_s": "kernels of one profiled step", "busy_s": "thread CPU time"}
+"""What busy time is made of, the best source first."""
+MOVING = (Phase.SCATTER, Phase.REPLICATE, Phase.GATHER, Phase.REDUCE)
+"""The phases that move data rather than compute."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What is known of one case. Seconds and bytes; ratios are fractions; devices by index.
+
+    `phases` are seconds of the ledger that sum to `step.value`. `speedup` compares with `single` at equal global
+    work (scaling "strong") or equal work per device ("weak"). `imbalance` is device 0's busy time over the mean of
+    the others'.
+    """
+
+    case: Case
+    source: Source
+    status: Status
+    reason: str = ""
+    rounds: int = 0
+    steps: int = 0
+    verified: Verified | None = None
+    step: Estimate | None = None
+    throughput: Estimate | None = None
+    speedup: Estimate | None = None
+    scaling: str = ""
+    efficiency: Estimate | None = None
+    phases: Mapping[str, float] = field(default_factory=dict)
+    busy: Mapping[int, float] = field(default_factory=dict)
+    busy_source: str = ""
+    occupied: Mapping[int, float] = field(default_factory=dict)
+    memory: Mapping[int, int] = field(default_factory=dict)
+    memory_source: str = ""
+    host_bytes: int = 0
+    imbalance: Estimate | None = None
+    memory_imbalance: float | None = None
+    labels: tuple[str, ...] = ()
+
+    @property
+    def moving_share(self) -> float:
+        """Return the share of the step that moves data: scatter, replicate, gather, reduce."""
+        total = sum(self.phases.values())
+        return sum(self.phases.get(phase.value, 0.0) for phase in MOVING) / total if total else 0.0
+
+    @property
+    def unattributed_share(self) -> float:
+        """Return the share of the step that no phase covers."""
+        total = sum(self.phases.values())
+        return self.phases.get(UNATTRIBUTED, 0.0) / total if total else 0.0
+
+
+def rows(trials: Iterable[Trial]) -> list[Row]:
+    """Return one row per case, in the order in which the cases first appear."""
+    groups: dict[Case, list[Trial]] = {}
+    for trial in trials:
+        groups.setdefault(trial.case, []).append(trial)
+    series = {case: measured(group) for case, group in groups.items()}
+    table = [_row(case, group, series[case]) for case, group in groups.items()]
+    return [_compared(row, series) for row in table]
+
+
+def measured(trials: Iterable[Trial]) -> dict[int, list[float]]:
+    """Return the timed steps' seconds by round, of verified trials alone; a case's last trial of a round counts."""
+    return {
+        trial.round: [step.seconds for step in trial.steps if not step.warmup]
+        for trial in trials
+        if trial.status is Status.OK and trial.verified is not Verified.NO and any(not s.warmup for s in trial.steps)
+    }
+
+
+def _row(case: Case, trials: Sequence[Trial], series: stats.Rounds) -> Row:
+    """Return what the case's own trials tell."""
+    good = [trial for trial in trials if trial.status is Status.OK]
+    last = (good or trials)[-1]
+    bad = next((trial for trial in trials if trial.status is not Status.OK), None)
+    row = Row(
+        case=case, source=last.source, status=last.status, reason=bad.reason if bad else last.reason,
+        rounds=len(series), steps=sum(map(len, series.values())), labels=labels(last),
+    )  # fmt: skip
+    if not series:
+        return row
+    step = stats.median(series)
+    busy, source = _busy(good)
+    memory = {m.device: m.peak_bytes for t in good for m in t.memory if m.device != HOST}
+    return replace(
+        row,
+        verified=max((trial.verified for trial in good), key=list(Verified).index),
+        step=step,
+        throughput=_inverse(step, case.batch_size),
+        phases=_phases(good, step.value),
+        busy={device: statistics.median(values) for device, values in busy.items()},
+        busy_source=source,
+        occupied=_occupied(good),
+        memory=memory,
+        memory_source=next((m.source for t in good for m in t.memory if m.device != HOST), ""),
+        host_bytes=max((m.peak_bytes for t in good for m in t.memory if m.device == HOST), default=0),
+        imbalance=_imbalance(good, source) if len(busy) > 1 else None,
+        memory_imbalance=memory[0] / statistics.mean(b for d, b in memory.items() if d) if len(memory) > 1 else None,
+    )
+
+
+def labels(trial: Trial) -> tuple[str, ...]:
+    """Return the honest labels that must stand beside a trial's figures."""
+    case = trial.case
+    found = [trial.source.value.upper()]
+    if case.device_kind == "cpu":
+        found.append("CPU-ONLY")
+    if case.placement == "colocated":
+        found.append("COLOCATED")
+    return tuple(found)
+
+
+def _compared(row: Row, series: Mapping[Case, stats.Rounds]) -> Row:
+    """Add speed-up and efficiency against `single`, at equal global work if that was run, else per device."""
+    mine = series[row.case]
+    if not mine or row.case.strategy in BASELINES:
+        return row
+    for scaling, batch in (("strong", row.case.batch_size), ("weak", row.case.batch_size // row.case.devices)):
+        base = series.get(baseline(row.case, batch))
+        if base:
+            time_ratio = stats.ratio(base, mine)
+            work = row.case.batch_size / batch
+            speedup = _scaled(time_ratio, work)
+            return replace(row, speedup=speedup, scaling=scaling, efficiency=_scaled(speedup, 1 / row.case.devices))
+    return row
+
+
+def baseline(case: Case, batch: int) -> Case:
+    """Return the one-device case that `case` is compared with."""
+    single = {"strategy": "single", "schedule": "", "devices": 1, "placement": "spread", "options": ()}
+    return replace(case, batch_size=batch, **single)  # type: ignore[arg-type]
+
+
+def _scaled(estimate: Estimate, factor: float) -> Estimate:
+    return Estimate(estimate.value * factor, estimate.low * factor, estimate.high * factor, estimate.n)
+
+
+def _inverse(estimate: Estimate, work: float) -> Estimate:
+    return Estimate(work / estimate.value, work / estimate.high, work / estimate.low, estimate.n)
+
+
+def _phases(trials: Sequence[Trial], step_s: float) -> dict[str, float]:
+    """Return the ledger of the middle half of the timed steps, scaled to sum to the median step."""
+    total: dict[str, float] = {}
+    for trial in trials:
+        timed = [
+            (step.seconds, phases)
+            for step, phases in zip(trial.steps, ledger.of_trial(trial), strict=True)
+            if not step.warmup
+        ]
+        middle = sorted(timed, key=lambda pair: pair[0])[len(timed) // 4 : len(timed) - len(timed) // 4]
+        for _, phases in middle:
+            for name, seconds in phases.items():
+                total[name] = total.get(name, 0.0) + seconds
+    whole = sum(total.values())
+    order = [*(phase.value for phase in Phase), UNATTRIBUTED]
+    return {name: total[name] / whole * step_s for name in order if name in total}
+
+
+def _busy(trials: Sequence[Trial]) -> tuple[dict[int, list[float]], str]:
+    """Return each device's busy seconds a step, and where they come from."""
+    for metric, source in BUSY_METRICS.items():
+        found: dict[int, list[float]] = {}
+        for device, values in (pair for trial in trials for pair in _timed(trial, metric).items()):
+            found.setdefault(device, []).extend(values)
+        if found:
+            return dict(sorted(found.items())), source
+    return {}, ""
+
+
+def _timed(trial: Trial, metric: str) -> dict[int, list[float]]:
+    """Return a metric's values by device, those of warm-up steps left out."""
+    warm_s = max((step.end_s for step in trial.steps if step.warmup), default=float("-inf"))
+    found: dict[int, list[float]] = {}
+    for sample in trial.samples:
+        # a profiled step stands outside the series, at time 0
+        if sample.metric == metric and (sample.time_s > warm_s or sample.time_s == 0.0):
+            found.setdefault(sample.device, []).append(sample.value)
+    return found
+
+
+def _imbalance(trials: Sequence[Trial], source: str) -> Estimate:
+    """Return device 0's busy time over the mean of the others', with its interval over the rounds."""
+    metric = next(name for name, words in BUSY_METRICS.items() if words == source)
+    first: dict[int, list[float]] = {}
+    others: dict[int, list[float]] = {}
+    for trial in trials:
+        values = _timed(trial, metric)
+        if 0 in values and len(values) > 1:
+            first[trial.round] = values[0]
+            others[trial.round] = list(np.mean([v for d, v in values.items() if d], axis=0))
+    return stats.ratio(first, others)
+
+
+def _occupied(trials: Sequence[Trial]) -> dict[int, float]:
+    """Return the seconds of a step in which each device has a span open, by their union; medians over steps."""
+    found: dict[int, list[float]] = {}
+    for trial in trials:
+        for step, spans in zip(trial.steps, ledger.by_step(trial.spans, len(trial.steps)), strict=True):
+            if not step.warmup:
+                for device in {span.device for span in spans if span.device != HOST}:
+                    mine = [span for span in spans if span.device == device]
+                    covered = step.seconds - ledger.phases(step, mine)[UNATTRIBUTED]
+                    found.setdefault(device, []).append(covered)
+    return {device: statistics.median(values) for device, values in sorted(found.items())}
+
+
+def frame(table: Sequence[Row]) -> pd.DataFrame:
+    """Return the rows as a flat table: case fields, then estimates as value, low and high columns."""
+    flat = []
+    for row in table:
+        record: dict[str, object] = {f.name: getattr(row.case, f.name) for f in fields(Case)}
+        record |= {"status": row.status.value, "verified": row.verified, "rounds": row.rounds, "steps": row.steps}
+        for name in ("step", "throughput", "speedup", "efficiency", "imbalance"):
+            estimate: Estimate | None = getattr(row, name)
+            for part in ("value", "low", "high"):
+                record[f"{name}_{part}"] = getattr(estimate, part) if estimate else None
+        record |= {f"phase_{name}_s": seconds for name, seconds in row.phases.items()}
+        record |= {f"busy_{device}_s": seconds for device, seconds in row.busy.items()}
+        record |= {f"memory_{device}_bytes": size for device, size in row.memory.items()}
+        record |= {"scaling": row.scaling, "labels": " ".join(row.labels), "reason": row.reason}
+        flat.append(record)
+    return pd.DataFrame(flat)

@@ -1,0 +1,270 @@
+"""Clocks: they listen to marks, and afterwards tell steps and spans on one time base.
+
+    with clock.block():                      a run of back-to-back steps
+        for ...:
+            with clock.step(warmup=False):   one training step
+                ... engine code calls clock.mark(phase, device) ...
+    clock.steps(), clock.spans(), clock.samples()
+
+The time base is `time.perf_counter`, which on Linux is the monotonic clock that all processes share.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from dpbench.devices import Device
+from dpbench.records import HOST, Phase, Sample, Span, Step
+
+BUSY = "busy_s"
+"""The metric under which a step's busy seconds of a device are sampled."""
+
+
+class Clock(Protocol):
+    """What the measuring loop asks of a clock."""
+
+    def mark(self, phase: Phase, device: int) -> AbstractContextManager[Any]:
+        """Time a phase on a device, within the current step."""
+
+    def add(self, phase: Phase, device: int, start_s: float, end_s: float) -> None:
+        """Add a span of the step just ended, which only a library's own timer knows."""
+
+    def block(self) -> AbstractContextManager[None]:
+        """Enclose back-to-back steps; between blocks the host may do other things."""
+
+    def step(self, *, warmup: bool) -> AbstractContextManager[None]:
+        """Enclose one step."""
+
+    def steps(self) -> tuple[Step, ...]:
+        """Return the steps so far."""
+
+    def spans(self) -> tuple[Span, ...]:
+        """Return the spans so far."""
+
+    def samples(self) -> tuple[Sample, ...]:
+        """Return each step's busy seconds per device, where this clock can tell them."""
+
+
+class HostClock:
+    """Time by the host's clock: right where a call returns when its work is done.
+
+    Beside each span it sums the CPU time of its thread: a device's busy time. Where a thread has several spans
+    open (a joint backward works for all replicas), its CPU time is shared equally among them.
+    """
+
+    def __init__(
+        self, now: Callable[[], float] = time.perf_counter, cpu: Callable[[], float] = time.thread_time
+    ) -> None:
+        self._now, self._cpu = now, cpu
+        self._steps: list[Step] = []
+        self._spans: list[Span] = []
+        self._busy: list[tuple[int, int, float]] = []
+        self._thread = threading.local()
+
+    @contextmanager
+    def mark(self, phase: Phase, device: int) -> Iterator[None]:
+        """Record the span, and its share of the thread's CPU time."""
+        step = len(self._steps)
+        share = self._settle()
+        share.open.append(device)
+        start = self._now()
+        try:
+            yield
+        finally:
+            end = self._now()
+            share = self._settle(step)
+            share.open.remove(device)
+            self._spans.append(Span(step, phase, device, "host", start, end))
+
+    def add(self, phase: Phase, device: int, start_s: float, end_s: float) -> None:
+        """Add a span of the step just ended."""
+        self._spans.append(Span(len(self._steps) - 1, phase, device, "host", start_s, end_s))
+
+    def _settle(self, step: int | None = None) -> _Share:
+        """Give the CPU time since this thread's last mark to the spans open in it."""
+        share: _Share | None = getattr(self._thread, "share", None)
+        if share is None:
+            share = self._thread.share = _Share()
+        cpu = self._cpu()
+        for device in share.open:
+            self._busy.append((len(self._steps) if step is None else step, device, (cpu - share.at) / len(share.open)))
+        share.at = cpu
+        return share
+
+    @contextmanager
+    def block(self) -> Iterator[None]:
+        """Need nothing: steps are timed from call to return."""
+        yield
+
+    @contextmanager
+    def step(self, *, warmup: bool) -> Iterator[None]:
+        """Time one step from call to return."""
+        start = self._now()
+        yield
+        end = self._now()
+        self._steps.append(Step(end - start, warmup, end))
+
+    def steps(self) -> tuple[Step, ...]:
+        """Return the steps so far."""
+        return tuple(self._steps)
+
+    def spans(self) -> tuple[Span, ...]:
+        """Return the spans so far."""
+        return tuple(self._spans)
+
+    def samples(self) -> tuple[Sample, ...]:
+        """Return each step's CPU seconds per device."""
+        total: dict[tuple[int, int], float] = {}
+        for step, device, seconds in self._busy:
+            if device != HOST and step < len(self._steps):
+                total[step, device] = total.get((step, device), 0.0) + seconds
+        return tuple(Sample(self._steps[s].end_s, d, BUSY, value) for (s, d), value in sorted(total.items()))
+
+
+@dataclass
+class _Share:
+    """One thread's open spans, by device, and the CPU time at which they were last settled."""
+
+    open: list[int] = field(default_factory=list)
+    at: float = 0.0
+
+
+@dataclass
+class _Block:
+    """The events of one run of back-to-back steps: per device its beginning, and one end per step."""
+
+    begin: list[Any]
+    ends: list[list[Any]] = field(default_factory=list)
+    warmup: list[bool] = field(default_factory=list)
+
+
+class CudaClock:
+    """Time by CUDA events, without a synchronisation inside a block.
+
+    Step k lasts from the end of step k-1 to its own end; an end is the latest step-end event over all devices.
+    Each device's events are put on the host's time base by anchors before and after all blocks: an event and the
+    host's clock, read while the device is idle. Differences are taken from step to step, because elapsed_time is
+    a float32 of milliseconds.
+    """
+
+    def __init__(self, devices: Sequence[Device], now: Callable[[], float] = time.perf_counter) -> None:
+        self._devices, self._now = list(devices), now
+        self._position = {device.index: position for position, device in enumerate(devices)}
+        self._added: list[Span] = []
+        self._blocks: list[_Block] = []
+        self._marks: list[tuple[int, Phase, int, Any, Any]] = []
+        self._count = 0
+        self._first: list[tuple[Any, float]] = []
+        self._last: list[tuple[Any, float]] = []
+        self.drift: tuple[float, ...] = ()
+
+    @contextmanager
+    def mark(self, phase: Phase, device: int) -> Iterator[None]:
+        """Queue an event at each end of the phase, on the device's stream of this thread."""
+        step, at = self._count, self._devices[self._position[device]]
+        start = at.event()
+        try:
+            yield
+        finally:
+            self._marks.append((step, phase, device, start, at.event()))
+
+    def add(self, phase: Phase, device: int, start_s: float, end_s: float) -> None:
+        """Add a span of the step just ended, on the host's time base."""
+        self._added.append(Span(self._count - 1, phase, device, "host", start_s, end_s))
+
+    @contextmanager
+    def block(self) -> Iterator[None]:
+        """Anchor the devices' clocks to the host's, before and after."""
+        anchors = self._anchors()
+        self._first = self._first or anchors
+        self._blocks.append(_Block([device.event() for device in self._devices]))
+        yield
+        self._last = self._anchors()
+
+    @contextmanager
+    def step(self, *, warmup: bool) -> Iterator[None]:
+        """Queue the step's end on every device."""
+        block = self._blocks[-1]
+        yield
+        block.ends.append([device.event() for device in self._devices])
+        block.warmup.append(warmup)
+        self._count += 1
+
+    def _anchors(self) -> list[tuple[Any, float]]:
+        """Read each idle device's clock and the host's at the same moment."""
+        anchors = []
+        for device in self._devices:
+            device.synchronize()
+            before = self._now()
+            event = device.event()
+            device.synchronize()
+            anchors.append((event, (before + self._now()) / 2))
+        return anchors
+
+    def steps(self) -> tuple[Step, ...]:
+        """Return the steps: each from the end of the one before to its own."""
+        times = self._ends()
+        steps = []
+        for block, (begin, ends) in zip(self._blocks, times, strict=True):
+            previous = max(begin)
+            for warmup, at in zip(block.warmup, ends, strict=True):
+                end = max(at)
+                steps.append(Step(end - previous, warmup, end))
+                previous = end
+        return tuple(steps)
+
+    def _ends(self) -> list[tuple[list[float], list[list[float]]]]:
+        """Return, per block, when it began and when its steps ended, per device, on the host's time base."""
+        if not self._blocks:
+            return []
+        columns = [self._chain(i) for i in range(len(self._devices))]
+        times = []
+        cursor = 0
+        for block in self._blocks:
+            begin = [column[cursor] for column in columns]
+            ends = [[column[cursor + 1 + k] for column in columns] for k in range(len(block.ends))]
+            times.append((begin, ends))
+            cursor += 1 + len(block.ends)
+        return times
+
+    def _chain(self, i: int) -> list[float]:
+        """Time one device's block and step events, stretched so that first and last anchor meet the host's."""
+        events = [event for block in self._blocks for event in (block.begin[i], *(end[i] for end in block.ends))]
+        (first, first_s), (last, last_s) = self._first[i], self._last[i]
+        raw, at, previous = [], 0.0, first
+        for event in (*events, last):
+            at += previous.elapsed_time(event) / 1e3
+            raw.append(at)
+            previous = event
+        stretch = (last_s - first_s) / raw[-1] if raw[-1] > 0 else 1.0
+        self.drift = (*self.drift[:i], stretch - 1.0)
+        return [first_s + seconds * stretch for seconds in raw[:-1]]
+
+    def spans(self) -> tuple[Span, ...]:
+        """Return the spans, each timed against the end of the step before it on its device."""
+        starts: list[tuple[list[Any], list[float]]] = []
+        for block, (begin, ends) in zip(self._blocks, self._ends(), strict=True):
+            references = [(block.begin, begin), *zip(block.ends, ends, strict=True)]
+            starts.extend(references[:-1])
+        spans = list(self._added)
+        for step, phase, device, start, end in self._marks:
+            if step < len(starts):
+                (events, seconds), i = starts[step], self._position[device]
+                begin_s = seconds[i] + events[i].elapsed_time(start) / 1e3
+                end_s = begin_s + start.elapsed_time(end) / 1e3
+                spans.append(Span(step, phase, device, "cuda_event", begin_s, end_s))
+        return tuple(spans)
+
+    def samples(self) -> tuple[Sample, ...]:
+        """Return nothing: event spans tell occupied time, busy time comes from a profiled step."""
+        return ()
+
+
+def choose(devices: Sequence[Device]) -> Clock:
+    """Return the clock that tells the truth for these devices: events where they have any, else the host's."""
+    return HostClock() if devices[0].event() is None else CudaClock(devices)

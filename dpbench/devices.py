@@ -1,0 +1,63 @@
+"""The one face of every device: CUDA, logical CPU or emulated.
+
+The engine, the clock and the strategies speak to devices through this protocol alone, so that the same code
+runs, and is tested, without a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+if TYPE_CHECKING:  # for the annotations; nothing on this floor loads torch
+    import torch
+
+
+@runtime_checkable
+class Device(Protocol):
+    """One place where a replica lives.
+
+    `index` is its position among the replicas, and what spans and records call it; `name` is what people call
+    it ("cuda:1", "cpu:1"); `torch_device` is where its tensors say they are.
+    """
+
+    index: int
+    name: str
+    torch_device: torch.device
+
+    def put(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a fresh copy of `tensor` that this device owns, whatever device it comes from."""
+
+    def clone(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return fresh copies of many tensors of one source, in as few transfers as the device allows."""
+
+    def guard(self) -> AbstractContextManager[Any]:
+        """Make this device and its stream current in this thread."""
+
+    def wait(self, other: Device) -> None:
+        """Order what is queued here from now on after all that `other` has queued so far."""
+
+    def borrow(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Declare that work queued here reads memory that other streams own."""
+
+    def event(self) -> Any:
+        """Queue a timing event behind this device's work; None where the host's clock tells the truth."""
+
+    def synchronize(self) -> None:
+        """Block the host until this device has finished its work."""
+
+    def memory(self) -> int | None:
+        """Return the peak of allocated bytes since `reset_memory`; None where the device cannot tell."""
+
+    def reset_memory(self) -> None:
+        """Release caches and forget the peak."""
+
+    def can_collect(self, devices: Sequence[Device]) -> bool:
+        """Tell whether `devices`, this one first, have collectives of their own (distinct GPUs have)."""
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], devices: Sequence[Device]) -> list[list[torch.Tensor]]:
+        """Copy `tensors` to each of `devices` by a collective; only where `can_collect`."""
+
+    def reduce_add(self, tensors: Sequence[Sequence[torch.Tensor]], devices: Sequence[Device]) -> list[torch.Tensor]:
+        """Sum the tensor lists of `devices` onto this one by a collective; only where `can_collect`."""

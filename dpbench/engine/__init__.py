@@ -1,0 +1,22 @@
+"""The explicit DataParallel engine: each verb usable alone, and the compositions of all."""
+
+from dpbench.engine.apply import parallel_apply
+from dpbench.engine.data_parallel import DataParallel, data_parallel
+from dpbench.engine.devices import resolve
+from dpbench.engine.gather import gather
+from dpbench.engine.reduce import reduce
+from dpbench.engine.replicate import replicate
+from dpbench.engine.scatter import scatter
+from dpbench.engine.train_step import TrainStep
+
+__all__ = [
+    "scatter",
+    "replicate",
+    "parallel_apply",
+    "gather",
+    "reduce",
+    "data_parallel",
+    "DataParallel",
+    "TrainStep",
+    "resolve",
+]

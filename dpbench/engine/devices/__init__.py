@@ -1,0 +1,78 @@
+"""From the ids that users write to devices: what torch takes, and "cpu" repeated for logical CPU devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+
+from dpbench.devices import Device
+from dpbench.engine.devices.cpu import CpuDevice
+from dpbench.engine.devices.cuda import CudaDevice
+
+DeviceId = int | str | torch.device
+
+
+def resolve(device_ids: Sequence[DeviceId] | None) -> list[Device]:
+    """Return one device per id; None means every GPU, and none at all where there is no GPU.
+
+    An id is a GPU's number, a torch.device, or its name. A GPU named twice carries colocated replicas; "cpu"
+    may be named as often as wanted. Ids of other kinds, or mixed kinds, raise ValueError.
+    """
+    if device_ids is None:
+        device_ids = range(torch.cuda.device_count())
+    parsed = [torch.device("cuda", i) if isinstance(i, int) else torch.device(i) for i in device_ids]
+    kinds = sorted({device.type for device in parsed})
+    if len(kinds) > 1 or kinds not in ([], ["cpu"], ["cuda"]):
+        named = ", ".join(str(i) for i in device_ids)
+        raise ValueError(f"device_ids must all be GPUs or all be 'cpu'; got {named}")
+    if kinds == ["cpu"]:
+        return [cast(Device, CpuDevice(index)) for index in range(len(parsed))]
+    return _cuda([_ordinal(device) for device in parsed])
+
+
+def _ordinal(device: torch.device) -> int:
+    """Return the GPU's number; a bare "cuda" is the current one."""
+    count = torch.cuda.device_count()
+    if count == 0:
+        raise ValueError(f"device_ids names {device}, but torch sees no GPU here; use 'cpu' for logical CPU devices")
+    ordinal = torch.cuda.current_device() if device.index is None else device.index
+    if not 0 <= ordinal < count:
+        raise ValueError(f"device_ids names cuda:{ordinal}, but torch sees {count} GPU(s): 0 to {count - 1}")
+    return ordinal
+
+
+def _cuda(ordinals: Sequence[int], *, shared_stream: bool = False) -> list[Device]:
+    """Give each replica its GPU; one that is not the first on its GPU has a stream of its own, unless shared."""
+    devices = []
+    for index, ordinal in enumerate(ordinals):
+        again = ordinal in ordinals[:index]
+        device = CudaDevice(index, ordinal, own_stream=again and not shared_stream, shares_memory=again)
+        devices.append(cast(Device, device))
+    return devices
+
+
+def open_devices(
+    kind: str, count: int, *, ids: Sequence[int] = (), placement: str = "spread", shared_stream: bool = False
+) -> list[Device]:
+    """Return `count` devices as a case describes them.
+
+    Spread takes the first `count` of `ids` (or of all GPUs); colocated puts every replica on the first. Raises
+    ValueError where this machine has fewer.
+    """
+    if kind == "cpu":
+        return resolve(["cpu"] * count)
+    if kind != "cuda":
+        raise ValueError(f"unknown device kind {kind!r}; known: cpu, cuda")
+    available = list(ids) or list(range(torch.cuda.device_count()))
+    if placement == "colocated":
+        wanted = available[:1] * count
+    else:
+        wanted = available[:count]
+    if len(wanted) < count:
+        raise ValueError(
+            f"{count} devices asked for, {len(available)} GPU(s) here"
+            + ("; --placement colocated lets replicas share one" if available else "; use --device-kind cpu")
+        )
+    return _cuda([_ordinal(torch.device("cuda", i)) for i in wanted], shared_stream=shared_stream)

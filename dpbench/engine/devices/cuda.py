@@ -1,0 +1,132 @@
+"""CUDA devices: a GPU and a stream. The only file of the engine that calls `torch.cuda`.
+
+Spread replicas use their GPU's current stream, as torch.nn.DataParallel does. Colocated replicas share one GPU
+and have a stream each, so that their kernels may overlap as far as the card allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch.cuda import comm
+
+from dpbench.devices import Device
+
+
+class CudaDevice:
+    """One GPU, or one stream of a GPU that several replicas share.
+
+    `ordinal` is CUDA's number of the GPU; `own_stream` gives the replica a stream of its own. `shares_memory`
+    marks a replica whose GPU already reports its memory under an earlier index.
+    """
+
+    def __init__(self, index: int, ordinal: int, *, own_stream: bool = False, shares_memory: bool = False) -> None:
+        self.index = index
+        self.ordinal = ordinal
+        self.name = f"cuda:{ordinal}" + (f"/{index}" if own_stream or shares_memory else "")
+        self.torch_device = torch.device("cuda", ordinal)
+        self._own = torch.cuda.Stream(ordinal) if own_stream else None
+        self._shares_memory = shares_memory
+
+    @property
+    def stream(self) -> torch.cuda.Stream:
+        """Return this replica's own stream, or the one that is current on its GPU in this thread."""
+        return self._own or torch.cuda.current_stream(self.ordinal)
+
+    def put(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy on this device's stream; the source may still be in the making on its own current stream."""
+        self._follow([tensor])
+        with self.guard():
+            copy = tensor.to(self.torch_device, non_blocking=True, copy=True)
+        self.borrow([tensor])
+        return copy
+
+    def clone(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copy all in one multi-tensor launch where source and copy share the GPU."""
+        self._follow(tensors)
+        with self.guard():
+            copies = [torch.empty_like(tensor, device=self.torch_device) for tensor in tensors]
+            if copies:
+                torch._foreach_copy_(copies, list(tensors), non_blocking=True)
+        self.borrow(tensors)
+        return copies
+
+    def guard(self) -> AbstractContextManager[Any]:
+        """Make GPU and stream current; the stream is looked up here, in the thread that dispatches.
+
+        A new thread's current stream is the default one, not its parent's: to enter the guard there must not
+        change the stream.
+        """
+        stack = ExitStack()
+        device, stream = torch.cuda.device(self.ordinal), torch.cuda.stream(self.stream)
+        return _Entered(stack, (device, stream))
+
+    def wait(self, other: Device) -> None:
+        """Let this stream wait for the other's."""
+        stream = getattr(other, "stream", None)
+        if stream is not None and stream != self.stream:
+            self.stream.wait_stream(stream)
+
+    def borrow(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Tell the allocator that this stream reads the tensors, so that it does not reuse them too early."""
+        for tensor in tensors:
+            if tensor.is_cuda:
+                tensor.record_stream(self.stream)
+
+    def event(self) -> Any:
+        """Queue a timing event on this device's stream."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self.stream)
+        return event
+
+    def synchronize(self) -> None:
+        """Block the host until the whole GPU has finished."""
+        torch.cuda.synchronize(self.ordinal)
+
+    def memory(self) -> int | None:
+        """Return the allocator's peak; a colocated replica's share cannot be told apart, so only one reports."""
+        return None if self._shares_memory else torch.cuda.max_memory_allocated(self.ordinal)
+
+    def reset_memory(self) -> None:
+        """Empty the allocator's cache and forget its peak."""
+        torch.cuda.synchronize(self.ordinal)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.ordinal)
+
+    def can_collect(self, devices: Sequence[Device]) -> bool:
+        """Tell whether all are CUDA devices on GPUs of their own."""
+        ordinals = [getattr(device, "ordinal", None) for device in devices]
+        return None not in ordinals and len(set(ordinals)) == len(ordinals) > 1
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], devices: Sequence[Device]) -> list[list[torch.Tensor]]:
+        """Copy to all GPUs in 10 MiB buffers, by NCCL where torch has it: what torch.nn.DataParallel does."""
+        copies = comm.broadcast_coalesced(list(tensors), [d.torch_device.index for d in devices])
+        return [list(one) for one in copies]
+
+    def reduce_add(self, tensors: Sequence[Sequence[torch.Tensor]], devices: Sequence[Device]) -> list[torch.Tensor]:
+        """Sum onto this GPU in 10 MiB buffers, by NCCL where torch has it."""
+        return list(comm.reduce_add_coalesced([list(one) for one in tensors], self.ordinal))
+
+    def _follow(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Wait for the current streams of the GPUs that the tensors come from."""
+        for ordinal in {tensor.device.index for tensor in tensors if tensor.is_cuda}:
+            source = torch.cuda.current_stream(ordinal)
+            if source != self.stream:
+                self.stream.wait_stream(source)
+
+
+class _Entered:
+    """Context managers made in one thread and entered, together, in another."""
+
+    def __init__(self, stack: ExitStack, contexts: Sequence[AbstractContextManager[Any]]) -> None:
+        self._stack, self._contexts = stack, contexts
+
+    def __enter__(self) -> None:
+        for context in self._contexts:
+            self._stack.enter_context(context)
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)

@@ -1,0 +1,139 @@
+"""Replicate: one copy of the module per device, joined to the original by a single autograd node.
+
+The private `Module._replicate_for_data_parallel` is used here and nowhere else: modules that must prepare their
+copies (RNNs and their flat weights) override it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import Function
+from torch.nn.parameter import is_lazy
+
+from dpbench.devices import Device
+from dpbench.engine.reduce import reduce
+from dpbench.records import Mark, Phase, no_mark
+
+
+class Broadcast(Function):
+    """Copy tensors to every device; backward reduces all their gradients at once.
+
+    Being one node for all parameters, its backward starts when the last replica's backward has ended: that is
+    the border between the phases backward and reduce, and `on_reduce` is called there.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, devices: Sequence[Device], mark: Mark, on_reduce: Callable[[], None], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Return device 0's tensors (the originals), then device 1's copies, and so on."""
+        ctx.devices, ctx.mark, ctx.on_reduce, ctx.count = devices, mark, on_reduce, len(tensors)
+        copies = _copies(tensors, devices, mark)
+        frozen = [t for one in copies for t, wants in zip(one, ctx.needs_input_grad[3:], strict=True) if not wants]
+        ctx.mark_non_differentiable(*frozen)
+        return tuple(tensor for one in copies for tensor in one)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        """Return the sums over the replicas; a parameter that no replica used gets zeros, as in torch."""
+        ctx.on_reduce()
+        each = [gradients[i : i + ctx.count] for i in range(0, len(gradients), ctx.count)]
+        wanted = [i for i, wants in enumerate(ctx.needs_input_grad[3:]) if wants]
+        sums = reduce([[one[i] for i in wanted] for one in each], ctx.devices, mark=ctx.mark)
+        whole: list[Any] = [None] * ctx.count
+        for i, total in zip(wanted, sums, strict=True):
+            whole[i] = total
+        return None, None, None, *whole
+
+
+def replicate(
+    module: nn.Module,
+    devices: Sequence[Device],
+    *,
+    detach: bool = False,
+    mark: Mark = no_mark,
+    on_reduce: Callable[[], None] = lambda: None,
+) -> list[nn.Module]:
+    """Return one replica of `module` per device; replica 0 shares storage with the original.
+
+    The replicas' weights are non-leaf tensors whose gradients sum into the original's; with `detach` they are
+    plain copies. Raises RuntimeError for parameters on another device than `devices[0]`, or without shape yet.
+    """
+    with mark(Phase.REPLICATE, devices[0].index):
+        check_placement(module, devices[0])
+        parameters, buffers = _unique(module.parameters()), _unique(module.buffers())
+    sources = [*parameters, *(b for b in buffers if b.requires_grad and not detach)]
+    plain = [b for b in buffers if detach or not b.requires_grad]
+    if detach:
+        copies = _copies([p.detach() for p in sources], devices, mark)
+    else:
+        flat = Broadcast.apply(devices, mark, on_reduce, *sources) if sources else ()  # type: ignore[no-untyped-call]
+        copies = [list(flat[i * len(sources) : (i + 1) * len(sources)]) for i in range(len(devices))]
+    shared = _copies(plain, devices, mark)
+    replicas = []
+    for device, weights, statistics in zip(devices, copies, shared, strict=True):
+        with mark(Phase.REPLICATE, device.index):
+            table = {id(s): t for s, t in zip([*sources, *plain], [*weights, *statistics], strict=True)}
+            replicas.append(_rebuild(module, table))
+    return replicas
+
+
+def check_placement(module: nn.Module, root: Device) -> None:
+    """Raise RuntimeError unless every parameter and buffer of `module` lives on `root`."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        if is_lazy(tensor):
+            raise RuntimeError(
+                "Modules with uninitialized parameters can't be used with `DataParallel`. Run a dummy forward pass "
+                "to correctly initialize the modules"
+            )
+        if tensor.device != root.torch_device:
+            raise RuntimeError(
+                f"module must have its parameters and buffers on device {root.torch_device} (device_ids[0]) but "
+                f"found one of them on device: {tensor.device}; move it first: module.to('{root.torch_device}')"
+            )
+
+
+def _copies(tensors: Sequence[torch.Tensor], devices: Sequence[Device], mark: Mark) -> list[list[torch.Tensor]]:
+    """Return the tensors themselves for the first device and copies for the others."""
+    root, *others = devices
+    if tensors and root.can_collect(devices):
+        with ExitStack() as stack:
+            for device in devices:
+                stack.enter_context(mark(Phase.REPLICATE, device.index))
+            return root.broadcast(tensors, devices)
+    copies = [list(tensors)]
+    for device in others:
+        with mark(Phase.REPLICATE, device.index):
+            copies.append(device.clone(tensors))
+    return copies
+
+
+def _rebuild(module: nn.Module, table: dict[int, torch.Tensor]) -> nn.Module:
+    """Copy the tree of modules, putting `table`'s tensor wherever the original has the tensor of that id."""
+    modules = list(module.modules())
+    copies = {id(m): m._replicate_for_data_parallel() for m in modules}  # type: ignore[no-untyped-call]
+    for original in modules:
+        copy = copies[id(original)]
+        for name, child in original._modules.items():
+            copy._modules[name] = None if child is None else copies[id(child)]
+        former = {}
+        for name, parameter in original._parameters.items():
+            if parameter is None:
+                copy._parameters[name] = None
+            else:  # a plain attribute: a copy is no leaf, so it cannot be a Parameter
+                former[name] = table[id(parameter)]
+                setattr(copy, name, former[name])
+        copy._former_parameters = former
+        for name, buffer in original._buffers.items():
+            copy._buffers[name] = None if buffer is None else table[id(buffer)]
+    return copies[id(module)]  # type: ignore[no-any-return]
+
+
+def _unique(tensors: Any) -> list[torch.Tensor]:
+    """List tensors once each, in order."""
+    return list({id(tensor): tensor for tensor in tensors}.values())

@@ -1,0 +1,61 @@
+"""The ledger: what a step's time went to, so that the parts sum to the whole.
+
+Walk back from the step's end: the span that ended last gets the time down to its start; continue there. Time
+that no span covers is `unattributed`: it comes from coverage, never from a subtraction, and is never negative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from dpbench.records import UNATTRIBUTED, Phase, Span, Step, Trial
+
+
+def charge(step: Step, spans: Iterable[Span]) -> dict[tuple[str, int], float]:
+    """Return seconds by (phase, device); their sum is the step's seconds.
+
+    Uncovered time stands under (UNATTRIBUTED, -1). Of spans that cover the same moment the one that really ended
+    there wins over one that runs on, then the one that began last.
+    """
+    charged: dict[tuple[str, int], float] = {}
+    pending = [span for span in spans if span.end_s > step.start_s and span.start_s < step.end_s]
+    now = step.end_s
+    while now > step.start_s:
+        pending = [span for span in pending if span.start_s < now]
+        span = max(pending, key=lambda s: (min(s.end_s, now), -s.end_s, s.start_s), default=None)
+        until = max(step.start_s, min(span.end_s, now)) if span else step.start_s
+        if until < now:
+            _add(charged, (UNATTRIBUTED, -1), now - until)
+        if span is None:
+            break
+        start = max(step.start_s, span.start_s)
+        _add(charged, (span.phase.value, span.device), until - start)
+        now = start
+    return charged
+
+
+def _add(charged: dict[tuple[str, int], float], key: tuple[str, int], seconds: float) -> None:
+    charged[key] = charged.get(key, 0.0) + seconds
+
+
+def by_step(spans: Iterable[Span], steps: int) -> list[list[Span]]:
+    """Sort spans into their steps."""
+    rows: list[list[Span]] = [[] for _ in range(steps)]
+    for span in spans:
+        if 0 <= span.step < steps:
+            rows[span.step].append(span)
+    return rows
+
+
+def phases(step: Step, spans: Sequence[Span]) -> dict[str, float]:
+    """Return seconds by phase, every phase named in order, then the unattributed rest; they sum to the step."""
+    total = dict.fromkeys([*(phase.value for phase in Phase), UNATTRIBUTED], 0.0)
+    for (phase, _), seconds in charge(step, spans).items():
+        total[phase] += seconds
+    return {name: seconds for name, seconds in total.items() if seconds or name == UNATTRIBUTED}
+
+
+def of_trial(trial: Trial) -> list[dict[str, float]]:
+    """Return `phases` of every step of a trial, warm-up included."""
+    rows = by_step(trial.spans, len(trial.steps))
+    return [phases(step, spans) for step, spans in zip(trial.steps, rows, strict=True)]

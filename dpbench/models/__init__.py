@@ -1,0 +1,106 @@
+"""Reference models: plain torch, seeded, dropout 0, in two sizes; and the door for a user's own.
+
+A plug is a file (or, given as `package.module:name`, an object) with three functions:
+
+    build(size) -> Module
+    batch(n, seed, size) -> (inputs, target)      inputs: a tensor, or a tuple of positional arguments
+    loss(output, target) -> 0-dim tensor          a `reduction=` argument makes local loss possible
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dpbench import registry
+from dpbench.records import Profile
+
+SIZES = ("small", "full")
+
+
+@dataclass(frozen=True)
+class Model:
+    """A built module with the batches and the loss that belong to it."""
+
+    name: str
+    module: nn.Module
+    make_batch: Callable[[int, int], tuple[Any, Any]]
+    loss: Callable[..., torch.Tensor]
+
+    def batch(self, n: int, seed: int) -> tuple[Any, Any]:
+        """Return `n` samples of made-up inputs and targets, the same for the same seed."""
+        return self.make_batch(n, seed)
+
+
+def load(name: str, size: str, seed: int) -> Model:
+    """Build the model `name` (a plug, or `package.module:object`) with weights drawn from `seed`.
+
+    The generator's state is restored, so building one model does not change the next one.
+    """
+    if size not in SIZES:
+        raise ValueError(registry.unknown("size", size, list(SIZES)))
+    plug = _own(name) if ":" in name else registry.load("models", name)
+    with torch.random.fork_rng(devices=[]):  # build() works on the CPU; forking CUDA's would initialise it
+        torch.manual_seed(seed)
+        module = plug.build(size)
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{name}: build({size!r}) must return a torch.nn.Module, not {type(module).__name__}")
+    return Model(name, module, lambda n, batch_seed: plug.batch(n, batch_seed, size), plug.loss)
+
+
+def _own(name: str) -> Any:
+    """Import a user's model object, looking in the current directory first, as `python -m` does."""
+    module_name, _, attribute = name.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        plug = importlib.import_module(module_name)
+        for part in filter(None, attribute.split(".")):
+            plug = getattr(plug, part)
+    except (ImportError, AttributeError) as error:
+        error.add_note(f"while loading --model {name} (package.module:name) from {here} and sys.path")
+        raise
+    missing = [verb for verb in ("build", "batch", "loss") if not callable(getattr(plug, verb, None))]
+    if missing:
+        raise TypeError(
+            f"--model {name}: needs the functions build(size), batch(n, seed, size) and loss(output, target); "
+            f"missing: {', '.join(missing)}"
+        )
+    return plug
+
+
+def profile(model: Model, samples: int = 2) -> Profile:
+    """Count what one sample costs: FLOP by torch's own counter, bytes from shapes."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    inputs, target = model.batch(samples, 0)
+    module = copy.deepcopy(model.module)  # a forward moves the statistics of BatchNorm
+    parameters, buffers = list(module.parameters()), list(module.buffers())
+    with FlopCounterMode(display=False) as forward:
+        output = module(*positional(inputs))
+    with FlopCounterMode(display=False) as backward:
+        model.loss(output, target).backward()  # type: ignore[no-untyped-call]
+    return Profile(
+        model=model.name,
+        parameter_tensors=len(parameters),
+        parameter_bytes=sum(p.nbytes for p in parameters),
+        buffer_bytes=sum(b.nbytes for b in buffers),
+        input_bytes=sum(a.nbytes for a in positional(inputs) if isinstance(a, torch.Tensor)) / samples,
+        output_bytes=output.nbytes / samples,
+        forward_flop=forward.get_total_flops() / samples,
+        backward_flop=backward.get_total_flops() / samples,
+    )
+
+
+def positional(inputs: Any) -> tuple[Any, ...]:
+    """Return a batch's inputs as the positional arguments of the module."""
+    return inputs if isinstance(inputs, tuple) else (inputs,)

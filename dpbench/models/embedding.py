@@ -1,0 +1,62 @@
+"""A large embedding table with dense gradients: all weights travel to every replica, hardly any arithmetic.
+
+A batch touches a few rows of the table; replicate still copies all of it, and reduce adds gradients that are
+mostly zeros.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Dims(NamedTuple):
+    """The numbers that make a size; `bag` is how many rows of the table one sample reads."""
+
+    rows: int
+    bag: int
+    width: int
+    classes: int
+
+
+DIMS = {
+    "small": Dims(rows=16_384, bag=256, width=112, classes=10),
+    "full": Dims(rows=1_000_000, bag=256, width=128, classes=1000),
+}
+
+
+class EmbeddingMean(nn.Module):
+    """The mean of a bag of table rows, then one linear layer."""
+
+    def __init__(self, dims: Dims) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(dims.rows, dims.width, mode="mean")
+        self.head = nn.Linear(dims.width, dims.classes)
+
+    def forward(self, bags: Tensor) -> Tensor:
+        """Map (batch, bag) row numbers to (batch, classes) logits."""
+        logits: Tensor = self.head(self.table(bags))
+        return logits
+
+
+def build(size: str) -> nn.Module:
+    """Return the model: 1,836,138 parameters small, 128,129,000 full."""
+    return EmbeddingMean(DIMS[size])
+
+
+def batch(n: int, seed: int, size: str) -> tuple[Tensor, Tensor]:
+    """Return (n, bag) row numbers and n class numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    dims = DIMS[size]
+    return (
+        torch.randint(dims.rows, (n, dims.bag), generator=generator),
+        torch.randint(dims.classes, (n,), generator=generator),
+    )
+
+
+def loss(output: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
+    """Return the cross entropy."""
+    return F.cross_entropy(output, target, reduction=reduction)

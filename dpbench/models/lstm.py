@@ -1,0 +1,84 @@
+"""An LSTM over packed sequences of different lengths: the recurrent case of torch's DataParallel FAQ.
+
+The inputs are a tuple, tokens (n, T) and lengths (n,), both scattered along dimension 0. Each row is one
+sample with one class, so that the padding never enters the loss: its mean is its sum over the number of rows.
+Packing wants the lengths on the host: on an accelerator every forward waits there for the copy.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+
+class Dims(NamedTuple):
+    """The numbers that make a size; `tokens` is the length T to which all sequences are padded."""
+
+    vocabulary: int
+    tokens: int
+    width: int
+    hidden: int
+    layers: int
+    classes: int
+
+
+DIMS = {
+    "small": Dims(vocabulary=1000, tokens=48, width=64, hidden=64, layers=2, classes=10),
+    "full": Dims(vocabulary=30_000, tokens=128, width=1024, hidden=1024, layers=2, classes=1000),
+}
+
+
+class PackedLSTM(nn.Module):
+    """Embedding, LSTM over packed sequences, mean over each sequence's own steps, one linear layer."""
+
+    def __init__(self, dims: Dims) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(dims.vocabulary, dims.width)
+        self.lstm = nn.LSTM(dims.width, dims.hidden, dims.layers, batch_first=True)
+        self.head = nn.Linear(dims.hidden, dims.classes)
+
+    def states(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        """Return the outputs of all steps, (batch, T, hidden), zeros after the end of each sequence."""
+        self.lstm.flatten_parameters()
+        x = pack_padded_sequence(
+            self.embedding(tokens), lengths.cpu(), batch_first=True, enforce_sorted=False
+        )
+        # A replica sees its chunk only and would pad to the longest sequence *there*: chunks of different
+        # widths, which gather cannot join. total_length pads all of them to the T of the whole batch.
+        padded, _ = pad_packed_sequence(self.lstm(x)[0], batch_first=True, total_length=tokens.size(1))
+        return padded
+
+    def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        """Map (batch, T) token numbers and (batch,) lengths to (batch, classes) logits."""
+        mean = self.states(tokens, lengths).sum(dim=1) / lengths.unsqueeze(1)
+        logits: Tensor = self.head(mean)
+        return logits
+
+
+def build(size: str) -> nn.Module:
+    """Return the model: 131,210 parameters small, 48,538,600 full."""
+    return PackedLSTM(DIMS[size])
+
+
+def batch(n: int, seed: int, size: str) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Return ((n, T) token numbers, 0 after the end; n lengths from 1 to T) and n class numbers.
+
+    The lengths are spread evenly over 1..T and shuffled: every seed makes a batch of the same total work, and
+    the chunks of a batch differ.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    dims = DIMS[size]
+    lengths = (2 * torch.arange(n) + 1) * dims.tokens // (2 * n) + 1
+    lengths = lengths[torch.randperm(n, generator=generator)]
+    tokens = torch.randint(1, dims.vocabulary, (n, dims.tokens), generator=generator)
+    tokens[torch.arange(dims.tokens) >= lengths.unsqueeze(1)] = 0
+    return (tokens, lengths), torch.randint(dims.classes, (n,), generator=generator)
+
+
+def loss(output: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
+    """Return the cross entropy over the rows."""
+    return F.cross_entropy(output, target, reduction=reduction)

@@ -1,0 +1,51 @@
+"""SimpleModel of the usual DataParallel tutorials: three linear layers, 67,210 parameters.
+
+Source of the layers: the tutorial "Multi-GPU training with DataParallel" (128-256-128-10, ReLU, cross entropy).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+WIDTHS = {"small": (128, 256, 128, 10), "full": (4096, 8192, 4096, 1000)}
+
+
+class SimpleModel(nn.Module):
+    """Linear-ReLU-Linear-ReLU-Linear over flat features."""
+
+    def __init__(self, widths: tuple[int, int, int, int]) -> None:
+        super().__init__()
+        features, first, second, classes = widths
+        self.fc1 = nn.Linear(features, first)
+        self.fc2 = nn.Linear(first, second)
+        self.fc3 = nn.Linear(second, classes)
+        self.relu = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (batch, features) to (batch, classes) logits."""
+        x = self.relu(self.fc1(x))
+        x = self.relu(self.fc2(x))
+        logits: Tensor = self.fc3(x)
+        return logits
+
+
+def build(size: str) -> nn.Module:
+    """Return the model: 67,210 parameters small, 71,218,152 full."""
+    return SimpleModel(WIDTHS[size])
+
+
+def batch(n: int, seed: int, size: str) -> tuple[Tensor, Tensor]:
+    """Return (n, features) normal inputs and n class numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    features, *_, classes = WIDTHS[size]
+    return (
+        torch.randn(n, features, generator=generator),
+        torch.randint(classes, (n,), generator=generator),
+    )
+
+
+def loss(output: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
+    """Return the cross entropy."""
+    return F.cross_entropy(output, target, reduction=reduction)

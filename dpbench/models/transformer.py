@@ -1,0 +1,77 @@
+"""A transformer encoder that classifies token sequences: many equal layers, many small parameter tensors.
+
+The full size has the widths of BERT-base (J. Devlin et al., "BERT", 2018: 12 layers, width 768, 12 heads,
+vocabulary 30,522, 512 positions) without its segment table and pooling layer. Dropout is 0.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Dims(NamedTuple):
+    """The numbers that make a size; `tokens` is the length of the sequences in a batch."""
+
+    vocabulary: int
+    positions: int
+    tokens: int
+    width: int
+    heads: int
+    hidden: int
+    layers: int
+    classes: int
+
+
+DIMS = {
+    "small": Dims(1000, 32, tokens=32, width=64, heads=4, hidden=256, layers=2, classes=10),
+    "full": Dims(30_522, 512, tokens=128, width=768, heads=12, hidden=3072, layers=12, classes=1000),
+}
+
+
+class Transformer(nn.Module):
+    """Token and position tables, encoder layers, mean over the sequence, one linear layer."""
+
+    def __init__(self, dims: Dims) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(dims.vocabulary, dims.width)
+        self.positions = nn.Parameter(torch.empty(dims.positions, dims.width))
+        self.norm = nn.LayerNorm(dims.width)
+        layer = nn.TransformerEncoderLayer(
+            dims.width, dims.heads, dims.hidden, dropout=0.0, activation="gelu", batch_first=True
+        )
+        self.encoder = nn.TransformerEncoder(layer, dims.layers, enable_nested_tensor=False)
+        self.head = nn.Linear(dims.width, dims.classes)
+        # TransformerEncoder copies its layer, weights included: draw each layer's own
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Map (batch, tokens) token numbers to (batch, classes) logits."""
+        x = self.norm(self.tokens(tokens) + self.positions[: tokens.size(1)])
+        logits: Tensor = self.head(self.encoder(x).mean(dim=1))
+        return logits
+
+
+def build(size: str) -> nn.Module:
+    """Return the model: 166,794 parameters small, 109,659,112 full."""
+    return Transformer(DIMS[size])
+
+
+def batch(n: int, seed: int, size: str) -> tuple[Tensor, Tensor]:
+    """Return (n, tokens) token numbers and n class numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    dims = DIMS[size]
+    return (
+        torch.randint(dims.vocabulary, (n, dims.tokens), generator=generator),
+        torch.randint(dims.classes, (n,), generator=generator),
+    )
+
+
+def loss(output: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
+    """Return the cross entropy."""
+    return F.cross_entropy(output, target, reduction=reduction)

@@ -1,0 +1,99 @@
+"""Provenance: the facts of this host that make a number repeatable. Knows no torch: the worker adds torch's."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import dpbench
+
+PACKAGES = ("torch", "numpy", "pandas", "matplotlib", "nvidia-ml-py", "asv", "scipy")
+VARIABLES = (
+    "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NCCL_P2P_DISABLE",
+    "PYTORCH_CUDA_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG", "ASV_COMMIT",
+)  # fmt: skip
+
+
+def collect(gpus: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return host, software and version-control facts as plain data; `gpus` is what NVML says."""
+    return {
+        "host": host_facts(),
+        "gpus": gpus or {},
+        "python": platform.python_version(),
+        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "dpbench": {"version": dpbench.__version__, **_git(Path(dpbench.__file__).parent)},
+        "project": _git(Path.cwd()),
+        "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+    }
+
+
+def host_facts() -> dict[str, Any]:
+    """Return what stays the same from run to run on one machine."""
+    import psutil
+
+    return {
+        "name": platform.node(),
+        "system": f"{platform.system()} {platform.release()}",
+        "machine": platform.machine(),
+        "cpu": _cpu_name(),
+        "cores": usable_cores(),
+        "memory_bytes": psutil.virtual_memory().total,
+    }
+
+
+def usable_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def host_key(facts: dict[str, Any]) -> str:
+    """Name a machine by its facts, without its host name: containers change that from run to run."""
+    stable = {key: facts["host"][key] for key in ("machine", "cpu", "cores")}
+    gpus = [gpu.get("uuid") for gpu in facts["gpus"].get("gpus", [])]
+    return hashlib.sha256(json.dumps([stable, gpus], sort_keys=True).encode()).hexdigest()[:16]
+
+
+def code_key(facts: dict[str, Any]) -> str:
+    """Name the code that ran: dpbench's and the project's commits, and torch's version."""
+    parts = [facts["dpbench"]["version"], facts["dpbench"].get("commit", ""), facts["project"].get("commit", "")]
+    return " ".join([*parts, facts["packages"].get("torch", "")])
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _cpu_name() -> str:
+    """Return the processor's name, from the kernel where it says."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _git(folder: Path) -> dict[str, Any]:
+    """Return commit and dirtiness of the checkout around `folder`; nothing outside of one."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=True
+        ).stdout.strip()
+
+    try:
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "-uno"))}
+    except (OSError, subprocess.SubprocessError):
+        return {}

@@ -1,0 +1,296 @@
+"""The nouns of dpbench: what was asked, what was seen, what follows.
+
+Everything here is frozen and knows only the standard library. Times are seconds on the machine's monotonic
+clock, sizes are bytes; the unit stands in each name.
+
+Schema history of `Trial`: 1 (first).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from enum import StrEnum
+from typing import Any
+
+SCHEMA = 1
+HOST = -1
+"""The device number of what happens on the host rather than on one of the devices."""
+
+
+class Phase(StrEnum):
+    """The parts of one training step, in the order in which DataParallel goes through them.
+
+    Host-to-device copies count as scatter, zero_grad as optimizer, all-reduce and reduce-scatter as reduce,
+    all-gather, weight refresh and buffer synchronisation as replicate.
+    """
+
+    SCATTER = "scatter"
+    REPLICATE = "replicate"
+    FORWARD = "forward"
+    GATHER = "gather"
+    LOSS = "loss"
+    BACKWARD = "backward"
+    REDUCE = "reduce"
+    OPTIMIZER = "optimizer"
+
+
+UNATTRIBUTED = "unattributed"
+"""The name under which a ledger lists the time that no phase covers."""
+
+Mark = Callable[[Phase, int], AbstractContextManager[Any]]
+"""`with mark(phase, device):` says that a phase runs on a device; who listens is not the engine's business."""
+
+
+def no_mark(phase: Phase, device: int) -> AbstractContextManager[Any]:
+    """Listen to nothing: the default of every `mark` argument."""
+    return nullcontext()
+
+
+class Source(StrEnum):
+    """Who produced a trial."""
+
+    MEASURED = "measured"
+    PREDICTED = "predicted"
+
+
+class Status(StrEnum):
+    """How a trial ended; all but `killed` are final."""
+
+    OK = "ok"
+    OOM = "oom"
+    FAILED = "failed"
+    TIMEOUT = "timeout"
+    KILLED = "killed"
+    SKIPPED = "skipped"
+
+
+class Verified(StrEnum):
+    """How a step's gradients compared with the chunked reference, best first."""
+
+    BITWISE = "bitwise"
+    WITHIN_TOLERANCE = "within_tolerance"
+    NOT_APPLICABLE = "not_applicable"
+    NO = "no"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One point of a sweep: what to run, and nothing about how or where it is timed.
+
+    `batch_size` is the global batch. `device_ids` names the accelerators to use, in order; empty means the
+    first ones. `options` belong to the strategy: a sorted tuple of (name, value) pairs.
+    """
+
+    model: str
+    strategy: str
+    batch_size: int
+    devices: int = 1
+    size: str = "small"
+    schedule: str = ""
+    device_kind: str = "cpu"
+    device_ids: tuple[int, ...] = ()
+    placement: str = "spread"
+    precision: str = "fp32"
+    mode: str = "train"
+    optimizer: str = "sgd"
+    seed: int = 0
+    options: tuple[tuple[str, str], ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields that differ from their defaults, so that a new axis changes no old record."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Case:
+        """Rebuild a case from `to_dict`, through JSON or not; unknown fields are an error."""
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(set(data) - known)
+        if unknown:
+            raise ValueError(f"unknown fields of a case: {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+        values = dict(data)
+        values["device_ids"] = tuple(values.get("device_ids", ()))
+        values["options"] = tuple((str(k), str(v)) for k, v in values.get("options", ()))
+        return cls(**values)
+
+    @property
+    def fingerprint(self) -> str:
+        """Name this case forever: sha256 of its canonical JSON without fields at their default."""
+        text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def label(self) -> str:
+        """Say the case in one short line for progress and error messages."""
+        kind = "" if self.device_kind == "cpu" else f" {self.device_kind}"
+        colocated = " colocated" if self.placement == "colocated" else ""
+        schedule = f"[{self.schedule}]" if self.schedule else ""
+        return f"{self.model} {self.strategy}{schedule} x{self.devices}{kind}{colocated} batch {self.batch_size}"
+
+
+@dataclass(frozen=True)
+class Span:
+    """One phase on one device during one step, on the common time base."""
+
+    step: int
+    phase: Phase
+    device: int
+    clock: str  # "host" | "cuda_event"
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One reading of one metric; the metric's name carries its unit."""
+
+    time_s: float
+    device: int
+    metric: str
+    value: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training step: the interval that ends at `end_s`."""
+
+    seconds: float
+    warmup: bool
+    end_s: float
+
+    @property
+    def start_s(self) -> float:
+        """Return when the step began."""
+        return self.end_s - self.seconds
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The peak of one device's memory; `source` is allocator, rss or ledger."""
+
+    device: int
+    peak_bytes: int
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One case run once (or predicted once): everything that was seen, nothing derived.
+
+    `setup` maps the stages before the first step to their seconds; `provenance` holds the facts of host and
+    torch that make the numbers repeatable.
+    """
+
+    case: Case
+    source: Source = Source.MEASURED
+    status: Status = Status.OK
+    reason: str = ""
+    verified: Verified = Verified.NOT_APPLICABLE
+    steps: tuple[Step, ...] = ()
+    spans: tuple[Span, ...] = ()
+    samples: tuple[Sample, ...] = ()
+    memory: tuple[Memory, ...] = ()
+    setup: Mapping[str, float] = field(default_factory=dict)
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    schema: int = SCHEMA
+    round: int = 0
+    started_s: float = 0.0
+    """Seconds since the epoch."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON; long series are columns, not rows."""
+        plain = {f.name: getattr(self, f.name) for f in fields(self)}
+        plain["case"] = self.case.to_dict()
+        plain["setup"], plain["provenance"] = dict(self.setup), dict(self.provenance)
+        for name, kind in _SERIES.items():
+            rows = getattr(self, name)
+            plain[name] = {f.name: [getattr(row, f.name) for row in rows] for f in fields(kind)}
+        return plain
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Trial:
+        """Rebuild a trial from `to_dict`, through JSON or not."""
+        if data.get("schema", SCHEMA) > SCHEMA:
+            raise ValueError(f"trial of schema {data['schema']}; this dpbench reads up to {SCHEMA}: update it")
+        values = dict(data)
+        values["case"] = Case.from_dict(values["case"])
+        for name, kind in (("source", Source), ("status", Status), ("verified", Verified)):
+            values[name] = kind(values[name])
+        for name, record in _SERIES.items():
+            columns = values.get(name) or {}
+            rows = zip(*(columns.get(f.name, ()) for f in fields(record)), strict=True)
+            values[name] = tuple(record(*row) for row in rows)
+        values["spans"] = tuple(
+            Span(s.step, Phase(s.phase), s.device, s.clock, s.start_s, s.end_s) for s in values["spans"]
+        )
+        return cls(**values)
+
+
+_SERIES: dict[str, Any] = {"steps": Step, "spans": Span, "samples": Sample, "memory": Memory}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """How much measuring a trial is worth."""
+
+    budget_s: float = 1.5
+    """Seconds of timed steps after which a trial stops, precise or not."""
+    warmup_steps: int = 5
+    min_steps: int = 10
+    max_steps: int = 300
+    block_steps: int = 10
+    """Steps between two questions whether to stop; ranks agree on the answer."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number with its 95 % interval and the count of observations behind it."""
+
+    value: float
+    low: float
+    high: float
+    n: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """What one model costs on one device, per sample where it scales with the batch."""
+
+    model: str
+    parameter_tensors: int
+    parameter_bytes: int
+    buffer_bytes: int
+    input_bytes: float
+    output_bytes: float
+    forward_flop: float
+    backward_flop: float
+
+
+@dataclass(frozen=True)
+class Task:
+    """One piece of a step's work: so much of a unit on a resource, after other tasks.
+
+    `after` are indices into the list of tasks whose end this one waits for; `overlap` are indices of tasks it
+    follows but may run beside.
+    """
+
+    phase: Phase
+    device: int
+    resource: str
+    amount: float
+    unit: str
+    after: tuple[int, ...] = ()
+    overlap: tuple[int, ...] = ()
+
+
+def case_defaults() -> dict[str, Any]:
+    """Return the default of each field of `Case` that has one."""
+    return {f.name: f.default for f in fields(Case) if f.default is not MISSING}
+
+
+def as_plain(record: Any) -> dict[str, Any]:
+    """Turn any record of this module into a dict."""
+    return asdict(record)

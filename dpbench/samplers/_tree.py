@@ -1,0 +1,89 @@
+"""Which processes belong to this run, at a cost that does not disturb it.
+
+Walking all of /proc costs percents of a core; Linux lists each thread's children, so only the tree is read.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+ROOT_PID = "DPBENCH_ROOT_PID"
+"""The environment variable that names the root of the watched tree."""
+
+
+def root_pid() -> int:
+    """Return the root to watch: from the environment, or the parent of this process."""
+    return int(os.environ.get(ROOT_PID) or os.getppid())
+
+
+class ProcessTree:
+    """A process and its descendants, this process apart; walked again at most every `refresh_s`."""
+
+    def __init__(
+        self, root: int, refresh_s: float = 0.5, now: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.root = root
+        self.refresh_s = refresh_s
+        self._now = now
+        self._walked_s = -float("inf")
+        self._pids: frozenset[int] = frozenset()
+
+    def pids(self) -> frozenset[int]:
+        """Return the tree as of at most `refresh_s` ago; some may be gone since."""
+        if self._now() - self._walked_s >= self.refresh_s:
+            self._walked_s = self._now()
+            self._pids = descendants(self.root) - {os.getpid()}
+        return self._pids
+
+
+def descendants(root: int) -> frozenset[int]:
+    """Return `root` and all processes below it; empty if it is gone."""
+    if not has_children_files():
+        return _descendants_by_psutil(root)
+    found: set[int] = set()
+    todo = [root]
+    while todo:
+        pid = todo.pop()
+        try:
+            todo += _children(pid)
+        except OSError:  # ended between being listed and being read
+            continue
+        found.add(pid)
+    return frozenset(found)
+
+
+def has_children_files() -> bool:
+    """Tell whether this kernel lists children (Linux with CONFIG_PROC_CHILDREN)."""
+    return os.access(f"/proc/self/task/{os.getpid()}/children", os.R_OK)
+
+
+def read_file(path: str, most_bytes: int = 1 << 16) -> bytes:
+    """Read a file of /proc in the cheapest way."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return os.read(descriptor, most_bytes)
+    finally:
+        os.close(descriptor)
+
+
+def _children(pid: int) -> list[int]:
+    """Return a process's children; each of its threads lists those that it has started."""
+    children: list[int] = []
+    with os.scandir(f"/proc/{pid}/task") as threads:
+        for thread in threads:
+            try:
+                children += map(int, read_file(f"{thread.path}/children").split())
+            except FileNotFoundError:  # a thread that has ended
+                continue
+    return children
+
+
+def _descendants_by_psutil(root: int) -> frozenset[int]:
+    import psutil
+
+    try:
+        return frozenset((root, *(child.pid for child in psutil.Process(root).children(recursive=True))))
+    except psutil.NoSuchProcess:
+        return frozenset()

@@ -1,0 +1,183 @@
+"""The parent's end of the fork server: start it, ask it for trials, and make an end of what hangs.
+
+Its other end is `python -m dpbench.worker`; see there for the protocol.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Self
+
+from dpbench.records import Case, Effort, Status, Trial
+
+START_LIMIT_S = 120.0
+STACKS_S = 0.5
+"""How long a hung worker is given to write its Python stacks."""
+TAIL = 4000
+_THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+"""torch.set_num_threads(1) alone does not reach MKL in the engine's new threads: each would start a team of its own,
+which costs 5-10 ms a step here. The strategy that wants all cores asks torch for them."""
+
+
+class Server:
+    """A process that has torch loaded and forks a fresh worker for each trial; a context manager."""
+
+    def __init__(self, scratch: Path) -> None:
+        self._scratch = scratch
+        self._process: subprocess.Popen[bytes] | None = None
+        self._number = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop()
+
+    def run(self, case: Case, effort: Effort, number: int, limit_s: float) -> Trial:
+        """Run one trial in a fresh worker; whatever becomes of it, return a trial.
+
+        After `limit_s` seconds the worker's Python stacks are stored and its process group is killed.
+        """
+        self._number += 1
+        folder = self._scratch / f"trial-{os.getpid()}-{id(self)}-{self._number}"
+        folder.mkdir()
+        try:
+            status, pid = self._attempt(case, effort, number, limit_s, folder)
+        except _ServerDied as died:
+            self._stop()
+            return Trial(case=case, status=Status.FAILED, reason=str(died), round=number, started_s=time.time())
+        finished = folder / "trial.json"
+        if finished.exists():
+            return Trial.from_dict(json.loads(finished.read_text()))
+        reason = _reason(status, pid, limit_s, folder)
+        return Trial(case=case, status=status_of(status), reason=reason, round=number, started_s=time.time())
+
+    def _attempt(
+        self, case: Case, effort: Effort, number: int, limit_s: float, folder: Path
+    ) -> tuple[int | None, int]:
+        """Return the worker's exit status (None: it ran past its limit) and its pid."""
+        process = self._started()
+        request = {
+            "case": case.to_dict(), "effort": asdict(effort), "folder": str(folder), "round": number,
+            "requested_s": time.perf_counter(),
+        }  # fmt: skip
+        assert process.stdin is not None
+        try:
+            process.stdin.write(json.dumps(request).encode() + b"\n")
+            process.stdin.flush()
+        except OSError as error:
+            raise _ServerDied(self._obituary()) from error
+        pid = int(self._answer(START_LIMIT_S)["pid"])
+        try:
+            answer = self._answer(limit_s)
+            return int(answer["exit"]), pid
+        except TimeoutError:
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGUSR1)
+                time.sleep(STACKS_S)
+            _kill_group(pid)
+            self._answer(START_LIMIT_S)
+            return None, pid
+        except BaseException:  # Ctrl-C among them: nothing may go on behind our back
+            _kill_group(pid)
+            raise
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        """Return the running server, started if it is not."""
+        if self._process is None or self._process.poll() is not None:
+            self._stop()
+            self._log = (self._scratch / "server.log").open("ab")
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "dpbench.worker", str(os.getpid())],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, cwd=Path.cwd(),
+                env=os.environ | _THREADS | {"PYTHONPATH": _import_path(), "PYTHONSAFEPATH": "1"},
+            )  # fmt: skip
+            self._buffer = b""
+            try:
+                self._answer(START_LIMIT_S)
+            except TimeoutError as error:
+                raise _ServerDied(f"the worker server was not ready after {START_LIMIT_S:.0f} s") from error
+        return self._process
+
+    def _answer(self, limit_s: float) -> dict[str, Any]:
+        """Return the server's next line; TimeoutError when none comes, _ServerDied when none can."""
+        assert self._process is not None
+        assert self._process.stdout is not None
+        descriptor, deadline = self._process.stdout.fileno(), time.monotonic() + limit_s
+        while b"\n" not in self._buffer:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or not select.select([descriptor], [], [], left_s)[0]:
+                raise TimeoutError
+            chunk = os.read(descriptor, 65536)
+            if not chunk:
+                raise _ServerDied(self._obituary())
+            self._buffer += chunk
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _obituary(self) -> str:
+        """Say how the server died."""
+        assert self._process is not None
+        self._process.wait(timeout=10)
+        log = (self._scratch / "server.log").read_text(errors="replace")[-TAIL:].strip()
+        return f"the worker server ended ({_how(self._process.returncode)}): {log or 'it left no message'}"
+
+    def _stop(self) -> None:
+        """End the server and reap it."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            for pipe in (self._process.stdin, self._process.stdout, self._log):
+                with suppress(OSError):
+                    if pipe is not None:
+                        pipe.close()
+            self._process = None
+
+
+class _ServerDied(RuntimeError):
+    """The server is gone; the next trial gets a new one."""
+
+
+def status_of(exit_status: int | None) -> Status:
+    """Classify the end of a worker that left no trial."""
+    return Status.TIMEOUT if exit_status is None else Status.FAILED
+
+
+def _reason(exit_status: int | None, pid: int, limit_s: float, folder: Path) -> str:
+    """Say how the worker ended and what it left: its stacks if it hung, else the end of its log."""
+    stacks, log = (_tail(folder / name) for name in ("stacks", "log"))
+    if exit_status is None:
+        return f"ran past the limit of {limit_s:g} s a trial (--limit); Python stacks:\n{stacks or 'none came'}"
+    cause = "; the kernel kills so when memory runs out: use a smaller batch" if exit_status == -signal.SIGKILL else ""
+    return f"the worker ended without a result ({_how(exit_status)}){cause}; its last words: {log or stacks or 'none'}"
+
+
+def _how(status: int | None) -> str:
+    if status is not None and status < 0:
+        return f"killed by {signal.Signals(-status).name}"
+    return f"exit status {status}"
+
+
+def _tail(path: Path) -> str:
+    return path.read_text(errors="replace")[-TAIL:].strip() if path.exists() else ""
+
+
+def _kill_group(pid: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _import_path() -> str:
+    """Let the server import dpbench from where this process did, and users' models from the current folder."""
+    here = str(Path(__file__).parent.parent)
+    return os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH", "")]))

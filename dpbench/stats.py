@@ -1,0 +1,118 @@
+"""Statistics: medians with bootstrap intervals over rounds and steps, and the rule that ends a series.
+
+Rounds are fresh processes, and differ from each other more than the steps within one do; so intervals resample
+rounds first, then the steps inside each (a hierarchical bootstrap). With fewer than three rounds an interval says
+little, and `Estimate.n` says how many there were.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dpbench.records import Estimate
+
+Rounds = Mapping[int, Sequence[float]]
+"""The measured step seconds of one case, by round."""
+
+RESAMPLES = 2000
+CONFIDENCE = 0.95
+
+
+def median(rounds: Rounds, *, seed: int = 0) -> Estimate:
+    """Return the median over rounds of each round's median, with its interval."""
+    keys = sorted(rounds)
+    draws = _draws(rounds, keys, np.random.default_rng(seed))
+    value = float(np.median([np.median(rounds[key]) for key in keys]))
+    return _estimate(value, np.median(draws, axis=1), len(keys))
+
+
+def ratio(numerator: Rounds, denominator: Rounds, *, seed: int = 0) -> Estimate:
+    """Return median(numerator) / median(denominator) with its interval.
+
+    Rounds that both have are resampled together, so that a drift between rounds cancels; without common rounds
+    each side is resampled alone.
+    """
+    generator = np.random.default_rng(seed)
+    common = sorted(set(numerator) & set(denominator))
+    if common:
+        top, bottom = ({key: side[key] for key in common} for side in (numerator, denominator))
+        chosen = generator.integers(len(common), size=(RESAMPLES, len(common)))
+        above = _draws(top, common, generator, chosen)
+        below = _draws(bottom, common, generator, chosen)
+    else:
+        top, bottom = numerator, denominator
+        above, below = (_draws(side, sorted(side), generator) for side in (top, bottom))
+    value = float(np.median([np.median(top[k]) for k in top]) / np.median([np.median(bottom[k]) for k in bottom]))
+    return _estimate(value, np.median(above, axis=1) / np.median(below, axis=1), min(len(top), len(bottom)))
+
+
+def _draws(
+    rounds: Rounds, keys: Sequence[int], generator: np.random.Generator, chosen: NDArray[np.int64] | None = None
+) -> NDArray[np.float64]:
+    """Return an array (resamples, rounds) of medians of resampled steps in resampled rounds."""
+    if chosen is None:
+        chosen = generator.integers(len(keys), size=(RESAMPLES, len(keys)))
+    pools = [np.asarray(rounds[key], dtype=float) for key in keys]
+    medians = np.empty(chosen.shape)
+    for number, pool in enumerate(pools):
+        here = chosen == number
+        picks = generator.integers(len(pool), size=(int(here.sum()), len(pool)))
+        medians[here] = np.median(pool[picks], axis=1)
+    return medians
+
+
+def _estimate(value: float, draws: NDArray[np.float64], n: int) -> Estimate:
+    """Return the percentile interval around a value."""
+    tail = 100 * (1 - CONFIDENCE) / 2
+    low, high = np.percentile(draws, [tail, 100 - tail])
+    return Estimate(value, float(min(low, value)), float(max(high, value)), n)
+
+
+def verdict(estimate: Estimate, *, margin: float = 0.01) -> str:
+    """Say what a ratio's interval decides: faster (above 1), slower, same (within the margin) or undecided."""
+    if 1 - margin <= estimate.low and estimate.high <= 1 + margin:
+        return "same"
+    if estimate.low > 1:
+        return "faster"
+    if estimate.high < 1:
+        return "slower"
+    return "undecided"
+
+
+@dataclass
+class Stopping:
+    """Decide from a worker's own series when it has measured enough; `reason` says why it ended."""
+
+    budget_s: float
+    min_steps: int = 10
+    max_steps: int = 1000
+    precision: float = 0.005
+    reason: str = ""
+    _series: list[float] = field(default_factory=list)
+
+    def add(self, seconds: float) -> None:
+        """Take one step into account."""
+        self._series.append(seconds)
+
+    def finished(self) -> bool:
+        """Tell whether the series is precise enough, or time or steps have run out."""
+        if len(self._series) >= self.min_steps:
+            if half_width(self._series) <= self.precision:
+                self.reason = f"precise: the median is known to {self.precision:.1%}"
+            elif sum(self._series) >= self.budget_s:
+                self.reason = f"budget: {self.budget_s:.3g} s of steps"
+        if not self.reason and len(self._series) >= self.max_steps:
+            self.reason = f"steps: {self.max_steps}"
+        return bool(self.reason)
+
+
+def half_width(series: Sequence[float]) -> float:
+    """Return half the 95 % interval of the median, by order statistics, as a fraction of the median."""
+    ordered, n = sorted(series), len(series)
+    low = max(0, math.floor(n / 2 - 0.98 * math.sqrt(n)))
+    return (ordered[n - 1 - low] - ordered[low]) / 2 / ordered[n // 2]

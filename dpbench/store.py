@@ -1,0 +1,309 @@
+"""The store: one SQLite file that survives being killed at any moment.
+
+Schema history (`PRAGMA user_version`): 1 (first).
+
+Writers commit one trial at a time; readers open the file read-only. A trial's row is there, as `running`, before
+its worker starts, so that what was in flight at a kill is seen, marked and redone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import time
+import uuid
+import zlib
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from dpbench.records import Case, Sample, Status, Trial
+
+RUNNING = "running"
+FINISHED = "finished"
+FINAL = frozenset({Status.OK, Status.OOM, Status.FAILED, Status.TIMEOUT, Status.SKIPPED})
+"""What a resumed run does not repeat."""
+
+MIGRATIONS = (
+    """
+    CREATE TABLE run (
+        id TEXT PRIMARY KEY, plan TEXT NOT NULL, host TEXT NOT NULL, code TEXT NOT NULL, status TEXT NOT NULL,
+        started REAL NOT NULL, ended REAL, rounds INTEGER NOT NULL, pid INTEGER NOT NULL, pid_born REAL NOT NULL,
+        provenance TEXT NOT NULL
+    );
+    CREATE TABLE trial (
+        id INTEGER PRIMARY KEY, run_id TEXT NOT NULL REFERENCES run(id), fingerprint TEXT NOT NULL,
+        round INTEGER NOT NULL, case_json TEXT NOT NULL, status TEXT NOT NULL, reason TEXT NOT NULL DEFAULT '',
+        verified TEXT, source TEXT, started REAL, schema INTEGER, setup TEXT, provenance TEXT
+    );
+    CREATE INDEX trial_slot ON trial(run_id, fingerprint, round);
+    CREATE TABLE step (
+        trial_id INTEGER NOT NULL REFERENCES trial(id), step INTEGER NOT NULL, seconds REAL NOT NULL,
+        warmup INTEGER NOT NULL, end_s REAL NOT NULL, PRIMARY KEY (trial_id, step)
+    ) WITHOUT ROWID;
+    CREATE TABLE span (
+        trial_id INTEGER NOT NULL REFERENCES trial(id), number INTEGER NOT NULL, step INTEGER NOT NULL,
+        phase TEXT NOT NULL, device INTEGER NOT NULL, clock TEXT NOT NULL, start_s REAL NOT NULL, end_s REAL NOT NULL,
+        PRIMARY KEY (trial_id, number)
+    ) WITHOUT ROWID;
+    CREATE TABLE memory (
+        trial_id INTEGER NOT NULL REFERENCES trial(id), device INTEGER NOT NULL, peak_bytes INTEGER NOT NULL,
+        source TEXT NOT NULL
+    );
+    -- one row a series: times and readings are zlib-compressed little-endian doubles
+    CREATE TABLE series (
+        trial_id INTEGER NOT NULL REFERENCES trial(id), device INTEGER NOT NULL, metric TEXT NOT NULL,
+        n INTEGER NOT NULL, mean REAL NOT NULL, peak REAL NOT NULL, times BLOB NOT NULL, readings BLOB NOT NULL,
+        PRIMARY KEY (trial_id, device, metric)
+    ) WITHOUT ROWID;
+    """,
+)
+
+
+class StoreError(RuntimeError):
+    """The store cannot be used as it is; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run as the store knows it."""
+
+    id: str
+    status: str
+    started: float
+    rounds: int
+    provenance: Mapping[str, Any]
+
+
+class Store:
+    """An open store; a context manager. `Store.create` writes, `Store.read` only reads."""
+
+    def __init__(self, path: Path, connection: sqlite3.Connection, *, writes: bool) -> None:
+        self.path, self._db, self._writes = path, connection, writes
+
+    @classmethod
+    def create(cls, path: Path) -> Store:
+        """Open `path` for writing, made or migrated as needed; refuse a file of a newer dpbench."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            db = sqlite3.connect(path, isolation_level=None, timeout=30)
+            _refuse_newer(path, db)
+            db.execute("PRAGMA journal_mode=WAL")
+            db.execute("PRAGMA synchronous=NORMAL")
+            db.execute("PRAGMA foreign_keys=ON")
+            store = cls(path, db, writes=True)
+            store._migrate()
+        except (sqlite3.DatabaseError, OSError) as error:
+            raise StoreError(f"cannot open the store {path}: {error}; give another file with --store") from error
+        return store
+
+    @classmethod
+    def read(cls, path: Path) -> Store:
+        """Open `path` for reading alone."""
+        if not path.exists():
+            raise StoreError(f"there is no store at {path}; run `dpbench run` first, or name one with --store")
+        try:
+            db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, isolation_level=None, timeout=30)
+            _refuse_newer(path, db)
+        except sqlite3.DatabaseError as error:
+            raise StoreError(f"cannot read the store {path}: {error}; is it a file of dpbench?") from error
+        return cls(path, db, writes=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._writes:
+            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        self._db.close()
+
+    def _migrate(self) -> None:
+        """Bring the file to the newest schema, one numbered step at a time."""
+        (version,) = self._db.execute("PRAGMA user_version").fetchone()
+        for number, script in enumerate(MIGRATIONS[version:], start=version + 1):
+            self._db.executescript(f"BEGIN IMMEDIATE; {script} PRAGMA user_version={number}; COMMIT;")
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
+
+    # -- runs
+
+    def begin_run(self, *, plan: str, host: str, code: str, rounds: int, provenance: Mapping[str, Any]) -> tuple[str, bool]:
+        """Return the id of the run to fill, and whether it resumes one that did not finish.
+
+        An unfinished run of the same plan, host and code is resumed; its trials in flight become `killed`. One
+        that another living process is filling raises StoreError.
+        """
+        with self._transaction():
+            row = self._db.execute(
+                "SELECT id, pid, pid_born FROM run WHERE plan=? AND host=? AND code=? AND status<>? "
+                "ORDER BY started DESC LIMIT 1",
+                (plan, host, code, FINISHED),
+            ).fetchone()
+            if row and _alive(row[1], row[2]) and row[1] != os.getpid():
+                raise StoreError(f"process {row[1]} is filling the same run in {self.path}; wait for it, or end it")
+            me = (os.getpid(), _born(os.getpid()))
+            if row:
+                self._db.execute("UPDATE run SET status=?, pid=?, pid_born=? WHERE id=?", (RUNNING, *me, row[0]))
+                self._kill_running(row[0])
+                return row[0], True
+            run_id = uuid.uuid4().hex
+            self._db.execute(
+                "INSERT INTO run VALUES (?,?,?,?,?,?,NULL,?,?,?,?)",
+                (run_id, plan, host, code, RUNNING, time.time(), rounds, *me, json.dumps(provenance)),
+            )
+            return run_id, False
+
+    def end_run(self, run_id: str, status: str = FINISHED) -> None:
+        """Close a run; one that is not `finished` can be resumed."""
+        with self._transaction():
+            self._kill_running(run_id)
+            self._db.execute("UPDATE run SET status=?, ended=? WHERE id=?", (status, time.time(), run_id))
+
+    def _kill_running(self, run_id: str) -> None:
+        self._db.execute(
+            "UPDATE trial SET status=?, reason='ended while it ran' WHERE run_id=? AND status=?",
+            (Status.KILLED, run_id, RUNNING),
+        )
+
+    def runs(self) -> list[Run]:
+        """Return all runs, the newest first."""
+        rows = self._db.execute("SELECT id, status, started, rounds, provenance FROM run ORDER BY started DESC, rowid DESC")
+        return [Run(i, status, started, rounds, json.loads(facts)) for i, status, started, rounds, facts in rows]
+
+    # -- trials
+
+    def done(self, run_id: str, *, retry: Iterable[str] = ()) -> set[tuple[str, int]]:
+        """Return the (fingerprint, round) slots that need no further trial."""
+        final = sorted(FINAL - set(retry))
+        marks = ",".join("?" * len(final))
+        query = f"SELECT fingerprint, round FROM trial WHERE run_id=? AND status IN ({marks})"
+        return {(fingerprint, number) for fingerprint, number in self._db.execute(query, (run_id, *final))}
+
+    def begin_trial(self, run_id: str, case: Case, number: int) -> int:
+        """Announce a trial that is about to start; return its id."""
+        with self._transaction():
+            cursor = self._db.execute(
+                "INSERT INTO trial (run_id, fingerprint, round, case_json, status, started) VALUES (?,?,?,?,?,?)",
+                (run_id, case.fingerprint, number, json.dumps(case.to_dict()), RUNNING, time.time()),
+            )
+        assert cursor.lastrowid is not None
+        return cursor.lastrowid
+
+    def end_trial(self, trial_id: int, trial: Trial) -> None:
+        """Store all that a trial saw, in one transaction."""
+        with self._transaction():
+            self._db.execute(
+                "UPDATE trial SET status=?, reason=?, verified=?, source=?, schema=?, setup=?, provenance=? WHERE id=?",
+                (
+                    trial.status, trial.reason, trial.verified, trial.source, trial.schema,
+                    json.dumps(dict(trial.setup)), json.dumps(dict(trial.provenance)), trial_id,
+                ),
+            )  # fmt: skip
+            self._db.executemany(
+                "INSERT INTO step VALUES (?,?,?,?,?)",
+                [(trial_id, i, s.seconds, int(s.warmup), s.end_s) for i, s in enumerate(trial.steps)],
+            )
+            self._db.executemany(
+                "INSERT INTO span VALUES (?,?,?,?,?,?,?,?)",
+                [(trial_id, i, s.step, s.phase, s.device, s.clock, s.start_s, s.end_s) for i, s in enumerate(trial.spans)],
+            )
+            self._db.executemany(
+                "INSERT INTO memory VALUES (?,?,?,?)",
+                [(trial_id, m.device, m.peak_bytes, m.source) for m in trial.memory],
+            )
+            self._db.executemany("INSERT INTO series VALUES (?,?,?,?,?,?,?,?)", _series(trial_id, trial.samples))
+        self._db.execute("PRAGMA wal_checkpoint(PASSIVE)")
+
+    def trials(self, run_id: str | None = None) -> list[Trial]:
+        """Return the ended trials of one run, or of all, in the order they were started."""
+        where, values = ("run_id=? AND ", (run_id,)) if run_id else ("", ())
+        rows = self._db.execute(
+            "SELECT id, case_json, status, reason, verified, source, started, schema, setup, provenance, round "
+            f"FROM trial WHERE {where}status NOT IN (?,?) ORDER BY id",
+            (*values, RUNNING, Status.KILLED),
+        ).fetchall()
+        return [self._trial(row) for row in rows]
+
+    def _trial(self, row: Sequence[Any]) -> Trial:
+        trial_id, case, status, reason, verified, source, started, schema, setup, provenance, number = row
+
+        def columns(table: str, names: str, order: str = "") -> dict[str, list[Any]]:
+            found = self._db.execute(f"SELECT {names} FROM {table} WHERE trial_id=? {order}", (trial_id,)).fetchall()
+            return {n: [r[i] for r in found] for i, n in enumerate(names.split(", "))}
+
+        steps = columns("step", "seconds, warmup, end_s", "ORDER BY step")
+        steps["warmup"] = [bool(flag) for flag in steps["warmup"]]
+        samples = [
+            (t, device, metric, v)
+            for device, metric, times, readings in self._db.execute(
+                "SELECT device, metric, times, readings FROM series WHERE trial_id=?", (trial_id,)
+            )
+            for t, v in zip(_unpack(times), _unpack(readings), strict=True)
+        ]
+        plain = {
+            "case": json.loads(case), "status": status, "reason": reason, "verified": verified, "source": source,
+            "started_s": started, "schema": schema, "setup": json.loads(setup), "provenance": json.loads(provenance),
+            "round": number, "steps": steps, "memory": columns("memory", "device, peak_bytes, source"),
+            "spans": columns("span", "step, phase, device, clock, start_s, end_s", "ORDER BY number"),
+            "samples": dict(zip(("time_s", "device", "metric", "value"), zip(*samples, strict=True), strict=False)),
+        }  # fmt: skip
+        return Trial.from_dict(plain)
+
+
+def _refuse_newer(path: Path, db: sqlite3.Connection) -> None:
+    """Read the schema's version before anything touches the file."""
+    (version,) = db.execute("PRAGMA user_version").fetchone()
+    if version > len(MIGRATIONS):
+        raise StoreError(
+            f"{path} has schema {version}, this dpbench knows up to {len(MIGRATIONS)}: update dpbench, or name "
+            "another file with --store"
+        )
+
+
+def _series(trial_id: int, samples: Sequence[Sample]) -> list[tuple[Any, ...]]:
+    """Return one row per device and metric."""
+    groups: dict[tuple[int, str], tuple[array[float], array[float]]] = {}
+    for sample in samples:
+        times, readings = groups.setdefault((sample.device, sample.metric), (array("d"), array("d")))
+        times.append(sample.time_s)
+        readings.append(sample.value)
+    return [
+        (trial_id, device, metric, len(r), sum(r) / len(r), max(r), _pack(t), _pack(r))
+        for (device, metric), (t, r) in groups.items()
+    ]
+
+
+def _pack(values: array[float]) -> bytes:
+    return zlib.compress(values.tobytes())
+
+
+def _unpack(blob: bytes) -> array[float]:
+    values = array("d")
+    values.frombytes(zlib.decompress(blob))
+    return values
+
+
+def _born(pid: int) -> float:
+    """Return when a process started, so that a reused pid is told from the old one; 0 when it is gone."""
+    import psutil
+
+    try:
+        return float(psutil.Process(pid).create_time())
+    except psutil.Error:
+        return 0.0
+
+
+def _alive(pid: int, born: float) -> bool:
+    return born > 0 and abs(_born(pid) - born) < 1.0

@@ -1,0 +1,132 @@
+"""torch's DistributedDataParallel: one process per device, gradients averaged by all-reduce beside backward.
+
+Ranks are started by torch's elastic launcher. No communication hook is installed, since it would change what is
+measured; the private DDP logger (`_set_ddp_runtime_logging_sample_rate`, `_get_ddp_logging_data`,
+`logger.set_runtime_stats_and_log`), used in this file alone, tells when backward's compute ended. The rest of
+backward is the exposed part of the reduction. DDP synchronises buffers inside its forward, which contains them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from dpbench.devices import Device
+from dpbench.models import Model, positional
+from dpbench.records import Case, Mark, Phase, Profile, Task, Verified
+from dpbench.strategies import Graph, optimizer_of, precision_of, rows_of
+from dpbench.strategies.single import put_all
+
+SHARED_STREAM = True  # every rank has a process, and so a stream, of its own
+VERIFY = Verified.WITHIN_TOLERANCE  # the all-reduce averages in an order of its own
+TIMEOUT = timedelta(seconds=60)
+
+
+def launch(case: Case, entry: Callable[[int], Any], folder: Path) -> list[Any]:
+    """Call `entry(rank)` in one forked process per rank that has rows; return the results in rank order."""
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+    ranks = len(rows_of(case))
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id=folder.name, rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0", start_method="fork", max_restarts=0, monitor_interval=0.02,
+    )  # fmt: skip
+    results = elastic_launch(config, _rank)(case, entry)
+    return [results[rank] for rank in range(ranks)]
+
+
+def _rank(case: Case, entry: Callable[[int], Any]) -> Any:
+    """Join the process group, run, and leave it."""
+    rank = int(os.environ["RANK"])
+    # NCCL refuses two ranks on one GPU; gloo reduces through the host, which colocated ranks can do
+    spread = case.device_kind == "cuda" and case.placement == "spread"
+    dist.init_process_group("cpu:gloo,cuda:nccl" if spread else "gloo", timeout=TIMEOUT)
+    try:
+        return entry(rank)
+    finally:
+        dist.destroy_process_group()
+
+
+class _Step:
+    """One rank's training step on its rows of the global batch."""
+
+    def __init__(self, case: Case, model: Model, device: Device, mark: Mark) -> None:
+        self._case, self._model, self._device, self._mark = case, model, device, mark
+        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        module = model.module.to(device.torch_device)
+        ids = [device.torch_device] if case.device_kind == "cuda" else None
+        self.ddp = DistributedDataParallel(module, device_ids=ids)
+        self.ddp._set_ddp_runtime_logging_sample_rate(1)
+        self._optimizer = optimizer_of(case)(module.parameters())
+        self._returned_s = 0.0
+
+    def __call__(self, inputs: Any, target: Any) -> torch.Tensor:
+        """Train on this rank's chunk; its loss is scaled so that DDP's mean is the global batch's gradient."""
+        device, mark, i = self._device, self._mark, self._device.index
+        with mark(Phase.OPTIMIZER, i):
+            self._optimizer.zero_grad(set_to_none=True)
+        with mark(Phase.SCATTER, i):
+            mine, total = self._chunk(target)
+            arguments = put_all([self._chunk(a)[0] for a in positional(inputs)], device)
+            placed = device.put(mine)
+        with precision_of(self._case):
+            with mark(Phase.FORWARD, i):
+                output = self.ddp(*arguments)
+            with mark(Phase.LOSS, i):
+                loss = self._model.loss(output, placed) * (len(mine) * self._world / total)
+        with mark(Phase.BACKWARD, i):
+            loss.backward()
+        self._returned_s = time.perf_counter()
+        with mark(Phase.OPTIMIZER, i):
+            self._optimizer.step()
+        return loss.detach()
+
+    def _chunk(self, value: Any) -> tuple[Any, int]:
+        """Return this rank's rows of a tensor, and how many there are in all; share anything else."""
+        if not isinstance(value, torch.Tensor):
+            return value, 1
+        return value.chunk(self._case.devices)[self._rank], len(value)
+
+    def observe(self) -> list[tuple[Phase, int, float, float]]:
+        """Return the exposed reduction of the step just made: from backward's last compute to its return."""
+        if self._device.event() is not None:
+            return []  # the logger's CUDA times are not on the host's clock
+        self.ddp.logger.set_runtime_stats_and_log()  # type: ignore[union-attr]
+        compute_end_ns = self.ddp._get_ddp_logging_data().get("backward_compute_time_end", 0)
+        offset_ns = time.time_ns() - time.perf_counter_ns()  # the logger's clock is the time of day
+        start_s = (compute_end_ns - offset_ns) / 1e9
+        return [(Phase.REDUCE, self._device.index, start_s, self._returned_s)] if compute_end_ns else []
+
+
+@contextmanager
+def start(case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[_Step]:
+    """Yield this rank's step; `devices` is the rank's own device alone."""
+    yield _Step(case, model, devices[0], mark)
+
+
+def tasks(case: Case, profile: Profile) -> list[Task]:
+    """Return each rank's chain; the all-reduce waits for the gradients of all and runs beside backward."""
+    graph, rows = Graph(), rows_of(case)
+    backwards = []
+    for i, n in enumerate(rows):
+        at = graph.add(Phase.SCATTER, i, f"host:{i}", n * profile.input_bytes, "bytes")
+        at = graph.add(Phase.FORWARD, i, f"device:{i}", n * profile.forward_flop, "flop", [at])
+        at = graph.add(Phase.LOSS, i, f"device:{i}", n * profile.output_bytes, "bytes", [at])
+        backwards.append(graph.add(Phase.BACKWARD, i, f"device:{i}", n * profile.backward_flop, "flop", [at]))
+    # a ring moves 2 (n-1)/n of the gradients over each link
+    moved = 2 * (len(rows) - 1) / len(rows) * profile.parameter_bytes
+    for i in range(len(rows)):
+        reduced = graph.add(Phase.REDUCE, i, "links", moved, "bytes", overlap=backwards)
+        graph.update(profile, i, [reduced])
+    return graph.tasks

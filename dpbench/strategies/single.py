@@ -1,0 +1,56 @@
+"""One device, no wrapper: the floor that every speed-up is measured against."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from dpbench.devices import Device
+from dpbench.models import Model, positional
+from dpbench.records import Case, Mark, Phase, Profile, Task
+from dpbench.strategies import Graph, Step, optimizer_of, precision_of
+
+
+@contextmanager
+def start(case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Step]:
+    """Yield a plain training step on the first device, written as in any tutorial."""
+    device = devices[0]
+    module = model.module.to(device.torch_device)
+    optimizer = optimizer_of(case)(module.parameters())
+
+    def step(inputs: Any, target: Any) -> torch.Tensor:
+        with mark(Phase.OPTIMIZER, device.index):
+            optimizer.zero_grad(set_to_none=True)
+        with mark(Phase.SCATTER, device.index):
+            arguments, target = put_all(positional(inputs), device), device.put(target)
+        with precision_of(case):
+            with mark(Phase.FORWARD, device.index):
+                output = module(*arguments)
+            with mark(Phase.LOSS, device.index):
+                loss = model.loss(output, target)
+        with mark(Phase.BACKWARD, device.index):
+            loss.backward()  # type: ignore[no-untyped-call]
+        with mark(Phase.OPTIMIZER, device.index):
+            optimizer.step()
+        return loss.detach()
+
+    yield step
+
+
+def put_all(arguments: Sequence[Any], device: Device) -> list[Any]:
+    """Copy the tensors among the arguments to the device."""
+    return [device.put(a) if isinstance(a, torch.Tensor) else a for a in arguments]
+
+
+def tasks(case: Case, profile: Profile) -> list[Task]:
+    """Return scatter, forward, loss, backward, optimizer, one after the other."""
+    graph, rows = Graph(), case.batch_size
+    at = graph.add(Phase.SCATTER, 0, "host:0", rows * profile.input_bytes, "bytes")
+    at = graph.add(Phase.FORWARD, 0, "device:0", rows * profile.forward_flop, "flop", [at])
+    at = graph.add(Phase.LOSS, 0, "device:0", rows * profile.output_bytes, "bytes", [at])
+    at = graph.add(Phase.BACKWARD, 0, "device:0", rows * profile.backward_flop, "flop", [at])
+    graph.update(profile, 0, [at])
+    return graph.tasks

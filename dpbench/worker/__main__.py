@@ -1,0 +1,100 @@
+"""The server: it has imported torch, has run no tensor operation, and forks one fresh worker per request.
+
+Requests are JSON lines on stdin: {"case", "effort", "folder", "round", "requested_s"}. For each, the server
+answers on stdout with {"pid": n} and, when that worker has ended, {"exit": status}. The worker leaves its trial
+in folder/trial.json, what it printed in folder/log and, on SIGUSR1, its Python stacks in folder/stacks.
+
+No tensor operation, because one multi-threaded operation here would hang the children.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+# asking the driver for devices without NVML would create a CUDA context, which does not survive a fork
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
+import torch
+import torch._dynamo
+import torch.optim
+
+from dpbench import lifeline, registry
+from dpbench.records import Case, Effort, Trial
+from dpbench.worker import trial as trials
+
+
+def serve() -> None:
+    """Answer requests until stdin ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends us
+    for folder in ("strategies", "models"):
+        for name in registry.names(folder):
+            registry.load(folder, name)
+    import torch.distributed.launcher.api
+    import torch.nn.parallel  # noqa: F401
+
+    if torch.cuda.is_initialized():
+        raise RuntimeError("importing dpbench's strategies and models initialised CUDA; workers could not fork")
+    gc.collect()
+    gc.freeze()  # keep the shared pages shared
+    answers = os.dup(1)
+    os.dup2(2, 1)  # whatever else prints must not look like an answer
+
+    def say(**answer: Any) -> None:
+        os.write(answers, json.dumps(answer).encode() + b"\n")
+
+    say(ready=torch.__version__)
+    for line in sys.stdin:
+        request = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            os.close(answers)
+            _work(request)
+        say(pid=pid)
+        _, status = os.waitpid(pid, 0)
+        say(exit=os.waitstatus_to_exitcode(status))
+
+
+def _work(request: dict[str, Any]) -> None:
+    """Be a worker: run the case, leave the trial, and end without any cleaning up that could hang."""
+    born_s = time.perf_counter()
+    server = os.getppid()
+    folder = Path(request["folder"])
+    try:
+        os.setsid()  # a group of its own, so that ranks end with it
+        lifeline.die_with_parent(server)
+        log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        null = os.open(os.devnull, os.O_RDONLY)
+        for target, source in ((0, null), (1, log), (2, log)):
+            os.dup2(source, target)
+        with (folder / "stacks").open("w") as stacks:
+            faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+            faulthandler.enable(file=sys.__stderr__ or stacks)
+            started_s = time.time()
+            case = Case.from_dict(request["case"])
+            done: Trial = trials.run(case, Effort(**request["effort"]), folder)
+        setup = {"start_s": born_s - request["requested_s"], **done.setup}
+        done = replace(done, round=request["round"], started_s=started_s, setup=setup)
+        partial = folder / "trial.json.part"
+        partial.write_text(json.dumps(done.to_dict()))
+        partial.rename(folder / "trial.json")
+        os._exit(0)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    lifeline.die_with_parent(int(sys.argv[1]))
+    serve()

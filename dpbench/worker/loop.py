@@ -1,0 +1,178 @@
+"""The measuring loop: verify, build, warm up, run blocks of steps until the series says stop."""
+
+from __future__ import annotations
+
+import gc
+import resource
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dpbench import busy, clock, models, verify
+from dpbench.devices import Device
+from dpbench.engine.devices import open_devices
+from dpbench.records import HOST, Case, Effort, Memory, Sample, Status, Trial, Verified
+from dpbench.stats import Stopping
+from dpbench.strategies import precision_of
+
+BATCHES = 4
+"""Distinct batches that the steps take turns with, so that none is special."""
+
+
+class Unverified(RuntimeError):
+    """A strategy's gradients are not the reference's; it must not be timed."""
+
+
+def measure(case: Case, effort: Effort, strategy: ModuleType, rank: int | None = None) -> Trial:
+    """Verify and time one case in this process; as a rank, its own share of it."""
+    threads = getattr(strategy, "threads", lambda case: 1)
+    torch.set_num_threads(threads(case))
+    devices = _devices(case, strategy, rank)
+    setup, at = {}, time.perf_counter()
+
+    def lap(stage: str) -> None:
+        nonlocal at
+        setup[stage], at = time.perf_counter() - at, time.perf_counter()
+
+    verdict = _verify(case, strategy, devices, rank)
+    lap("verify_s")
+    _forget(devices)
+    model = models.load(case.model, case.size, case.seed)
+    batches = [_pinned(model.batch(case.batch_size, case.seed + i), case) for i in range(BATCHES)]
+    lap("build_s")
+    listener = clock.choose(devices)
+    with strategy.start(case, model, devices, listener.mark) as step:
+        reason = _run(step, batches, effort, listener)
+        lap("steps_s")
+        memory = _memory(devices)
+        samples = [*listener.samples(), *_profiled(step, batches[0], devices, listener)]
+    return Trial(
+        case=case, status=Status.OK, reason=reason, verified=verdict, steps=listener.steps(),
+        spans=listener.spans(), samples=tuple(samples), memory=memory, setup=setup, provenance=_torch_facts(case),
+    )  # fmt: skip
+
+
+def _devices(case: Case, strategy: ModuleType, rank: int | None) -> list[Device]:
+    """Open the case's devices; a rank has just its own."""
+    shared = getattr(strategy, "SHARED_STREAM", False)
+    devices = open_devices(
+        case.device_kind, case.devices, ids=case.device_ids, placement=case.placement, shared_stream=shared
+    )
+    return devices if rank is None else devices[rank : rank + 1]
+
+
+def _verify(case: Case, strategy: ModuleType, devices: Sequence[Device], rank: int | None) -> Verified:
+    """Return how the strategy compared; raise Unverified when it does not compute the same gradients."""
+    compares_buffers = getattr(strategy, "compares_buffers", lambda case: True)
+    model = models.load(case.model, case.size, case.seed)
+    verdict = verify.check(
+        strategy.start, case, model, devices, precision_of, buffers=compares_buffers(case) and rank in (None, 0)
+    )
+    if verdict.verified is Verified.NO:
+        raise Unverified(f"not timed, because its gradients are wrong: {verdict}")
+    return verdict.verified
+
+
+def _run(
+    step: Callable[[Any, Any], Any], batches: Sequence[tuple[Any, Any]], effort: Effort, listener: clock.Clock
+) -> str:
+    """Run warm-up and timed blocks; return why they ended."""
+    observe = getattr(step, "observe", list)
+    stopping = Stopping(effort.budget_s, effort.min_steps, effort.max_steps)
+
+    def block(steps: int, *, warmup: bool) -> list[float]:
+        returned = []
+        with listener.block():
+            for i in range(steps):
+                inputs, target = batches[i % len(batches)]
+                began = time.perf_counter()
+                with listener.step(warmup=warmup):
+                    step(inputs, target)
+                returned.append(time.perf_counter() - began)
+                for span in observe():
+                    listener.add(*span)
+        return returned
+
+    gc.collect()
+    gc.freeze()  # what lives now need not be walked again between blocks
+    gc.disable()  # a collection inside a step would be charged to whatever phase it hits
+    try:
+        block(effort.warmup_steps, warmup=True)
+        while not _agreed(stopping.finished()):
+            for seconds in block(effort.block_steps, warmup=False):
+                stopping.add(seconds)
+            gc.collect()
+    finally:
+        gc.enable()
+    return stopping.reason or "agreed: another rank had measured enough"
+
+
+def _agreed(finished: bool) -> bool:
+    """Let all ranks stop when one of them would, so that none waits for the others."""
+    if not dist.is_initialized():
+        return finished
+    flag = torch.tensor(int(finished))
+    dist.all_reduce(flag, dist.ReduceOp.MAX)
+    return bool(flag.item())
+
+
+def _forget(devices: Sequence[Device]) -> None:
+    """Drop what verification left behind, and its peaks."""
+    gc.collect()
+    for device in devices:
+        device.reset_memory()
+    with suppress(OSError):  # Linux: 5 resets the peak of the resident set
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def _memory(devices: Sequence[Device]) -> tuple[Memory, ...]:
+    """Return the peaks since `_forget`: per device where it can tell, and the host's resident set."""
+    peaks = [Memory(d.index, peak, "allocator") for d in devices if (peak := d.memory()) is not None]
+    return (*peaks, Memory(HOST, _resident_peak(), "rss"))
+
+
+def _resident_peak() -> int:
+    """Return the peak of this process's resident set in bytes."""
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _profiled(
+    step: Callable[[Any, Any], Any], batch: tuple[Any, Any], devices: Sequence[Device], listener: clock.Clock
+) -> list[Sample]:
+    """Return GPUs' busy seconds of one more step, after timing; the host's clock has told CPU's already."""
+    if not isinstance(listener, clock.CudaClock):
+        return []
+    return busy.profiled(lambda: step(*batch), devices)
+
+
+def _pinned(batch: tuple[Any, Any], case: Case) -> tuple[Any, Any]:
+    """Put a batch where a good DataLoader would: in pinned memory, if it goes to a GPU."""
+    if case.device_kind != "cuda":
+        return batch
+    pin = torch.utils.data._utils.pin_memory.pin_memory
+    inputs, target = (pin(part) for part in batch)
+    return (tuple(inputs) if isinstance(batch[0], tuple) else inputs), target
+
+
+def _torch_facts(case: Case) -> dict[str, Any]:
+    """Return what of torch makes the numbers repeatable."""
+    facts: dict[str, Any] = {
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "matmul_precision": torch.get_float32_matmul_precision(),
+    }
+    if case.device_kind == "cuda":
+        facts |= {"cuda": torch.version.cuda, "gpu": torch.cuda.get_device_name(), "cudnn": torch.backends.cudnn.version()}
+    return facts
+

@@ -1,0 +1,102 @@
+"""One case -> one trial: launch the processes that its strategy needs, and join what they measured."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dpbench import registry
+from dpbench.records import HOST, Case, Effort, Memory, Status, Step, Trial, Verified
+from dpbench.worker.loop import measure
+
+ERROR_FILE = "error-{rank}.txt"
+
+
+def run(case: Case, effort: Effort, folder: Path) -> Trial:
+    """Run one case; a failure is a trial too, with its reason. `folder` is scratch space of this trial alone."""
+    strategy = registry.load("strategies", case.strategy)
+    if reason := getattr(strategy, "skip", lambda case: "")(case):
+        return Trial(case=case, status=Status.SKIPPED, reason=reason)
+    try:
+        if not hasattr(strategy, "launch"):
+            return measure(case, effort, strategy)
+
+        def entry(rank: int) -> dict[str, Any]:
+            try:
+                return measure(case, effort, strategy, rank).to_dict()
+            except BaseException as error:
+                (folder / ERROR_FILE.format(rank=rank)).write_text("\n".join(explain(error)))
+                raise
+
+        parts = strategy.launch(case, entry, folder)
+        return merge([Trial.from_dict(part) for part in parts])
+    except BaseException as error:
+        status, reason = _of_ranks(folder) or explain(error)
+        return Trial(case=case, status=Status(status), reason=reason, verified=_verified(reason))
+
+
+def explain(error: BaseException) -> tuple[str, str]:
+    """Return status and reason of an error: what, where, the numbers, and the last lines of its traceback."""
+    notes = getattr(error, "__notes__", [])
+    text = "; ".join([f"{type(error).__name__}: {error}", *notes])
+    if out_of_memory(error):
+        where = notes[-1].removeprefix("in ") if notes else _device_in(str(error))
+        return Status.OOM, f"out of memory on {where}; use a smaller batch, or more devices; {text}"
+    frames = traceback.extract_tb(error.__traceback__)[-3:]
+    trace = " <- ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in reversed(frames))
+    return Status.FAILED, f"{text} [{trace}]"
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Tell whether an error is a device's, or the host's, lack of memory."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def _device_in(message: str) -> str:
+    """Return the device that torch's message names."""
+    gpu = re.search(r"GPU (\d+) has a total capacity", message)
+    return f"device cuda:{gpu.group(1)}" if gpu else "device cpu"
+
+
+def _of_ranks(folder: Path) -> tuple[str, str] | None:
+    """Return status and reason that the lowest failed rank wrote; its own error, not its peers' broken links."""
+    found = []
+    for file in sorted(folder.glob(ERROR_FILE.format(rank="*"))):
+        status, _, reason = file.read_text().partition("\n")
+        rank = file.stem.rpartition("-")[2]
+        found.append((file.stat().st_mtime_ns, status, f"rank {rank}: {reason}"))
+    # an out-of-memory kills the others' connections: it is the cause, then whoever failed first
+    found.sort(key=lambda row: (row[1] != Status.OOM, row[0]))
+    return found[0][1:] if found else None
+
+
+def _verified(reason: str) -> Verified:
+    return Verified.NO if "its gradients are wrong" in reason else Verified.NOT_APPLICABLE
+
+
+def merge(parts: Sequence[Trial]) -> Trial:
+    """Join the ranks' trials: a step is that of the rank that finished it last; spans and samples are all kept."""
+    if len(parts) == 1:
+        return parts[0]
+    steps: list[Step] = [max(row, key=lambda step: step.end_s) for row in zip(*(p.steps for p in parts), strict=False)]
+    resident = sum(m.peak_bytes for part in parts for m in part.memory if m.device == HOST)
+    of_devices = tuple(m for part in parts for m in part.memory if m.device != HOST)
+    order = list(Verified)
+    slowest: Callable[[str], float] = lambda stage: max(part.setup.get(stage, 0.0) for part in parts)  # noqa: E731
+    return replace(
+        parts[0],
+        verified=max((part.verified for part in parts), key=order.index),
+        steps=tuple(steps),
+        spans=tuple(span for part in parts for span in part.spans),
+        samples=tuple(sample for part in parts for sample in part.samples),
+        memory=(*of_devices, Memory(HOST, resident, "rss")),
+        setup={stage: slowest(stage) for stage in parts[0].setup},
+    )

@@ -1,0 +1,251 @@
+import inspect
+import logging
+import re
+import sys
+import types
+
+import pytest
+from recorded_nvml import DRIVER_NOT_LOADED, NOT_SUPPORTED, RECORDINGS, Recorded, recorded
+
+from dpbench import nvml
+
+UUIDS = tuple(recorded("h100_x4").recording["uuids"])
+MIG = next(iter(recorded("h100_x4").recording["mig"]))
+
+
+def environ(visible):
+    return {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+
+
+@pytest.mark.parametrize(
+    ("visible", "positions"),
+    [
+        (None, (0, 1, 2, 3)),
+        ("", ()),
+        ("-1", ()),
+        ("NoDevFiles", ()),
+        ("0", (0,)),
+        ("2,0", (2, 0)),
+        (" 1 , 3", (1, 3)),
+        ("+1,3rd", (1, 3)),
+        ("0,-1,2", (0,)),
+        ("1,7,2", (1,)),
+        ("1,x,2", (1,)),
+        ("1,1", ()),
+        ("0,,1", (0,)),
+        (UUIDS[3], (3,)),
+        (f"{UUIDS[2]},{UUIDS[0]}", (2, 0)),
+        ("GPU-9b,GPU-e", (2, 3)),
+        ("GPU-1a6f", ()),
+        ("GPU-9b,GPU-1a6f,GPU-e", (2,)),
+        ("GPU-9b,GPU-ffff,GPU-e", (2,)),
+        ("GPU-9b,GPU-9b03", ()),
+        ("GPU-9b,3", (2,)),
+        ("3,GPU-9b", (3,)),
+        ("GPU-9b,", (2,)),
+    ],
+)
+def test_visible_devices_are_read_as_cuda_reads_them(visible, positions):
+    assert nvml.cuda_visible(visible, UUIDS) == positions
+    with nvml.open_nvml(recorded("h100_x4"), environ(visible)) as opened:
+        assert [gpu.uuid for gpu in opened.gpus] == [UUIDS[position] for position in positions]
+        assert [gpu.index for gpu in opened.gpus] == list(range(len(positions)))
+        assert opened.physical_gpus == 4
+
+
+@pytest.mark.parametrize(
+    "visible", [None, "", "-1", "1,7,2", "1,1", "0,-1", "GPU-9b,GPU-e", "GPU-1a6f", "3rd"]
+)
+def test_visible_devices_are_read_as_torch_reads_them(visible, monkeypatch):
+    torch_cuda = pytest.importorskip("torch.cuda")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    named = torch_cuda._parse_visible_devices()
+    if named and isinstance(named[0], str):
+        named = torch_cuda._transform_uuid_to_ordinals(named, list(UUIDS))
+    expected = []
+    for position in named:
+        if position >= len(UUIDS):
+            break
+        expected.append(position)
+    assert nvml.cuda_visible(visible, UUIDS) == tuple(expected)
+
+
+def test_mig_instance_is_taken_with_what_it_tells():
+    with nvml.open_nvml(recorded("h100_x4"), environ(f"{MIG},MIG-other")) as opened:
+        (gpu,) = opened.gpus
+        assert (gpu.index, gpu.uuid) == (0, MIG)
+        assert gpu.memory_bytes == 10468982784
+        assert gpu.read("memory_used_bytes") == 68982784
+        assert gpu.read("power_w") is None
+    with nvml.open_nvml(recorded("h100_x4"), environ("MIG-GPU-1a6f0c52/1/0")) as opened:
+        assert opened.gpus == ()
+
+
+@pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.stem)
+def test_recordings_say_where_they_come_from(path):
+    assert "not recorded on hardware" in recorded(path.stem.removeprefix("nvml_")).recording["source"]
+
+
+def test_units_are_si():
+    with nvml.open_nvml(recorded("h100_x4"), {}) as opened:
+        gpu = opened.gpus[0]
+        assert gpu.memory_bytes == 85520809984
+        first = {metric: gpu.read(metric) for metric in nvml.FAST_METRICS + nvml.SLOW_METRICS}
+        assert first == {
+            "utilization_ratio": 0.0,
+            "memory_used_bytes": 25391267840,  # the second answer: opening took the first
+            "power_w": 71.25,
+            "energy_j": 987654.321,
+            "sm_clock_hz": 345e6,
+            "memory_clock_hz": 2619e6,
+            "temperature_c": 31,
+            "throttle_reasons": 1,
+            "pcie_rx_bytes_per_s": 900e3,
+            "pcie_tx_bytes_per_s": 1250e3,
+        }
+        assert gpu.read("utilization_ratio") == 0.43
+        assert gpu.process_memory_bytes({4242, 4243}) == 3 * 2**29
+
+
+def test_missing_counters_are_absent_and_asked_once():
+    library = recorded("gtx1080")
+    with nvml.open_nvml(library, {}) as opened:
+        gpu = opened.gpus[0]
+        for _ in range(3):
+            assert gpu.read("energy_j") is None
+            assert gpu.process_memory_bytes({4242}) is None
+            assert gpu.read("power_w") is not None
+        assert library.calls["nvmlDeviceGetTotalEnergyConsumption", gpu.uuid] == 1
+        assert library.calls["nvmlDeviceGetPowerUsage", gpu.uuid] == 3
+
+
+def test_counter_that_has_answered_is_asked_again():
+    library = recorded("h100_x4")
+    with nvml.open_nvml(library, {}) as opened:
+        gpu = opened.gpus[0]
+        power = library.recording["gpu"]["nvmlDeviceGetPowerUsage"]
+        assert gpu.read("power_w") is not None
+        power["error"] = NOT_SUPPORTED
+        assert gpu.read("power_w") is None
+        power["error"] = None
+        assert gpu.read("power_w") is not None
+
+
+def test_new_name_serves_where_the_old_one_is_gone():
+    library = recorded("h100_x4")
+    calls = library.recording["gpu"]
+    calls["nvmlDeviceGetCurrentClocksEventReasons"] = calls.pop("nvmlDeviceGetCurrentClocksThrottleReasons")
+    with nvml.open_nvml(library, {}) as opened:
+        assert [opened.gpus[0].read("throttle_reasons") for _ in range(2)] == [1, 4]
+        assert library.calls["nvmlDeviceGetCurrentClocksThrottleReasons", UUIDS[0]] == 1
+
+
+def test_memory_of_unknown_processes_is_absent():
+    with nvml.open_nvml(recorded("h100_x4"), {}) as opened:
+        assert opened.gpus[0].process_memory_bytes({77}) is None
+
+
+def test_unknown_metric_is_a_lookup_error():
+    with nvml.open_nvml(recorded("gtx1080"), {}) as opened, pytest.raises(LookupError):
+        opened.gpus[0].read("speed")
+
+
+@pytest.mark.parametrize("without", ["driver", "gpu"])
+def test_without_driver_or_gpu_there_is_none(without):
+    library = recorded("gtx1080")
+    library.recording.update({"driver": {"init_error": DRIVER_NOT_LOADED}, "gpu": {"uuids": []}}[without])
+    with nvml.open_nvml(library, {}) as opened:
+        assert opened is None
+    assert library.open == 0
+    assert nvml.cuda_device_count(library) == 0
+    assert nvml.describe(library) == {"physical_gpus": 0, "gpus": []}
+
+
+def test_without_the_library_there_is_none(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with nvml.open_nvml() as opened:
+        assert opened is None
+    assert "nvidia-ml-py is not installed" in caplog.text
+
+
+def test_unofficial_library_is_refused_by_name(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "pynvml", types.ModuleType("pynvml"))
+    with nvml.open_nvml() as opened:
+        assert opened is None
+    assert "not NVIDIA's" in caplog.text
+    assert "nvidia-ml-py" in caplog.text
+
+
+def test_official_library_is_accepted(caplog):
+    with caplog.at_level(logging.WARNING), nvml.open_nvml():
+        pass
+    assert caplog.text == ""
+
+
+def test_library_is_shut_down_also_after_an_error():
+    library = recorded("gtx1080")
+
+    def fail():
+        with nvml.open_nvml(library, {}):
+            assert library.open == 1
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert library.open == 0
+
+
+def test_gpu_that_fell_off_the_bus_is_left_out():
+    class Lossy(Recorded):
+        def nvmlDeviceGetHandleByIndex(self, index):
+            if index == 1:
+                raise self.NVMLError(15)  # GPU is lost
+            return super().nvmlDeviceGetHandleByIndex(index)
+
+    with nvml.open_nvml(Lossy(recorded("h100_x4").recording), {}) as opened:
+        assert [gpu.uuid for gpu in opened.gpus] == [UUIDS[0], UUIDS[2], UUIDS[3]]
+
+
+def test_description_names_driver_and_gpus(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-e")
+    assert nvml.cuda_device_count(recorded("h100_x4")) == 1
+    assert nvml.describe(recorded("h100_x4")) == {
+        "driver": "570.86.15",
+        "cuda_driver": "12.8",
+        "physical_gpus": 4,
+        "gpus": [
+            {
+                "index": 0,
+                "name": "NVIDIA H100 80GB HBM3",
+                "uuid": UUIDS[3],
+                "memory_bytes": 85520809984,
+                "power_limit_w": 700.0,
+                "max_sm_clock_hz": 1980e6,
+                "max_memory_clock_hz": 2619e6,
+                "pcie_generation": 5,
+                "pcie_width": 16,
+            }
+        ],
+    }
+
+
+def test_description_leaves_out_what_is_not_told():
+    library = recorded("gtx1080")
+    del library.recording["gpu"]["nvmlDeviceGetEnforcedPowerLimit"]
+    assert "power_limit_w" not in nvml.describe(library)["gpus"][0]
+
+
+def test_numbers_and_names_are_those_of_the_real_library():
+    pynvml = pytest.importorskip("pynvml")
+    never = (
+        "INVALID_ARGUMENT NOT_SUPPORTED NO_PERMISSION FUNCTION_NOT_FOUND ARGUMENT_VERSION_MISMATCH DEPRECATED"
+    )
+    assert {getattr(pynvml, f"NVML_ERROR_{name}") for name in never.split()} == nvml._NEVER
+    assert pynvml.NVMLError(NOT_SUPPORTED).value == NOT_SUPPORTED
+    assert (pynvml.NVML_CLOCK_SM, pynvml.NVML_CLOCK_MEM) == (nvml._CLOCK_SM, nvml._CLOCK_MEMORY)
+    assert (pynvml.NVML_PCIE_UTIL_TX_BYTES, pynvml.NVML_PCIE_UTIL_RX_BYTES) == (nvml._PCIE_TX, nvml._PCIE_RX)
+    assert pynvml.NVML_TEMPERATURE_GPU == nvml._TEMPERATURE_GPU
+    called = set(re.findall(r"\bnvml[A-Z]\w+", inspect.getsource(nvml)))
+    assert {name for name in called if not hasattr(pynvml, name)} == set()

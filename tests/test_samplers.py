@@ -1,0 +1,537 @@
+import inspect
+import itertools
+import json
+import logging
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import textwrap
+import time
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import pytest
+from recorded_nvml import DRIVER_NOT_LOADED, recorded
+
+from dpbench import registry
+from dpbench import samplers as package
+from dpbench.records import HOST, Sample
+from dpbench.samplers import Series, _cadence, _tree, host, sampling
+from dpbench.samplers import nvml as nvml_sampler
+
+PLUGS = registry.names("samplers")
+UNITS = re.compile(r".+_(ratio|bytes|bytes_per_s|w|j|hz|c|reasons|1m)$")
+BUSY = "while True: pass"
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's /proc")
+
+
+@pytest.fixture(autouse=True)
+def _all_gpus_visible(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv(_tree.ROOT_PID, str(os.getpid()))
+
+
+@pytest.fixture
+def child():
+    """Start Python processes that end with the test."""
+    started = []
+
+    def start(code, *arguments, **options):
+        process = subprocess.Popen([sys.executable, "-c", code, *arguments], **options)
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        for stream in (process.stdin, process.stdout):
+            if stream:
+                stream.close()
+
+
+def poll(condition, timeout_s=8.0):
+    """Wait until `condition()` holds, and return what it gave last."""
+    deadline_s = time.monotonic() + timeout_s
+    while not (result := condition()) and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    return result
+
+
+def gone(pid):
+    """Tell whether a process has ended, reaped or not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def times(samples):
+    """Group the times of samples by what they are a series of."""
+    series = defaultdict(list)
+    for sample in samples:
+        series[sample.device, sample.metric].append(sample.time_s)
+    return series
+
+
+# The contract of every plug
+
+
+@pytest.mark.parametrize("name", PLUGS)
+def test_plug_starts_by_contract(name):
+    parameters = list(inspect.signature(registry.load("samplers", name).start).parameters.values())
+    assert [p.name for p in parameters[:2]] == ["devices", "interval_s"]
+    assert all(p.default is not p.empty for p in parameters[2:])
+
+
+@pytest.mark.parametrize("name", PLUGS)
+def test_plug_without_its_hardware_is_silent(name, caplog):
+    with registry.load("samplers", name).start((), 0.05) as samples:
+        time.sleep(0.1)
+    assert isinstance(samples, list)
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+@pytest.mark.parametrize("name", PLUGS)
+def test_plug_samples_in_order_with_units_until_it_ends(name):
+    library = {"library": recorded("h100_x4")} if name == "nvml" else {}
+    start_s = time.perf_counter()
+    with registry.load("samplers", name).start((0, 1), 0.05, **library) as samples:
+        time.sleep(0.6)
+    end_s = time.perf_counter()
+    count = len(samples)
+    for series in times(samples).values():
+        assert series == sorted(series)
+        assert len(set(series)) == len(series)
+    assert all(start_s <= s.time_s <= end_s and s.device in (HOST, 0, 1) for s in samples)
+    assert [s.metric for s in samples if not UNITS.match(s.metric)] == []
+    time.sleep(0.25)
+    assert len(samples) == count
+
+
+@pytest.mark.parametrize("name", PLUGS)
+def test_plug_survives_that_its_list_is_emptied(name):
+    library = {"library": recorded("gtx1080")} if name == "nvml" else {}
+    with registry.load("samplers", name).start((0,), 0.05, **library) as samples:
+        for _ in range(2):
+            assert poll(lambda: samples) or sys.platform != "linux"
+            del samples[:]
+
+
+# Cadence
+
+
+@pytest.mark.parametrize(
+    ("durations_s", "expected"),
+    [
+        ([0.0, 0.0, 0.0], [0, 1, 2]),
+        ([0.3, 0.9, 0.3], [0, 1, 2]),
+        ([1.5, 0.0, 0.0], [0, 2, 3]),
+        ([3.2, 0.5, 1.1], [0, 4, 5]),
+    ],
+)
+def test_late_ticks_are_skipped_and_the_rest_keep_their_place(durations_s, expected):
+    clock_s = [100.0]
+
+    def wait(seconds):
+        clock_s[0] += seconds
+        return False
+
+    seen = []
+    for tick, duration_s in zip(_cadence.ticks(1.0, wait, lambda: clock_s[0]), durations_s, strict=False):
+        seen.append((tick, clock_s[0]))
+        clock_s[0] += duration_s
+    assert seen == [(tick, 100.0 + tick) for tick in expected]
+
+
+def test_fault_in_a_sampler_ends_its_series_only(caplog):
+    with _cadence.every(0.01, lambda: 1 // 0):
+        assert poll(lambda: "a series of samples ends early" in caplog.text)
+
+
+def test_interval_must_be_positive():
+    with pytest.raises(ValueError, match="interval_s must be positive, not 0"), _cadence.every(0, print):
+        pass
+
+
+# NVML
+
+
+def test_pcie_never_delays_the_fast_counters():
+    with nvml_sampler.start((0, 1), 0.01, recorded("h100_x4")) as samples:
+        time.sleep(1.2)
+    counts = Counter((s.device, s.metric) for s in samples)
+    # eight fast readings of two GPUs fit into 10 ms; four PCIe calls take 80 ms, at most five times a second
+    assert counts[1, "power_w"] >= 40
+    assert 2 <= counts[1, "pcie_rx_bytes_per_s"] <= 7
+    assert counts[0, "pcie_tx_bytes_per_s"] <= 7
+
+
+def test_fast_counters_go_on_while_pcie_hangs():
+    library = recorded("h100_x4")
+    for call in ("nvmlDeviceGetPcieThroughput(0)", "nvmlDeviceGetPcieThroughput(1)"):
+        library.recording["gpu"][call]["latency_s"] = 0.4
+    with nvml_sampler.start((0,), 0.01, library) as samples:
+        time.sleep(0.8)
+    assert sum(s.metric == "power_w" for s in samples) >= 10  # in one thread: two or three
+
+
+def test_missing_counters_give_no_samples():
+    with nvml_sampler.start((0,), 0.02, recorded("gtx1080")) as samples:
+        poll(lambda: {"temperature_c", "pcie_tx_bytes_per_s"} <= {s.metric for s in samples})
+    metrics = {s.metric for s in samples}
+    assert "power_w" in metrics
+    assert not metrics & {"energy_j", "process_memory_bytes"}
+
+
+def test_time_is_the_middle_of_the_reading():
+    with nvml_sampler.start((0,), 5.0, recorded("h100_x4")) as samples:
+        before_s = time.perf_counter()
+        rx = poll(lambda: [s for s in samples if s.metric == "pcie_rx_bytes_per_s"])[0]
+        after_s = time.perf_counter()
+    assert before_s < rx.time_s < after_s - 0.005  # the call takes 20 ms, its middle is 10 ms before its end
+
+
+def test_devices_are_cuda_ordinals(monkeypatch):
+    library = recorded("h100_x4")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    with nvml_sampler.start((1, 2), 0.02, library) as samples:
+        assert poll(lambda: samples)
+    asked = {uuid for call, uuid in library.calls if call == "nvmlDeviceGetPowerUsage"}
+    assert asked == {library.recording["uuids"][1]}
+    assert {s.device for s in samples} == {1}
+
+
+@pytest.mark.parametrize("change", [{"init_error": DRIVER_NOT_LOADED}, {"uuids": []}])
+def test_no_driver_or_no_gpu_gives_no_samples(change):
+    library = recorded("h100_x4")
+    library.recording.update(change)
+    with nvml_sampler.start((0,), 0.01, library) as samples:
+        time.sleep(0.05)
+    assert samples == []
+
+
+def test_process_memory_is_that_of_our_tree(monkeypatch):
+    monkeypatch.setattr(nvml_sampler.ProcessTree, "pids", lambda self: frozenset((4242, 9)))
+    with nvml_sampler.start((0,), 0.02, recorded("h100_x4")) as samples:
+        found = poll(lambda: [s.value for s in samples if s.metric == "process_memory_bytes"])
+    assert found[0] == 1073741824 + 268435456
+
+
+# Host
+
+
+@linux
+def test_host_sees_a_busy_child(child):
+    root = child(BUSY)
+    with host.start((), 0.2, root=root.pid) as samples:
+        time.sleep(1.6)
+    values = defaultdict(list)
+    for sample in samples:
+        assert sample.device == HOST
+        values[sample.metric].append(sample.value)
+    assert (
+        0.15 < statistics.median(values["process_cpu_ratio"]) < 1.3
+    )  # one thread, on a machine that others use
+    assert values["rss_bytes"][-1] > 2**20
+    assert {f"core{core}_utilization_ratio" for core in os.sched_getaffinity(0)} <= set(values)
+    assert all(0 <= value <= 1 for name in values for value in values[name] if name.startswith("core"))
+    assert len(values["load_1m"]) == len(values["rss_bytes"])
+    assert len(values["process_cpu_ratio"]) == len(values["rss_bytes"]) - 1
+
+
+@linux
+def test_host_calls_others_foreign(child):
+    child(BUSY)
+    root = child("import time; time.sleep(60)")
+    time.sleep(0.3)  # its own start is work too
+    with host.start((), 0.2, root=root.pid) as samples:
+        time.sleep(1.2)
+    assert max(s.value for s in samples if s.metric == "foreign_cpu_ratio") > 0.15
+    assert max(s.value for s in samples if s.metric == "process_cpu_ratio") < 0.1
+
+
+@linux
+def test_host_without_its_root_tells_of_the_machine(child):
+    root = child("")
+    root.wait()
+    with host.start((), 0.2, root=root.pid) as samples:
+        assert poll(lambda: any(s.metric == "foreign_cpu_ratio" for s in samples))
+    assert not {"process_cpu_ratio", "rss_bytes"} & {s.metric for s in samples}
+
+
+STAT = b"""cpu  9 9 9 9 9 9 9 9 0 0
+cpu0 100 1 20 1000 5 2 3 4 50 0
+cpu2 0 0 0 7 0 0 0 0 0 0
+intr 12345
+"""
+
+
+def test_cores_are_parsed_by_their_numbers():
+    assert host.parse_cores(STAT) == {0: (126, 1135), 2: (0, 7)}
+
+
+def test_rates_follow_from_two_readings():
+    before = host.Reading(
+        time_s=10.0, core_ticks={0: (0, 0), 1: (50, 90)}, process_s={1: 1.0, 2: 5.0}, own_s=0.0, rss_bytes=0
+    )
+    now = host.Reading(
+        time_s=12.0,
+        core_ticks={0: (200, 200), 1: (100, 190)},
+        process_s={1: 2.5, 3: 99.0},
+        own_s=0.1,
+        rss_bytes=0,
+    )
+    busy_s = 250 / os.sysconf("SC_CLK_TCK")
+    assert host.rates(before, now) == pytest.approx(
+        {
+            "core0_utilization_ratio": 1.0,
+            "core1_utilization_ratio": 0.5,
+            "process_cpu_ratio": 0.75,
+            "foreign_cpu_ratio": (busy_s - 1.5 - 0.1) / 2,
+        }
+    )
+
+
+# The watched tree
+
+
+FAMILY = """
+import subprocess, sys, threading
+start = lambda: subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+children = [start()]
+thread = threading.Thread(target=lambda: children.append(start()))  # listed with its thread alone
+print(children[0].pid, flush=True)
+thread.start()
+while len(children) < 2:
+    pass
+print(children[1].pid, flush=True)
+input()
+for c in children:
+    c.kill()
+    c.wait()
+"""
+
+
+@pytest.mark.parametrize("children_files", [True, False])
+def test_tree_holds_all_descendants(child, monkeypatch, children_files):
+    if children_files and not _tree.has_children_files():
+        pytest.skip("this kernel has no /proc/PID/task/TID/children")
+    monkeypatch.setattr(_tree, "has_children_files", lambda: children_files)
+    root = child(FAMILY, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    expected = {root.pid, int(root.stdout.readline()), int(root.stdout.readline())}
+    assert _tree.descendants(root.pid) == expected
+    assert expected < _tree.descendants(os.getpid())
+    root.communicate(b"\n", timeout=5)
+    assert _tree.descendants(root.pid) == frozenset()
+
+
+def test_tree_leaves_out_this_process_and_walks_at_most_twice_a_second(monkeypatch):
+    walks = []
+    monkeypatch.setattr(
+        _tree, "descendants", lambda root: walks.append(root) or frozenset((root, os.getpid()))
+    )
+    clock_s = itertools.count(0.0, 0.2)
+    tree = _tree.ProcessTree(1, now=lambda: next(clock_s))
+    for _ in range(20):
+        assert tree.pids() == {1}
+    assert len(walks) <= 9
+
+
+def test_root_comes_from_the_environment_or_is_the_parent(monkeypatch):
+    assert _tree.root_pid() == os.getpid()
+    monkeypatch.delenv(_tree.ROOT_PID)
+    assert _tree.root_pid() == os.getppid()
+
+
+# The process
+
+
+@linux
+def test_process_samples_cuts_and_is_reaped(tmp_path):
+    output = tmp_path / "samples.jsonl"
+    with sampling((), output) as series:
+        pid = series.pid
+        assert "torch" not in Path(f"/proc/{pid}/maps").read_text()
+        start_s = time.perf_counter()
+        time.sleep(0.9)
+        middle_s = time.perf_counter()
+        first = series.cut(start_s, middle_s)
+        asked_s = time.perf_counter() - middle_s
+        assert series.cut(start_s, middle_s) == first
+        time.sleep(0.6)
+        second = series.cut(middle_s, time.perf_counter())
+    assert {s.metric for s in first} >= {"rss_bytes", "process_cpu_ratio", "load_1m"}
+    assert all(start_s <= s.time_s <= middle_s for s in first)
+    assert list(first) == sorted(first, key=lambda s: s.time_s)
+    assert second
+    assert all(s.time_s >= middle_s for s in second)
+    assert asked_s < 1.0
+    assert not Path(f"/proc/{pid}").exists()
+    assert all(len(json.loads(line)) == 4 for line in output.read_text().splitlines())
+
+
+def test_series_forgets_what_lies_before_and_ignores_what_others_wrote(tmp_path):
+    output = tmp_path / "samples.jsonl"
+    output.write_text('[1.0, -1, "load_1m", 9.0]\n')
+    series = Series(output, output.stat().st_size, None)
+    with output.open("a") as file:
+        file.write('[3.0, -1, "load_1m", 3.0]\n[2.0, -1, "load_1m", 2.0]\nnonsense\n[4.0, -1, "lo')
+    assert series.cut(0.0, 9.0) == (Sample(2.0, -1, "load_1m", 2.0), Sample(3.0, -1, "load_1m", 3.0))
+    with output.open("a") as file:
+        file.write('ad_1m", 4.0]\n')
+    assert [s.time_s for s in series.cut(2.5, 9.0)] == [3.0, 4.0]
+    assert [s.time_s for s in series.cut(0.0, 9.0)] == [3.0, 4.0]
+
+
+def command(output):
+    options = ["--root-pid", str(os.getpid()), "--interval", "0.1", "--devices", "", "--output", str(output)]
+    return [sys.executable, "-m", "dpbench.samplers", *options]
+
+
+@linux
+@pytest.mark.parametrize("way", ["end of stdin", "SIGTERM"])
+def test_process_says_ready_and_ends_in_order(tmp_path, way):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command(tmp_path / "out"), stdin=pipe, stdout=pipe, env=environment) as process:
+        assert process.stdout.readline() == b"ready\n"
+        process.send_signal(signal.SIGINT)  # a Ctrl-C is for the parent
+        time.sleep(0.3)
+        process.stdin.write(b"7\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == b"7\n"
+        written = (tmp_path / "out").read_bytes()
+        if way == "SIGTERM":
+            process.terminate()
+        else:
+            process.stdin.close()
+        assert process.wait(5) == 0
+    assert written.endswith(b"\n")
+    assert (tmp_path / "out").read_bytes().startswith(written)
+
+
+PARENT = """
+import sys, time
+from pathlib import Path
+from dpbench.samplers import sampling
+with sampling((), Path(sys.argv[1])) as series:
+    print(series.pid, flush=True)
+    time.sleep(60)
+"""
+
+
+@linux
+def test_process_dies_with_its_parent(tmp_path, child):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    parent = child(PARENT, str(tmp_path / "out"), stdout=subprocess.PIPE, env=environment)
+    pid = int(parent.stdout.readline())
+    assert not gone(pid)
+    parent.kill()
+    assert poll(lambda: gone(pid))
+
+
+HEIR = """
+import os
+if os.fork() == 0:  # holds the other end of the sampler's stdin, so that only the kernel tells of the death
+    time.sleep(60)
+    os._exit(0)
+"""
+
+
+@linux
+def test_process_dies_with_its_parent_even_if_its_stdin_stays_open(tmp_path, child):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    code = PARENT.replace("    print", textwrap.indent(HEIR, "    ") + "    print")
+    parent = child(code, str(tmp_path / "out"), stdout=subprocess.PIPE, env=environment)
+    pid = int(parent.stdout.readline())
+    (heir,) = poll(lambda: _tree.descendants(parent.pid) - {parent.pid, pid})
+    parent.kill()
+    try:
+        assert poll(lambda: gone(pid))
+        assert not gone(heir)
+    finally:
+        os.kill(heir, signal.SIGKILL)
+
+
+@linux
+def test_process_whose_parent_is_gone_already_ends_at_once(tmp_path, child):
+    former = child("")
+    former.wait()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    arguments = [*command(tmp_path / "out"), "--parent-pid", str(former.pid)]
+    with subprocess.Popen(
+        arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+    ) as process:
+        assert process.wait(8) == 0
+        assert process.stdout.read() == b""
+
+
+@linux
+def test_dead_sampler_costs_one_warning(tmp_path, caplog):
+    with sampling((), tmp_path / "out") as series:
+        start_s = time.perf_counter()
+        time.sleep(0.3)
+        assert series.cut(start_s, time.perf_counter())
+        os.kill(series.pid, signal.SIGKILL)
+        time.sleep(0.1)
+        start_s = time.perf_counter()
+        for _ in range(3):
+            assert series.cut(start_s, start_s + 1) == ()
+    assert caplog.text.count("the sampler process has ended") == 1
+
+
+@pytest.mark.parametrize("code", ["raise SystemExit(3)", "import time; time.sleep(60)"])
+def test_sampler_that_does_not_start_costs_one_warning(tmp_path, caplog, monkeypatch, code):
+    executable = tmp_path / "python"
+    executable.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{code}'\n")
+    executable.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(executable))
+    monkeypatch.setattr(package, "START_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(package, "STOP_TIMEOUT_S", 0.2)
+    with sampling((), tmp_path / "out") as series:
+        assert series.pid is None
+        assert series.cut(0.0, time.perf_counter()) == ()
+    assert caplog.text.count("does not start") == 1
+
+
+def test_missing_interpreter_costs_one_warning(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "nothing"))
+    with sampling((), tmp_path / "out") as series:
+        assert series.cut(0.0, 1.0) == ()
+    assert caplog.text.count("does not start") == 1
+
+
+PYNVML = """
+from recorded_nvml import from_environment
+library = from_environment()
+_nvmlGetFunctionPointer = None
+def __getattr__(name):
+    return getattr(library, name)
+"""
+
+
+def test_process_brings_gpu_samples_too(tmp_path, monkeypatch):
+    (tmp_path / "pynvml.py").write_text(PYNVML)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("DPBENCH_TEST_NVML", "h100_x4")
+    with sampling((0, 2), tmp_path / "out", interval_s=0.05) as series:
+        start_s = time.perf_counter()
+        time.sleep(0.7)
+        samples = series.cut(start_s, time.perf_counter())
+    assert {s.device for s in samples} >= {0, 2}
+    assert {"energy_j", "pcie_rx_bytes_per_s"} <= {s.metric for s in samples if s.device == 2}
+
+
+def test_samplers_never_load_torch():
+    code = (
+        "import sys\nfrom dpbench import registry\nimport dpbench.samplers._process\n"
+        "[registry.load('samplers', name) for name in registry.names('samplers')]\n"
+        "from dpbench.nvml import describe\ndescribe()\n"
+        "assert not {'torch', 'numpy', 'pandas'} & set(sys.modules)"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
