@@ -9,9 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-_ENGINE = ("DataParallel", "TrainStep", "data_parallel", "scatter", "replicate", "parallel_apply", "gather", "reduce")
-
-__all__ = ["__version__", *_ENGINE]  # noqa: PLE0604
+__all__ = [
+    "__version__",
+    "DataParallel",
+    "TrainStep",
+    "data_parallel",
+    "scatter",
+    "replicate",
+    "parallel_apply",
+    "gather",
+    "reduce",
+]
 
 if TYPE_CHECKING:
     from dpbench.engine import (
@@ -28,7 +36,7 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     """Load an engine name on first use."""
-    if name in _ENGINE:
+    if name in __all__:
         import dpbench.engine
 
         return getattr(dpbench.engine, name)

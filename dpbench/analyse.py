@@ -239,3 +239,23 @@ def frame(table: Sequence[Row]) -> pd.DataFrame:
         record |= {"scaling": row.scaling, "labels": " ".join(row.labels), "reason": row.reason}
         flat.append(record)
     return pd.DataFrame(flat)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One case in two runs: how many times as fast the second is, and what that decides."""
+
+    case: Case
+    ratio: Estimate
+    verdict: str
+
+
+def compare(before: Sequence[Trial], after: Sequence[Trial], *, margin: float = 0.01) -> list[Comparison]:
+    """Compare the cases that both runs measured; above 1 the second is faster."""
+    lines = []
+    for case in dict.fromkeys(trial.case for trial in before):
+        first, second = (measured([t for t in side if t.case == case]) for side in (before, after))
+        if first and second:
+            ratio = stats.ratio(first, second, paired=False)
+            lines.append(Comparison(case, ratio, stats.verdict(ratio, margin=margin)))
+    return lines

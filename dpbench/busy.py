@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
+from torch._C._autograd import DeviceType
 
 from dpbench.devices import Device
 from dpbench.records import Sample
@@ -28,7 +29,8 @@ def profiled(step: Callable[[], object], devices: Sequence[Device]) -> list[Samp
             device.synchronize()
     kernels: dict[tuple[int, str], list[tuple[float, float]]] = {}
     for event in profiler.events() or ():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
+        # annotations are shown on the GPU's timeline too, idle time included
+        if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False):
             metric = COLLECTIVE if "nccl" in event.name.lower() else METRIC
             interval = (event.time_range.start / 1e6, event.time_range.end / 1e6)
             kernels.setdefault((event.device_index, metric), []).append(interval)

@@ -107,3 +107,15 @@ def _check_placement(devices: Sequence[int], kind: str, ids: Sequence[int], plac
 def _one_of(kind: str, value: str, known: Sequence[str]) -> None:
     if value not in known:
         raise ValueError(registry.unknown(kind, value, list(known)))
+
+
+def default_strategies(device_kind: str) -> tuple[str, ...]:
+    """Return the strategies that are worth running on a kind of device."""
+    return ("single", "single_all_cores", "dp", "ddp") if device_kind == "cpu" else ("single", "dp", "torch_dp", "ddp")
+
+
+def default_devices(available: int, placement: str) -> tuple[int, ...]:
+    """Return the device counts to sweep: powers of two up to what there is."""
+    if placement == "colocated":
+        return (1, 2)
+    return tuple(2**k for k in range(max(1, available).bit_length()) if 2**k <= available) or (1,)

@@ -95,9 +95,12 @@ def _slots(cases: Sequence[Case], rounds: int, seed: str) -> list[list[tuple[Cas
 
 def _ordinals(cases: Sequence[Case]) -> list[int]:
     """Return the GPUs that the cases use, for the samplers to watch."""
-    counts = [case.devices if case.placement == "spread" else 1 for case in cases if case.device_kind == "cuda"]
-    ids = [case.device_ids for case in cases if case.device_ids]
-    return list(ids[0]) if ids else list(range(max(counts, default=0)))
+    used: set[int] = set()
+    for case in cases:
+        if case.device_kind == "cuda":
+            count = case.devices if case.placement == "spread" else 1
+            used.update(case.device_ids[:count] or range(count))
+    return sorted(used)
 
 
 class _Session:

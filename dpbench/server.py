@@ -61,9 +61,7 @@ class Server:
         reason = _reason(status, pid, limit_s, folder)
         return Trial(case=case, status=status_of(status), reason=reason, round=number, started_s=time.time())
 
-    def _attempt(
-        self, case: Case, effort: Effort, number: int, limit_s: float, folder: Path
-    ) -> tuple[int | None, int]:
+    def _attempt(self, case: Case, effort: Effort, number: int, limit_s: float, folder: Path) -> tuple[int | None, int]:
         """Return the worker's exit status (None: it ran past its limit) and its pid."""
         process = self._started()
         request = {

@@ -31,16 +31,17 @@ def median(rounds: Rounds, *, seed: int = 0) -> Estimate:
     return _estimate(value, np.median(draws, axis=1), len(keys))
 
 
-def ratio(numerator: Rounds, denominator: Rounds, *, seed: int = 0) -> Estimate:
+def ratio(numerator: Rounds, denominator: Rounds, *, paired: bool = True, seed: int = 0) -> Estimate:
     """Return median(numerator) / median(denominator) with its interval.
 
-    Rounds that both have are resampled together, so that a drift between rounds cancels; without common rounds
-    each side is resampled alone.
+    Rounds of one run that both have are resampled together, so that a drift between rounds cancels; rounds of
+    different runs are not `paired`, and each side is resampled alone.
     """
     generator = np.random.default_rng(seed)
-    common = sorted(set(numerator) & set(denominator))
+    common = sorted(set(numerator) & set(denominator)) if paired else []
     if common:
-        top, bottom = ({key: side[key] for key in common} for side in (numerator, denominator))
+        top: Rounds = {key: numerator[key] for key in common}
+        bottom: Rounds = {key: denominator[key] for key in common}
         chosen = generator.integers(len(common), size=(RESAMPLES, len(common)))
         above = _draws(top, common, generator, chosen)
         below = _draws(bottom, common, generator, chosen)

@@ -139,7 +139,9 @@ class Store:
 
     # -- runs
 
-    def begin_run(self, *, plan: str, host: str, code: str, rounds: int, provenance: Mapping[str, Any]) -> tuple[str, bool]:
+    def begin_run(
+        self, *, plan: str, host: str, code: str, rounds: int, provenance: Mapping[str, Any]
+    ) -> tuple[str, bool]:
         """Return the id of the run to fill, and whether it resumes one that did not finish.
 
         An unfinished run of the same plan, host and code is resumed; its trials in flight become `killed`. One
@@ -179,7 +181,9 @@ class Store:
 
     def runs(self) -> list[Run]:
         """Return all runs, the newest first."""
-        rows = self._db.execute("SELECT id, status, started, rounds, provenance FROM run ORDER BY started DESC, rowid DESC")
+        rows = self._db.execute(
+            "SELECT id, status, started, rounds, provenance FROM run ORDER BY started DESC, rowid DESC"
+        )
         return [Run(i, status, started, rounds, json.loads(facts)) for i, status, started, rounds, facts in rows]
 
     # -- trials
@@ -217,7 +221,10 @@ class Store:
             )
             self._db.executemany(
                 "INSERT INTO span VALUES (?,?,?,?,?,?,?,?)",
-                [(trial_id, i, s.step, s.phase, s.device, s.clock, s.start_s, s.end_s) for i, s in enumerate(trial.spans)],
+                [
+                    (trial_id, i, s.step, s.phase, s.device, s.clock, s.start_s, s.end_s)
+                    for i, s in enumerate(trial.spans)
+                ],
             )
             self._db.executemany(
                 "INSERT INTO memory VALUES (?,?,?,?)",

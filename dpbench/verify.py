@@ -75,7 +75,7 @@ def chunked(
     copies = [copy.deepcopy(module) for _ in columns]
     outputs = [one(*arguments) for one, arguments in zip(copies, columns, strict=True)]
     whole = torch.cat([output.detach() for output in outputs]).requires_grad_()
-    loss(whole, target.to(device)).backward()  # type: ignore[no-untyped-call]
+    loss(whole, target.to(device)).backward()
     assert whole.grad is not None
     for output, gradient in zip(outputs, whole.grad.split([len(o) for o in outputs]), strict=True):
         output.backward(gradient.clone())

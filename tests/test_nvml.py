@@ -5,9 +5,9 @@ import sys
 import types
 
 import pytest
-from recorded_nvml import DRIVER_NOT_LOADED, NOT_SUPPORTED, RECORDINGS, Recorded, recorded
 
 from dpbench import nvml
+from tests.recorded_nvml import DRIVER_NOT_LOADED, NOT_SUPPORTED, RECORDINGS, Recorded, recorded
 
 UUIDS = tuple(recorded("h100_x4").recording["uuids"])
 MIG = next(iter(recorded("h100_x4").recording["mig"]))

@@ -14,13 +14,13 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
-from recorded_nvml import DRIVER_NOT_LOADED, recorded
 
 from dpbench import registry
 from dpbench import samplers as package
 from dpbench.records import HOST, Sample
 from dpbench.samplers import Series, _cadence, _tree, host, sampling
 from dpbench.samplers import nvml as nvml_sampler
+from tests.recorded_nvml import DRIVER_NOT_LOADED, recorded
 
 PLUGS = registry.names("samplers")
 UNITS = re.compile(r".+_(ratio|bytes|bytes_per_s|w|j|hz|c|reasons|1m)$")
@@ -188,11 +188,17 @@ def test_missing_counters_give_no_samples():
 
 
 def test_time_is_the_middle_of_the_reading():
-    with nvml_sampler.start((0,), 5.0, recorded("h100_x4")) as samples:
-        before_s = time.perf_counter()
-        rx = poll(lambda: [s for s in samples if s.metric == "pcie_rx_bytes_per_s"])[0]
-        after_s = time.perf_counter()
-    assert before_s < rx.time_s < after_s - 0.005  # the call takes 20 ms, its middle is 10 ms before its end
+    within = []
+
+    def read():
+        within.append(time.perf_counter())
+        time.sleep(0.1)
+        within.append(time.perf_counter())
+        return 1.0
+
+    samples = []
+    nvml_sampler._sample(samples, 0, "power_w", read)
+    assert within[0] + 0.02 < samples[0].time_s < within[1] - 0.02
 
 
 def test_devices_are_cuda_ordinals(monkeypatch):
@@ -383,6 +389,7 @@ def test_series_forgets_what_lies_before_and_ignores_what_others_wrote(tmp_path)
     assert series.cut(0.0, 9.0) == (Sample(2.0, -1, "load_1m", 2.0), Sample(3.0, -1, "load_1m", 3.0))
     with output.open("a") as file:
         file.write('ad_1m", 4.0]\n')
+    assert [s.time_s for s in series.cut(2.5, 3.5)] == [3.0]
     assert [s.time_s for s in series.cut(2.5, 9.0)] == [3.0, 4.0]
     assert [s.time_s for s in series.cut(0.0, 9.0)] == [3.0, 4.0]
 
@@ -506,7 +513,7 @@ def test_missing_interpreter_costs_one_warning(tmp_path, caplog, monkeypatch):
 
 
 PYNVML = """
-from recorded_nvml import from_environment
+from tests.recorded_nvml import from_environment
 library = from_environment()
 _nvmlGetFunctionPointer = None
 def __getattr__(name):

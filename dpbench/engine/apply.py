@@ -67,9 +67,7 @@ def parallel_apply(
 def _thread_settings() -> Any:
     """Take the calling thread's grad, inference and autocast modes; return a context manager that applies them."""
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    autocasts = [
-        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
-    ]
+    autocasts = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
     cache = torch.is_autocast_cache_enabled()
 
     @contextmanager

@@ -17,9 +17,7 @@ class Gather(Function):
     """Concatenate one tensor per device on the target; backward sends each device its part of the gradient."""
 
     @staticmethod
-    def forward(
-        ctx: Any, target: Device, devices: Sequence[Device], dim: int, *tensors: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, target: Device, devices: Sequence[Device], dim: int, *tensors: torch.Tensor) -> torch.Tensor:
         """Return the concatenation; scalars become a vector."""
         ctx.devices, ctx.dim = devices, dim
         ctx.scalars = all(tensor.dim() == 0 for tensor in tensors)

@@ -116,7 +116,7 @@ def _copies(tensors: Sequence[torch.Tensor], devices: Sequence[Device], mark: Ma
 def _rebuild(module: nn.Module, table: dict[int, torch.Tensor]) -> nn.Module:
     """Copy the tree of modules, putting `table`'s tensor wherever the original has the tensor of that id."""
     modules = list(module.modules())
-    copies = {id(m): m._replicate_for_data_parallel() for m in modules}  # type: ignore[no-untyped-call]
+    copies = {id(m): m._replicate_for_data_parallel() for m in modules}
     for original in modules:
         copy = copies[id(original)]
         for name, child in original._modules.items():

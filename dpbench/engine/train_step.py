@@ -77,9 +77,7 @@ class TrainStep:
         arguments = inputs if isinstance(inputs, tuple) else (inputs,)
         with ExitStack() as running:  # the backward phase ends where the reduction begins, deep inside autograd
             pieces = scatter_arguments(arguments, {}, self.devices, mark=self._mark)
-            output = run_pieces(
-                self.module, pieces, self.devices, root, mark=self._mark, on_reduce=running.close
-            )
+            output = run_pieces(self.module, pieces, self.devices, root, mark=self._mark, on_reduce=running.close)
             placed = self._place(target, _device_of(output), root)
             with self._mark(Phase.LOSS, root.index):
                 loss = self.loss_fn(output, placed)
@@ -88,7 +86,7 @@ class TrainStep:
                     scaled = self._scaler.scale(scaled)
             for device in self.devices[: len(pieces)]:
                 running.enter_context(self._mark(Phase.BACKWARD, device.index))
-            scaled.backward()  # type: ignore[no-untyped-call]
+            scaled.backward()
         return loss.detach()
 
     def _place(self, target: Any, device: torch.device | None, root: Device) -> Any:

@@ -88,7 +88,7 @@ def profile(model: Model, samples: int = 2) -> Profile:
     with FlopCounterMode(display=False) as forward:
         output = module(*positional(inputs))
     with FlopCounterMode(display=False) as backward:
-        model.loss(output, target).backward()  # type: ignore[no-untyped-call]
+        model.loss(output, target).backward()
     return Profile(
         model=model.name,
         parameter_tensors=len(parameters),

@@ -44,9 +44,7 @@ class PackedLSTM(nn.Module):
     def states(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         """Return the outputs of all steps, (batch, T, hidden), zeros after the end of each sequence."""
         self.lstm.flatten_parameters()
-        x = pack_padded_sequence(
-            self.embedding(tokens), lengths.cpu(), batch_first=True, enforce_sorted=False
-        )
+        x = pack_padded_sequence(self.embedding(tokens), lengths.cpu(), batch_first=True, enforce_sorted=False)
         # A replica sees its chunk only and would pad to the longest sequence *there*: chunks of different
         # widths, which gather cannot join. total_length pads all of them to the T of the whole batch.
         padded, _ = pad_packed_sequence(self.lstm(x)[0], batch_first=True, total_length=tokens.size(1))

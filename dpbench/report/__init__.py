@@ -1,0 +1,1 @@
+"""Report: rows -> one offline page, or Markdown. It selects and scales units; it computes nothing."""

@@ -101,9 +101,7 @@ def sampling(
             _end(process)
 
 
-def _start(
-    devices: Sequence[int], output: Path, interval_s: float, root_pid: int
-) -> subprocess.Popen[bytes] | None:
+def _start(devices: Sequence[int], output: Path, interval_s: float, root_pid: int) -> subprocess.Popen[bytes] | None:
     """Start the process and wait until it samples; None, with a warning, if it does not."""
     command = [sys.executable, "-P", "-m", "dpbench.samplers", "--parent-pid", str(os.getpid())]
     command += ["--root-pid", str(root_pid), "--interval", str(interval_s), "--output", str(output)]
@@ -112,9 +110,7 @@ def _start(
     path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
     pipe = subprocess.PIPE
     try:
-        process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, bufsize=0, env={**os.environ, "PYTHONPATH": path}
-        )
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, bufsize=0, env={**os.environ, "PYTHONPATH": path})
     except OSError as error:
         log.warning("the sampler process does not start, this run has no samples: %s", error)
         return None

@@ -7,7 +7,6 @@ same line after all samples so far are in the file; the end of stdin, SIGTERM or
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import logging
 import os
@@ -19,13 +18,13 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from dpbench import registry
+from dpbench.lifeline import die_with_parent
 from dpbench.records import Sample
 from dpbench.samplers._tree import ROOT_PID
 
 log = logging.getLogger(__name__)
 
 WRITE_INTERVAL_S = 0.2
-_PR_SET_PDEATHSIG = 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,8 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="dpbench samplers: %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it then ends us
     stopped = _stop_signal()
-    if not _die_with(options.parent_pid):
-        return 0
+    die_with_parent(options.parent_pid, signal.SIGTERM)
     os.environ[ROOT_PID] = str(options.root_pid)
     series: list[list[Sample]] = []
     with Path(options.output).open("ab") as file:
@@ -52,9 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m dpbench.samplers", description=__doc__)
-    parser.add_argument(
-        "--root-pid", type=int, default=os.getppid(), help="watch this process and those below it"
-    )
+    parser.add_argument("--root-pid", type=int, default=os.getppid(), help="watch this process and those below it")
     parser.add_argument("--parent-pid", type=int, default=os.getppid(), help="end when this process ends")
     parser.add_argument("--interval", type=float, default=0.1, help="seconds between readings")
     parser.add_argument("--devices", type=_numbers, default=(), help="CUDA ordinals to watch: 0,1")
@@ -73,13 +69,6 @@ def _stop_signal() -> int:
     signal.set_wakeup_fd(wake)
     signal.signal(signal.SIGTERM, lambda *_: None)
     return heard
-
-
-def _die_with(parent_pid: int) -> bool:
-    """Have the kernel send SIGTERM when the parent ends; False if it already has."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    return os.getppid() == parent_pid
 
 
 def _start_all(samplers: ExitStack, devices: Sequence[int], interval_s: float) -> list[list[Sample]]:

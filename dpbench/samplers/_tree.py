@@ -21,9 +21,7 @@ def root_pid() -> int:
 class ProcessTree:
     """A process and its descendants, this process apart; walked again at most every `refresh_s`."""
 
-    def __init__(
-        self, root: int, refresh_s: float = 0.5, now: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, root: int, refresh_s: float = 0.5, now: Callable[[], float] = time.perf_counter) -> None:
         self.root = root
         self.refresh_s = refresh_s
         self._now = now

@@ -1,4 +1,4 @@
-"""Strategies: ways to train on several devices. One file each:
+"""Strategies: ways to train on several devices, one file each.
 
     start(case, model, devices, mark) -> context manager yielding step(inputs, target) -> loss
     tasks(case, profile) -> list[Task]      the same step as a graph of work, for the predictor
@@ -8,8 +8,11 @@ and, where the defaults do not fit:
     skip(case) -> str                       why this strategy cannot run the case; "" when it can
     launch(case, entry, folder) -> list     call entry(rank) once per process, and return what the calls returned
     threads(case) -> int                    intra-op threads of each process on the CPU (default 1)
+    compares_buffers(case) -> bool          whether verification compares buffers too (default True)
     SHARED_STREAM = True                    colocated replicas use one stream
-    VERIFY                                  the best verdict this strategy can reach (default bitwise on the CPU)
+
+A step that has a method `observe()` is asked after each call, off the clock, for spans that only the library's own
+timers know: a list of (phase, device, start_s, end_s).
 """
 
 from __future__ import annotations
@@ -69,6 +72,4 @@ class Graph:
 
     def update(self, profile: Profile, device: int, after: Iterable[int]) -> int:
         """Append the optimizer: it reads gradients and state, and rewrites the weights."""
-        return self.add(
-            Phase.OPTIMIZER, device, f"device:{device}", 3 * profile.parameter_bytes, "bytes", after
-        )
+        return self.add(Phase.OPTIMIZER, device, f"device:{device}", 3 * profile.parameter_bytes, "bytes", after)

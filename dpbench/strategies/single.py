@@ -32,7 +32,7 @@ def start(case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> It
             with mark(Phase.LOSS, device.index):
                 loss = model.loss(output, target)
         with mark(Phase.BACKWARD, device.index):
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         with mark(Phase.OPTIMIZER, device.index):
             optimizer.step()
         return loss.detach()

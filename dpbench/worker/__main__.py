@@ -25,6 +25,7 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import torch
 import torch._dynamo
+import torch.distributed.launcher.api
 import torch.optim
 
 from dpbench import lifeline, registry
@@ -38,9 +39,6 @@ def serve() -> None:
     for folder in ("strategies", "models"):
         for name in registry.names(folder):
             registry.load(folder, name)
-    import torch.distributed.launcher.api
-    import torch.nn.parallel  # noqa: F401
-
     if torch.cuda.is_initialized():
         raise RuntimeError("importing dpbench's strategies and models initialised CUDA; workers could not fork")
     gc.collect()

@@ -24,6 +24,10 @@ from dpbench.strategies import precision_of
 BATCHES = 4
 """Distinct batches that the steps take turns with, so that none is special."""
 
+SLOW = 10
+"""A block that would take so many budgets is cut to single steps, and the warm-up to one."""
+SLOW_STEPS = 3
+
 
 class Unverified(RuntimeError):
     """A strategy's gradients are not the reference's; it must not be timed."""
@@ -103,9 +107,15 @@ def _run(
     gc.freeze()  # what lives now need not be walked again between blocks
     gc.disable()  # a collection inside a step would be charged to whatever phase it hits
     try:
-        block(effort.warmup_steps, warmup=True)
+        first_s = block(1, warmup=True)[0]
+        slow = _agreed(first_s * effort.block_steps > SLOW * effort.budget_s)
+        block_steps = 1 if slow else effort.block_steps
+        if slow:
+            stopping.min_steps = min(effort.min_steps, SLOW_STEPS)
+        else:
+            block(effort.warmup_steps - 1, warmup=True)
         while not _agreed(stopping.finished()):
-            for seconds in block(effort.block_steps, warmup=False):
+            for seconds in block(block_steps, warmup=False):
                 stopping.add(seconds)
             gc.collect()
     finally:
@@ -159,9 +169,9 @@ def _pinned(batch: tuple[Any, Any], case: Case) -> tuple[Any, Any]:
     """Put a batch where a good DataLoader would: in pinned memory, if it goes to a GPU."""
     if case.device_kind != "cuda":
         return batch
-    pin = torch.utils.data._utils.pin_memory.pin_memory
-    inputs, target = (pin(part) for part in batch)
-    return (tuple(inputs) if isinstance(batch[0], tuple) else inputs), target
+    inputs, target = batch
+    pinned = tuple(a.pin_memory() if isinstance(a, torch.Tensor) else a for a in models.positional(inputs))
+    return pinned if isinstance(inputs, tuple) else pinned[0], target.pin_memory()
 
 
 def _torch_facts(case: Case) -> dict[str, Any]:
@@ -173,6 +183,6 @@ def _torch_facts(case: Case) -> dict[str, Any]:
         "matmul_precision": torch.get_float32_matmul_precision(),
     }
     if case.device_kind == "cuda":
-        facts |= {"cuda": torch.version.cuda, "gpu": torch.cuda.get_device_name(), "cudnn": torch.backends.cudnn.version()}
+        facts |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+        facts |= {"gpu": torch.cuda.get_device_name()}
     return facts
-

@@ -66,10 +66,7 @@ def open_devices(
     if kind != "cuda":
         raise ValueError(f"unknown device kind {kind!r}; known: cpu, cuda")
     available = list(ids) or list(range(torch.cuda.device_count()))
-    if placement == "colocated":
-        wanted = available[:1] * count
-    else:
-        wanted = available[:count]
+    wanted = available[:1] * count if placement == "colocated" else available[:count]
     if len(wanted) < count:
         raise ValueError(
             f"{count} devices asked for, {len(available)} GPU(s) here"

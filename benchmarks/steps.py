@@ -1,0 +1,104 @@
+"""Seconds of a training step per strategy, and of its phases, measured as `dpbench run` measures them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from . import QUICK, names_of_the_commit, result, timing
+
+STRATEGIES = ("single", "dp", "ddp")
+BATCH_SIZES = {"mlp": 64, "resnet18": 16}
+DEVICES = (1, 2)
+PHASES = (
+    "scatter", "replicate", "forward", "gather", "loss", "backward", "reduce", "optimizer", "unattributed",
+)  # fmt: skip
+
+WORKERS = 2 if QUICK else 4
+"""Fresh processes a cell: they differ more than the steps within one, and cost little once torch is loaded."""
+LIMIT_S = 60.0
+
+
+def _case(strategy: str, model: str, devices: int) -> Any:
+    from dpbench.plan import normalise
+    from dpbench.records import Case
+
+    batch = BATCH_SIZES[model]
+    return normalise(Case(model=model, strategy=strategy, devices=devices, batch_size=batch, schedule="reference"))
+
+
+def _effort() -> Any:
+    from dpbench.records import Effort
+
+    if QUICK:
+        return Effort(budget_s=0.3, warmup_steps=3, min_steps=5, max_steps=30, block_steps=5)
+    return Effort(max_steps=100)
+
+
+def _trials(case: Any) -> list[Any]:
+    """Run the case in several fresh workers of one server."""
+    from dpbench.server import Server
+
+    with TemporaryDirectory() as folder, Server(Path(folder)) as server:
+        trials = [server.run(case, _effort(), number, LIMIT_S) for number in range(WORKERS)]
+    for trial in trials:
+        if trial.status != "ok":
+            raise RuntimeError(f"{case.label}: {trial.status}: {trial.reason}")
+    return trials
+
+
+def setup_step(strategy: str, model: str, devices: int) -> None:
+    if strategy == "single" and devices > 1:
+        raise NotImplementedError("single knows one device only")
+    with names_of_the_commit():
+        from dpbench import registry
+        from dpbench.server import Server  # noqa: F401
+
+        registry.check("strategies", strategy)
+        registry.check("models", model)
+        _case(strategy, model, devices)
+        _effort()
+
+
+@timing(
+    params=(STRATEGIES, tuple(BATCH_SIZES), DEVICES),
+    param_names=("strategy", "model", "devices"),
+    setup=setup_step,
+)
+def track_step_seconds(strategy: str, model: str, devices: int) -> dict[str, Any]:
+    trials = _trials(_case(strategy, model, devices))
+    return result([step.seconds for trial in trials for step in trial.steps if not step.warmup])
+
+
+def phases_of_dp() -> dict[str, list[float]]:
+    """Run dp on two devices once a commit; all phases come from the same steps, as asv caches what this returns."""
+    try:
+        setup_step("dp", "resnet18", 2)
+        with names_of_the_commit():
+            from dpbench import ledger
+    except NotImplementedError:
+        return {}  # raised here, it would count as a failure; setup_phase tells asv
+    steps = [
+        seconds
+        for trial in _trials(_case("dp", "resnet18", 2))
+        for step, seconds in zip(trial.steps, ledger.of_trial(trial), strict=True)
+        if not step.warmup
+    ]
+    return {phase: [seconds.get(phase, 0.0) for seconds in steps] for phase in PHASES}
+
+
+def setup_phase(cache: dict[str, list[float]], phase: str) -> None:
+    if phase not in cache:
+        raise NotImplementedError(f"this commit does not tell the seconds of {phase}")
+
+
+@timing(
+    params=(PHASES,),
+    param_names=("phase",),
+    setup=setup_phase,
+    setup_cache=phases_of_dp,
+    rounds=1,  # another round would read the same cache
+)
+def track_phase_seconds(cache: dict[str, list[float]], phase: str) -> dict[str, Any]:
+    return result(cache[phase])

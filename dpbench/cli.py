@@ -1,0 +1,309 @@
+"""The command line: parse, call, print. Computes nothing, and imports what it needs when it needs it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dpbench import __version__
+
+if TYPE_CHECKING:
+    from dpbench.analyse import Row
+    from dpbench.records import Trial
+    from dpbench.store import Run
+
+EXIT_WORSE, EXIT_FAILED, EXIT_UNDECIDED, EXIT_USAGE = 1, 2, 3, 64
+REPORT = Path("reports/latest/index.html")
+QUICK_BUDGET_S = 60.0
+"""What `dpbench run` without arguments spends on measuring, so that it ends within 90 s on two cores."""
+
+store_option = click.option(
+    "--store", type=click.Path(path_type=Path), default=Path("dpbench.db"), show_default=True, help="The results file."
+)
+run_option = click.option("--run", "run_id", help="The run to take, by the beginning of its id.  [default: the newest]")
+
+
+class Names(click.ParamType[tuple[str, ...]]):
+    """A comma-separated list of names."""
+
+    name = "a,b,..."
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        """Split at commas."""
+        return value if isinstance(value, tuple) else tuple(part.strip() for part in value.split(",") if part.strip())
+
+
+class Numbers(click.ParamType[tuple[int, ...]]):
+    """A comma-separated list of whole numbers."""
+
+    name = "1,2,..."
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        """Split at commas; fail on what is no number."""
+        if isinstance(value, tuple):
+            return value
+        try:
+            return tuple(int(part) for part in value.split(",") if part.strip())
+        except ValueError:
+            self.fail(f"{value!r} is no comma-separated list of whole numbers, such as 1,2,4", param, ctx)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="dpbench")
+def cli() -> None:
+    """Measure single-machine data parallelism in PyTorch, phase by phase.
+
+    Start with `dpbench run`: it measures what this machine can do, prints a verdict and leaves a report.
+    """
+
+
+@cli.command()
+@click.option("--models", type=Names(), help="Reference models.  [default: mlp,resnet18]")
+@click.option("--model", "own", multiple=True, help="Your own model, package.module:name; may be repeated.")
+@click.option("--strategies", type=Names(), help="Ways to train.  [default: all that this machine can do]")
+@click.option("--schedules", type=Names(), help="Schedules of the strategy dp.  [default: reference]")
+@click.option("--devices", type=Numbers(), help="Device counts.  [default: what is here]")
+@click.option("--device-ids", type=Numbers(), default=(), help="GPUs to use, in order.  [default: the first ones]")
+@click.option("--device-kind", type=click.Choice(["cpu", "cuda"]), help="[default: cuda if there is a GPU]")
+@click.option("--placement", type=click.Choice(["spread", "colocated"]), help="colocated: replicas share one GPU.")
+@click.option("--batch-sizes", type=Numbers(), help="Global batch sizes (strong scaling).  [default: 64]")
+@click.option("--batch-per-device", type=Numbers(), help="Batch sizes per device (weak scaling).")
+@click.option("--size", type=click.Choice(["small", "full"]), default="small", show_default=True, help="Model size.")
+@click.option("--precision", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True)
+@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="Fresh processes per case.")
+@click.option("--budget", type=click.FloatRange(1), help="Seconds for the whole run.  [without axes: 60]")
+@click.option("--limit", type=click.FloatRange(1), default=120.0, show_default=True, help="Seconds a trial may take.")
+@click.option("--retry", type=Names(), default=(), help="Final statuses to measure again on resume: failed,oom,...")
+@click.option("--report", type=click.Path(path_type=Path), default=REPORT, show_default=True, help="The page to write.")
+@store_option
+def run(store: Path, report: Path, **options: Any) -> None:
+    """Measure cases in fresh processes, store every trial, print a table and a verdict.
+
+    Without axes it picks what this machine can do. The same command again resumes a run that was interrupted.
+    """
+    from dpbench import run as runner
+    from dpbench.progress import Progress
+    from dpbench.store import Store
+
+    cases, budget_s = _cases(options)
+    with Store.create(store) as opened:
+        try:
+            with Progress() as progress:
+                outcome = runner.run(
+                    cases, opened, rounds=options["rounds"], budget_s=budget_s, limit_s=options["limit"],
+                    retry=options["retry"], listen=progress.listen,
+                )  # fmt: skip
+        except KeyboardInterrupt:
+            click.echo("interrupted; what was measured is stored, the same command goes on from there", err=True)
+            sys.exit(130)
+        chosen = _choose(opened.runs(), outcome.run_id)
+        table, trials = _analysed(opened.trials(outcome.run_id))
+    _print_table(table)
+    _print_verdict(table, trials, chosen)
+    _write_report(report, chosen, table, trials)
+    click.echo(f"report: {report}   store: {store}   run: {outcome.run_id[:8]}", err=True)
+    sys.exit(EXIT_FAILED if any(outcome.counts.get(bad) for bad in ("failed", "oom", "timeout")) else 0)
+
+
+def _cases(options: dict[str, Any]) -> tuple[list[Any], float | None]:
+    """Turn options into cases, filling in what this machine can do where nothing is said."""
+    from dpbench import plan
+    from dpbench.nvml import cuda_device_count
+    from dpbench.provenance import usable_cores
+
+    axes = ("models", "own", "strategies", "schedules", "devices", "batch_sizes", "batch_per_device")
+    quick = not any(options[axis] for axis in axes)
+    gpus = cuda_device_count()
+    kind = options["device_kind"] or ("cuda" if gpus else "cpu")
+    available = gpus if kind == "cuda" else usable_cores()
+    placement = options["placement"] or ("colocated" if kind == "cuda" and gpus == 1 else "spread")
+    models = (*(options["models"] or (() if options["own"] else ("mlp", "resnet18"))), *options["own"])
+    batches = options["batch_sizes"] or (() if options["batch_per_device"] else (64,))
+    cases = plan.sweep(
+        models=models,
+        strategies=options["strategies"] or plan.default_strategies(kind),
+        schedules=options["schedules"] or ("reference",),
+        devices=options["devices"] or plan.default_devices(available, placement),
+        device_ids=options["device_ids"], device_kind=kind, placement=placement, batch_sizes=batches,
+        batch_per_device=options["batch_per_device"] or (), size=options["size"], precision=options["precision"],
+    )  # fmt: skip
+    return cases, options["budget"] or (QUICK_BUDGET_S if quick else None)
+
+
+@cli.command()
+@click.option("--html", type=click.Path(path_type=Path), default=REPORT, show_default=True, help="The page to write.")
+@click.option("--md", is_flag=True, help="Print Markdown for a pull request instead.")
+@run_option
+@store_option
+def report(store: Path, run_id: str | None, html: Path, md: bool) -> None:
+    """Make the report of a run: one HTML file that needs no network, or Markdown."""
+    chosen, trials = _read(store, run_id)
+    table, trials = _analysed(trials)
+    if md:
+        from dpbench.report import markdown
+
+        click.echo(markdown.render(**_content(chosen, table, trials)))
+        return
+    _write_report(html, chosen, table, trials)
+    click.echo(str(html))
+
+
+@cli.command("list")
+@click.argument("kind", type=click.Choice(["models", "strategies", "schedules", "metrics"]))
+def list_(kind: str) -> None:
+    """List what there is to choose from, one name first on each line."""
+    from dpbench import listing
+
+    rows = listing.rows(kind)
+    width = max((len(name) for name, _ in rows), default=0)
+    if sys.stdout.isatty():
+        click.echo(f"{kind}:")
+    for name, words in rows:
+        click.echo(f"{name:<{width}}  {words}".rstrip())
+
+
+@cli.command()
+@click.argument("format", type=click.Choice(["jsonl", "csv"]))
+@click.option("--output", type=click.Path(path_type=Path), help="A file.  [default: stdout]")
+@click.option("--all", "everything", is_flag=True, help="Every run of the store, not just one.")
+@run_option
+@store_option
+def export(format: str, output: Path | None, everything: bool, run_id: str | None, store: Path) -> None:
+    """Export trials: jsonl is one trial a line with the phases of each step, csv one row per case."""
+    from dpbench.store import Store
+
+    if everything:
+        with Store.read(store) as opened:
+            trials = opened.trials()
+    else:
+        trials = _read(store, run_id)[1]
+    if format == "jsonl":
+        from dpbench.export import jsonl
+
+        lines = jsonl(trials)
+    else:
+        from dpbench import analyse
+
+        lines = iter([analyse.frame(analyse.rows(trials)).to_csv(index=False).rstrip("\n")])
+    if output:
+        output.write_text("".join(f"{line}\n" for line in lines))
+    else:
+        for line in lines:
+            click.echo(line)
+
+
+@cli.command()
+@click.argument("before")
+@click.argument("after")
+@click.option("--margin", type=click.FloatRange(0, 1), default=0.01, show_default=True, help="What counts as the same.")
+@store_option
+def compare(before: str, after: str, margin: float, store: Path) -> None:
+    """Compare two runs case by case: how many times as fast AFTER is as BEFORE.
+
+    Each is the beginning of a run's id in the store, or a store file, whose newest run is taken. Exit code 0: no
+    case got slower; 1: one did; 3: none did, but some are undecided.
+    """
+    from dpbench import analyse
+
+    first, second = (_side(store, name) for name in (before, after))
+    lines = analyse.compare(first, second, margin=margin)
+    if not lines:
+        raise click.UsageError(f"{before} and {after} have no measured case in common")
+    for line in lines:
+        e = line.ratio
+        click.echo(f"{line.verdict:<9}  {e.value:6.3f}x [{e.low:.3f}-{e.high:.3f}]  {line.case.label}")
+    verdicts = {line.verdict for line in lines}
+    sys.exit(EXIT_WORSE if "slower" in verdicts else EXIT_UNDECIDED if "undecided" in verdicts else 0)
+
+
+def _side(store: Path, name: str) -> Any:
+    """Return the trials that one side of a comparison names."""
+    path = Path(name)
+    return _read(path, None)[1] if path.is_file() else _read(store, name)[1]
+
+
+def _read(store: Path, run_id: str | None) -> tuple[Run, Any]:
+    """Return a run of a store and its trials."""
+    from dpbench.store import Store
+
+    with Store.read(store) as opened:
+        chosen = _choose(opened.runs(), run_id)
+        return chosen, opened.trials(chosen.id)
+
+
+def _choose(runs: Any, run_id: str | None) -> Run:
+    """Return the newest run, or the one whose id begins so."""
+    found = [run for run in runs if run.id.startswith(run_id or "")]
+    if not found:
+        known = ", ".join(run.id[:8] for run in runs) or "none"
+        raise click.UsageError(f"no run {run_id or ''} in the store; it has: {known}")
+    if run_id and len(found) > 1:
+        raise click.UsageError(f"{run_id} fits {len(found)} runs: {', '.join(run.id[:12] for run in found)}")
+    chosen: Run = found[0]
+    return chosen
+
+
+def _analysed(trials: Any) -> tuple[Any, Any]:
+    from dpbench import analyse
+
+    return analyse.rows(trials), trials
+
+
+def _content(chosen: Run, table: Any, trials: Any) -> dict[str, Any]:
+    """Return what every form of the report shows."""
+    from dpbench import diagnose
+
+    return {
+        "rows": table, "trials": trials, "provenance": chosen.provenance, "run_id": chosen.id,
+        "started": chosen.started, "verdict": diagnose.verdict(table), "tiles": diagnose.tiles(table),
+        "warnings": diagnose.warnings(table, trials, chosen.provenance),
+    }  # fmt: skip
+
+
+def _write_report(path: Path, chosen: Run, table: Any, trials: Any) -> None:
+    from dpbench.report import page
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page.render(**_content(chosen, table, trials)))
+
+
+def _print_table(table: list[Row]) -> None:
+    """Print one line a case to stdout."""
+    from dpbench.progress import table as render
+
+    click.echo(render(table))
+
+
+def _print_verdict(table: list[Row], trials: list[Trial], chosen: Run) -> None:
+    """Print the verdict to stdout, the warnings to stderr."""
+    from dpbench import diagnose
+
+    for warning in diagnose.warnings(table, trials, chosen.provenance):
+        click.echo(f"warning: {warning}", err=True)
+    click.echo(f"\n{diagnose.verdict(table)}")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line; errors say what, where and the way out, and exit as the design says."""
+    from dpbench.store import StoreError
+
+    try:
+        cli.main(arguments, prog_name="dpbench", standalone_mode=False)
+    except click.exceptions.Abort:
+        sys.exit(130)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(EXIT_USAGE)
+    except (ValueError, LookupError) as error:
+        click.echo(f"error: {error.args[0] if error.args else error}", err=True)
+        sys.exit(EXIT_USAGE)
+    except StoreError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(EXIT_FAILED)
+
+
+if __name__ == "__main__":
+    main()

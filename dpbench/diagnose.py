@@ -1,0 +1,179 @@
+"""Diagnose: rows -> words. The verdict in one sentence, four tiles, and the warnings that honesty asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dpbench.analyse import Row
+from dpbench.records import Estimate, Phase, Status, Trial, Verified
+from dpbench.stats import verdict as decided
+
+UNATTRIBUTED_LIMIT = 0.05
+ROUNDS_LIMIT = 3
+FOREIGN_LIMIT = 0.1
+"""Cores that other processes may keep busy before it is worth a warning."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One number of the report's top row, with what it is and the labels it must carry."""
+
+    value: str
+    caption: str
+    labels: tuple[str, ...] = ()
+
+
+def verdict(rows: Sequence[Row]) -> str:
+    """Say in one sentence what data parallelism gave: speed-ups on the most devices, against the ideal."""
+    done = [row for row in rows if row.speedup and row.case.devices > 1]
+    if not done:
+        return _nothing(rows)
+    most = max(row.case.devices for row in done)
+    top = [row for row in done if row.case.devices == most]
+    clauses = [_of_strategy(name, [r for r in top if r.case.strategy == name]) for name in _strategies(top)]
+    sentence = f"On {most} {_devices_in_words(top[0])}, " + "; ".join(clauses) + f" (ideal {most}x)"
+    return f"{sentence}{_cause(top)}{_all_cores(rows, top)}. {_decided(top)}".strip()
+
+
+def _nothing(rows: Sequence[Row]) -> str:
+    """Say why there is no speed-up to report."""
+    if not any(row.step for row in rows):
+        return f"Nothing was measured: none of {len(rows)} cases gave a verified result."
+    if all(row.case.devices == 1 for row in rows if row.step):
+        return "One device only: nothing to compare; add --devices 1,2 for a speed-up."
+    return "No speed-up: there is no case of the strategy single with equal work; add it with --strategies single,..."
+
+
+def _of_strategy(name: str, rows: Sequence[Row]) -> str:
+    """Return one strategy's speed-ups, a model each; only those that are interesting when there are many."""
+    shown = sorted(rows, key=lambda row: row.speedup.value if row.speedup else 0.0)
+    if len(shown) > 3:
+        shown = [shown[0], shown[-1]]
+    parts = [f"{_times(row.speedup)} on {row.case.model}{_batch(row, rows)}" for row in shown if row.speedup]
+    joiner = " to " if len(rows) > 3 else ", "
+    return f"{name} gives {joiner.join(parts)}"
+
+
+def _batch(row: Row, rows: Sequence[Row]) -> str:
+    """Name the batch where a model was run with several."""
+    several = len({r.case.batch_size for r in rows if r.case.model == row.case.model}) > 1
+    return f" (batch {row.case.batch_size})" if several else ""
+
+
+def _times(estimate: Estimate | None) -> str:
+    return f"{estimate.value:.2f}x [{estimate.low:.2f}-{estimate.high:.2f}]" if estimate else "?"
+
+
+def _devices_in_words(row: Row) -> str:
+    kind = {"cpu": "logical CPU devices", "cuda": "GPUs"}.get(row.case.device_kind, row.case.device_kind)
+    if row.case.placement == "colocated":
+        kind = "replicas sharing one GPU (COLOCATED: host cost and correctness, not speed-up)"
+    return f"{kind}{' (weak scaling)' if row.scaling == 'weak' else ''}"
+
+
+def _strategies(rows: Sequence[Row]) -> list[str]:
+    return list(dict.fromkeys(row.case.strategy for row in rows))
+
+
+def _cause(rows: Sequence[Row]) -> str:
+    """Name the largest phase beside the compute of the engine's worst case, if it costs a tenth of the step."""
+    engine = [row for row in rows if row.case.strategy == "dp" and row.phases]
+    if not engine:
+        return ""
+    worst = min(engine, key=lambda row: row.speedup.value if row.speedup else 0.0)
+    compute = {Phase.FORWARD.value, Phase.BACKWARD.value}
+    name, seconds = max(((n, s) for n, s in worst.phases.items() if n not in compute), key=lambda pair: pair[1])
+    share = seconds / sum(worst.phases.values())
+    return f"; {share:.0%} of dp's step on {worst.case.model} is {name}" if share >= 0.1 else ""
+
+
+def _all_cores(rows: Sequence[Row], top: Sequence[Row]) -> str:
+    """Hold a CPU speed-up against what one device gives with all cores."""
+    parts = []
+    for row in rows:
+        alike = [r for r in top if r.case.model == row.case.model and r.case.batch_size == row.case.batch_size]
+        if row.case.strategy == "single_all_cores" and row.speedup and alike:
+            parts.append(f"{row.speedup.value:.2f}x on {row.case.model}")
+    return f"; single, all cores, gives {', '.join(parts)} without any data parallelism" if parts else ""
+
+
+def _decided(rows: Sequence[Row]) -> str:
+    """Say which speed-ups the measurement does not decide."""
+    open_ = [r for r in rows if r.speedup and decided(r.speedup) == "undecided"]
+    if not open_:
+        return ""
+    names = ", ".join(f"{row.case.strategy} on {row.case.model}" for row in open_[:3])
+    more = f" and {len(open_) - 3} more" if len(open_) > 3 else ""
+    return f"Undecided whether faster or slower than one device: {names}{more}; more --rounds would tell."
+
+
+def tiles(rows: Sequence[Row]) -> list[Tile]:
+    """Return the four numbers of the page's top row, from the engine's case on the most devices."""
+    done = [row for row in rows if row.speedup and row.case.devices > 1]
+    engine = [row for row in done if row.case.strategy == "dp"] or done
+    if not engine:
+        return []
+    row = max(engine, key=lambda r: (r.case.devices, sum(r.phases.values())))
+    where = f"{row.case.strategy} x{row.case.devices}, {row.case.model}"
+    assert row.speedup is not None
+    assert row.efficiency is not None
+    if row.memory_imbalance is not None:
+        balance = Tile(f"{row.memory_imbalance:.2f}x", f"device 0's peak memory over the others' ({where})", row.labels)
+    elif row.imbalance is not None:
+        balance = Tile(f"{row.imbalance.value:.2f}x", f"device 0's busy time over the others' ({where})", row.labels)
+    else:
+        balance = Tile("n/a", f"GPU-0 imbalance was not measurable ({where})", row.labels)
+    return [
+        Tile(f"{row.speedup.value:.2f}x", f"speed-up, ideal {row.case.devices}x ({where})", row.labels),
+        Tile(f"{row.efficiency.value:.0%}", f"parallel efficiency ({where})", row.labels),
+        balance,
+        Tile(f"{row.moving_share:.0%}", f"of the step moves data ({where})", row.labels),
+    ]
+
+
+def warnings(rows: Sequence[Row], trials: Sequence[Trial], provenance: Mapping[str, Any]) -> list[str]:
+    """Return what a reader must know before trusting the numbers; empty when there is nothing."""
+    return list(dict.fromkeys([*_of_rows(rows), *_of_host(rows, trials, provenance)]))
+
+
+def _of_rows(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield what the cases themselves give away."""
+    for row in rows:
+        case = row.case.label
+        if row.status is Status.SKIPPED:
+            yield f"{case}: skipped: {row.reason}"
+        elif row.status is not Status.OK:
+            yield f"{case}: {row.status.value}: {row.reason.splitlines()[0] if row.reason else 'no reason given'}"
+        elif row.verified is Verified.NOT_APPLICABLE:
+            yield f"{case}: its gradients were not verified"
+        if row.step and row.unattributed_share > UNATTRIBUTED_LIMIT:
+            yield f"{case}: {row.unattributed_share:.0%} of the step is in no phase (unattributed)"
+    few = [row for row in rows if row.step and row.rounds < ROUNDS_LIMIT]
+    if few:
+        yield f"{len(few)} of {len(rows)} cases have fewer than {ROUNDS_LIMIT} rounds: their intervals say little"
+
+
+def _of_host(rows: Sequence[Row], trials: Sequence[Trial], provenance: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what the machine gives away."""
+    cores = provenance.get("host", {}).get("cores", 0)
+    cpu = [row for row in rows if row.case.device_kind == "cpu" and row.step]
+    wide = max((row.case.devices for row in cpu), default=0)
+    if cores and wide > cores:
+        yield f"{wide} logical CPU devices on {cores} cores: oversubscribed, the speed-ups are too low"
+    if wide > 1:
+        yield "CPU-ONLY: logical CPU devices show that schedules are correct and what they cost, not what GPUs gain"
+        if not any(row.case.strategy == "single_all_cores" for row in cpu):
+            yield (
+                "one device has one thread here; add the strategy single_all_cores to see what all cores give "
+                "without data parallelism"
+            )
+    if any(row.case.placement == "colocated" for row in rows):
+        yield "COLOCATED replicas share one GPU: they prove correctness and host cost, not speed-up"
+    foreign = [s.value for trial in trials for s in trial.samples if s.metric == "foreign_cpu_ratio"]
+    if foreign and sum(foreign) / len(foreign) > FOREIGN_LIMIT:
+        mean = sum(foreign) / len(foreign)
+        yield f"other processes kept {mean:.1f} of {cores or '?'} cores busy while steps were timed"
+    if provenance.get("dpbench", {}).get("dirty"):
+        yield "dpbench's checkout has uncommitted changes: the commit does not name the code that ran"

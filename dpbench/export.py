@@ -1,0 +1,32 @@
+"""Export: trials as lines of JSON, one each, with the ledger's phases worked out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+
+from dpbench import ledger
+from dpbench.records import Trial
+
+
+def jsonl(trials: Iterable[Trial]) -> Iterator[str]:
+    """Yield one line a trial: the case, how it ended, and each step's seconds by phase."""
+    for trial in trials:
+        steps = [
+            {"seconds": step.seconds, "warmup": step.warmup, "phases": phases}
+            for step, phases in zip(trial.steps, ledger.of_trial(trial), strict=True)
+        ]
+        yield json.dumps(
+            {
+                "case": {**trial.case.to_dict(), "devices": trial.case.devices},
+                "source": trial.source,
+                "status": trial.status,
+                "reason": trial.reason,
+                "verified": trial.verified,
+                "round": trial.round,
+                "steps": steps,
+                "memory": [{"device": m.device, "peak_bytes": m.peak_bytes, "source": m.source} for m in trial.memory],
+                "setup": dict(trial.setup),
+                "provenance": dict(trial.provenance),
+            }
+        )

@@ -1,0 +1,90 @@
+"""What the terminal shows: progress and time left on stderr while a run goes on, the plain table at its end."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, Self
+
+from dpbench.records import Status
+
+
+class Progress:
+    """A progress line while a terminal watches, else one line a trial; a context manager."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import Progress as RichProgress
+
+        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._bar = RichProgress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+            TextColumn("left"), TimeRemainingColumn(), console=self._console, disable=not sys.stderr.isatty(),
+        )  # fmt: skip
+        self._task: Any = None
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
+
+    def listen(self, event: Any) -> None:
+        """Show a run's event."""
+        from rich.markup import escape
+
+        if hasattr(event, "trial"):
+            trial = event.trial
+            words = "" if trial.status is Status.OK else f": {trial.reason.splitlines()[0] if trial.reason else ''}"
+            line = f"[{event.done}/{event.total}] {trial.case.label} round {trial.round + 1}: {trial.status}{words}"
+            self._console.print(escape(line))
+            self._bar.update(self._task, completed=event.done)
+        elif event.case is None:
+            self._task = self._bar.add_task("starting", total=event.total, completed=event.done)
+            if event.done:
+                self._console.print(f"going on with run {event.run_id[:8]}: {event.done} of {event.total} are done")
+        else:
+            self._bar.update(self._task, description=escape(event.case.label))
+
+
+COLUMNS = ("model", "strategy", "devices", "batch", "ms/step", "95 % interval", "samples/s", "speed-up", "95 %",
+           "effic.", "dev-0 imb.", "unattr.", "verified", "labels")  # fmt: skip
+
+
+def table(rows: Sequence[Any]) -> str:
+    """Return the rows of an analysis as a plain text table, widths fitted, failed cases with their status."""
+    lines = [COLUMNS, *(_cells(row) for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
+    left = (0, 1, len(COLUMNS) - 1, len(COLUMNS) - 2)
+
+    def text(cells: Sequence[str]) -> str:
+        padded = (c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True)))
+        return "  ".join(padded).rstrip()
+
+    return "\n".join([text(lines[0]), "  ".join("-" * w for w in widths), *map(text, lines[1:])])
+
+
+def _cells(row: Any) -> tuple[str, ...]:
+    """Return one row's cells; an unmeasured case has its status where the time would be."""
+    case = row.case
+    schedule = f"[{case.schedule}]" if case.schedule not in ("", "reference") else ""
+    name = {"single_all_cores": "single, all cores"}.get(case.strategy, case.strategy) + schedule
+    head = (case.model, name, str(case.devices), str(case.batch_size))
+    if row.step is None:
+        return (*head, row.status.value, *[""] * (len(COLUMNS) - 6), " ".join(row.labels))
+    step, speed, efficiency = row.step, row.speedup, row.efficiency
+    return (
+        *head,
+        f"{step.value * 1e3:.2f}",
+        f"{step.low * 1e3:.2f}-{step.high * 1e3:.2f}",
+        f"{row.throughput.value:.0f}",
+        f"{speed.value:.2f}x{' weak' if row.scaling == 'weak' else ''}" if speed else "",
+        f"{speed.low:.2f}-{speed.high:.2f}" if speed else "",
+        f"{efficiency.value:.0%}" if efficiency else "",
+        f"{row.imbalance.value:.2f}" if row.imbalance else "",
+        f"{row.unattributed_share:.1%}",
+        row.verified.value if row.verified else "",
+        " ".join(row.labels),
+    )

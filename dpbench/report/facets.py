@@ -1,0 +1,98 @@
+"""Facets: which cases share a panel, in which order, and what is left out when there are too many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+
+from dpbench.analyse import Row
+from dpbench.records import Case
+from dpbench.report import words
+
+PANELS = 12
+"""Panels of one section; what is beyond stands in the table alone."""
+_ORDER = ("single", "single_all_cores", "torch_dp", "dp", "ddp")
+_SETTING = ("model", "size", "precision", "mode", "optimizer", "device_kind")
+
+
+@dataclass(frozen=True)
+class Facet:
+    """The cases of one panel, each with a name that tells it from the others."""
+
+    title: str
+    rows: tuple[Row, ...]
+    names: tuple[str, ...]
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Return the labels that must stand beside the panel."""
+        return words.labels(self.rows)
+
+
+def order(rows: Iterable[Row]) -> list[Row]:
+    """Sort cases by model, batch and devices, then from the baseline to the rivals."""
+    return sorted(rows, key=lambda row: (setting(row.case), row.case.batch_size, row.case.devices, *rank(row.case)))
+
+
+def rank(case: Case) -> tuple[Hashable, ...]:
+    """Return a case's place among those of equal work: baselines, DataParallel, the engine, DDP, others."""
+    known = _ORDER.index(case.strategy) if case.strategy in _ORDER else len(_ORDER)
+    return (known, case.strategy, case.schedule != "reference", case.schedule, case.placement, case.options)
+
+
+def setting(case: Case) -> tuple[str, ...]:
+    """Return what cases must share to be drawn in one panel."""
+    return tuple(str(getattr(case, name)) for name in _SETTING)
+
+
+def split(
+    rows: Iterable[Row], *, per: int, key: Callable[[Row], Hashable] = lambda row: None, note: str = ""
+) -> tuple[list[Facet], str]:
+    """Return panels of at most `per` cases with equal setting and key, and a sentence on what is left out."""
+    groups: dict[Hashable, list[Row]] = {}
+    for row in order(rows):
+        groups.setdefault((setting(row.case), key(row)), []).append(row)
+    found = [facet for group in groups.values() for facet in _parts(group, per)]
+    left_out = sum(len(facet.rows) for facet in found[PANELS:])
+    said = f"{left_out} more cases are not drawn; they are in the table." if left_out else ""
+    return found[:PANELS], said
+
+
+def _parts(group: Sequence[Row], per: int) -> list[Facet]:
+    """Cut one group into panels of nearly equal length."""
+    names = named(group)
+    count = -(-len(group) // per)
+    edges = [len(group) * part // count for part in range(count + 1)]
+    parts = []
+    for number, (start, end) in enumerate(zip(edges, edges[1:], strict=False), start=1):
+        title = heading(group) + (f" ({number} of {count})" if count > 1 else "")
+        parts.append(Facet(title, tuple(group[start:end]), names[start:end]))
+    return parts
+
+
+def heading(group: Sequence[Row]) -> str:
+    """Name what the cases of a panel share."""
+    case = group[0].case
+    batches = {row.case.batch_size for row in group}
+    batch = [f"batch {case.batch_size}"] if len(batches) == 1 else []
+    kind = [] if case.device_kind == "cpu" else [case.device_kind]
+    return words.clip(", ".join([f"{case.model} ({', '.join(words.setting(case))})", *kind, *batch]), 90)
+
+
+def named(group: Sequence[Row]) -> tuple[str, ...]:
+    """Name each case by its strategy, its devices, and whatever else differs within the group."""
+    differ = {name for name in ("batch_size", "seed", "options") if len({getattr(r.case, name) for r in group}) > 1}
+    common = set.intersection(*(set(row.labels) for row in group))
+    return tuple(_name(row, differ, common) for row in group)
+
+
+def _name(row: Row, differ: set[str], common: set[str]) -> str:
+    case = row.case
+    parts = [f"{words.strategy(case)} ×{case.devices}"]
+    if "batch_size" in differ:
+        parts.append(f"batch {case.batch_size}")
+    if "seed" in differ:
+        parts.append(f"seed {case.seed}")
+    if "options" in differ:
+        parts += [f"{name}={value}" for name, value in case.options]
+    return words.plain(", ".join(parts) + "".join(f" {label}" for label in row.labels if label not in common))

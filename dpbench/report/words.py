@@ -1,0 +1,94 @@
+"""Words: how the numbers of a row are said. Scaling and rounding happen here and nowhere else."""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from collections.abc import Iterable
+
+from dpbench.analyse import Row
+from dpbench.records import Case, Estimate
+
+MISSING = "–"
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_PLAIN = Case(model="", strategy="", batch_size=0)
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Say a number with three significant digits, thousands apart."""
+    if value is None or not math.isfinite(value):
+        return MISSING
+    if value == 0:
+        return "0"
+    places = digits - 1 - math.floor(math.log10(abs(value)))
+    return f"{value:,.{max(0, places)}f}"
+
+
+def interval(estimate: Estimate, scale: float = 1.0) -> str:
+    """Say the 95 % interval."""
+    return f"{number(estimate.low * scale)}–{number(estimate.high * scale)}"
+
+
+def ms(estimate: Estimate) -> str:
+    """Say a time with its interval."""
+    return f"{number(estimate.value * 1e3)} ms ({interval(estimate, 1e3)})"
+
+
+def times(estimate: Estimate) -> str:
+    """Say a ratio with its interval."""
+    return f"{number(estimate.value)}× ({interval(estimate)})"
+
+
+def percent(share: float) -> str:
+    """Say a fraction as a percentage."""
+    return f"{share * 100:.0f} %" if math.isfinite(share) else MISSING
+
+
+def size(count: float) -> str:
+    """Say a number of bytes in binary units."""
+    power = min(len(_UNITS) - 1, max(0, int(math.log2(count) // 10))) if count > 0 else 0
+    return f"{number(count / 1024**power)} {_UNITS[power]}"
+
+
+def finite(estimate: Estimate | None) -> bool:
+    """Tell whether an estimate can be drawn: it is there, and none of its parts is infinite."""
+    return estimate is not None and all(map(math.isfinite, (estimate.value, estimate.low, estimate.high)))
+
+
+def strategy(case: Case) -> str:
+    """Name a strategy with its schedule."""
+    if case.strategy == "single_all_cores":
+        return "single, all cores"
+    return f"{case.strategy}[{case.schedule}]" if case.schedule else case.strategy
+
+
+def setting(case: Case) -> list[str]:
+    """Name what a model was run with: its size, and all that is not the default."""
+    extra = [getattr(case, name) for name in ("precision", "mode", "optimizer")]
+    usual = [getattr(_PLAIN, name) for name in ("precision", "mode", "optimizer")]
+    return [case.size, *(value for value, default in zip(extra, usual, strict=True) if value != default)]
+
+
+def labels(rows: Iterable[Row]) -> tuple[str, ...]:
+    """Return every label that one of the rows carries, in order of appearance."""
+    return tuple(dict.fromkeys(label for row in rows for label in row.labels))
+
+
+def plain(text: str) -> str:
+    """Return one line without control characters, which SVG cannot hold."""
+    spaced = " ".join(text.split())
+    return "".join(c for c in spaced if unicodedata.category(c) not in ("Cc", "Cs", "Cn", "Co"))
+
+
+def clip(text: str, columns: int) -> str:
+    """Cut one line to a number of columns; wide characters count as two."""
+    text, used = plain(text), 0
+    for index, character in enumerate(text):
+        used += _columns(character)
+        if used > columns:
+            return text[: max(0, index - 1)].rstrip() + "…"
+    return text
+
+
+def _columns(character: str) -> int:
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1

@@ -1,0 +1,32 @@
+"""What all tests share: one thread per operation, a fixed seed, and marks that skip by name where no GPU is."""
+
+from __future__ import annotations
+
+import os
+
+for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):  # before torch is loaded: later has no effect
+    os.environ[_variable] = "1"
+
+import hypothesis
+import pytest
+import torch
+
+torch.set_num_threads(1)
+hypothesis.settings.register_profile("dpbench", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("dpbench")
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs more GPUs than this machine has, with the reason."""
+    count = torch.cuda.device_count()
+    for mark, needed in (("gpu", 1), ("multi_gpu", 2)):
+        if count < needed:
+            reason = f"{mark}: needs {needed} CUDA device(s), torch sees {count} here"
+            for item in items:
+                if item.get_closest_marker(mark):
+                    item.add_marker(pytest.mark.skip(reason=reason))

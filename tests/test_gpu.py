@@ -1,0 +1,148 @@
+"""What only a GPU can show. One GPU is enough: replicas share it (colocated)."""
+
+from __future__ import annotations
+
+import copy
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from dpbench import clock, ledger, models
+from dpbench.engine import DataParallel, TrainStep
+from dpbench.engine.devices import open_devices, resolve
+from dpbench.nvml import open_nvml
+from dpbench.records import Case, Effort, Phase, Status, Trial, Verified
+from dpbench.server import Server
+
+pytestmark = pytest.mark.gpu
+
+MODELS = ("mlp", "resnet18", "transformer", "lstm", "embedding", "vgg16")
+
+
+def _case(strategy: str, devices: int, model: str = "mlp") -> Case:
+    placement = "colocated" if devices > 1 else "spread"
+    schedule = "reference" if strategy == "dp" else ""
+    return Case(
+        model=model, strategy=strategy, devices=devices, batch_size=64, device_kind="cuda", placement=placement,
+        schedule=schedule,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Server:
+    with Server(tmp_path_factory.mktemp("scratch")) as running:
+        yield running
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("strategy", "devices"), [("single", 1), ("dp", 1), ("dp", 2), ("dp", 4), ("torch_dp", 2)])
+def test_a_strategy_is_verified_and_its_ledger_closes(server: Server, strategy: str, devices: int, model: str) -> None:
+    trial = server.run(_case(strategy, devices, model), Effort(budget_s=0.3), 0, 120.0)
+    assert trial.status is Status.OK, trial.reason
+    assert trial.verified in (Verified.BITWISE, Verified.WITHIN_TOLERANCE)
+    for step, phases in zip(trial.steps, ledger.of_trial(trial), strict=True):
+        assert sum(phases.values()) == pytest.approx(step.seconds)
+    assert {span.clock for span in trial.spans} == {"cuda_event"}
+    assert any(sample.metric == "kernel_busy_s" and sample.value > 0 for sample in trial.samples)
+    assert any(memory.source == "allocator" and memory.peak_bytes > 0 for memory in trial.memory)
+
+
+def test_ddp_runs_on_one_gpu(server: Server) -> None:
+    for devices in (1, 2):
+        trial = server.run(_case("ddp", devices), Effort(budget_s=0.3), 0, 120.0)
+        assert trial.status is Status.OK, trial.reason
+
+
+def _gradients(module: torch.nn.Module) -> list[torch.Tensor]:
+    return [p.grad.clone() for p in module.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("ids", [[0], [0, 0], [0, 0, 0, 0]])
+def test_outputs_and_gradients_equal_torch_data_parallel(ids: list[int]) -> None:
+    model = models.load("mlp", "small", 0)
+    ours, theirs = model.module.cuda(), copy.deepcopy(model.module).cuda()
+    inputs, target = (t.cuda() for t in model.batch(50, 1))
+    for module, wrapped in ((ours, DataParallel(ours, ids)), (theirs, torch.nn.DataParallel(theirs, ids))):
+        output = wrapped(inputs)
+        model.loss(output, target).backward()
+        module.output = output.detach()
+    torch.testing.assert_close(ours.output, theirs.output)
+    for mine, other in zip(_gradients(ours), _gradients(theirs), strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+def test_colocated_streams_do_not_race() -> None:
+    model = models.load("resnet18", "small", 0)
+    batches = [model.batch(64, seed) for seed in range(4)]
+
+    def trained(ids: list[int], steps: int = 20) -> list[torch.Tensor]:
+        module = copy.deepcopy(model.module).cuda()
+        with TrainStep(module, model.loss, lambda p: torch.optim.SGD(p, lr=0.01), ids) as step:
+            for i in range(steps):
+                loss = step(*batches[i % 4])
+        assert torch.isfinite(loss)
+        return [p.detach().clone() for p in module.parameters()]
+
+    torch.backends.cudnn.deterministic = True
+    try:
+        first = trained([0, 0, 0])
+        for _ in range(3):
+            for a, b in zip(first, trained([0, 0, 0]), strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    finally:
+        torch.backends.cudnn.deterministic = False
+
+
+def test_cuda_steps_agree_with_the_host_over_a_block() -> None:
+    devices = open_devices("cuda", 2, placement="colocated")
+    listener = clock.choose(devices)
+    assert isinstance(listener, clock.CudaClock)
+    work = torch.randn(2048, 2048, device="cuda")
+    work @ work
+    torch.cuda.synchronize()
+    with listener.block():
+        began = time.perf_counter()
+        for _ in range(30):
+            with listener.step(warmup=False), listener.mark(Phase.FORWARD, 1), devices[1].guard():
+                for _ in range(5):
+                    work @ work
+        torch.cuda.synchronize()
+        wall = time.perf_counter() - began
+    steps, spans = listener.steps(), listener.spans()
+    assert sum(step.seconds for step in steps) == pytest.approx(wall, rel=0.05)
+    assert abs(steps[-1].end_s - (began + wall)) < 2e-3
+    assert all(span.start_s <= span.end_s for span in spans)
+    inside = [span.end_s - span.start_s for span in spans]
+    assert sum(inside) == pytest.approx(wall, rel=0.2)
+
+
+def test_out_of_memory_is_a_trial_that_names_the_device(server: Server, tmp_path: Path) -> None:
+    case = _case("dp", 2, "tests.hungry:GPU")
+    trial = server.run(case, Effort(budget_s=0.3), 0, 120.0)
+    assert trial.status is Status.OOM, trial.reason
+    assert "cuda:0" in trial.reason
+
+
+def test_module_elsewhere_is_refused_with_the_way_out() -> None:
+    model = models.load("mlp", "small", 0)
+    wrapped = DataParallel(model.module, [0, 0])
+    model.module.cpu()
+    with pytest.raises(RuntimeError, match=r"module\.to\('cuda:0'\)"):
+        wrapped(model.batch(8, 0)[0])
+
+
+def test_bare_resolve_finds_every_gpu() -> None:
+    assert len(resolve(None)) == torch.cuda.device_count()
+
+
+def test_nvml_reads_this_gpu() -> None:
+    with open_nvml() as nvml:
+        assert nvml is not None
+        assert len(nvml.gpus) == torch.cuda.device_count()
+
+
+def test_trials_survive_json(server: Server) -> None:
+    trial = server.run(_case("single", 1), Effort(budget_s=0.1), 0, 120.0)
+    assert Trial.from_dict(trial.to_dict()) == trial
