@@ -19,10 +19,11 @@ unset PYTHONPATH
 
 say() { printf 'history: %s\n' "$*" >&2; }
 
+case $COMMITS in '' | *[!0-9]* | 0) say "COMMITS must be a number from 1 on, got '$COMMITS'"; exit 64 ;; esac
 # asv keys results by the interpreter's path, so a link must stay a link: no realpath
 python=$(command -v python) || { say "no python on PATH; run: make history"; exit 1; }
-"$python" -c 'import asv, torch' || { say "$python lacks asv or torch; run: make history"; exit 1; }
-case $COMMITS in '' | *[!0-9]* | 0) say "COMMITS must be a number from 1 on, got '$COMMITS'"; exit 64 ;; esac
+"$python" -c 'import asv, importlib.util as u; u.find_spec("torch") or exit(1)' ||
+    { say "$python lacks asv or torch; run: make history"; exit 1; }
 
 # of asv's kind: the first parents only, or publish would not find them on the branch
 commits=$(git rev-list --first-parent --reverse --max-count="$COMMITS" HEAD)
@@ -38,7 +39,28 @@ trap 'exit 143' TERM HUP
 work=$(cd "$work" && pwd -P)
 
 # an existing file is the user's own; asv would overwrite what it says about this machine
-[ -f "$HOME/.asv-machine.json" ] || "$python" -m asv machine --yes
+[ -f "$HOME/.asv-machine.json" ] || "$python" -m asv machine --yes >/dev/null
+
+top=$(pwd -P)
+
+# python runs sitecustomize.py at its start. The finder of an editable install looks a module up in the working tree
+# when the commit's package lacks it, and what should be n/a would be a chimera of two commits
+alone='import sys
+
+sys.meta_path[:] = [
+    finder for finder in sys.meta_path
+    if "dpbench" not in getattr(sys.modules.get(getattr(finder, "__module__", "")), "MAPPING", ())
+]'
+
+# fails unless whatever the working tree has of dpbench comes from the commit (argument 1) or not at all
+origins='import pkgutil, sys
+from importlib.util import find_spec
+
+tree, top = sys.argv[1:]
+for name in ["dpbench", *("dpbench." + module.name for module in pkgutil.iter_modules([top + "/dpbench"]))]:
+    spec = find_spec(name)
+    if spec and spec.origin and not spec.origin.startswith(tree + "/"):
+        sys.exit(f"history: {name} would come from {spec.origin}")'
 
 # Measure commit $1: 0 done, else asv's exit status.
 measure() {
@@ -50,13 +72,10 @@ measure() {
     mkdir "$tree"
     git archive --format=tar --output="$tree.tar" "$1" dpbench || return 1
     tar -xf "$tree.tar" -C "$tree" || return 1
+    printf '%s\n' "$alone" >"$tree/sitecustomize.py"
     # never file one commit's numbers under another's name
-    origin=$(cd / && PYTHONPATH=$tree "$python" -c 'import dpbench; print(dpbench.__file__)') || return 1
-    case $origin in
-        "$tree"/*) ;;
-        *) say "$1 would be measured with $origin"; return 1 ;;
-    esac
-    say "$(git log -1 --format='%h %s' "$1")"
+    (cd / && PYTHONPATH=$tree "$python" -c "$origins" "$tree" "$top") || return 1
+    say "$(git log -1 --format='%h %s' "$1")"  # asv's own heading names HEAD instead
     # asv sets the import path of its own processes from ASV_PYTHONPATH, theirs inherit PYTHONPATH
     PYTHONPATH=$tree ASV_PYTHONPATH=$tree "$python" -m asv run --environment "existing:$python" \
         --set-commit-hash "$1" --no-pull --record-samples --show-stderr ${BENCH:+--bench "$BENCH"}
@@ -82,5 +101,5 @@ fi
 
 "$python" -m asv publish --no-pull || status=$?
 [ "$status" -eq 0 ] || say "failed with exit status $status; the lines marked 'failed' above say where"
-say "open .asv/html/index.html through a server: $python -m http.server --directory .asv/html"
+say "open .asv/html/index.html through a server: $python -m http.server --bind 127.0.0.1 --directory .asv/html"
 exit "$status"

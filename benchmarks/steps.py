@@ -15,7 +15,7 @@ PHASES = (
     "scatter", "replicate", "forward", "gather", "loss", "backward", "reduce", "optimizer", "unattributed",
 )  # fmt: skip
 
-WORKERS = 2 if QUICK else 4
+WORKERS = 4 if QUICK else 6
 """Fresh processes a cell: they differ more than the steps within one, and cost little once torch is loaded."""
 LIMIT_S = 60.0
 

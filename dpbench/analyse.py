@@ -16,6 +16,8 @@ from dpbench import ledger, stats
 from dpbench.records import HOST, UNATTRIBUTED, Case, Estimate, Phase, Source, Status, Trial, Verified
 
 BASELINES = ("single",)
+ONE_DEVICE = ("single", "single_all_cores")
+"""Strategies that use one device whatever the others have, in the order in which they are shown."""
 BUSY_METRICS = {"kernel_busy_s": "kernels of one profiled step", "busy_s": "thread CPU time"}
 """What busy time is made of, the best source first."""
 MOVING = (Phase.SCATTER, Phase.REPLICATE, Phase.GATHER, Phase.REDUCE)
@@ -68,13 +70,21 @@ class Row:
 
 
 def rows(trials: Iterable[Trial]) -> list[Row]:
-    """Return one row per case, in the order in which the cases first appear."""
+    """Return one row per case: by model, the one-device baselines first, then by strategy and devices."""
     groups: dict[Case, list[Trial]] = {}
-    for trial in trials:
+    for trial in sorted(trials, key=_order):
         groups.setdefault(trial.case, []).append(trial)
     series = {case: measured(group) for case, group in groups.items()}
     table = [_row(case, group, series[case]) for case, group in groups.items()]
     return [_compared(row, series) for row in table]
+
+
+def _order(trial: Trial) -> tuple[object, ...]:
+    """Return what a row's place follows from."""
+    case = trial.case
+    rank = next((i for i, name in enumerate(ONE_DEVICE) if name == case.strategy), len(ONE_DEVICE))
+    return (case.model, case.size, case.device_kind, case.precision, rank, case.strategy, case.schedule, case.devices,
+            case.batch_size)  # fmt: skip
 
 
 def measured(trials: Iterable[Trial]) -> dict[int, list[float]]:

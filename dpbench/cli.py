@@ -118,7 +118,7 @@ def _cases(options: dict[str, Any]) -> tuple[list[Any], float | None]:
     quick = not any(options[axis] for axis in axes)
     gpus = cuda_device_count()
     kind = options["device_kind"] or ("cuda" if gpus else "cpu")
-    available = gpus if kind == "cuda" else usable_cores()
+    available = gpus if kind == "cuda" else min(usable_cores(), 4)  # more processes than that are no first look
     placement = options["placement"] or ("colocated" if kind == "cuda" and gpus == 1 else "spread")
     models = (*(options["models"] or (() if options["own"] else ("mlp", "resnet18"))), *options["own"])
     batches = options["batch_sizes"] or (() if options["batch_per_device"] else (64,))
@@ -288,8 +288,6 @@ def _print_verdict(table: list[Row], trials: list[Trial], chosen: Run) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; errors say what, where and the way out, and exit as the design says."""
-    from dpbench.store import StoreError
-
     try:
         cli.main(arguments, prog_name="dpbench", standalone_mode=False)
     except click.exceptions.Abort:
@@ -300,7 +298,11 @@ def main(arguments: list[str] | None = None) -> None:
     except (ValueError, LookupError) as error:
         click.echo(f"error: {error.args[0] if error.args else error}", err=True)
         sys.exit(EXIT_USAGE)
-    except StoreError as error:
+    except RuntimeError as error:
+        from dpbench.store import StoreError
+
+        if not isinstance(error, StoreError):
+            raise
         click.echo(f"error: {error}", err=True)
         sys.exit(EXIT_FAILED)
 

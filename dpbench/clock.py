@@ -165,8 +165,14 @@ class CudaClock:
 
     @contextmanager
     def mark(self, phase: Phase, device: int) -> Iterator[None]:
-        """Queue an event at each end of the phase, on the device's stream of this thread."""
-        step, at = self._count, self._devices[self._position[device]]
+        """Queue an event at each end of the phase, on the device's stream in this thread; the host has its own clock."""
+        step = self._count
+        if device == HOST:
+            began = self._now()
+            yield
+            self._added.append(Span(step, phase, HOST, "host", began, self._now()))
+            return
+        at = self._devices[self._position[device]]
         start = at.event()
         try:
             yield

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dpbench.analyse import Row
-from dpbench.records import Estimate, Phase, Status, Trial, Verified
+from dpbench.records import UNATTRIBUTED, Estimate, Phase, Status, Trial, Verified
 from dpbench.stats import verdict as decided
 
 UNATTRIBUTED_LIMIT = 0.05
@@ -83,7 +83,7 @@ def _cause(rows: Sequence[Row]) -> str:
     if not engine:
         return ""
     worst = min(engine, key=lambda row: row.speedup.value if row.speedup else 0.0)
-    compute = {Phase.FORWARD.value, Phase.BACKWARD.value}
+    compute = {Phase.FORWARD.value, Phase.BACKWARD.value, UNATTRIBUTED}
     name, seconds = max(((n, s) for n, s in worst.phases.items() if n not in compute), key=lambda pair: pair[1])
     share = seconds / sum(worst.phases.values())
     return f"; {share:.0%} of dp's step on {worst.case.model} is {name}" if share >= 0.1 else ""

@@ -115,7 +115,7 @@ def default_strategies(device_kind: str) -> tuple[str, ...]:
 
 
 def default_devices(available: int, placement: str) -> tuple[int, ...]:
-    """Return the device counts to sweep: powers of two up to what there is."""
+    """Return the device counts to sweep: powers of two up to what there is, and what a first look needs."""
     if placement == "colocated":
         return (1, 2)
-    return tuple(2**k for k in range(max(1, available).bit_length()) if 2**k <= available) or (1,)
+    return tuple(count for count in (1, 2, 4, 8) if count <= available) or (1,)

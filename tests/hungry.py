@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
+import threading
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,3 +40,66 @@ GPU = _plug(lambda x: torch.empty(PETABYTE, dtype=torch.uint8, device=x.device))
 HANGS = _plug(lambda x: time.sleep(3600))
 DIES = _plug(lambda x: os.abort())
 RAISES = _plug(lambda x: (_ for _ in ()).throw(ArithmeticError("planted in forward")))
+
+
+def _rank() -> str | None:
+    """Return the rank of this process as torch's launcher names it; None outside of one."""
+    return os.environ.get("RANK")
+
+
+def _hang(x: Tensor) -> None:
+    deliberately_asleep()
+
+
+def deliberately_asleep() -> None:
+    """Sleep under a name that a stack shows."""
+    time.sleep(3600)
+
+
+def _leave_a_child(x: Tensor) -> None:
+    subprocess.Popen(["sleep", "3600"])
+
+
+def _die_with_the_server(x: Tensor) -> None:
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(3600)
+
+
+def _raise_surrogate(x: Tensor) -> None:
+    raise FileNotFoundError("no weights at model-\udcff.pt")
+
+
+def _slow(x: Tensor) -> None:
+    time.sleep(0.02)
+
+
+def in_rank_1(act: Callable[[Tensor], object]) -> Callable[[Tensor], object]:
+    """Act in rank 1 of a distributed run alone."""
+    return lambda x: act(x) if _rank() == "1" else None
+
+
+def _raise(x: Tensor) -> None:
+    raise ArithmeticError("planted in one rank")
+
+
+SLEEPS = _plug(_hang)
+SLEEPS_IN_RANK_1 = _plug(in_rank_1(_hang))
+RAISES_IN_RANK_1 = _plug(in_rank_1(_raise))
+DIES_IN_RANK_1 = _plug(in_rank_1(lambda x: os.abort()))
+CPU_IN_RANK_1 = _plug(in_rank_1(lambda x: torch.empty(PETABYTE, dtype=torch.uint8)))
+LEAVES_A_CHILD = _plug(_leave_a_child)
+ENDS_THE_SERVER = _plug(_die_with_the_server)
+RAISES_SURROGATE = _plug(_raise_surrogate)
+SLOW = _plug(_slow)
+EXITS = _plug(lambda x: sys.exit("planted exit"))
+VANISHES = _plug(lambda x: os._exit(0))
+INTERRUPTS = _plug(lambda x: (_ for _ in ()).throw(KeyboardInterrupt()))
+
+
+def in_replica_1(act: Callable[[Tensor], object]) -> Callable[[Tensor], object]:
+    """Act in the engine's second replica alone."""
+    return lambda x: act(x) if threading.current_thread().name == "replica-1" else None
+
+
+CPU_IN_REPLICA_1 = _plug(in_replica_1(lambda x: torch.empty(PETABYTE, dtype=torch.uint8)))
+SLEEPS_IN_REPLICA_1 = _plug(in_replica_1(_hang))

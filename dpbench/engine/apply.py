@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dpbench.devices import Device
-from dpbench.records import Mark, Phase, no_mark
+from dpbench.records import HOST, Mark, Phase, no_mark
 
 
 def parallel_apply(
@@ -49,9 +49,10 @@ def parallel_apply(
     if len(modules) == 1:
         run(0)
     else:
-        threads = [threading.Thread(target=run, args=(i,), name=f"replica-{i}") for i in range(len(modules))]
-        for thread in threads:
-            thread.start()
+        with mark(Phase.FORWARD, HOST):  # what starting threads costs is the schedule's, not a device's
+            threads = [threading.Thread(target=run, args=(i,), name=f"replica-{i}") for i in range(len(modules))]
+            for thread in threads:
+                thread.start()
         for thread in threads:
             thread.join()
     for error in errors:

@@ -91,6 +91,11 @@ class TrainStep:
 
     def _place(self, target: Any, device: torch.device | None, root: Device) -> Any:
         """Copy a target from the host to where the output is; refuse one from another accelerator."""
+        if isinstance(target, dict):
+            return type(target)((key, self._place(part, device, root)) for key, part in target.items())
+        if isinstance(target, tuple | list):
+            parts = [self._place(part, device, root) for part in target]
+            return type(target)(*parts) if hasattr(target, "_fields") else type(target)(parts)
         if not isinstance(target, torch.Tensor) or device is None or target.device == device:
             return target
         if target.device.type != "cpu":
@@ -121,7 +126,8 @@ class TrainStep:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore what `state_dict` returned; an accumulation that was under way begins anew."""
+        self._calls = 0
         check_prefix(list(self.module.state_dict()), list(state["module"]), strict=True)
         self.module.load_state_dict(state["module"])
         self.optimizer.load_state_dict(state["optimizer"])

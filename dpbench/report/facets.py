@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from dpbench.analyse import Row
 from dpbench.records import Case
@@ -37,7 +38,7 @@ def order(rows: Iterable[Row]) -> list[Row]:
 def rank(case: Case) -> tuple[Hashable, ...]:
     """Return a case's place among those of equal work: baselines, DataParallel, the engine, DDP, others."""
     known = _ORDER.index(case.strategy) if case.strategy in _ORDER else len(_ORDER)
-    return (known, case.strategy, case.schedule != "reference", case.schedule, case.placement, case.options)
+    return (known, case.strategy, case.schedule != "reference", case.schedule, case.placement, case.options, case.seed)
 
 
 def setting(case: Case) -> tuple[str, ...]:
@@ -46,27 +47,36 @@ def setting(case: Case) -> tuple[str, ...]:
 
 
 def split(
-    rows: Iterable[Row], *, per: int, key: Callable[[Row], Hashable] = lambda row: None, note: str = ""
+    rows: Iterable[Row],
+    *,
+    per: int,
+    key: Callable[[Row], Hashable] = lambda row: None,
+    unit: Callable[[Row], Hashable] = lambda row: row.case,
 ) -> tuple[list[Facet], str]:
-    """Return panels of at most `per` cases with equal setting and key, and a sentence on what is left out."""
+    """Return panels of cases with equal setting and key, and a sentence on what is left out.
+
+    A panel holds at most `per` units; the rows of one unit stay together.
+    """
     groups: dict[Hashable, list[Row]] = {}
     for row in order(rows):
         groups.setdefault((setting(row.case), key(row)), []).append(row)
-    found = [facet for group in groups.values() for facet in _parts(group, per)]
+    found = [facet for group in groups.values() for facet in _parts(group, per, unit)]
     left_out = sum(len(facet.rows) for facet in found[PANELS:])
     said = f"{left_out} more cases are not drawn; they are in the table." if left_out else ""
     return found[:PANELS], said
 
 
-def _parts(group: Sequence[Row], per: int) -> list[Facet]:
+def _parts(group: Sequence[Row], per: int, unit: Callable[[Row], Hashable]) -> list[Facet]:
     """Cut one group into panels of nearly equal length."""
-    names = named(group)
-    count = -(-len(group) // per)
-    edges = [len(group) * part // count for part in range(count + 1)]
+    both = list(zip(group, named(group), strict=True))
+    units = list(dict.fromkeys(unit(row) for row in group))
+    count = -(-len(units) // per)
+    edges = [len(units) * part // count for part in range(count + 1)]
     parts = []
-    for number, (start, end) in enumerate(zip(edges, edges[1:], strict=False), start=1):
+    for number, (start, end) in enumerate(pairwise(edges), start=1):
         title = heading(group) + (f" ({number} of {count})" if count > 1 else "")
-        parts.append(Facet(title, tuple(group[start:end]), names[start:end]))
+        mine = [(row, name) for row, name in both if unit(row) in units[start:end]]
+        parts.append(Facet(title, tuple(row for row, _ in mine), tuple(name for _, name in mine)))
     return parts
 
 
@@ -88,7 +98,8 @@ def named(group: Sequence[Row]) -> tuple[str, ...]:
 
 def _name(row: Row, differ: set[str], common: set[str]) -> str:
     case = row.case
-    parts = [f"{words.strategy(case)} ×{case.devices}"]
+    count = "" if case.strategy in _ORDER[:2] else f" ×{case.devices}"
+    parts = [f"{words.strategy(case)}{count}"]
     if "batch_size" in differ:
         parts.append(f"batch {case.batch_size}")
     if "seed" in differ:

@@ -12,18 +12,24 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 from xml.etree import ElementTree
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from dpbench.records import Case
 from dpbench.report import words
 
 WIDTH = 420
 """Units of every panel: narrow enough that its text is still read on a telephone."""
-TEXT, SMALL = 11.5, 10.5
+TEXT, SMALL = 12.5, 11.0
+COLUMNS = 54
+"""Letters of a line across a panel, in the widest usual sans-serif."""
 FOREGROUND, GRID, MUTED, BACKGROUND = "#010203", "#010204", "#010205", "#010206"
 ROLES = {"single": "#020301", "single_all_cores": "#020302", "torch_dp": "#020303", "dp": "#020304", "ddp": "#020305"}
 OTHERS = ("#020306", "#020307")
@@ -32,7 +38,9 @@ VARIABLES = {
     "#020302": "--all-cores", "#020303": "--torch-dp", "#020304": "--dp", "#020305": "--ddp",
     "#020306": "--other-a", "#020307": "--other-b",
 }  # fmt: skip
-_STYLE = {
+ODD = ("PREDICTED", "COLOCATED", "EMULATED")
+"""The labels that a case's own name carries where they are not everybody's."""
+_STYLE: dict[Any, Any] = {
     "svg.fonttype": "none", "svg.hashsalt": "dpbench", "path.simplify": False, "text.parse_math": False,
     "font.family": "DejaVu Sans", "font.size": TEXT, "axes.labelsize": SMALL, "xtick.labelsize": SMALL,
     "ytick.labelsize": SMALL, "legend.fontsize": SMALL, "axes.spines.top": False, "axes.spines.right": False,
@@ -65,6 +73,11 @@ class Section:
     note: str = ""
 
 
+def colour(case: Case) -> str:
+    """Return a strategy's colour, the same in every panel."""
+    return ROLES.get(case.strategy) or OTHERS[sum(map(ord, case.strategy)) % len(OTHERS)]
+
+
 @contextmanager
 def theme() -> Iterator[None]:
     """Draw in the report's style, whatever the user's own matplotlib settings are."""
@@ -76,7 +89,9 @@ def theme() -> Iterator[None]:
         yield
 
 
-def canvas(height: float, *, left: float = 6, right: float = 14, top: float = 4, bottom: float = 40) -> tuple[Figure, Axes]:
+def canvas(
+    height: float, *, left: float = 12, right: float = 18, top: float = 4, bottom: float = 42
+) -> tuple[Figure, Axes]:
     """Return a figure of the common width with one plot inside these margins."""
     figure = Figure(figsize=(WIDTH / 72, height / 72), facecolor="none")
     box = (left / WIDTH, bottom / height, (WIDTH - left - right) / WIDTH, (height - bottom - top) / height)
@@ -84,32 +99,53 @@ def canvas(height: float, *, left: float = 6, right: float = 14, top: float = 4,
     return figure, axes
 
 
-def lanes(names: Sequence[str], values: Sequence[str], *, lane: float = 36, bottom: float = 40) -> tuple[Figure, Axes]:
-    """Return a plot with one lane a case: its name and value in words, and room below them to draw.
+def lanes(
+    names: Sequence[str], values: Sequence[str], heights: Sequence[float], *, keys: int = 0
+) -> tuple[Figure, Axes, list[float]]:
+    """Return a plot with one lane a case, and where each lane begins, in units from the top.
 
-    The vertical axis counts units from the top; lane i begins at i * lane, and its text ends 14 below that.
+    A case's name and its value in words take the first 16 units of its lane.
     """
-    height = len(names) * lane + bottom + 4
-    figure, axes = canvas(height, bottom=bottom)
-    axes.set_ylim(len(names) * lane, 0)
+    tops = [0, *accumulate(heights)]
+    figure, axes = canvas(tops[-1] + below(keys) + 4, bottom=below(keys))
+    axes.set_ylim(tops[-1], 0)
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
     axes.grid(axis="x")
     across = axes.get_yaxis_transform()
-    for index, (name, value) in enumerate(zip(names, values, strict=True)):
-        y = index * lane + 12
-        axes.text(0, y, words.clip(name, 60 - len(value)), transform=across)
-        axes.text(1, y, value, transform=across, ha="right", fontweight="bold", fontsize=SMALL)
-    return figure, axes
+    for name, value, top in zip(names, values, tops, strict=False):
+        axes.text(0, top + 12, words.clip(name, COLUMNS - len(value)), transform=across)
+        axes.text(1, top + 12, value, transform=across, ha="right", fontweight="bold", fontsize=SMALL)
+    return figure, axes, tops[:-1]
+
+
+def amounts(axis: Axis, ticks: int = 5) -> None:
+    """Label an axis at round places, thousands and millions in short."""
+
+    def said(value: float, _: int) -> str:
+        for scale, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+            if abs(value) >= scale:
+                return f"{value / scale:g}{letter}"
+        return f"{value:g}"
+
+    axis.set_major_locator(MaxNLocator(ticks, steps=[1, 2, 2.5, 5, 10]))
+    axis.set_major_formatter(FuncFormatter(said))
+
+
+def below(keys: int) -> float:
+    """Return the margin that an axis with its name and so many rows of keys need below them."""
+    return 42 + 14.5 * keys
 
 
 def legend(figure: Figure, handles: Sequence[Any], columns: int) -> None:
     """Put the keys below the plot, read along the rows."""
     rows = -(-len(handles) // columns)
-    by_column = [handles[r * columns + c] for c in range(columns) for r in range(rows) if r * columns + c < len(handles)]
+    by_column = [
+        handles[r * columns + c] for c in range(columns) for r in range(rows) if r * columns + c < len(handles)
+    ]
     figure.legend(
         handles=by_column, loc="lower left", bbox_to_anchor=(0, 0), ncols=columns, borderaxespad=0.1,
-        handlelength=1.8, handletextpad=0.5, columnspacing=1.2, labelspacing=0.35, borderpad=0.1,
+        handlelength=1.8, handletextpad=0.5, columnspacing=1.2, labelspacing=0.3, borderpad=0.1,
     )  # fmt: skip
 
 
@@ -145,18 +181,23 @@ def _cleaned(source: ElementTree.Element, referred: set[str], key: str) -> Eleme
         elif name == "style":
             target.set("style", _styled(value))
         elif not (name == "transform" and value.startswith("rotate(-0 ")):
-            target.set(name, re.sub(r"-?\d+\.\d{3,}", lambda match: f"{float(match[0]):.2f}", value))
+            target.set(name, _shortened(value))
     for child in source:
         if child.tag.rpartition("}")[2] not in ("metadata", "style"):
             target.append(_cleaned(child, referred, key))
     return target
 
 
+def _shortened(value: str) -> str:
+    """Drop digits that nobody sees, and write vertical strokes the short way."""
+    value = re.sub(r"-?\d+\.\d{3,}", lambda match: f"{float(match[0]):.2f}", value)
+    return re.sub(r"M (\S+) (\S+)\s+L \1 (\S+)\s*", r"M\1 \2V\3", value)
+
+
 def _styled(style: str) -> str:
     """Replace the sentinels by variables, and matplotlib's font by the page's."""
     style = re.sub(r"#0[12]0[0-9a-f]{3}", lambda m: f"var({VARIABLES[m[0]]})" if m[0] in VARIABLES else m[0], style)
-    font = re.search(r"font: (?:(\d+|bold) )?([\d.]+px) [^;]*", style)
-    if font:
-        weight = f"; font-weight: {font[1]}" if font[1] else ""
-        style = style.replace(font[0], f"font-size: {font[2]}{weight}")
+    # matplotlib writes the font as one property or, in newer versions, as several
+    style = re.sub(r"font: (?:(\d+) )?([\d.]+px) [^;]*", r"font-size: \2; font-weight: \1", style)
+    style = re.sub(r"font-family: [^;]*; ?|font-weight: (?=;|$);? ?", "", style)
     return style.replace(": ", ":").replace("; ", ";")

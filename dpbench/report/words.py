@@ -25,7 +25,7 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def interval(estimate: Estimate, scale: float = 1.0) -> str:
-    """Say the 95 % interval."""
+    """Say the 95% interval."""
     return f"{number(estimate.low * scale)}–{number(estimate.high * scale)}"
 
 
@@ -41,13 +41,19 @@ def times(estimate: Estimate) -> str:
 
 def percent(share: float) -> str:
     """Say a fraction as a percentage."""
-    return f"{share * 100:.0f} %" if math.isfinite(share) else MISSING
+    return f"{share * 100:.0f}%" if math.isfinite(share) else MISSING
 
 
 def size(count: float) -> str:
     """Say a number of bytes in binary units."""
-    power = min(len(_UNITS) - 1, max(0, int(math.log2(count) // 10))) if count > 0 else 0
-    return f"{number(count / 1024**power)} {_UNITS[power]}"
+    unit, scale = binary(count)
+    return f"{number(count / scale)} {unit}"
+
+
+def binary(most: float) -> tuple[str, float]:
+    """Return the binary unit that fits a number of bytes, and its bytes."""
+    power = min(len(_UNITS) - 1, max(0, int(math.log2(most) // 10))) if most > 0 else 0
+    return _UNITS[power], 1024.0**power
 
 
 def finite(estimate: Estimate | None) -> bool:
@@ -72,6 +78,13 @@ def setting(case: Case) -> list[str]:
 def labels(rows: Iterable[Row]) -> tuple[str, ...]:
     """Return every label that one of the rows carries, in order of appearance."""
     return tuple(dict.fromkeys(label for row in rows for label in row.labels))
+
+
+def rounds(rows: Iterable[Row]) -> str:
+    """Say how many rounds stand behind the numbers."""
+    counts = sorted({row.rounds for row in rows})
+    span = f"{counts[0]}–{counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
+    return f"Medians with 95% intervals over {span} round{'' if counts[-1] == 1 else 's'}."
 
 
 def plain(text: str) -> str:

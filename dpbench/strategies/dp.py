@@ -11,7 +11,7 @@ import torch
 from dpbench.devices import Device
 from dpbench.engine.train_step import TrainStep
 from dpbench.models import Model
-from dpbench.records import Case, Mark, Phase, Profile, Task
+from dpbench.records import HOST, Case, Mark, Phase, Profile, Task
 from dpbench.strategies import Graph, Step, optimizer_of, precision_of, rows_of, single
 
 
@@ -33,15 +33,22 @@ def start(case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> It
 
 def tasks(case: Case, profile: Profile) -> list[Task]:
     """Return the reference schedule: everything of device 0's passes through device 0."""
+    return single.tasks(case, profile) if case.devices == 1 else chain(case, profile, threads=True)
+
+
+def chain(case: Case, profile: Profile, *, threads: bool) -> list[Task]:
+    """Return DataParallel's tasks on several devices, with the host's starting of threads as one if asked."""
     rows = rows_of(case)
-    if case.devices == 1:
-        return single.tasks(case, profile)
     graph, state = Graph(), profile.parameter_bytes + profile.buffer_bytes
-    forwards = []
-    for i, n in enumerate(rows):
-        scattered = graph.add(Phase.SCATTER, i, f"host:{i}", n * profile.input_bytes, "bytes")
-        copied = graph.add(Phase.REPLICATE, i, f"link:0:{i}", state if i else 0, "bytes", [scattered])
-        forwards.append(graph.add(Phase.FORWARD, i, f"device:{i}", n * profile.forward_flop, "flop", [copied]))
+    scattered = [graph.add(Phase.SCATTER, i, f"host:{i}", n * profile.input_bytes, "bytes") for i, n in enumerate(rows)]
+    copied = [
+        graph.add(Phase.REPLICATE, i, f"link:0:{i}", state if i else 0, "bytes", [at]) for i, at in enumerate(scattered)
+    ]
+    started = [graph.add(Phase.FORWARD, HOST, "host", len(rows), "threads", copied)] if threads else []
+    forwards = [
+        graph.add(Phase.FORWARD, i, f"device:{i}", n * profile.forward_flop, "flop", [copied[i]], overlap=started)
+        for i, n in enumerate(rows)
+    ]
     outputs = sum(rows) * profile.output_bytes
     gathered = graph.add(Phase.GATHER, 0, "device:0", outputs, "bytes", forwards)
     loss = graph.add(Phase.LOSS, 0, "device:0", outputs, "bytes", [gathered])

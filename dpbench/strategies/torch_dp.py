@@ -101,7 +101,7 @@ def tasks(case: Case, profile: Profile) -> list[Task]:
     """Return the tasks of the reference engine, whose reduction is here part of backward on device 0."""
     if case.devices == 1:
         return single.tasks(case, profile)
-    graph = dp.tasks(case, profile)
+    graph = dp.chain(case, profile, threads=False)
     reduction = next(i for i, task in enumerate(graph) if task.phase is Phase.REDUCE)
     root = next(i for i, task in enumerate(graph) if task.phase is Phase.BACKWARD and task.device == 0)
     others = tuple(i for i in graph[reduction].after if i != root)

@@ -1,7 +1,5 @@
 """The store: one SQLite file that survives being killed at any moment.
 
-Schema history (`PRAGMA user_version`): 1 (first).
-
 Writers commit one trial at a time; readers open the file read-only. A trial's row is there, as `running`, before
 its worker starts, so that what was in flight at a kill is seen, marked and redone.
 """
@@ -15,57 +13,21 @@ import time
 import uuid
 import zlib
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from dpbench.records import Case, Sample, Status, Trial
+from dpbench.store import file
+from dpbench.store.file import StoreError
+
+__all__ = ["FINAL", "FINISHED", "Run", "Store", "StoreError"]
 
 RUNNING = "running"
 FINISHED = "finished"
 FINAL = frozenset({Status.OK, Status.OOM, Status.FAILED, Status.TIMEOUT, Status.SKIPPED})
 """What a resumed run does not repeat."""
-
-MIGRATIONS = (
-    """
-    CREATE TABLE run (
-        id TEXT PRIMARY KEY, plan TEXT NOT NULL, host TEXT NOT NULL, code TEXT NOT NULL, status TEXT NOT NULL,
-        started REAL NOT NULL, ended REAL, rounds INTEGER NOT NULL, pid INTEGER NOT NULL, pid_born REAL NOT NULL,
-        provenance TEXT NOT NULL
-    );
-    CREATE TABLE trial (
-        id INTEGER PRIMARY KEY, run_id TEXT NOT NULL REFERENCES run(id), fingerprint TEXT NOT NULL,
-        round INTEGER NOT NULL, case_json TEXT NOT NULL, status TEXT NOT NULL, reason TEXT NOT NULL DEFAULT '',
-        verified TEXT, source TEXT, started REAL, schema INTEGER, setup TEXT, provenance TEXT
-    );
-    CREATE INDEX trial_slot ON trial(run_id, fingerprint, round);
-    CREATE TABLE step (
-        trial_id INTEGER NOT NULL REFERENCES trial(id), step INTEGER NOT NULL, seconds REAL NOT NULL,
-        warmup INTEGER NOT NULL, end_s REAL NOT NULL, PRIMARY KEY (trial_id, step)
-    ) WITHOUT ROWID;
-    CREATE TABLE span (
-        trial_id INTEGER NOT NULL REFERENCES trial(id), number INTEGER NOT NULL, step INTEGER NOT NULL,
-        phase TEXT NOT NULL, device INTEGER NOT NULL, clock TEXT NOT NULL, start_s REAL NOT NULL, end_s REAL NOT NULL,
-        PRIMARY KEY (trial_id, number)
-    ) WITHOUT ROWID;
-    CREATE TABLE memory (
-        trial_id INTEGER NOT NULL REFERENCES trial(id), device INTEGER NOT NULL, peak_bytes INTEGER NOT NULL,
-        source TEXT NOT NULL
-    );
-    -- one row a series: times and readings are zlib-compressed little-endian doubles
-    CREATE TABLE series (
-        trial_id INTEGER NOT NULL REFERENCES trial(id), device INTEGER NOT NULL, metric TEXT NOT NULL,
-        n INTEGER NOT NULL, mean REAL NOT NULL, peak REAL NOT NULL, times BLOB NOT NULL, readings BLOB NOT NULL,
-        PRIMARY KEY (trial_id, device, metric)
-    ) WITHOUT ROWID;
-    """,
-)
-
-
-class StoreError(RuntimeError):
-    """The store cannot be used as it is; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
@@ -88,54 +50,20 @@ class Store:
     @classmethod
     def create(cls, path: Path) -> Store:
         """Open `path` for writing, made or migrated as needed; refuse a file of a newer dpbench."""
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            db = sqlite3.connect(path, isolation_level=None, timeout=30)
-            _refuse_newer(path, db)
-            db.execute("PRAGMA journal_mode=WAL")
-            db.execute("PRAGMA synchronous=NORMAL")
-            db.execute("PRAGMA foreign_keys=ON")
-            store = cls(path, db, writes=True)
-            store._migrate()
-        except (sqlite3.DatabaseError, OSError) as error:
-            raise StoreError(f"cannot open the store {path}: {error}; give another file with --store") from error
-        return store
+        return cls(path, file.open_to_write(path), writes=True)
 
     @classmethod
     def read(cls, path: Path) -> Store:
         """Open `path` for reading alone."""
-        if not path.exists():
-            raise StoreError(f"there is no store at {path}; run `dpbench run` first, or name one with --store")
-        try:
-            db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, isolation_level=None, timeout=30)
-            _refuse_newer(path, db)
-        except sqlite3.DatabaseError as error:
-            raise StoreError(f"cannot read the store {path}: {error}; is it a file of dpbench?") from error
-        return cls(path, db, writes=False)
+        return cls(path, file.open_to_read(path), writes=False)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         if self._writes:
-            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            file.fold(self._db)
         self._db.close()
-
-    def _migrate(self) -> None:
-        """Bring the file to the newest schema, one numbered step at a time."""
-        (version,) = self._db.execute("PRAGMA user_version").fetchone()
-        for number, script in enumerate(MIGRATIONS[version:], start=version + 1):
-            self._db.executescript(f"BEGIN IMMEDIATE; {script} PRAGMA user_version={number}; COMMIT;")
-
-    @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-        except BaseException:
-            self._db.execute("ROLLBACK")
-            raise
-        self._db.execute("COMMIT")
 
     # -- runs
 
@@ -147,7 +75,7 @@ class Store:
         An unfinished run of the same plan, host and code is resumed; its trials in flight become `killed`. One
         that another living process is filling raises StoreError.
         """
-        with self._transaction():
+        with file.transaction(self._db):
             row = self._db.execute(
                 "SELECT id, pid, pid_born FROM run WHERE plan=? AND host=? AND code=? AND status<>? "
                 "ORDER BY started DESC LIMIT 1",
@@ -169,7 +97,7 @@ class Store:
 
     def end_run(self, run_id: str, status: str = FINISHED) -> None:
         """Close a run; one that is not `finished` can be resumed."""
-        with self._transaction():
+        with file.transaction(self._db):
             self._kill_running(run_id)
             self._db.execute("UPDATE run SET status=?, ended=? WHERE id=?", (status, time.time(), run_id))
 
@@ -197,7 +125,7 @@ class Store:
 
     def begin_trial(self, run_id: str, case: Case, number: int) -> int:
         """Announce a trial that is about to start; return its id."""
-        with self._transaction():
+        with file.transaction(self._db):
             cursor = self._db.execute(
                 "INSERT INTO trial (run_id, fingerprint, round, case_json, status, started) VALUES (?,?,?,?,?,?)",
                 (run_id, case.fingerprint, number, json.dumps(case.to_dict()), RUNNING, time.time()),
@@ -207,11 +135,11 @@ class Store:
 
     def end_trial(self, trial_id: int, trial: Trial) -> None:
         """Store all that a trial saw, in one transaction."""
-        with self._transaction():
+        with file.transaction(self._db):
             self._db.execute(
                 "UPDATE trial SET status=?, reason=?, verified=?, source=?, schema=?, setup=?, provenance=? WHERE id=?",
                 (
-                    trial.status, trial.reason, trial.verified, trial.source, trial.schema,
+                    trial.status, _valid(trial.reason), trial.verified, trial.source, trial.schema,
                     json.dumps(dict(trial.setup)), json.dumps(dict(trial.provenance)), trial_id,
                 ),
             )  # fmt: skip
@@ -269,14 +197,9 @@ class Store:
         return Trial.from_dict(plain)
 
 
-def _refuse_newer(path: Path, db: sqlite3.Connection) -> None:
-    """Read the schema's version before anything touches the file."""
-    (version,) = db.execute("PRAGMA user_version").fetchone()
-    if version > len(MIGRATIONS):
-        raise StoreError(
-            f"{path} has schema {version}, this dpbench knows up to {len(MIGRATIONS)}: update dpbench, or name "
-            "another file with --store"
-        )
+def _valid(text: str) -> str:
+    """Replace what is no valid Unicode: error messages may carry anything."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _series(trial_id: int, samples: Sequence[Sample]) -> list[tuple[Any, ...]]:

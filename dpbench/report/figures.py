@@ -1,0 +1,118 @@
+"""Figures: rows -> the panels on throughput and phases, and the list of all sections."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch
+
+from dpbench.analyse import Row
+from dpbench.records import UNATTRIBUTED, Phase, Trial
+from dpbench.report import facets, heat, speedup, strips, svg, words
+from dpbench.report.svg import Panel, Section
+
+PHASES: Mapping[str, tuple[str, str]] = {
+    Phase.SCATTER: ("#f0e442", "#000000"),
+    Phase.REPLICATE: ("#e69f00", "#000000"),
+    Phase.FORWARD: ("#56b4e9", "#000000"),
+    Phase.GATHER: ("#cc79a7", "#000000"),
+    Phase.LOSS: ("#bbbbbb", "#000000"),
+    Phase.BACKWARD: ("#0072b2", "#ffffff"),
+    Phase.REDUCE: ("#d55e00", "#000000"),
+    Phase.OPTIMIZER: ("#009e73", "#000000"),
+    UNATTRIBUTED: ("none", svg.FOREGROUND),
+}
+"""Each phase's fill and the colour of text on it; time that no phase covers stays hollow."""
+
+
+def sections(rows: Sequence[Row], trials: Sequence[Trial]) -> list[Section]:
+    """Return every section with drawings, in the page's order."""
+    with svg.theme():
+        return [
+            speedup.section(rows), throughput(rows), phases(rows), strips.imbalance(rows),
+            heat.utilisation(rows, trials), strips.steps(rows, trials),
+        ]  # fmt: skip
+
+
+def throughput(rows: Sequence[Row]) -> Section:
+    """Draw samples per second, a bar a case."""
+    panels, left_out = facets.split([row for row in rows if words.finite(row.throughput)], per=12)
+    return Section(
+        "throughput", "Throughput", "Samples per second; longer is better. Whiskers are 95% intervals.",
+        [_throughput(facet, f"throughput{i}") for i, facet in enumerate(panels)],
+        left_out if panels else "No case was measured.",
+    )  # fmt: skip
+
+
+def _throughput(facet: facets.Facet, key: str) -> Panel:
+    found = [row.throughput for row in facet.rows if row.throughput]
+    values = [f"{words.number(e.value)}/s ({words.interval(e)})" for e in found]
+    figure, axes, tops = svg.lanes(facet.names, values, [38] * len(values))
+    for row, e, y in zip(facet.rows, found, (top + 24 for top in tops), strict=True):
+        colour = svg.colour(row.case)
+        face = "none" if "PREDICTED" in row.labels else colour
+        axes.barh(y, e.value, height=11, facecolor=face, edgecolor=colour, linewidth=1.2)
+        whisker = ([e.value - e.low], [e.high - e.value])
+        axes.errorbar([e.value], [y], xerr=whisker, color=svg.FOREGROUND, capsize=3.5, linewidth=1.2)
+    axes.set(xlim=(0, max(e.high for e in found) * 1.03), xlabel="samples per second")
+    svg.amounts(axes.xaxis)
+    said = "; ".join(f"{name}: {value}" for name, value in zip(facet.names, values, strict=True))
+    drawing = svg.render(figure, key=key, title=f"Throughput: {facet.title}", description=said)
+    return Panel(facet.title, drawing, words.rounds(facet.rows), facet.labels)
+
+
+def phases(rows: Sequence[Row]) -> Section:
+    """Draw where a step's time goes; the parts of a bar sum to the step."""
+    drawn = [row for row in rows if row.phases and row.step and words.finite(row.step)]
+    panels, left_out = facets.split(drawn, per=12)
+    return Section(
+        "phases", "Where a step goes",
+        "Milliseconds of one step by phase, as the ledger walks back from its end: the parts sum to the step. "
+        "Hollow is time that no phase covers.",
+        [_phases(facet, f"phases{i}") for i, facet in enumerate(panels)],
+        left_out if panels else "No case has phases.",
+    )  # fmt: skip
+
+
+def _phases(facet: facets.Facet, key: str) -> Panel:
+    present = [name for name in PHASES if any(name in row.phases for row in facet.rows)]
+    values = [f"{words.number(row.step.value * 1e3)} ms" if row.step else "" for row in facet.rows]
+    figure, axes, tops = svg.lanes(facet.names, values, [40] * len(values), keys=-(-len(present) // 3))
+    widest = max(sum(row.phases.values()) for row in facet.rows) * 1e3
+    for row, top in zip(facet.rows, tops, strict=True):
+        _stack(axes, row, present, top + 26, widest)
+    axes.set(xlim=(0, widest * 1.02), xlabel="milliseconds of one step")
+    svg.amounts(axes.xaxis)
+    svg.legend(figure, [_key(name) for name in present], 3)
+    said = "; ".join(
+        f"{name}: " + ", ".join(f"{phase} {words.number(seconds * 1e3)} ms" for phase, seconds in row.phases.items())
+        for name, row in zip(facet.names, facet.rows, strict=True)
+    )
+    drawing = svg.render(figure, key=key, title=f"Where a step goes: {facet.title}", description=said)
+    return Panel(facet.title, drawing, "Each bar is the median step; its parts sum to it.", facet.labels)
+
+
+def _stack(axes: Axes, row: Row, present: Sequence[str], y: float, widest: float) -> None:
+    """Draw one case's phases side by side, with their names where there is room."""
+    left = 0.0
+    for name in present:
+        width = row.phases.get(name, 0.0) * 1e3
+        fill, ink = PHASES[name]
+        hollow = name == UNATTRIBUTED
+        axes.barh(
+            y, width, left=left, height=16, facecolor=fill, edgecolor=svg.FOREGROUND, linewidth=0.6,
+            linestyle=(0, (2, 1.5)) if hollow else "-",
+        )  # fmt: skip
+        # 7 units a letter is what the widest usual sans-serif takes at this size
+        if width / widest * svg.WIDTH * 0.93 > 7 * len(name):
+            axes.text(left + width / 2, y + 4, name, ha="center", color=ink, fontsize=svg.SMALL)
+        left += width
+
+
+def _key(name: str) -> Patch:
+    hollow = name == UNATTRIBUTED
+    return Patch(
+        facecolor=PHASES[name][0], edgecolor=svg.FOREGROUND, linewidth=0.6, linestyle=(0, (2, 1.5)) if hollow else "-",
+        label=str(name),
+    )  # fmt: skip

@@ -1,0 +1,69 @@
+"""Header: provenance and trials -> the facts that stand at the top of a report and in its environment."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from dpbench.analyse import Row
+from dpbench.records import Trial
+
+
+def facts(provenance: Mapping[str, Any], run_id: str, started: float) -> list[tuple[str, str]]:
+    """Return what names the run, the machine and the code."""
+    host, packages = provenance.get("host") or {}, provenance.get("packages") or {}
+    cores = f", {host['cores']} cores" if "cores" in host else ""
+    return [
+        ("run", run_id[:12]),
+        ("date", datetime.fromtimestamp(started, UTC).strftime("%Y-%m-%d %H:%M UTC")),
+        ("host", f"{host.get('name', 'unknown')}, {host.get('cpu', 'unknown CPU')}{cores}"),
+        ("GPUs", _gpus(provenance.get("gpus") or {})),
+        ("torch", str(packages.get("torch", "unknown"))),
+        ("dpbench", _code(provenance.get("dpbench") or {})),
+        *([("project", _code(provenance["project"]))] if provenance.get("project") else []),
+    ]
+
+
+def _gpus(found: Mapping[str, Any]) -> str:
+    """Count the GPUs by model."""
+    models = Counter(str(gpu.get("name", "unknown")) for gpu in found.get("gpus") or ())
+    driver = f", driver {found['driver']}" if "driver" in found else ""
+    return ", ".join(f"{count} × {name}" for name, count in models.items()) + driver if models else "none"
+
+
+def _code(code: Mapping[str, Any]) -> str:
+    """Name a version and the commit it stands at."""
+    commit = f"commit {code['commit'][:12]}" if code.get("commit") else ""
+    dirty = "dirty" if code.get("dirty") else ""
+    return " ".join(filter(None, (str(code.get("version", "")), commit, dirty))) or "unknown"
+
+
+def badges(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """Return each label of the run, and of how many cases it is said where not of all."""
+    counts = Counter(label for row in rows for label in row.labels)
+    return [(label, "" if n == len(rows) else f"{n} of {len(rows)} cases") for label, n in counts.items()]
+
+
+def environment(provenance: Mapping[str, Any], trials: Sequence[Trial]) -> list[tuple[str, str]]:
+    """Return the run's facts and those of its workers as names and values; differing values side by side."""
+    found = list(_flat(provenance, ""))
+    workers: dict[str, dict[str, None]] = {}
+    for trial in trials:
+        for name, value in _flat(trial.provenance, "worker."):
+            workers.setdefault(name, {})[value] = None
+    return found + [(name, ", ".join(values)) for name, values in workers.items()]
+
+
+def _flat(value: Any, prefix: str) -> Iterator[tuple[str, str]]:
+    """Yield nested facts with dotted names."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _flat(inner, f"{prefix}{name}.")
+    elif isinstance(value, (list, tuple)) and any(isinstance(inner, Mapping) for inner in value):
+        for index, inner in enumerate(value):
+            yield from _flat(inner, f"{prefix}{index}.")
+    elif value not in ([], (), None, ""):
+        yield prefix.rstrip("."), value if isinstance(value, str) else json.dumps(value, default=str)

@@ -1,0 +1,90 @@
+"""Markdown: a run as a comment for a pull request; no drawings, no matplotlib."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from dpbench.analyse import Row
+from dpbench.diagnose import Tile
+from dpbench.records import Trial
+from dpbench.report import header, table, words
+
+REASON = 160
+"""Columns of a reason; the page has all of it."""
+
+
+def render(
+    *,
+    rows: Sequence[Row],
+    trials: Sequence[Trial],
+    provenance: Mapping[str, Any],
+    run_id: str,
+    started: float,
+    verdict: str,
+    warnings: Sequence[str],
+    tiles: Sequence[Tile],
+) -> str:
+    """Return the report in GitHub's Markdown."""
+    lines = table.lines(rows, trials)
+    parts = [
+        f"## dpbench: run {_said(run_id[:12])}",
+        " ".join(f"**{label}**{f' ({where})' if where else ''}" for label, where in header.badges(rows)),
+        f"> {_said(verdict)}",
+        "\n".join(f"- **{_said(tile.value)}** {_said(tile.caption)}{_labels(tile.labels)}" for tile in tiles),
+        "\n".join(["**Warnings**", "", *(f"- {_said(text, 400)}" for text in warnings)])
+        if warnings
+        else "No warnings.",
+        _table(table.COLUMNS, ([_cell(cell) for cell in line.cells] for line in lines)),
+        "\n".join(_notes(lines)),
+        _details("Where a step goes, in ms", _phases(rows)),
+        _details(
+            "Machine and code",
+            "\n".join(f"- {name}: {_said(value)}" for name, value in _facts(provenance, run_id, started)),
+        ),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _said(text: str, columns: int = 1000) -> str:
+    """Return one line in which nothing is markup, a mention or a link."""
+    escaped = re.sub(r"([\\`*_{}\[\]()#+!|~])", r"\\\1", words.clip(text, columns))
+    escaped = escaped.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return escaped.replace("@", "@\u200b").replace("://", ":\u200b//")
+
+
+def _labels(labels: Iterable[str]) -> str:
+    return "".join(f" `{label}`" for label in labels)
+
+
+def _cell(cell: table.Cell) -> str:
+    small = f"<br><sub>{_said(cell.small)}</sub>" if cell.small else ""
+    return f"{_said(cell.text)}{small}"
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    align = ["---" if name in table.TEXT_COLUMNS or not name else "---:" for name in columns]
+    return "\n".join(f"| {' | '.join(row)} |" for row in ([*columns], align, *rows))
+
+
+def _notes(lines: Iterable[table.Line]) -> Iterator[str]:
+    """Yield the reasons of the cases that gave no result."""
+    for line in lines:
+        model, strategy, devices, batch = (cell for cell in line.cells[:4])
+        for what, reason in line.notes:
+            case = f"{model.text} {strategy.text}{strategy.small} ×{devices.text} batch {batch.text}"
+            yield f"- {_said(case)}: {_said(what)}: {_said(reason, REASON)}"
+
+
+def _phases(rows: Sequence[Row]) -> str:
+    found = table.phase_lines(rows)
+    return _table(("", *table.PHASE_COLUMNS, "step"), ([_said(name), *cells] for name, cells in found)) if found else ""
+
+
+def _details(summary: str, body: str) -> str:
+    return f"<details><summary>{summary}</summary>\n\n{body}\n\n</details>" if body else ""
+
+
+def _facts(provenance: Mapping[str, Any], run_id: str, started: float) -> list[tuple[str, str]]:
+    return [*header.facts(provenance, run_id, started), ("command", str(provenance.get("command", "")))]

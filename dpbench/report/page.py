@@ -1,0 +1,53 @@
+"""Page: a run as one HTML file that needs no network, and no script to be read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from dpbench.analyse import Row
+from dpbench.diagnose import Tile
+from dpbench.records import Trial
+from dpbench.report import figures, header, table
+
+
+def render(
+    *,
+    rows: Sequence[Row],
+    trials: Sequence[Trial],
+    provenance: Mapping[str, Any],
+    run_id: str,
+    started: float,
+    verdict: str,
+    warnings: Sequence[str],
+    tiles: Sequence[Tile],
+) -> str:
+    """Return the whole page."""
+    jinja = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    text = jinja.get_template("page.html").render(
+        run_id=run_id,
+        facts=header.facts(provenance, run_id, started),
+        command=str(provenance.get("command", "")),
+        badges=header.badges(rows),
+        verdict=verdict,
+        warnings=warnings,
+        tiles=tiles,
+        sections=figures.sections(rows, trials),
+        drawing=Markup,  # svg.render escapes every text it was given
+        columns=table.COLUMNS,
+        text_columns=table.TEXT_COLUMNS,
+        lines=table.lines(rows, trials),
+        phase_columns=table.PHASE_COLUMNS,
+        phase_lines=table.phase_lines(rows),
+        environment=header.environment(provenance, trials),
+        numbers=Markup(table.as_json(rows)),
+    )
+    # a name that was not UTF-8 arrives as lone surrogates, which no file can hold
+    return text.encode("utf-8", "replace").decode()

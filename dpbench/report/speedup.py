@@ -1,0 +1,145 @@
+"""Speed-up: a line per strategy and schedule over devices, against the ideal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import count
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+
+from dpbench.analyse import Row
+from dpbench.records import Case, Estimate
+from dpbench.report import facets, svg, words
+from dpbench.report.svg import Panel, Section
+
+LINES = 8
+"""Lines of one panel."""
+MARKERS = {"torch_dp": "^", "dp": "o", "ddp": "s"}
+MORE_MARKERS = ("P", "X", "v", "<", ">", "p", "h")
+DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
+LEVEL = "single_all_cores"
+"""The strategy that is drawn as a level: what one device gives without any data parallelism."""
+
+Points = Sequence[tuple[Row, Estimate]]
+
+
+def section(rows: Sequence[Row]) -> Section:
+    """Draw speed-up over devices, a panel per model and amount of work."""
+    drawn = _both_ways([row for row in rows if words.finite(row.speedup)])
+    levels = [row for row in drawn if row.case.strategy == LEVEL]
+    lines = [row for row in drawn if row.case.strategy != LEVEL] or levels
+    panels, left_out = facets.split(lines, per=LINES, key=_work, unit=lambda row: facets.rank(row.case))
+    missing = "" if panels else "No case could be compared with the strategy single at equal work."
+    return Section(
+        "speedup", "Speed-up against ideal",
+        "One device's step over that of several, at equal work. The dotted line is the ideal; bars are 95% intervals.",
+        [_panel(facet, _beside(facet, levels), f"speedup{i}") for i, facet in enumerate(panels)], missing or left_out,
+    )  # fmt: skip
+
+
+def _both_ways(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows, those of one device also (or only) as the start of a weak line: there the two are the same."""
+    weak = {_place(row) for row in rows if row.scaling == "weak"}
+    strong = {_place(row) for row in rows if row.scaling != "weak" and row.case.devices > 1}
+    found = []
+    for row in rows:
+        start = replace(row, scaling="weak")
+        starts_weak = row.case.devices == 1 and _place(start) in weak
+        if not starts_weak or _place(row) in strong:
+            found.append(row)
+        if starts_weak:
+            found.append(start)
+    return found
+
+
+def _place(row: Row) -> tuple[object, ...]:
+    """Return what the lines of one panel share."""
+    return (facets.setting(row.case), *_work(row))
+
+
+def _work(row: Row) -> tuple[str, int]:
+    """Return what is kept equal along a line: the global batch, or each device's share."""
+    weak = row.scaling == "weak"
+    return row.scaling, row.case.batch_size // row.case.devices if weak else row.case.batch_size
+
+
+def _beside(facet: facets.Facet, levels: Iterable[Row]) -> list[Row]:
+    """Return the levels that belong into a panel and are not in it yet."""
+    return [row for row in levels if _place(row) == _place(facet.rows[0]) and row not in facet.rows]
+
+
+def _panel(facet: facets.Facet, levels: Sequence[Row], key: str) -> Panel:
+    """Draw one panel; its keys carry the values, so that no two numbers overlap."""
+    rows = [*levels, *facet.rows]
+    lines: dict[tuple[object, ...], list[tuple[Row, Estimate]]] = {}
+    for row in rows:
+        if row.speedup:
+            lines.setdefault(facets.rank(row.case), []).append((row, row.speedup))
+    most = max(row.case.devices for row in rows)
+    top = max([most, *(e.high for line in lines.values() for _, e in line)]) * 1.06
+    figure, axes, keys = _frame(most, top, len(lines))
+    numbers: dict[str, count[int]] = {}
+    for position, line in enumerate(lines.values()):
+        nth = next(numbers.setdefault(line[0][0].case.strategy, count()))
+        shift = (position - (len(lines) - 1) / 2) * 0.012 * most
+        keys.append(_level(axes, line) if line[0][0].case.strategy == LEVEL else _line(axes, line, nth, shift))
+    svg.legend(figure, keys, 1)
+    scaling, batch = _work(facet.rows[0])
+    work = f"Weak scaling: batch {batch} per device" if scaling == "weak" else f"Strong scaling: global batch {batch}"
+    title = f"{facet.title}, weak scaling" if scaling == "weak" else facet.title
+    said = f"{work}. {'; '.join(str(one.get_label()) for one in keys)}."
+    drawing = svg.render(figure, key=key, title=f"Speed-up against ideal: {title}", description=said)
+    return Panel(title, drawing, f"{work}. {words.rounds(rows)}", words.labels(rows))
+
+
+def _frame(most: int, top: float, lines: int) -> tuple[Figure, Axes, list[Line2D]]:
+    """Return an empty panel with the ideal and the baseline in it, and their keys."""
+    bottom = svg.below(lines + 2)
+    figure, axes = svg.canvas(234 + bottom, left=32, bottom=bottom, top=26)
+    axes.set(xlim=(0.75, most + 0.25), ylim=(0, top), xlabel="devices")
+    axes.text(0, 1.035, "speed-up over one device, ×", transform=axes.transAxes, fontsize=svg.SMALL)
+    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
+    svg.amounts(axes.yaxis, 6)
+    axes.grid()
+    (ideal,) = axes.plot([1, most], [1, most], ":", color=svg.MUTED, linewidth=1.6, label=f"ideal: {most}× on {most}")
+    (base,) = axes.plot([1], [1], "D", color=svg.ROLES["single"], markersize=5.5, label="single: the baseline, 1×")
+    return figure, axes, [ideal, base]
+
+
+def _name(case: Case, labels: Iterable[str], value: str) -> str:
+    """Name a line: strategy, schedule and options, and the labels that must not be overlooked."""
+    options = " ".join(f"{name}={value}" for name, value in case.options)
+    odd = " ".join(label for label in labels if label in svg.ODD)
+    name = " ".join(filter(None, (words.strategy(case), options, odd)))
+    return f"{words.clip(name, svg.COLUMNS - 4 - len(value))}: {value}"
+
+
+def _level(axes: Axes, line: Points) -> Line2D:
+    """Draw a horizontal line of reference over its interval."""
+    row, last = line[-1]
+    colour = svg.ROLES[LEVEL]
+    axes.axhspan(last.low, last.high, color=colour, alpha=0.15, linewidth=0)
+    label = _name(row.case, row.labels, words.times(last))
+    return axes.axhline(last.value, color=colour, linewidth=1.6, dashes=(8, 3), label=label)
+
+
+def _line(axes: Axes, line: Points, nth: int, shift: float) -> Line2D:
+    """Draw one strategy; `nth` of its schedules, moved aside by `shift` so that intervals can be told apart."""
+    row, last = line[-1]
+    first = MARKERS.get(row.case.strategy, "P")
+    look = {
+        "color": svg.colour(row.case), "marker": MORE_MARKERS[nth % len(MORE_MARKERS)] if nth else first,
+        "markersize": 6, "linestyle": DASHES[nth % len(DASHES)], "linewidth": 1.8,
+    }  # fmt: skip
+    if "PREDICTED" in row.labels:
+        look["markerfacecolor"] = svg.BACKGROUND
+    below = [estimate.value - estimate.low for _, estimate in line]
+    above = [estimate.high - estimate.value for _, estimate in line]
+    places, values = [row.case.devices + shift for row, _ in line], [estimate.value for _, estimate in line]
+    axes.errorbar(places, values, yerr=(below, above), capsize=3.5, **look)  # type: ignore[arg-type]
+    value = f"{words.times(last)} on {row.case.devices}"
+    return Line2D([], [], label=_name(row.case, row.labels, value), **look)  # type: ignore[arg-type]

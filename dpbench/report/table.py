@@ -1,0 +1,135 @@
+"""Table: rows -> cells of text, the same for the page and for Markdown, and the numbers behind them as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from dpbench.analyse import Row, frame
+from dpbench.records import Case, Estimate, Phase, Status, Trial, Verified
+from dpbench.report import facets, words
+
+COLUMNS = (
+    "model", "strategy", "devices", "batch", "rounds × steps", "median ms", "samples/s", "speed-up", "efficiency",
+    "imbalance", "peak memory", "verified", "labels", "status",
+)  # fmt: skip
+TEXT_COLUMNS = ("model", "strategy", "verified", "labels", "status")
+PHASE_COLUMNS = (*(phase.value for phase in Phase), "unattributed")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What stands in the table, what stands small below it, and what it is sorted by."""
+
+    text: str
+    small: str = ""
+    sort: str = ""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One case: its cells, and what went wrong with it as (headline, text)."""
+
+    cells: tuple[Cell, ...]
+    status: str
+    notes: tuple[tuple[str, str], ...]
+
+
+def lines(rows: Iterable[Row], trials: Sequence[Trial]) -> list[Line]:
+    """Return every case, those without a result too."""
+    by_case: dict[Case, list[Trial]] = {}
+    for trial in trials:
+        by_case.setdefault(trial.case, []).append(trial)
+    return [_line(row, by_case.get(row.case, [])) for row in facets.order(rows)]
+
+
+def _line(row: Row, trials: Sequence[Trial]) -> Line:
+    case, measured = row.case, row.step is not None
+    wrong = any(trial.verified is Verified.NO for trial in trials if trial.status is Status.OK)
+    status = "unverified" if row.status is Status.OK and not measured and wrong else row.status.value
+    about = [*words.strategy(case).partition("[")[1:], *(f" {name}={value}" for name, value in case.options)]
+    placed = "" if case.placement == "spread" else f" {case.placement}"
+    cells = (
+        Cell(words.plain(case.model), ", ".join(words.setting(case))),
+        Cell(words.plain(words.strategy(case).partition("[")[0]), words.plain("".join(about) + placed)),
+        Cell(str(case.devices), case.device_kind, str(case.devices)),
+        Cell(str(case.batch_size), sort=str(case.batch_size)),
+        Cell(f"{row.rounds} × {row.steps // max(1, row.rounds)}" if measured else "", sort=str(row.steps)),
+        _estimate(row.step, 1e3),
+        _estimate(row.throughput),
+        _speedup(row),
+        Cell(words.percent(row.efficiency.value), sort=repr(row.efficiency.value)) if row.efficiency else Cell(""),
+        _estimate(row.imbalance, unit="×"),
+        _memory(row),
+        Cell(row.verified.value.replace("_", " ") if row.verified else ("no" if wrong else "")),
+        Cell(" ".join(row.labels)),
+        Cell(status),
+    )
+    return Line(cells, status, _notes(row, trials, status))
+
+
+def _estimate(estimate: Estimate | None, scale: float = 1.0, unit: str = "") -> Cell:
+    if estimate is None:
+        return Cell("")
+    return Cell(words.number(estimate.value * scale) + unit, words.interval(estimate, scale), repr(estimate.value))
+
+
+def _speedup(row: Row) -> Cell:
+    """Say the speed-up and what kind of scaling it is; the baseline says that it is one."""
+    if row.speedup is None:
+        return Cell("1×", "baseline", "1") if row.case.strategy == "single" and row.step else Cell("")
+    cell = _estimate(row.speedup, unit="×")
+    return Cell(cell.text, f"{cell.small} {row.scaling}", cell.sort)
+
+
+def _memory(row: Row) -> Cell:
+    """Say the fullest device's peak, or the host's where devices are not known apart."""
+    if row.memory:
+        device = max(row.memory, key=lambda d: row.memory[d])
+        peak = row.memory[device]
+        return Cell(words.size(peak), f"device {device}", str(peak))
+    return Cell(words.size(row.host_bytes), "host", str(row.host_bytes)) if row.host_bytes else Cell("")
+
+
+def _notes(row: Row, trials: Sequence[Trial], status: str) -> tuple[tuple[str, str], ...]:
+    """Return each different thing that went wrong, with the rounds it happened in."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for trial in trials:
+        if trial.status is not Status.OK:
+            found.setdefault((trial.status.value, trial.reason), []).append(trial.round)
+        elif trial.verified is Verified.NO:
+            found.setdefault(("unverified", trial.reason), []).append(trial.round)
+    if not found and row.status is not Status.OK:
+        return ((status, row.reason or "no reason given"),)
+    return tuple(
+        (f"{what} in round {', '.join(str(number + 1) for number in rounds)}", reason or "no reason given")
+        for (what, reason), rounds in found.items()
+    )
+
+
+def phase_lines(rows: Iterable[Row]) -> list[tuple[str, list[str]]]:
+    """Return the milliseconds of each phase of each case, and of the step."""
+    measured = [row for row in facets.order(rows) if row.step and row.phases]
+    return [
+        (
+            f"{words.plain(row.case.model)}, {name}",
+            [words.number(row.phases.get(phase, 0.0) * 1e3) for phase in PHASE_COLUMNS]
+            + [words.number(row.step.value * 1e3) if row.step else ""],
+        )
+        for row, name in zip(measured, facets.named(measured) if measured else (), strict=True)
+    ]
+
+
+def as_json(rows: Sequence[Row]) -> str:
+    """Return the rows' numbers as JSON that is safe inside a script element."""
+    records = frame(facets.order(rows)).to_dict("records")
+    plain = [{str(name): _plain(value) for name, value in record.items()} for record in records]
+    text = json.dumps(plain, default=str, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _plain(value: object) -> object:
+    """JSON knows neither NaN nor infinity."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

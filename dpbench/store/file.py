@@ -1,0 +1,182 @@
+"""The store's file: opened, told from other files, migrated, and folded into one when it is closed.
+
+Schema history (`PRAGMA user_version`): 1 (first).
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+
+PATIENCE_S = 30.0
+MAGIC = b"SQLite format 3\0"
+APPLICATION_ID = int.from_bytes(b"dpbn", "big")
+"""What the header of every store says, so that no other database is taken for one."""
+
+MIGRATIONS = (
+    """
+    CREATE TABLE run (
+        id TEXT PRIMARY KEY, plan TEXT NOT NULL, host TEXT NOT NULL, code TEXT NOT NULL, status TEXT NOT NULL,
+        started REAL NOT NULL, ended REAL, rounds INTEGER NOT NULL, pid INTEGER NOT NULL, pid_born REAL NOT NULL,
+        provenance TEXT NOT NULL
+    );
+    CREATE TABLE trial (
+        id INTEGER PRIMARY KEY, run_id TEXT NOT NULL REFERENCES run(id), fingerprint TEXT NOT NULL,
+        round INTEGER NOT NULL, case_json TEXT NOT NULL, status TEXT NOT NULL, reason TEXT NOT NULL DEFAULT '',
+        verified TEXT, source TEXT, started REAL, schema INTEGER, setup TEXT, provenance TEXT
+    );
+    CREATE INDEX trial_slot ON trial(run_id, fingerprint, round);
+    CREATE TABLE step (
+        trial_id INTEGER NOT NULL REFERENCES trial(id), step INTEGER NOT NULL, seconds REAL NOT NULL,
+        warmup INTEGER NOT NULL, end_s REAL NOT NULL, PRIMARY KEY (trial_id, step)
+    ) WITHOUT ROWID;
+    CREATE TABLE span (
+        trial_id INTEGER NOT NULL REFERENCES trial(id), number INTEGER NOT NULL, step INTEGER NOT NULL,
+        phase TEXT NOT NULL, device INTEGER NOT NULL, clock TEXT NOT NULL, start_s REAL NOT NULL, end_s REAL NOT NULL,
+        PRIMARY KEY (trial_id, number)
+    ) WITHOUT ROWID;
+    CREATE TABLE memory (
+        trial_id INTEGER NOT NULL REFERENCES trial(id), device INTEGER NOT NULL, peak_bytes INTEGER NOT NULL,
+        source TEXT NOT NULL
+    );
+    -- one row a series: times and readings are zlib-compressed little-endian doubles
+    CREATE TABLE series (
+        trial_id INTEGER NOT NULL REFERENCES trial(id), device INTEGER NOT NULL, metric TEXT NOT NULL,
+        n INTEGER NOT NULL, mean REAL NOT NULL, peak REAL NOT NULL, times BLOB NOT NULL, readings BLOB NOT NULL,
+        PRIMARY KEY (trial_id, device, metric)
+    ) WITHOUT ROWID
+    """,
+)
+
+
+class StoreError(RuntimeError):
+    """The store cannot be used as it is; the message says why and what to do."""
+
+
+def open_to_write(path: Path) -> sqlite3.Connection:
+    """Open a store for writing, made or migrated as needed."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if _check_header(path):  # read first: a writer that is refused would have tidied up the WAL
+            with closing(_connect_read_only(path)) as db:
+                _check_version(path, db)
+        db = sqlite3.connect(path, isolation_level=None, timeout=PATIENCE_S)
+        try:
+            _patiently(lambda: db.execute("PRAGMA journal_mode=WAL"))
+            db.execute("PRAGMA synchronous=NORMAL")
+            db.execute("PRAGMA foreign_keys=ON")
+            _migrate(db)
+        except BaseException:
+            db.close()
+            raise
+    except (sqlite3.Error, OSError) as error:
+        raise StoreError(f"cannot open the store {path}: {error}; give another file with --store") from error
+    return db
+
+
+def open_to_read(path: Path) -> sqlite3.Connection:
+    """Open a store for reading alone."""
+    if not path.exists():
+        raise StoreError(f"there is no store at {path}; run `dpbench run` first, or name one with --store")
+    try:
+        if not _check_header(path):
+            raise StoreError(f"the store {path} is empty; run `dpbench run` first, or name another with --store")
+        db = _connect_read_only(path)
+        try:
+            _check_version(path, db)
+        except BaseException:
+            db.close()
+            raise
+    except (sqlite3.Error, OSError) as error:
+        raise StoreError(f"cannot read the store {path}: {error}; name another with --store") from error
+    return db
+
+
+def fold(db: sqlite3.Connection) -> None:
+    """Bring all that was written into the one file, which can then be copied, and read where nobody may write."""
+    db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    with suppress(sqlite3.OperationalError):  # another process has it open, and will do this in its turn
+        db.execute("PRAGMA journal_mode=DELETE")
+
+
+@contextmanager
+def transaction(db: sqlite3.Connection) -> Iterator[None]:
+    """Do all or nothing; wait for other writers at the beginning rather than fail at the end."""
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+    except BaseException:
+        db.execute("ROLLBACK")
+        raise
+    db.execute("COMMIT")
+
+
+def _connect_read_only(path: Path) -> sqlite3.Connection:
+    uri = f"{path.resolve().as_uri()}?mode=ro"
+    return sqlite3.connect(uri, uri=True, isolation_level=None, timeout=PATIENCE_S)
+
+
+def _migrate(db: sqlite3.Connection) -> None:
+    """Bring the file to the newest schema, one numbered step at a time; others may be doing the same."""
+    for number, script in enumerate(MIGRATIONS, start=1):
+        with transaction(db):
+            (version,) = db.execute("PRAGMA user_version").fetchone()
+            if version < number:
+                for statement in script.split(";"):
+                    db.execute(statement)
+                db.execute(f"PRAGMA application_id={APPLICATION_ID}")
+                db.execute(f"PRAGMA user_version={number}")
+
+
+def _check_header(path: Path) -> bool:
+    """Look at a file's header without opening it as a database; return False for one that has none yet.
+
+    Raises StoreError for what is no store, or a newer one, while not a byte has been touched.
+    """
+    if path.is_dir():
+        raise StoreError(f"{path} is a directory; give a file with --store")
+    if not path.exists() or path.stat().st_size == 0:
+        return False
+    with path.open("rb") as file:
+        header = file.read(100)
+    if len(header) < 100 or not header.startswith(MAGIC):
+        raise StoreError(f"{path} is no store of dpbench (no SQLite file); give another file with --store")
+    version, application = (int.from_bytes(header[at : at + 4], "big", signed=True) for at in (60, 68))
+    _refuse_newer(path, version)
+    if application not in (0, APPLICATION_ID):  # 0: a store in the making, or somebody's tables: to be looked into
+        raise StoreError(f"{path} is a database of something else; give another file with --store")
+    return True
+
+
+def _check_version(path: Path, db: sqlite3.Connection) -> None:
+    """Read version and owner as the database says them, its WAL included."""
+    (version,) = db.execute("PRAGMA user_version").fetchone()
+    (application,) = db.execute("PRAGMA application_id").fetchone()
+    (tables,) = db.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    _refuse_newer(path, version)
+    if tables and application != APPLICATION_ID:
+        raise StoreError(f"{path} is a database of something else; give another file with --store")
+
+
+def _refuse_newer(path: Path, version: int) -> None:
+    if version > len(MIGRATIONS):
+        raise StoreError(
+            f"{path} has schema {version}, this dpbench knows up to {len(MIGRATIONS)}: update dpbench, or name "
+            "another file with --store"
+        )
+
+
+def _patiently(action: Callable[[], object]) -> None:
+    """Repeat what SQLite's own busy timeout does not cover, such as a change of journal mode."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            action()
+            return
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)

@@ -1,0 +1,72 @@
+"""Find every process that a test has started, however deep and whoever its parent is by now.
+
+What a test starts inherits a mark in its environment; forks and orphans keep it, so none can hide.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import psutil
+
+NAME = "DPBENCH_TEST_MARK"
+
+
+def poll(condition: Callable[[], Any], timeout_s: float = 10.0) -> Any:
+    """Wait until `condition()` holds, and return what it gave last."""
+    deadline_s = time.monotonic() + timeout_s
+    while not (result := condition()) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    return result
+
+
+class Mark:
+    """A mark, and the processes that carry it."""
+
+    def __init__(self) -> None:
+        self.value = uuid.uuid4().hex
+        self.env = {NAME: self.value}
+
+    def alive(self) -> list[psutil.Process]:
+        """Return the marked processes that live, this one apart; a zombie lives until it is reaped."""
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.pid != os.getpid() and process.environ().get(NAME) == self.value:
+                    found.append(process)
+        return found
+
+    def settles(self, count: int = 0, timeout_s: float = 5.0) -> str:
+        """Wait until no more than `count` are left; return their command lines, "" when all is well."""
+        poll(lambda: len(self.alive()) <= count, timeout_s)
+        left = self.alive()
+        return "" if len(left) <= count else "\n".join(map(describe, left))
+
+    def end(self) -> None:
+        """End all of them, each by its id."""
+        for process in self.alive():
+            with suppress(psutil.Error):
+                process.send_signal(signal.SIGKILL)
+
+
+def describe(process: psutil.Process) -> str:
+    """Say which process this is."""
+    with suppress(psutil.Error):
+        return f"{process.pid} (parent {process.ppid()}, {process.status()}): {' '.join(process.cmdline())}"
+    return f"{process.pid}"
+
+
+@contextmanager
+def marked() -> Iterator[Mark]:
+    """Yield a mark; end what still carries it."""
+    mark = Mark()
+    try:
+        yield mark
+    finally:
+        mark.end()

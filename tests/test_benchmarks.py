@@ -1,0 +1,404 @@
+"""The asv suite: what asv makes of its results, that every benchmark runs, and that history and page work."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import itertools
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tomllib
+import venv
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import asv
+import pytest
+
+ROOT = Path(__file__).parent.parent
+CONFIG = ROOT / "asv.conf.json"
+MODULES = ("imports", "steps", "verbs")
+BENCHMARKS = {
+    "imports.track_import_seconds",
+    "steps.track_phase_seconds",
+    "steps.track_step_seconds",
+    "verbs.track_verb_seconds",
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the suite
+
+
+@pytest.fixture
+def suite(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
+    """Import the suite's modules in quick mode."""
+    monkeypatch.setenv("DPBENCH_QUICK", "1")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # for the interpreters that benchmarks start
+    monkeypatch.syspath_prepend(ROOT)
+    for name in ("benchmarks", *(f"benchmarks.{module}" for module in MODULES)):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return {module: importlib.import_module(f"benchmarks.{module}") for module in MODULES}
+
+
+def tracks(suite: dict[str, ModuleType]) -> dict[str, Any]:
+    """Return the benchmarks by the names that asv gives them."""
+    return {
+        f"{module}.{name}": function
+        for module, content in suite.items()
+        for name, function in vars(content).items()
+        if name.startswith("track_")
+    }
+
+
+def setup_of(function: Any) -> Any:
+    return getattr(function, "setup", None) or sys.modules[function.__module__].setup
+
+
+def check_shape(result: dict[str, Any]) -> None:
+    assert set(result) == {"samples", "number"}
+    assert result["number"] == 1
+    assert len(result["samples"]) >= 5
+    assert all(isinstance(sample, float) and sample >= 0 for sample in result["samples"])
+
+
+def test_the_suite_has_these_benchmarks(suite: dict[str, ModuleType]) -> None:
+    found = tracks(suite)
+    assert set(found) == BENCHMARKS
+    cells = 0
+    for function in found.values():
+        assert function.unit == "seconds"
+        assert function.version == "1"
+        assert len(function.params) == len(function.param_names)
+        cells += len(list(itertools.product(*function.params)))
+    assert 25 <= cells <= 40, "each costs seconds, for every commit"
+
+
+def test_only_single_on_two_devices_is_not_applicable(suite: dict[str, ModuleType]) -> None:
+    skipped = []
+    for name, function in tracks(suite).items():
+        cached = [dict.fromkeys(suite["steps"].PHASES)] if "phase" in name else []
+        for values in itertools.product(*function.params):
+            try:
+                setup_of(function)(*cached, *values)
+            except NotImplementedError:
+                skipped.append((name, values))
+    assert skipped == [("steps.track_step_seconds", ("single", model, 2)) for model in ("mlp", "resnet18")]
+
+
+@pytest.mark.parametrize("lacking", [ModuleNotFoundError("no", name="dpbench.server"), LookupError(), TypeError()])
+def test_what_an_old_commit_lacks_is_not_applicable(suite: dict[str, ModuleType], lacking: Exception) -> None:
+    with pytest.raises(NotImplementedError), suite["steps"].names_of_the_commit():
+        raise lacking
+
+
+def test_a_broken_environment_is_a_failure(suite: dict[str, ModuleType]) -> None:
+    with pytest.raises(ModuleNotFoundError), suite["steps"].names_of_the_commit():
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("verb", ["scatter", "replicate", "parallel_apply", "gather", "reduce"])
+def test_verbs_return_samples(suite: dict[str, ModuleType], verb: str, devices: int) -> None:
+    import torch
+
+    threads = torch.get_num_threads()
+    try:
+        result = suite["verbs"].track_verb_seconds(verb, devices)
+    finally:
+        torch.set_num_threads(threads)
+    check_shape(result)
+    assert statistics.median(result["samples"]) < 0.2
+
+
+def test_imports_return_samples(suite: dict[str, ModuleType]) -> None:
+    (programs,) = suite["imports"].track_import_seconds.params
+    median = {}
+    for program in programs:
+        result = suite["imports"].track_import_seconds(program)
+        check_shape(result)
+        median[program] = statistics.median(result["samples"])
+    assert median["nothing"] < median["import dpbench.cli"]
+
+
+def test_steps_return_samples(suite: dict[str, ModuleType]) -> None:
+    check_shape(suite["steps"].track_step_seconds("dp", "mlp", 2))
+
+
+def test_a_failed_trial_is_a_failed_benchmark(suite: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suite["steps"], "LIMIT_S", 0.0)
+    with pytest.raises(RuntimeError, match="mlp single x1 batch 64: timeout: ran past the limit"):
+        suite["steps"].track_step_seconds("single", "mlp", 1)
+
+
+def test_phases_return_samples_of_the_same_steps(suite: dict[str, ModuleType]) -> None:
+    steps = suite["steps"]
+    cache = steps.track_phase_seconds.setup_cache()
+    assert set(cache) == set(steps.PHASES)
+    for phase in steps.PHASES:
+        steps.setup_phase(cache, phase)
+        check_shape(steps.track_phase_seconds(cache, phase))
+    for phase in ("replicate", "forward", "backward", "reduce"):
+        assert statistics.median(cache[phase]) > 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the configuration
+
+
+def config() -> dict[str, Any]:
+    text = re.sub(r'^((?:[^"/]|"[^"]*")*)//.*$', r"\1", CONFIG.read_text(), flags=re.MULTILINE)
+    return json.loads(text)
+
+
+def test_configuration_agrees_with_the_project() -> None:
+    conf, project = config(), tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pinned = dict(re.findall(r"^(\S+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    dependencies = {re.match(r"[\w-]+", line).group() for line in project["dependencies"]}
+    requirements = conf["matrix"]["req"]
+    assert conf["project"] == project["name"]
+    assert requirements.pop("pip+asv_runner") == [pinned["asv_runner"]]
+    assert set(requirements) == dependencies - {"asv"}, "asv measures from outside"
+    assert requirements["torch"] == [pinned["torch"]]
+    for command in (*conf["build_command"], *conf["install_command"]):
+        assert "--no-deps" in command
+    assert all(conf[name].startswith(".asv/") for name in ("env_dir", "results_dir", "html_dir"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# asv itself
+
+
+def environment(home: Path, **more: str) -> dict[str, str]:
+    """Return an environment in which neither asv nor git touches the user's files."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("GIT_", "ASV_", "PYTHON"))}
+    identity = {f"GIT_{who}_{what}": "t" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    return kept | identity | {"HOME": str(home), "GIT_CONFIG_NOSYSTEM": "1"} | more
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """Make a git repository with a configuration like ours, a package of one number, and a suite that reads it."""
+    folder = tmp_path / "project"
+    (folder / "benchmarks").mkdir(parents=True)
+    (folder / "reports").mkdir()
+    conf = config()
+    conf.update(matrix={}, pythons=[f"{sys.version_info[0]}.{sys.version_info[1]}"])
+    (folder / "asv.conf.json").write_text(json.dumps(conf))
+    shutil.copy(ROOT / "benchmarks/history.sh", folder / "benchmarks")
+    shutil.copy(ROOT / "reports/asv_offline.py", folder / "reports")
+    (folder / "benchmarks/__init__.py").touch()
+    (folder / "benchmarks/tiny.py").write_text(
+        "from importlib.util import find_spec\n"
+        "def track_value():\n"
+        "    import dpbench\n"
+        "    return {'samples': [dpbench.VALUE + i for i in (0, 1, 2, 3, 10)], 'number': 1}\n"
+        "track_value.unit = 'seconds'\n"
+        "track_value.version = '1'\n"
+        "track_value.rounds = 2\n"
+        "def track_lines():\n"
+        "    import dpbench\n"
+        "    return len(open(find_spec('dpbench.extra').origin).readlines())\n"
+        "def setup_extra():\n"
+        "    if find_spec('dpbench.extra') is None: raise NotImplementedError\n"
+        "track_lines.setup = setup_extra\n"
+    )
+    git(folder, "init", "--quiet", "--initial-branch", "topic")
+    git(folder, "commit", "--quiet", "--allow-empty", "--message", "Before the package")
+    return folder
+
+
+def git(folder: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        ["git", *arguments], cwd=folder, env=environment(folder), capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+def commit_value(project: Path, value: float) -> str:
+    """Commit the package with this number; return the commit."""
+    (project / "dpbench").mkdir(exist_ok=True)
+    (project / "dpbench/__init__.py").write_text(f"VALUE = {value}\n")
+    git(project, "add", "--all")
+    git(project, "commit", "--quiet", "--message", f"Value {value}")
+    return git(project, "rev-parse", "HEAD")
+
+
+def results(project: Path, commit: str) -> dict[str, Any]:
+    """Return what asv stored for the tiny benchmark: its columns by name."""
+    (file,) = (project / ".asv/results").glob(f"*/{commit[:8]}-existing-*.json")
+    stored = json.loads(file.read_text())
+    return dict(zip(stored["result_columns"], stored["results"]["tiny.track_value"], strict=False))
+
+
+@pytest.fixture
+def tools(project: Path, tmp_path: Path) -> Path:
+    """Make a folder for PATH: a python with an editable install of the project, and an npm that has no network."""
+    venv.create(tmp_path / "venv", symlinks=True, with_pip=False)
+    (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    (packages / "_finder.py").write_text(FINDER.format(package=project / "dpbench"))
+    paths = [path for path in sys.path if path.endswith("-packages")]
+    (packages / "history.pth").write_text("\n".join([*paths, "import _finder; _finder.install()", ""]))
+    npm = tmp_path / "venv/bin/npm"
+    npm.write_text("#!/bin/sh\nexit 1\n")
+    npm.chmod(0o755)
+    return npm.parent
+
+
+FINDER = """
+# what setuptools installs for an editable package
+import sys
+from importlib.machinery import PathFinder
+
+MAPPING = {{"dpbench": "{package}"}}
+
+class Finder:
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if name == "dpbench":
+            return PathFinder.find_spec(name, [MAPPING[name].rpartition("/")[0]])
+        parent, _, _ = name.rpartition(".")
+        return PathFinder.find_spec(name, path=[MAPPING[parent]]) if parent in MAPPING else None
+
+def install():
+    sys.meta_path.append(Finder)
+"""
+
+
+def history(project: Path, tools: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    """Run history.sh on the project."""
+    path, temporary = f"{tools}{os.pathsep}{os.environ['PATH']}", str(tools.parent)
+    return subprocess.run(
+        ["sh", project / "benchmarks/history.sh"],
+        cwd="/", env=environment(tools.parent, PATH=path, TMPDIR=temporary, **more),
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def test_asv_suite_can_be_discovered(tmp_path: Path) -> None:
+    conf = config() | {"benchmark_dir": str(ROOT / "benchmarks"), "plugins": [], "dvcs": "none"}
+    (tmp_path / "asv.conf.json").write_text(json.dumps(conf))
+    command = [sys.executable, "-m", "asv", "check", "--environment", f"existing:{sys.executable}"]
+    env = environment(tmp_path, ASV_PYTHONPATH=str(ROOT))
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_history_measures_each_commit_and_asv_takes_samples_as_timings(project: Path, tools: Path) -> None:
+    """Asv does not document what it makes of {"samples", "number"}; the suite stands on it."""
+    first, second = commit_value(project, 1.5), commit_value(project, 7.5)
+    (project / "dpbench/__init__.py").write_text("VALUE = 99.0\n")
+    done = history(project, tools, COMMITS="5", PYTHONPATH=str(project))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "5 commits asked for, HEAD has 3: measuring those" in done.stderr
+    assert "Before the package: has no dpbench, left out" in done.stderr
+    assert "uncommitted changes in dpbench/ are not measured" in done.stderr
+    assert "the page needs a network; to make it work without" in done.stdout
+    for commit, value in ((first, 1.5), (second, 7.5)):
+        columns = results(project, commit)
+        assert columns["result"] == [value + 2]
+        assert columns["stats_repeat"] == [10], "two rounds of five"
+        assert columns["stats_number"] == [1]
+        assert value <= columns["stats_ci_99_a"][0] <= value + 2 <= columns["stats_ci_99_b"][0]
+        assert sorted(columns["samples"][0]) == sorted([value + i for i in (0, 1, 2, 3, 10)] * 2)
+    index = json.loads((project / ".asv/html/index.json").read_text())
+    assert set(index["revision_to_hash"].values()) == {first, second}
+    assert not list(tools.parent.glob("tmp.*")), "the unpacked commits are gone"
+
+
+@pytest.mark.slow
+def test_history_fails_when_a_benchmark_does(project: Path, tools: Path) -> None:
+    commit_value(project, 1.5)
+    (project / "dpbench/__init__.py").write_text("")
+    git(project, "commit", "--all", "--quiet", "--message", "Value lost")
+    done = history(project, tools, COMMITS="1")
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "COMMITS" not in done.stderr
+    assert (project / ".asv/html/index.html").exists(), "what was measured is published all the same"
+
+
+def test_history_refuses_nonsense(project: Path, tools: Path) -> None:
+    done = history(project, tools, COMMITS="three")
+    assert done.returncode == 64
+    assert "COMMITS must be a number from 1 on, got 'three'" in done.stderr
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the page
+
+
+@pytest.fixture
+def offline() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("asv_offline", ROOT / "reports/asv_offline.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Path:
+    """Copy the page of the asv that is installed."""
+    html = tmp_path / "html"
+    html.mkdir()
+    shutil.copy(Path(asv.__file__).parent / "www/index.html", html)
+    return html / "index.html"
+
+
+def vendored(offline: ModuleType, tmp_path: Path) -> Path:
+    """Make a folder like npm's, each file holding its own name."""
+    modules = tmp_path / "vendor" / "node_modules"
+    for path in offline.FILES.values():
+        (modules / path).parent.mkdir(parents=True, exist_ok=True)
+        (modules / path).write_text(path)
+    return modules
+
+
+def test_page_loads_nothing_from_elsewhere(offline: ModuleType, page: Path, tmp_path: Path) -> None:
+    before = page.read_text()
+    message = offline.localise(page.parent, vendored(offline, tmp_path))
+    text = page.read_text()
+    assert message.startswith("the page needs no network: 10 files")
+    loads = re.findall(r"<(?:script|link|img)\b[^>]*>", text)
+    assert len(loads) == len(re.findall(r"<(?:script|link|img)\b[^>]*>", before))
+    assert not [tag for tag in loads if "//" in tag]
+    assert not re.search(r"\b(?:integrity|crossorigin|referrerpolicy)=", text)
+    for name, path in offline.FILES.items():
+        assert f'"vendor/{name}"' in text
+        assert (page.parent / "vendor" / name).read_text() == path
+
+
+@pytest.mark.parametrize("lost", ["everything", "one file"])
+def test_page_without_the_files_stays_and_says_how(offline: ModuleType, page: Path, tmp_path: Path, lost: str) -> None:
+    modules, before = tmp_path / "vendor" / "node_modules", page.read_text()
+    if lost == "one file":
+        (vendored(offline, tmp_path) / offline.FILES["md5.min.js"]).unlink()
+    message = offline.localise(page.parent, modules)
+    assert page.read_text() == before
+    assert message.startswith("the page needs a network")
+    assert f"npm install --ignore-scripts --prefix {modules.parent} jquery@3.3.1" in message
+    assert "\n" not in message
+
+
+def test_page_of_another_asv_stays_and_says_so(offline: ModuleType, page: Path, tmp_path: Path) -> None:
+    page.write_text(page.read_text().replace("jquery-3.3.1.min.js", "jquery-9.js"))
+    before = page.read_text()
+    message = offline.localise(page.parent, vendored(offline, tmp_path))
+    assert page.read_text() == before
+    assert "no local file is known for jquery-9.js" in message
+
+
+def test_plugin_needs_neither_torch_nor_dpbench(offline: ModuleType) -> None:
+    code = "import sys, asv_offline; sys.exit(bool({'torch', 'dpbench'} & sys.modules.keys()))"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT / "reports", check=True)
+    listed = subprocess.run([sys.executable, offline.__file__], capture_output=True, text=True, check=True).stdout
+    assert listed.split() == list(offline.PACKAGES)
+    assert {path.partition("/")[0] for path in offline.FILES.values()} == {
+        p.partition("@")[0] for p in offline.PACKAGES
+    }

@@ -1,0 +1,191 @@
+"""The ledger's laws: the parts sum to the step, nothing is counted twice, nothing is negative."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dpbench import ledger
+from dpbench.clock import HostClock
+from dpbench.engine import TrainStep
+from dpbench.records import UNATTRIBUTED, Case, Phase, Span, Step, Trial
+
+STEP = Step(10.0, False, 110.0)  # 100 .. 110
+REST = (UNATTRIBUTED, -1)
+
+
+def span(start: float, end: float, phase: str = "forward", device: int = 0, step: int = 0) -> Span:
+    """Return a span by its distance from the step's start."""
+    return Span(step, Phase(phase), device, "host", 100 + start, 100 + end)
+
+
+moments = st.integers(-40, 160).map(lambda ticks: ticks / 10)
+spans = st.builds(
+    lambda a, b, phase, device: span(min(a, b), max(a, b), phase, device),
+    moments, moments, st.sampled_from([p.value for p in Phase]), st.integers(-1, 3),
+)  # fmt: skip
+
+
+def covered(given: list[Span]) -> float:
+    """Return the length of the union of spans inside the step, by counting ticks."""
+    ticks = range(100)
+    return sum(any(s.start_s <= 100 + (k + 0.5) / 10 <= s.end_s for s in given) for k in ticks) / 10
+
+
+@hypothesis.given(st.lists(spans, max_size=8))
+def test_parts_sum_to_the_step_and_are_never_negative(given: list[Span]) -> None:
+    parts = ledger.charge(STEP, given)
+    assert math.fsum(parts.values()) == pytest.approx(10.0, abs=1e-9)
+    assert all(seconds >= 0 for seconds in parts.values())
+    assert set(parts) <= {(s.phase.value, s.device) for s in given} | {REST}
+
+
+@hypothesis.given(st.lists(spans, max_size=8))
+def test_unattributed_is_exactly_what_no_span_covers(given: list[Span]) -> None:
+    assert ledger.charge(STEP, given).get(REST, 0.0) == pytest.approx(10.0 - covered(given), abs=1e-9)
+
+
+@hypothesis.given(st.lists(spans, max_size=8), st.randoms(use_true_random=False))
+def test_the_order_of_spans_does_not_matter(given: list[Span], random: object) -> None:
+    shuffled = list(given)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    left, right = (ledger.phases(STEP, order) for order in (given, shuffled))
+    assert sum(left.values()) == pytest.approx(sum(right.values()))
+    # where two spans are alike in both ends nothing tells which was first; all others must agree
+    if len({(s.start_s, s.end_s) for s in given}) == len(given):
+        assert ledger.charge(STEP, given) == pytest.approx(ledger.charge(STEP, shuffled))
+
+
+@hypothesis.given(st.lists(spans, max_size=8))
+def test_no_part_exceeds_its_own_spans(given: list[Span]) -> None:
+    for key, seconds in ledger.charge(STEP, given).items():
+        if key != REST:
+            mine = [s for s in given if (s.phase.value, s.device) == key]
+            assert seconds <= covered(mine) + 1e-9
+
+
+@hypothesis.given(st.lists(spans, max_size=5), moments, moments)
+def test_a_span_that_ends_before_it_starts_counts_for_nothing(given: list[Span], a: float, b: float) -> None:
+    hypothesis.assume(a != b)
+    backwards = span(max(a, b), min(a, b), "reduce", 3)
+    parts = {key: seconds for key, seconds in ledger.charge(STEP, [*given, backwards]).items() if seconds}
+    assert parts == pytest.approx({k: s for k, s in ledger.charge(STEP, given).items() if s})
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([], {REST: 10}),
+        ([span(0, 10)], {("forward", 0): 10}),
+        ([span(0, 10), span(0, 10, device=1)], {10}),
+        ([span(2, 4), span(6, 9, "loss")], {("forward", 0): 2, ("loss", 0): 3, REST: 5}),
+        # the outer one ended last: it has the time down to its start
+        ([span(0, 10), span(3, 7, "loss")], {("forward", 0): 10}),
+        # of two that overlap, the later has all of its own, the earlier what is left
+        ([span(0, 6), span(4, 10, "loss")], {("forward", 0): 4, ("loss", 0): 6}),
+        # a straggler ended last: it is what the others waited for
+        ([span(0, 4, device=0), span(0, 9, device=1), span(9, 10, "gather")], {("forward", 1): 9, ("gather", 0): 1}),
+        # the walk goes on below the straggler's start
+        ([span(0, 4, device=0), span(3, 9, device=1)], {("forward", 0): 3, ("forward", 1): 6, REST: 1}),
+        # what reaches outside the step is clipped
+        ([span(-5, 3), span(8, 99, "loss")], {("forward", 0): 3, ("loss", 0): 2, REST: 5}),
+        ([span(-9, -1), span(11, 12)], {REST: 10}),
+        ([span(-9, 99)], {("forward", 0): 10}),
+        ([span(5, 5)], {REST: 10}),
+    ],
+)  # fmt: skip
+def test_walk_back_from_the_end(given: list[Span], expected: dict[tuple[str, int], float] | set[float]) -> None:
+    parts = {key: seconds for key, seconds in ledger.charge(STEP, given).items() if seconds}
+    if isinstance(expected, set):  # one of the two gets it all, which one is open
+        assert sorted(parts.values()) == pytest.approx(sorted(expected))
+    else:
+        assert parts == pytest.approx(expected)
+
+
+def test_phases_are_named_in_order_with_the_rest_last() -> None:
+    given = [span(8, 9, "optimizer"), span(0, 3, "scatter"), span(3, 5, "forward"), span(5, 6, "forward", 1)]
+    assert list(ledger.phases(STEP, given)) == ["scatter", "forward", "optimizer", UNATTRIBUTED]
+    assert ledger.phases(STEP, given)["forward"] == pytest.approx(3)
+    assert ledger.phases(STEP, [span(0, 10)])[UNATTRIBUTED] == 0
+
+
+def test_a_trial_has_a_ledger_for_every_step_and_strays_are_dropped() -> None:
+    steps = (Step(10.0, True, 110.0), Step(5.0, False, 115.0))
+    given = (span(0, 4), span(10, 12, "loss", step=1), span(0, 1, step=2), span(0, 1, step=-1))
+    trial = Trial(case=Case(model="mlp", strategy="dp", batch_size=4), steps=steps, spans=given)
+    first, second = ledger.of_trial(trial)
+    assert first == pytest.approx({"forward": 4, UNATTRIBUTED: 6})
+    assert second == pytest.approx({"loss": 2, UNATTRIBUTED: 3})
+
+
+# ---------------------------------------------------------------- planted sleeps in real steps
+
+PLANTED_S = 0.005
+STEPS = 40
+
+
+class Net(nn.Module):
+    """A small net that may pause where its chunk is marked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+        self.pause: Callable[[], None] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.pause and x[0, 0] == 1:
+            self.pause()
+        return self.layers(x)
+
+
+def parts_of(plant: str) -> tuple[dict[tuple[str, int], float], float]:
+    """Return the median seconds of each part over many steps, and what a planted sleep really lasted."""
+    clock, slept = HostClock(), []
+
+    def pause() -> None:
+        began = time.perf_counter()
+        time.sleep(PLANTED_S)
+        slept.append(time.perf_counter() - began)
+
+    @contextmanager
+    def mark(phase: Phase, device: int) -> Iterator[None]:
+        with clock.mark(phase, device):
+            yield
+        if plant == "between" and phase is Phase.LOSS:
+            pause()
+
+    torch.manual_seed(0)
+    net, x, y = Net(), torch.randn(32, 16), torch.randint(4, (32,))
+    net.pause = pause if plant == "forward" else None
+    x[:16, 0], x[16:, 0] = 0, 1  # the second half goes to device 1
+    step = TrainStep(net, F.cross_entropy, lambda p: torch.optim.SGD(p, lr=0.1), ["cpu", "cpu"], mark=mark)
+    for _ in range(STEPS):
+        with clock.step(warmup=False):
+            step(x, y)
+    rows = [
+        ledger.charge(s, own) for s, own in zip(clock.steps(), ledger.by_step(clock.spans(), STEPS), strict=True)
+    ]
+    keys = {key for row in rows for key in row}
+    return {k: statistics.median(row.get(k, 0.0) for row in rows) for k in keys}, statistics.median(slept or [0.0])
+
+
+@pytest.mark.parametrize(("plant", "where"), [("between", REST), ("forward", ("forward", 1))], ids=lambda v: str(v))
+def test_a_planted_sleep_shows_where_it_was_planted(plant: str, where: tuple[str, int]) -> None:
+    shares = []
+    for _ in range(3):  # the box is shared: a median may still be hit
+        without, _ = parts_of("nowhere")
+        planted, slept = parts_of(plant)
+        shares.append((planted[where] - without.get(where, 0.0)) / slept)
+        if abs(shares[-1] - 1) <= 0.1:
+            return
+    pytest.fail(f"of the planted sleep {shares} show under {where}")

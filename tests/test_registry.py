@@ -1,0 +1,56 @@
+"""A file is a plug; a name that is no file is refused with the names that are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dpbench import registry
+
+ROOT = Path(registry.__file__).parent
+FOLDERS = ("models", "strategies", "samplers")
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_names_are_the_files_without_the_private_ones(folder: str) -> None:
+    files = sorted(p.stem for p in (ROOT / folder).glob("*.py") if not p.stem.startswith("_"))
+    assert registry.names(folder) == files
+    assert files
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_every_name_loads_its_own_file(folder: str) -> None:
+    for name in registry.names(folder):
+        module = registry.load(folder, name)
+        assert Path(module.__file__ or "") == ROOT / folder / f"{name}.py"
+        registry.check(folder, name)
+
+
+@pytest.mark.parametrize(("folder", "kind"), [("models", "model"), ("strategies", "strategy"), ("samplers", "sampler")])
+def test_unknown_names_list_the_known_and_the_nearest(folder: str, kind: str) -> None:
+    known = registry.names(folder)
+    for verb in (registry.check, registry.load):
+        with pytest.raises(LookupError) as caught:
+            verb(folder, known[0] + "x")
+        message = str(caught.value)
+        assert message.startswith(f"unknown {kind} '{known[0]}x'; known: {', '.join(known)}")
+        assert f"did you mean '{known[0]}'?" in message
+    with pytest.raises(LookupError) as caught:
+        registry.check(folder, "zzzzzz")
+    assert "did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["", "_tree", "__init__", "__main__", "../records", "mlp.py", "os"])
+def test_what_is_no_plug_cannot_be_loaded(name: str) -> None:
+    for folder in FOLDERS:
+        with pytest.raises(LookupError):
+            registry.load(folder, name)
+
+
+def test_a_new_file_is_a_new_plug(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "__file__", str(tmp_path / "registry.py"))
+    (tmp_path / "models").mkdir()
+    for name in ("mine.py", "_shared.py", "notes.txt"):
+        (tmp_path / "models" / name).touch()
+    assert registry.names("models") == ["mine"]

@@ -1,0 +1,474 @@
+"""The report: laws that hold for every page, on rows made by hand."""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+from html import unescape
+from html.parser import HTMLParser
+
+import pytest
+
+from dpbench.analyse import Row, labels
+from dpbench.diagnose import Tile
+from dpbench.records import UNATTRIBUTED, Case, Estimate, Memory, Sample, Source, Status, Step, Trial, Verified
+from dpbench.report import facets, figures, heat, markdown, page, table, words
+
+PROVENANCE = {
+    "host": {"name": "bench-07", "cpu": "AMD EPYC 7763", "cores": 64},
+    "gpus": {"driver": "550.54", "gpus": [{"name": "NVIDIA A100-SXM4-80GB", "index": i} for i in range(4)]},
+    "packages": {"torch": "2.13.0"},
+    "dpbench": {"version": "0.1.0", "commit": "0123456789abcdef0123", "dirty": True},
+    "command": "dpbench run --models vgg16 --devices 1,2,4",
+}
+HOSTILE = "<script>alert(1)</script>"
+STACK = 'Traceback (most recent call last):\n  File "a.py", line 1\nRuntimeError: "it" & \'that\' </script><b>\n' * 4
+OFFLINE = re.compile(r"https?://|//[\w.]+/|@import|<link|url\(|\bsrc\s*=|<iframe|<object|<base", re.IGNORECASE)
+"""What would reach out of the file; the JSON block and the text of users are searched apart."""
+
+
+def spread(value: float, share: float = 0.03, n: int = 3) -> Estimate:
+    return Estimate(value, value * (1 - share), value * (1 + share), n)
+
+
+def made(case: Case, step_s: float, single_s: float = 0.0, **changes) -> Row:
+    """Return the row of a case whose step takes so long, its parts summing to it."""
+    many = case.devices > 1
+    moving = 0.1 if many else 0.0
+    shares = {
+        "scatter": 0.02, "replicate": moving, "forward": 0.3, "gather": moving / 4, "loss": 0.01,
+        "backward": 0.5 - moving, "reduce": moving / 2, "optimizer": 0.05,
+    }  # fmt: skip
+    phases = {name: share * step_s for name, share in shares.items()}
+    phases[UNATTRIBUTED] = step_s - sum(phases.values())
+    speedup = spread(single_s / step_s) if single_s else None
+    row = Row(
+        case=case, source=Source.MEASURED, status=Status.OK, rounds=3, steps=90, verified=Verified.BITWISE,
+        step=spread(step_s), throughput=spread(case.batch_size / step_s), speedup=speedup,
+        scaling="strong" if speedup else "", efficiency=spread(single_s / step_s / case.devices) if speedup else None,
+        phases=phases, busy={d: step_s * (0.9 if d == 0 else 0.6) for d in range(case.devices)}, busy_source="kernels",
+        occupied=dict.fromkeys(range(case.devices), step_s * 0.95),
+        memory={d: (6 if d == 0 else 2) * 2**30 for d in range(case.devices)} if case.device_kind == "cuda" else {},
+        memory_source="allocator" if case.device_kind == "cuda" else "", host_bytes=2**29,
+        imbalance=spread(1.5) if many else None, memory_imbalance=3.0 if many and case.device_kind == "cuda" else None,
+        labels=labels(Trial(case=case)),
+    )  # fmt: skip
+    return dataclasses.replace(row, **changes)
+
+
+def ran(row: Row, seed: int = 0) -> list[Trial]:
+    """Return trials that could stand behind a row: one a round, with warm-up and utilisation."""
+    draw = random.Random(f"{row.case.label} {seed}")
+    trials = []
+    for number in range(row.rounds):
+        end = 100.0 * number
+        steps = []
+        for index in range(35):
+            seconds = row.step.value * (draw.lognormvariate(0, 0.05) if index > 4 else 2.0 / (index + 1) + 1)
+            end += seconds
+            steps.append(Step(seconds, index < 5, end))
+        ticks = [100.0 * number + (end - 100.0 * number) * i / 40 for i in range(1, 41) if not 18 < i < 25]
+        samples = [
+            Sample(at, device, "utilization_ratio", draw.uniform(0.3, 1.0))
+            for at in ticks for device in range(row.case.devices)
+        ]  # fmt: skip
+        trials.append(
+            Trial(
+                case=row.case, source=row.source, verified=row.verified, steps=tuple(steps), samples=tuple(samples),
+                memory=(Memory(0, 2**30, "allocator"),), round=number, provenance={"torch": "2.13.0", "threads": 1},
+            )
+        )  # fmt: skip
+    return trials
+
+
+@functools.cache
+def gpu_run() -> dict:
+    """Return the arguments of a page with all that can be in one: 20 cases, some of them broken."""
+    rows = []
+    for model, single_s in (("vgg16", 0.21), ("transformer", 0.084)):
+        case = functools.partial(Case, model=model, batch_size=256, device_kind="cuda", size="full")
+        rows.append(made(case(strategy="single"), single_s))
+        for count in (2, 4):
+            for strategy, schedule, gain in (
+                ("torch_dp", "", 0.55), ("dp", "reference", 0.56), ("dp", "flat_storage", 0.7), ("ddp", "", 0.93),
+            ):  # fmt: skip
+                one = case(strategy=strategy, schedule=schedule, devices=count)
+                rows.append(made(one, single_s / count / gain, single_s))
+    lost = Case(model=HOSTILE, strategy="dp", schedule="reference", batch_size=512, devices=4, device_kind="cuda")
+    rows.append(Row(case=lost, source=Source.MEASURED, status=Status.OOM, reason=STACK, labels=("MEASURED",)))
+    gone = dataclasses.replace(lost, model="lstm", strategy="torch_dp", schedule="")
+    rows.append(
+        Row(case=gone, source=Source.MEASURED, status=Status.SKIPPED, reason='needs "spread"', labels=("MEASURED",))
+    )
+    trials = [trial for row in rows if row.step for trial in ran(row)]
+    tiles = [
+        Tile(value, caption, ("MEASURED",))
+        for value, caption in (
+            ("2.24×", "speed-up, ideal 4× (dp ×4, vgg16)"), ("56 %", "parallel efficiency (dp ×4, vgg16)"),
+            ("3.00×", "device 0's peak memory over the others'"), ("18 %", "of the step moves data"),
+        )
+    ]  # fmt: skip
+    return {
+        "rows": rows, "trials": trials, "provenance": PROVENANCE, "run_id": "7f3a" * 8, "started": 1.7e9,
+        "verdict": "On 4 GPUs dp gives 2.24× [2.17–2.31] on vgg16; ddp gives 3.72× (ideal 4×).",
+        "warnings": [f"{HOSTILE}: oom"], "tiles": tiles,
+    }  # fmt: skip
+
+
+def run_of(*rows: Row, trials: list[Trial] | None = None) -> dict:
+    found = [trial for row in rows if row.step for trial in ran(row)] if trials is None else trials
+    return {**gpu_run(), "rows": list(rows), "trials": found, "warnings": [], "tiles": [], "verdict": "Nothing."}
+
+
+@functools.cache
+def gpu_page() -> str:
+    return page.render(**gpu_run())
+
+
+def drawings(text: str) -> list[str]:
+    return re.findall(r"<svg.*?</svg>", text, re.DOTALL)
+
+
+class Tags(HTMLParser):
+    """Collects the elements of a page with their attributes."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+
+    handle_startendtag = handle_starttag
+
+    def all(self, *names: str) -> list[dict]:
+        return [attributes for tag, attributes in self.found if tag in names]
+
+
+@functools.cache
+def colocated_cpu_and_weak() -> tuple[Row, ...]:
+    case = functools.partial(Case, model="mlp", batch_size=64)
+    weak = made(case(strategy="ddp", devices=2, batch_size=128), 0.012, 0.01, scaling="weak")
+    return (
+        made(case(strategy="single"), 0.01),
+        made(case(strategy="single_all_cores"), 0.006, 0.01),
+        made(case(strategy="dp", schedule="reference"), 0.011, 0.01),
+        made(case(strategy="dp", schedule="reference", devices=2), 0.007, 0.01),
+        made(case(strategy="dp", schedule="reference", devices=2, placement="colocated"), 0.02, 0.01),
+        weak,
+    )
+
+
+def many(count: int) -> list[Row]:
+    return [
+        made(Case(model=model, strategy="dp", schedule=f"rung{i}", batch_size=64, devices=1 + i % 4), 0.01 + i / 1e3, 0.01)
+        for model in ("mlp", "vgg16", "lstm") for i in range(count // 3)
+    ]  # fmt: skip
+
+
+def test_every_section_is_there_in_order_with_drawings() -> None:
+    sections = figures.sections(gpu_run()["rows"], gpu_run()["trials"])
+    assert [s.id for s in sections] == ["speedup", "throughput", "phases", "imbalance", "utilisation", "steps"]
+    assert all(len(section.panels) >= 2 for section in sections)
+    places = [gpu_page().index(f'<section id="{name}"') for name in (*(s.id for s in sections), "cases", "method")]
+    assert places == sorted(places)
+    assert len(drawings(gpu_page())) == sum(len(section.panels) for section in sections)
+
+
+def test_labels_stand_beside_every_figure_and_tile() -> None:
+    for run in (gpu_run(), run_of(*colocated_cpu_and_weak())):
+        text = page.render(**run)
+        found = re.findall(r"<figure>.*?</svg>\s*<figcaption>(.*?)</figcaption>", text, re.DOTALL)
+        panels = [panel for s in figures.sections(run["rows"], run["trials"]) for panel in s.panels]
+        assert len(found) == len(panels)
+        for caption, panel in zip(found, panels, strict=True):
+            assert panel.labels
+            assert re.findall(r'class="badge [^"]*">([^<]*)<', caption) == list(panel.labels)
+    assert re.findall(r'class="tile".*?</div>', gpu_page(), re.DOTALL)[0].count("MEASURED</span>") == 1
+
+
+def test_a_label_that_only_some_cases_carry_is_in_their_names() -> None:
+    found, _ = facets.split(colocated_cpu_and_weak(), per=99)
+    (facet,) = found
+    assert [name for name in facet.names if "COLOCATED" in name] == ["dp[reference] ×2, batch 64 COLOCATED"]
+    assert len(set(facet.names)) == len(facet.names)
+
+
+def test_parts_of_a_bar_sum_to_the_step() -> None:
+    row = made(Case(model="mlp", strategy="dp", batch_size=8, devices=2), 0.1)
+    assert sum(row.phases.values()) == pytest.approx(row.step.value)
+    (panel,) = figures.phases([row]).panels
+    bars = re.findall(r'd="M([\d.]+) [\d.]+[VL].*?" style="([^"]*)"', panel.svg.replace("M ", "M").replace("\n", " "))
+    edges = re.findall(
+        r'<path d="M ?([\d.]+) [\d.]+\s+L ?([\d.]+) [\d.]+[^"]*" style="fill:(#[0-9a-f]{6}|none);', panel.svg
+    )
+    assert len(edges) >= len(row.phases), (bars[:2], panel.svg[:500])
+    fills = {fill for fill, _ in figures.PHASES.values()}
+    width = sum(float(right) - float(left) for left, right, fill in edges[: len(row.phases)] if fill in fills)
+    assert width == pytest.approx((420 - 30) / 1.02, abs=0.5)
+    said = re.search(r"<desc[^>]*>(.*?)</desc>", panel.svg)[1]
+    assert sum(map(float, re.findall(r"([\d.]+) ms", said))) == pytest.approx(100, rel=0.01)
+    assert "unattributed" in said
+
+
+def test_same_numbers_give_the_same_bytes_in_another_process() -> None:
+    code = (
+        "import sys, hashlib\nfrom dpbench.report import markdown\n"
+        "assert not {'matplotlib', 'torch', 'jinja2'} & set(sys.modules), 'markdown needs no drawing'\n"
+        "from tests import test_report as t\nprint(hashlib.sha256(t.gpu_page().encode()).hexdigest())"
+    )
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed, "TZ": zone, "PYTHONPATH": os.pathsep.join(sys.path)},
+            check=True, capture_output=True, text=True,
+        ).stdout.strip()
+        for seed, zone in (("1", "UTC"), ("2", "Asia/Tokyo"))
+    }  # fmt: skip
+    assert found == {hashlib.sha256(gpu_page().encode()).hexdigest()}
+
+
+def test_page_is_offline_and_small() -> None:
+    assert not OFFLINE.findall(gpu_page())
+    assert len(gpu_page().encode()) < 400 * 1024
+    loaded = [value for _, a in Tags(gpu_page()).found for name, value in a.items() if name in ("href", "xlink:href")]
+    assert all(value.startswith(("#", "data:image/png;base64,")) for value in loaded)
+    assert "default-src 'none'" in gpu_page()
+
+
+def test_ids_are_unique_and_every_reference_is_met() -> None:
+    tags = Tags(gpu_page())
+    ids = [attributes["id"] for _, attributes in tags.found if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    assert {a["href"][1:] for _, a in tags.found if a.get("href", "").startswith("#")} <= set(ids)
+    for attributes in tags.all("svg"):
+        assert attributes["role"] == "img"
+        assert set(attributes["aria-labelledby"].split()) <= set(ids)
+
+
+def test_what_users_wrote_stays_text() -> None:
+    rows = [
+        made(Case(model=HOSTILE, strategy='dp"onload=alert(1)', schedule="$\\frac{", batch_size=8), 0.1, 0.1),
+        made(Case(model=HOSTILE, strategy="ddp", batch_size=8, options=(("a", "</desc><b>&\x00\ud800"),)), 0.1, 0.1),
+        Row(
+            case=Case(model="m", strategy="s", batch_size=1), source=Source.MEASURED, status=Status.FAILED, reason=STACK
+        ),
+    ]
+    given = {**run_of(*rows), "verdict": HOSTILE, "warnings": [HOSTILE], "tiles": [Tile(HOSTILE, HOSTILE, (HOSTILE,))]}
+    given |= {"run_id": HOSTILE, "provenance": {"command": HOSTILE, "host": {"name": HOSTILE}, HOSTILE: HOSTILE}}
+    text = page.render(**given)
+    tags = Tags(text)
+    assert [a.get("type") for a in tags.all("script")] == ["application/json", None]
+    assert not [name for _, a in tags.found for name in a if name.startswith("on")]
+    assert HOSTILE not in text
+    assert text.count("alert(1)") > 20
+    # the end of a script element inside the JSON block would end the block
+    block = re.search(r'<script type="application/json" id="numbers">(.*?)</script>', text, re.DOTALL)[1]
+    assert json.loads(block)[0]["reason"] == STACK
+    assert {record["model"] for record in json.loads(block)} == {HOSTILE, "m"}
+    text.encode()
+
+
+def test_every_case_is_in_the_table_and_failures_keep_their_reason() -> None:
+    rows = gpu_run()["rows"]
+    assert gpu_page().count('<tbody class="case">') == len(rows) == 20
+    assert len(json.loads(re.search(r'id="numbers">(.*?)</script>', gpu_page())[1])) == len(rows)
+    pre = re.search(r"<pre>(.*?)</pre>", gpu_page(), re.DOTALL)[1]
+    assert unescape(pre) == STACK
+    assert "needs &#34;spread&#34;" in gpu_page()
+
+
+def test_a_failure_in_one_round_is_told_beside_the_result_of_the_others() -> None:
+    row = made(Case(model="mlp", strategy="dp", batch_size=8), 0.1)
+    trials = [*ran(row), *(Trial(case=row.case, status=Status.TIMEOUT, reason="60 s", round=n) for n in (3, 5))]
+    (line,) = table.lines([row], trials)
+    assert line.status == "ok"
+    assert line.notes == (("timeout in round 4, 6", "60 s"),)
+
+
+def test_an_unverified_case_is_never_shown_as_a_result() -> None:
+    case = Case(model="mlp", strategy="dp", batch_size=8)
+    row = Row(case=case, source=Source.MEASURED, status=Status.OK, labels=("MEASURED",))
+    trials = [dataclasses.replace(trial, verified=Verified.NO, reason="differs") for trial in ran(made(case, 0.1))]
+    (line,) = table.lines([row], trials)
+    assert line.status == "unverified"
+    assert line.notes[0][1] == "differs"
+    text = page.render(**run_of(row, trials=[dataclasses.replace(t, samples=()) for t in trials]))
+    assert not drawings(text)
+
+
+def test_speedup_says_weak_or_strong_and_draws_all_cores_as_a_level() -> None:
+    section = figures.sections(colocated_cpu_and_weak(), [])[0]
+    strong, weak = section.panels
+    assert "Strong scaling: global batch 64" in strong.caption
+    assert "Weak scaling: batch 64 per device" in weak.caption
+    assert "weak scaling" in weak.title
+    for panel in section.panels:
+        assert "single, all cores: 1.67×" in panel.svg
+        assert "var(--all-cores)" in panel.svg
+        assert "ideal: 2× on 2" in panel.svg
+    assert "strong" in table.lines(colocated_cpu_and_weak(), [])[2].cells[7].small
+
+
+def test_a_ladder_of_schedules_keeps_each_line_in_one_panel() -> None:
+    rows = [
+        made(Case(model="mlp", strategy="dp", schedule=f"rung{i:02}", batch_size=64, devices=n), 0.01 / n, 0.01)
+        for i in range(13) for n in (1, 2, 4)
+    ]  # fmt: skip
+    panels = figures.sections(rows, [])[0].panels
+    assert [panel.title for panel in panels] == ["mlp (small), batch 64 (1 of 2)", "mlp (small), batch 64 (2 of 2)"]
+    assert sum(panel.svg.count("on 4</text>") for panel in panels) == 13 + 2  # each line's key, and each panel's ideal
+
+
+BARE = made(Case(model="mlp", strategy="dp", batch_size=8), 0.1, busy={}, occupied={}, phases={}, host_bytes=0)
+ODD = {
+    "nothing": run_of(),
+    "only failures": run_of(*gpu_run()["rows"][-2:]),
+    "one row": run_of(made(Case(model="mlp", strategy="single", batch_size=8), 0.1)),
+    "bare row": run_of(BARE, trials=[]),
+    "no provenance": {**run_of(BARE, trials=[]), "provenance": {}},
+    "predicted": run_of(
+        *(
+            dataclasses.replace(row, source=Source.PREDICTED, labels=("PREDICTED",), rounds=1, steps=1)
+            for row in gpu_run()["rows"][:9]
+        )
+    ),
+    "infinite": run_of(
+        made(
+            Case(model="mlp", strategy="dp", batch_size=8, devices=2), 0.1, 0.1,
+            speedup=Estimate(1, 0, float("inf"), 1), imbalance=Estimate(float("inf"), 1, float("nan"), 1),
+        )
+    ),
+    "idle": run_of(
+        made(
+            Case(model="mlp", strategy="dp", batch_size=8, devices=2), 0.1, 0.1, busy={0: 0.0, 1: 0.0},
+            occupied={0: 0.0}, memory={0: 0, 1: 0}, imbalance=None,
+        )
+    ),
+    "unicode": run_of(made(Case(model="модель_模型_🚀" * 9, strategy="dp", batch_size=8, devices=2), 0.1, 0.1)),
+    "one sample": run_of(
+        BARE, trials=[Trial(case=BARE.case, steps=(Step(0.1, False, 1.0),), samples=(Sample(1.0, -1, "core0_utilization_ratio", 1.7),))]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_runs_make_a_page_and_a_comment(name: str) -> None:
+    run = ODD[name]
+    text = page.render(**run)
+    assert text.count("<section id=") == 9
+    assert text.count('<tbody class="case">') == len(run["rows"])
+    assert "nan" not in "".join(re.findall(r'(?: d| x| y|points)="[^"]*"', text)).lower()
+    assert markdown.render(**run)
+    for section in figures.sections(run["rows"], run["trials"]):
+        assert section.panels or section.note
+
+
+def test_sixty_cases_stay_readable_and_what_is_left_out_is_said() -> None:
+    sections = figures.sections(many(60), [])
+    throughput = sections[1]
+    assert [panel.svg.count("/s (") // 2 for panel in throughput.panels] == [10] * 6
+    assert not throughput.note
+    crowd = [
+        dataclasses.replace(row, case=dataclasses.replace(row.case, model=f"m{i:02}")) for i, row in enumerate(many(60))
+    ]
+    sections = figures.sections(crowd, [])
+    assert len(sections[1].panels) == facets.PANELS
+    assert sections[1].note == "48 more cases are not drawn; they are in the table."
+
+
+def test_warm_up_and_rounds_are_told_apart_in_the_steps() -> None:
+    row = made(Case(model="mlp", strategy="dp", batch_size=8), 0.1)
+    (panel,) = figures.sections([row], ran(row))[-1].panels
+    keys = re.findall(r">([^<>]+)</text>", panel.svg)
+    assert {"step", "median", "warm-up", "warm-up, beyond"} <= set(keys)
+    assert panel.svg.count("V") >= 3 * 30
+
+
+def test_gaps_in_the_samples_are_gaps_in_the_strip() -> None:
+    series = {0: [(float(t), 1.0) for t in (*range(10), *range(20, 30))]}
+    pixels, width = heat._image(series, [0, 1])
+    assert width == pytest.approx(30)
+    assert (pixels[1, :, 3] == 0).all()  # a device that was never read
+    drawn = pixels[0, :, 3] > 0
+    assert drawn[:66].all()
+    assert drawn[140:].all()
+    assert not drawn[70:110].any()
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, two: str) -> float:
+    light, dark = sorted((luminance(one), luminance(two)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+def test_colours_can_be_read_in_every_theme() -> None:
+    themes = [
+        dict(re.findall(r"(--[\w-]+): (#[0-9a-f]{6})", block))
+        for block in re.findall(r":root \{(.*?)\}", gpu_page(), re.DOTALL)
+    ]
+    assert len(themes) == 3
+    used = set(re.findall(r"var\((--[\w-]+)\)", gpu_page()))
+    for theme in themes:
+        assert used <= set(theme)
+        for ground in (theme["--bg"], theme["--card"]):
+            assert min(contrast(theme[text], ground) for text in ("--fg", "--muted", "--warn")) >= 4.5
+            assert min(contrast(theme[name], ground) for name in theme if name not in ("--bg", "--card", "--grid")) >= 3
+    for fill, ink in figures.PHASES.values():
+        assert fill == "none" or contrast(fill, ink) >= 4.5
+
+
+def test_drawing_leaves_the_callers_matplotlib_alone() -> None:
+    import matplotlib as mpl
+
+    before = dict(mpl.rcParams)
+    with mpl.rc_context({"lines.linewidth": 9.0, "text.usetex": True, "svg.fonttype": "path"}):
+        assert page.render(**gpu_run()) == gpu_page()
+    assert dict(mpl.rcParams) == before
+
+
+def test_markdown_has_the_verdict_the_table_and_no_markup_of_users() -> None:
+    text = markdown.render(**gpu_run())
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert len(rows) == 2 + 20 + 2 + 18
+    assert len({line.replace(r"\|", "").count("|") for line in rows[:22]}) == 1
+    assert gpu_run()["verdict"].partition(" [")[0] in text
+    assert HOSTILE not in text
+    assert "MEASURED" in text
+    assert "skipped: needs" in text
+    hostile = Row(
+        case=Case(model="a|b`c", strategy="@me", batch_size=1),
+        source=Source.MEASURED,
+        status=Status.FAILED,
+        reason="![x](https://e.org/i.png)",
+    )
+    text = markdown.render(**run_of(hostile))
+    assert "![x](" not in text
+    assert "https://" not in text
+    assert " @me" not in text
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [(0.674444, "0.674"), (54.9, "54.9"), (94892.9, "94,893"), (0.0123456, "0.0123"), (0, "0"), (float("inf"), "–"), (1, "1.00")],
+)  # fmt: skip
+def test_numbers_have_three_digits(value: float, said: str) -> None:
+    assert words.number(value) == said
+
+
+def test_sizes_are_binary_and_lines_are_cut_with_wide_letters_counted_twice() -> None:
+    assert words.size(6 * 2**30) == "6.00 GiB"
+    assert words.size(0) == "0 B"
+    assert words.size(2**50 * 5.0) == "5,120 TiB"
+    assert words.clip("模型模型", 5) == "模…"
+    assert words.clip("a\n b\x00", 5) == "a b"

@@ -1,0 +1,412 @@
+"""The server's laws: whatever a worker does becomes a trial, and nothing of it stays behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+import dpbench
+from dpbench import registry
+from dpbench.records import Case, Effort, Phase, Status, Verified
+from dpbench.server import Server
+from tests.marked import NAME, Mark, marked, poll
+
+ROOT = Path(dpbench.__file__).parent.parent
+QUICK = Effort(budget_s=0.05, warmup_steps=1, min_steps=2, max_steps=4, block_steps=2)
+MLP = Case(model="mlp", strategy="single", batch_size=8)
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's /proc")
+pytestmark = linux
+
+
+def case(model: str, strategy: str = "single", devices: int = 1) -> Case:
+    schedule = "reference" if strategy == "dp" else ""
+    return Case(model=model, strategy=strategy, devices=devices, batch_size=8, schedule=schedule)
+
+
+@pytest.fixture(scope="module")
+def mark():
+    with marked() as mark, pytest.MonkeyPatch.context() as patch:
+        patch.setenv(NAME, mark.value)
+        yield mark
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("scratch")
+
+
+@pytest.fixture(scope="module")
+def server(mark, scratch):
+    """One server for many tests: whatever one of them does to it must not trouble the next."""
+    with Server(scratch) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays(mark: Mark):
+    yield
+    left = mark.settles(count=1)
+    for process in mark.alive():  # one test's leftovers are not the next one's
+        if "dpbench.worker" not in process.cmdline() or process.ppid() != os.getpid():
+            process.kill()
+    assert left == "", "only the server may be left"
+    assert all(process.status() != psutil.STATUS_ZOMBIE for process in psutil.Process().children(recursive=True))
+
+
+def trial(server: Server, wanted: Case, limit_s: float = 60.0, number: int = 0):
+    return server.run(wanted, QUICK, number, limit_s)
+
+
+def works(server: Server) -> bool:
+    found = trial(server, MLP)
+    assert found.status is Status.OK, found.reason
+    return True
+
+
+# -- a trial
+
+
+@pytest.mark.parametrize(("strategy", "devices"), [("single", 1), ("dp", 2), ("ddp", 2)])
+def test_a_trial_is_ok_verified_and_complete(server, strategy, devices):
+    wanted = case("mlp", strategy, devices)
+    before_s, epoch_s = time.perf_counter(), time.time()
+    found = trial(server, wanted, number=7)
+    after_s = time.perf_counter()
+    assert (found.status, found.case, found.round) == (Status.OK, wanted, 7), found.reason
+    assert found.verified in (Verified.BITWISE, Verified.WITHIN_TOLERANCE)
+    assert [step.warmup for step in found.steps][:2] == [True, False]
+    assert len([step for step in found.steps if not step.warmup]) >= QUICK.min_steps
+    assert abs(found.started_s - epoch_s) < 60
+    # times are on the clock that all processes of the machine share
+    assert all(before_s < step.start_s < step.end_s < after_s for step in found.steps)
+    assert {span.device for span in found.spans} >= set(range(devices))
+    assert {Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER} <= {span.phase for span in found.spans}
+    assert any(memory.device == -1 and memory.peak_bytes > 1 << 20 for memory in found.memory)
+    assert {"start_s", "verify_s", "build_s"} <= set(found.setup)
+    assert found.provenance["torch"]
+
+
+PID_MODEL = """
+import os
+from dpbench.models import mlp
+from dpbench.models.mlp import batch, loss
+def build(size):
+    with open({path!r}, "a") as file:
+        file.write(f"{{os.getpid()}}\\n")
+    return mlp.build(size)
+"""
+
+
+def test_each_trial_has_a_fresh_process_that_starts_within_50_ms(server, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pid_model.py").write_text(PID_MODEL.format(path=str(tmp_path / "pids")))
+    assert works(server)
+    # a server takes its current folder from its parent's when it starts
+    with Server(tmp_path) as own:
+        trials = [trial(own, case("pid_model:")) for _ in range(6)]
+    assert [t.status for t in trials] == [Status.OK] * 6, trials[0].reason
+    pids = (tmp_path / "pids").read_text().split()
+    assert len(set(pids)) == 6
+    assert str(os.getpid()) not in pids
+    starts = [t.setup["start_s"] for t in trials[1:]]
+    assert 0 < min(starts) < 0.05
+
+
+def test_state_that_a_model_leaves_in_its_process_does_not_reach_the_next(server, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "stateful.py").write_text("""
+import torch
+from dpbench.models import mlp
+from dpbench.models.mlp import batch, loss
+def build(size):
+    assert not hasattr(torch, "left_behind"), "another trial's process"
+    torch.left_behind = True
+    torch.set_num_threads(7)
+    return mlp.build(size)
+def _():
+    pass
+""")
+    with Server(tmp_path) as own:
+        first = trial(own, case("stateful:"))
+        second = trial(own, case("stateful:"))
+    # within one trial it is built twice: once to verify
+    assert first.reason == second.reason
+    assert "another trial's process" in first.reason
+
+
+# -- workers that misbehave
+
+
+def test_a_worker_that_aborts_is_a_failed_trial_naming_the_signal(server):
+    found = trial(server, case("tests.hungry:DIES"))
+    assert found.status is Status.FAILED
+    assert "SIGABRT" in found.reason
+    assert "forward" in found.reason, "faulthandler's stack is among the last words"
+    assert works(server)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("RAISES", ("ArithmeticError: planted in forward", "hungry.py")),
+        ("EXITS", ("SystemExit", "planted exit")),
+        ("INTERRUPTS", ("KeyboardInterrupt",)),
+        ("VANISHES", ("without a result", "exit status 0")),
+        ("RAISES_SURROGATE", ("FileNotFoundError", "no weights at model-")),
+    ],
+)
+def test_a_worker_that_raises_or_leaves_is_a_failed_trial_saying_how(server, model, words):
+    found = trial(server, case(f"tests.hungry:{model}"))
+    assert found.status is Status.FAILED
+    assert all(word in found.reason for word in words), found.reason
+    assert found.steps == ()
+    assert works(server)
+
+
+@pytest.mark.parametrize("model", ["SLEEPS", "SLEEPS_IN_REPLICA_1"])
+def test_a_worker_that_hangs_is_a_timeout_with_its_python_stacks(server, model):
+    began_s = time.monotonic()
+    found = trial(server, case(f"tests.hungry:{model}", "dp", 2), limit_s=3)
+    assert found.status is Status.TIMEOUT
+    assert 3 <= time.monotonic() - began_s < 8
+    assert "3 s" in found.reason
+    assert "--limit" in found.reason
+    assert "deliberately_asleep" in found.reason
+    assert works(server)
+
+
+def test_memory_that_is_not_there_is_oom_on_the_named_device(server):
+    found = trial(server, case("tests.hungry:CPU_IN_REPLICA_1", "dp", 2))
+    assert found.status is Status.OOM, found.reason
+    assert "cpu:1" in found.reason
+    assert "cpu:0" not in found.reason
+    assert "smaller batch" in found.reason
+    found = trial(server, case("tests.hungry:CPU"))
+    assert found.status is Status.OOM, found.reason
+    assert works(server)
+
+
+def test_memory_that_is_not_there_in_one_rank_is_oom_not_a_broken_connection(server):
+    found = trial(server, case("tests.hungry:CPU_IN_RANK_1", "ddp", 2))
+    assert found.status is Status.OOM, found.reason
+    assert "rank 1" in found.reason
+    assert works(server)
+
+
+def test_a_rank_that_hangs_is_a_timeout_with_its_stack_and_no_rank_stays(server):
+    found = trial(server, case("tests.hungry:SLEEPS_IN_RANK_1", "ddp", 2), limit_s=3)
+    assert found.status is Status.TIMEOUT, found.reason
+    assert "deliberately_asleep" in found.reason
+    assert works(server)
+
+
+def test_a_rank_that_raises_tells_its_own_error_not_its_peers_broken_connections(server):
+    began_s = time.monotonic()
+    found = trial(server, case("tests.hungry:RAISES_IN_RANK_1", "ddp", 2))
+    assert found.status is Status.FAILED
+    assert "rank 1" in found.reason
+    assert "ArithmeticError: planted in one rank" in found.reason
+    assert "onnection" not in found.reason
+    assert time.monotonic() - began_s < 20, "the other rank is not waited for until it times out"
+    assert works(server)
+
+
+def test_a_rank_that_aborts_is_a_failed_trial_and_no_rank_stays(server):
+    found = trial(server, case("tests.hungry:DIES_IN_RANK_1", "ddp", 2))
+    assert found.status is Status.FAILED
+    assert "SIGABRT" in found.reason or "signal 6" in found.reason.lower() or "-6" in found.reason, found.reason
+    assert works(server)
+
+
+def test_what_a_worker_started_ends_with_it(server, mark):
+    found = trial(server, case("tests.hungry:LEAVES_A_CHILD"))
+    assert found.status is Status.OK, found.reason
+    assert mark.settles(count=1) == ""
+
+
+def test_a_models_own_output_does_not_corrupt_the_protocol(server, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "noisy.py").write_text("""
+import os, sys
+from dpbench.models.mlp import batch, build, loss
+print('{"exit": 0, "pid": 1}', flush=True)
+os.write(1, b'{"exit": 0}\\n' * 3)
+os.write(2, b"\\xff\\xfe" * 50000)
+sys.stderr.write("x" * 100000)
+assert sys.stdin.read() == "", "requests are not for models"
+""")
+    with Server(tmp_path) as own:
+        found = trial(own, case("noisy:"))
+        assert found.status is Status.OK, found.reason
+        assert works(own)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("import a_module_that_is_not_there", ("a_module_that_is_not_there", "broken:")),
+        ("1/0", ("ZeroDivisionError", "broken.py")),
+        ("x = (", ("SyntaxError", "broken.py")),
+        ("", ("build", "missing")),
+        ("import sys; sys.exit(3)", ("SystemExit",)),
+    ],
+    ids=["import", "raises", "syntax", "empty", "exit"],
+)
+def test_a_model_that_cannot_be_imported_is_a_failed_trial_that_says_which(server, tmp_path, monkeypatch, text, words):
+    (tmp_path / "broken.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    found = Server(tmp_path)
+    with found:
+        ended = trial(found, case("broken:"))
+    assert ended.status is Status.FAILED
+    assert all(word in ended.reason for word in words), ended.reason
+
+
+def test_a_model_module_that_does_not_exist_is_named(server):
+    found = trial(server, case("no_such_package.models:net"))
+    assert found.status is Status.FAILED
+    assert "no_such_package" in found.reason
+    assert "--model" in found.reason
+    assert works(server)
+
+
+# -- the server itself
+
+
+def the_server(mark: Mark) -> psutil.Process:
+    servers = [p for p in mark.alive() if "dpbench.worker" in p.cmdline() and p.ppid() == os.getpid()]
+    assert len(servers) == 1
+    return servers[0]
+
+
+@pytest.mark.parametrize(("model", "strategy"), [("SLEEPS", "single"), ("SLEEPS_IN_RANK_1", "ddp")])
+def test_a_server_killed_in_the_middle_is_a_failed_trial_and_the_next_gets_a_new_one(server, mark, model, strategy):
+    assert works(server)
+    old = the_server(mark)
+    killed = []
+
+    def kill():
+        expected = 3 if strategy == "ddp" else 1  # the launcher and its ranks
+        killed.append(poll(lambda: len(old.children(recursive=True)) >= expected))
+        time.sleep(0.3)  # so that the ranks are at work
+        old.kill()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    found = trial(server, case(f"tests.hungry:{model}", strategy, 2 if strategy == "ddp" else 1))
+    killer.join()
+    assert killed == [True]
+    assert found.status is Status.FAILED
+    assert "server" in found.reason
+    assert "SIGKILL" in found.reason
+    assert mark.settles(count=0) == "", "its workers and ranks end with it"
+    assert works(server)
+    assert the_server(mark).pid != old.pid
+
+
+def test_a_worker_that_kills_the_server_is_a_failed_trial(server, mark):
+    found = trial(server, case("tests.hungry:ENDS_THE_SERVER"))
+    assert found.status is Status.FAILED
+    assert "SIGKILL" in found.reason
+    assert works(server)
+
+
+def test_the_server_has_one_thread_to_fork_from(server, mark):
+    assert works(server)
+    assert the_server(mark).num_threads() == 1
+
+
+def test_an_idle_server_that_died_is_replaced_without_losing_a_trial(server, mark):
+    assert works(server)
+    old = the_server(mark)
+    old.send_signal(signal.SIGKILL)
+    poll(lambda: old.status() == psutil.STATUS_ZOMBIE)
+    assert works(server)
+
+
+def test_closing_leaves_no_process_no_zombie_and_no_descriptor(tmp_path, mark):
+    def descriptors():
+        return psutil.Process().num_fds()
+
+    present = {process.pid for process in mark.alive()}
+    before = descriptors()
+    with Server(tmp_path) as own:
+        assert works(own)
+        trial(own, case("tests.hungry:DIES"))
+    assert {process.pid for process in mark.alive()} <= present
+    assert descriptors() == before
+    with Server(tmp_path):
+        pass  # one that was never asked is nothing to end
+    assert {process.pid for process in mark.alive()} <= present
+
+
+def test_the_server_dies_with_its_parent_and_so_do_workers_and_ranks(tmp_path):
+    code = """
+        import sys
+        from pathlib import Path
+        from dpbench.records import Case, Effort
+        from dpbench.server import Server
+        with Server(Path(sys.argv[1])) as server:
+            print("there", flush=True)
+            server.run(Case(model="tests.hungry:SLEEPS", strategy="ddp", batch_size=8, devices=2), Effort(), 0, 600)
+    """
+    with marked() as own:
+        env = os.environ | own.env | {"PYTHONPATH": str(ROOT)}
+        parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code), str(tmp_path)], env=env, cwd=ROOT)
+        # the parent, its server, the launcher, two ranks
+        poll(lambda: len(own.alive()) >= 5, 30)
+        assert len(own.alive()) >= 5
+        time.sleep(0.5)  # so that the ranks are at work
+        parent.kill()
+        parent.wait()
+        assert own.settles(0) == ""
+
+
+def test_the_server_has_run_no_tensor_operation_and_touched_no_cuda(tmp_path):
+    """One multi-threaded operation in the server would hang its children."""
+    code = """
+        import json, sys
+        import torch
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        class Recorder(TorchDispatchMode):
+            def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+                seen.append(str(function))
+                return function(*args, **(kwargs or {}))
+
+        seen = []
+        with Recorder():
+            from dpbench.worker.__main__ import serve
+            serve()
+        loaded = [name for name in sys.modules if name.startswith(("dpbench.models.", "dpbench.strategies."))]
+        result = {"seen": seen, "cuda": torch.cuda.is_initialized(), "loaded": loaded}
+        open(sys.argv[1], "w").write(json.dumps(result))
+    """
+    output = tmp_path / "result.json"
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2"}
+    subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), str(output)],
+        env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=True, timeout=60,
+    )  # fmt: skip
+    result = json.loads(output.read_text())
+    assert result["seen"] == []
+    assert result["cuda"] is False
+    plugs = {f"dpbench.{folder}.{name}" for folder in ("models", "strategies") for name in registry.names(folder)}
+    assert plugs <= set(result["loaded"]), "every plug is loaded before the first fork"
+
+
+def test_nothing_but_its_log_is_left_in_the_scratch_folder_that_another_trial_could_trip_over(server, scratch):
+    first = {entry.name for entry in scratch.iterdir()}
+    assert works(server)
+    assert works(server)
+    new = {entry.name for entry in scratch.iterdir()} - first
+    assert len(new) in (0, 2), "each trial has a folder of its own"

@@ -1,0 +1,215 @@
+"""Statistics against oracles: scipy where it has the like, simulation where it has not."""
+
+from __future__ import annotations
+
+import warnings
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import scipy.stats
+
+from dpbench import stats
+from dpbench.records import Estimate
+
+positive = st.floats(1e-6, 1e3)
+series = st.lists(positive, min_size=1, max_size=12)
+rounds = st.dictionaries(st.integers(0, 5), series, min_size=1, max_size=4)
+
+
+def simulated(generator: np.random.Generator, count: int, steps: int, between: float, within: float) -> stats.Rounds:
+    """Return rounds of steps around 1, the rounds' own levels apart by `between`."""
+    levels = 1 + between * generator.standard_normal(count)
+    return {r: list(level + within * generator.standard_normal(steps)) for r, level in enumerate(levels)}
+
+
+@hypothesis.given(rounds)
+def test_value_is_the_median_of_the_rounds_medians(given: stats.Rounds) -> None:
+    found = stats.median(given)
+    assert found.value == pytest.approx(np.median([np.median(steps) for steps in given.values()]))
+    assert found.low <= found.value <= found.high
+    assert found.n == len(given)
+
+
+def test_interval_of_many_rounds_agrees_with_scipy() -> None:
+    """With one step a round the two levels are one, and scipy's bootstrap of the median must agree."""
+    for seed in range(5):
+        sample = np.random.default_rng(seed).lognormal(0, 0.3, 41)
+        ours = stats.median(dict(enumerate([v] for v in sample)))
+        theirs = scipy.stats.bootstrap(
+            (sample,), np.median, n_resamples=9999, method="percentile", rng=np.random.default_rng(seed)
+        ).confidence_interval
+        assert ours.value == np.median(sample)
+        width = theirs.high - theirs.low
+        assert ours.low == pytest.approx(theirs.low, abs=0.1 * width)
+        assert ours.high == pytest.approx(theirs.high, abs=0.1 * width)
+
+
+def test_interval_of_one_round_agrees_with_scipy() -> None:
+    sample = np.random.default_rng(3).lognormal(0, 0.3, 61)
+    ours = stats.median({0: list(sample)})
+    theirs = scipy.stats.bootstrap(
+        (sample,), np.median, n_resamples=9999, method="percentile", rng=np.random.default_rng(0)
+    ).confidence_interval
+    width = theirs.high - theirs.low
+    assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high), abs=0.1 * width)
+
+
+@pytest.mark.parametrize("between", [0.0, 0.05, 0.3])
+def test_interval_covers_the_truth_about_as_often_as_it_says(between: float) -> None:
+    generator = np.random.default_rng(11)
+    trials = 200
+    hits = 0
+    for number in range(trials):
+        found = stats.median(simulated(generator, 10, 15, between, 0.05), seed=number)
+        hits += found.low <= 1 <= found.high
+    # of 200, 95 % is 190; three standard deviations below the 90 % that a bootstrap of ten rounds keeps is 167
+    assert 167 <= hits
+
+
+def test_interval_is_no_wider_than_it_must_be() -> None:
+    """It must not be right by being useless: it shrinks with the rounds as the spread of a median does."""
+    generator = np.random.default_rng(5)
+    few, many = (
+        np.median([e.high - e.low for e in (stats.median(simulated(generator, n, 9, 0.1, 0.02)) for _ in range(30))])
+        for n in (8, 32)
+    )
+    assert 1.5 <= few / many <= 2.7
+    assert few == pytest.approx(2 * 1.96 * 1.25 * 0.1 / np.sqrt(8), rel=0.4)
+
+
+def test_steps_alone_do_not_narrow_what_rounds_spread() -> None:
+    """A hundred times the steps in two rounds that differ: the rounds still tell apart."""
+    found = stats.median({0: [1.0] * 1000, 1: [2.0] * 1000})
+    assert (found.low, found.value, found.high, found.n) == (1.0, 1.5, 2.0, 2)
+
+
+@hypothesis.given(rounds, rounds)
+@hypothesis.settings(max_examples=50)
+def test_ratio_of_a_series_with_itself_contains_1(one: stats.Rounds, other: stats.Rounds) -> None:
+    same = stats.ratio(one, one)
+    assert same.low <= 1 <= same.high
+    assert same.value == 1
+    found = stats.ratio(one, other)
+    assert 0 < found.low <= found.value <= found.high
+    assert found.n <= min(len(one), len(other))
+
+
+@hypothesis.given(rounds, st.sampled_from([1e-6, 0.5, 2.0, 1024.0]))
+@hypothesis.settings(max_examples=50)
+def test_scale_does_not_matter(given: stats.Rounds, scale: float) -> None:
+    plain, scaled = stats.median(given), stats.median({k: [v * scale for v in s] for k, s in given.items()})
+    assert (scaled.value, scaled.low, scaled.high) == pytest.approx(
+        (plain.value * scale, plain.low * scale, plain.high * scale), rel=1e-9
+    )
+    other = {key: list(steps)[::-1] + [1.0] for key, steps in given.items()}
+    left = stats.ratio(given, other)
+    right = stats.ratio(*({k: [v * scale for v in s] for k, s in side.items()} for side in (given, other)))
+    assert (left.value, left.low, left.high) == pytest.approx((right.value, right.low, right.high), rel=1e-9)
+
+
+def test_rounds_in_common_cancel_their_drift() -> None:
+    generator = np.random.default_rng(2)
+    drift = {r: float(np.exp(generator.normal(0, 0.5))) for r in range(8)}
+    slow = {r: list(2 * d * (1 + 0.001 * generator.standard_normal(9))) for r, d in drift.items()}
+    fast = {r: list(d * (1 + 0.001 * generator.standard_normal(9))) for r, d in drift.items()}
+    paired = stats.ratio(slow, fast)
+    alone = stats.ratio(slow, {r + 100: steps for r, steps in fast.items()})
+    assert paired.low <= 2 <= paired.high
+    assert paired.high - paired.low < 0.05
+    assert alone.high - alone.low > 5 * (paired.high - paired.low)
+
+
+def test_only_common_rounds_are_compared() -> None:
+    found = stats.ratio({0: [2.0], 1: [2.0], 7: [99.0]}, {0: [1.0], 1: [1.0], 8: [50.0]})
+    assert found == Estimate(2.0, 2.0, 2.0, 2)
+
+
+def test_the_same_seed_gives_the_same_interval_in_any_order_of_rounds() -> None:
+    given = {r: [1.0 + r * s for s in range(5)] for r in range(4)}
+    backwards = dict(reversed(given.items()))
+    assert stats.median(given) == stats.median(backwards)
+    assert stats.ratio(given, {r: s[::-1] for r, s in given.items()}) == stats.ratio(
+        backwards, {r: s[::-1] for r, s in given.items()}
+    )
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (1.05, 1.2, "faster"), (0.8, 0.9, "slower"), (0.995, 1.005, "same"), (0.9, 1.1, "undecided"),
+        (0.99, 1.01, "same"), (0.98, 1.001, "undecided"), (1.0, 1.5, "undecided"), (1.001, 1.005, "same"),
+    ],
+)  # fmt: skip
+def test_verdict_is_what_the_interval_decides(low: float, high: float, expected: str) -> None:
+    assert stats.verdict(Estimate((low + high) / 2, low, high, 3)) == expected
+
+
+# ---------------------------------------------------------------- when to stop
+
+
+def fed(stopping: stats.Stopping, steps: list[float]) -> int:
+    """Feed steps one by one; return after how many it had enough, 0 if never."""
+    for number, seconds in enumerate(steps, 1):
+        stopping.add(seconds)
+        if stopping.finished():
+            return number
+    return 0
+
+
+def test_a_precise_series_stops_as_soon_as_it_may() -> None:
+    stopping = stats.Stopping(budget_s=1e9, min_steps=10)
+    assert fed(stopping, [1.0] * 50) == 10
+    assert stopping.reason == "precise: the median is known to 0.5%"
+
+
+def test_a_noisy_series_stops_at_its_budget_but_not_before_its_least_steps() -> None:
+    noisy = [1.0, 3.0] * 50
+    stopping = stats.Stopping(budget_s=40, min_steps=10)
+    assert fed(stopping, noisy) == 20
+    assert stopping.reason.startswith("budget: 40 s")
+    assert fed(stats.Stopping(budget_s=1, min_steps=10), noisy) == 10
+
+
+def test_a_noisy_series_stops_at_its_most_steps() -> None:
+    stopping = stats.Stopping(budget_s=1e9, min_steps=10, max_steps=33)
+    assert fed(stopping, [1.0, 3.0] * 50) == 33
+    assert stopping.reason == "steps: 33"
+    assert fed(stats.Stopping(budget_s=1e9, min_steps=50, max_steps=5), [1.0] * 50) == 5
+
+
+def test_the_first_reason_stays() -> None:
+    stopping = stats.Stopping(budget_s=1e9, max_steps=20)
+    fed(stopping, [1.0] * 10)
+    reason = stopping.reason
+    for _ in range(30):
+        stopping.add(9.0)
+    assert stopping.finished()
+    assert stopping.reason == reason
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_a_handful_of_steps_is_never_called_precise(steps: int) -> None:
+    """No order statistics of so few values enclose the median with anything near 95 %."""
+    stopping = stats.Stopping(budget_s=1e9, min_steps=1)
+    assert fed(stopping, [1.0] * steps) == 0
+
+
+@pytest.mark.parametrize("n", [10, 15, 30, 100])
+def test_half_width_covers_the_median_about_as_often_as_it_says(n: int) -> None:
+    """The interval by order statistics is free of distribution: the binomial tells its coverage."""
+    ordered = list(np.linspace(1.0, 2.0, n))
+    spread = stats.half_width(ordered) * ordered[n // 2] * 2
+    kept = round(spread / (1 / (n - 1))) + 1
+    low = (n - kept) // 2
+    coverage = 1 - 2 * scipy.stats.binom.cdf(low, n, 0.5)
+    assert 0.925 <= coverage <= 0.99
+
+
+@hypothesis.given(st.lists(positive, min_size=2, max_size=40), st.sampled_from([0.5, 4.0, 1e-3]))
+def test_half_width_is_a_fraction_whatever_the_unit(given: list[float], scale: float) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert stats.half_width([v * scale for v in given]) == pytest.approx(stats.half_width(given), rel=1e-9, abs=1e-12)
+    assert stats.half_width(given) >= 0

@@ -1,0 +1,287 @@
+"""The laws of all strategies, whatever files there are: what they compute, and what they say that they do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dpbench import models, registry, verify
+from dpbench.engine import resolve
+from dpbench.plan import normalise
+from dpbench.records import Case, Effort, Phase, Profile, Status, Task, Trial, Verified, no_mark
+from dpbench.server import Server
+from dpbench.strategies import OPTIMIZERS, optimizer_of, precision_of, rows_of
+from dpbench.worker import loop, trial
+
+NAMES = registry.names("strategies")
+MODELS = registry.names("models")
+LAUNCHED = [name for name in NAMES if hasattr(registry.load("strategies", name), "launch")]
+SHORT = Effort(budget_s=0.05, warmup_steps=2, min_steps=4, max_steps=4, block_steps=4)
+PROFILE = Profile(
+    model="mlp", parameter_tensors=6, parameter_bytes=1000, buffer_bytes=10, input_bytes=50.0, output_bytes=4.0,
+    forward_flop=1e3, backward_flop=2e3,
+)  # fmt: skip
+every_strategy = pytest.mark.parametrize("name", NAMES)
+DevicePhase = tuple[Phase, int]
+
+
+def case_of(name: str, **changed: Any) -> Case:
+    """Return a case in the form that a plan gives it: a strategy of one device has one."""
+    return normalise(Case(**{"model": "mlp", "strategy": name, "devices": 2, "batch_size": 7, **changed}))
+
+
+def runnable(case: Case) -> ModuleType:
+    """Return the case's strategy; skip the test, with its own reason, where it cannot run here."""
+    plug = registry.load("strategies", case.strategy)
+    if reason := getattr(plug, "skip", lambda case: "")(case):
+        pytest.skip(f"{case.strategy}: {reason}")
+    return plug
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with Server(tmp_path_factory.mktemp("trials")) as server:
+        yield server
+
+
+def measured(server: Server, case: Case) -> Trial:
+    done = server.run(case, SHORT, 0, 60)
+    assert done.status is Status.OK, done.reason
+    return done
+
+
+# ---------------------------------------------------------------- tasks
+
+
+def collapsed(tasks: Sequence[Task], *, overlap: bool) -> set[tuple[DevicePhase, DevicePhase]]:
+    """Return the edges between different (phase, device), those marked overlap alone or left out."""
+    found = set()
+    for task in tasks:
+        for before in task.overlap if overlap else task.after:
+            a, b = (tasks[before].phase, tasks[before].device), (task.phase, task.device)
+            if a != b:
+                found.add((a, b))
+    return found
+
+
+@every_strategy
+@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize("rows", [1, 5, 8])
+def test_tasks_are_a_graph_in_order(name: str, devices: int, rows: int) -> None:
+    case = case_of(name, devices=devices, batch_size=rows)
+    plug = registry.load("strategies", name)
+    assert callable(plug.start)
+    tasks = plug.tasks(case, PROFILE)
+    assert tasks
+    for index, task in enumerate(tasks):
+        assert all(0 <= other < index for other in (*task.after, *task.overlap))
+        assert not set(task.after) & set(task.overlap)
+        assert task.amount >= 0
+        assert task.unit in ("flop", "bytes", "s", "threads")
+        assert task.device in range(-1, devices)
+        assert task.resource
+    work = {phase: sum(t.amount for t in tasks if t.phase is phase and t.unit == "flop") for phase in Phase}
+    assert work[Phase.FORWARD] == pytest.approx(rows * PROFILE.forward_flop)
+    assert work[Phase.BACKWARD] == pytest.approx(rows * PROFILE.backward_flop)
+
+
+# ---------------------------------------------------------------- the trace contract
+
+
+@every_strategy
+@pytest.mark.parametrize(("devices", "rows"), [(1, 6), (2, 7), (2, 1), (3, 2)])
+def test_a_trace_is_what_tasks_say(server: Server, name: str, devices: int, rows: int) -> None:
+    case = case_of(name, devices=devices, batch_size=rows)
+    plug = runnable(case)
+    done = measured(server, case)
+    tasks = plug.tasks(case, PROFILE)
+    assert len(done.steps) >= SHORT.warmup_steps + SHORT.min_steps
+    for number, step in enumerate(done.steps):
+        spans = [span for span in done.spans if span.step == number]
+        assert {(s.phase, s.device) for s in spans} == {(t.phase, t.device) for t in tasks}
+        assert all(s.start_s <= s.end_s for s in spans)
+        assert all(s.end_s <= step.end_s for s in spans)
+        last = {key: max((s.start_s, s.end_s) for s in spans if (s.phase, s.device) == key) for key in
+                {(s.phase, s.device) for s in spans}}  # fmt: skip
+        for before, after in collapsed(tasks, overlap=False) - collapsed(tasks, overlap=True):
+            assert last[before][1] <= last[after][0], f"step {number}: {after} starts before {before} has ended"
+
+
+@every_strategy
+def test_a_trial_has_all_that_was_seen(server: Server, name: str) -> None:
+    case = case_of(name, model="resnet18", devices=2, batch_size=8)
+    plug = runnable(case)
+    done = measured(server, case)
+    assert done.verified is not Verified.NO
+    assert done.verified is not Verified.NOT_APPLICABLE
+    assert [step.warmup for step in done.steps][:3] == [True, True, False]
+    assert {s.device for s in done.samples} == set(range(len(rows_of(case))))
+    assert all(value > 0 for value in done.setup.values())
+    assert any(m.device == -1 and m.peak_bytes > 1e7 for m in done.memory)
+    assert done.reason
+
+
+@every_strategy
+def test_at_most_max_steps_are_timed(server: Server, name: str) -> None:
+    case = case_of(name)
+    runnable(case)
+    done = server.run(case, Effort(budget_s=9.0, warmup_steps=1, min_steps=2, max_steps=3, block_steps=10), 0, 60)
+    assert sum(not step.warmup for step in done.steps) <= 3, done.reason
+
+
+# ---------------------------------------------------------------- verdicts
+
+
+def verdict(
+    start: Callable[..., Any], name: str, devices: int, rows: int = 11, strategy: str = "dp", **changed: Any
+) -> verify.Verdict:
+    case = case_of(strategy, model=name, devices=devices, batch_size=rows, **changed)
+    return verify.check(start, case, models.load(name, "small", 0), resolve(["cpu"] * case.devices), precision_of)
+
+
+IN_PROCESS = [n for n in NAMES if n not in LAUNCHED]
+
+
+@pytest.mark.parametrize("strategy", IN_PROCESS)
+@pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.parametrize("model", MODELS)
+def test_strategies_of_one_process_are_bitwise_on_every_model(strategy: str, model: str, devices: int) -> None:
+    plug = runnable(case_of(strategy, devices=devices))
+    found = verdict(plug.start, model, devices, strategy=strategy)
+    assert found.verified is Verified.BITWISE, str(found)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("strategy", IN_PROCESS)
+def test_bf16_stays_within_tolerance_with_every_optimizer(strategy: str, optimizer: str) -> None:
+    plug = runnable(case_of(strategy))
+    found = verdict(plug.start, "transformer", 2, strategy=strategy, precision="bf16", optimizer=optimizer)
+    assert found.verified in (Verified.BITWISE, Verified.WITHIN_TOLERANCE), str(found)
+
+
+@pytest.mark.parametrize("name", LAUNCHED)
+@pytest.mark.parametrize(
+    ("model", "devices", "rows"),
+    [
+        ("mlp", 2, 64),
+        ("embedding", 2, 9),
+        ("lstm", 3, 10),
+        ("mlp", 4, 9),  # three pieces for four devices
+        ("mlp", 6, 25),  # five pieces, where fewer rows would make six
+    ],
+)
+def test_strategies_of_several_processes_are_verified(
+    server: Server, name: str, model: str, devices: int, rows: int
+) -> None:
+    case = case_of(name, model=model, devices=devices, batch_size=rows)
+    runnable(case)
+    assert measured(server, case).verified in (Verified.BITWISE, Verified.WITHIN_TOLERANCE)
+
+
+# ---------------------------------------------------------------- planted faults
+
+
+def planted(fault: Callable[[list[torch.Tensor | None]], torch.Tensor | None]) -> ModuleType:
+    """Return a strategy that joins each parameter's gradients of its chunks in the given way."""
+    plug = SimpleNamespace(steps=0)
+
+    @contextmanager
+    def start(case: Case, model: models.Model, devices: Any, mark: Any) -> Iterator[Any]:
+        optimizer = optimizer_of(case)(model.module.parameters())
+
+        def step(inputs: Any, target: Any) -> torch.Tensor:
+            plug.steps += 1
+            total, parts, whole = len(target), [], 0.0
+            for piece, wanted in zip(inputs.chunk(case.devices), target.chunk(case.devices), strict=True):
+                optimizer.zero_grad()
+                loss = model.loss(model.module(piece), wanted) * len(wanted) / total
+                loss.backward()
+                whole += loss.item()
+                parts.append([None if p.grad is None else p.grad.clone() for p in model.module.parameters()])
+            for parameter, column in zip(model.module.parameters(), zip(*parts, strict=True), strict=True):
+                parameter.grad = fault(list(column))
+            optimizer.step()
+            return torch.tensor(whole)
+
+        yield step
+
+    plug.start, plug.tasks = start, lambda case, profile: []
+    return plug  # type: ignore[return-value]
+
+
+RIGHT = {
+    "sum": lambda parts: sum(parts[1:], parts[0]),
+    "another order": lambda parts: sum(parts[-2::-1], parts[-1]),
+}
+WRONG = {
+    "last replica dropped": lambda parts: sum(parts[1:-1], parts[0]),
+    "first replica dropped": lambda parts: sum(parts[2:], parts[1]),
+    "average": lambda parts: sum(parts[1:], parts[0]) / len(parts),
+    "one replica twice": lambda parts: sum(parts[1:], parts[0] * 2),
+    "nothing": lambda parts: None,
+    "not a number": lambda parts: sum(parts[1:], parts[0]) * float("nan"),
+    "scaled by 1 %": lambda parts: sum(parts[1:], parts[0]) * 1.01,
+}
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.parametrize("join", RIGHT.values(), ids=RIGHT)
+def test_sums_in_any_order_are_accepted(join: Any, devices: int) -> None:
+    found = verdict(planted(join).start, "mlp", devices)
+    assert found.verified in (Verified.BITWISE, Verified.WITHIN_TOLERANCE), str(found)
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.parametrize("join", WRONG.values(), ids=WRONG)
+def test_wrong_gradients_are_refused_and_never_timed(
+    join: Any, devices: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    plug = planted(join)
+    case = Case(model="mlp", strategy="dp", devices=devices, batch_size=11)
+    with pytest.raises(loop.Unverified, match="fc"):
+        loop.measure(case, SHORT, plug)
+    assert plug.steps == 1, "an unverified strategy was stepped again"
+    monkeypatch.setattr(registry, "load", lambda folder, name: plug if folder == "strategies" else MLP)
+    done = trial.run(case, SHORT, tmp_path)
+    assert (done.status, done.verified, done.steps) == (Status.FAILED, Verified.NO, ())
+    assert "gradients are wrong" in done.reason
+
+
+MLP = registry.load("models", "mlp")
+
+
+# ---------------------------------------------------------------- training
+
+
+@pytest.mark.parametrize("strategy", IN_PROCESS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_loss_falls_as_on_a_single_device(strategy: str, optimizer: str) -> None:
+    losses = []
+    for name, devices in ((strategy, 3), ("single", 1)):
+        case = case_of(name, devices=devices, batch_size=16, optimizer=optimizer)
+        plug = runnable(case)
+        model = models.load("mlp", "small", 0)
+        batch = model.batch(16, 1)
+        with plug.start(case, model, resolve(["cpu"] * case.devices), no_mark) as step:
+            losses.append([step(*batch).item() for _ in range(8)])
+    ours, single = losses
+    assert ours == pytest.approx(single, abs=1e-4)
+    assert ours[-1] < ours[0]
+
+
+def test_unknown_optimizers_list_the_known() -> None:
+    with pytest.raises(LookupError, match="'sgdd'.*adam.*sgd"):
+        optimizer_of(case_of("dp", optimizer="sgdd"))
+
+
+@pytest.mark.parametrize("devices", range(1, 9))
+@pytest.mark.parametrize("rows", range(1, 20))
+def test_rows_are_those_of_torch_chunk(devices: int, rows: int) -> None:
+    expected = [len(piece) for piece in torch.empty(rows).chunk(devices)]
+    assert rows_of(case_of("dp", devices=devices, batch_size=rows)) == expected

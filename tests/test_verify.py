@@ -1,0 +1,202 @@
+"""Verification: the reference is right, what is right passes, and what is wrong is named."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dpbench import models, verify
+from dpbench.engine import resolve
+from dpbench.records import Case, Verified, no_mark
+from dpbench.strategies import dp, precision_of
+
+
+def own(module: nn.Module, shape: tuple[int, ...], loss: Any = None) -> models.Model:
+    """Return a user's model over normal inputs."""
+
+    def batch(n: int, seed: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(n, *shape, generator=generator), torch.randn(n, generator=generator)
+
+    default = lambda out, y, reduction="mean": F.mse_loss(out.flatten(1).mean(1), y, reduction=reduction)  # noqa: E731
+    return models.Model("own", module, batch, loss or default)
+
+
+def checked(model: models.Model, devices: int = 2, rows: int = 9, **changed: Any) -> verify.Verdict:
+    case = Case(model="own", strategy="dp", devices=devices, batch_size=rows, **changed)
+    return verify.check(dp.start, case, model, resolve(["cpu"] * devices), precision_of)
+
+
+# ---------------------------------------------------------------- the reference
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+def test_reference_gradients_are_those_of_the_whole_batch(chunks: int) -> None:
+    """Without BatchNorm the chunks make no difference but rounding; in double precision there is hardly any."""
+    model = own(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double(), (6,))
+    x, y = (t.double() for t in model.batch(8, 0))
+    whole = copy.deepcopy(model.module)
+    model.loss(whole(x), y).backward()
+    reference = verify.chunked(model.module, model.loss, x, y, chunks, torch.device("cpu"))
+    for ours, theirs in zip(reference.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-14)
+
+
+def test_reference_normalises_each_chunk_by_itself_and_keeps_the_firsts_statistics() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))
+    x, y = torch.randn(8, 3), torch.randn(8)
+    model = own(module, (3,))
+    alone = copy.deepcopy(module)
+    alone(x[:4])
+    reference = verify.chunked(copy.deepcopy(module), model.loss, x, y, 2, torch.device("cpu"))
+    assert torch.equal(reference[0].running_mean, alone[0].running_mean)
+    whole = copy.deepcopy(module)
+    model.loss(whole(x), y).backward()
+    assert not torch.allclose(reference[1].weight.grad, whole[1].weight.grad, rtol=1e-3)
+
+
+# ---------------------------------------------------------------- what is right
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("module", "shape"),
+    [
+        (lambda: nn.Sequential(nn.Linear(12, 7), nn.ReLU(), nn.Linear(7, 33)), (12,)),
+        (lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Dropout2d(0.5)), (2, 5, 5)),
+        (lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4)), (4,)),
+        (lambda: nn.Linear(4, 4).requires_grad_(False).append(nn.Linear(4, 4)) if False else nn.Sequential(
+            nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4)), (4,)),
+        (lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.5, batch_first=True), (3, 8)),
+    ],
+    ids=["mlp", "conv", "dropout", "frozen", "attention dropout"],
+)  # fmt: skip
+def test_the_engine_is_bitwise_on_users_models(module: Any, shape: tuple[int, ...], devices: int) -> None:
+    found = checked(own(module(), shape), devices)
+    assert found.verified is Verified.BITWISE, str(found)
+
+
+def test_dropout_between_recurrent_layers_is_off_too() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(4, 5, num_layers=2, dropout=0.5, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.lstm(x)[0]
+
+    found = checked(own(Net(), (3, 4)))
+    assert found.verified is Verified.BITWISE, str(found)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_batches_smaller_than_the_devices_are_verified(rows: int) -> None:
+    found = checked(own(nn.Linear(4, 3), (4,)), devices=4, rows=rows)
+    assert found.verified is Verified.BITWISE, str(found)
+
+
+# ---------------------------------------------------------------- what is wrong
+
+
+def tampered(tamper: Any) -> Any:
+    """Return the engine's start with something done to the module after each step."""
+
+    @contextmanager
+    def start(case: Case, model: models.Model, devices: Any, mark: Any) -> Iterator[Any]:
+        with dp.start(case, model, devices, no_mark) as step:
+
+            def wrong(inputs: Any, target: Any) -> Tensor:
+                loss = step(inputs, target)
+                tamper(model.module)
+                return loss
+
+            yield wrong
+
+    return start
+
+
+def faulty(tamper: Any, *, buffers: bool = True) -> verify.Verdict:
+    torch.manual_seed(0)
+    model = own(nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)), (6,))
+    case = Case(model="own", strategy="dp", devices=2, batch_size=8)
+    return verify.check(tampered(tamper), case, model, resolve(["cpu"] * 2), precision_of, buffers=buffers)
+
+
+def scale(name: str, factor: float) -> Any:
+    return lambda module: module.get_parameter(name).grad.mul_(factor)
+
+
+@pytest.mark.parametrize(
+    ("tamper", "worst"),
+    [
+        (scale("0.weight", 1.01), "0.weight"),
+        (scale("2.bias", 0.5), "2.bias"),
+        (scale("2.bias", -1.0), "2.bias"),
+        (scale("2.weight", float("nan")), "2.weight"),
+        (scale("2.weight", float("inf")), "2.weight"),
+        (lambda m: setattr(m[2].weight, "grad", None), "2.weight"),
+        (lambda m: m[1].running_mean.add_(0.01), "1.running_mean"),
+        (lambda m: m[1].num_batches_tracked.add_(1), "1.num_batches_tracked"),
+    ],
+)  # fmt: skip
+def test_wrong_gradients_and_buffers_are_refused_and_named(tamper: Any, worst: str) -> None:
+    found = faulty(tamper)
+    assert found.verified is Verified.NO
+    assert found.worst == worst
+    assert worst in str(found)
+    assert "chunked reference" in str(found)
+
+
+def test_rounding_is_within_tolerance() -> None:
+    found = faulty(scale("0.weight", 1 + 1e-5))
+    assert (found.verified, found.worst) == (Verified.WITHIN_TOLERANCE, "0.weight")
+    assert found.error == pytest.approx(1e-5, rel=0.1)
+
+
+def test_buffers_count_only_where_they_are_compared() -> None:
+    tamper = lambda m: m[1].running_mean.add_(1.0)  # noqa: E731
+    assert faulty(tamper, buffers=False).verified is Verified.BITWISE
+    assert faulty(tamper).verified is Verified.NO
+
+
+def test_a_gradient_where_none_belongs_is_refused() -> None:
+    model = own(nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4)), (4,))
+    case = Case(model="own", strategy="dp", devices=2, batch_size=8)
+    start = tampered(lambda m: setattr(m[0].weight, "grad", torch.ones(4, 4)))
+    assert verify.check(start, case, model, resolve(["cpu"] * 2), precision_of).verified is Verified.NO
+
+
+def test_a_strategy_that_does_nothing_is_refused() -> None:
+    @contextmanager
+    def start(*_: Any) -> Iterator[Any]:
+        yield lambda inputs, target: torch.zeros(())
+
+    model = own(nn.Linear(4, 3), (4,))
+    case = Case(model="own", strategy="dp", devices=2, batch_size=8)
+    assert verify.check(start, case, model, resolve(["cpu"] * 2), precision_of).verified is Verified.NO
+
+
+def test_an_output_that_is_no_tensor_is_refused_in_words() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"logits": self.layer(x)}
+
+    model = own(Net(), (4,), lambda out, y: F.mse_loss(out["logits"].mean(1), y))
+    try:
+        found = checked(model)
+    except (TypeError, ValueError) as error:
+        assert "tensor" in str(error)  # noqa: PT017
+        assert "dict" in str(error)  # noqa: PT017
+    else:
+        assert found.verified is Verified.BITWISE
