@@ -72,9 +72,7 @@ measure() {
     mkdir "$tree"
     git archive --format=tar --output="$tree.tar" "$1" dpbench || return 1
     tar -xf "$tree.tar" -C "$tree" || return 1
-    printf '%s\n' "$alone" >"$tree/sitecustomize.py"
     # never file one commit's numbers under another's name
-    (cd / && PYTHONPATH=$tree "$python" -c "$origins" "$tree" "$top") || return 1
     say "$(git log -1 --format='%h %s' "$1")"  # asv's own heading names HEAD instead
     # asv sets the import path of its own processes from ASV_PYTHONPATH, theirs inherit PYTHONPATH
     PYTHONPATH=$tree ASV_PYTHONPATH=$tree "$python" -m asv run --environment "existing:$python" \

@@ -165,7 +165,7 @@ class CudaClock:
 
     @contextmanager
     def mark(self, phase: Phase, device: int) -> Iterator[None]:
-        """Queue an event at each end of the phase, on the device's stream in this thread; the host has its own clock."""
+        """Queue an event at each end, on the device's stream in this thread; time the host by its clock."""
         step = self._count
         if device == HOST:
             began = self._now()

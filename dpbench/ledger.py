@@ -18,7 +18,7 @@ def charge(step: Step, spans: Iterable[Span]) -> dict[tuple[str, int], float]:
     there wins over one that runs on, then the one that began last.
     """
     charged: dict[tuple[str, int], float] = {}
-    pending = [span for span in spans if span.end_s > step.start_s and span.start_s < step.end_s]
+    pending = [span for span in spans if max(span.start_s, step.start_s) < min(span.end_s, step.end_s)]
     now = step.end_s
     while now > step.start_s:
         pending = [span for span in pending if span.start_s < now]

@@ -6,6 +6,7 @@ import ast
 from pathlib import Path
 
 from dpbench import registry
+from dpbench.records import FASTEST, RUNGS
 
 METRICS = {
     "busy_s": "seconds of CPU time a step, per logical CPU device (its threads' own)",
@@ -35,20 +36,10 @@ def rows(kind: str) -> list[tuple[str, str]]:
     if kind == "metrics":
         return sorted(METRICS.items())
     if kind == "schedules":
-        return _schedules()
+        return [*((name, f"rung {i} of the ladder") for i, name in enumerate(RUNGS)), (FASTEST, "the best exact rung")]
     return [(name, _first_line(Path(__file__).parent / kind / f"{name}.py")) for name in registry.names(kind)]
 
 
 def _first_line(path: Path) -> str:
     """Return the first line of a file's docstring."""
     return (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
-
-
-def _schedules() -> list[tuple[str, str]]:
-    """Return the rungs, from the file that defines them."""
-    tree = ast.parse((Path(__file__).parent / "engine" / "schedule.py").read_text())
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "RUNGS":
-            names = ast.literal_eval(node.value)
-            return [*((name, f"rung {i} of the ladder") for i, name in enumerate(names)), ("fastest", "the last rung")]
-    raise AssertionError("engine/schedule.py defines no RUNGS")

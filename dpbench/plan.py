@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from dpbench import registry
-from dpbench.records import Case
+from dpbench.records import FASTEST, RUNGS, Case
 
 DEVICE_KINDS = ("cpu", "cuda")
 PLACEMENTS = ("spread", "colocated")
@@ -41,6 +41,8 @@ def sweep(
     if bool(batch_sizes) == bool(batch_per_device):
         raise ValueError("give either batch sizes (strong scaling) or a batch per device (weak scaling), and not both")
     _check(models, strategies, devices, [*batch_sizes, *batch_per_device])
+    for schedule in schedules:
+        _one_of("schedule", schedule, (*RUNGS, FASTEST))
     _check_placement(devices, device_kind, device_ids, placement)
     _one_of("size", size, SIZES)
     _one_of("precision", precision, PRECISIONS)
@@ -85,9 +87,12 @@ def _check(models: Sequence[str], strategies: Sequence[str], devices: Sequence[i
         for value in values:
             if value < 1:
                 raise ValueError(f"{kind} must be at least 1, got {value}")
-    for kind, names in (("model", models), ("strategy", strategies), ("device count", devices)):
-        if not names:
-            raise ValueError(f"no {kind} given")
+    if not models:
+        raise ValueError(f"no model given; --models takes any of: {', '.join(registry.names('models'))}")
+    if not strategies:
+        raise ValueError(f"no strategy given; --strategies takes any of: {', '.join(registry.names('strategies'))}")
+    if not devices:
+        raise ValueError("no device count given; --devices takes numbers, such as 1,2")
 
 
 def _check_placement(devices: Sequence[int], kind: str, ids: Sequence[int], placement: str) -> None:

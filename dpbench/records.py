@@ -17,6 +17,10 @@ from enum import StrEnum
 from typing import Any
 
 SCHEMA = 1
+RUNGS = ("reference",)
+"""The schedules of the engine, in ladder order; each changes exactly one thing against the one before it."""
+FASTEST = "fastest"
+"""The name of the best rung that needs no tolerance."""
 HOST = -1
 """The device number of what happens on the host rather than on one of the devices."""
 
@@ -121,6 +125,13 @@ class Case:
         """Name this case forever: sha256 of its canonical JSON without fields at their default."""
         text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Return each replica's rows of the batch: `torch.chunk`'s sizes, which may use fewer devices than given."""
+        piece = -(-self.batch_size // self.devices)
+        full, rest = divmod(self.batch_size, piece)
+        return (piece,) * full + ((rest,) if rest else ())
 
     @property
     def label(self) -> str:

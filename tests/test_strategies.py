@@ -16,7 +16,7 @@ from dpbench.engine import resolve
 from dpbench.plan import normalise
 from dpbench.records import Case, Effort, Phase, Profile, Status, Task, Trial, Verified, no_mark
 from dpbench.server import Server
-from dpbench.strategies import OPTIMIZERS, optimizer_of, precision_of, rows_of
+from dpbench.strategies import OPTIMIZERS, optimizer_of, precision_of
 from dpbench.worker import loop, trial
 
 NAMES = registry.names("strategies")
@@ -121,7 +121,7 @@ def test_a_trial_has_all_that_was_seen(server: Server, name: str) -> None:
     assert done.verified is not Verified.NO
     assert done.verified is not Verified.NOT_APPLICABLE
     assert [step.warmup for step in done.steps][:3] == [True, True, False]
-    assert {s.device for s in done.samples} == set(range(len(rows_of(case))))
+    assert {s.device for s in done.samples} == set(range(len(case.rows)))
     assert all(value > 0 for value in done.setup.values())
     assert any(m.device == -1 and m.peak_bytes > 1e7 for m in done.memory)
     assert done.reason
@@ -284,4 +284,4 @@ def test_unknown_optimizers_list_the_known() -> None:
 @pytest.mark.parametrize("rows", range(1, 20))
 def test_rows_are_those_of_torch_chunk(devices: int, rows: int) -> None:
     expected = [len(piece) for piece in torch.empty(rows).chunk(devices)]
-    assert rows_of(case_of("dp", devices=devices, batch_size=rows)) == expected
+    assert list(case_of("dp", devices=devices, batch_size=rows).rows) == list(expected)

@@ -72,8 +72,7 @@ def test_reference_normalises_each_chunk_by_itself_and_keeps_the_firsts_statisti
         (lambda: nn.Sequential(nn.Linear(12, 7), nn.ReLU(), nn.Linear(7, 33)), (12,)),
         (lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Dropout2d(0.5)), (2, 5, 5)),
         (lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4)), (4,)),
-        (lambda: nn.Linear(4, 4).requires_grad_(False).append(nn.Linear(4, 4)) if False else nn.Sequential(
-            nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4)), (4,)),
+        (lambda: nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4)), (4,)),
         (lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.5, batch_first=True), (3, 8)),
     ],
     ids=["mlp", "conv", "dropout", "frozen", "attention dropout"],

@@ -70,10 +70,8 @@ def replicate(
     sources = [*parameters, *(b for b in buffers if b.requires_grad and not detach)]
     plain = [b for b in buffers if detach or not b.requires_grad]
     if detach:
-        copies = _copies([p.detach() for p in sources], devices, mark)
-        for one in copies:  # torch takes other kernels for weights that want gradients, even where none are made
-            for source, copy in zip(sources, one, strict=True):
-                copy.requires_grad_(source.requires_grad)
+        with torch.no_grad():  # as in torch: replica 0 has the parameters themselves, the others plain copies
+            copies = _copies(sources, devices, mark)
     else:
         flat = Broadcast.apply(devices, mark, on_reduce, *sources) if sources else ()  # type: ignore[no-untyped-call]
         copies = [list(flat[i * len(sources) : (i + 1) * len(sources)]) for i in range(len(devices))]

@@ -1,14 +1,8 @@
-"""Schedules: which of the engine's ways to run a step is used.
-
-A schedule is named by its rung on the ladder; `fastest` is the best rung that needs no tolerance.
-"""
+"""Schedules: which of the engine's ways to run a step is used. A schedule is named by its rung on the ladder."""
 
 from __future__ import annotations
 
-RUNGS = ("reference",)
-"""The rungs in ladder order; each changes exactly one thing against the one before it."""
-
-FASTEST = "fastest"
+from dpbench.records import FASTEST, RUNGS
 
 
 def parse(name: str) -> str:

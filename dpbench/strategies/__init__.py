@@ -17,7 +17,6 @@ timers know: a list of (phase, device, start_s, end_s).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -47,13 +46,6 @@ def precision_of(case: Case) -> AbstractContextManager[Any]:
     if case.precision == "fp32":
         return nullcontext()
     return torch.autocast(case.device_kind, dtype=torch.bfloat16)
-
-
-def rows_of(case: Case) -> list[int]:
-    """Return the rows of each replica: `torch.chunk`'s sizes, which may use fewer devices than given."""
-    piece = math.ceil(case.batch_size / case.devices)
-    full, rest = divmod(case.batch_size, piece)
-    return [piece] * full + ([rest] if rest else [])
 
 
 class Graph:

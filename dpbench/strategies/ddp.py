@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dpbench.devices import Device
 from dpbench.models import Model, positional
 from dpbench.records import Case, Mark, Phase, Profile, Task
-from dpbench.strategies import Graph, optimizer_of, precision_of, rows_of
+from dpbench.strategies import Graph, optimizer_of, precision_of
 from dpbench.strategies.single import put_all
 
 SHARED_STREAM = True  # every rank has a process, and so a stream, of its own
@@ -36,7 +36,7 @@ def launch(case: Case, entry: Callable[[int], Any], folder: Path) -> list[Any]:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
-    ranks = len(rows_of(case))
+    ranks = len(case.rows)
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id=folder.name, rdzv_backend="c10d",
         rdzv_endpoint="localhost:0", start_method="fork", max_restarts=0, monitor_interval=0.02,
@@ -119,7 +119,7 @@ def start(case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> It
 
 def tasks(case: Case, profile: Profile) -> list[Task]:
     """Return each rank's chain; the all-reduce waits for the gradients of all and runs beside backward."""
-    graph, rows = Graph(), rows_of(case)
+    graph, rows = Graph(), case.rows
     backwards = []
     for i, n in enumerate(rows):
         at = graph.add(Phase.SCATTER, i, f"host:{i}", n * profile.input_bytes, "bytes")

@@ -12,7 +12,7 @@ from dpbench.devices import Device
 from dpbench.engine.train_step import TrainStep
 from dpbench.models import Model
 from dpbench.records import HOST, Case, Mark, Phase, Profile, Task
-from dpbench.strategies import Graph, Step, optimizer_of, precision_of, rows_of, single
+from dpbench.strategies import Graph, Step, optimizer_of, precision_of, single
 
 
 @contextmanager
@@ -38,13 +38,15 @@ def tasks(case: Case, profile: Profile) -> list[Task]:
 
 def chain(case: Case, profile: Profile, *, threads: bool) -> list[Task]:
     """Return DataParallel's tasks on several devices, with the host's starting of threads as one if asked."""
-    rows = rows_of(case)
+    rows = case.rows
     graph, state = Graph(), profile.parameter_bytes + profile.buffer_bytes
     scattered = [graph.add(Phase.SCATTER, i, f"host:{i}", n * profile.input_bytes, "bytes") for i, n in enumerate(rows)]
     copied = [
         graph.add(Phase.REPLICATE, i, f"link:0:{i}", state if i else 0, "bytes", [at]) for i, at in enumerate(scattered)
     ]
-    started = [graph.add(Phase.FORWARD, HOST, "host", len(rows), "threads", copied)] if threads else []
+    started = (
+        [graph.add(Phase.FORWARD, HOST, "host", len(rows), "threads", copied)] if threads and len(rows) > 1 else []
+    )
     forwards = [
         graph.add(Phase.FORWARD, i, f"device:{i}", n * profile.forward_flop, "flop", [copied[i]], overlap=started)
         for i, n in enumerate(rows)

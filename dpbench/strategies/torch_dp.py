@@ -16,7 +16,7 @@ from torch import nn
 from dpbench.devices import Device
 from dpbench.models import Model, positional
 from dpbench.records import Case, Mark, Phase, Profile, Task
-from dpbench.strategies import Step, dp, optimizer_of, precision_of, rows_of, single
+from dpbench.strategies import Step, dp, optimizer_of, precision_of, single
 
 SHARED_STREAM = True
 
@@ -71,7 +71,7 @@ def start(case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> It
     model.module.to(root.torch_device)
     wrapped = _Marked(model.module, [device.torch_device.index for device in devices], mark)
     optimizer = optimizer_of(case)(model.module.parameters())
-    used = range(len(rows_of(case)))
+    used = range(len(case.rows))
 
     def step(inputs: Any, target: Any) -> torch.Tensor:
         with mark(Phase.OPTIMIZER, 0):

@@ -109,7 +109,7 @@ def _run(
     try:
         first_s = block(1, warmup=True)[0]
         slow = _agreed(first_s * effort.block_steps > SLOW * effort.budget_s)
-        block_steps = 1 if slow else effort.block_steps
+        block_steps = 1 if slow else min(effort.block_steps, effort.max_steps)
         if slow:
             stopping.min_steps = min(effort.min_steps, SLOW_STEPS)
         else:
