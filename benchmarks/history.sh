@@ -3,7 +3,6 @@
 #
 #   COMMITS=3           how many
 #   DPBENCH_QUICK=1     few samples; 0 takes as many as the numbers deserve
-#   BENCH=regex         only the benchmarks whose name matches
 #
 # The python on PATH measures, and nothing is installed into it: dpbench is pure Python, so each commit's package is
 # unpacked to a temporary folder that comes first on the import path. However this ends, SIGKILL included, the
@@ -72,11 +71,13 @@ measure() {
     mkdir "$tree"
     git archive --format=tar --output="$tree.tar" "$1" dpbench || return 1
     tar -xf "$tree.tar" -C "$tree" || return 1
+    printf '%s\n' "$alone" >"$tree/sitecustomize.py"
     # never file one commit's numbers under another's name
+    (cd / && PYTHONPATH=$tree "$python" -c "$origins" "$tree" "$top") || return 1
     say "$(git log -1 --format='%h %s' "$1")"  # asv's own heading names HEAD instead
     # asv sets the import path of its own processes from ASV_PYTHONPATH, theirs inherit PYTHONPATH
     PYTHONPATH=$tree ASV_PYTHONPATH=$tree "$python" -m asv run --environment "existing:$python" \
-        --set-commit-hash "$1" --no-pull --record-samples --show-stderr ${BENCH:+--bench "$BENCH"}
+        --set-commit-hash "$1" --no-pull --record-samples --show-stderr
 }
 
 status=0

@@ -139,20 +139,23 @@ def warnings(rows: Sequence[Row], trials: Sequence[Trial], provenance: Mapping[s
 
 
 def _of_rows(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield what the cases themselves give away."""
+    """Yield what the cases themselves give away, cases of the same trouble together."""
+    troubles: dict[str, list[str]] = {}
     for row in rows:
-        case = row.case.label
-        if row.status is Status.SKIPPED:
-            yield f"{case}: skipped: {row.reason}"
-        elif row.status is not Status.OK:
-            yield f"{case}: {row.status.value}: {row.reason.splitlines()[0] if row.reason else 'no reason given'}"
+        name = row.case.label
+        first = row.reason.partition("\n")[0] or "no reason given"
+        if row.status is not Status.OK:
+            troubles.setdefault(f"{row.status.value}: {first}", []).append(name)
         elif row.verified is Verified.NOT_APPLICABLE:
-            yield f"{case}: its gradients were not verified"
+            troubles.setdefault("gradients not verified", []).append(name)
         if row.step and row.unattributed_share > UNATTRIBUTED_LIMIT:
-            yield f"{case}: {row.unattributed_share:.0%} of the step is in no phase (unattributed)"
-    few = [row for row in rows if row.step and row.rounds < ROUNDS_LIMIT]
-    if few:
-        yield f"{len(few)} of {len(rows)} cases have fewer than {ROUNDS_LIMIT} rounds: their intervals say little"
+            share = f"{name} ({row.unattributed_share:.0%})"
+            troubles.setdefault(f"more than {UNATTRIBUTED_LIMIT:.0%} of the step is in no phase", []).append(share)
+        if row.step and row.rounds < ROUNDS_LIMIT:
+            few = f"fewer than {ROUNDS_LIMIT} rounds, so that the interval says little"
+            troubles.setdefault(few, []).append(name)
+    for trouble, names in troubles.items():
+        yield f"{trouble}: {', '.join(names)}" if len(names) < len(rows) else f"{trouble}: all {len(rows)} cases"
 
 
 def _of_host(rows: Sequence[Row], trials: Sequence[Trial], provenance: Mapping[str, Any]) -> Iterator[str]:

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import os
 
-for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):  # before torch is loaded: later has no effect
-    os.environ[_variable] = "1"
-
 import hypothesis
 import pytest
-import torch
 
-torch.set_num_threads(1)
+os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # before torch is loaded: later has no effect
+
 hypothesis.settings.register_profile("dpbench", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("dpbench")
 
 
 @pytest.fixture(autouse=True)
-def _seed() -> None:
+def _one_thread_and_seed() -> None:
+    import torch
+
+    torch.set_num_threads(1)
     torch.manual_seed(0)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what needs more GPUs than this machine has, with the reason."""
+    import torch
+
     count = torch.cuda.device_count()
     for mark, needed in (("gpu", 1), ("multi_gpu", 2)):
         if count < needed:

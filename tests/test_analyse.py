@@ -9,9 +9,7 @@ import hypothesis.strategies as st
 import pytest
 
 from dpbench import analyse
-from dpbench.records import (
-    UNATTRIBUTED, Case, Memory, Phase, Sample, Source, Span, Status, Step, Trial, Verified,
-)  # fmt: skip
+from dpbench.records import UNATTRIBUTED, Case, Memory, Phase, Sample, Source, Span, Status, Step, Trial, Verified
 
 
 def case(strategy: str = "dp", batch: int = 64, devices: int = 2, **changed: Any) -> Case:
@@ -23,9 +21,14 @@ SINGLE = case("single", devices=1)
 
 
 def trial(
-    of: Case, seconds: float | list[float] = 1.0, *, number: int = 0, busy: dict[int, float] | None = None, **changed: Any
+    of: Case,
+    seconds: float | list[float] = 1.0,
+    *,
+    number: int = 0,
+    busy: dict[int, float] | None = None,
+    **changed: Any,
 ) -> Trial:
-    """Return a trial of one slow warm-up step and ten timed ones: half forward, a quarter reduce, the rest unnamed."""
+    """Return a trial of one slow warm-up step and ten timed ones: half forward, a quarter reduce."""
     timed = [seconds] * 10 if isinstance(seconds, float | int) else seconds
     steps, spans, samples, at = [], [], [], 100.0
     for k, one in enumerate([50.0, *timed]):
@@ -68,7 +71,9 @@ def test_a_row_is_a_case_and_a_round_one_trial_of_it() -> None:
 
 
 def test_strong_speed_up_compares_equal_global_work() -> None:
-    found = row_of(case(), *[trial(SINGLE, 3.0, number=r) for r in range(3)], *[trial(case(), 2.0, number=r) for r in range(3)])
+    found = row_of(
+        case(), *[trial(SINGLE, 3.0, number=r) for r in range(3)], *[trial(case(), 2.0, number=r) for r in range(3)]
+    )
     assert found.scaling == "strong"
     assert found.speedup.value == pytest.approx(1.5)
     assert found.efficiency.value == pytest.approx(0.75)
@@ -193,7 +198,9 @@ def test_the_last_trial_of_a_round_counts_alone() -> None:
 
 def test_predictions_do_not_mix_with_measurements() -> None:
     measured = [trial(case(), 2.0, number=r) for r in range(2)]
-    predicted = [trial(case(), 8.0, number=r, source=Source.PREDICTED, verified=Verified.NOT_APPLICABLE) for r in range(2)]
+    predicted = [
+        trial(case(), 8.0, number=r, source=Source.PREDICTED, verified=Verified.NOT_APPLICABLE) for r in range(2)
+    ]
     found = analyse.rows([*measured, *predicted])
     assert {(row.source, row.step.value) for row in found} == {(Source.MEASURED, 2.0), (Source.PREDICTED, 8.0)}
 
@@ -249,7 +256,9 @@ def test_occupied_is_the_union_of_a_devices_spans() -> None:
 
 
 def test_imbalance_is_device_0_over_the_mean_of_the_others() -> None:
-    found = row_of(case(devices=3), *[trial(case(devices=3), 2.0, number=r, busy={0: 1.5, 1: 0.8, 2: 1.2}) for r in range(3)])
+    found = row_of(
+        case(devices=3), *[trial(case(devices=3), 2.0, number=r, busy={0: 1.5, 1: 0.8, 2: 1.2}) for r in range(3)]
+    )
     assert (found.imbalance.value, found.imbalance.low, found.imbalance.high) == pytest.approx((1.5, 1.5, 1.5))
     assert found.imbalance.n == 3
     assert found.busy_source == "thread CPU time"
@@ -277,9 +286,7 @@ def test_memory_is_the_peak_of_all_rounds() -> None:
     def peaks(first: int, second: int, host: int) -> tuple[Memory, ...]:
         return (Memory(0, first, "allocator"), Memory(1, second, "allocator"), Memory(-1, host, "rss"))
 
-    found = row_of(
-        case(), trial(case(), memory=peaks(300, 100, 7)), trial(case(), number=1, memory=peaks(200, 150, 5))
-    )
+    found = row_of(case(), trial(case(), memory=peaks(300, 100, 7)), trial(case(), number=1, memory=peaks(200, 150, 5)))
     assert found.memory == {0: 300, 1: 150}
     assert found.memory_imbalance == pytest.approx(2.0)
     assert found.memory_source == "allocator"

@@ -138,7 +138,11 @@ def test_a_failed_trial_is_a_failed_benchmark(suite: dict[str, ModuleType], monk
 
 
 def test_phases_return_samples_of_the_same_steps(suite: dict[str, ModuleType]) -> None:
+    from dpbench.ledger import UNATTRIBUTED
+    from dpbench.records import Phase
+
     steps = suite["steps"]
+    assert (*Phase, UNATTRIBUTED) == steps.PHASES, "spelled out there, for commits that lack the names"
     cache = steps.track_phase_seconds.setup_cache()
     assert set(cache) == set(steps.PHASES)
     for phase in steps.PHASES:
@@ -296,7 +300,6 @@ def test_asv_suite_can_be_discovered(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.slow
 def test_history_measures_each_commit_and_asv_takes_samples_as_timings(project: Path, tools: Path) -> None:
     """Asv does not document what it makes of {"samples", "number"}; the suite stands on it."""
     first, second, third = commit_value(project, 1.5), commit_value(project, 7.5), commit_value(project, 4.0, "later")
@@ -322,7 +325,6 @@ def test_history_measures_each_commit_and_asv_takes_samples_as_timings(project: 
     assert not list(tools.parent.glob("tmp.*")), "the unpacked commits are gone"
 
 
-@pytest.mark.slow
 def test_history_fails_when_a_benchmark_does(project: Path, tools: Path) -> None:
     commit_value(project, 1.5)
     (project / "dpbench/__init__.py").write_text("")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -146,9 +144,12 @@ def test_marks_outside_of_every_step_are_no_busy_time_of_one(time: Time, host: H
 
 
 def test_a_span_is_closed_when_its_work_raises(time: Time, host: HostClock) -> None:
-    with pytest.raises(KeyError), host.step(warmup=False), host.mark(F, 0):
+    def fail() -> None:
         time.work(2)
         raise KeyError
+
+    with pytest.raises(KeyError), host.step(warmup=False), host.mark(F, 0):
+        fail()
     assert [(s.start_s, s.end_s) for s in host.spans()] == [(1000, 1002)]
     assert host.steps() == ()
 
@@ -186,12 +187,6 @@ class FakeGpu:
     def synchronize(self) -> None:
         self.synchronised += 1
         self._time.at = max(self._time.at, self.queue_s)
-
-
-@contextmanager
-def one_step(clock: CudaClock, warmup: bool = False) -> Iterator[None]:
-    with clock.step(warmup=warmup):
-        yield
 
 
 def gpus(time: Time, *rates: float) -> list[FakeGpu]:
@@ -284,6 +279,21 @@ def test_what_is_added_keeps_the_hosts_times(time: Time) -> None:
                 device.launch(1)
         clock.add(Phase.REDUCE, 0, 1000.5, 1001.5)
     assert clock.spans() == (Span(1, Phase.REDUCE, 0, "host", 1000.5, 1001.5),)
+
+
+def test_the_hosts_part_of_a_phase_is_timed_by_the_hosts_clock(time: Time) -> None:
+    clock = CudaClock(gpus(time, 1.0), time.now)
+
+    def fail() -> None:
+        time.at += 0.5
+        raise KeyError
+
+    with clock.block(), clock.step(warmup=False):
+        with clock.mark(F, HOST):
+            time.at += 0.25
+        with pytest.raises(KeyError), clock.mark(B, HOST):
+            fail()
+    assert set(clock.spans()) == {Span(0, F, HOST, "host", 1000, 1000.25), Span(0, B, HOST, "host", 1000.25, 1000.75)}
 
 
 def test_devices_are_known_by_index_and_not_by_position(time: Time) -> None:

@@ -506,7 +506,7 @@ def test_reduce_adds_in_replica_order_and_spares_its_inputs(n: int, seed: int) -
 
 
 def test_parallel_apply_refuses_unequal_lengths_with_the_numbers() -> None:
-    with pytest.raises(ValueError, match="2 modules, 1 inputs.*2 devices"):
+    with pytest.raises(ValueError, match=r"2 modules, 1 inputs.*2 devices"):
         parallel_apply([nn.Tanh(), nn.Tanh()], [torch.zeros(1)], None, resolve(cpus(2)))
 
 
@@ -651,7 +651,9 @@ class Failing(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("error", [Awkward(1, 2), KeyboardInterrupt(), SystemExit(3), MemoryError("none left")], ids=repr)
+@pytest.mark.parametrize(
+    "error", [Awkward(1, 2), KeyboardInterrupt(), SystemExit(3), MemoryError("none left")], ids=repr
+)
 def test_an_error_keeps_its_type_and_names_replica_and_device(error: BaseException) -> None:
     with pytest.raises(type(error)) as caught:
         DataParallel(Failing({2: error}), cpus(3))(torch.arange(6))
@@ -725,13 +727,13 @@ def test_placement_is_checked_by_the_call_and_not_by_the_constructor(n: int) -> 
 
 
 def test_uninitialised_parameters_are_refused_with_the_way_out() -> None:
-    with pytest.raises(RuntimeError, match="uninitialized.*dummy forward"):
+    with pytest.raises(RuntimeError, match=r"uninitialized.*dummy forward"):
         DataParallel(nn.LazyLinear(3), cpus(2))(torch.zeros(4, 2))
 
 
 @pytest.mark.parametrize("ids", [["cpu", "meta"], ["meta"], ["cpu", 0]], ids=str)
 def test_devices_of_other_kinds_are_refused(ids: list[Any]) -> None:
-    with pytest.raises(ValueError, match="device_ids.*cpu"):
+    with pytest.raises(ValueError, match=r"device_ids.*cpu"):
         DataParallel(nn.Tanh(), ids)
 
 
@@ -746,7 +748,7 @@ def test_unknown_schedules_list_the_known() -> None:
         lambda: DataParallel(nn.Tanh(), cpus(2), schedule="refrence"),
         lambda: TrainStep(mlp(), F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1), cpus(2), "refrence"),
     ):
-        with pytest.raises(ValueError, match="'refrence'.*reference"):
+        with pytest.raises(ValueError, match=r"'refrence'.*reference"):
             make()
 
 
@@ -773,12 +775,12 @@ def test_a_prefix_that_does_not_fit_is_refused_both_ways(strict: bool) -> None:
     plain, wrapped = mlp(), DataParallel(mlp(), cpus(2))
     with pytest.raises(RuntimeError, match=r"lack the prefix.*\.module"):
         wrapped.load_state_dict(plain.state_dict(), strict=strict)
-    with pytest.raises(RuntimeError, match="once too often.*strip"):
+    with pytest.raises(RuntimeError, match=r"once too often.*strip"):
         wrapped.load_state_dict({f"module.{k}": v for k, v in wrapped.state_dict().items()}, strict=strict)
     with pytest.raises(RuntimeError):
         wrapped.load_state_dict({"other": torch.zeros(1)}, strict=strict)
     step = TrainStep(mlp(), F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1), cpus(2))
-    with pytest.raises(RuntimeError, match="once too often.*strip"):
+    with pytest.raises(RuntimeError, match=r"once too often.*strip"):
         step.load_state_dict({**step.state_dict(), "module": wrapped.state_dict()})
 
 
@@ -793,7 +795,9 @@ def test_state_goes_through_torchs_own_wrapper_and_back() -> None:
     assert len(target.load_state_dict(partial, strict=False).missing_keys) == 4
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))], ids=["deepcopy", "pickle"]
+)
 def test_wrappers_can_be_copied_and_pickled(copied: Callable[[Any], Any]) -> None:
     module, x = made("mlp", 7)
     wrapped = DataParallel(module, cpus(3))
@@ -821,7 +825,14 @@ def batches(net: str, count: int, rows: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def by_hand(
-    module: nn.Module, make: Any, data: Any, n: int, *, accumulate: int = 1, clip: float | None = None, decay: float = 1.0
+    module: nn.Module,
+    make: Any,
+    data: Any,
+    n: int,
+    *,
+    accumulate: int = 1,
+    clip: float | None = None,
+    decay: float = 1.0,
 ) -> tuple[list[float], torch.optim.Optimizer]:
     """Train as TrainStep should, on the chunked reference; return losses and optimizer."""
     optimizer = make(module.parameters())
@@ -948,7 +959,7 @@ def test_a_target_elsewhere_is_refused_naming_both_devices(wrap: Any) -> None:
 
 
 def test_accumulate_below_one_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least 1.*0"):
+    with pytest.raises(ValueError, match=r"at least 1.*0"):
         TrainStep(mlp(), F.mse_loss, OPTIMIZERS["sgd"], cpus(2), accumulate=0)
 
 

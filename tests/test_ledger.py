@@ -172,14 +172,12 @@ def parts_of(plant: str) -> tuple[dict[tuple[str, int], float], float]:
     for _ in range(STEPS):
         with clock.step(warmup=False):
             step(x, y)
-    rows = [
-        ledger.charge(s, own) for s, own in zip(clock.steps(), ledger.by_step(clock.spans(), STEPS), strict=True)
-    ]
+    rows = [ledger.charge(s, own) for s, own in zip(clock.steps(), ledger.by_step(clock.spans(), STEPS), strict=True)]
     keys = {key for row in rows for key in row}
     return {k: statistics.median(row.get(k, 0.0) for row in rows) for k in keys}, statistics.median(slept or [0.0])
 
 
-@pytest.mark.parametrize(("plant", "where"), [("between", REST), ("forward", ("forward", 1))], ids=lambda v: str(v))
+@pytest.mark.parametrize(("plant", "where"), [("between", REST), ("forward", ("forward", 1))], ids=str)
 def test_a_planted_sleep_shows_where_it_was_planted(plant: str, where: tuple[str, int]) -> None:
     shares = []
     for _ in range(3):  # the box is shared: a median may still be hit

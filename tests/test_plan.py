@@ -57,7 +57,9 @@ def test_every_case_is_once_in_the_plan_and_in_its_one_form(given: dict[str, Any
 @hypothesis.given(axes, batches)
 def test_the_order_of_axes_changes_no_plan(given: dict[str, Any], sizes: list[int]) -> None:
     cases = plan.sweep(**given, batch_sizes=sizes)
-    backwards = plan.sweep(**{k: v[::-1] if isinstance(v, list) else v for k, v in given.items()}, batch_sizes=sizes[::-1])
+    backwards = plan.sweep(
+        **{k: v[::-1] if isinstance(v, list) else v for k, v in given.items()}, batch_sizes=sizes[::-1]
+    )
     assert plan.plan_hash(cases, 3) == plan.plan_hash(backwards, 3)
     assert plan.plan_hash(cases, 3) != plan.plan_hash(cases, 4)
     other = dataclasses.replace(cases[0], seed=99)
@@ -141,7 +143,9 @@ def test_defaults_can_be_planned(kind: str) -> None:
     assert swept(strategies=strategies, device_kind=kind)
 
 
-@pytest.mark.parametrize(("available", "expected"), [(0, (1,)), (1, (1,)), (2, (1, 2)), (5, (1, 2, 4)), (8, (1, 2, 4, 8))])
+@pytest.mark.parametrize(
+    ("available", "expected"), [(0, (1,)), (1, (1,)), (2, (1, 2)), (5, (1, 2, 4)), (8, (1, 2, 4, 8))]
+)
 def test_default_devices_fit_what_there_is(available: int, expected: tuple[int, ...]) -> None:
     assert plan.default_devices(available, "spread") == expected
     assert plan.default_devices(available, "colocated") == (1, 2)

@@ -106,4 +106,5 @@ def _name(row: Row, differ: set[str], common: set[str]) -> str:
         parts.append(f"seed {case.seed}")
     if "options" in differ:
         parts += [f"{name}={value}" for name, value in case.options]
-    return words.plain(", ".join(parts) + "".join(f" {label}" for label in row.labels if label not in common))
+    # labels come first: what does not fit is cut off at the end
+    return words.plain("".join(f"{label} " for label in row.labels if label not in common) + ", ".join(parts))

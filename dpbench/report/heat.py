@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from dpbench.analyse import Row
-from dpbench.records import HOST, Case, Trial
+from dpbench.records import HOST, Case, Source, Trial
 from dpbench.report import facets, svg
 from dpbench.report.svg import Panel, Section
 
@@ -24,17 +24,20 @@ PAUSE = 0.15
 """What stands between two rounds on the time axis, as a share of the longest series."""
 _CORE = re.compile(r"core(\d+)_utilization_ratio")
 
-Series = dict[int, list[tuple[float, float]]]
-"""Readings (seconds, ratio) by device or core."""
+Place = tuple[str, int]
+"""A GPU or a core, and its number."""
+Series = dict[Place, list[tuple[float, float]]]
+"""Readings (seconds, ratio) by place."""
 
 
 def utilisation(rows: Sequence[Row], trials: Sequence[Trial]) -> Section:
     """Draw the utilisation of GPUs where it was sampled, else of CPU cores."""
     by_case: dict[Case, list[Series]] = {}
     for trial in trials:
-        if series := _series(trial):
+        if trial.source is Source.MEASURED and (series := _series(trial)):
             by_case.setdefault(trial.case, []).append(series)
-    panels, left_out = facets.split([row for row in rows if row.case in by_case], per=12)
+    drawn = [row for row in rows if row.source is Source.MEASURED and row.case in by_case]
+    panels, left_out = facets.split(drawn, per=12)
     return Section(
         "utilisation", "Utilisation over time",
         "One row a GPU, or a CPU core where there are none; rounds stand one behind the other. "
@@ -50,10 +53,10 @@ def _series(trial: Trial) -> Series:
     cores: Series = {}
     for sample in trial.samples:
         if sample.metric == "utilization_ratio" and sample.device != HOST:
-            gpus.setdefault(sample.device, []).append((sample.time_s, sample.value))
+            gpus.setdefault(("GPU", sample.device), []).append((sample.time_s, sample.value))
         elif core := _CORE.fullmatch(sample.metric):
-            cores.setdefault(int(core[1]), []).append((sample.time_s, sample.value))
-    return {device: sorted(found) for device, found in sorted((gpus or cores).items())}
+            cores.setdefault(("core", int(core[1])), []).append((sample.time_s, sample.value))
+    return {place: sorted(found) for place, found in sorted((gpus or cores).items())}
 
 
 def _strips(facet: facets.Facet, by_case: dict[Case, list[Series]], key: str) -> Panel:
@@ -71,7 +74,7 @@ def _strips(facet: facets.Facet, by_case: dict[Case, list[Series]], key: str) ->
     svg.amounts(axes.xaxis)
     axes.grid(False)
     _scale(figure)
-    kind = "GPU" if any(row.case.device_kind == "cuda" for row in facet.rows) else "core"
+    kind = " or ".join(sorted({kind for rows in devices for kind, _ in rows}))
     said = f"Utilisation of each {kind} over time for " + ", ".join(facet.names)
     drawing = svg.render(figure, key=key, title=f"Utilisation: {facet.title}", description=said)
     more = any(len({d for series in group for d in series}) > DEVICES for group in groups)
@@ -84,7 +87,7 @@ def _length(series: Series) -> float:
     return max(times) - min(times)
 
 
-def _case(axes: Axes, group: Iterable[Series], devices: Sequence[int], y: float, thick: float, pause: float) -> float:
+def _case(axes: Axes, group: Iterable[Series], devices: Sequence[Place], y: float, thick: float, pause: float) -> float:
     """Draw the rounds of one case behind each other; return where the last one ends."""
     left = 0.0
     for series in group:
@@ -94,7 +97,7 @@ def _case(axes: Axes, group: Iterable[Series], devices: Sequence[int], y: float,
     return left - pause
 
 
-def _image(series: Series, devices: Sequence[int]) -> tuple[NDArray[np.uint8], float]:
+def _image(series: Series, devices: Sequence[Place]) -> tuple[NDArray[np.uint8], float]:
     """Return one round's strip as pixels, transparent where nothing was read, and its length in seconds.
 
     A reading tells of the time since the one before it, but of no more than three usual distances.

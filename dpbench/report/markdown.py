@@ -49,7 +49,7 @@ def render(
 
 def _said(text: str, columns: int = 1000) -> str:
     """Return one line in which nothing is markup, a mention or a link."""
-    escaped = re.sub(r"([\\`*_{}\[\]()#+!|~])", r"\\\1", words.clip(text, columns))
+    escaped = re.sub(r"([\\`*_\[\]#|~])", r"\\\1", words.clip(text, columns))
     escaped = escaped.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return escaped.replace("@", "@\u200b").replace("://", ":\u200b//")
 
@@ -74,7 +74,8 @@ def _notes(lines: Iterable[table.Line]) -> Iterator[str]:
         model, strategy, devices, batch = (cell for cell in line.cells[:4])
         for what, reason in line.notes:
             case = f"{model.text} {strategy.text}{strategy.small} ×{devices.text} batch {batch.text}"
-            yield f"- {_said(case)}: {_said(what)}: {_said(reason, REASON)}"
+            last = reason.strip().rpartition("\n")[2]  # of a stack its error
+            yield f"- {_said(case)}: {_said(what)}: {_said(last, REASON)}"
 
 
 def _phases(rows: Sequence[Row]) -> str:

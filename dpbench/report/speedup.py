@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from itertools import count
 
@@ -32,13 +32,18 @@ def section(rows: Sequence[Row]) -> Section:
     drawn = _both_ways([row for row in rows if words.finite(row.speedup)])
     levels = [row for row in drawn if row.case.strategy == LEVEL]
     lines = [row for row in drawn if row.case.strategy != LEVEL] or levels
-    panels, left_out = facets.split(lines, per=LINES, key=_work, unit=lambda row: facets.rank(row.case))
+    panels, left_out = facets.split(lines, per=LINES, key=_work, unit=_identity)
     missing = "" if panels else "No case could be compared with the strategy single at equal work."
     return Section(
         "speedup", "Speed-up against ideal",
         "One device's step over that of several, at equal work. The dotted line is the ideal; bars are 95% intervals.",
         [_panel(facet, _beside(facet, levels), f"speedup{i}") for i, facet in enumerate(panels)], missing or left_out,
     )  # fmt: skip
+
+
+def _identity(row: Row) -> tuple[Hashable, ...]:
+    """Return what tells one line from another."""
+    return (*facets.rank(row.case), row.source)
 
 
 def _both_ways(rows: Sequence[Row]) -> list[Row]:
@@ -78,7 +83,7 @@ def _panel(facet: facets.Facet, levels: Sequence[Row], key: str) -> Panel:
     lines: dict[tuple[object, ...], list[tuple[Row, Estimate]]] = {}
     for row in rows:
         if row.speedup:
-            lines.setdefault(facets.rank(row.case), []).append((row, row.speedup))
+            lines.setdefault(_identity(row), []).append((row, row.speedup))
     most = max(row.case.devices for row in rows)
     top = max([most, *(e.high for line in lines.values() for _, e in line)]) * 1.06
     figure, axes, keys = _frame(most, top, len(lines))
@@ -114,7 +119,7 @@ def _name(case: Case, labels: Iterable[str], value: str) -> str:
     """Name a line: strategy, schedule and options, and the labels that must not be overlooked."""
     options = " ".join(f"{name}={value}" for name, value in case.options)
     odd = " ".join(label for label in labels if label in svg.ODD)
-    name = " ".join(filter(None, (words.strategy(case), options, odd)))
+    name = " ".join(filter(None, (odd, words.strategy(case), options)))
     return f"{words.clip(name, svg.COLUMNS - 4 - len(value))}: {value}"
 
 

@@ -12,7 +12,7 @@ from matplotlib.path import Path
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from dpbench.analyse import Row
-from dpbench.records import Case, Estimate, Status, Trial, Verified
+from dpbench.records import Case, Estimate, Source, Status, Trial, Verified
 from dpbench.report import facets, svg, words
 from dpbench.report.svg import Panel, Section
 
@@ -103,9 +103,10 @@ def steps(rows: Sequence[Row], trials: Sequence[Trial]) -> Section:
     series: dict[Case, list[Trial]] = {}
     for trial in trials:
         good = trial.status is Status.OK and trial.verified is not Verified.NO
-        if good and any(not step.warmup for step in trial.steps):
+        if good and trial.source is Source.MEASURED and any(not step.warmup for step in trial.steps):
             series.setdefault(trial.case, []).append(trial)
-    drawn = [row for row in rows if words.finite(row.step) and row.case in series]
+    measured = [row for row in rows if row.source is Source.MEASURED and row.case in series]
+    drawn = [row for row in measured if words.finite(row.step)]
     panels, left_out = facets.split(drawn, per=12)
     return Section(
         "steps", "Every step that was timed",

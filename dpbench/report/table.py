@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from dpbench.analyse import Row, frame
-from dpbench.records import Case, Estimate, Phase, Status, Trial, Verified
+from dpbench.records import Case, Estimate, Phase, Source, Status, Trial, Verified
 from dpbench.report import facets, words
 
 COLUMNS = (
@@ -39,10 +39,10 @@ class Line:
 
 def lines(rows: Iterable[Row], trials: Sequence[Trial]) -> list[Line]:
     """Return every case, those without a result too."""
-    by_case: dict[Case, list[Trial]] = {}
+    groups: dict[tuple[Case, Source], list[Trial]] = {}
     for trial in trials:
-        by_case.setdefault(trial.case, []).append(trial)
-    return [_line(row, by_case.get(row.case, [])) for row in facets.order(rows)]
+        groups.setdefault((trial.case, trial.source), []).append(trial)
+    return [_line(row, groups.get((row.case, row.source), [])) for row in facets.order(rows)]
 
 
 def _line(row: Row, trials: Sequence[Trial]) -> Line:

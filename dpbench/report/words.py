@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from dpbench.analyse import Row
-from dpbench.records import Case, Estimate
+from dpbench.records import Case, Estimate, Source
 
 MISSING = "–"
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -80,9 +80,11 @@ def labels(rows: Iterable[Row]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(label for row in rows for label in row.labels))
 
 
-def rounds(rows: Iterable[Row]) -> str:
+def rounds(rows: Sequence[Row]) -> str:
     """Say how many rounds stand behind the numbers."""
-    counts = sorted({row.rounds for row in rows})
+    counts = sorted({row.rounds for row in rows if row.source is Source.MEASURED})
+    if not counts:
+        return "Predicted: nothing here was measured."
     span = f"{counts[0]}–{counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
     return f"Medians with 95% intervals over {span} round{'' if counts[-1] == 1 else 's'}."
 

@@ -1,0 +1,99 @@
+"""Start `dpbench` as a user does, in a folder and a session of its own, and look at what it stores."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import dpbench
+from tests.marked import Mark, marked, poll
+
+ROOT = Path(dpbench.__file__).parent.parent
+COMMAND = [sys.executable, "-m", "dpbench.cli"]
+
+
+class Folder:
+    """A user's working directory: its commands, its store, its folder for temporary files."""
+
+    def __init__(self, path: Path, mark: Mark) -> None:
+        self.path, self.mark, self.store = path, mark, path / "dpbench.db"
+        self.temporary = path / "tmp"
+        self.temporary.mkdir(exist_ok=True)
+
+    @property
+    def env(self) -> dict[str, str]:
+        """Return the environment of its commands, in which a commit made meanwhile makes no other code of dpbench."""
+        own = {"PYTHONPATH": str(ROOT), "TMPDIR": str(self.temporary), "GIT_DIR": str(self.path / "none")}
+        return os.environ | self.mark.env | own
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        """Start a command in a session of its own, output into files that nobody needs to read meanwhile."""
+        with (self.path / "out").open("w") as out, (self.path / "err").open("w") as err:
+            return subprocess.Popen(
+                [*COMMAND, *arguments], cwd=self.path, env=self.env, text=True,
+                stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True,
+            )  # fmt: skip
+
+    def do(self, *arguments: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+        """Run a command to its end."""
+        process = self.start(*arguments)
+        code = process.wait(timeout_s)
+        return subprocess.CompletedProcess(arguments, code, self.out, self.err)
+
+    @property
+    def out(self) -> str:
+        return (self.path / "out").read_text()
+
+    @property
+    def err(self) -> str:
+        return (self.path / "err").read_text()
+
+    def query(self, sql: str) -> list[tuple]:
+        """Ask the store, as it is at this moment; nothing while there is none."""
+        try:
+            with closing(sqlite3.connect(f"{self.store.as_uri()}?mode=ro", uri=True, timeout=30)) as db:
+                return db.execute(sql).fetchall()
+        except sqlite3.OperationalError:
+            return []
+
+    def final(self) -> list[tuple]:
+        """Return the ended trials, as rows that must never change again."""
+        seconds = "(SELECT total(seconds) FROM step WHERE trial_id=id)"
+        return self.query(
+            f"SELECT id, fingerprint, round, status, started, setup, {seconds} FROM trial "
+            "WHERE status NOT IN ('running', 'killed') ORDER BY id"
+        )
+
+    def wait_for(self, process: subprocess.Popen[str], trials: int, timeout_s: float = 90) -> bool:
+        """Wait until so many trials are final and another one is at work, or the command has ended."""
+
+        def there() -> bool:
+            busy = self.query("SELECT 1 FROM trial WHERE status='running'") and len(self.mark.alive()) >= 3
+            return process.poll() is not None or bool(len(self.final()) >= trials and busy)
+
+        poll(there, timeout_s)
+        return process.poll() is None and len(self.final()) >= trials
+
+
+def end(process: subprocess.Popen[str], how: str) -> int:
+    """End a command in one of the ways in which commands end before their time; return its exit status."""
+    if how == "kill group":
+        os.killpg(process.pid, signal.SIGKILL)
+    elif how == "interrupt group":  # what a terminal does on Ctrl-C
+        os.killpg(process.pid, signal.SIGINT)
+    else:
+        process.send_signal({"interrupt": signal.SIGINT, "terminate": signal.SIGTERM, "kill": signal.SIGKILL}[how])
+    return process.wait(20)
+
+
+@contextmanager
+def folder(path: Path) -> Iterator[Folder]:
+    """Yield a working directory; end whatever was started in it."""
+    with marked() as mark:
+        yield Folder(path, mark)

@@ -1,0 +1,170 @@
+"""The report in a real browser: from a file, with the network off, wide and narrow, light and dark."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dpbench.report import page
+from tests.test_report import colocated_cpu_and_weak, gpu_page, run_of
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+DRIVER = shutil.which("chromedriver")
+webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(not CHROMIUM, reason="there is no chromium on this system"),
+    pytest.mark.skipif(not DRIVER, reason="there is no chromedriver on this system"),
+]
+FLAGS = (
+    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+    "--disable-background-networking", "--disable-component-update", "--hide-scrollbars",
+    "--host-resolver-rules=MAP * ~NOTFOUND",
+)  # fmt: skip
+WIDTHS = (1280, 400)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
+        options.add_argument(flag)
+    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
+    try:
+        yield driver
+    finally:
+        driver.quit()
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("pages")
+    pages = {
+        "gpu": gpu_page(),
+        "cpu": page.render(**run_of(*colocated_cpu_and_weak())),
+        "empty": page.render(**run_of()),
+    }
+    for name, text in pages.items():
+        (folder / f"{name}.html").write_text(text, encoding="utf-8")
+    return {name: folder / f"{name}.html" for name in pages}
+
+
+def show(browser: Any, file: Path, width: int = 1280, scheme: str = "light") -> None:
+    media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    browser.get(file.as_uri())
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", ["gpu", "cpu", "empty"])
+def test_everything_lies_within_the_page(browser: Any, files: dict[str, Path], name: str, width: int) -> None:
+    show(browser, files[name], width)
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    boxes = browser.execute_script(
+        "return [...document.querySelectorAll('svg')].map(e => [e.closest('section').id, e.getBoundingClientRect()])"
+    )
+    drawn = {"speedup", "throughput", "phases", "imbalance", "utilisation", "steps"}
+    assert {section for section, _ in boxes} == (set() if name == "empty" else drawn)
+    for section, box in boxes:
+        assert box["width"] > 200, section
+        assert box["height"] > 60, section
+        assert box["left"] >= 0, section
+        assert box["right"] <= width, section
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", ["gpu", "cpu"])
+def test_no_text_is_cut_off_or_overlaps_another(browser: Any, files: dict[str, Path], name: str, width: int) -> None:
+    show(browser, files[name], width)
+    spoilt = browser.execute_script(
+        """
+        const found = [];
+        for (const svg of document.querySelectorAll('svg')) {
+          const frame = svg.getBoundingClientRect();
+          const texts = [...svg.querySelectorAll('text')].filter(e => e.textContent.trim());
+          const boxes = texts.map(e => e.getBoundingClientRect());
+          boxes.forEach((a, i) => {
+            const sideways = a.left < frame.left - 1 || a.right > frame.right + 1;
+            if (sideways || a.top < frame.top - 1 || a.bottom > frame.bottom + 1)
+              found.push(['cut off', texts[i].textContent]);
+            boxes.slice(i + 1).forEach((b, j) => {
+              const across = Math.min(a.right, b.right) - Math.max(a.left, b.left);
+              const down = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
+              if (across > 1 && down > 3) found.push([texts[i].textContent, texts[i + 1 + j].textContent]);
+            });
+          });
+        }
+        return found;
+        """
+    )
+    assert spoilt == []
+    smallest = browser.execute_script(
+        "return Math.min(...[...document.querySelectorAll('svg text')].map("
+        "e => parseFloat(getComputedStyle(e).fontSize) * e.ownerSVGElement.getBoundingClientRect().width / 420))"
+    )
+    assert smallest >= 9
+
+
+def test_page_asks_for_nothing_and_reports_no_error(browser: Any, files: dict[str, Path]) -> None:
+    for file in files.values():
+        show(browser, file)
+        assert browser.execute_script("return performance.getEntriesByType('resource').map(e => e.name)") == []
+        assert browser.get_log("browser") == []
+
+
+def test_colours_follow_the_theme(browser: Any, files: dict[str, Path]) -> None:
+    seen = {}
+    for scheme in ("light", "dark"):
+        show(browser, files["gpu"], scheme=scheme)
+        seen[scheme] = browser.execute_script(
+            "const style = (e) => getComputedStyle(e);"
+            "return [style(document.body).backgroundColor, style(document.querySelector('svg text')).fill]"
+        )
+    assert seen["light"][0] == "rgb(255, 255, 255)"
+    assert seen["dark"][0] == "rgb(13, 17, 23)"
+    assert seen["light"][1] != seen["dark"][1]
+
+
+def test_table_sorts_by_number_and_by_text_on_click(browser: Any, files: dict[str, Path]) -> None:
+    show(browser, files["gpu"])
+
+    def click(name: str) -> list[str]:
+        return browser.execute_script(
+            """
+            const table = document.querySelector('table.sortable');
+            const heads = [...table.tHead.rows[0].cells];
+            const column = heads.findIndex((head) => head.textContent === arguments[0]);
+            heads[column].querySelector('button').click();
+            return [...table.tBodies].map((body) => body.rows[0].cells[column].dataset.sort);
+            """,
+            name,
+        )
+
+    up, down = click("median ms"), click("median ms")
+    assert len(up) == 20
+    assert up[-2:] == down[-2:] == ["", ""]  # what has no value stays at the end
+    assert list(map(float, up[:-2])) == sorted(map(float, up[:-2]))
+    assert list(map(float, down[:-2])) == sorted(map(float, down[:-2]), reverse=True)
+    strategies = click("strategy")
+    assert strategies == sorted(strategies)
+    sorted_by = "return [...document.querySelectorAll('th[aria-sort]')].map(e => [e.textContent, e.ariaSort])"
+    assert browser.execute_script(sorted_by) == [["strategy", "ascending"]]
+
+
+def test_page_is_whole_without_scripts(browser: Any, files: dict[str, Path]) -> None:
+    browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
+    try:
+        show(browser, files["gpu"])
+    finally:
+        browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
+    cases = "return document.querySelectorAll('tbody.case').length"
+    assert browser.execute_script(cases) == 20
+    assert browser.execute_script("return document.querySelectorAll('th button').length") == 0

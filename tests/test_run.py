@@ -1,0 +1,362 @@
+"""The run's laws: every case every round, once; nothing that happens loses or repeats what was measured."""
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import contextmanager
+from typing import ClassVar
+
+import pytest
+
+from dpbench import run as module
+from dpbench import samplers
+from dpbench.records import Case, Effort, Sample, Status, Step, Trial
+from dpbench.run import Ended, Started, run
+from dpbench.store import Store
+from tests import commands
+
+CASES = [Case(model=f"m{i}", strategy="single", batch_size=8) for i in range(9)]
+ONLY_MLP = ("run", "--models", "mlp", "--strategies", "single,dp,ddp", "--devices", "1,2", "--batch-sizes", "32")
+
+
+class Server:
+    """Stands in for a server: answers at once, remembers what it was asked, and may be told to misbehave."""
+
+    made: ClassVar[list] = []
+    act = staticmethod(lambda case, effort: {})
+
+    def __init__(self, scratch):
+        assert scratch.is_dir()
+        self.asked, self.open = [], False
+        Server.made.append(self)
+
+    def __enter__(self):
+        assert not any(server.open for server in Server.made)
+        self.open = True
+        return self
+
+    def __exit__(self, *error):
+        self.open = False
+
+    def run(self, case, effort, number, limit_s):
+        assert self.open
+        self.asked.append((case, number, effort))
+        step = Step(0.01, False, time.perf_counter())
+        return Trial(**({"case": case, "round": number, "steps": (step,)} | Server.act(case, effort)))
+
+
+class Series:
+    def cut(self, began, ended):
+        assert began < ended
+        return (Sample(began, -1, "rss_bytes", 1.0),)
+
+
+@pytest.fixture
+def quick(monkeypatch, tmp_path):
+    """Replace processes by stand-ins, and temporary files by ones that can be looked at."""
+
+    @contextmanager
+    def sampling(ordinals, path):
+        yield Series()
+
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setattr(module, "Server", Server)
+    monkeypatch.setattr(samplers, "sampling", sampling)
+    monkeypatch.setattr(Server, "made", [])
+    monkeypatch.setattr(Server, "act", staticmethod(lambda case, effort: {}))
+    yield
+    assert list(temporary.iterdir()) == [], "nothing is left in the folder of temporary files"
+
+
+@pytest.fixture
+def store(tmp_path):
+    with Store.create(tmp_path / "store.db") as store:
+        yield store
+
+
+def slots(trials):
+    return Counter((trial.case, trial.round) for trial in trials)
+
+
+# -- with stand-ins
+
+
+@pytest.mark.usefixtures("quick")
+def test_every_case_is_measured_once_a_round_in_an_order_of_its_own_under_a_server_of_its_own(store):
+    outcome = run(CASES, store, rounds=4)
+    trials = store.trials(outcome.run_id)
+    assert slots(trials) == Counter((case, number) for case in CASES for number in range(4))
+    assert [trial.round for trial in trials] == [n for n in range(4) for _ in CASES], "one round after the other"
+    orders = [tuple(t.case for t in trials if t.round == n) for n in range(4)]
+    assert len(set(orders)) == 4
+    assert len(Server.made) == 4
+    assert [{number for _, number, _ in server.asked} for server in Server.made] == [{0}, {1}, {2}, {3}]
+    assert outcome.counts == {Status.OK: 36}
+    assert not outcome.resumed
+    assert store.runs()[0].status == "finished"
+
+
+@pytest.mark.usefixtures("quick")
+def test_two_runs_have_different_orders(store):
+    orders = []
+    for _ in range(3):
+        outcome = run(CASES, store, rounds=1)
+        orders.append(tuple(trial.case for trial in store.trials(outcome.run_id)))
+    assert len(set(orders)) > 1
+    assert len(store.runs()) == 3, "a finished run is not resumed"
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, SystemExit])
+def test_an_interrupted_run_goes_on_where_it_was_in_the_same_order(store, monkeypatch, error):
+    asked = []
+
+    def act(case, effort):
+        asked.append(case)
+        if len(asked) == 12:
+            raise error
+        return {}
+
+    monkeypatch.setattr(Server, "act", staticmethod(act))
+    with pytest.raises(error):
+        run(CASES, store, rounds=2)
+    assert store.runs()[0].status != "finished"
+    before = store.trials()
+    assert len(before) == 11
+    monkeypatch.setattr(Server, "act", staticmethod(lambda case, effort: {}))
+    outcome = run(list(reversed(CASES)), store, rounds=2)  # the order of the cases names no other plan
+    assert outcome.resumed
+    after = store.trials()
+    assert after[:11] == before
+    assert slots(after) == Counter((case, number) for case in CASES for number in range(2))
+    assert len(Server.made[-2].asked) == 0 or {n for _, n, _ in Server.made[-1].asked} == {1}
+    assert store.runs()[0].status == "finished"
+
+
+@pytest.mark.usefixtures("quick")
+def test_what_a_resumed_run_comes_to_is_the_whole_run(store, monkeypatch):
+    """Else a failure before an interruption would be forgotten, and the command exit with 0."""
+    asked = []
+
+    def act(case, effort):
+        asked.append(case)
+        if len(asked) == 1:
+            return {"status": Status.FAILED, "reason": "planted"}
+        if len(asked) == 4:
+            raise KeyboardInterrupt
+        return {}
+
+    monkeypatch.setattr(Server, "act", staticmethod(act))
+    with pytest.raises(KeyboardInterrupt):
+        run(CASES, store, rounds=1)
+    outcome = run(CASES, store, rounds=1)
+    assert outcome.resumed
+    assert outcome.counts == {Status.FAILED: 1, Status.OK: 8}
+
+
+@pytest.mark.usefixtures("quick")
+def test_retry_measures_again_what_it_names_and_nothing_else(store, monkeypatch):
+    bad = {CASES[0]: Status.FAILED, CASES[1]: Status.OOM, CASES[2]: Status.TIMEOUT}
+    asked = []
+
+    def act(case, effort):
+        asked.append(case)
+        if len(asked) == len(CASES) + 1:
+            raise KeyboardInterrupt  # in the second round
+        return {"status": bad.get(case, Status.OK)}
+
+    monkeypatch.setattr(Server, "act", staticmethod(act))
+    with pytest.raises(KeyboardInterrupt):
+        run(CASES, store, rounds=2)
+    monkeypatch.setattr(Server, "act", staticmethod(lambda case, effort: {}))
+    Server.made.clear()
+    run(CASES, store, rounds=2, retry=["failed", "timeout"])
+    first = [case for server in Server.made for case, number, _ in server.asked if number == 0]
+    assert set(first) == {CASES[0], CASES[2]}
+    assert len(first) == 2
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_budget_bounds_the_run_and_what_it_leaves_out_is_skipped_with_the_reason(store, monkeypatch):
+    given = []
+
+    def act(case, effort):
+        given.append(effort.budget_s)
+        time.sleep(0.1)
+        return {}
+
+    monkeypatch.setattr(Server, "act", staticmethod(act))
+    began = time.perf_counter()
+    outcome = run(CASES, store, rounds=10, budget_s=1.0, effort=Effort(budget_s=5))
+    assert 0.9 < time.perf_counter() - began < 3
+    trials = store.trials(outcome.run_id)
+    assert slots(trials) == Counter((case, number) for case in CASES for number in range(10))
+    skipped = [trial for trial in trials if trial.status is Status.SKIPPED]
+    assert 60 < len(skipped) < 90
+    assert outcome.counts == {Status.OK: 90 - len(skipped), Status.SKIPPED: len(skipped)}
+    assert all("--budget" in trial.reason for trial in skipped)
+    assert {trial.status for trial in trials[: 90 - len(skipped)]} == {Status.OK}, "what was begun is no skipped one"
+    assert all(0 < seconds <= 5 for seconds in given)
+    assert max(given) < 1, "the timed parts are shortened"
+
+
+@pytest.mark.usefixtures("quick")
+def test_without_a_budget_every_trial_gets_the_whole_effort_and_the_limit(store, monkeypatch):
+    limits = []
+    original = Server.run
+    monkeypatch.setattr(
+        Server, "run", lambda self, c, e, n, limit: limits.append(limit) or original(self, c, e, n, limit)
+    )
+    run(CASES[:2], store, rounds=2, effort=Effort(budget_s=9), limit_s=77)
+    assert {effort.budget_s for server in Server.made for _, _, effort in server.asked} == {9}
+    assert limits == [77] * 4
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_listener_hears_each_trial_begin_and_end_with_true_counts(store):
+    heard = []
+    run(CASES[:3], store, rounds=2, listen=heard.append)
+    assert isinstance(heard[0], Started)
+    assert (heard[0].case, heard[0].total, heard[0].done) == (None, 6, 0)
+    assert [type(event) for event in heard[1:]] == [Started, Ended] * 6
+    assert [event.done for event in heard if isinstance(event, Ended)] == [1, 2, 3, 4, 5, 6]
+    assert {event.total for event in heard} == {6}
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_trial_is_in_the_store_before_its_end_is_told(store):
+    def listen(event):
+        if isinstance(event, Ended):
+            with Store.read(store.path) as reader:
+                assert len(reader.trials()) == event.done
+
+    run(CASES[:3], store, rounds=1, listen=listen)
+
+
+@pytest.mark.usefixtures("quick")
+def test_whatever_a_worker_returns_is_stored_and_ends_nothing(store, monkeypatch):
+    odd = [
+        {"status": Status.FAILED, "reason": "weights-\udcff.pt\0 [bold]not markup[/]" + "x" * 100_000},
+        {"samples": (Sample(1.0, 0, "power_w", float("nan")), Sample(2.0, 0, "power_w", float("inf")))},
+        {"status": Status.OK, "steps": ()},
+        {"setup": {"verify_s": float("nan")}},
+    ]
+    monkeypatch.setattr(Server, "act", staticmethod(lambda case, effort: odd[int(case.model[1:])]))
+    outcome = run(CASES[: len(odd)], store, rounds=1)
+    assert len(store.trials(outcome.run_id)) == len(odd)
+
+
+@pytest.mark.parametrize("name", ["run", "plan", "store", "server", "provenance", "progress", "cli"])
+def test_the_parent_of_the_workers_never_loads_torch(name):
+    code = f"import sys, dpbench.{name}; sys.exit(int('torch' in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=commands.ROOT, check=False).returncode == 0
+
+
+# -- for real
+
+
+@pytest.fixture
+def folder(tmp_path):
+    with commands.folder(tmp_path) as folder:
+        yield folder
+
+
+def test_however_it_is_ended_the_same_command_completes_the_run_without_repeating_a_trial(folder):
+    """Five cases, three rounds; the command is ended in four ways after each of them two trials or more further on."""
+    command = (*ONLY_MLP, "--rounds", "3", "--budget", "40")
+    expected = {"interrupt": 130, "terminate": None, "kill": -9, "kill group": -9}
+    kept: list[tuple] = []
+    for goal, (how, code) in zip((2, 4, 7, 9), expected.items(), strict=True):
+        process = folder.start(*command)
+        assert folder.wait_for(process, goal), folder.err
+        ended = commands.end(process, how)
+        assert folder.mark.settles(0) == "", f"{how}: these have outlived the command"
+        rows = folder.final()
+        assert rows[: len(kept)] == kept, "what was final has changed"
+        kept = rows
+        assert ended == code if code is not None else ended != 0
+        if how == "interrupt":
+            assert "same command" in folder.err
+            assert "Traceback" not in folder.err
+    done = folder.do(*command)
+    assert done.returncode == 0, done.stderr
+    assert f"{len(kept)} of 15 are done" in done.stderr
+    assert folder.final()[: len(kept)] == kept
+    assert Counter(status for (status,) in folder.query("SELECT status FROM trial WHERE status<>'killed'")) == {
+        "ok": 15
+    }
+    assert len({(fingerprint, number) for _, fingerprint, number, *_ in folder.final()}) == 15
+    assert folder.query("SELECT count(*), min(status) FROM run") == [(1, "finished")]
+    assert folder.query("SELECT count(*) FROM trial WHERE status='killed'")[0][0] <= 4
+    assert folder.query("PRAGMA integrity_check") == [("ok",)]
+    assert folder.mark.settles(0) == ""
+
+
+@pytest.mark.parametrize("how", ["interrupt group", "terminate", "kill", "kill group"])
+def test_ranks_that_hang_do_not_outlive_the_command(folder, how):
+    process = folder.start("run", "--model", "tests.hungry:SLEEPS_IN_RANK_1", "--strategies", "ddp", "--devices", "2")
+    # the command, its sampler, the server, the launcher, two ranks
+    commands.poll(lambda: len(folder.mark.alive()) >= 6, 30)
+    assert len(folder.mark.alive()) >= 6, folder.err
+    time.sleep(0.5)  # so that the ranks are at work
+    code = commands.end(process, how)
+    assert folder.mark.settles(0) == ""
+    assert code == 130 if "interrupt" in how else code != 0
+    if "kill" not in how:
+        assert list(folder.temporary.iterdir()) == [], "a temporary folder is left behind"
+
+
+def test_a_finished_run_leaves_no_process_and_no_temporary_file(folder):
+    done = folder.do("run", "--models", "mlp", "--strategies", "single,ddp", "--devices", "2", "--rounds", "1")
+    assert done.returncode == 0, done.stderr
+    assert folder.mark.settles(0, 1) == ""
+    assert list(folder.temporary.iterdir()) == []
+
+
+def test_a_second_command_for_the_same_run_is_refused_and_the_first_goes_on(folder):
+    command = ("run", "--model", "tests.hungry:SLOW", "--strategies", "single", "--batch-sizes", "8", "--rounds", "2")
+    first = folder.start(*command)
+    assert folder.wait_for(first, 0)
+    second = subprocess.run(
+        [*commands.COMMAND, *command], cwd=folder.path, env=folder.env, capture_output=True, text=True, check=False
+    )
+    assert second.returncode == 2
+    assert second.stdout == ""
+    assert second.stderr.startswith("error: ")
+    assert str(first.pid) in second.stderr
+    assert second.stderr.count("\n") == 1
+    assert first.wait(60) == 0, folder.err
+    assert len(folder.final()) == 2
+
+
+@pytest.mark.slow
+def test_the_issues_own_command_stores_three_verified_trials_of_ten_cases_through_two_kills(folder):
+    command = ("run", "--models", "mlp,resnet18", "--strategies", "single,dp,ddp", "--devices", "1,2",
+               "--batch-sizes", "64", "--rounds", "3", "--store", "acceptance.db")  # fmt: skip
+    folder.store = folder.path / "acceptance.db"
+    kept: list[tuple] = []
+    for goal, how in ((4, "kill group"), (10, "kill")):
+        process = folder.start(*command)
+        assert folder.wait_for(process, goal), folder.err
+        commands.end(process, how)
+        assert folder.mark.settles(0) == ""
+        assert folder.final()[: len(kept)] == kept
+        kept = folder.final()
+    done = folder.do(*command, timeout_s=250)
+    assert done.returncode == 0, done.stderr
+    assert folder.final()[: len(kept)] == kept
+    with Store.read(folder.store) as store:
+        assert len(store.runs()) == 1
+        trials = store.trials(store.runs()[0].id)
+    assert len(trials) == 30
+    each = Counter(trial.case for trial in trials)
+    assert len(each) == 10
+    assert set(each.values()) == {3}
+    assert set(slots(trials).values()) == {1}
+    assert {trial.status for trial in trials} == {Status.OK}
+    assert {trial.verified for trial in trials} <= {"bitwise", "within_tolerance"}
+    assert folder.mark.settles(0) == ""
