@@ -56,6 +56,12 @@ def deliberately_asleep() -> None:
     time.sleep(3600)
 
 
+def _stay(x: Tensor) -> None:
+    """Hang as native code does, which no KeyboardInterrupt reaches."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    deliberately_asleep()
+
+
 def _leave_a_child(x: Tensor) -> None:
     subprocess.Popen(["sleep", "3600"])
 
@@ -83,6 +89,7 @@ def _raise(x: Tensor) -> None:
 
 
 SLEEPS = _plug(_hang)
+STUBBORN_IN_RANK_1 = _plug(in_rank_1(_stay))
 SLEEPS_IN_RANK_1 = _plug(in_rank_1(_hang))
 RAISES_IN_RANK_1 = _plug(in_rank_1(_raise))
 DIES_IN_RANK_1 = _plug(in_rank_1(lambda x: os.abort()))

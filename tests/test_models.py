@@ -80,9 +80,7 @@ def test_build_says_its_exact_parameter_count(name, size):
 def test_small_is_smaller_than_full_and_made_of_the_same_kinds_of_layers(name):
     small, full = on_meta(name, "small"), on_meta(name, "full")
     assert count(small) * 10 < count(full)
-    kinds = [
-        {type(m) for m in module.modules() if list(m.parameters(recurse=False))} for module in (small, full)
-    ]
+    kinds = [{type(m) for m in module.modules() if list(m.parameters(recurse=False))} for module in (small, full)]
     assert kinds[0] == kinds[1]
 
 

@@ -53,9 +53,7 @@ def test_visible_devices_are_read_as_cuda_reads_them(visible, positions):
         assert opened.physical_gpus == 4
 
 
-@pytest.mark.parametrize(
-    "visible", [None, "", "-1", "1,7,2", "1,1", "0,-1", "GPU-9b,GPU-e", "GPU-1a6f", "3rd"]
-)
+@pytest.mark.parametrize("visible", [None, "", "-1", "1,7,2", "1,1", "0,-1", "GPU-9b,GPU-e", "GPU-1a6f", "3rd"])
 def test_visible_devices_are_read_as_torch_reads_them(visible, monkeypatch):
     torch_cuda = pytest.importorskip("torch.cuda")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -239,9 +237,7 @@ def test_description_leaves_out_what_is_not_told():
 
 def test_numbers_and_names_are_those_of_the_real_library():
     pynvml = pytest.importorskip("pynvml")
-    never = (
-        "INVALID_ARGUMENT NOT_SUPPORTED NO_PERMISSION FUNCTION_NOT_FOUND ARGUMENT_VERSION_MISMATCH DEPRECATED"
-    )
+    never = "INVALID_ARGUMENT NOT_SUPPORTED NO_PERMISSION FUNCTION_NOT_FOUND ARGUMENT_VERSION_MISMATCH DEPRECATED"
     assert {getattr(pynvml, f"NVML_ERROR_{name}") for name in never.split()} == nvml._NEVER
     assert pynvml.NVMLError(NOT_SUPPORTED).value == NOT_SUPPORTED
     assert (pynvml.NVML_CLOCK_SM, pynvml.NVML_CLOCK_MEM) == (nvml._CLOCK_SM, nvml._CLOCK_MEMORY)

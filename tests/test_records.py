@@ -32,7 +32,7 @@ trials = st.builds(
     verified=st.sampled_from(Verified),
     steps=st.lists(st.builds(Step, numbers, st.booleans(), numbers), max_size=4).map(tuple),
     spans=st.lists(
-        st.builds(Span, small, st.sampled_from(Phase), small, st.sampled_from(["host", "cuda_event"]), numbers, numbers),
+        st.builds(Span, small, st.sampled_from(Phase), small, st.sampled_from(["host", "cuda"]), numbers, numbers),
         max_size=4,
     ).map(tuple),
     samples=st.lists(st.builds(Sample, numbers, small, names, numbers), max_size=4).map(tuple),

@@ -203,7 +203,7 @@ def test_a_label_that_only_some_cases_carry_is_in_their_names() -> None:
 def test_parts_of_a_bar_sum_to_the_step() -> None:
     row = made(Case(model="mlp", strategy="dp", batch_size=8, devices=2), 0.1)
     assert sum(row.phases.values()) == pytest.approx(row.step.value)
-    (panel,) = figures.phases([row]).panels
+    (panel,) = figures.sections([row], [])[2].panels
     drawn = r'<path d="M ?([\d.]+) [\d.]+\s+L ?([\d.]+) [\d.]+[^"]*" style="fill:(#[0-9a-f]{6}|none);'
     edges = re.findall(drawn, panel.svg)
     assert len(edges) >= len(row.phases)
@@ -401,7 +401,7 @@ def test_measured_and_predicted_of_one_case_stay_apart() -> None:
 
 def test_a_long_name_costs_the_interval_and_never_the_label() -> None:
     rows = [row for row in colocated_cpu_and_weak() if row.case.devices == 2]
-    (panel,) = figures.throughput(rows).panels
+    (panel,) = figures.sections(rows, [])[1].panels
     found = re.findall(r">([^<>]*)</text>", panel.svg)
     assert "COLOCATED dp[reference] ×2, batch 64" in found
     assert "3,200/s" in found
@@ -485,7 +485,10 @@ def test_markdown_has_the_verdict_the_table_and_no_markup_of_users() -> None:
 
 @pytest.mark.parametrize(
     ("value", "said"),
-    [(0.674444, "0.674"), (54.9, "54.9"), (94892.9, "94,893"), (0.0123456, "0.0123"), (0, "0"), (float("inf"), "–")],
+    [
+        (0.674444, "0.674"), (0.99996, "1.00"), (54.9, "54.9"), (94892.9, "94,893"), (0.0123456, "0.0123"), (0, "0"),
+        (float("inf"), "–"),
+    ],
 )  # fmt: skip
 def test_numbers_have_three_digits(value: float, said: str) -> None:
     assert words.number(value) == said

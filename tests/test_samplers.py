@@ -239,9 +239,7 @@ def test_host_sees_a_busy_child(child):
     for sample in samples:
         assert sample.device == HOST
         values[sample.metric].append(sample.value)
-    assert (
-        0.15 < statistics.median(values["process_cpu_ratio"]) < 1.3
-    )  # one thread, on a machine that others use
+    assert 0.15 < statistics.median(values["process_cpu_ratio"]) < 1.3  # one thread, on a machine that others use
     assert values["rss_bytes"][-1] > 2**20
     assert {f"core{core}_utilization_ratio" for core in os.sched_getaffinity(0)} <= set(values)
     assert all(0 <= value <= 1 for name in values for value in values[name] if name.startswith("core"))
@@ -337,9 +335,7 @@ def test_tree_holds_all_descendants(child, monkeypatch, children_files):
 
 def test_tree_leaves_out_this_process_and_walks_at_most_twice_a_second(monkeypatch):
     walks = []
-    monkeypatch.setattr(
-        _tree, "descendants", lambda root: walks.append(root) or frozenset((root, os.getpid()))
-    )
+    monkeypatch.setattr(_tree, "descendants", lambda root: walks.append(root) or frozenset((root, os.getpid())))
     clock_s = itertools.count(0.0, 0.2)
     tree = _tree.ProcessTree(1, now=lambda: next(clock_s))
     for _ in range(20):
@@ -470,9 +466,7 @@ def test_process_whose_parent_is_gone_already_ends_at_once(tmp_path, child):
     former.wait()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     arguments = [*command(tmp_path / "out"), "--parent-pid", str(former.pid)]
-    with subprocess.Popen(
-        arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
-    ) as process:
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as process:
         assert process.wait(8) == 0
         assert process.stdout.read() == b""
 

@@ -288,7 +288,7 @@ def the_server(mark: Mark) -> psutil.Process:
     return servers[0]
 
 
-@pytest.mark.parametrize(("model", "strategy"), [("SLEEPS", "single"), ("SLEEPS_IN_RANK_1", "ddp")])
+@pytest.mark.parametrize(("model", "strategy"), [("SLEEPS", "single"), ("STUBBORN_IN_RANK_1", "ddp")])
 def test_a_server_killed_in_the_middle_is_a_failed_trial_and_the_next_gets_a_new_one(server, mark, model, strategy):
     assert works(server)
     old = the_server(mark)
@@ -357,7 +357,7 @@ def test_the_server_dies_with_its_parent_and_so_do_workers_and_ranks(tmp_path):
         from dpbench.server import Server
         with Server(Path(sys.argv[1])) as server:
             print("there", flush=True)
-            server.run(Case(model="tests.hungry:SLEEPS", strategy="ddp", batch_size=8, devices=2), Effort(), 0, 600)
+            server.run(Case(model="tests.hungry:STUBBORN_IN_RANK_1", strategy="ddp", batch_size=8, devices=2), Effort(), 0, 600)
     """
     with marked() as own:
         env = os.environ | own.env | {"PYTHONPATH": str(ROOT)}

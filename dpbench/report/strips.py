@@ -147,7 +147,7 @@ def _scale(axes: Axes, low: float, high: float) -> tuple[float, float]:
     if low > 0 and high / low > 6:
         edges = low / 1.1, high * 1.1
         decades = range(math.floor(math.log10(edges[0])), math.ceil(math.log10(edges[1])) + 1)
-        leading = (1, 2, 5) if len(decades) < 4 else (1,)
+        leading = (1, 2, 5) if edges[1] < 100 * edges[0] else (1,)
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(FixedLocator([m * 10.0**d for d in decades for m in leading]))
         axes.xaxis.set_minor_locator(NullLocator())

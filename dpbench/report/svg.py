@@ -115,9 +115,9 @@ def lanes(
     across = axes.get_yaxis_transform()
     for name, value, top in zip(names, values, tops, strict=False):
         # a name tells one case from another, an interval is also drawn and in the table: the name goes first
-        value = value if len(name) + len(value) <= COLUMNS else value.partition(" (")[0]
-        axes.text(0, top + 12, words.clip(name, COLUMNS - len(value)), transform=across)
-        axes.text(1, top + 12, value, transform=across, ha="right", fontweight="bold", fontsize=SMALL)
+        said = value if len(name) + len(value) <= COLUMNS else value.partition(" (")[0]
+        axes.text(0, top + 12, words.clip(name, COLUMNS - len(said)), transform=across)
+        axes.text(1, top + 12, said, transform=across, ha="right", fontweight="bold", fontsize=SMALL)
     return figure, axes, tops[:-1]
 
 

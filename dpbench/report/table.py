@@ -64,7 +64,7 @@ def _line(row: Row, trials: Sequence[Trial]) -> Line:
         _estimate(row.imbalance, unit="×"),
         _memory(row),
         Cell(row.verified.value.replace("_", " ") if row.verified else ("no" if wrong else "")),
-        Cell(" ".join(row.labels)),
+        Cell("\n".join(row.labels)),
         Cell(status),
     )
     return Line(cells, status, _notes(row, trials, status))

@@ -15,12 +15,13 @@ _PLAIN = Case(model="", strategy="", batch_size=0)
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Say a number with three significant digits, thousands apart."""
+    """Say a number with three significant digits or, of a thousand or more, without decimals."""
     if value is None or not math.isfinite(value):
         return MISSING
     if value == 0:
         return "0"
-    places = digits - 1 - math.floor(math.log10(abs(value)))
+    rounded = float(f"{value:.{digits}g}")  # 0.9999 is 1.00, not 1.000
+    places = digits - 1 - math.floor(math.log10(abs(rounded)))
     return f"{value:,.{max(0, places)}f}"
 
 

@@ -1,0 +1,70 @@
+"""Documents that cannot rot: what they name exists, what they show runs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from dpbench import registry
+from dpbench.cli import cli
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+
+
+def test_every_test_that_the_contract_names_exists() -> None:
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "contract.md").read_text()))
+    written = set(re.findall(r"^def (test_\w+)", "".join(f.read_text() for f in (ROOT / "tests").glob("*.py")), re.M))
+    assert named
+    assert named <= written
+
+
+def test_every_row_of_the_contract_has_a_test() -> None:
+    rows = [line for line in (ROOT / "docs" / "contract.md").read_text().splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 20
+    assert [row for row in rows if "`test_" not in row] == []
+
+
+@pytest.mark.parametrize("number", range(len(re.findall(r"```python\n", README))))
+def test_the_readmes_python_runs(number: int, tmp_path: Path) -> None:
+    code = re.findall(r"```python\n(.*?)```", README, re.S)[number]
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        env={"PYTHONPATH": str(ROOT), "PATH": ""},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_option_that_a_document_names_is_one() -> None:
+    known = {option for command in cli.commands.values() for p in command.params for option in p.opts}
+    known |= {"--help"}
+    shown = re.findall(r"dpbench \w+[^`\n]*", README + (ROOT / "docs" / "measuring.md").read_text())
+    named = {option for line in shown for option in re.findall(r"--[a-z][a-z-]+", line)}
+    assert named
+    assert named <= known
+
+
+@pytest.mark.parametrize("command", sorted(cli.commands))
+def test_every_command_has_help_and_stands_in_the_readme(command: str) -> None:
+    assert CliRunner().invoke(cli, [command, "--help"]).exit_code == 0
+    assert f"dpbench {command}" in README
+
+
+@pytest.mark.parametrize("folder", ["strategies", "models"])
+def test_the_changelog_names_every_plug(folder: str) -> None:
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    assert [name for name in registry.names(folder) if f"`{name}`" not in changelog] == []
+
+
+def test_documents_name_only_files_that_exist() -> None:
+    text = README + "".join(path.read_text() for path in DOCS if path.name != "design.md")
+    named = set(re.findall(r"`((?:docs|tests|benchmarks|reports)/[\w./-]+\.\w+)`", text)) - {
+        "reports/latest/index.html"
+    }
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
