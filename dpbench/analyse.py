@@ -9,7 +9,6 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
-import numpy as np
 import pandas as pd
 
 from dpbench import ledger, stats
@@ -70,12 +69,12 @@ class Row:
 
 
 def rows(trials: Iterable[Trial]) -> list[Row]:
-    """Return one row per case: by model, the one-device baselines first, then by strategy and devices."""
-    groups: dict[Case, list[Trial]] = {}
+    """Return one row per case and source: by model, the one-device baselines first, then by strategy and devices."""
+    groups: dict[tuple[Case, Source], list[Trial]] = {}
     for trial in sorted(trials, key=_order):
-        groups.setdefault(trial.case, []).append(trial)
-    series = {case: measured(group) for case, group in groups.items()}
-    table = [_row(case, group, series[case]) for case, group in groups.items()]
+        groups.setdefault((trial.case, trial.source), []).append(trial)
+    series = {key: measured(group) for key, group in groups.items()}
+    table = [_row(case, group, series[case, source]) for (case, source), group in groups.items()]
     return [_compared(row, series) for row in table]
 
 
@@ -92,24 +91,26 @@ def measured(trials: Iterable[Trial]) -> dict[int, list[float]]:
     return {
         trial.round: [step.seconds for step in trial.steps if not step.warmup]
         for trial in trials
-        if trial.status is Status.OK and trial.verified is not Verified.NO and any(not s.warmup for s in trial.steps)
+        if trusted(trial) and any(not step.warmup for step in trial.steps)
     }
 
 
 def _row(case: Case, trials: Sequence[Trial], series: stats.Rounds) -> Row:
     """Return what the case's own trials tell."""
-    good = [trial for trial in trials if trial.status is Status.OK]
-    last = (good or trials)[-1]
+    # a round that was measured again counts by its last trial
+    good = list({trial.round: trial for trial in trials if trial.round in series and trusted(trial)}.values())
     bad = next((trial for trial in trials if trial.status is not Status.OK), None)
+    last = (good or trials)[-1]
     row = Row(
-        case=case, source=last.source, status=last.status, reason=bad.reason if bad else last.reason,
+        case=case, source=last.source, status=last.status, reason=bad.reason if bad else "",
         rounds=len(series), steps=sum(map(len, series.values())), labels=labels(last),
     )  # fmt: skip
-    if not series:
+    if not good:
         return row
     step = stats.median(series)
     busy, source = _busy(good)
-    memory = {m.device: m.peak_bytes for t in good for m in t.memory if m.device != HOST}
+    memory = _memory(good)
+    others = [size for device, size in memory.items() if device > 0]
     return replace(
         row,
         verified=max((trial.verified for trial in good), key=list(Verified).index),
@@ -119,37 +120,50 @@ def _row(case: Case, trials: Sequence[Trial], series: stats.Rounds) -> Row:
         busy={device: statistics.median(values) for device, values in busy.items()},
         busy_source=source,
         occupied=_occupied(good),
-        memory=memory,
+        memory={device: size for device, size in memory.items() if device != HOST},
         memory_source=next((m.source for t in good for m in t.memory if m.device != HOST), ""),
-        host_bytes=max((m.peak_bytes for t in good for m in t.memory if m.device == HOST), default=0),
-        imbalance=_imbalance(good, source) if len(busy) > 1 else None,
-        memory_imbalance=memory[0] / statistics.mean(b for d, b in memory.items() if d) if len(memory) > 1 else None,
+        host_bytes=memory.get(HOST, 0),
+        imbalance=_imbalance(good, source) if source else None,
+        memory_imbalance=memory[0] / statistics.mean(others) if others and 0 in memory else None,
     )
+
+
+def trusted(trial: Trial) -> bool:
+    """Tell whether a trial's numbers may be shown."""
+    return trial.status is Status.OK and trial.verified is not Verified.NO
+
+
+def _memory(trials: Sequence[Trial]) -> dict[int, int]:
+    """Return each device's highest peak over the trials."""
+    peaks: dict[int, int] = {}
+    for memory in (m for trial in trials for m in trial.memory):
+        peaks[memory.device] = max(peaks.get(memory.device, 0), memory.peak_bytes)
+    return dict(sorted(peaks.items()))
 
 
 def labels(trial: Trial) -> tuple[str, ...]:
     """Return the honest labels that must stand beside a trial's figures."""
     case = trial.case
     found = [trial.source.value.upper()]
-    if case.device_kind == "cpu":
-        found.append("CPU-ONLY")
+    if case.device_kind != "cuda":
+        found.append({"cpu": "CPU-ONLY"}.get(case.device_kind, case.device_kind.upper()))
     if case.placement == "colocated":
         found.append("COLOCATED")
     return tuple(found)
 
 
-def _compared(row: Row, series: Mapping[Case, stats.Rounds]) -> Row:
+def _compared(row: Row, series: Mapping[tuple[Case, Source], stats.Rounds]) -> Row:
     """Add speed-up and efficiency against `single`, at equal global work if that was run, else per device."""
-    mine = series[row.case]
+    mine = series[row.case, row.source]
     if not mine or row.case.strategy in BASELINES:
         return row
-    for scaling, batch in (("strong", row.case.batch_size), ("weak", row.case.batch_size // row.case.devices)):
-        base = series.get(baseline(row.case, batch))
+    share, rest = divmod(row.case.batch_size, row.case.devices)
+    for scaling, batch in (("strong", row.case.batch_size), ("weak", 0 if rest else share)):
+        base = series.get((baseline(row.case, batch), row.source))
         if base:
-            time_ratio = stats.ratio(base, mine)
-            work = row.case.batch_size / batch
-            speedup = _scaled(time_ratio, work)
-            return replace(row, speedup=speedup, scaling=scaling, efficiency=_scaled(speedup, 1 / row.case.devices))
+            speedup = _scaled(stats.ratio(base, mine), row.case.batch_size / batch)
+            efficiency = None if row.case.strategy in ONE_DEVICE else _scaled(speedup, 1 / row.case.devices)
+            return replace(row, speedup=speedup, scaling=scaling, efficiency=efficiency)
     return row
 
 
@@ -207,17 +221,19 @@ def _timed(trial: Trial, metric: str) -> dict[int, list[float]]:
     return found
 
 
-def _imbalance(trials: Sequence[Trial], source: str) -> Estimate:
+def _imbalance(trials: Sequence[Trial], source: str) -> Estimate | None:
     """Return device 0's busy time over the mean of the others', with its interval over the rounds."""
     metric = next(name for name, words in BUSY_METRICS.items() if words == source)
     first: dict[int, list[float]] = {}
     others: dict[int, list[float]] = {}
     for trial in trials:
         values = _timed(trial, metric)
-        if 0 in values and len(values) > 1:
+        rest = [series for device, series in values.items() if device > 0]
+        if 0 in values and rest:
             first[trial.round] = values[0]
-            others[trial.round] = list(np.mean([v for d, v in values.items() if d], axis=0))
-    return stats.ratio(first, others)
+            others[trial.round] = [statistics.mean(step) for step in zip(*rest, strict=False)]
+    idle = any(statistics.median(series) <= 0 for series in others.values())
+    return stats.ratio(first, others) if first and not idle else None
 
 
 def _occupied(trials: Sequence[Trial]) -> dict[int, float]:

@@ -169,8 +169,10 @@ class CudaClock:
         step = self._count
         if device == HOST:
             began = self._now()
-            yield
-            self._added.append(Span(step, phase, HOST, "host", began, self._now()))
+            try:
+                yield
+            finally:
+                self._added.append(Span(step, phase, HOST, "host", began, self._now()))
             return
         at = self._devices[self._position[device]]
         start = at.event()

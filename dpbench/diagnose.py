@@ -33,7 +33,7 @@ def verdict(rows: Sequence[Row]) -> str:
     most = max(row.case.devices for row in done)
     top = [row for row in done if row.case.devices == most]
     clauses = [_of_strategy(name, [r for r in top if r.case.strategy == name]) for name in _strategies(top)]
-    sentence = f"On {most} {_devices_in_words(top[0])}, " + "; ".join(clauses) + f" (ideal {most}x)"
+    sentence = f"On {most} {_devices_in_words(top[0])}, " + "; ".join(clauses) + f" (ideal {most}×)"
     return f"{sentence}{_cause(top)}{_all_cores(rows, top)}. {_decided(top)}".strip()
 
 
@@ -63,7 +63,7 @@ def _batch(row: Row, rows: Sequence[Row]) -> str:
 
 
 def _times(estimate: Estimate | None) -> str:
-    return f"{estimate.value:.2f}x [{estimate.low:.2f}-{estimate.high:.2f}]" if estimate else "?"
+    return f"{estimate.value:.2f}× ({estimate.low:.2f}–{estimate.high:.2f})" if estimate else "?"
 
 
 def _devices_in_words(row: Row) -> str:
@@ -95,7 +95,7 @@ def _all_cores(rows: Sequence[Row], top: Sequence[Row]) -> str:
     for row in rows:
         alike = [r for r in top if r.case.model == row.case.model and r.case.batch_size == row.case.batch_size]
         if row.case.strategy == "single_all_cores" and row.speedup and alike:
-            parts.append(f"{row.speedup.value:.2f}x on {row.case.model}")
+            parts.append(f"{row.speedup.value:.2f}× on {row.case.model}")
     return f"; single, all cores, gives {', '.join(parts)} without any data parallelism" if parts else ""
 
 
@@ -120,13 +120,13 @@ def tiles(rows: Sequence[Row]) -> list[Tile]:
     assert row.speedup is not None
     assert row.efficiency is not None
     if row.memory_imbalance is not None:
-        balance = Tile(f"{row.memory_imbalance:.2f}x", f"device 0's peak memory over the others' ({where})", row.labels)
+        balance = Tile(f"{row.memory_imbalance:.2f}×", f"device 0's peak memory over the others' ({where})", row.labels)
     elif row.imbalance is not None:
-        balance = Tile(f"{row.imbalance.value:.2f}x", f"device 0's busy time over the others' ({where})", row.labels)
+        balance = Tile(f"{row.imbalance.value:.2f}×", f"device 0's busy time over the others' ({where})", row.labels)
     else:
         balance = Tile("n/a", f"GPU-0 imbalance was not measurable ({where})", row.labels)
     return [
-        Tile(f"{row.speedup.value:.2f}x", f"speed-up, ideal {row.case.devices}x ({where})", row.labels),
+        Tile(f"{row.speedup.value:.2f}×", f"speed-up, ideal {row.case.devices}× ({where})", row.labels),
         Tile(f"{row.efficiency.value:.0%}", f"parallel efficiency ({where})", row.labels),
         balance,
         Tile(f"{row.moving_share:.0%}", f"of the step moves data ({where})", row.labels),

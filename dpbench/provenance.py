@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from importlib import metadata
@@ -31,7 +32,7 @@ def collect(gpus: dict[str, Any] | None = None) -> dict[str, Any]:
         "dpbench": {"version": dpbench.__version__, **_git(Path(dpbench.__file__).parent)},
         "project": _git(Path.cwd()),
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join(["dpbench", *sys.argv[1:]]),
     }
 
 

@@ -113,7 +113,12 @@ class Stopping:
 
 
 def half_width(series: Sequence[float]) -> float:
-    """Return half the 95 % interval of the median, by order statistics, as a fraction of the median."""
+    """Return half the 95 % interval of the median, by order statistics, as a fraction of the median.
+
+    Below six values there is no such interval: even the whole range covers the median less often.
+    """
     ordered, n = sorted(series), len(series)
-    low = max(0, math.floor(n / 2 - 0.98 * math.sqrt(n)))
+    if n < 6:
+        return math.inf
+    low = math.floor(n / 2 - 0.98 * math.sqrt(n))
     return (ordered[n - 1 - low] - ordered[low]) / 2 / ordered[n // 2]

@@ -54,9 +54,7 @@ def check(
     replicas = len(case.rows)
     rows = min(case.batch_size, 4 * replicas - 1 if replicas > 1 else 4)
     small = replace(case, batch_size=rows, devices=replicas)
-    for module in model.module.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.p = 0.0
+    _without_dropout(model.module)
     inputs, target = model.batch(rows, case.seed + 1)
     pristine = copy.deepcopy(model.module)
     with start(small, model, devices[:replicas], no_mark) as step:
@@ -64,6 +62,15 @@ def check(
     with precision(small):
         reference = chunked(pristine, model.loss, inputs, target, small.devices, devices[0].torch_device)
     return compare(model.module, reference, TOLERANCE[case.precision], buffers=buffers)
+
+
+def _without_dropout(module: nn.Module) -> None:
+    """Set every dropout that torch's modules know of to 0."""
+    for part in module.modules():
+        if isinstance(part, nn.modules.dropout._DropoutNd):
+            part.p = 0.0
+        elif isinstance(part, nn.RNNBase | nn.MultiheadAttention):
+            part.dropout = 0.0
 
 
 def chunked(
@@ -75,6 +82,11 @@ def chunked(
     columns = list(zip(*pieces, strict=True))
     copies = [copy.deepcopy(module) for _ in columns]
     outputs = [one(*arguments) for one, arguments in zip(copies, columns, strict=True)]
+    if not all(isinstance(output, torch.Tensor) for output in outputs):
+        raise TypeError(
+            f"forward returned a {type(outputs[0]).__name__}; verification, and so timing, needs one tensor: return "
+            "the tensor that the loss takes, or wrap the model in a module that does"
+        )
     whole = torch.cat([output.detach() for output in outputs]).requires_grad_()
     loss(whole, target.to(device)).backward()
     assert whole.grad is not None

@@ -15,10 +15,23 @@ import pytest
 
 FLOORS = (
     {"records", "devices", "nvml", "machine", "registry", "lifeline"},
-    {"engine", "models", "samplers", "clock", "busy", "stats", "store", "plan", "provenance", "ledger", "server"},
-    {"strategies", "verify", "analyse"},
+    {
+        "engine",
+        "models",
+        "samplers",
+        "clock",
+        "busy",
+        "stats",
+        "store",
+        "plan",
+        "provenance",
+        "ledger",
+        "server",
+        "listing",
+    },
+    {"strategies", "verify", "analyse", "export"},
     {"worker", "predict", "probe", "diagnose"},
-    {"run", "report"},
+    {"run", "report", "progress"},
     {"cli"},
 )
 FLOOR = {unit: number for number, units in enumerate(FLOORS) for unit in units}

@@ -109,14 +109,15 @@ def _run(
     try:
         first_s = block(1, warmup=True)[0]
         slow = _agreed(first_s * effort.block_steps > SLOW * effort.budget_s)
-        block_steps = 1 if slow else min(effort.block_steps, effort.max_steps)
+        block_steps, left = 1 if slow else effort.block_steps, effort.max_steps
         if slow:
             stopping.min_steps = min(effort.min_steps, SLOW_STEPS)
         else:
             block(effort.warmup_steps - 1, warmup=True)
         while not _agreed(stopping.finished()):
-            for seconds in block(block_steps, warmup=False):
+            for seconds in block(min(block_steps, left), warmup=False):
                 stopping.add(seconds)
+                left -= 1
             gc.collect()
     finally:
         gc.enable()
