@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,12 +90,13 @@ def run(store: Path, report: Path, **options: Any) -> None:
     from dpbench.store import Store
 
     cases, budget_s = _cases(options)
+    retry = runner.statuses(options["retry"])
     with Store.create(store) as opened:
         try:
             with Progress() as progress:
                 outcome = runner.run(
                     cases, opened, rounds=options["rounds"], budget_s=budget_s, limit_s=options["limit"],
-                    retry=options["retry"], listen=progress.listen,
+                    retry=retry, listen=progress.listen,
                 )  # fmt: skip
         except KeyboardInterrupt:
             click.echo("interrupted; what was measured is stored, the same command goes on from there", err=True)
@@ -288,6 +290,7 @@ def _print_verdict(table: list[Row], trials: list[Trial], chosen: Run) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; errors say what, where and the way out, and exit as the design says."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything is tidied up on the way out
     try:
         cli.main(arguments, prog_name="dpbench", standalone_mode=False)
     except click.exceptions.Abort:
@@ -303,6 +306,9 @@ def main(arguments: list[str] | None = None) -> None:
 
         if not isinstance(error, StoreError):
             raise
+        click.echo(f"error: {error}", err=True)
+        sys.exit(EXIT_FAILED)
+    except OSError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(EXIT_FAILED)
 

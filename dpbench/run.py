@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dpbench import plan, provenance, samplers
+from dpbench import plan, provenance, registry, samplers
 from dpbench.nvml import describe
 from dpbench.records import Case, Effort, Sample, Status, Trial
 from dpbench.server import Server
-from dpbench.store import Store
+from dpbench.store import FINAL, Store
 
 OVERHEAD_S = 1.0
 """What a trial costs beside its timed steps, until the run has seen its own."""
@@ -50,7 +50,7 @@ Listener = Callable[[Started | Ended], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to."""
+    """What a run came to: its trials by status, those of earlier sessions included."""
 
     run_id: str
     resumed: bool
@@ -71,20 +71,32 @@ def run(
     """Measure every case `rounds` times and store each trial as it ends.
 
     `budget_s` bounds the whole run: it shortens the trials' timed parts, and what has not begun when it is spent
-    is stored as skipped. `limit_s` bounds one trial. `retry` names final statuses to measure again. A
-    KeyboardInterrupt leaves an unfinished run that the same call resumes.
+    is stored as skipped. `limit_s` bounds one trial. `retry` names final statuses to measure again, in the latest
+    such run even if it finished. A KeyboardInterrupt leaves an unfinished run that the same call resumes.
     """
     facts = provenance.collect(describe())
     keys = {"host": provenance.host_key(facts), "code": provenance.code_key(facts)}
-    run_id, resumed = store.begin_run(plan=plan.plan_hash(cases, rounds), rounds=rounds, provenance=facts, **keys)
+    again = statuses(retry)
+    run_id, resumed = store.begin_run(
+        plan=plan.plan_hash(cases, rounds), rounds=rounds, provenance=facts, reopen=bool(again), **keys
+    )
     session = _Session(store, run_id, effort or Effort(), budget_s, limit_s, listen)
     finished = False
     try:
-        session.measure(_slots(cases, rounds, run_id), store.done(run_id, retry=retry), _ordinals(cases))
+        session.measure(_slots(cases, rounds, run_id), store.done(run_id, retry=again), _ordinals(cases))
         finished = True
     finally:
         store.end_run(run_id, "finished" if finished else "interrupted")
-    return Outcome(run_id, resumed, session.counts)
+    return Outcome(run_id, resumed, store.counts(run_id))
+
+
+def statuses(names: Iterable[str]) -> tuple[str, ...]:
+    """Return final statuses as they are; ValueError for any other name."""
+    given = tuple(names)
+    for name in given:
+        if name not in FINAL:
+            raise ValueError(registry.unknown("status to retry", name, sorted(FINAL)))
+    return given
 
 
 def _slots(cases: Sequence[Case], rounds: int, seed: str) -> list[list[tuple[Case, int]]]:
@@ -114,7 +126,6 @@ class _Session:
         self._deadline = None if budget_s is None else time.perf_counter() + budget_s
         self._overhead_s = OVERHEAD_S
         self._done = self._total = 0
-        self.counts: dict[str, int] = {}
 
     def measure(
         self, slots: Sequence[Sequence[tuple[Case, int]]], done: set[tuple[str, int]], ordinals: Sequence[int]
@@ -152,7 +163,6 @@ class _Session:
             timed = sum(step.seconds for step in trial.steps)
             self._overhead_s += 0.3 * (ended - began - timed - self._overhead_s)
         self._done += 1
-        self.counts[trial.status] = self.counts.get(trial.status, 0) + 1
         self._listen(Ended(trial, self._done, self._total, ended - began))
 
     def _affordable(self) -> Effort | None:

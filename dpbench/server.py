@@ -77,6 +77,7 @@ class Server:
         pid = int(self._answer(START_LIMIT_S)["pid"])
         try:
             answer = self._answer(limit_s)
+            _kill_group(pid)  # what the model has started ends with its worker
             return int(answer["exit"]), pid
         except TimeoutError:
             with suppress(ProcessLookupError):
@@ -97,7 +98,7 @@ class Server:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "dpbench.worker", str(os.getpid())],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, cwd=Path.cwd(),
-                env=os.environ | _THREADS | {"PYTHONPATH": _import_path(), "PYTHONSAFEPATH": "1"},
+                env=os.environ | _THREADS | self._environment(),
             )  # fmt: skip
             self._buffer = b""
             try:
@@ -105,6 +106,11 @@ class Server:
             except TimeoutError as error:
                 raise _ServerDied(f"the worker server was not ready after {START_LIMIT_S:.0f} s") from error
         return self._process
+
+    def _environment(self) -> dict[str, str]:
+        """Let the server import dpbench from where this process did; keep temporary files in the scratch folder."""
+        paths = [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
+        return {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONSAFEPATH": "1", "TMPDIR": str(self._scratch)}
 
     def _answer(self, limit_s: float) -> dict[str, Any]:
         """Return the server's next line; TimeoutError when none comes, _ServerDied when none can."""
@@ -153,7 +159,7 @@ def status_of(exit_status: int | None) -> Status:
 
 def _reason(exit_status: int | None, pid: int, limit_s: float, folder: Path) -> str:
     """Say how the worker ended and what it left: its stacks if it hung, else the end of its log."""
-    stacks, log = (_tail(folder / name) for name in ("stacks", "log"))
+    stacks, log = _stacks(folder), _tail(folder / "log")
     if exit_status is None:
         return f"ran past the limit of {limit_s:g} s a trial (--limit); Python stacks:\n{stacks or 'none came'}"
     cause = "; the kernel kills so when memory runs out: use a smaller batch" if exit_status == -signal.SIGKILL else ""
@@ -161,9 +167,17 @@ def _reason(exit_status: int | None, pid: int, limit_s: float, folder: Path) -> 
 
 
 def _how(status: int | None) -> str:
-    if status is not None and status < 0:
-        return f"killed by {signal.Signals(-status).name}"
-    return f"exit status {status}"
+    if status is None or status >= 0:
+        return f"exit status {status}"
+    known = {each.value: each.name for each in signal.Signals}
+    return f"killed by {known.get(-status, f'signal {-status}')}"
+
+
+def _stacks(folder: Path) -> str:
+    """Return what the worker and its ranks wrote of their stacks, the innermost calls of each."""
+    found = [(file.name, file.read_text(errors="replace").strip()) for file in sorted(folder.glob("stacks*"))]
+    written = [(name, text) for name, text in found if text]
+    return "\n".join(f"[{name}]\n{text[: TAIL // len(written)]}" for name, text in written)
 
 
 def _tail(path: Path) -> str:
@@ -173,9 +187,3 @@ def _tail(path: Path) -> str:
 def _kill_group(pid: int) -> None:
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
-
-
-def _import_path() -> str:
-    """Let the server import dpbench from where this process did, and users' models from the current folder."""
-    here = str(Path(__file__).parent.parent)
-    return os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH", "")]))

@@ -25,22 +25,23 @@ def trial(
     seconds: float | list[float] = 1.0,
     *,
     number: int = 0,
+    warm: int = 1,
     busy: dict[int, float] | None = None,
     **changed: Any,
 ) -> Trial:
-    """Return a trial of one slow warm-up step and ten timed ones: half forward, a quarter reduce."""
+    """Return a trial of slow warm-up steps and then timed ones: half forward, a quarter reduce."""
     timed = [seconds] * 10 if isinstance(seconds, float | int) else seconds
     steps, spans, samples, at = [], [], [], 100.0
-    for k, one in enumerate([50.0, *timed]):
+    for k, one in enumerate([50.0] * warm + timed):
         at += one
-        steps.append(Step(float(one), k == 0, at))
+        steps.append(Step(float(one), k < warm, at))
         start = at - one
         spans += [
             Span(k, Phase.FORWARD, 0, "host", start, start + one / 2),
             Span(k, Phase.FORWARD, 1, "host", start, start + one / 4),
             Span(k, Phase.REDUCE, 0, "host", start + one / 2, start + 3 * one / 4),
         ]
-        samples += [Sample(at, d, "busy_s", 99.0 if k == 0 else v) for d, v in (busy or {}).items()]
+        samples += [Sample(at, d, "busy_s", 99.0 if k < warm else v) for d, v in (busy or {}).items()]
     values = {
         "verified": Verified.BITWISE, "steps": tuple(steps), "spans": tuple(spans), "samples": tuple(samples),
         "round": number, "memory": (Memory(-1, 1000, "rss"),),
@@ -232,8 +233,8 @@ def test_phases_sum_to_the_median_step_whatever_the_series(series: list[list[flo
 
 
 def test_warm_up_counts_for_nothing() -> None:
-    found = row_of(case(), trial(case(), 2.0, busy={0: 1.0, 1: 0.5}))
-    assert found.step.high == 2.0
+    found = row_of(case(), trial(case(), [2.0, 2.0], warm=5, busy={0: 1.0, 1: 0.5}))
+    assert (found.step.high, found.steps) == (2.0, 2)
     assert found.busy == {0: 1.0, 1: 0.5}
     assert found.occupied == pytest.approx({0: 1.5, 1: 0.5})
 

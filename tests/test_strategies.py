@@ -111,6 +111,10 @@ def test_a_trace_is_what_tasks_say(server: Server, name: str, devices: int, rows
                 {(s.phase, s.device) for s in spans}}  # fmt: skip
         for before, after in collapsed(tasks, overlap=False) - collapsed(tasks, overlap=True):
             assert last[before][1] <= last[after][0], f"step {number}: {after} starts before {before} has ended"
+        for before, after in collapsed(tasks, overlap=True):
+            if before[1] in (after[1], -1):  # beside it, but not before it: a stale timer would be
+                began = min(s.start_s for s in spans if (s.phase, s.device) == before)
+                assert began <= last[after][0], f"step {number}: {after} starts before {before} does"
 
 
 @every_strategy

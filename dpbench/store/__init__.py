@@ -7,6 +7,7 @@ its worker starts, so that what was in flight at a kill is seen, marked and redo
 from __future__ import annotations
 
 import json
+import math
 import os
 import sqlite3
 import time
@@ -14,6 +15,7 @@ import uuid
 import zlib
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -68,18 +70,18 @@ class Store:
     # -- runs
 
     def begin_run(
-        self, *, plan: str, host: str, code: str, rounds: int, provenance: Mapping[str, Any]
+        self, *, plan: str, host: str, code: str, rounds: int, provenance: Mapping[str, Any], reopen: bool = False
     ) -> tuple[str, bool]:
         """Return the id of the run to fill, and whether it resumes one that did not finish.
 
-        An unfinished run of the same plan, host and code is resumed; its trials in flight become `killed`. One
-        that another living process is filling raises StoreError.
+        An unfinished run of the same plan, host and code is resumed, with `reopen` a finished one too; its trials
+        in flight become `killed`. One that another living process is filling raises StoreError.
         """
         with file.transaction(self._db):
             row = self._db.execute(
                 "SELECT id, pid, pid_born FROM run WHERE plan=? AND host=? AND code=? AND status<>? "
                 "ORDER BY started DESC LIMIT 1",
-                (plan, host, code, FINISHED),
+                (plan, host, code, "" if reopen else FINISHED),
             ).fetchone()
             if row and _alive(row[1], row[2]) and row[1] != os.getpid():
                 raise StoreError(f"process {row[1]} is filling the same run in {self.path}; wait for it, or end it")
@@ -123,6 +125,12 @@ class Store:
         query = f"SELECT fingerprint, round FROM trial WHERE run_id=? AND status IN ({marks})"
         return {(fingerprint, number) for fingerprint, number in self._db.execute(query, (run_id, *final))}
 
+    def counts(self, run_id: str) -> dict[str, int]:
+        """Return how many of a run's slots ended in each status; a slot measured again counts by its last trial."""
+        latest = "SELECT max(id) FROM trial WHERE run_id=? GROUP BY fingerprint, round"
+        query = f"SELECT status, count(*) FROM trial WHERE id IN ({latest}) GROUP BY status"
+        return dict(self._db.execute(query, (run_id,)).fetchall())
+
     def begin_trial(self, run_id: str, case: Case, number: int) -> int:
         """Announce a trial that is about to start; return its id."""
         with file.transaction(self._db):
@@ -159,7 +167,8 @@ class Store:
                 [(trial_id, m.device, m.peak_bytes, m.source) for m in trial.memory],
             )
             self._db.executemany("INSERT INTO series VALUES (?,?,?,?,?,?,?,?)", _series(trial_id, trial.samples))
-        self._db.execute("PRAGMA wal_checkpoint(PASSIVE)")
+        with suppress(sqlite3.OperationalError):  # it is committed; a later checkpoint does as well
+            self._db.execute("PRAGMA wal_checkpoint(PASSIVE)")
 
     def trials(self, run_id: str | None = None) -> list[Trial]:
         """Return the ended trials of one run, or of all, in the order they were started."""
@@ -206,6 +215,8 @@ def _series(trial_id: int, samples: Sequence[Sample]) -> list[tuple[Any, ...]]:
     """Return one row per device and metric."""
     groups: dict[tuple[int, str], tuple[array[float], array[float]]] = {}
     for sample in samples:
+        if not math.isfinite(sample.value):
+            continue  # a counter that says NaN says nothing
         times, readings = groups.setdefault((sample.device, sample.metric), (array("d"), array("d")))
         times.append(sample.time_s)
         readings.append(sample.value)

@@ -97,21 +97,26 @@ def open_to_read(path: Path) -> sqlite3.Connection:
 
 def fold(db: sqlite3.Connection) -> None:
     """Bring all that was written into the one file, which can then be copied, and read where nobody may write."""
-    db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    with suppress(sqlite3.OperationalError):  # another process has it open, and will do this in its turn
+    with suppress(sqlite3.OperationalError):  # another process has it open and will do this in its turn, or no room
+        db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         db.execute("PRAGMA journal_mode=DELETE")
 
 
 @contextmanager
 def transaction(db: sqlite3.Connection) -> Iterator[None]:
     """Do all or nothing; wait for other writers at the beginning rather than fail at the end."""
-    db.execute("BEGIN IMMEDIATE")
     try:
-        yield
-    except BaseException:
-        db.execute("ROLLBACK")
-        raise
-    db.execute("COMMIT")
+        db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            db.execute("COMMIT")
+        except BaseException:
+            with suppress(sqlite3.Error):  # SQLite may have rolled back by itself
+                db.execute("ROLLBACK")
+            raise
+    except sqlite3.OperationalError as error:
+        (_, _, path) = db.execute("PRAGMA database_list").fetchone()
+        raise StoreError(f"cannot write to the store {path}: {error}; what it holds is kept") from error
 
 
 def _connect_read_only(path: Path) -> sqlite3.Connection:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from dpbench import lifeline
 from dpbench.devices import Device
 from dpbench.models import Model, positional
 from dpbench.records import Case, Mark, Phase, Profile, Task
@@ -41,12 +42,14 @@ def launch(case: Case, entry: Callable[[int], Any], folder: Path) -> list[Any]:
         min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id=folder.name, rdzv_backend="c10d",
         rdzv_endpoint="localhost:0", start_method="fork", max_restarts=0, monitor_interval=0.02,
     )  # fmt: skip
-    results = elastic_launch(config, _rank)(case, entry)
+    results = elastic_launch(config, _rank)(case, entry, os.getpid())
     return [results[rank] for rank in range(ranks)]
 
 
-def _rank(case: Case, entry: Callable[[int], Any]) -> Any:
+def _rank(case: Case, entry: Callable[[int], Any], launcher: int) -> Any:
     """Join the process group, run, and leave it."""
+    # the launcher's own lifeline is a SIGINT, which a rank that hangs in native code never hears
+    lifeline.die_with_parent(launcher)
     rank = int(os.environ["RANK"])
     # NCCL refuses two ranks on one GPU; gloo reduces through the host, which colocated ranks can do
     spread = case.device_kind == "cuda" and case.placement == "spread"

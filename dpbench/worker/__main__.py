@@ -52,19 +52,19 @@ def serve() -> None:
     say(ready=torch.__version__)
     for line in sys.stdin:
         request = json.loads(line)
+        server = os.getpid()
         pid = os.fork()
         if pid == 0:
             os.close(answers)
-            _work(request)
+            _work(request, server)
         say(pid=pid)
         _, status = os.waitpid(pid, 0)
         say(exit=os.waitstatus_to_exitcode(status))
 
 
-def _work(request: dict[str, Any]) -> None:
+def _work(request: dict[str, Any], server: int) -> None:
     """Be a worker: run the case, leave the trial, and end without any cleaning up that could hang."""
     born_s = time.perf_counter()
-    server = os.getppid()
     folder = Path(request["folder"])
     try:
         os.setsid()  # a group of its own, so that ranks end with it

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
 import re
+import signal
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -28,6 +30,8 @@ def run(case: Case, effort: Effort, folder: Path) -> Trial:
             return measure(case, effort, strategy)
 
         def entry(rank: int) -> dict[str, Any]:
+            # its own file: ranks that write their stacks into one overwrite each other
+            faulthandler.register(signal.SIGUSR1, file=(folder / f"stacks-{rank}").open("w"), all_threads=True)
             try:
                 return measure(case, effort, strategy, rank).to_dict()
             except BaseException as error:
@@ -37,7 +41,7 @@ def run(case: Case, effort: Effort, folder: Path) -> Trial:
         parts = strategy.launch(case, entry, folder)
         return merge([Trial.from_dict(part) for part in parts])
     except BaseException as error:
-        status, reason = _of_ranks(folder) or explain(error)
+        status, reason = _killed(error) or _of_ranks(folder) or explain(error)
         return Trial(case=case, status=Status(status), reason=reason, verified=_verified(reason))
 
 
@@ -64,6 +68,14 @@ def _device_in(message: str) -> str:
     """Return the device that torch's message names."""
     gpu = re.search(r"GPU (\d+) has a total capacity", message)
     return f"device cuda:{gpu.group(1)}" if gpu else "device cpu"
+
+
+def _killed(error: BaseException) -> tuple[str, str] | None:
+    """Return status and reason when a signal ended a rank; the launcher itself ends the others by SIGTERM."""
+    for rank, failure in sorted(getattr(error, "failures", {}).items()):
+        if failure.exitcode < 0 and -failure.exitcode not in (signal.SIGTERM, signal.SIGINT):
+            return Status.FAILED, f"rank {rank} was killed by {signal.Signals(-failure.exitcode).name}"
+    return None
 
 
 def _of_ranks(folder: Path) -> tuple[str, str] | None:
