@@ -139,7 +139,10 @@ class Case:
         kind = "" if self.device_kind == "cpu" else f" {self.device_kind}"
         colocated = " colocated" if self.placement == "colocated" else ""
         schedule = f"[{self.schedule}]" if self.schedule else ""
-        return f"{self.model} {self.strategy}{schedule} x{self.devices}{kind}{colocated} batch {self.batch_size}"
+        size = "" if self.size == "small" else f" {self.size}"
+        precision = "" if self.precision == "fp32" else f" {self.precision}"
+        work = f"batch {self.batch_size}{precision}"
+        return f"{self.model}{size} {self.strategy}{schedule} x{self.devices}{kind}{colocated} {work}"
 
 
 @dataclass(frozen=True)

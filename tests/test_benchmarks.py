@@ -133,8 +133,8 @@ def test_steps_return_samples(suite: dict[str, ModuleType]) -> None:
 
 def test_a_failed_trial_is_a_failed_benchmark(suite: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suite["steps"], "LIMIT_S", 0.0)
-    with pytest.raises(RuntimeError, match="mlp single x1 batch 64: timeout: ran past the limit"):
-        suite["steps"].track_step_seconds("single", "mlp", 1)
+    with pytest.raises(RuntimeError, match="resnet18 single x1 batch 16: timeout: ran past the limit"):
+        suite["steps"].track_step_seconds("single", "resnet18", 1)
 
 
 def test_phases_return_samples_of_the_same_steps(suite: dict[str, ModuleType]) -> None:

@@ -1099,3 +1099,30 @@ def test_a_gradient_inside_the_loss_keeps_the_phases_apart() -> None:
     TrainStep(module, loss, OPTIMIZERS["sgd"], cpus(2), mark=mark)(x, torch.randn(6, 1))
     assert mark.still_open() == {}
     assert closed_before_reduce(mark)
+
+
+# ---------------------------------------------------------------- verbs by ids
+
+
+def test_verbs_take_ids_as_they_take_devices() -> None:
+    module, x = made("mlp", 6)
+    ids = ["cpu", "cpu"]
+    pieces = dpbench.scatter(x, ids)
+    replicas = dpbench.replicate(module, ids)
+    outputs = dpbench.parallel_apply(replicas, pieces, None, ids)
+    whole = dpbench.gather(outputs, "cpu", ids)
+    assert torch.equal(whole, dpbench.data_parallel(module, x, ids))
+    ones = [[torch.ones(2)], [torch.ones(2)]]
+    assert torch.equal(dpbench.reduce(ones, ids)[0], torch.full((2,), 2.0))
+
+
+def test_inputs_of_unlike_length_are_refused_even_where_they_make_as_many_pieces() -> None:
+    with pytest.raises(ValueError, match=r"\[6, 8\]"):
+        dpbench.scatter((torch.zeros(8), torch.zeros(6)), ["cpu", "cpu"])
+    one_row_a_piece = dpbench.scatter((torch.zeros(8), torch.arange(2)), ["cpu", "cpu"])
+    assert [int(numbers) for _, numbers in one_row_a_piece] == [0, 1]
+
+
+def test_ids_that_are_no_list_are_refused_with_the_way_out() -> None:
+    with pytest.raises(ValueError, match=r"must be a list, such as \['cpu'\]"):
+        dpbench.DataParallel(nn.Linear(1, 1), "cpu")

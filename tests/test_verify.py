@@ -199,3 +199,17 @@ def test_an_output_that_is_no_tensor_is_refused_in_words() -> None:
         assert "dict" in str(error)  # noqa: PT017
     else:
         assert found.verified is Verified.BITWISE
+
+
+def test_a_model_that_draws_random_numbers_is_told_so() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(F.dropout(x, 0.5))
+
+    found = checked(own(Net(), (4,), lambda out, y: F.mse_loss(out.mean(1), y)))
+    assert found.verified is Verified.NO
+    assert "random numbers" in str(found)

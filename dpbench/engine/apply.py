@@ -9,23 +9,24 @@ from typing import Any
 
 import torch
 
-from dpbench.devices import Device
+from dpbench.engine.devices import Devices, as_devices
 from dpbench.records import HOST, Mark, Phase, no_mark
 
 
 def parallel_apply(
     modules: Sequence[Any],
     inputs: Sequence[Any],
-    kwargs: Sequence[Mapping[str, Any]] | None = None,
-    devices: Sequence[Device] = (),
+    kwargs: Sequence[Mapping[str, Any]] | None,
+    devices: Devices,
     *,
     mark: Mark = no_mark,
 ) -> list[Any]:
     """Call `modules[i](*inputs[i], **kwargs[i])` on `devices[i]`, each in a new thread; return the outputs.
 
-    An input that is no tuple is a single argument. One module runs in the calling thread. When replicas fail, the
-    error of the lowest is raised after all have ended, with the replica and its device as a note.
+    An input that is no tuple or list is a single argument. One module runs in the calling thread. When replicas fail,
+    the error of the lowest is raised after all have ended, with the replica and its device as a note.
     """
+    devices = as_devices(devices)
     kwargs = kwargs or [{}] * len(modules)
     if not len(modules) == len(inputs) == len(kwargs) == len(devices):
         raise ValueError(

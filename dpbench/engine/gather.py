@@ -10,6 +10,7 @@ import torch
 from torch.autograd.function import Function
 
 from dpbench.devices import Device
+from dpbench.engine.devices import DeviceId, Devices, as_devices
 from dpbench.records import Mark, Phase, no_mark
 
 
@@ -44,15 +45,16 @@ class Gather(Function):
 
 
 def gather(
-    outputs: Sequence[Any], target: Device, devices: Sequence[Device], dim: int = 0, *, mark: Mark = no_mark
+    outputs: Sequence[Any], target: Device | DeviceId, devices: Devices, dim: int = 0, *, mark: Mark = no_mark
 ) -> Any:
     """Concatenate `outputs[i]` of `devices[i]` along `dim` on `target`.
 
     Replica 0 decides the structure: tensors, None, dicts, namedtuples, tuples and lists; anything else raises
     TypeError. Scalars become a vector, with torch's warning.
     """
-    with mark(Phase.GATHER, target.index):
-        return _gather(outputs, target, devices, dim)
+    (at,), sources = as_devices([target]), as_devices(devices)
+    with mark(Phase.GATHER, at.index):
+        return _gather(outputs, at, sources, dim)
 
 
 def _gather(outputs: Sequence[Any], target: Device, devices: Sequence[Device], dim: int) -> Any:

@@ -7,16 +7,18 @@ from collections.abc import Sequence
 import torch
 
 from dpbench.devices import Device
+from dpbench.engine.devices import Devices, as_devices
 from dpbench.records import Mark, Phase, no_mark
 
 
 def reduce(
-    gradients: Sequence[Sequence[torch.Tensor]], devices: Sequence[Device], *, mark: Mark = no_mark
+    gradients: Sequence[Sequence[torch.Tensor]], devices: Devices, *, mark: Mark = no_mark
 ) -> list[torch.Tensor]:
     """Sum `gradients[replica][parameter]` over the replicas onto `devices[0]`.
 
     The order is ((g0 + g1) + g2) + ...; distinct GPUs use torch's coalesced reduction, whose order is its own.
     """
+    devices = as_devices(devices)
     root = devices[0]
     with mark(Phase.REDUCE, root.index):
         # a collective has no graph: second derivatives take the plain adds

@@ -16,6 +16,7 @@ from torch.autograd.function import Function
 from torch.nn.parameter import is_lazy
 
 from dpbench.devices import Device
+from dpbench.engine.devices import Devices, as_devices
 from dpbench.engine.reduce import reduce
 from dpbench.records import Mark, Phase, no_mark
 
@@ -53,7 +54,7 @@ class Broadcast(Function):
 
 def replicate(
     module: nn.Module,
-    devices: Sequence[Device],
+    devices: Devices,
     *,
     detach: bool = False,
     mark: Mark = no_mark,
@@ -64,6 +65,7 @@ def replicate(
     The replicas' weights are non-leaf tensors whose gradients sum into the original's; with `detach` they are
     plain copies. Raises RuntimeError for parameters on another device than `devices[0]`, or without shape yet.
     """
+    devices = as_devices(devices)
     with mark(Phase.REPLICATE, devices[0].index):
         check_placement(module, devices[0])
         parameters, buffers = _unique(module.parameters()), _unique(module.buffers())

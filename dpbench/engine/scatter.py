@@ -9,6 +9,7 @@ import torch
 from torch.autograd.function import Function
 
 from dpbench.devices import Device
+from dpbench.engine.devices import Devices, as_devices
 from dpbench.records import Mark, Phase, no_mark
 
 
@@ -34,21 +35,23 @@ class Scatter(Function):
         return None, None, None, whole
 
 
-def scatter(value: Any, devices: Sequence[Device], dim: int = 0, *, mark: Mark = no_mark) -> list[Any]:
+def scatter(value: Any, devices: Devices, dim: int = 0, *, mark: Mark = no_mark) -> list[Any]:
     """Split `value` into one piece per device, or fewer where its tensors yield fewer chunks.
 
     Tensors are cut along `dim` by `torch.chunk` and copied; tuples, namedtuples, lists and dicts are rebuilt
-    around the pieces; everything else is shared by all. Raises ValueError when tensors disagree on the number of
-    chunks, where torch would drop rows in silence.
+    around the pieces; everything else is shared by all. Raises ValueError when tensors disagree on their
+    length, where torch would drop rows, or pair wrong ones, in silence; one row per piece is a length that fits.
     """
-    lengths = [_length(tensor, dim) for tensor in _tensors(value)]
+    devices = as_devices(devices)
+    lengths = {_length(tensor, dim) for tensor in _tensors(value)}
     counts = {_chunks(length, len(devices)) for length in lengths}
-    if len(counts) > 1:
+    pieces = max(counts, default=len(devices))
+    if len(counts) > 1 or len(lengths - {pieces}) > 1:
         raise ValueError(
-            f"cannot scatter over {len(devices)} devices: tensors of length {sorted(set(lengths))} along dim {dim} "
+            f"cannot scatter over {len(devices)} devices: tensors of length {sorted(lengths)} along dim {dim} "
             f"make {sorted(counts)} chunks; give all the same batch size, or pass the odd one inside an object"
         )
-    return _split(value, devices, max(counts, default=len(devices)), dim, mark)
+    return _split(value, devices, pieces, dim, mark)
 
 
 def _split(value: Any, devices: Sequence[Device], pieces: int, dim: int, mark: Mark) -> list[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any, Self
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from dpbench.devices import Device
 from dpbench.engine.data_parallel import check_prefix, run_pieces, scatter_arguments
-from dpbench.engine.devices import DeviceId, resolve
+from dpbench.engine.devices import Devices, as_devices, resolve
 from dpbench.engine.schedule import parse
 from dpbench.records import Mark, Phase, no_mark
 
@@ -35,7 +35,7 @@ class TrainStep:
         module: nn.Module,
         loss_fn: Callable[[Any, Any], torch.Tensor],
         optimizer_fn: OptimizerFactory,
-        device_ids: Sequence[DeviceId] | Sequence[Device] | None = None,
+        device_ids: Devices | None = None,
         schedule: str = "fastest",
         *,
         accumulate: int = 1,
@@ -48,7 +48,7 @@ class TrainStep:
         self.module = module
         self.loss_fn = loss_fn
         self.optimizer = optimizer_fn(module.parameters())
-        self.devices = _devices(device_ids)
+        self.devices = as_devices(device_ids or ()) or resolve(None) or resolve(["cpu"])
         self.schedule = parse(schedule)
         self._accumulate, self._clip_norm, self._scaler, self._mark = accumulate, clip_norm, scaler, mark
         self._calls = 0
@@ -133,14 +133,6 @@ class TrainStep:
         self.optimizer.load_state_dict(state["optimizer"])
         if self._scaler is not None and "scaler" in state:
             self._scaler.load_state_dict(state["scaler"])
-
-
-def _devices(device_ids: Sequence[DeviceId] | Sequence[Device] | None) -> list[Device]:
-    """Resolve ids, or take devices as they are; without any, one CPU device."""
-    given: list[Any] = list(device_ids or [])
-    if given and all(isinstance(one, Device) for one in given):
-        return given
-    return resolve(given or None) or resolve(["cpu"])
 
 
 def _device_of(output: Any) -> torch.device | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -12,6 +12,14 @@ from dpbench.engine.devices.cpu import CpuDevice
 from dpbench.engine.devices.cuda import CudaDevice
 
 DeviceId = int | str | torch.device
+Devices = Sequence[Device | DeviceId]
+"""What every verb takes: devices, or the ids that `resolve` makes devices of."""
+
+
+def as_devices(devices: Devices) -> list[Device]:
+    """Return devices as they are, and resolve ids."""
+    given: list[Any] = list(devices)
+    return given if given and hasattr(given[0], "put") else resolve(given)
 
 
 def resolve(device_ids: Sequence[DeviceId] | None) -> list[Device]:
@@ -20,6 +28,8 @@ def resolve(device_ids: Sequence[DeviceId] | None) -> list[Device]:
     An id is a GPU's number, a torch.device, or its name. A GPU named twice carries colocated replicas; "cpu"
     may be named as often as wanted. Ids of other kinds, or mixed kinds, raise ValueError.
     """
+    if isinstance(device_ids, DeviceId):
+        raise ValueError(f"device_ids must be a list, such as [{device_ids!r}], got {device_ids!r}")
     if device_ids is None:
         device_ids = range(torch.cuda.device_count())
     parsed = [torch.device("cuda", i) if isinstance(i, int) else torch.device(i) for i in device_ids]
