@@ -4,7 +4,7 @@
 # make history    asv over the last 3 commits, published in .asv/html
 #
 # Each target makes the .venv it needs; a second run reuses it. TORCH=system takes torch, and whatever else is
-# installed, from the Python that runs make (a GPU machine with its own build).
+# installed, from the Python that runs make (a GPU machine with its own build) and downloads nothing.
 
 PYTHON ?= python3
 TORCH  ?= pinned
@@ -13,26 +13,34 @@ BIN    := $(VENV)/bin
 ARGS   ?=
 COMMITS ?= 3
 
-ifeq ($(TORCH),system)
-VENV_FLAGS := --system-site-packages
-CONSTRAINTS :=
-else
-VENV_FLAGS :=
-CONSTRAINTS := -c constraints.txt
-endif
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-
+.DEFAULT_GOAL := bench
 .PHONY: bench test check history clean
 
-$(VENV)/base.stamp: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
-	$(PIP) $(CONSTRAINTS) -e .
+ifeq ($(TORCH),system)
+# No registry is asked: the Python that runs make lends its packages (also when it is a virtual environment itself,
+# which --system-site-packages would look past), and a path file lends this checkout.
+$(VENV)/base.stamp: pyproject.toml
+	$(PYTHON) -m venv --without-pip $(VENV)
+	$(PYTHON) -c 'import site; [print(f"import site; site.addsitedir({d!r})") for d in site.getsitepackages()]; print("$(CURDIR)")' \
+	  > "$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')/lent.pth"
+	printf '#!%s\nfrom dpbench.cli import main\nmain()\n' "$(abspath $(BIN))/python" > $(BIN)/dpbench
+	chmod +x $(BIN)/dpbench
 	@touch $@
 
 $(VENV)/dev.stamp: $(VENV)/base.stamp
-	$(PIP) $(CONSTRAINTS) -e ".[dev]"
 	@touch $@
+else
+$(VENV)/base.stamp: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) -e .
+	@touch $@
+
+$(VENV)/dev.stamp: $(VENV)/base.stamp
+	$(PIP) -e ".[dev]"
+	@touch $@
+endif
 
 bench: $(VENV)/base.stamp
 	$(BIN)/dpbench run $(ARGS)

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
 EXIT_WORSE, EXIT_FAILED, EXIT_UNDECIDED, EXIT_USAGE = 1, 2, 3, 64
 REPORT = Path("reports/latest/index.html")
-QUICK_BUDGET_S = 60.0
-"""What `dpbench run` without arguments spends on measuring, so that it ends within 90 s on two cores."""
+QUICK_BUDGET_S = {"cpu": 60.0, "cuda": 180.0}
+"""What `dpbench run` without arguments spends on measuring, so that it ends within 90 s on two cores; every trial on
+a GPU has a context to open and libraries to load."""
 
 store_option = click.option(
     "--store", type=click.Path(path_type=Path), default=Path("dpbench.db"), show_default=True, help="The results file."
@@ -75,7 +76,9 @@ def cli() -> None:
 @click.option("--size", type=click.Choice(["small", "full"]), default="small", show_default=True, help="Model size.")
 @click.option("--precision", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True)
 @click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="Fresh processes per case.")
-@click.option("--budget", type=click.FloatRange(1), help="Seconds for the whole run.  [without axes: 60]")
+@click.option(
+    "--budget", type=click.FloatRange(1), help="Seconds for the whole run.  [without axes: 60, or 180 on GPUs]"
+)
 @click.option("--limit", type=click.FloatRange(1), default=120.0, show_default=True, help="Seconds a trial may take.")
 @click.option("--retry", type=Names(), default=(), help="Final statuses to measure again on resume: failed,oom,...")
 @click.option("--report", type=click.Path(path_type=Path), default=REPORT, show_default=True, help="The page to write.")
@@ -114,12 +117,12 @@ def _cases(options: dict[str, Any]) -> tuple[list[Any], float | None]:
     """Turn options into cases, filling in what this machine can do where nothing is said."""
     from dpbench import plan
     from dpbench.nvml import cuda_device_count
-    from dpbench.provenance import usable_cores
+    from dpbench.provenance import torch_has_cuda, usable_cores
 
     axes = ("models", "own", "strategies", "schedules", "devices", "batch_sizes", "batch_per_device")
     quick = not any(options[axis] for axis in axes)
-    gpus = cuda_device_count()
-    kind = options["device_kind"] or ("cuda" if gpus else "cpu")
+    gpus = len(options["device_ids"]) or cuda_device_count()
+    kind = options["device_kind"] or ("cuda" if gpus and torch_has_cuda() else "cpu")
     available = gpus if kind == "cuda" else min(usable_cores(), 4)  # more processes than that are no first look
     placement = options["placement"] or ("colocated" if kind == "cuda" and gpus == 1 else "spread")
     models = (*(options["models"] or (() if options["own"] else ("mlp", "resnet18"))), *options["own"])
@@ -132,7 +135,7 @@ def _cases(options: dict[str, Any]) -> tuple[list[Any], float | None]:
         device_ids=options["device_ids"], device_kind=kind, placement=placement, batch_sizes=batches,
         batch_per_device=options["batch_per_device"] or (), size=options["size"], precision=options["precision"],
     )  # fmt: skip
-    return cases, options["budget"] or (QUICK_BUDGET_S if quick else None)
+    return cases, options["budget"] or (QUICK_BUDGET_S[kind] if quick else None)
 
 
 @cli.command()

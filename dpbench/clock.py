@@ -259,7 +259,7 @@ class CudaClock:
         for block, (begin, ends) in zip(self._blocks, self._ends(), strict=True):
             references = [(block.begin, begin), *zip(block.ends, ends, strict=True)]
             starts.extend(references[:-1])
-        spans = list(self._added)
+        spans = [span for span in self._added if span.step < len(starts)]
         for step, phase, device, start, end in self._marks:
             if step < len(starts):
                 (events, seconds), i = starts[step], self._position[device]

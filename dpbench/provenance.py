@@ -68,6 +68,11 @@ def code_key(facts: dict[str, Any]) -> str:
     return " ".join([*parts, facts["packages"].get("torch", "")])
 
 
+def torch_has_cuda() -> bool:
+    """Tell by its version, without loading it, whether torch was built for the CPU alone."""
+    return not _version("torch").endswith("+cpu")
+
+
 def _version(name: str) -> str:
     try:
         return metadata.version(name)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from dpbench import plan, provenance, registry, samplers
 from dpbench.nvml import describe
-from dpbench.records import Case, Effort, Sample, Status, Trial
+from dpbench.records import HOST, Case, Effort, Sample, Status, Trial
 from dpbench.server import Server
 from dpbench.store import FINAL, Store
 
@@ -181,4 +181,11 @@ def _watched(series: samplers.Series, began: float, ended: float, trial: Trial) 
     timed = [step for step in trial.steps if not step.warmup]
     if timed:
         began, ended = timed[0].start_s, timed[-1].end_s
-    return series.cut(began, ended)
+    ids = trial.case.device_ids
+    if not ids:
+        return series.cut(began, ended)
+    # samplers know GPUs by CUDA's numbers, trials by their place among the replicas
+    place = {HOST: HOST} | {ordinal: index for index, ordinal in enumerate(ids)}
+    return tuple(
+        replace(sample, device=place[sample.device]) for sample in series.cut(began, ended) if sample.device in place
+    )

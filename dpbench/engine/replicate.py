@@ -78,6 +78,8 @@ def replicate(
         flat = Broadcast.apply(devices, mark, on_reduce, *sources) if sources else ()  # type: ignore[no-untyped-call]
         copies = [list(flat[i * len(sources) : (i + 1) * len(sources)]) for i in range(len(devices))]
     shared = _copies(plain, devices, mark)
+    for device in devices[1:]:  # replica 0 may write its buffers in place while others still copy them
+        devices[0].wait(device)
     replicas = []
     for device, weights, statistics in zip(devices, copies, shared, strict=True):
         with mark(Phase.REPLICATE, device.index):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -50,14 +51,14 @@ def _rank(case: Case, entry: Callable[[int], Any], launcher: int) -> Any:
     """Join the process group, run, and leave it."""
     # the launcher's own lifeline is a SIGINT, which a rank that hangs in native code never hears
     lifeline.die_with_parent(launcher)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # inherited handlers do not run inside a collective
     rank = int(os.environ["RANK"])
     # NCCL refuses two ranks on one GPU; gloo reduces through the host, which colocated ranks can do
     spread = case.device_kind == "cuda" and case.placement == "spread"
     dist.init_process_group("cpu:gloo,cuda:nccl" if spread else "gloo", timeout=TIMEOUT)
-    try:
-        return entry(rank)
-    finally:
-        dist.destroy_process_group()
+    result = entry(rank)
+    dist.destroy_process_group()  # only after success: with peers in trouble it would wait for them
+    return result
 
 
 class _Step:
@@ -72,7 +73,8 @@ class _Step:
         module = model.module.to(device.torch_device)
         ids = None if self._on_host else [device.torch_device]
         self.ddp = DistributedDataParallel(module, device_ids=ids)
-        self.ddp._set_ddp_runtime_logging_sample_rate(1)
+        if self._on_host:  # on CUDA the logger would wait for the device in every forward
+            self.ddp._set_ddp_runtime_logging_sample_rate(1)
         self._optimizer = optimizer_of(case)(module.parameters())
         self._returned_s = 0.0
 

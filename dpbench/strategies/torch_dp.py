@@ -22,7 +22,9 @@ SHARED_STREAM = True
 
 
 def skip(case: Case) -> str:
-    """Refuse the CPU, where torch.nn.DataParallel passes its input through to the module."""
+    """Refuse what torch.nn.DataParallel does not do: run on the CPU, or in bf16 on several devices."""
+    if case.device_kind == "cuda" and case.precision == "bf16" and case.devices > 1:
+        return "torch.nn.DataParallel's threads do not take over autocast's dtype: bf16 would run as fp16"
     if case.device_kind == "cuda":
         return ""
     return "torch.nn.DataParallel needs an accelerator; on the CPU it passes its input through to the module"
@@ -39,6 +41,14 @@ class _Marked(nn.DataParallel):  # type: ignore[type-arg]
     def __init__(self, module: nn.Module, ids: list[int], mark: Mark) -> None:
         super().__init__(module, ids)
         self._mark = mark
+        if len(ids) == 1:  # torch then calls the module past parallel_apply
+            inner = module.forward
+
+            def forward(*inputs: Any, **kwargs: Any) -> Any:
+                with mark(Phase.FORWARD, 0):
+                    return inner(*inputs, **kwargs)
+
+            module.forward = forward
 
     @contextmanager
     def _on(self, phase: Phase, count: int) -> Iterator[None]:
@@ -79,11 +89,7 @@ def start(case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> It
         with mark(Phase.SCATTER, 0):
             target = root.put(target)
         with precision_of(case):
-            if len(devices) == 1:  # DataParallel calls the module itself, past its own parallel_apply
-                with mark(Phase.FORWARD, 0):
-                    output = wrapped(*positional(inputs))
-            else:
-                output = wrapped(*positional(inputs))
+            output = wrapped(*positional(inputs))
             with mark(Phase.LOSS, 0):
                 loss = model.loss(output, target)
         with ExitStack() as stack:

@@ -58,7 +58,8 @@ def measure(case: Case, effort: Effort, strategy: ModuleType, rank: int | None =
         samples = [*listener.samples(), *_profiled(step, batches[0], devices, listener)]
     return Trial(
         case=case, status=Status.OK, reason=reason, verified=verdict, steps=listener.steps(),
-        spans=listener.spans(), samples=tuple(samples), memory=memory, setup=setup, provenance=_torch_facts(case),
+        spans=listener.spans(), samples=tuple(samples), memory=memory, setup=setup,
+        provenance=_torch_facts(case, devices[0]),
     )  # fmt: skip
 
 
@@ -66,8 +67,9 @@ def _devices(case: Case, strategy: ModuleType, rank: int | None) -> list[Device]
     """Open the case's devices; a rank has just its own."""
     shared = getattr(strategy, "SHARED_STREAM", False)
     devices = open_devices(
-        case.device_kind, case.devices, ids=case.device_ids, placement=case.placement, shared_stream=shared
-    )
+        case.device_kind, case.devices, ids=case.device_ids, placement=case.placement, shared_stream=shared,
+        own_processes=rank is not None,
+    )  # fmt: skip
     return devices if rank is None else devices[rank : rank + 1]
 
 
@@ -91,17 +93,15 @@ def _run(
     stopping = Stopping(effort.budget_s, effort.min_steps, effort.max_steps)
 
     def block(steps: int, *, warmup: bool) -> list[float]:
-        returned = []
         with listener.block():
             for i in range(steps):
                 inputs, target = batches[i % len(batches)]
-                began = time.perf_counter()
                 with listener.step(warmup=warmup):
                     step(inputs, target)
-                returned.append(time.perf_counter() - began)
                 for span in observe():
                     listener.add(*span)
-        return returned
+        # the clock's seconds, not the calls': on CUDA a call returns before its work is done
+        return [one.seconds for one in listener.steps()[-steps:]]
 
     gc.collect()
     gc.freeze()  # what lives now need not be walked again between blocks
@@ -163,7 +163,10 @@ def _profiled(
     """Return GPUs' busy seconds of one more step, after timing; the host's clock has told CPU's already."""
     if not isinstance(listener, clock.CudaClock):
         return []
-    return busy.profiled(lambda: step(*batch), devices)
+    try:
+        return busy.profiled(lambda: step(*batch), devices)
+    except RuntimeError:  # without permission to profile, the trial is as good but for this
+        return []
 
 
 def _pinned(batch: tuple[Any, Any], case: Case) -> tuple[Any, Any]:
@@ -175,7 +178,7 @@ def _pinned(batch: tuple[Any, Any], case: Case) -> tuple[Any, Any]:
     return pinned if isinstance(inputs, tuple) else pinned[0], target.pin_memory()
 
 
-def _torch_facts(case: Case) -> dict[str, Any]:
+def _torch_facts(case: Case, device: Device) -> dict[str, Any]:
     """Return what of torch makes the numbers repeatable."""
     facts: dict[str, Any] = {
         "torch": torch.__version__,
@@ -185,5 +188,5 @@ def _torch_facts(case: Case) -> dict[str, Any]:
     }
     if case.device_kind == "cuda":
         facts |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
-        facts |= {"gpu": torch.cuda.get_device_name()}
+        facts |= {"gpu": torch.cuda.get_device_name(device.torch_device)}
     return facts

@@ -17,6 +17,10 @@ from dpbench import registry
 from dpbench.records import HOST, Case, Effort, Memory, Status, Step, Trial, Verified
 from dpbench.worker.loop import measure
 
+NO_MEMORY = (
+    "can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED",
+)  # fmt: skip
+"""What lack of memory says where it is no OutOfMemoryError: the host's allocator, contexts, libraries."""
 ERROR_FILE = "error-{rank}.txt"
 
 
@@ -61,13 +65,15 @@ def out_of_memory(error: BaseException) -> bool:
     """Tell whether an error is a device's, or the host's, lack of memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in NO_MEMORY)
 
 
 def _device_in(message: str) -> str:
     """Return the device that torch's message names."""
     gpu = re.search(r"GPU (\d+) has a total capacity", message)
-    return f"device cuda:{gpu.group(1)}" if gpu else "device cpu"
+    if gpu:
+        return f"device cuda:{gpu.group(1)}"
+    return "device cuda" if "CU" in message else "device cpu"
 
 
 def _killed(error: BaseException) -> tuple[str, str] | None:

@@ -53,23 +53,31 @@ def _ordinal(device: torch.device) -> int:
     return ordinal
 
 
-def _cuda(ordinals: Sequence[int], *, shared_stream: bool = False) -> list[Device]:
+def _cuda(ordinals: Sequence[int], *, shared_stream: bool = False, own_processes: bool = False) -> list[Device]:
     """Give each replica its GPU; one that is not the first on its GPU has a stream of its own, unless shared."""
     devices = []
     for index, ordinal in enumerate(ordinals):
         again = ordinal in ordinals[:index]
-        device = CudaDevice(index, ordinal, own_stream=again and not shared_stream, shares_memory=again)
+        shares_memory = again and not own_processes  # each process has an allocator of its own
+        device = CudaDevice(index, ordinal, own_stream=again and not shared_stream, shares_memory=shares_memory)
         devices.append(cast(Device, device))
     return devices
 
 
 def open_devices(
-    kind: str, count: int, *, ids: Sequence[int] = (), placement: str = "spread", shared_stream: bool = False
+    kind: str,
+    count: int,
+    *,
+    ids: Sequence[int] = (),
+    placement: str = "spread",
+    shared_stream: bool = False,
+    own_processes: bool = False,
 ) -> list[Device]:
     """Return `count` devices as a case describes them.
 
-    Spread takes the first `count` of `ids` (or of all GPUs); colocated puts every replica on the first. Raises
-    ValueError where this machine has fewer.
+    Spread takes the first `count` of `ids` (or of all GPUs); colocated puts every replica on the first.
+    `own_processes` says that each device will be used in another process. Raises ValueError where this machine
+    has fewer.
     """
     if kind == "cpu":
         return resolve(["cpu"] * count)
@@ -82,4 +90,6 @@ def open_devices(
             f"{count} devices asked for, {len(available)} GPU(s) here"
             + ("; --placement colocated lets replicas share one" if available else "; use --device-kind cpu")
         )
-    return _cuda([_ordinal(torch.device("cuda", i)) for i in wanted], shared_stream=shared_stream)
+    return _cuda(
+        [_ordinal(torch.device("cuda", i)) for i in wanted], shared_stream=shared_stream, own_processes=own_processes
+    )

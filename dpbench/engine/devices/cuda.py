@@ -104,11 +104,18 @@ class CudaDevice:
     def broadcast(self, tensors: Sequence[torch.Tensor], devices: Sequence[Device]) -> list[list[torch.Tensor]]:
         """Copy to all GPUs in 10 MiB buffers, by NCCL where torch has it: what torch.nn.DataParallel does."""
         copies = comm.broadcast_coalesced(list(tensors), [d.torch_device.index for d in devices])
-        return [list(one) for one in copies]
+        # torch's collectives see a complex tensor as pairs of reals
+        return [
+            [torch.view_as_complex(c) if t.is_complex() and not c.is_complex() else c
+             for c, t in zip(one, tensors, strict=True)]
+            for one in copies
+        ]  # fmt: skip
 
     def reduce_add(self, tensors: Sequence[Sequence[torch.Tensor]], devices: Sequence[Device]) -> list[torch.Tensor]:
         """Sum onto this GPU in 10 MiB buffers, by NCCL where torch has it."""
-        return list(comm.reduce_add_coalesced([list(one) for one in tensors], self.ordinal))
+        real = [[torch.view_as_real(t) if t.is_complex() else t for t in one] for one in tensors]
+        sums = comm.reduce_add_coalesced(real, self.ordinal)
+        return [torch.view_as_complex(s) if t.is_complex() else s for s, t in zip(sums, tensors[0], strict=True)]
 
     def _follow(self, tensors: Sequence[torch.Tensor]) -> None:
         """Wait for the current streams of the GPUs that the tensors come from."""
