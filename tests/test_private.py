@@ -1,0 +1,43 @@
+"""Private parts of torch that dpbench leans on, each in one file: a new torch that moves them is told here first."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+TESTED = "2.13"
+ROOT = Path(__file__).parent.parent / "dpbench"
+PRIVATE = {
+    r"\._replicate_for_data_parallel\(": "engine/replicate.py",
+    r"_set_ddp_runtime_logging_sample_rate|_get_ddp_logging_data|set_runtime_stats_and_log": "strategies/ddp.py",
+    r"_foreach_copy_": "engine/devices/cuda.py",
+    r"dropout\._DropoutNd": "verify.py",
+    r"torch\._C\._autograd": "busy.py",
+}
+
+
+@pytest.mark.parametrize(("pattern", "home"), PRIVATE.items())
+def test_each_private_part_is_used_in_one_file(pattern: str, home: str) -> None:
+    users = [str(f.relative_to(ROOT)) for f in ROOT.rglob("*.py") if re.search(pattern, _code(f))]
+    assert users == [home]
+
+
+def _code(path: Path) -> str:
+    """Return a file without its docstrings' mentions."""
+    return re.sub(r'""".*?"""', "", path.read_text(), flags=re.S)
+
+
+def test_private_parts_exist_in_this_torch() -> None:
+    where = f"dpbench is tested with torch {TESTED}, this is {torch.__version__}"
+    assert hasattr(nn.Module, "_replicate_for_data_parallel"), where
+    assert hasattr(nn.RNNBase, "_replicate_for_data_parallel"), where
+    ddp = nn.parallel.DistributedDataParallel
+    assert hasattr(ddp, "_set_ddp_runtime_logging_sample_rate"), where
+    assert hasattr(ddp, "_get_ddp_logging_data"), where
+    assert hasattr(torch, "_foreach_copy_"), where
+    assert issubclass(nn.Dropout2d, nn.modules.dropout._DropoutNd), where
+    assert hasattr(torch._C._autograd.DeviceType, "CUDA"), where
