@@ -11,6 +11,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from dataclasses import asdict
@@ -34,7 +35,6 @@ class Server:
     def __init__(self, scratch: Path) -> None:
         self._scratch = scratch
         self._process: subprocess.Popen[bytes] | None = None
-        self._number = 0
 
     def __enter__(self) -> Self:
         return self
@@ -47,19 +47,18 @@ class Server:
 
         After `limit_s` seconds the worker's Python stacks are stored and its process group is killed.
         """
-        self._number += 1
-        folder = self._scratch / f"trial-{os.getpid()}-{id(self)}-{self._number}"
-        folder.mkdir()
-        try:
-            status, pid = self._attempt(case, effort, number, limit_s, folder)
-        except _ServerDied as died:
-            self._stop()
-            return Trial(case=case, status=Status.FAILED, reason=str(died), round=number, started_s=time.time())
-        finished = folder / "trial.json"
-        if finished.exists():
-            return Trial.from_dict(json.loads(finished.read_text()))
-        reason = _reason(status, pid, limit_s, folder)
-        return Trial(case=case, status=status_of(status), reason=reason, round=number, started_s=time.time())
+        with tempfile.TemporaryDirectory(prefix="trial-", dir=self._scratch, ignore_cleanup_errors=True) as name:
+            folder = Path(name)
+            try:
+                status, pid = self._attempt(case, effort, number, limit_s, folder)
+            except _ServerDied as died:
+                self._stop()
+                return Trial(case=case, status=Status.FAILED, reason=str(died), round=number, started_s=time.time())
+            finished = folder / "trial.json"
+            if finished.exists():
+                return Trial.from_dict(json.loads(finished.read_text()))
+            reason = _reason(status, pid, limit_s, folder)
+            return Trial(case=case, status=status_of(status), reason=reason, round=number, started_s=time.time())
 
     def _attempt(self, case: Case, effort: Effort, number: int, limit_s: float, folder: Path) -> tuple[int | None, int]:
         """Return the worker's exit status (None: it ran past its limit) and its pid."""

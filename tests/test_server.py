@@ -406,6 +406,13 @@ def test_the_server_has_run_no_tensor_operation_and_touched_no_cuda(tmp_path):
     assert plugs <= set(result["loaded"]), "every plug is loaded before the first fork"
 
 
+def test_servers_one_after_the_other_share_a_scratch_folder(tmp_path):
+    for _ in range(3):  # a new server often has the address, and so the id, of the last one
+        with Server(tmp_path) as one:
+            assert works(one)
+        assert [entry.name for entry in tmp_path.iterdir() if entry.name.startswith("trial")] == []
+
+
 def test_nothing_but_its_log_is_left_in_the_scratch_folder_that_another_trial_could_trip_over(server, scratch):
     first = {entry.name for entry in scratch.iterdir()}
     assert works(server)
