@@ -91,12 +91,13 @@ def _cause(rows: Sequence[Row]) -> str:
 
 def _all_cores(rows: Sequence[Row], top: Sequence[Row]) -> str:
     """Hold a CPU speed-up against what one device gives with all cores."""
-    parts = []
-    for row in rows:
-        alike = [r for r in top if r.case.model == row.case.model and r.case.batch_size == row.case.batch_size]
-        if row.case.strategy == "single_all_cores" and row.speedup and alike:
-            parts.append(f"{row.speedup.value:.2f}× on {row.case.model}")
-    return f"; single, all cores, gives {', '.join(parts)} without any data parallelism" if parts else ""
+    work = {(row.case.model, row.case.batch_size) for row in top}
+    found = [
+        row
+        for row in rows
+        if row.case.strategy == "single_all_cores" and row.speedup and (row.case.model, row.case.batch_size) in work
+    ]
+    return f"; without data parallelism, {_of_strategy('single, all cores,', found)}" if found else ""
 
 
 def _decided(rows: Sequence[Row]) -> str:
