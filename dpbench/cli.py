@@ -115,7 +115,7 @@ def run(store: Path, report: Path, **options: Any) -> None:
 
 def _cases(options: dict[str, Any]) -> tuple[list[Any], float | None]:
     """Turn options into cases, filling in what this machine can do where nothing is said."""
-    from dpbench import plan
+    from dpbench import plan, registry
     from dpbench.nvml import cuda_device_count
     from dpbench.provenance import torch_has_cuda, usable_cores
 
@@ -125,6 +125,8 @@ def _cases(options: dict[str, Any]) -> tuple[list[Any], float | None]:
     kind = options["device_kind"] or ("cuda" if gpus and torch_has_cuda() else "cpu")
     available = gpus if kind == "cuda" else min(usable_cores(), 4)  # more processes than that are no first look
     placement = options["placement"] or ("colocated" if kind == "cuda" and gpus == 1 else "spread")
+    for name in options["own"]:
+        registry.check_module(name)
     models = (*(options["models"] or (() if options["own"] else ("mlp", "resnet18"))), *options["own"])
     batches = options["batch_sizes"] or (() if options["batch_per_device"] else (64,))
     cases = plan.sweep(
@@ -264,8 +266,15 @@ def _content(chosen: Run, table: Any, trials: Any) -> dict[str, Any]:
     return {
         "rows": table, "trials": trials, "provenance": chosen.provenance, "run_id": chosen.id,
         "started": chosen.started, "verdict": diagnose.verdict(table), "tiles": diagnose.tiles(table),
-        "warnings": diagnose.warnings(table, trials, chosen.provenance),
+        "warnings": [*_unfinished(chosen), *diagnose.warnings(table, trials, chosen.provenance)],
     }  # fmt: skip
+
+
+def _unfinished(chosen: Run) -> list[str]:
+    """Warn of a run that has not measured all it was asked to."""
+    if chosen.status == "finished":
+        return []
+    return [f"incomplete: this run is {chosen.status}; the same `dpbench run` command goes on where it is"]
 
 
 def _write_report(path: Path, chosen: Run, table: Any, trials: Any) -> None:
@@ -286,7 +295,7 @@ def _print_verdict(table: list[Row], trials: list[Trial], chosen: Run) -> None:
     """Print the verdict to stdout, the warnings to stderr."""
     from dpbench import diagnose
 
-    for warning in diagnose.warnings(table, trials, chosen.provenance):
+    for warning in [*_unfinished(chosen), *diagnose.warnings(table, trials, chosen.provenance)]:
         click.echo(f"warning: {warning}", err=True)
     click.echo(f"\n{diagnose.verdict(table)}")
 

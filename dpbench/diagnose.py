@@ -14,6 +14,8 @@ UNATTRIBUTED_LIMIT = 0.05
 ROUNDS_LIMIT = 3
 FOREIGN_LIMIT = 0.1
 """Cores that other processes may keep busy before it is worth a warning."""
+FOREIGN_FROM_S = 1.0
+"""Seconds of steps that a trial must have for its reading of other processes to count."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +36,14 @@ def verdict(rows: Sequence[Row]) -> str:
     top = [row for row in done if row.case.devices == most]
     clauses = [_of_strategy(name, [r for r in top if r.case.strategy == name]) for name in _strategies(top)]
     sentence = f"On {most} {_devices_in_words(top[0])}, " + "; ".join(clauses) + f" (ideal {most}×)"
-    return f"{sentence}{_cause(top)}{_all_cores(rows, top)}. {_decided(top)}".strip()
+    everything = [*top, *_of_all_cores(rows, top)]
+    return f"{sentence}{_cause(top)}{_all_cores(rows, top)}. {_decided(everything)}".strip()
 
 
 def _nothing(rows: Sequence[Row]) -> str:
     """Say why there is no speed-up to report."""
     if not any(row.step for row in rows):
-        return f"Nothing was measured: none of {len(rows)} cases gave a verified result."
+        return f"Nothing was measured: none of {len(rows)} case(s) gave a verified result."
     if all(row.case.devices == 1 for row in rows if row.step):
         return "One device only: nothing to compare; add --devices 1,2 for a speed-up."
     return "No speed-up: there is no case of the strategy single with equal work; add it with --strategies single,..."
@@ -91,13 +94,15 @@ def _cause(rows: Sequence[Row]) -> str:
 
 def _all_cores(rows: Sequence[Row], top: Sequence[Row]) -> str:
     """Hold a CPU speed-up against what one device gives with all cores."""
-    work = {(row.case.model, row.case.batch_size) for row in top}
-    found = [
-        row
-        for row in rows
-        if row.case.strategy == "single_all_cores" and row.speedup and (row.case.model, row.case.batch_size) in work
-    ]
+    found = _of_all_cores(rows, top)
     return f"; without data parallelism, {_of_strategy('single, all cores,', found)}" if found else ""
+
+
+def _of_all_cores(rows: Sequence[Row], top: Sequence[Row]) -> list[Row]:
+    """Return the rows of one device with all cores that do the work of some of `top`."""
+    work = {(row.case.model, row.case.batch_size) for row in top}
+    alike = [row for row in rows if (row.case.model, row.case.batch_size) in work]
+    return [row for row in alike if row.case.strategy == "single_all_cores" and row.speedup]
 
 
 def _decided(rows: Sequence[Row]) -> str:
@@ -175,7 +180,9 @@ def _of_host(rows: Sequence[Row], trials: Sequence[Trial], provenance: Mapping[s
             )
     if any(row.case.placement == "colocated" for row in rows):
         yield "COLOCATED replicas share one GPU: they prove correctness and host cost, not speed-up"
-    foreign = [s.value for trial in trials for s in trial.samples if s.metric == "foreign_cpu_ratio"]
+    # a new worker counts as foreign for its first moments: short trials say nothing of others
+    long = [trial for trial in trials if sum(step.seconds for step in trial.steps) >= FOREIGN_FROM_S]
+    foreign = [s.value for trial in long for s in trial.samples if s.metric == "foreign_cpu_ratio"]
     if foreign and sum(foreign) / len(foreign) > FOREIGN_LIMIT:
         mean = sum(foreign) / len(foreign)
         yield f"other processes kept {mean:.1f} of {cores or '?'} cores busy while steps were timed"

@@ -80,7 +80,10 @@ def _check(models: Sequence[str], strategies: Sequence[str], devices: Sequence[i
     """Refuse unknown names and counts below one."""
     for model in models:
         if ":" not in model:
-            registry.check("models", model)
+            try:
+                registry.check("models", model)
+            except LookupError as error:
+                raise LookupError(f"{error}; your own is --model package.module:name") from None
     for strategy in strategies:
         registry.check("strategies", strategy)
     for kind, values in (("devices", devices), ("batch size", batches)):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.machinery
 import pkgutil
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -27,6 +29,13 @@ def check(folder: str, name: str) -> None:
     if name not in known:
         singular = folder[:-3] + "y" if folder.endswith("ies") else folder[:-1]
         raise LookupError(unknown(singular, name, known))
+
+
+def check_module(name: str) -> None:
+    """Raise LookupError unless the module of `package.module:object` can be found, without importing anything."""
+    top, here = name.partition(":")[0].partition(".")[0], str(Path.cwd())
+    if importlib.machinery.PathFinder.find_spec(top, [here, *sys.path]) is None:
+        raise LookupError(f"--model {name}: there is no module {top!r} in {here} or on Python's path")
 
 
 def unknown(kind: str, name: str, known: list[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import hypothesis
 import pytest
@@ -32,3 +33,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             for item in items:
                 if item.get_closest_marker(mark):
                     item.add_marker(pytest.mark.skip(reason=reason))
+
+
+# a suite started in the background inherits an ignored SIGINT, and so would every command that a test interrupts
+signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -54,3 +54,12 @@ def test_a_new_file_is_a_new_plug(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for name in ("mine.py", "_shared.py", "notes.txt"):
         (tmp_path / "models" / name).touch()
     assert registry.names("models") == ["mine"]
+
+
+def test_a_users_module_that_is_not_there_is_refused_without_importing_any(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("raise AssertionError('imported')")
+    registry.check_module("mine:net")
+    registry.check_module("mine.deeper:net")
+    with pytest.raises(LookupError, match="no module 'mime' in"):
+        registry.check_module("mime:net")

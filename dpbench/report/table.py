@@ -12,7 +12,7 @@ from dpbench.records import Case, Estimate, Phase, Source, Status, Trial, Verifi
 from dpbench.report import facets, words
 
 COLUMNS = (
-    "model", "strategy", "devices", "batch", "rounds × steps", "median ms", "samples/s", "speed-up", "efficiency",
+    "model", "strategy", "devices", "batch", "rounds, steps", "median ms", "samples/s", "speed-up", "efficiency",
     "imbalance", "peak memory", "verified", "labels", "status",
 )  # fmt: skip
 TEXT_COLUMNS = ("model", "strategy", "verified", "labels", "status")
@@ -56,7 +56,7 @@ def _line(row: Row, trials: Sequence[Trial]) -> Line:
         Cell(words.plain(words.strategy(case).partition("[")[0]), words.plain("".join(about) + placed)),
         Cell(str(case.devices), case.device_kind, str(case.devices)),
         Cell(str(case.batch_size), sort=str(case.batch_size)),
-        Cell(f"{row.rounds} × {row.steps // max(1, row.rounds)}" if measured else "", sort=str(row.steps)),
+        Cell(f"{row.rounds}, {row.steps}" if measured else "", sort=str(row.steps)),
         _estimate(row.step, 1e3),
         _estimate(row.throughput),
         _speedup(row),
