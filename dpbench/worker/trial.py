@@ -21,6 +21,10 @@ NO_MEMORY = (
     "can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED",
 )  # fmt: skip
 """What lack of memory says where it is no OutOfMemoryError: the host's allocator, contexts, libraries."""
+LOST_PEER = ("Connection reset by peer", "Connection closed by peer", "Broken pipe")
+"""What a rank says when another one is gone: never the cause."""
+FATAL = {"Aborted": "SIGABRT", "Segmentation fault": "SIGSEGV", "Bus error": "SIGBUS", "Illegal instruction": "SIGILL"}
+"""What Python's fault handler writes into the log for each signal."""
 ERROR_FILE = "error-{rank}.txt"
 
 
@@ -45,7 +49,7 @@ def run(case: Case, effort: Effort, folder: Path) -> Trial:
         parts = strategy.launch(case, entry, folder)
         return merge([Trial.from_dict(part) for part in parts])
     except BaseException as error:
-        status, reason = _killed(error) or _of_ranks(folder) or explain(error)
+        status, reason = _killed(error) or _of_ranks(folder, len(case.rows)) or explain(error)
         return Trial(case=case, status=Status(status), reason=reason, verified=_verified(reason))
 
 
@@ -84,7 +88,7 @@ def _killed(error: BaseException) -> tuple[str, str] | None:
     return None
 
 
-def _of_ranks(folder: Path) -> tuple[str, str] | None:
+def _of_ranks(folder: Path, ranks: int) -> tuple[str, str] | None:
     """Return status and reason that the lowest failed rank wrote; its own error, not its peers' broken links."""
     found = []
     for file in sorted(folder.glob(ERROR_FILE.format(rank="*"))):
@@ -92,8 +96,26 @@ def _of_ranks(folder: Path) -> tuple[str, str] | None:
         rank = file.stem.rpartition("-")[2]
         found.append((file.stat().st_mtime_ns, status, f"rank {rank}: {reason}"))
     # an out-of-memory kills the others' connections: it is the cause, then whoever failed first
-    found.sort(key=lambda row: (row[1] != Status.OOM, row[0]))
+    found.sort(key=lambda row: (row[1] != Status.OOM, _lost_peer(row[2]), row[0]))
+    if found and _lost_peer(found[0][2]):
+        return Status.FAILED, _silent(folder, ranks)
     return found[0][1:] if found else None
+
+
+def _lost_peer(reason: str) -> bool:
+    return any(sign in reason for sign in LOST_PEER)
+
+
+def _silent(folder: Path, ranks: int) -> str:
+    """Say which ranks ended without a word, their peers' connections with them, and by which signal if any told."""
+    left = [rank for rank in range(ranks) if not (folder / ERROR_FILE.format(rank=rank)).exists()]
+    log = (folder / "log").read_text(errors="replace") if (folder / "log").exists() else ""
+    told = next(
+        (f"killed by {name}" for words, name in FATAL.items() if f"Fatal Python error: {words}" in log), "killed"
+    )
+    return (
+        f"rank {', '.join(map(str, left)) or '?'} ended without a word ({told}), and its peers lost their connections"
+    )
 
 
 def _verified(reason: str) -> Verified:
