@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 from dpbench import registry
-from dpbench.records import FASTEST, RUNGS
+from dpbench.schedule import FASTEST, RUNGS
 
 METRICS = {
     "busy_s": "seconds of CPU time a step, per logical CPU device (its threads' own)",

@@ -8,8 +8,8 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from dpbench import registry
-from dpbench.records import FASTEST, RUNGS, Case
+from dpbench import registry, schedule
+from dpbench.records import Case
 
 DEVICE_KINDS = ("cpu", "cuda")
 PLACEMENTS = ("spread", "colocated")
@@ -41,17 +41,16 @@ def sweep(
     if bool(batch_sizes) == bool(batch_per_device):
         raise ValueError("give either batch sizes (strong scaling) or a batch per device (weak scaling), and not both")
     _check(models, strategies, devices, [*batch_sizes, *batch_per_device])
-    for schedule in schedules:
-        _one_of("schedule", schedule, (*RUNGS, FASTEST))
+    schedules = [_schedule(text, device_kind) for text in schedules]
     _check_placement(devices, device_kind, device_ids, placement)
     _one_of("size", size, SIZES)
     _one_of("precision", precision, PRECISIONS)
     cases = []
     for model, strategy, count in itertools.product(models, strategies, devices):
         for batch in batch_sizes or [each * count for each in batch_per_device]:
-            for schedule in schedules:
+            for written in schedules:
                 case = Case(
-                    model=model, strategy=strategy, devices=count, batch_size=batch, size=size, schedule=schedule,
+                    model=model, strategy=strategy, devices=count, batch_size=batch, size=size, schedule=written,
                     device_kind=device_kind, device_ids=tuple(device_ids[: max(devices)]), placement=placement,
                     precision=precision,
                 )  # fmt: skip
@@ -96,6 +95,13 @@ def _check(models: Sequence[str], strategies: Sequence[str], devices: Sequence[i
         raise ValueError(f"no strategy given; --strategies takes any of: {', '.join(registry.names('strategies'))}")
     if not devices:
         raise ValueError("no device count given; --devices takes numbers, such as 1,2")
+
+
+def _schedule(text: str, device_kind: str) -> str:
+    """Return a schedule in the one way to write it; ValueError for one that cannot run on this kind of device."""
+    if text == schedule.FASTEST:
+        return text
+    return str(schedule.parse(text).check(schedule.TRAIN_STEP, *([schedule.CUDA] if device_kind == "cuda" else [])))
 
 
 def _check_placement(devices: Sequence[int], kind: str, ids: Sequence[int], placement: str) -> None:

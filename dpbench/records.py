@@ -17,10 +17,6 @@ from enum import StrEnum
 from typing import Any
 
 SCHEMA = 1
-RUNGS = ("reference",)
-"""The schedules of the engine, in ladder order; each changes exactly one thing against the one before it."""
-FASTEST = "fastest"
-"""The name of the best rung that needs no tolerance."""
 HOST = -1
 """The device number of what happens on the host rather than on one of the devices."""
 

@@ -14,8 +14,8 @@ from dpbench.engine.devices import DeviceId, resolve
 from dpbench.engine.gather import gather
 from dpbench.engine.replicate import check_placement, replicate
 from dpbench.engine.scatter import scatter
-from dpbench.engine.schedule import parse
 from dpbench.records import Mark, no_mark
+from dpbench.schedule import parse
 
 PREFIX = "module."
 

@@ -6,50 +6,17 @@ copies (RNNs and their flat weights) override it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import Function
 from torch.nn.parameter import is_lazy
 
 from dpbench.devices import Device
+from dpbench.engine.broadcast import Broadcast, copies_of
 from dpbench.engine.devices import Devices, as_devices
-from dpbench.engine.reduce import reduce
 from dpbench.records import Mark, Phase, no_mark
-
-
-class Broadcast(Function):
-    """Copy tensors to every device; backward reduces all their gradients at once.
-
-    Being one node for all parameters, its backward starts when the last replica's backward has ended: that is
-    the border between the phases backward and reduce, and `on_reduce` is called there.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, devices: Sequence[Device], mark: Mark, on_reduce: Callable[[], None], *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        """Return device 0's tensors (the originals), then device 1's copies, and so on."""
-        ctx.devices, ctx.mark, ctx.on_reduce, ctx.count = devices, mark, on_reduce, len(tensors)
-        copies = _copies(tensors, devices, mark)
-        frozen = [t for one in copies for t, wants in zip(one, ctx.needs_input_grad[3:], strict=True) if not wants]
-        ctx.mark_non_differentiable(*frozen)
-        return tuple(tensor for one in copies for tensor in one)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        """Return the sums over the replicas; a parameter that no replica used gets zeros, as in torch."""
-        ctx.on_reduce()
-        each = [gradients[i : i + ctx.count] for i in range(0, len(gradients), ctx.count)]
-        wanted = [i for i, wants in enumerate(ctx.needs_input_grad[3:]) if wants]
-        sums = reduce([[one[i] for i in wanted] for one in each], ctx.devices, mark=ctx.mark)
-        whole: list[Any] = [None] * ctx.count
-        for i, total in zip(wanted, sums, strict=True):
-            whole[i] = total
-        return None, None, None, *whole
 
 
 def replicate(
@@ -73,11 +40,11 @@ def replicate(
     plain = [b for b in buffers if detach or not b.requires_grad]
     if detach:
         with torch.no_grad():  # as in torch: replica 0 has the parameters themselves, the others plain copies
-            copies = _copies(sources, devices, mark)
+            copies = copies_of(sources, devices, mark)
     else:
         flat = Broadcast.apply(devices, mark, on_reduce, *sources) if sources else ()  # type: ignore[no-untyped-call]
         copies = [list(flat[i * len(sources) : (i + 1) * len(sources)]) for i in range(len(devices))]
-    shared = _copies(plain, devices, mark)
+    shared = copies_of(plain, devices, mark)
     for device in devices[1:]:  # replica 0 may write its buffers in place while others still copy them
         devices[0].wait(device)
     replicas = []
@@ -101,21 +68,6 @@ def check_placement(module: nn.Module, root: Device) -> None:
                 f"module must have its parameters and buffers on device {root.torch_device} (device_ids[0]) but "
                 f"found one of them on device: {tensor.device}; move it first: module.to('{root.torch_device}')"
             )
-
-
-def _copies(tensors: Sequence[torch.Tensor], devices: Sequence[Device], mark: Mark) -> list[list[torch.Tensor]]:
-    """Return the tensors themselves for the first device and copies for the others."""
-    root, *others = devices
-    if tensors and root.can_collect(devices):
-        with ExitStack() as stack:
-            for device in devices:
-                stack.enter_context(mark(Phase.REPLICATE, device.index))
-            return root.broadcast(tensors, devices)
-    copies = [list(tensors)]
-    for device in others:
-        with mark(Phase.REPLICATE, device.index):
-            copies.append(device.clone(tensors))
-    return copies
 
 
 def _rebuild(module: nn.Module, table: dict[int, torch.Tensor]) -> nn.Module:
