@@ -148,9 +148,9 @@ def parse(text: str | Schedule) -> Schedule:
     if text in RUNGS:
         return RUNGS[text]
     if "=" not in text:
+        known = ", ".join((*RUNGS, FASTEST))
         raise ValueError(
-            registry.unknown("schedule", text, [*RUNGS, FASTEST])
-            + "; or switches, such as workers=pool,replicas=cached"
+            f"unknown schedule {text!r}; known: {known}; or switches, such as workers=pool,replicas=cached"
         )
     given: dict[str, str] = {}
     for part in text.split(","):
