@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 
 import pandas as pd
 
-from dpbench import ledger, stats
+from dpbench import ledger, plan, stats
 from dpbench.records import HOST, UNATTRIBUTED, Case, Estimate, Phase, Source, Status, Trial, Verified
 
 BASELINES = ("single",)
@@ -19,6 +19,8 @@ ONE_DEVICE = ("single", "single_all_cores")
 """Strategies that use one device whatever the others have, in the order in which they are shown."""
 BUSY_METRICS = {"kernel_busy_s": "kernels of one profiled step", "busy_s": "thread CPU time"}
 """What busy time is made of, the best source first."""
+DEVICE_COLUMNS = 8
+"""Devices that a flat table has columns for, whatever was run."""
 MOVING = (Phase.SCATTER, Phase.REPLICATE, Phase.GATHER, Phase.REDUCE)
 """The phases that move data rather than compute."""
 
@@ -29,7 +31,7 @@ class Row:
 
     `phases` are seconds of the ledger that sum to `step.value`. `speedup` compares with `single` at equal global
     work (scaling "strong") or equal work per device ("weak"). `imbalance` is device 0's busy time over the mean of
-    the others'.
+    the others'. `series` are the timed steps' seconds by round.
     """
 
     case: Case
@@ -39,6 +41,7 @@ class Row:
     rounds: int = 0
     steps: int = 0
     verified: Verified | None = None
+    series: stats.Rounds = field(default_factory=dict, repr=False)
     step: Estimate | None = None
     throughput: Estimate | None = None
     speedup: Estimate | None = None
@@ -68,6 +71,9 @@ class Row:
         return self.phases.get(UNATTRIBUTED, 0.0) / total if total else 0.0
 
 
+_BLANK = Row(case=Case(model="", strategy="", batch_size=1), source=Source.MEASURED, status=Status.SKIPPED)
+
+
 def rows(trials: Iterable[Trial]) -> list[Row]:
     """Return one row per case and source: by model, the one-device baselines first, then by strategy and devices."""
     groups: dict[tuple[Case, Source], list[Trial]] = {}
@@ -82,8 +88,8 @@ def _order(trial: Trial) -> tuple[object, ...]:
     """Return what a row's place follows from."""
     case = trial.case
     rank = next((i for i, name in enumerate(ONE_DEVICE) if name == case.strategy), len(ONE_DEVICE))
-    return (case.model, case.size, case.device_kind, case.precision, rank, case.strategy, case.schedule, case.devices,
-            case.batch_size)  # fmt: skip
+    return (case.model, case.size, case.device_kind, case.precision, rank, case.strategy, plan.place(case.schedule),
+            case.devices, case.batch_size)  # fmt: skip
 
 
 def measured(trials: Iterable[Trial]) -> dict[int, list[float]]:
@@ -113,6 +119,7 @@ def _row(case: Case, trials: Sequence[Trial], series: stats.Rounds) -> Row:
     others = [size for device, size in memory.items() if device > 0]
     return replace(
         row,
+        series=series,
         verified=max((trial.verified for trial in good), key=list(Verified).index),
         step=step,
         throughput=_inverse(step, case.batch_size),
@@ -155,8 +162,8 @@ def labels(trial: Trial) -> tuple[str, ...]:
 def _compared(row: Row, series: Mapping[tuple[Case, Source], stats.Rounds]) -> Row:
     """Add speed-up and efficiency against `single`, at equal global work if that was run, else per device."""
     mine = series[row.case, row.source]
-    if not mine or row.case.strategy in BASELINES:
-        return row
+    if not mine or row.case.strategy in BASELINES or row.case.device_kind == "emulated":
+        return row  # emulated devices show host cost: a speed-up would say nothing
     share, rest = divmod(row.case.batch_size, row.case.devices)
     for scaling, batch in (("strong", row.case.batch_size), ("weak", 0 if rest else share)):
         base = series.get((baseline(row.case, batch), row.source))
@@ -249,22 +256,31 @@ def _occupied(trials: Sequence[Trial]) -> dict[int, float]:
     return {device: statistics.median(values) for device, values in sorted(found.items())}
 
 
-def frame(table: Sequence[Row]) -> pd.DataFrame:
-    """Return the rows as a flat table: case fields, then estimates as value, low and high columns."""
-    flat = []
-    for row in table:
-        record: dict[str, object] = {f.name: getattr(row.case, f.name) for f in fields(Case)}
-        record |= {"status": row.status.value, "verified": row.verified, "rounds": row.rounds, "steps": row.steps}
-        for name in ("step", "throughput", "speedup", "efficiency", "imbalance"):
-            estimate: Estimate | None = getattr(row, name)
-            for part in ("value", "low", "high"):
-                record[f"{name}_{part}"] = getattr(estimate, part) if estimate else None
-        record |= {f"phase_{name}_s": seconds for name, seconds in row.phases.items()}
-        record |= {f"busy_{device}_s": seconds for device, seconds in row.busy.items()}
-        record |= {f"memory_{device}_bytes": size for device, size in row.memory.items()}
-        record |= {"scaling": row.scaling, "labels": " ".join(row.labels), "reason": row.reason}
-        flat.append(record)
-    return pd.DataFrame(flat)
+def frame(table: Sequence[Row], run_ids: Sequence[str] = ()) -> pd.DataFrame:
+    """Return the rows as a flat table: case fields, then estimates as value, low and high columns.
+
+    The columns are the same for every run, but for devices beyond the first eight; `run_ids`, one a row, come first.
+    """
+    count = max([DEVICE_COLUMNS, *(device + 1 for row in table for device in {*row.busy, *row.memory})])
+    flat = [_record(row, count) for row in table]
+    found = pd.DataFrame(flat, columns=list(_record(_BLANK, count)))
+    if run_ids:
+        found.insert(0, "run_id", list(run_ids))
+    return found
+
+
+def _record(row: Row, devices: int) -> dict[str, object]:
+    """Return one line of the flat table."""
+    record: dict[str, object] = {f.name: getattr(row.case, f.name) for f in fields(Case)}
+    record |= {"status": row.status.value, "verified": row.verified, "rounds": row.rounds, "steps": row.steps}
+    for name in ("step", "throughput", "speedup", "efficiency", "imbalance"):
+        estimate: Estimate | None = getattr(row, name)
+        for part in ("value", "low", "high"):
+            record[f"{name}_{part}"] = getattr(estimate, part) if estimate else None
+    record |= {f"phase_{name}_s": row.phases.get(name) for name in (*Phase, UNATTRIBUTED)}
+    record |= {f"busy_{device}_s": row.busy.get(device) for device in range(devices)}
+    record |= {f"memory_{device}_bytes": row.memory.get(device) for device in range(devices)}
+    return record | {"scaling": row.scaling, "labels": " ".join(row.labels), "reason": row.reason}
 
 
 @dataclass(frozen=True)

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from dpbench import __version__
 
 if TYPE_CHECKING:
-    from dpbench.analyse import Row
-    from dpbench.records import Trial
     from dpbench.store import Run
 
 EXIT_WORSE, EXIT_FAILED, EXIT_UNDECIDED, EXIT_USAGE = 1, 2, 3, 64
+EXIT_CLOSED = 128 + signal.SIGPIPE
+RESUMES = "what was measured is stored, the same command goes on from there"
 REPORT = Path("reports/latest/index.html")
-QUICK_BUDGET_S = {"cpu": 60.0, "cuda": 180.0}
+QUICK_BUDGET_S = {"cpu": 60.0, "cuda": 180.0, "emulated": 60.0}
 """What `dpbench run` without arguments spends on measuring, so that it ends within 90 s on two cores; every trial on
 a GPU has a context to open and libraries to load."""
 
@@ -36,6 +38,18 @@ class Names(click.ParamType[tuple[str, ...]]):
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         """Split at commas."""
         return value if isinstance(value, tuple) else tuple(part.strip() for part in value.split(",") if part.strip())
+
+
+class Schedules(click.ParamType[tuple[str, ...]]):
+    """A list of schedules, each a rung's name or switches."""
+
+    name = "rung,switch=position,..."
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        """Split at commas, and at `;` where two schedules of switches meet."""
+        from dpbench import plan
+
+        return value if isinstance(value, tuple) else tuple(plan.split_schedules(value))
 
 
 class Numbers(click.ParamType[tuple[int, ...]]):
@@ -66,10 +80,19 @@ def cli() -> None:
 @click.option("--models", type=Names(), help="Reference models.  [default: mlp,resnet18]")
 @click.option("--model", "own", multiple=True, help="Your own model, package.module:name; may be repeated.")
 @click.option("--strategies", type=Names(), help="Ways to train.  [default: all that this machine can do]")
-@click.option("--schedules", type=Names(), help="Schedules of the strategy dp.  [default: reference]")
+@click.option(
+    "--schedules", type=Schedules(), multiple=True,
+    help="Schedules of the strategy dp: rungs, or switches such as workers=pool,replicas=cached, of which neighbours "
+    "make one schedule; a ';' between two, or the option twice, keeps them apart.  [default: reference]",
+)
+@click.option(
+    "--ladder", is_flag=True,
+    help="Measure every rung of the ladder, and the best without each of its switches, beside single and ddp. On the "
+    "most devices that are here, unless --devices says more; two models take about five minutes.",
+)
 @click.option("--devices", type=Numbers(), help="Device counts.  [default: what is here]")
 @click.option("--device-ids", type=Numbers(), default=(), help="GPUs to use, in order.  [default: the first ones]")
-@click.option("--device-kind", type=click.Choice(["cpu", "cuda"]), help="[default: cuda if there is a GPU]")
+@click.option("--device-kind", type=click.Choice(["cpu", "cuda", "emulated"]), help="[default: cuda if there is a GPU]")
 @click.option("--placement", type=click.Choice(["spread", "colocated"]), help="colocated: replicas share one GPU.")
 @click.option("--batch-sizes", type=Numbers(), help="Global batch sizes (strong scaling).  [default: 64]")
 @click.option("--batch-per-device", type=Numbers(), help="Batch sizes per device (weak scaling).")
@@ -102,15 +125,32 @@ def run(store: Path, report: Path, **options: Any) -> None:
                     retry=retry, listen=progress.listen,
                 )  # fmt: skip
         except KeyboardInterrupt:
-            click.echo("interrupted; what was measured is stored, the same command goes on from there", err=True)
+            click.echo(f"interrupted; {RESUMES}", err=True)
             sys.exit(130)
+        except BrokenPipeError:  # nobody reads on, as in `dpbench run 2>&1 | head`
+            _last_words(f"the output was closed; {RESUMES}")
         chosen = _choose(opened.runs(), outcome.run_id)
-        table, trials = _analysed(opened.trials(outcome.run_id))
-    _print_table(table)
-    _print_verdict(table, trials, chosen)
-    _write_report(report, chosen, table, trials)
-    click.echo(f"report: {report}   store: {store}   run: {outcome.run_id[:8]}", err=True)
+        content = _content(chosen, opened.trials(outcome.run_id))
+    # the page first: what follows may have no reader left
+    _write_report(report, content)
+    try:
+        _print_table(content)
+        _print_verdict(content)
+        click.echo(f"report: {report}   store: {store}   run: {outcome.run_id[:8]}", err=True)
+    except BrokenPipeError:
+        _last_words(f"the output was closed; the run is complete: `dpbench report --run {outcome.run_id[:8]}` shows it")
     sys.exit(EXIT_FAILED if any(outcome.counts.get(bad) for bad in ("failed", "oom", "timeout")) else 0)
+
+
+def _last_words(text: str) -> NoReturn:
+    """End as a command does whose output was closed, with a word on stderr if that is still open."""
+    with suppress(OSError):
+        click.echo(text, err=True)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):  # what is left in their buffers is for nobody
+        with suppress(OSError, ValueError):
+            os.dup2(nowhere, stream.fileno())
+    sys.exit(EXIT_CLOSED)
 
 
 def _cases(options: dict[str, Any]) -> tuple[list[Any], float | None]:
@@ -119,24 +159,34 @@ def _cases(options: dict[str, Any]) -> tuple[list[Any], float | None]:
     from dpbench.nvml import cuda_device_count
     from dpbench.provenance import torch_has_cuda, usable_cores
 
-    axes = ("models", "own", "strategies", "schedules", "devices", "batch_sizes", "batch_per_device")
+    axes = ("models", "own", "strategies", "schedules", "ladder", "devices", "batch_sizes", "batch_per_device")
     quick = not any(options[axis] for axis in axes)
+    for axis in ("strategies", "schedules"):
+        if options["ladder"] and options[axis]:
+            raise click.UsageError(f"--ladder chooses strategies and schedules itself: leave out --{axis}")
     gpus = len(options["device_ids"]) or cuda_device_count()
     kind = options["device_kind"] or ("cuda" if gpus and torch_has_cuda() else "cpu")
-    available = gpus if kind == "cuda" else min(usable_cores(), 4)  # more processes than that are no first look
+    # more processes than that are no first look
+    available = {"cuda": gpus, "cpu": min(usable_cores(), 4), "emulated": 4}[kind]
     placement = options["placement"] or ("colocated" if kind == "cuda" and gpus == 1 else "spread")
     for name in options["own"]:
         registry.check_module(name)
-    models = (*(options["models"] or (() if options["own"] else ("mlp", "resnet18"))), *options["own"])
-    batches = options["batch_sizes"] or (() if options["batch_per_device"] else (64,))
-    cases = plan.sweep(
-        models=models,
-        strategies=options["strategies"] or plan.default_strategies(kind),
-        schedules=options["schedules"] or ("reference",),
-        devices=options["devices"] or plan.default_devices(available, placement),
-        device_ids=options["device_ids"], device_kind=kind, placement=placement, batch_sizes=batches,
-        batch_per_device=options["batch_per_device"] or (), size=options["size"], precision=options["precision"],
-    )  # fmt: skip
+    devices = options["devices"] or plan.default_devices(available, placement)
+    swept = {
+        "models": (*(options["models"] or (() if options["own"] else ("mlp", "resnet18"))), *options["own"]),
+        "devices": devices, "device_ids": options["device_ids"], "device_kind": kind, "placement": placement,
+        "batch_sizes": options["batch_sizes"] or (() if options["batch_per_device"] else (64,)),
+        "batch_per_device": options["batch_per_device"] or (), "size": options["size"],
+        "precision": options["precision"],
+    }  # fmt: skip
+    if options["ladder"]:
+        cases = plan.ladder(**swept | {"devices": options["devices"] or (max(2, *devices),)})
+    else:
+        schedules = tuple(one for given in options["schedules"] for one in given)
+        cases = plan.sweep(
+            strategies=options["strategies"] or plan.default_strategies(kind), schedules=schedules or ("reference",),
+            **swept,
+        )  # fmt: skip
     return cases, options["budget"] or (QUICK_BUDGET_S[kind] if quick else None)
 
 
@@ -148,28 +198,37 @@ def _cases(options: dict[str, Any]) -> tuple[list[Any], float | None]:
 def report(store: Path, run_id: str | None, html: Path, md: bool) -> None:
     """Make the report of a run: one HTML file that needs no network, or Markdown."""
     chosen, trials = _read(store, run_id)
-    table, trials = _analysed(trials)
+    content = _content(chosen, trials)
     if md:
         from dpbench.report import markdown
 
-        click.echo(markdown.render(**_content(chosen, table, trials)))
+        click.echo(markdown.render(**content))
         return
-    _write_report(html, chosen, table, trials)
+    _write_report(html, content)
     click.echo(str(html))
 
 
 @cli.command("list")
-@click.argument("kind", type=click.Choice(["models", "strategies", "schedules", "metrics"]))
-def list_(kind: str) -> None:
-    """List what there is to choose from, one name first on each line."""
+@click.argument("kind", type=click.Choice(["models", "strategies", "schedules", "metrics", "runs"]))
+@store_option
+def list_(kind: str, store: Path) -> None:
+    """List what there is to choose from, or the runs of the store; one name first on each line."""
     from dpbench import listing
 
-    rows = listing.rows(kind)
+    rows = listing.runs(_runs(store)) if kind == "runs" else listing.rows(kind)
     width = max((len(name) for name, _ in rows), default=0)
     if sys.stdout.isatty():
         click.echo(f"{kind}:")
     for name, words in rows:
         click.echo(f"{name:<{width}}  {words}".rstrip())
+
+
+def _runs(store: Path) -> list[tuple[Run, int]]:
+    """Return the runs of a store, the newest first, and how many cases each has."""
+    from dpbench.store import Store
+
+    with Store.read(store) as opened:
+        return [(run, opened.cases(run.id)) for run in opened.runs()]
 
 
 @cli.command()
@@ -179,22 +238,22 @@ def list_(kind: str) -> None:
 @run_option
 @store_option
 def export(format: str, output: Path | None, everything: bool, run_id: str | None, store: Path) -> None:
-    """Export trials: jsonl is one trial a line with the phases of each step, csv one row per case."""
+    """Export trials: jsonl is one trial a line with the phases of each step, csv one row per case and run."""
     from dpbench.store import Store
 
-    if everything:
-        with Store.read(store) as opened:
-            trials = opened.trials()
-    else:
-        trials = _read(store, run_id)[1]
+    with Store.read(store) as opened:
+        chosen = opened.runs()[::-1] if everything else [_choose(opened.runs(), run_id)]
+        runs = [(run.id, opened.trials(run.id)) for run in chosen]
     if format == "jsonl":
         from dpbench.export import jsonl
 
-        lines = jsonl(trials)
+        lines = (line for run, trials in runs for line in jsonl(run, trials))
     else:
         from dpbench import analyse
 
-        lines = iter([analyse.frame(analyse.rows(trials)).to_csv(index=False).rstrip("\n")])
+        tables = [(run, row) for run, trials in runs for row in analyse.rows(trials)]
+        found = analyse.frame([row for _, row in tables], [run for run, _ in tables])
+        lines = iter([found.to_csv(index=False).rstrip("\n")])
     if output:
         output.write_text("".join(f"{line}\n" for line in lines))
     else:
@@ -253,19 +312,16 @@ def _choose(runs: Any, run_id: str | None) -> Run:
     return chosen
 
 
-def _analysed(trials: Any) -> tuple[Any, Any]:
-    from dpbench import analyse
-
-    return analyse.rows(trials), trials
-
-
-def _content(chosen: Run, table: Any, trials: Any) -> dict[str, Any]:
+def _content(chosen: Run, trials: Any) -> dict[str, Any]:
     """Return what every form of the report shows."""
-    from dpbench import diagnose
+    from dpbench import analyse, diagnose, ladder
 
+    table = analyse.rows(trials)
+    ladders = ladder.ladders(table)
     return {
         "rows": table, "trials": trials, "provenance": chosen.provenance, "run_id": chosen.id,
-        "started": chosen.started, "verdict": diagnose.verdict(table), "tiles": diagnose.tiles(table),
+        "started": chosen.started, "ladders": ladders, "verdict": diagnose.verdict(table, ladders),
+        "tiles": diagnose.tiles(table, ladders),
         "warnings": [*_unfinished(chosen), *diagnose.warnings(table, trials, chosen.provenance)],
     }  # fmt: skip
 
@@ -277,27 +333,25 @@ def _unfinished(chosen: Run) -> list[str]:
     return [f"incomplete: this run is {chosen.status}; the same `dpbench run` command goes on where it is"]
 
 
-def _write_report(path: Path, chosen: Run, table: Any, trials: Any) -> None:
+def _write_report(path: Path, content: dict[str, Any]) -> None:
     from dpbench.report import page
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page.render(**_content(chosen, table, trials)))
+    path.write_text(page.render(**content))
 
 
-def _print_table(table: list[Row]) -> None:
+def _print_table(content: dict[str, Any]) -> None:
     """Print one line a case to stdout."""
-    from dpbench.progress import table as render
+    from dpbench.progress import table
 
-    click.echo(render(table))
+    click.echo(table(content["rows"], content["ladders"]))
 
 
-def _print_verdict(table: list[Row], trials: list[Trial], chosen: Run) -> None:
+def _print_verdict(content: dict[str, Any]) -> None:
     """Print the verdict to stdout, the warnings to stderr."""
-    from dpbench import diagnose
-
-    for warning in [*_unfinished(chosen), *diagnose.warnings(table, trials, chosen.provenance)]:
+    for warning in content["warnings"]:
         click.echo(f"warning: {warning}", err=True)
-    click.echo(f"\n{diagnose.verdict(table)}")
+    click.echo(f"\n{content['verdict']}")
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -9,8 +9,8 @@ from dpbench import ledger
 from dpbench.records import Trial
 
 
-def jsonl(trials: Iterable[Trial]) -> Iterator[str]:
-    """Yield one line a trial: the case, how it ended, and each step's seconds by phase."""
+def jsonl(run_id: str, trials: Iterable[Trial]) -> Iterator[str]:
+    """Yield one line a trial: its run, the case, how it ended, and each step's seconds by phase."""
     for trial in trials:
         steps = [
             {"seconds": step.seconds, "warmup": step.warmup, "phases": phases}
@@ -18,6 +18,7 @@ def jsonl(trials: Iterable[Trial]) -> Iterator[str]:
         ]
         yield json.dumps(
             {
+                "run_id": run_id,
                 "case": {**trial.case.to_dict(), "devices": trial.case.devices},
                 "source": trial.source,
                 "status": trial.status,

@@ -7,16 +7,22 @@ import itertools
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from dpbench import registry, schedule
 from dpbench.records import Case
 
-DEVICE_KINDS = ("cpu", "cuda")
+DEVICE_KINDS = ("cpu", "cuda", "emulated")
 PLACEMENTS = ("spread", "colocated")
 PRECISIONS = ("fp32", "bf16")
 SIZES = ("small", "full")
 SINGLE = ("single", "single_all_cores")
 """Strategies that know one device only."""
+LIMIT = (("role", "limit"),)
+"""The options of `single` on one device's share of the batch: what no schedule of several devices can be faster than.
+
+It is a case of its own, so that no other comparison takes it for a baseline.
+"""
 
 
 def sweep(
@@ -58,6 +64,33 @@ def sweep(
     return list(dict.fromkeys(cases))
 
 
+def ladder(*, devices: Sequence[int], device_kind: str = "cpu", **axes: Any) -> list[Case]:
+    """Return what the ladder is drawn from: every rung, the ablations of the best, its rivals, and its limit.
+
+    The axes are those of `sweep`; a single device has no ladder.
+    """
+    several = [count for count in devices if count != 1]
+    if not several:
+        raise ValueError("the ladder needs several devices; give --devices 2 or more")
+    here = conditions(device_kind)
+    best = schedule.best(*here)
+    schedules = [*schedule.climb(*here), str(best), *map(str, schedule.ablations(best, *here).values())]
+    # ranks of DDP are processes on real devices
+    strategies = ("single", "dp") if device_kind == "emulated" else ("single", "dp", "ddp")
+    cases = sweep(strategies=strategies, schedules=schedules, devices=several, device_kind=device_kind, **axes)
+    limits = [found for case in cases if case.strategy == "dp" and (found := limit(case))]
+    return list(dict.fromkeys([*cases, *(case for case in limits if replace(case, options=()) not in cases)]))
+
+
+def limit(case: Case) -> Case | None:
+    """Return one device's share of the work, computed alone; None where shares differ or share one processor."""
+    share, rest = divmod(case.batch_size, case.devices)
+    if rest or case.placement == "colocated" or case.device_kind == "emulated":
+        return None
+    alone = replace(case, strategy="single", schedule="", devices=1, batch_size=share, placement="spread")
+    return replace(alone, options=LIMIT)
+
+
 def normalise(case: Case, *, weak_batches: Sequence[int] = ()) -> Case:
     """Bring equal cases to one form: a single device has one device, only `dp` has a schedule."""
     if case.strategy in SINGLE and case.devices > 1:
@@ -97,21 +130,51 @@ def _check(models: Sequence[str], strategies: Sequence[str], devices: Sequence[i
         raise ValueError("no device count given; --devices takes numbers, such as 1,2")
 
 
+def split_schedules(text: str) -> list[str]:
+    """Cut a list of schedules at its commas; neighbours such as workers=pool,replicas=cached are one, up to a `;`."""
+    found: list[str] = []
+    for group in text.split(";"):
+        switches: list[str] = []
+        for item in [*filter(None, map(str.strip, group.split(","))), ""]:
+            if "=" in item:
+                switches.append(item)
+                continue
+            found += [_together(switches), item]
+            switches = []
+    return [one for one in found if one]
+
+
+def _together(switches: Sequence[str]) -> str:
+    """Join the switches of one schedule; ValueError when they must be meant for two."""
+    names = [item.partition("=")[0].strip() for item in switches]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice:
+        raise ValueError(
+            f"--schedules turns {twice} twice in {','.join(switches)!r}; put a ';' between two schedules, "
+            "or give the option twice"
+        )
+    return ",".join(switches)
+
+
+def conditions(device_kind: str) -> tuple[str, ...]:
+    """Return what a schedule finds on a kind of device."""
+    return (schedule.TRAIN_STEP, schedule.CUDA) if device_kind == "cuda" else (schedule.TRAIN_STEP,)
+
+
 def _schedule(text: str, device_kind: str) -> str:
     """Return a schedule in the one way to write it; ValueError for one that cannot run on this kind of device."""
-    if text == schedule.FASTEST:
-        return text
-    return str(schedule.parse(text).check(schedule.TRAIN_STEP, *([schedule.CUDA] if device_kind == "cuda" else [])))
+    return text if text == schedule.FASTEST else str(schedule.parse(text).check(*conditions(device_kind)))
 
 
 def _check_placement(devices: Sequence[int], kind: str, ids: Sequence[int], placement: str) -> None:
     """Refuse a placement that the devices cannot have."""
     _one_of("device kind", kind, DEVICE_KINDS)
     _one_of("placement", placement, PLACEMENTS)
-    if kind == "cpu" and ids:
-        raise ValueError("--device-ids chooses GPUs; logical CPU devices have no ids: leave it out")
-    if kind == "cpu" and placement == "colocated":
-        raise ValueError("--placement colocated shares one GPU; logical CPU devices need --placement spread")
+    others = {"cpu": "logical CPU devices", "emulated": "emulated devices"}.get(kind)
+    if others and ids:
+        raise ValueError(f"--device-ids chooses GPUs; {others} have no ids: leave it out")
+    if others and placement == "colocated":
+        raise ValueError(f"--placement colocated shares one GPU; {others} need --placement spread")
     if len(set(ids)) < len(ids):
         raise ValueError(f"--device-ids names a GPU twice: {list(ids)}; --placement colocated shares one GPU")
     if ids and placement == "spread" and max(devices) > len(ids):
@@ -125,7 +188,11 @@ def _one_of(kind: str, value: str, known: Sequence[str]) -> None:
 
 def default_strategies(device_kind: str) -> tuple[str, ...]:
     """Return the strategies that are worth running on a kind of device."""
-    return ("single", "single_all_cores", "dp", "ddp") if device_kind == "cpu" else ("single", "dp", "torch_dp", "ddp")
+    return {
+        "cpu": ("single", "single_all_cores", "dp", "ddp"),
+        "cuda": ("single", "dp", "torch_dp", "ddp"),
+        "emulated": ("single", "dp"),
+    }[device_kind]
 
 
 def default_devices(available: int, placement: str) -> tuple[int, ...]:
@@ -133,3 +200,8 @@ def default_devices(available: int, placement: str) -> tuple[int, ...]:
     if placement == "colocated":
         return (1, 2)
     return tuple(count for count in (1, 2, 4, 8) if count <= available) or (1,)
+
+
+def place(text: str) -> tuple[int, str]:
+    """Return a schedule's place in lists: rungs in the order of the ladder, then all others."""
+    return ([*schedule.RUNGS].index(text), "") if text in schedule.RUNGS else (len(schedule.RUNGS), text)

@@ -168,6 +168,11 @@ def climb(*conditions: str) -> list[str]:
     return [name for name, schedule in RUNGS.items() if not schedule.missing(*conditions)]
 
 
+def best(*conditions: str) -> Schedule:
+    """Return the schedule that the ablations take one switch away from: the top exact rung, graphs apart."""
+    return [RUNGS[name] for name in climb(*conditions) if RUNGS[name].exact and RUNGS[name].graphs == "off"][-1]
+
+
 def ablations(best: Schedule, *conditions: str) -> dict[str, Schedule]:
     """Return the schedules that differ from `best` by one switch set back, by that switch's name; the legal ones."""
     back = {switch: replace(best, **{switch: SWITCHES[switch][0]}) for switch in best.turned()}

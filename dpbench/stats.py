@@ -37,19 +37,31 @@ def ratio(numerator: Rounds, denominator: Rounds, *, paired: bool = True, seed: 
     Rounds of one run that both have are resampled together, so that a drift between rounds cancels; rounds of
     different runs are not `paired`, and each side is resampled alone.
     """
+    (top, above), (bottom, below), n = _resampled(numerator, denominator, paired, seed)
+    return _estimate(top / bottom, above / below, n)
+
+
+def difference(first: Rounds, second: Rounds, *, seed: int = 0) -> Estimate:
+    """Return median(first) - median(second) with its interval, resampled as in `ratio`."""
+    (one, ones), (other, others), n = _resampled(first, second, True, seed)
+    return _estimate(one - other, ones - others, n)
+
+
+_Side = tuple[float, NDArray[np.float64]]
+"""A median, and its resamples."""
+
+
+def _resampled(first: Rounds, second: Rounds, paired: bool, seed: int) -> tuple[_Side, _Side, int]:
+    """Return both sides' medians with their resamples, and the rounds behind them."""
     generator = np.random.default_rng(seed)
-    common = sorted(set(numerator) & set(denominator)) if paired else []
+    common = sorted(set(first) & set(second)) if paired else []
     if common:
-        top: Rounds = {key: numerator[key] for key in common}
-        bottom: Rounds = {key: denominator[key] for key in common}
-        chosen = generator.integers(len(common), size=(RESAMPLES, len(common)))
-        above = _draws(top, common, generator, chosen)
-        below = _draws(bottom, common, generator, chosen)
-    else:
-        top, bottom = numerator, denominator
-        above, below = (_draws(side, sorted(side), generator) for side in (top, bottom))
-    value = float(np.median([np.median(top[k]) for k in top]) / np.median([np.median(bottom[k]) for k in bottom]))
-    return _estimate(value, np.median(above, axis=1) / np.median(below, axis=1), min(len(top), len(bottom)))
+        first, second = ({key: side[key] for key in common} for side in (first, second))
+    chosen = generator.integers(len(common), size=(RESAMPLES, len(common))) if common else None
+    draws = [_draws(side, sorted(side), generator, chosen) for side in (first, second)]
+    values = [float(np.median([np.median(side[key]) for key in side])) for side in (first, second)]
+    one, other = ((value, np.median(drawn, axis=1)) for value, drawn in zip(values, draws, strict=True))
+    return one, other, min(len(first), len(second))
 
 
 def _draws(

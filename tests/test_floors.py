@@ -29,7 +29,7 @@ FLOORS = (
         "server",
         "listing",
     },
-    {"strategies", "verify", "analyse", "export"},
+    {"strategies", "verify", "analyse", "ladder", "export"},
     {"worker", "predict", "probe", "diagnose"},
     {"run", "report", "progress"},
     {"cli"},

@@ -35,7 +35,7 @@ def replicate(
     devices = as_devices(devices)
     with mark(Phase.REPLICATE, devices[0].index):
         check_placement(module, devices[0])
-        parameters, buffers = _unique(module.parameters()), _unique(module.buffers())
+        parameters, buffers = unique(module.parameters()), unique(module.buffers())
     sources = [*parameters, *(b for b in buffers if b.requires_grad and not detach)]
     plain = [b for b in buffers if detach or not b.requires_grad]
     if detach:
@@ -51,7 +51,7 @@ def replicate(
     for device, weights, statistics in zip(devices, copies, shared, strict=True):
         with mark(Phase.REPLICATE, device.index):
             table = {id(s): t for s, t in zip([*sources, *plain], [*weights, *statistics], strict=True)}
-            replicas.append(_rebuild(module, table))
+            replicas.append(rebuild(module, table))
     return replicas
 
 
@@ -70,7 +70,7 @@ def check_placement(module: nn.Module, root: Device) -> None:
             )
 
 
-def _rebuild(module: nn.Module, table: dict[int, torch.Tensor]) -> nn.Module:
+def rebuild(module: nn.Module, table: dict[int, torch.Tensor]) -> nn.Module:
     """Copy the tree of modules, putting `table`'s tensor wherever the original has the tensor of that id."""
     modules = list(module.modules())
     copies = {id(m): m._replicate_for_data_parallel() for m in modules}
@@ -91,6 +91,6 @@ def _rebuild(module: nn.Module, table: dict[int, torch.Tensor]) -> nn.Module:
     return copies[id(module)]  # type: ignore[no-any-return]
 
 
-def _unique(tensors: Any) -> list[torch.Tensor]:
+def unique(tensors: Any) -> list[torch.Tensor]:
     """List tensors once each, in order."""
     return list({id(tensor): tensor for tensor in tensors}.values())

@@ -131,6 +131,11 @@ class Store:
         query = f"SELECT status, count(*) FROM trial WHERE id IN ({latest}) GROUP BY status"
         return dict(self._db.execute(query, (run_id,)).fetchall())
 
+    def cases(self, run_id: str) -> int:
+        """Return how many different cases a run has begun."""
+        query = "SELECT count(DISTINCT fingerprint) FROM trial WHERE run_id=?"
+        return int(self._db.execute(query, (run_id,)).fetchone()[0])
+
     def begin_trial(self, run_id: str, case: Case, number: int) -> int:
         """Announce a trial that is about to start; return its id."""
         with file.transaction(self._db):

@@ -1,4 +1,4 @@
-"""From the ids that users write to devices: what torch takes, and "cpu" repeated for logical CPU devices."""
+"""From the ids that users write to devices: what torch takes, "cpu" repeated, and "emulated:0", "emulated:1", ..."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 from dpbench.devices import Device
 from dpbench.engine.devices.cpu import CpuDevice
 from dpbench.engine.devices.cuda import CudaDevice
+from dpbench.engine.devices.emulated import TYPE as EMULATED
+from dpbench.engine.devices.emulated import EmulatedDevice
 
 DeviceId = int | str | torch.device
 Devices = Sequence[Device | DeviceId]
@@ -26,20 +28,39 @@ def resolve(device_ids: Sequence[DeviceId] | None) -> list[Device]:
     """Return one device per id; None means every GPU, and none at all where there is no GPU.
 
     An id is a GPU's number, a torch.device, or its name. A GPU named twice carries colocated replicas; "cpu"
-    may be named as often as wanted. Ids of other kinds, or mixed kinds, raise ValueError.
+    may be named as often as wanted; "emulated:1" is the device of tensors on "lazy:1". Ids of other kinds, or
+    mixed kinds, raise ValueError.
     """
     if isinstance(device_ids, DeviceId):
         raise ValueError(f"device_ids must be a list, such as [{device_ids!r}], got {device_ids!r}")
     if device_ids is None:
         device_ids = range(torch.cuda.device_count())
-    parsed = [torch.device("cuda", i) if isinstance(i, int) else torch.device(i) for i in device_ids]
+    parsed = [_parse(i) for i in device_ids]
     kinds = sorted({device.type for device in parsed})
-    if len(kinds) > 1 or kinds not in ([], ["cpu"], ["cuda"]):
+    if len(kinds) > 1 or kinds not in ([], ["cpu"], ["cuda"], [EMULATED]):
         named = ", ".join(str(i) for i in device_ids)
-        raise ValueError(f"device_ids must all be GPUs or all be 'cpu'; got {named}")
+        raise ValueError(f"device_ids must all be GPUs or all be 'cpu' (or all 'emulated:0', ...); got {named}")
     if kinds == ["cpu"]:
         return [cast(Device, CpuDevice(index)) for index in range(len(parsed))]
+    if kinds == [EMULATED]:
+        return _emulated([device.index or 0 for device in parsed])
     return _cuda([_ordinal(device) for device in parsed])
+
+
+def _parse(device_id: DeviceId) -> torch.device:
+    """Return the torch.device that an id names; a bare number is a GPU's."""
+    if isinstance(device_id, int):
+        return torch.device("cuda", device_id)
+    name = str(device_id)
+    return torch.device(EMULATED + name.removeprefix("emulated") if name.startswith("emulated") else name)
+
+
+def _emulated(ordinals: Sequence[int]) -> list[Device]:
+    """Return emulated devices; one named again shares its memory."""
+    return [
+        cast(Device, EmulatedDevice(index, ordinal, shares_memory=ordinal in ordinals[:index]))
+        for index, ordinal in enumerate(ordinals)
+    ]
 
 
 def _ordinal(device: torch.device) -> int:
@@ -81,8 +102,10 @@ def open_devices(
     """
     if kind == "cpu":
         return resolve(["cpu"] * count)
+    if kind == "emulated":
+        return _emulated([0] * count if placement == "colocated" else list(ids[:count]) or list(range(count)))
     if kind != "cuda":
-        raise ValueError(f"unknown device kind {kind!r}; known: cpu, cuda")
+        raise ValueError(f"unknown device kind {kind!r}; known: cpu, cuda, emulated")
     available = list(ids) or list(range(torch.cuda.device_count()))
     wanted = available[:1] * count if placement == "colocated" else available[:count]
     if len(wanted) < count:

@@ -1,0 +1,103 @@
+"""Settings: what torch keeps per thread, taken from the caller and applied in the threads that work for it.
+
+Process-wide, and so not here: default dtype, deterministic algorithms, anomaly mode, the flags of cuDNN and of
+attention, the number of threads. The stacks of modes and of saved-tensor hooks have no public face in torch: they
+are read here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import overrides
+from torch.autograd import graph
+from torch.utils import _python_dispatch as dispatch
+
+Enter = Callable[[], AbstractContextManager[Any]]
+
+
+def capture(*, compat: bool = False) -> Enter:
+    """Take the calling thread's settings; return a factory of context managers that apply them in any thread.
+
+    Grad and inference mode, every autocast with its dtype and cache setting, default device, saved-tensor hooks,
+    function and dispatch modes, the multithreading of backward. With `compat` only what torch.nn.DataParallel
+    forwards: grad mode, and that autocast is on, in the receiving thread's own dtype.
+    """
+    settings = [*_autocasts(compat), *([] if compat else [*_modes(), *_autograd()])]
+    grad = partial(torch.set_grad_enabled, torch.is_grad_enabled())
+    return partial(_applied, [*settings, grad]) if settings else grad
+
+
+@contextmanager
+def _applied(settings: Sequence[Enter]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for setting in settings:
+            stack.enter_context(setting())
+        yield
+
+
+def _autocasts(compat: bool) -> list[Enter]:
+    """Return what enters every autocast that is on."""
+    if not torch._C._is_any_autocast_enabled():
+        return []
+    kinds = [kind for kind in torch._C._autocast_supported_devices() if torch.is_autocast_enabled(kind)]
+    if compat:
+        return [partial(torch.autocast, kind) for kind in kinds]
+    cache = torch.is_autocast_cache_enabled()
+    return [partial(torch.autocast, kind, torch.get_autocast_dtype(kind), cache_enabled=cache) for kind in kinds]
+
+
+def _modes() -> list[Enter]:
+    """Return what puts the caller's modes on a thread's stacks; a default device is one of the function modes."""
+    settings: list[Enter] = []
+    if functions := overrides._get_current_function_mode_stack():
+        settings.append(partial(_function_modes, functions))
+    if dispatches := dispatch._get_current_dispatch_mode_stack():
+        settings.append(partial(_dispatch_modes, dispatches))
+    return settings
+
+
+# The modes themselves are pushed, not entered: entering keeps its state in the mode, which threads would overwrite
+# for each other. Those that a thread has already stay as they are.
+
+
+@contextmanager
+def _function_modes(modes: Sequence[Any]) -> Iterator[None]:
+    missing = [mode for mode in modes if mode not in overrides._get_current_function_mode_stack()]
+    for mode in missing:
+        overrides._push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in missing:
+            overrides._pop_mode()
+
+
+@contextmanager
+def _dispatch_modes(modes: Sequence[Any]) -> Iterator[None]:
+    missing = [mode for mode in modes if mode not in dispatch._get_current_dispatch_mode_stack()]
+    for mode in missing:
+        dispatch._push_mode(mode)
+    try:
+        yield
+    finally:
+        for mode in reversed(missing):
+            dispatch._pop_mode(getattr(mode, "_dispatch_key", None) or getattr(mode, "_mode_key", None))
+
+
+def _autograd() -> list[Enter]:
+    """Return what enters inference mode, the innermost saved-tensor hooks (torch applies no other), and the rest."""
+    settings: list[Enter] = []
+    if torch.is_inference_mode_enabled():
+        settings.append(torch.inference_mode)
+    if hooks := torch._C._autograd._top_saved_tensors_default_hooks(False):
+        settings.append(partial(graph.saved_tensors_hooks, *hooks))
+    if forbidden := torch._C._autograd._saved_tensors_hooks_get_disabled_error_message():
+        settings.append(partial(graph.disable_saved_tensors_hooks, forbidden))
+    if not torch._C._is_multithreading_enabled():
+        settings.append(partial(torch.autograd.set_multithreading_enabled, False))
+    return settings

@@ -1,0 +1,101 @@
+"""Flat storage: parameters as views of one buffer per optimizer group and dtype, so that one copy moves them all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dpbench.devices import Device
+
+ALIGNMENT_BYTES = 64
+"""Every slot starts on such a boundary: kernels take other paths, and so make other bits, where a tensor does not."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of one parameter (by its number) in a flat buffer, in elements."""
+
+    parameter: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Flat:
+    """One buffer's plan: whose values it holds, where, and how many elements it has with the padding."""
+
+    dtype: torch.dtype
+    slots: tuple[Slot, ...]
+    size: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The plan of all buffers: the same on every device.
+
+    Parameters that no buffer holds (frozen ones) are not mentioned.
+    """
+
+    flats: tuple[Flat, ...]
+
+    def allocate(self, device: Device) -> list[torch.Tensor]:
+        """Return a zeroed buffer per plan on `device`."""
+        with device.guard():
+            return [torch.zeros(flat.size, dtype=flat.dtype, device=device.torch_device) for flat in self.flats]
+
+    def views(self, buffers: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Return each parameter's view of its slot, in the shape and strides of `like[parameter]`."""
+        return {
+            slot.parameter: buffer.as_strided(like[slot.parameter].size(), like[slot.parameter].stride(), slot.start)
+            for flat, buffer in zip(self.flats, buffers, strict=True)
+            for slot in flat.slots
+        }
+
+
+def plan(groups: Iterable[Iterable[int]], tensors: Sequence[torch.Tensor]) -> Layout:
+    """Lay out the tensors whose numbers each group lists, one buffer per group and dtype.
+
+    Raises ValueError for a tensor that has holes or overlaps, which a slot cannot mirror.
+    """
+    flats = []
+    for group in groups:
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for number in group:
+            by_dtype.setdefault(tensors[number].dtype, []).append(number)
+        flats += [_flat(dtype, numbers, tensors) for dtype, numbers in by_dtype.items()]
+    return Layout(tuple(flats))
+
+
+def _flat(dtype: torch.dtype, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> Flat:
+    """Place the tensors one after the other, each on a boundary."""
+    step = max(ALIGNMENT_BYTES // dtype.itemsize, 1)
+    slots, at = [], 0
+    for number in numbers:
+        tensor = tensors[number]
+        if not _dense(tensor):
+            raise ValueError(
+                f"storage=flat needs parameters without holes; one of shape {tuple(tensor.shape)} has strides "
+                f"{tensor.stride()}: make it .contiguous(), or use storage=separate"
+            )
+        slots.append(Slot(number, at, at + tensor.numel()))
+        at += -(-tensor.numel() // step) * step
+    return Flat(dtype, tuple(slots), at)
+
+
+def _dense(tensor: torch.Tensor) -> bool:
+    """Tell whether a strided tensor fills its memory exactly once, in whatever order of dimensions."""
+    if tensor.layout is not torch.strided:
+        return False
+    expected = 1
+    for size, stride in sorted(zip(tensor.size(), tensor.stride(), strict=True), key=lambda pair: pair[1]):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def line(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a dense tensor's elements as a vector in memory order, which is the order of its slot."""
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())

@@ -1,0 +1,115 @@
+"""Workers: the threads that the replicas run in. New ones every time, kept ones, or none at all."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+Job = Callable[[int], None]
+"""One replica's work, called with the replica's number. It keeps its own results and errors: it must not raise."""
+Context = AbstractContextManager[Any]
+NOTHING: Context = nullcontext()
+
+
+class Workers(Protocol):
+    """Who runs the jobs of one step."""
+
+    def run(self, job: Job, count: int, starting: Context = NOTHING) -> None:
+        """Call `job(i)` for each i below `count`, getting threads to work inside `starting`; return when all end."""
+
+    def close(self) -> None:
+        """End the threads, if any are kept; `run` starts them again."""
+
+
+class Spawn:
+    """A new thread per replica and call, as in torch.nn.DataParallel."""
+
+    def run(self, job: Job, count: int, starting: Context = NOTHING) -> None:
+        """Start, and join, one thread per job; a single job runs in the calling thread."""
+        if count == 1:
+            return job(0)
+        with starting:
+            threads = [threading.Thread(target=job, args=(i,), name=f"replica-{i}") for i in range(count)]
+            for thread in threads:
+                thread.start()
+        for thread in threads:
+            thread.join()
+        return None
+
+    def close(self) -> None:
+        """Do nothing: no thread outlives its call."""
+
+
+class Serial:
+    """The calling thread, one replica after the other: no thread waits for another's interpreter lock."""
+
+    def run(self, job: Job, count: int, starting: Context = NOTHING) -> None:
+        """Call the jobs in order."""
+        for i in range(count):
+            job(i)
+
+    def close(self) -> None:
+        """Do nothing: there are no threads."""
+
+
+class Pool:
+    """One kept thread per replica but the first, which the calling thread runs itself.
+
+    Kept threads spare their start, and keep what libraries hold per thread (cuDNN's plans). They start with the
+    first call that needs them, and end with `close`, or with the pool. A forked child starts its own.
+    """
+
+    def __init__(self) -> None:
+        self._inboxes: list[SimpleQueue[Any]] = []
+        self._owner = os.getpid()
+
+    def run(self, job: Job, count: int, starting: Context = NOTHING) -> None:
+        """Hand job i to thread i, run job 0 here, and wait for the others."""
+        if os.getpid() != self._owner:
+            self._inboxes, self._owner = [], os.getpid()
+        while len(self._inboxes) < count - 1:
+            self._start()
+        done: SimpleQueue[None] = SimpleQueue()
+        with starting if count > 1 else NOTHING:
+            for i in range(1, count):
+                self._inboxes[i - 1].put((job, i, done))
+        job(0)
+        for _ in range(1, count):
+            done.get()
+
+    def _start(self) -> None:
+        """Start the next thread; it knows its inbox but not the pool, which can so be collected."""
+        inbox: SimpleQueue[Any] = SimpleQueue()
+        name = f"replica-{len(self._inboxes) + 1}"
+        threading.Thread(target=_serve, args=(inbox,), name=name, daemon=True).start()
+        weakref.finalize(self, inbox.put, None).atexit = False
+        self._inboxes.append(inbox)
+
+    def close(self) -> None:
+        """Tell the threads to end."""
+        for inbox in self._inboxes:
+            inbox.put(None)
+        self._inboxes = []
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle as a new pool: threads belong to one process and one owner."""
+        return Pool, ()
+
+
+def _serve(inbox: SimpleQueue[Any]) -> None:
+    """Run jobs until told to end."""
+    while (message := inbox.get()) is not None:
+        job, i, done = message
+        job(i)
+        del job, message  # nothing of a step may outlive it in a waiting thread
+        done.put(None)
+
+
+def choose(name: str) -> Workers:
+    """Return the workers that a schedule's switch names."""
+    return {"spawn": Spawn, "pool": Pool, "serial": Serial}[name]()

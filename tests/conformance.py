@@ -1,0 +1,119 @@
+"""What the conformance tests share: the kinds of device that each case runs on, and comparisons.
+
+Each `test_conformance_*.py` holds our own rewriting of PyTorch's tests for DataParallel and its parts: what they
+assert, of our engine, on logical CPU devices, on emulated ones, on one GPU carrying two replicas (mark `gpu`), and
+on two GPUs (mark `multi_gpu`). The first line of a test's docstring names file and test of the original:
+
+    A  = test/distributed/test_data_parallel.py     A' = the same, later, for any accelerator
+    B  = test/test_cuda_multigpu.py, TestCudaComm   C  = test/jit/test_data_parallel.py
+    D  = test/nn/test_parametrization.py, and test_spectral_norm of test/test_nn.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dpbench.engine import resolve
+
+KINDS = (
+    "cpu",
+    "emulated",
+    pytest.param("colocated", marks=pytest.mark.gpu),
+    pytest.param("spread", marks=pytest.mark.multi_gpu),
+)
+every_kind = pytest.mark.parametrize("place", KINDS, indirect=True)
+
+
+class Place:
+    """Devices of one kind: their ids, their torch devices, and how tensors and modules get there."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def __repr__(self) -> str:
+        return self.kind
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.kind in ("colocated", "spread")
+
+    @property
+    def distinct(self) -> bool:
+        """Tell whether two devices of this kind are two torch devices."""
+        return self.kind in ("emulated", "spread")
+
+    @property
+    def type(self) -> str:
+        """Return what autocast and factories call the device."""
+        return {"cpu": "cpu", "emulated": "lazy"}.get(self.kind, "cuda")
+
+    def device(self, i: int = 0) -> torch.device:
+        if self.kind == "cpu":
+            return torch.device("cpu")
+        return torch.device(self.type, i if self.distinct else 0)
+
+    def ids(self, *order: int) -> list[str]:
+        """Return device ids in this order; devices 0 and 1 by default."""
+        order = order or (0, 1)
+        return [f"emulated:{i}" if self.kind == "emulated" else str(self.device(i)) for i in order]
+
+    def put(self, tensor: Tensor, i: int = 0) -> Tensor:
+        """Return a leaf on device i that wants gradients if `tensor` does."""
+        return tensor.detach().to(self.device(i)).requires_grad_(tensor.requires_grad)
+
+    def needs_distinct(self, why: str) -> None:
+        if not self.distinct:
+            pytest.skip(f"{self.kind} devices are one torch device: {why}")
+
+    def not_on(self, kind: str, why: str) -> None:
+        if self.kind == kind:
+            pytest.skip(f"not on {kind} devices: {why}")
+
+
+@pytest.fixture
+def place(request: pytest.FixtureRequest) -> Place:
+    """Give each kind of device in turn; see `every_kind`."""
+    there = Place(request.param)
+    resolve(there.ids())  # emulated tensors can be made once their devices exist
+    return there
+
+
+def plain(value: Any) -> Any:
+    """Return a nested value with its tensors on the host and out of the graph, containers as they are."""
+    if isinstance(value, Tensor):
+        return value.detach().cpu()
+    if isinstance(value, dict):
+        return type(value)((key, plain(part)) for key, part in value.items())
+    if isinstance(value, tuple | list):
+        parts = [plain(part) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value
+
+
+def close(ours: Any, expected: Any, **tolerance: float) -> None:
+    """Compare nested values, wherever their tensors are."""
+    torch.testing.assert_close(plain(ours), plain(expected), **tolerance)
+
+
+def on(tensor: Tensor, device: torch.device) -> bool:
+    """Tell whether a tensor is on a device, its number included."""
+    return tensor.device == device
+
+
+def gradients(module: nn.Module) -> list[Tensor]:
+    """Return each parameter's gradient, cloned; all must have one."""
+    found = [parameter.grad for parameter in module.parameters()]
+    assert None not in found
+    return [gradient.clone() for gradient in found if gradient is not None]
+
+
+def check_gradients(function: Callable[..., Any], inputs: Sequence[Tensor], *, second: bool = False) -> None:
+    """Hold first (and second) derivatives of a function of doubles against finite differences."""
+    torch.autograd.gradcheck(function, inputs)
+    if second:
+        torch.autograd.gradgradcheck(function, inputs)
