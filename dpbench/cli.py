@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
@@ -81,12 +82,15 @@ def cli() -> None:
 @click.option("--model", "own", multiple=True, help="Your own model, package.module:name; may be repeated.")
 @click.option("--strategies", type=Names(), help="Ways to train.  [default: all that this machine can do]")
 @click.option(
-    "--schedules", type=Schedules(), multiple=True,
+    "--schedules",
+    type=Schedules(),
+    multiple=True,
     help="Schedules of the strategy dp: rungs, or switches such as workers=pool,replicas=cached, of which neighbours "
     "make one schedule; a ';' between two, or the option twice, keeps them apart.  [default: reference]",
 )
 @click.option(
-    "--ladder", is_flag=True,
+    "--ladder",
+    is_flag=True,
     help="Measure every rung of the ladder, and the best without each of its switches, beside single and ddp. On the "
     "most devices that are here, unless --devices says more; two models take about five minutes.",
 )
@@ -247,13 +251,13 @@ def export(format: str, output: Path | None, everything: bool, run_id: str | Non
     if format == "jsonl":
         from dpbench.export import jsonl
 
-        lines = (line for run, trials in runs for line in jsonl(run, trials))
+        lines = itertools.chain.from_iterable(jsonl(run, trials) for run, trials in runs)
     else:
         from dpbench import analyse
 
         tables = [(run, row) for run, trials in runs for row in analyse.rows(trials)]
         found = analyse.frame([row for _, row in tables], [run for run, _ in tables])
-        lines = iter([found.to_csv(index=False).rstrip("\n")])
+        lines = itertools.chain([found.to_csv(index=False).rstrip("\n")])
     if output:
         output.write_text("".join(f"{line}\n" for line in lines))
     else:

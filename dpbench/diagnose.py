@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from dpbench.analyse import Row
+from dpbench.ladder import Ladder, label, notable, short
 from dpbench.records import UNATTRIBUTED, Estimate, Phase, Status, Trial, Verified
 from dpbench.stats import verdict as decided
 
 UNATTRIBUTED_LIMIT = 0.05
 ROUNDS_LIMIT = 3
+NAMES = 8
+"""Cases that a warning names; the table has them all."""
 FOREIGN_LIMIT = 0.1
 """Cores that other processes may keep busy before it is worth a warning."""
 FOREIGN_FROM_S = 1.0
@@ -27,23 +30,62 @@ class Tile:
     labels: tuple[str, ...] = ()
 
 
-def verdict(rows: Sequence[Row]) -> str:
-    """Say in one sentence what data parallelism gave: speed-ups on the most devices, against the ideal."""
-    done = [row for row in rows if row.speedup and row.case.devices > 1]
+def verdict(rows: Sequence[Row], ladders: Sequence[Ladder] = ()) -> str:
+    """Say in one sentence what data parallelism gave: speed-ups on the most devices, against the ideal.
+
+    Of a ladder its reference stands there, and then how far the climb leads, and its biggest step.
+    """
+    shown = [row for row in notable(rows, ladders) if not _inside(row, ladders)]
+    done = [row for row in shown if row.speedup and row.case.devices > 1]
+    climbs = _climbs(ladders)
     if not done:
-        return _nothing(rows)
+        return f"{_nothing(rows)} {climbs}".strip()
     most = max(row.case.devices for row in done)
     top = [row for row in done if row.case.devices == most]
-    clauses = [_of_strategy(name, [r for r in top if r.case.strategy == name]) for name in _strategies(top)]
+    groups = {name: [row for row in top if row.case.strategy == name] for name in _strategies(top)}
+    clauses = [_of_strategy(_named(name, group) if ladders else name, group) for name, group in groups.items()]
     sentence = f"On {most} {_devices_in_words(top[0])}, " + "; ".join(clauses) + f" (ideal {most}×)"
     everything = [*top, *_of_all_cores(rows, top)]
-    return f"{sentence}{_cause(top)}{_all_cores(rows, top)}. {_decided(everything)}".strip()
+    return " ".join(filter(None, (f"{sentence}{_cause(top)}{_all_cores(rows, top)}.", climbs, _decided(everything))))
+
+
+def _named(strategy: str, rows: Sequence[Row]) -> str:
+    """Name a strategy with its schedule, if there is one that all rows have."""
+    schedules = {row.case.schedule for row in rows}
+    return f"{strategy}[{short(schedules.pop())}]" if len(schedules) == 1 and schedules != {""} else strategy
+
+
+def _inside(row: Row, ladders: Sequence[Ladder]) -> bool:
+    """Tell whether a row is a rung of a ladder above its lowest: what it gave is said apart."""
+    return any(row is rung.row for found in ladders for rung in found.rungs[1:])
+
+
+def _climbs(ladders: Sequence[Ladder]) -> str:
+    """Say how far each ladder leads: its fastest rung, and its biggest decided step."""
+    if not ladders:
+        return ""
+    several = len({found.case.devices for found in ladders}) > 1
+    parts = []
+    for found in ladders:
+        many = f" ×{found.case.devices}" if several else ""
+        where = f"{found.case.model}{many}{_batch(found.fastest.row, [one.fastest.row for one in ladders])}"
+        if found.fastest is found.rungs[0]:
+            parts.append(f"on {where} no rung is faster than {found.fastest.name}")
+            continue
+        first = f"{_times(found.whole.ratio)} over {found.whole.over}"
+        big = found.biggest
+        step = f", its biggest step {big.name}: {_times(big.ratio)} over {big.over}" if big else ""
+        parts.append(f"on {where} the best rung is {found.fastest.name}, {first}{step}")
+    kind = "Of host time alone, c" if ladders[0].case.device_kind == "emulated" else "C"
+    return f"{kind}limbing the ladder, {'; '.join(parts)}."
 
 
 def _nothing(rows: Sequence[Row]) -> str:
     """Say why there is no speed-up to report."""
     if not any(row.step for row in rows):
         return f"Nothing was measured: none of {len(rows)} case(s) gave a verified result."
+    if all(row.case.device_kind == "emulated" for row in rows if row.step):
+        return "Emulated devices show host cost only: no speed-up is computed."
     if all(row.case.devices == 1 for row in rows if row.step):
         return "One device only: nothing to compare; add --devices 1,2 for a speed-up."
     return "No speed-up: there is no case of the strategy single with equal work; add it with --strategies single,..."
@@ -115,14 +157,16 @@ def _decided(rows: Sequence[Row]) -> str:
     return f"Undecided whether faster or slower than one device: {names}{more}; more --rounds would tell."
 
 
-def tiles(rows: Sequence[Row]) -> list[Tile]:
-    """Return the four numbers of the page's top row, from the engine's case on the most devices."""
-    done = [row for row in rows if row.speedup and row.case.devices > 1]
+def tiles(rows: Sequence[Row], ladders: Sequence[Ladder] = ()) -> list[Tile]:
+    """Return the four numbers of the page's top row, from the engine's case on the most devices: its best rung."""
+    best = [found.fastest.row for found in ladders if found.fastest.row.speedup]
+    done = best or [row for row in rows if row.speedup and row.case.devices > 1]
     engine = [row for row in done if row.case.strategy == "dp"] or done
     if not engine:
         return []
     row = max(engine, key=lambda r: (r.case.devices, sum(r.phases.values())))
-    where = f"{row.case.strategy} x{row.case.devices}, {row.case.model}"
+    schedule = f"[{short(row.case.schedule)}]" if best else ""
+    where = f"{row.case.strategy}{schedule} x{row.case.devices}, {row.case.model}"
     assert row.speedup is not None
     assert row.efficiency is not None
     if row.memory_imbalance is not None:
@@ -148,7 +192,7 @@ def _of_rows(rows: Sequence[Row]) -> Iterator[str]:
     """Yield what the cases themselves give away, cases of the same trouble together."""
     troubles: dict[str, list[str]] = {}
     for row in rows:
-        name = row.case.label
+        name = label(row.case)
         first = row.reason.partition("\n")[0] or "no reason given"
         if row.status is not Status.OK:
             troubles.setdefault(f"{row.status.value}: {first}", []).append(name)
@@ -161,7 +205,9 @@ def _of_rows(rows: Sequence[Row]) -> Iterator[str]:
             few = f"fewer than {ROUNDS_LIMIT} rounds, so that the interval says little"
             troubles.setdefault(few, []).append(name)
     for trouble, names in troubles.items():
-        yield f"{trouble}: {', '.join(names)}" if len(names) < len(rows) else f"{trouble}: all {len(rows)} cases"
+        more = f" and {len(names) - NAMES} more" if len(names) > NAMES else ""
+        said = f"all {len(rows)} cases" if len(names) == len(rows) else ", ".join(names[:NAMES]) + more
+        yield f"{trouble}: {said}"
 
 
 def _of_host(rows: Sequence[Row], trials: Sequence[Trial], provenance: Mapping[str, Any]) -> Iterator[str]:
@@ -178,6 +224,8 @@ def _of_host(rows: Sequence[Row], trials: Sequence[Trial], provenance: Mapping[s
                 "one device has one thread here; add the strategy single_all_cores to see what all cores give "
                 "without data parallelism"
             )
+    if any(row.case.device_kind == "emulated" for row in rows):
+        yield "EMULATED devices take turns on the host: their steps show host cost only, and no speed-up is computed"
     if any(row.case.placement == "colocated" for row in rows):
         yield "COLOCATED replicas share one GPU: they prove correctness and host cost, not speed-up"
     # a new worker counts as foreign for its first moments: short trials say nothing of others

@@ -196,8 +196,14 @@ def short(text: str) -> str:
     differ = {
         rung: [s for s in schedule.SWITCHES if getattr(mine, s) != getattr(other, s)]
         for rung, other in schedule.RUNGS.items()
+        if other.graphs == mine.graphs
     }
     nearest = min(reversed(differ), key=lambda rung: len(differ[rung]))
     if len(differ[nearest]) >= len(mine.turned()):
         return text
     return f"{nearest} but {','.join(f'{switch}={getattr(mine, switch)}' for switch in differ[nearest])}"
+
+
+def label(case: Case) -> str:
+    """Say a case in one short line, its schedule briefly."""
+    return replace(case, schedule=short(case.schedule)).label

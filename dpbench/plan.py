@@ -75,9 +75,8 @@ def ladder(*, devices: Sequence[int], device_kind: str = "cpu", **axes: Any) -> 
     here = conditions(device_kind)
     best = schedule.best(*here)
     schedules = [*schedule.climb(*here), str(best), *map(str, schedule.ablations(best, *here).values())]
-    # ranks of DDP are processes on real devices
-    strategies = ("single", "dp") if device_kind == "emulated" else ("single", "dp", "ddp")
-    cases = sweep(strategies=strategies, schedules=schedules, devices=several, device_kind=device_kind, **axes)
+    rivals = default_strategies(device_kind)
+    cases = sweep(strategies=rivals, schedules=schedules, devices=several, device_kind=device_kind, **axes)
     limits = [found for case in cases if case.strategy == "dp" and (found := limit(case))]
     return list(dict.fromkeys([*cases, *(case for case in limits if replace(case, options=()) not in cases)]))
 
@@ -188,11 +187,12 @@ def _one_of(kind: str, value: str, known: Sequence[str]) -> None:
 
 def default_strategies(device_kind: str) -> tuple[str, ...]:
     """Return the strategies that are worth running on a kind of device."""
-    return {
+    known = {
         "cpu": ("single", "single_all_cores", "dp", "ddp"),
         "cuda": ("single", "dp", "torch_dp", "ddp"),
         "emulated": ("single", "dp"),
-    }[device_kind]
+    }
+    return known.get(device_kind, known["cpu"])
 
 
 def default_devices(available: int, placement: str) -> tuple[int, ...]:

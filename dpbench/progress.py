@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Self
 
+from dpbench import ladder, plan
 from dpbench.records import Status
 
 
@@ -38,24 +39,28 @@ class Progress:
         if hasattr(event, "trial"):
             trial = event.trial
             words = "" if trial.status is Status.OK else f": {trial.reason.splitlines()[0] if trial.reason else ''}"
-            line = f"[{event.done}/{event.total}] {trial.case.label} round {trial.round + 1}: {trial.status}{words}"
-            self._console.print(escape(line))
+            what = f"{ladder.label(trial.case)} round {trial.round + 1}: {trial.status}{words}"
+            self._console.print(escape(f"[{event.done}/{event.total}] {what}"))
             self._bar.update(self._task, completed=event.done)
         elif event.case is None:
             self._task = self._bar.add_task("starting", total=event.total, completed=event.done)
             if event.done:
                 self._console.print(f"going on with run {event.run_id[:8]}: {event.done} of {event.total} are done")
         else:
-            self._bar.update(self._task, description=escape(event.case.label))
+            self._bar.update(self._task, description=escape(ladder.label(event.case)))
 
 
 COLUMNS = ("model", "strategy", "devices", "batch", "ms/step", "95 % interval", "samples/s", "speed-up", "95 %",
            "effic.", "dev-0 imb.", "unattr.", "verified", "labels")  # fmt: skip
 
 
-def table(rows: Sequence[Any]) -> str:
-    """Return the rows of an analysis as a plain text table, widths fitted, failed cases with their status."""
-    lines = [COLUMNS, *(_cells(row) for row in rows)]
+def table(rows: Sequence[Any], ladders: Sequence[ladder.Ladder] = ()) -> str:
+    """Return the rows of an analysis as a plain text table, widths fitted, failed cases with their status.
+
+    The fastest rung of each ladder is marked.
+    """
+    best = [found.fastest.row for found in ladders]
+    lines = [COLUMNS, *(_cells(row, any(row is one for one in best)) for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
     left = (0, 1, len(COLUMNS) - 1, len(COLUMNS) - 2)
 
@@ -66,11 +71,12 @@ def table(rows: Sequence[Any]) -> str:
     return "\n".join([text(lines[0]), "  ".join("-" * w for w in widths), *map(text, lines[1:])])
 
 
-def _cells(row: Any) -> tuple[str, ...]:
+def _cells(row: Any, best: bool) -> tuple[str, ...]:
     """Return one row's cells; an unmeasured case has its status where the time would be."""
     case = row.case
-    schedule = f"[{case.schedule}]" if case.schedule not in ("", "reference") else ""
+    schedule = f"[{ladder.short(case.schedule)}]" if case.schedule not in ("", "reference") else ""
     name = {"single_all_cores": "single, all cores"}.get(case.strategy, case.strategy) + schedule
+    name += ", limit" if case.options == plan.LIMIT else " (best rung)" if best else ""
     head = (case.model, name, str(case.devices), str(case.batch_size))
     if row.step is None:
         return (*head, row.status.value, *[""] * (len(COLUMNS) - 6), " ".join(row.labels))

@@ -105,6 +105,19 @@ def on(tensor: Tensor, device: torch.device) -> bool:
     return tensor.device == device
 
 
+def share(a: Tensor, b: Tensor) -> bool:
+    """Tell whether two tensors are one memory."""
+    return a.device == b.device and _memory(a) == _memory(b)
+
+
+def _memory(tensor: Tensor) -> int:
+    """Return the address of a tensor's storage; an emulated tensor wraps the one that has it."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        (name,), _ = tensor.__tensor_flatten__()
+        tensor = getattr(tensor, name)
+    return tensor.untyped_storage().data_ptr()
+
+
 def gradients(module: nn.Module) -> list[Tensor]:
     """Return each parameter's gradient, cloned; all must have one."""
     found = [parameter.grad for parameter in module.parameters()]

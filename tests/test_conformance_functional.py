@@ -29,8 +29,9 @@ def test_parallel_apply(place: Place, wrapped: bool) -> None:
     inputs = [place.put(torch.randn(2, 10), i) for i in (0, 1)]
     expected = [module(x) for module, x in zip(modules, inputs, strict=True)]
     given = [(x,) for x in inputs] if wrapped else inputs
-    outputs = dpbench.parallel_apply(modules, given, None, place.ids())
-    close(outputs, expected)
+    for devices in (None, place.ids()):
+        outputs = dpbench.parallel_apply(modules, given, None, devices)
+        close(outputs, expected)
     assert all(on(output, place.device(i)) for i, output in enumerate(outputs))
 
 
@@ -48,6 +49,19 @@ def test_parallel_apply_autocast(place: Place, wrapped: bool) -> None:
         assert [output.dtype for output in outputs] == [output.dtype for output in expected]
         assert outputs[0].dtype is not torch.float32
         close(outputs, expected)
+
+
+def test_parallel_apply_autocast_as_torch(place: Place) -> None:
+    """Not in torch: with compat=True, the replicas autocast to the device's default dtype, as torch's do."""
+    place.not_on("emulated", "autocast has no rules for them")
+    default = torch.get_autocast_dtype(place.type)
+    other = torch.bfloat16 if default is torch.float16 else torch.float16
+    modules = [nn.Linear(10, 5).to(place.device(i)) for i in (0, 1)]
+    inputs = [place.put(torch.randn(2, 10), i) for i in (0, 1)]
+    for compat, dtype in ((False, other), (True, default)):
+        with torch.autocast(place.type, dtype=other):
+            outputs = dpbench.parallel_apply(modules, inputs, None, place.ids(), compat=compat)
+        assert [output.dtype for output in outputs] == [dtype] * 2
 
 
 def test_parallel_apply_passes_exception(place: Place) -> None:
@@ -135,7 +149,6 @@ def test_data_parallel_without_device_ids(place: Place) -> None:
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=str)
 def test_data_parallel_sparse(place: Place, order: tuple[int, int]) -> None:
     """Mirror A, test_data_parallel_sparse: sparse gradients add up to the same, and stay sparse."""
-    place.not_on("emulated", "a wrapper tensor has no sparse layout")
     layer = nn.Embedding(10, 5, sparse=True)
     x = torch.randint(10, (20, 5))
     expected = layer(x)
@@ -230,9 +243,7 @@ def test_data_parallel_device_args(place: Place) -> None:
     layer = nn.Linear(10, 5).to(place.device())
     x = place.put(torch.randn(20, 10, requires_grad=True))
     expected = layer(x)
-    devices: list[Any] = [place.ids()]
-    if place.kind != "emulated":
-        devices.append([place.device(0), place.device(1)])
+    devices: list[Any] = [place.ids(), [place.device(0), place.device(1)]]
     if place.is_gpu:
         devices.append([place.device(0).index, place.device(1).index])
     for device_ids in devices:
@@ -300,8 +311,12 @@ def gathered(place: Place, target: str, device: torch.device) -> None:
 
 
 def test_gather_cpu(place: Place) -> None:
-    """Mirror A, test_gather_cpu: onto the host; ours says "cpu" where torch also says -1."""
+    """Mirror A, test_gather_cpu: onto the host, "cpu" or, deprecated, -1."""
     gathered(place, "cpu", torch.device("cpu"))
+    xs = [place.put(torch.randn(2, 4), i) for i in (0, 1)]
+    with pytest.warns(FutureWarning, match="-1"):
+        whole = dpbench.gather(xs, -1)
+    assert on(whole, torch.device("cpu"))
 
 
 def test_gather_gpu(place: Place) -> None:
@@ -355,7 +370,6 @@ def test_replicate_buffers(place: Place, sequence: type) -> None:
 def test_save_replica_module(place: Place, detach: bool) -> None:
     """Mirror A, test_save_replica_module: replicas can be saved (pytorch issue 37182)."""
     module = nn.Linear(8, 8).to(place.device())
-    place.not_on("emulated", "a wrapper tensor has no storage to save")
     replicas = dpbench.replicate(module, place.ids(), detach=detach)
     data = io.BytesIO()
     torch.save(replicas, data)

@@ -138,9 +138,7 @@ def test_data_parallel_rnn(place: Place) -> None:
 
 def test_data_parallel_lazy_linear(place: Place) -> None:
     """Mirror A and A', test_data_parallel_lazy_linear: uninitialised parameters are refused."""
-    module = nn.LazyLinear(10)
-    if place.is_gpu:
-        module = module.to(place.device())
+    module = nn.LazyLinear(10).to(place.device())
     wrapped = dpbench.DataParallel(module, place.ids())
     with pytest.raises(RuntimeError, match="Modules with uninitialized parameters"):
         wrapped(place.put(torch.rand(10, 10)))
@@ -216,7 +214,7 @@ def test_data_parallel_model_no_refcycles(place: Place) -> None:
 
 
 def test_data_parallel_complex(place: Place) -> None:
-    """Mirror A, test_data_parallel_complex: complex stays complex (the original expects torch's old extra dimension)."""
+    """Mirror A, test_data_parallel_complex: complex stays complex (the original expects torch's old extra dim)."""
 
     class Shifted(nn.Module):
         def __init__(self) -> None:

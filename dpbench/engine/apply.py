@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dpbench.engine.containers import devices_of
 from dpbench.engine.devices import Devices, as_devices
 from dpbench.engine.each import on_each
 from dpbench.engine.workers import Spawn, Workers
@@ -14,8 +15,8 @@ from dpbench.records import HOST, Mark, Phase, no_mark
 def parallel_apply(
     modules: Sequence[Any],
     inputs: Sequence[Any],
-    kwargs: Sequence[Mapping[str, Any]] | None,
-    devices: Devices,
+    kwargs: Sequence[Mapping[str, Any]] | None = None,
+    devices: Devices | None = None,
     *,
     workers: Workers = Spawn(),  # noqa: B008  it has no state
     compat: bool = False,
@@ -23,11 +24,11 @@ def parallel_apply(
 ) -> list[Any]:
     """Call `modules[i](*inputs[i], **kwargs[i])` on `devices[i]`, each in its worker; return the outputs.
 
-    An input that is no tuple or list is a single argument. One module runs in the calling thread. When replicas
-    fail, the error of the lowest is raised after all have ended: see `errors.in_replica`. `compat` forwards only
-    the settings that torch.nn.parallel.parallel_apply forwards.
+    Without `devices`, where the inputs are. An input that is no tuple or list is a single argument. One module runs
+    in the calling thread. When replicas fail, the error of the lowest is raised after all have ended: see
+    `errors.in_replica`. `compat` forwards only the settings that torch.nn.parallel.parallel_apply forwards.
     """
-    devices = as_devices(devices)
+    devices = devices_of(inputs) if devices is None else as_devices(devices)
     kwargs = kwargs or [{}] * len(modules)
     if not len(modules) == len(inputs) == len(kwargs) == len(devices):
         raise ValueError(

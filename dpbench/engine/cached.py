@@ -31,6 +31,7 @@ class Trees:
         self._trees: list[_Tree] = []
         self._checked = False
         self._forgets = True
+        self._order: list[int] = []
         self._read()
 
     def _read(self) -> None:
@@ -63,10 +64,11 @@ class Trees:
         except (RuntimeError, ValueError):  # tensors and arrays that are not the same object refuse to be compared
             return True
 
-    def bind(self, copies: Sequence[Sequence[torch.Tensor]]) -> list[nn.Module]:
-        """Return one replica per list of tensors, which stand for `parameters`, then `buffers`, in their order."""
-        if len(self._trees) < len(copies) or not self._may_stay():
-            sources = [*self.parameters, *self.buffers]
+    def bind(self, sources: Sequence[torch.Tensor], copies: Sequence[Sequence[torch.Tensor]]) -> list[nn.Module]:
+        """Return one replica per list of `copies`, which stand for the module's tensors in the order of `sources`."""
+        order = [id(source) for source in sources]
+        if len(self._trees) < len(copies) or order != self._order or not self._may_stay():
+            self._order = order
             self._trees = [_Tree(self.module, sources, one) for one in copies]
         else:
             for tree, tensors in zip(self._trees, copies, strict=False):

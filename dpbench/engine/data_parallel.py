@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,34 +12,45 @@ from torch import nn
 from dpbench.devices import Device
 from dpbench.engine.apply import parallel_apply
 from dpbench.engine.devices import DeviceId, resolve
-from dpbench.engine.gather import gather
+from dpbench.engine.gather import gather, target_of
 from dpbench.engine.replicate import check_placement, replicate
 from dpbench.engine.scatter import scatter
-from dpbench.records import Mark, no_mark
+from dpbench.records import Mark, Phase, no_mark
 from dpbench.schedule import parse
 
 PREFIX = "module."
 
 
-def forward(
-    module: nn.Module,
+def scatter_arguments(
     inputs: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     devices: Sequence[Device],
-    output: Device,
     dim: int = 0,
-) -> Any:
-    """Run `module` on a batch split over `devices` and return its outputs on `output`."""
-    return run_pieces(module, scatter_arguments(inputs, kwargs, devices, dim), devices, output, dim)
-
-
-def scatter_arguments(
-    inputs: tuple[Any, ...], kwargs: Mapping[str, Any], devices: Sequence[Device], dim: int = 0, *, mark: Mark = no_mark
+    *,
+    chunk_sizes: Sequence[int] | None = None,
+    compat: bool = False,
+    mark: Mark = no_mark,
 ) -> list[Any]:
-    """Split a call's arguments into one (inputs, kwargs) pair per replica; a call without any needs just one."""
+    """Split a call's arguments into one (inputs, kwargs) pair per replica; a call without any needs just one.
+
+    With `compat`, what one of the two lacks is filled up where torch fills it up, and an AssertionError elsewhere.
+    """
     if not inputs and not kwargs:
         return [((), {})]
-    return scatter((inputs, dict(kwargs)), devices, dim, mark=mark)
+    cut: Callable[[Any], list[Any]] = partial(
+        scatter, devices=devices, dim=dim, chunk_sizes=chunk_sizes, compat=compat, mark=mark
+    )
+    if not compat:
+        return cut((inputs, dict(kwargs)))
+    arguments, keywords = cut(inputs) if inputs else [], cut(dict(kwargs)) if kwargs else []
+    arguments += [()] * (len(keywords) - len(arguments))
+    if len(keywords) < len(inputs):
+        keywords += [{}] * (len(arguments) - len(keywords))
+    if len(arguments) != len(keywords):
+        raise AssertionError(
+            f"The number of modules {len(arguments)} is not equal to the number of kwargs_tup {len(keywords)}"
+        )
+    return list(zip(arguments, keywords, strict=True))
 
 
 def run_pieces(
@@ -48,10 +60,11 @@ def run_pieces(
     output: Device,
     dim: int = 0,
     *,
+    compat: bool = False,
     mark: Mark = no_mark,
     on_reduce: Callable[[], None] = lambda: None,
 ) -> Any:
-    """Replicate, apply and gather: what `forward` does once the arguments are scattered.
+    """Replicate, apply and gather: what follows once the arguments are scattered.
 
     One device runs the module itself; fewer pieces than devices use fewer replicas. `on_reduce` is called in
     backward where the replicas' work ends and the reduction begins.
@@ -60,11 +73,12 @@ def run_pieces(
     arguments, keywords = [piece[0] for piece in pieces], [piece[1] for piece in pieces]
     if len(devices) == 1:
         check_placement(module, devices[0])
-        return parallel_apply([module], arguments, keywords, used, mark=mark)[0]
+        with devices[0].guard(), mark(Phase.FORWARD, devices[0].index):
+            return module(*arguments[0], **keywords[0])
     detach = not torch.is_grad_enabled()
     replicas = replicate(module, used, detach=detach, mark=mark, on_reduce=on_reduce)
-    outputs = parallel_apply(replicas, arguments, keywords, used, mark=mark)
-    return gather(outputs, output, used, dim, mark=mark)
+    outputs = parallel_apply(replicas, arguments, keywords, used, compat=compat, mark=mark)
+    return gather(outputs, output, used, dim, compat=compat, mark=mark)
 
 
 def data_parallel(
@@ -74,6 +88,8 @@ def data_parallel(
     output_device: DeviceId | None = None,
     dim: int = 0,
     module_kwargs: Mapping[str, Any] | None = None,
+    *,
+    compat: bool = False,
 ) -> Any:
     """Evaluate `module(*inputs, **module_kwargs)` in parallel over `device_ids`.
 
@@ -85,14 +101,15 @@ def data_parallel(
     devices = resolve(device_ids)
     if not devices:
         return module(*arguments, **(module_kwargs or {}))
-    return forward(module, arguments, module_kwargs or {}, devices, output_of(devices, output_device), dim)
+    pieces = scatter_arguments(arguments, module_kwargs or {}, devices, dim, compat=compat)
+    return run_pieces(module, pieces, devices, output_of(devices, output_device), dim, compat=compat)
 
 
 def output_of(devices: Sequence[Device], output_device: DeviceId | None) -> Device:
     """Return the device that outputs are gathered on: one of `devices`, or another one as an extra."""
     if output_device is None:
         return devices[0]
-    (wanted,) = resolve([output_device])
+    wanted = target_of(output_device)
     for device in devices:
         if device.torch_device == wanted.torch_device:
             return device
@@ -100,13 +117,20 @@ def output_of(devices: Sequence[Device], output_device: DeviceId | None) -> Devi
     return wanted
 
 
+def id_of(device: Device) -> DeviceId:
+    """Return what torch's users expect an attribute to hold: a GPU's number, or a torch.device of another kind."""
+    return device.torch_device.index if device.torch_device.type == "cuda" else device.torch_device
+
+
 class DataParallel(nn.Module):
     """A drop-in for torch.nn.DataParallel whose every phase is a verb of its own.
 
     `device_ids` takes what torch takes (GPU numbers, devices, names) and "cpu" repeated for logical CPU devices;
     None means all GPUs, and without a GPU the wrapper passes calls through. The module must be on
-    `device_ids[0]` when it is called, not when it is wrapped. Gradients of the replicas sum into the module's;
-    unused parameters get zeros; names in `state_dict` carry the prefix "module.".
+    `device_ids[0]` when it is called, not when it is wrapped; a single device has it moved there. Gradients of the
+    replicas sum into the module's; unused parameters get zeros; names in `state_dict` carry the prefix "module.".
+    Subclasses may override `scatter`, `replicate`, `parallel_apply` and `gather`, as with torch. `compat` restores
+    what torch does in silence and this engine does right or refuses: see docs/contract.md.
     """
 
     def __init__(
@@ -117,20 +141,53 @@ class DataParallel(nn.Module):
         dim: int = 0,
         *,
         schedule: str = "reference",
+        compat: bool = False,
     ) -> None:
         super().__init__()
         self.module = module
         self.devices = resolve(device_ids)
-        self.device_ids = [device.torch_device for device in self.devices]
+        self.device_ids = [id_of(device) for device in self.devices]
         self.dim = dim
         self.schedule = parse(schedule)
-        self.output_device = output_of(self.devices, output_device) if self.devices else None
+        self.compat = compat
+        self.output_device: DeviceId | None = None
+        if self.devices:
+            self._output = output_of(self.devices, output_device)
+            self.output_device = id_of(self._output)
+            self.src_device_obj = self.devices[0].torch_device
+        if len(self.devices) == 1:
+            module.to(self.src_device_obj)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module on the batch split over the devices; return the gathered output."""
-        if self.output_device is None:
+        # inside a replica of another wrapper there is one device, and its share of the batch, already
+        if not self.devices or "_is_replica" in self.__dict__:
             return self.module(*inputs, **kwargs)
-        return forward(self.module, inputs, kwargs, self.devices, self.output_device, self.dim)
+        arguments, keywords = self.scatter(inputs, kwargs, self.device_ids)
+        if len(self.devices) == 1:
+            check_placement(self.module, self.devices[0])
+            return self.module(*arguments[0], **keywords[0])
+        replicas = self.replicate(self.module, self.device_ids[: len(arguments)])
+        outputs = self.parallel_apply(replicas, arguments, keywords)
+        return self.gather(outputs, self.output_device)
+
+    def scatter(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], device_ids: Sequence[DeviceId]) -> Any:
+        """Return a call's arguments as (inputs of each replica, keywords of each replica)."""
+        devices = self.devices[: len(device_ids)]
+        return tuple(zip(*scatter_arguments(inputs, kwargs, devices, self.dim, compat=self.compat), strict=True))
+
+    def replicate(self, module: nn.Module, device_ids: Sequence[DeviceId]) -> list[nn.Module]:
+        """Return one replica per device."""
+        return replicate(module, self.devices[: len(device_ids)], detach=not torch.is_grad_enabled())
+
+    def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
+        """Return the replicas' outputs."""
+        return parallel_apply(replicas, inputs, kwargs, self.devices[: len(replicas)], compat=self.compat)
+
+    def gather(self, outputs: Sequence[Any], output_device: DeviceId | None) -> Any:
+        """Return the outputs joined on a device."""
+        target = self._output if output_device == self.output_device else output_of(self.devices, output_device)
+        return gather(outputs, target, self.devices[: len(outputs)], self.dim, compat=self.compat)
 
     def __getattr__(self, name: str) -> Any:
         """Look up what nn.Module holds; point at `.module` for what the wrapped module has."""

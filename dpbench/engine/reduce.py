@@ -12,29 +12,43 @@ from dpbench.records import Mark, Phase, no_mark
 
 
 def reduce(
-    gradients: Sequence[Sequence[torch.Tensor]], devices: Devices, *, mark: Mark = no_mark
+    gradients: Sequence[Sequence[torch.Tensor]],
+    devices: Devices,
+    *,
+    comm_dtype: torch.dtype | None = None,
+    mark: Mark = no_mark,
 ) -> list[torch.Tensor]:
     """Sum `gradients[replica][parameter]` over the replicas onto `devices[0]`.
 
-    The order is ((g0 + g1) + g2) + ...; distinct GPUs use torch's coalesced reduction, whose order is its own.
+    With `comm_dtype` every gradient is rounded to it for the way. The order is ((g0 + g1) + g2) + ...; distinct GPUs use torch's coalesced reduction, whose order is its own.
     """
     devices = as_devices(devices)
     root = devices[0]
     with mark(Phase.REDUCE, root.index):
         # a collective has no graph: second derivatives take the plain adds
-        if root.can_collect(devices) and not torch.is_grad_enabled():
+        if root.can_collect(devices) and not torch.is_grad_enabled() and comm_dtype is None:
             return root.reduce_add(gradients, devices)
         for device, one in zip(devices, gradients, strict=True):
             root.wait(device)
             root.borrow(one)
         with root.guard():
-            return [_sum(parts, root) for parts in zip(*gradients, strict=True)]
+            return [_sum(parts, root, comm_dtype) for parts in zip(*gradients, strict=True)]
 
 
-def _sum(parts: Sequence[torch.Tensor], root: Device) -> torch.Tensor:
-    """Add in order; a single gradient passes through."""
-    total = parts[0]
+def _sum(parts: Sequence[torch.Tensor], root: Device, comm_dtype: torch.dtype | None) -> torch.Tensor:
+    """Add in order; a single gradient passes through. Where all are sparse, the sum is."""
+    total = arrive(parts[0], root, comm_dtype) if len(parts) > 1 else parts[0]
     for number, part in enumerate(parts[1:]):
-        here = part.to(root.torch_device, non_blocking=True)
-        total = total + here if number == 0 else total.add_(here)
+        here = arrive(part, root, comm_dtype)
+        if total.is_sparse and not here.is_sparse:  # torch adds a sparse tensor to a dense one, never the reverse
+            total = here + total
+        else:
+            total = total + here if number == 0 else total.add_(here)
     return total
+
+
+def arrive(part: torch.Tensor, root: Device, comm_dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return a gradient on `root`, rounded to `comm_dtype` for the way if one is given."""
+    if comm_dtype is None or not part.is_floating_point():
+        return part.to(root.torch_device, non_blocking=True)
+    return part.to(comm_dtype).to(root.torch_device, non_blocking=True).to(part.dtype)

@@ -7,16 +7,20 @@ copies (RNNs and their flat weights) override it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.fx import GraphModule
 from torch.nn.parameter import is_lazy
 
 from dpbench.devices import Device
-from dpbench.engine.broadcast import Broadcast, copies_of
+from dpbench.engine.broadcast import Copier, broadcast, copies_of
 from dpbench.engine.devices import Devices, as_devices
 from dpbench.records import Mark, Phase, no_mark
+
+if TYPE_CHECKING:  # trees are built by this module's own verb
+    from dpbench.engine.cached import Trees
 
 
 def replicate(
@@ -24,34 +28,49 @@ def replicate(
     devices: Devices,
     *,
     detach: bool = False,
+    copier: Copier = copies_of,
+    trees: Trees | None = None,
+    overlap: bool = False,
+    comm_dtype: torch.dtype | None = None,
     mark: Mark = no_mark,
     on_reduce: Callable[[], None] = lambda: None,
 ) -> list[nn.Module]:
     """Return one replica of `module` per device; replica 0 shares storage with the original.
 
     The replicas' weights are non-leaf tensors whose gradients sum into the original's; with `detach` they are
-    plain copies. Raises RuntimeError for parameters on another device than `devices[0]`, or without shape yet.
+    plain copies. `trees` keeps the copied modules from call to call, `copier` moves the tensors, `overlap` reduces
+    while backward still runs, `comm_dtype` is what gradients are rounded to on their way. Raises RuntimeError for
+    parameters on another device than `devices[0]`, or without shape yet.
     """
     devices = as_devices(devices)
     with mark(Phase.REPLICATE, devices[0].index):
-        check_placement(module, devices[0])
-        parameters, buffers = unique(module.parameters()), unique(module.buffers())
+        if trees is None:
+            check_placement(module, devices[0])
+            parameters, buffers = unique(module.parameters()), unique(module.buffers())
+        else:
+            trees.refresh(devices[0])
+            parameters, buffers = trees.parameters, trees.buffers
     sources = [*parameters, *(b for b in buffers if b.requires_grad and not detach)]
     plain = [b for b in buffers if detach or not b.requires_grad]
     if detach:
         with torch.no_grad():  # as in torch: replica 0 has the parameters themselves, the others plain copies
-            copies = copies_of(sources, devices, mark)
+            copies = copier(sources, devices, mark)
     else:
-        flat = Broadcast.apply(devices, mark, on_reduce, *sources) if sources else ()  # type: ignore[no-untyped-call]
-        copies = [list(flat[i * len(sources) : (i + 1) * len(sources)]) for i in range(len(devices))]
+        copies = broadcast(
+            sources, devices, copier=copier, overlap=overlap, comm_dtype=comm_dtype, mark=mark, on_reduce=on_reduce
+        )
     shared = copies_of(plain, devices, mark)
     for device in devices[1:]:  # replica 0 may write its buffers in place while others still copy them
         devices[0].wait(device)
+    order = [*sources, *plain]
+    each = [[*weights, *statistics] for weights, statistics in zip(copies, shared, strict=True)]
+    if trees is not None:
+        with mark(Phase.REPLICATE, devices[0].index):
+            return trees.bind(order, each)
     replicas = []
-    for device, weights, statistics in zip(devices, copies, shared, strict=True):
+    for device, tensors in zip(devices, each, strict=True):
         with mark(Phase.REPLICATE, device.index):
-            table = {id(s): t for s, t in zip([*sources, *plain], [*weights, *statistics], strict=True)}
-            replicas.append(rebuild(module, table))
+            replicas.append(rebuild(module, {id(s): t for s, t in zip(order, tensors, strict=True)}))
     return replicas
 
 
@@ -74,6 +93,9 @@ def rebuild(module: nn.Module, table: dict[int, torch.Tensor]) -> nn.Module:
     """Copy the tree of modules, putting `table`'s tensor wherever the original has the tensor of that id."""
     modules = list(module.modules())
     copies = {id(m): m._replicate_for_data_parallel() for m in modules}
+    for original in modules:
+        if isinstance(original, GraphModule):  # the copy of one has parameters of its own
+            copies[id(original)]._parameters = {}
     for original in modules:
         copy = copies[id(original)]
         for name, child in original._modules.items():

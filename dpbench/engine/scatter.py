@@ -9,6 +9,7 @@ import torch
 from torch.autograd.function import Function
 
 from dpbench.devices import Device
+from dpbench.engine.containers import parts_of, rebuilt, tensors_in
 from dpbench.engine.devices import Devices, as_devices
 from dpbench.records import Mark, Phase, no_mark
 
@@ -18,12 +19,13 @@ class Scatter(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, devices: Sequence[Device], dim: int, mark: Mark, tensor: torch.Tensor
+        ctx: Any, devices: Sequence[Device], sizes: Sequence[int] | None, dim: int, mark: Mark, tensor: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """Return one fresh chunk a device; fewer than devices when the tensor is short."""
         ctx.dim, ctx.home = dim, tensor.device
+        chunks = tensor.chunk(len(devices), dim) if sizes is None else tensor.split(sizes, dim)
         pieces = []
-        for device, chunk in zip(devices, tensor.chunk(len(devices), dim), strict=False):
+        for device, chunk in zip(devices, chunks, strict=False):
             with mark(Phase.SCATTER, device.index):
                 pieces.append(device.put(chunk))
         return tuple(pieces)
@@ -32,50 +34,63 @@ class Scatter(Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         """Return the whole tensor's gradient."""
         whole = torch.cat([gradient.to(ctx.home) for gradient in gradients], ctx.dim)
-        return None, None, None, whole
+        return None, None, None, None, whole
 
 
-def scatter(value: Any, devices: Devices, dim: int = 0, *, mark: Mark = no_mark) -> list[Any]:
+def scatter(
+    value: Any,
+    devices: Devices,
+    dim: int = 0,
+    *,
+    chunk_sizes: Sequence[int] | None = None,
+    compat: bool = False,
+    mark: Mark = no_mark,
+) -> list[Any]:
     """Split `value` into one piece per device, or fewer where its tensors yield fewer chunks.
 
-    Tensors are cut along `dim` by `torch.chunk` and copied; tuples, namedtuples, lists and dicts are rebuilt
-    around the pieces; everything else is shared by all. Raises ValueError when tensors disagree on their
-    length, where torch would drop rows, or pair wrong ones, in silence; one row per piece is a length that fits.
+    Tensors are cut along `dim` by `torch.chunk`, or into `chunk_sizes` rows, and copied; tuples, lists, dicts, and
+    dataclass instances that hold tensors, are rebuilt around the pieces; everything else is shared by all. Raises
+    ValueError when tensors disagree on their length, where torch would drop rows, or pair wrong ones, in silence;
+    one row per piece is a length that fits. Raises TypeError for PackedSequences and sparse tensors. With `compat`,
+    rows are dropped and dataclass instances shared, as torch does.
     """
     devices = as_devices(devices)
-    lengths = {_length(tensor, dim) for tensor in _tensors(value)}
-    counts = {_chunks(length, len(devices)) for length in lengths}
-    pieces = max(counts, default=len(devices))
-    if len(counts) > 1 or len(lengths - {pieces}) > 1:
-        raise ValueError(
-            f"cannot scatter over {len(devices)} devices: tensors of length {sorted(lengths)} along dim {dim} "
-            f"make {sorted(counts)} chunks; give all the same batch size, or pass the odd one inside an object"
-        )
-    return _split(value, devices, pieces, dim, mark)
+    if compat:
+        return _split_as_torch(value, devices, chunk_sizes, dim, mark)
+    lengths = {_length(tensor, dim) for tensor in tensors_in(value)}
+    if chunk_sizes is None:
+        pieces = _agreed(lengths, len(devices), dim)
+    else:
+        pieces = _checked(chunk_sizes, lengths, len(devices), dim)
+    return _split(value, devices, pieces, chunk_sizes, dim, mark)
 
 
-def _split(value: Any, devices: Sequence[Device], pieces: int, dim: int, mark: Mark) -> list[Any]:
+def _split(
+    value: Any, devices: Sequence[Device], pieces: int, sizes: Sequence[int] | None, dim: int, mark: Mark
+) -> list[Any]:
     """Return `value` in so many pieces."""
     if isinstance(value, torch.Tensor):
-        return list(Scatter.apply(devices, dim, mark, value))  # type: ignore[no-untyped-call]
-    if not isinstance(value, tuple | list | dict) or not value:
+        return list(Scatter.apply(devices, sizes, dim, mark, value))  # type: ignore[no-untyped-call]
+    parts = parts_of(value)
+    if not parts or not (isinstance(value, tuple | list | dict) or tensors_in(value)):
         return [value] * pieces
-    parts = value.items() if isinstance(value, dict) else value
-    rows = zip(*(_split(part, devices, pieces, dim, mark) for part in parts), strict=True)
-    if hasattr(value, "_fields"):  # a namedtuple
-        return [type(value)(*row) for row in rows]
-    return [type(value)(row) for row in rows]
+    rows = zip(*(_split(part, devices, pieces, sizes, dim, mark) for part in parts.values()), strict=True)
+    return [rebuilt(value, row) for row in rows]
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
-    """Return all tensors that scatter would cut."""
+def _split_as_torch(
+    value: Any, devices: Sequence[Device], sizes: Sequence[int] | None, dim: int, mark: Mark
+) -> list[Any]:
+    """Return `value` in as many pieces as its shortest part makes; keys are split, and tuples lose their class."""
     if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.items())
-    if isinstance(value, tuple | list):
-        return [tensor for part in value for tensor in _tensors(part)]
-    return []
+        return list(Scatter.apply(devices, sizes, dim, mark, value))  # type: ignore[no-untyped-call]
+    if not isinstance(value, tuple | list | dict) or not value:
+        return [value] * len(devices)
+    parts = value.items() if isinstance(value, dict) else value
+    rows = list(zip(*(_split_as_torch(part, devices, sizes, dim, mark) for part in parts), strict=False))
+    if isinstance(value, tuple):
+        return [type(value)(*row) for row in rows] if hasattr(value, "_fields") else rows
+    return [type(value)(row) if isinstance(value, dict) else list(row) for row in rows]
 
 
 def _length(tensor: torch.Tensor, dim: int) -> int:
@@ -85,7 +100,38 @@ def _length(tensor: torch.Tensor, dim: int) -> int:
             "chunk expects at least a 1-dimensional tensor: scatter got a 0-dim tensor; pass a Python number to "
             "share it, or expand it to the batch"
         )
+    if tensor.layout not in (torch.strided, torch.jagged):
+        raise TypeError(
+            f"cannot scatter a tensor of layout {tensor.layout}; pass it dense, or pass what it is made of and build "
+            "it in forward"
+        )
     return tensor.size(dim)
+
+
+def _agreed(lengths: set[int], devices: int, dim: int) -> int:
+    """Return how many pieces tensors of these lengths make; all of them that many."""
+    counts = {_chunks(length, devices) for length in lengths}
+    pieces = max(counts, default=devices)
+    if len(counts) > 1 or len(lengths - {pieces}) > 1:
+        raise ValueError(
+            f"cannot scatter over {devices} devices: tensors of length {sorted(lengths)} along dim {dim} "
+            f"make {sorted(counts)} chunks; give all the same batch size, or pass the odd one inside an object"
+        )
+    return pieces
+
+
+def _checked(sizes: Sequence[int], lengths: set[int], devices: int, dim: int) -> int:
+    """Return how many pieces `chunk_sizes` asks for."""
+    if not 0 < len(sizes) <= devices or any(not isinstance(size, int) or size < 1 for size in sizes):
+        raise ValueError(
+            f"chunk_sizes must be positive whole numbers, at most one for each of the {devices} devices; got {[*sizes]}"
+        )
+    if lengths - {sum(sizes)}:
+        raise ValueError(
+            f"chunk_sizes {[*sizes]} sum to {sum(sizes)}, but there are tensors of length {sorted(lengths)} along "
+            f"dim {dim}; the sizes must sum to the length of every tensor"
+        )
+    return len(sizes)
 
 
 def _chunks(length: int, devices: int) -> int:

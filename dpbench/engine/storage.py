@@ -99,3 +99,32 @@ def _dense(tensor: torch.Tensor) -> bool:
 def line(tensor: torch.Tensor) -> torch.Tensor:
     """Return a dense tensor's elements as a vector in memory order, which is the order of its slot."""
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+class FlatWeights:
+    """A module's parameters, moved into flat buffers on its device; the parameters stay the same objects."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor], groups: Iterable[Iterable[int]], root: Device) -> None:
+        self.layout = plan(groups, parameters)
+        self.parameters = list(parameters)
+        self.buffers = self.layout.allocate(root)
+        self.views = self.layout.views(self.buffers, self.parameters)
+        self._root = root
+        self.adopt()
+
+    def adopt(self) -> None:
+        """Move into the buffers every parameter that is not in its slot: `.to()` or `p.data =` have taken it out."""
+        for number, view in self.views.items():
+            parameter = self.parameters[number]
+            if parameter.data_ptr() != view.data_ptr():
+                view.copy_(parameter.detach())
+                parameter.data = view
+
+    def copies(self, device: Device) -> dict[int, torch.Tensor]:
+        """Return fresh copies on `device` of all that the buffers hold, one transfer a buffer."""
+        return self.layout.views([device.put(buffer) for buffer in self.buffers], self.parameters)
+
+    def release(self) -> None:
+        """Give each parameter storage of its own again."""
+        for number in self.views:
+            self.parameters[number].data = self.parameters[number].detach().clone()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from dpbench import plan
 from dpbench.analyse import Row
 from dpbench.records import Case
 from dpbench.report import words
@@ -38,7 +39,7 @@ def order(rows: Iterable[Row]) -> list[Row]:
 def rank(case: Case) -> tuple[Hashable, ...]:
     """Return a case's place among those of equal work: baselines, DataParallel, the engine, DDP, others."""
     known = _ORDER.index(case.strategy) if case.strategy in _ORDER else len(_ORDER)
-    return (known, case.strategy, case.schedule != "reference", case.schedule, case.placement, case.options, case.seed)
+    return (known, case.strategy, plan.place(case.schedule), case.placement, case.options, case.seed)
 
 
 def setting(case: Case) -> tuple[str, ...]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from dpbench.analyse import Row
+from dpbench.ladder import Ladder, notable
 from dpbench.records import UNATTRIBUTED, Phase, Trial
-from dpbench.report import facets, heat, speedup, strips, svg, words
+from dpbench.report import facets, heat, speedup, strips, svg, waterfall, words
 from dpbench.report.svg import Panel, Section
 
 PHASES: Mapping[str, tuple[str, str]] = {
@@ -25,14 +27,25 @@ PHASES: Mapping[str, tuple[str, str]] = {
 }
 """Each phase's fill and the colour of text on it; time that no phase covers stays hollow."""
 
+ENDS = "Of each ladder the reference and the best rung are drawn; the other schedules are in the table below."
 
-def sections(rows: Sequence[Row], trials: Sequence[Trial]) -> list[Section]:
-    """Return every section with drawings, in the page's order."""
+
+def sections(rows: Sequence[Row], trials: Sequence[Trial], ladders: Sequence[Ladder] = ()) -> list[Section]:
+    """Return every section with drawings, in the page's order.
+
+    A ladder is drawn in its own section and by its phases; the other sections show its ends alone.
+    """
+    shown = notable(rows, ladders)
+    climbed = {row.case for row in (*shown, *(rung.row for found in ladders for rung in found.rungs))}
     with svg.theme():
-        return [
-            speedup.section(rows), throughput(rows), phases(rows), strips.imbalance(rows),
-            heat.utilisation(rows, trials), strips.steps(rows, trials),
+        drawn = [
+            speedup.section(shown), throughput(shown), phases([row for row in rows if row.case in climbed]),
+            strips.imbalance(shown), heat.utilisation(shown, trials), strips.steps(shown, trials),
         ]  # fmt: skip
+        if not ladders:
+            return drawn
+        said = [one if one.id == "phases" else replace(one, note=f"{one.note} {ENDS}".strip()) for one in drawn]
+        return [said[0], waterfall.section(ladders), *said[1:]]
 
 
 def throughput(rows: Sequence[Row]) -> Section:
@@ -65,7 +78,7 @@ def _throughput(facet: facets.Facet, key: str) -> Panel:
 def phases(rows: Sequence[Row]) -> Section:
     """Draw where a step's time goes; the parts of a bar sum to the step."""
     drawn = [row for row in rows if row.phases and row.step and words.finite(row.step)]
-    panels, left_out = facets.split(drawn, per=12)
+    panels, left_out = facets.split(drawn, per=16)  # a whole ladder on one axis
     return Section(
         "phases", "Where a step goes",
         "Milliseconds of one step by phase, as the ledger walks back from its end: the parts sum to the step. "

@@ -8,8 +8,9 @@ from typing import Any
 
 from dpbench.analyse import Row
 from dpbench.diagnose import Tile
+from dpbench.ladder import Ladder
 from dpbench.records import Trial
-from dpbench.report import header, table, words
+from dpbench.report import header, rungs, table, words
 
 REASON = 160
 """Columns of a reason; the page has all of it."""
@@ -25,6 +26,7 @@ def render(
     verdict: str,
     warnings: Sequence[str],
     tiles: Sequence[Tile],
+    ladders: Sequence[Ladder] = (),
 ) -> str:
     """Return the report in GitHub's Markdown."""
     lines = table.lines(rows, trials)
@@ -36,6 +38,7 @@ def render(
         "\n".join(["**Warnings**", "", *(f"- {_said(text, 400)}" for text in warnings)])
         if warnings
         else "No warnings.",
+        *(part for ladder in ladders for part in _ladder(ladder)),
         _table(table.COLUMNS, ([_cell(cell) for cell in line.cells] for line in lines)),
         "\n".join(_notes(lines)),
         _details("Where a step goes, in ms", _phases(rows)),
@@ -63,8 +66,19 @@ def _cell(cell: table.Cell) -> str:
     return f"{_said(cell.text)}{small}"
 
 
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    align = ["---" if name in table.TEXT_COLUMNS or not name else "---:" for name in columns]
+def _ladder(ladder: Ladder) -> Iterator[str]:
+    """Yield a ladder's heading and tables, each with the labels of what it was measured on."""
+    yield f"### {rungs.TITLE}: {_said(rungs.title(ladder))}{_labels(words.labels(ladder.rows))}"
+    for found in reversed(rungs.tables(ladder)):
+        yield f"**{_said(found.title)}**"
+        yield _table(
+            found.columns, ([_cell(cell) for cell in line] for line in found.lines), found.columns[: found.text]
+        )
+        yield _said(found.note)
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], text: Sequence[str] = table.TEXT_COLUMNS) -> str:
+    align = ["---" if name in text or not name else "---:" for name in columns]
     return "\n".join(f"| {' | '.join(row)} |" for row in ([*columns], align, *rows))
 
 

@@ -11,6 +11,7 @@ from markupsafe import Markup
 
 from dpbench.analyse import Row
 from dpbench.diagnose import Tile
+from dpbench.ladder import Ladder
 from dpbench.records import Trial
 from dpbench.report import figures, header, table
 
@@ -25,6 +26,7 @@ def render(
     verdict: str,
     warnings: Sequence[str],
     tiles: Sequence[Tile],
+    ladders: Sequence[Ladder] = (),
 ) -> str:
     """Return the whole page."""
     jinja = Environment(
@@ -39,7 +41,7 @@ def render(
         verdict=verdict,
         warnings=warnings,
         tiles=tiles,
-        sections=figures.sections(rows, trials),
+        sections=figures.sections(rows, trials, ladders),
         drawing=Markup,  # svg.render escapes every text it was given
         columns=table.COLUMNS,
         text_columns=table.TEXT_COLUMNS,

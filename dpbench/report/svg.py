@@ -24,6 +24,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from dpbench.records import Case
 from dpbench.report import words
+from dpbench.report.table import Table
 
 WIDTH = 420
 """Units of every panel: narrow enough that its text is still read on a telephone."""
@@ -32,11 +33,12 @@ COLUMNS = 54
 """Letters of a line across a panel, in the widest usual sans-serif."""
 FOREGROUND, GRID, MUTED, BACKGROUND = "#010203", "#010204", "#010205", "#010206"
 ROLES = {"single": "#020301", "single_all_cores": "#020302", "torch_dp": "#020303", "dp": "#020304", "ddp": "#020305"}
+GAIN, LOSS = "#020308", "#020309"
 OTHERS = ("#020306", "#020307")
 VARIABLES = {
     FOREGROUND: "--fg", GRID: "--grid", MUTED: "--muted", BACKGROUND: "--bg", "#020301": "--single",
     "#020302": "--all-cores", "#020303": "--torch-dp", "#020304": "--dp", "#020305": "--ddp",
-    "#020306": "--other-a", "#020307": "--other-b",
+    "#020306": "--other-a", "#020307": "--other-b", GAIN: "--gain", LOSS: "--loss",
 }  # fmt: skip
 ODD = ("PREDICTED", "COLOCATED", "EMULATED")
 """The labels that a case's own name carries where they are not everybody's."""
@@ -54,12 +56,13 @@ _XLINK = "{http://www.w3.org/1999/xlink}href"
 
 @dataclass(frozen=True)
 class Panel:
-    """One drawing with all that must stand beside it."""
+    """One drawing with all that must stand beside it; `tables` say more than is drawn."""
 
     title: str
     svg: str
     caption: str
     labels: tuple[str, ...]
+    tables: Sequence[Table] = ()
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from dpbench import plan
 from dpbench.analyse import Row, frame
 from dpbench.records import Case, Estimate, Phase, Source, Status, Trial, Verified
 from dpbench.report import facets, words
@@ -35,6 +36,17 @@ class Line:
     cells: tuple[Cell, ...]
     status: str
     notes: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A small table beside a drawing; the first `text` columns are words."""
+
+    title: str
+    columns: tuple[str, ...]
+    lines: tuple[tuple[Cell, ...], ...]
+    text: int = 1
+    note: str = ""
 
 
 def lines(rows: Iterable[Row], trials: Sequence[Trial]) -> list[Line]:
@@ -78,6 +90,8 @@ def _estimate(estimate: Estimate | None, scale: float = 1.0, unit: str = "") -> 
 
 def _speedup(row: Row) -> Cell:
     """Say the speed-up and what kind of scaling it is; the baseline says that it is one."""
+    if row.case.options == plan.LIMIT:
+        return Cell("", "limit")
     if row.speedup is None:
         return Cell("1×", "baseline", "1") if row.case.strategy == "single" and row.step else Cell("")
     cell = _estimate(row.speedup, unit="×")

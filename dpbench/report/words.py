@@ -7,6 +7,7 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 
 from dpbench.analyse import Row
+from dpbench.ladder import short
 from dpbench.records import Case, Estimate, Source
 
 MISSING = "–"
@@ -28,6 +29,11 @@ def number(value: float | None, digits: int = 3) -> str:
 def interval(estimate: Estimate, scale: float = 1.0) -> str:
     """Say the 95% interval."""
     return f"{number(estimate.low * scale)}–{number(estimate.high * scale)}"
+
+
+def signed(value: float, digits: int = 3) -> str:
+    """Say a number with its sign."""
+    return f"{'−' if value < 0 else '+'}{number(abs(value), digits)}"
 
 
 def ms(estimate: Estimate) -> str:
@@ -66,7 +72,7 @@ def strategy(case: Case) -> str:
     """Name a strategy with its schedule."""
     if case.strategy == "single_all_cores":
         return "single, all cores"
-    return f"{case.strategy}[{case.schedule}]" if case.schedule else case.strategy
+    return f"{case.strategy}[{short(case.schedule)}]" if case.schedule else case.strategy
 
 
 def setting(case: Case) -> list[str]:

@@ -8,9 +8,9 @@ from typing import Any, cast
 import torch
 
 from dpbench.devices import Device
+from dpbench.engine.devices._wrapper import LAZY
 from dpbench.engine.devices.cpu import CpuDevice
 from dpbench.engine.devices.cuda import CudaDevice
-from dpbench.engine.devices.emulated import TYPE as EMULATED
 from dpbench.engine.devices.emulated import EmulatedDevice
 
 DeviceId = int | str | torch.device
@@ -37,12 +37,12 @@ def resolve(device_ids: Sequence[DeviceId] | None) -> list[Device]:
         device_ids = range(torch.cuda.device_count())
     parsed = [_parse(i) for i in device_ids]
     kinds = sorted({device.type for device in parsed})
-    if len(kinds) > 1 or kinds not in ([], ["cpu"], ["cuda"], [EMULATED]):
+    if len(kinds) > 1 or kinds not in ([], ["cpu"], ["cuda"], [LAZY]):
         named = ", ".join(str(i) for i in device_ids)
         raise ValueError(f"device_ids must all be GPUs or all be 'cpu' (or all 'emulated:0', ...); got {named}")
     if kinds == ["cpu"]:
         return [cast(Device, CpuDevice(index)) for index in range(len(parsed))]
-    if kinds == [EMULATED]:
+    if kinds == [LAZY]:
         return _emulated([device.index or 0 for device in parsed])
     return _cuda([_ordinal(device) for device in parsed])
 
@@ -52,7 +52,7 @@ def _parse(device_id: DeviceId) -> torch.device:
     if isinstance(device_id, int):
         return torch.device("cuda", device_id)
     name = str(device_id)
-    return torch.device(EMULATED + name.removeprefix("emulated") if name.startswith("emulated") else name)
+    return torch.device(LAZY + name.removeprefix("emulated") if name.startswith("emulated") else name)
 
 
 def _emulated(ordinals: Sequence[int]) -> list[Device]:

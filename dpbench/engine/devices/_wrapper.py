@@ -1,9 +1,9 @@
 """Emulated tensors: they say they are on `lazy:i`, hold an ordinary tensor inside, and are counted byte by byte.
 
 torch's lazy backend has a device type but no kernels of its own until someone starts it. The kernels registered
-here, `empty` and `empty_strided`, with one that copies, are all that factories, `.to("lazy:0")` and ops that allocate need, in every
-thread and without any mode. All other ops see an EmulatedTensor among their arguments and come to `_dispatch`:
-it checks devices as CUDA would, and runs the op on the tensors inside.
+here, two that allocate and one that copies, are all that factories, `.to("lazy:0")` and ops that allocate need, in
+every thread and without any mode. All other ops see an EmulatedTensor among their arguments and come to `_dispatch`:
+it checks devices as CUDA would, and runs the op on the tensors held inside.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 
 from dpbench.engine.devices._ledger import ledger
 
-TYPE = "lazy"
+LAZY = "lazy"
 """The device type that emulated tensors report; autograd runs it, as it does the CPU, in the calling thread."""
 
 aten = torch.ops.aten
-ANY_DEVICE = {aten.copy_.default, aten._to_copy.default, aten._foreach_copy_.default}
+ANY_DEVICE = {aten.copy_.default, aten._to_copy.default}
 HOST_ARGUMENTS = {
     aten.index.Tensor,
     aten.index_put.default,
@@ -39,18 +39,20 @@ SPARSE = torch._C.DispatchKeySet(torch._C.DispatchKey.SparseCPU)
 
 
 class EmulatedTensor(torch.Tensor):
-    """A tensor on `lazy:i`; `inner` holds its numbers on the host, or its shape alone on `meta`."""
+    """A tensor on `lazy:i`; `held` has its numbers on the host, or its shape alone on `meta`."""
 
-    inner: torch.Tensor
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    held: torch.Tensor
+    __torch_function__: Any = torch._C._disabled_torch_function_impl  # results are what ops return, no subclass
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Run an op on the tensors inside."""
         return _dispatch(func, args, kwargs or {})
 
     @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
+    def data(self) -> torch.Tensor:
         """Return the tensor without its history, as torch does."""
         return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
 
@@ -58,34 +60,34 @@ class EmulatedTensor(torch.Tensor):
     def data(self, value: torch.Tensor) -> None:
         """Take over shape and numbers; torch alone would take over the shape and leave the numbers."""
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
-        self.inner = value.inner  # type: ignore[attr-defined]
+        self.held = _held(value)
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.device]:
         """Tell torch that this is a wrapper: `module.to` then swaps tensors, which keeps ties and optimizers."""
-        return ["inner"], self.device
+        return ["held"], self.device
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, torch.Tensor], device: Any, size: Any, stride: Any) -> EmulatedTensor:
         """Undo `__tensor_flatten__`."""
-        return wrap(inner["inner"], device)
+        return wrap(inner["held"], device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EmulatedTensor:
         if not self.is_leaf:
             raise RuntimeError("Only Tensors created explicitly by the user support the deepcopy protocol")
         if id(self) not in memo:
-            twin = wrap(copy.deepcopy(self.inner, memo), self.device).requires_grad_(self.requires_grad)
+            twin = wrap(copy.deepcopy(self.held, memo), self.device).requires_grad_(self.requires_grad)
             memo[id(self)] = twin
-            twin.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k != "inner"})
+            twin.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k != "held"})
             twin.grad = copy.deepcopy(self.grad, memo)
         return memo[id(self)]  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        rest = {name: value for name, value in self.__dict__.items() if name != "inner"}
-        return _rebuild, (self.inner, self.device, self.requires_grad, rest)
+        rest = {name: value for name, value in self.__dict__.items() if name != "held"}
+        return _rebuild, (self.held, self.device, self.requires_grad, rest)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         history = f"grad_fn=<{self.grad_fn.name()}>" if self.grad_fn else f"requires_grad={self.requires_grad}"
-        text = f"{repr(self.inner)[:-1]}, device='{self.device}', {history})"
+        text = f"{repr(self.held)[:-1]}, device='{self.device}', {history})"
         return f"Parameter containing:\n{text}" if isinstance(self, torch.nn.Parameter) else text
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -116,7 +118,7 @@ def wrap(inner: torch.Tensor, device: torch.device) -> EmulatedTensor:
     tensor: Any = torch.Tensor._make_wrapper_subclass(
         EmulatedTensor, inner.size(), dtype=inner.dtype, device=device, **geometry
     )
-    tensor.inner = inner
+    tensor.held = inner
     for part in parts:
         ledger.own(part.untyped_storage(), device)
     return tensor  # type: ignore[no-any-return]
@@ -125,8 +127,9 @@ def wrap(inner: torch.Tensor, device: torch.device) -> EmulatedTensor:
 def _rebuild(inner: torch.Tensor, device: torch.device, requires_grad: bool, rest: dict[str, Any]) -> EmulatedTensor:
     """Undo pickling."""
     install()
-    tensor = wrap(inner, device).requires_grad_(requires_grad)
+    tensor = wrap(inner, device)
     tensor.__dict__.update(rest)
+    tensor.requires_grad_(requires_grad)
     return tensor
 
 
@@ -144,9 +147,9 @@ def set_home(device: torch.device) -> torch.device:
 def install() -> torch.library.Library:
     """Give the lazy backend the kernels that allocate; they stay for the life of the process."""
     library = torch.library.Library("aten", "IMPL")
-    library.impl("empty.memory_format", _empty, TYPE.capitalize())
-    library.impl("empty_strided", _empty_strided, TYPE.capitalize())
-    library.impl("_copy_from", _copy_from, TYPE.capitalize())
+    library.impl("empty.memory_format", _empty, LAZY.capitalize())
+    library.impl("empty_strided", _empty_strided, LAZY.capitalize())
+    library.impl("_copy_from", _copy_from, LAZY.capitalize())
     return library
 
 
@@ -163,7 +166,7 @@ def _empty_strided(size: Any, stride: Any, *, device: Any, dtype: Any = None, **
 
 def _copy_from(source: torch.Tensor, target: EmulatedTensor, non_blocking: bool = False) -> torch.Tensor:
     """Copy where torch has switched subclasses off: inside `torch.tensor`."""
-    _inside(target).copy_(_inside(source))
+    _held(target).copy_(_held(source))
     return target
 
 
@@ -178,19 +181,19 @@ def _dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     tensors = list(_tensors((*args, *kwargs.values())))
     emulated = [t for t in tensors if isinstance(t, EmulatedTensor)]
     by_position = func.name().startswith("aten::_foreach_")
-    if by_position:
-        _check_positions(func, args)
-    else:
+    if not by_position:
         _check_devices(func, tensors, emulated[0].device)
+    elif not func.name().startswith("aten::_foreach_copy"):
+        _check_positions(func, args)
     target = emulated[0].device
     if kwargs.get("device") is not None:
         target = torch.device(kwargs["device"])
-        kwargs = {**kwargs, "device": emulated[0].inner.device if target.type == TYPE else target}
-    inner = {name: _map(_inside, value) for name, value in kwargs.items()}
-    result = func(*(_map(_inside, value) for value in args), **inner)
-    if result is None or target.type != TYPE:
+        kwargs = {**kwargs, "device": emulated[0].held.device if target.type == LAZY else target}
+    inner = {name: _map(_held, value) for name, value in kwargs.items()}
+    result = func(*(_map(_held, value) for value in args), **inner)
+    if result is None or target.type != LAZY:
         return result
-    known = {id(t.inner): t for t in emulated} | {id(t): t for t in tensors}
+    known = {id(t.held): t for t in emulated} | {id(t): t for t in tensors}
     if by_position:
         return [_outside(t, known, s.device) for t, s in zip(result, args[0], strict=True)]
     if func is aten._pack_padded_sequence.default:  # batch sizes are for the host
@@ -213,8 +216,8 @@ def _check_devices(func: Any, tensors: Sequence[torch.Tensor], device: torch.dev
 
 def _check_positions(func: Any, args: Sequence[Any]) -> None:
     """Check a multi-tensor op, whose lists may go over several devices in step."""
-    lists = [value for value in args if isinstance(value, list | tuple) and value and isinstance(value[0], torch.Tensor)]
-    for tensors in zip(*lists, strict=True):
+    lists = [value for value in args if isinstance(value, list | tuple)]
+    for tensors in zip(*(each for each in lists if isinstance(each[0], torch.Tensor)), strict=True):
         _check_devices(func, tensors, tensors[0].device)
 
 
@@ -228,9 +231,9 @@ def _outside(tensor: torch.Tensor, known: dict[int, torch.Tensor], device: torch
     return found
 
 
-def _inside(tensor: torch.Tensor) -> torch.Tensor:
+def _held(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor that an op is to run on."""
-    return tensor.inner if isinstance(tensor, EmulatedTensor) else tensor
+    return tensor.held if isinstance(tensor, EmulatedTensor) else tensor
 
 
 def _map(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:

@@ -14,6 +14,7 @@ import torch
 from torch.cuda import comm
 
 from dpbench.devices import Device
+from dpbench.engine.devices._many import copy_all
 
 
 class CudaDevice:
@@ -49,8 +50,7 @@ class CudaDevice:
         self._follow(tensors)
         with self.guard():
             copies = [torch.empty_like(tensor, device=self.torch_device) for tensor in tensors]
-            if copies:
-                torch._foreach_copy_(copies, list(tensors), non_blocking=True)
+            copy_all(copies, tensors)
         self.borrow(tensors)
         return copies
 

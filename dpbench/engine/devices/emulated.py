@@ -1,9 +1,10 @@
 """Emulated devices: real placement errors and an exact count of bytes per device, on a machine without a GPU.
 
-Their tensors are ordinary ones on `lazy:i`: `module.to("lazy:0")`, `x.to("lazy:1")`, `torch.zeros(3,
+Once a device has been made (or `install` called), `module.to("lazy:0")`, `x.to("lazy:1")`, `torch.zeros(3,
 device="lazy:0")` and `.cpu()` work in every thread, and tensors of two devices do not mix. Numbers are computed on
-the host, bit by bit as on logical CPU devices, except where torch itself chooses another kernel for the host:
-LSTMs (compare under `torch.backends.mkldnn.flags(enabled=False)`) and attention (`SDPBackend.MATH`).
+the host, bit by bit as on logical CPU devices, except where torch itself goes another way on the host: attention
+(choose `SDPBackend.MATH` on both to compare) and RNNs, whose input it multiplies step by step, as on a GPU. Both
+then agree within rounding.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import torch
 
 from dpbench.devices import Device
 from dpbench.engine.devices._ledger import ledger
-from dpbench.engine.devices._wrapper import TYPE, install, set_home
+from dpbench.engine.devices._wrapper import LAZY, install, set_home
+
+__all__ = ["EmulatedDevice", "bytes_only", "install"]
 
 
 class EmulatedDevice:
@@ -31,7 +34,7 @@ class EmulatedDevice:
         self.index = index
         self.ordinal = index if ordinal is None else ordinal
         self.name = f"emulated:{self.ordinal}" + (f"/{index}" if shares_memory else "")
-        self.torch_device = torch.device(TYPE, self.ordinal)
+        self.torch_device = torch.device(LAZY, self.ordinal)
         self._shares_memory = shares_memory
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,59 @@
+"""Containers: what scatter takes apart and gather puts together, and how to build another of the same kind."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+from dpbench.devices import Device
+from dpbench.engine.devices import as_devices
+
+
+def parts_of(value: Any) -> dict[Any, Any] | None:
+    """Return the parts of a tuple, list, dict or dataclass instance by what finds them; None for anything else."""
+    if isinstance(value, dict):
+        return value
+    if isinstance(value, tuple | list):
+        return dict(enumerate(value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in fields(value) if field.init}
+    return None
+
+
+def rebuilt(value: Any, parts: Sequence[Any]) -> Any:
+    """Return a container like `value` around other parts, in the order of `parts_of`."""
+    if isinstance(value, tuple | list):
+        return value._make(parts) if hasattr(value, "_make") else type(value)(parts)
+    if type(value) is dict:
+        return dict(zip(value, parts, strict=True))
+    if isinstance(value, dict):  # a copy keeps what a subclass has besides its items: a default, an order
+        new = copy.copy(value)
+        for key, part in zip(value, parts, strict=True):
+            new[key] = part
+        return new
+    return replace(value, **dict(zip(parts_of(value) or (), parts, strict=True)))
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Return all tensors of a structure, in order. Raises TypeError for a PackedSequence, which cannot be cut."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, PackedSequence):
+        raise TypeError(
+            "cannot scatter a PackedSequence: its rows are interleaved; pass the padded batch and the lengths, and "
+            "call pack_padded_sequence in forward (and pad_packed_sequence with total_length=)"
+        )
+    parts = parts_of(value)
+    return [tensor for part in parts.values() for tensor in tensors_in(part)] if parts else []
+
+
+def devices_of(values: Sequence[Any]) -> list[Device]:
+    """Return one device per value: where its first tensor is, or, without any, where the others' are."""
+    found = [[tensor.device for tensor in tensors_in(value)][:1] for value in values]
+    anywhere = next((places for places in found if places), [torch.device("cpu")])
+    return as_devices([(places or anywhere)[0] for places in found])

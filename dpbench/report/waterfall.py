@@ -1,0 +1,116 @@
+"""Waterfall: from the reference's step down to the top rung, a bar for what each rung gained or lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from dpbench.ladder import Change, Ladder, Rung
+from dpbench.report import facets, rungs, svg, words
+from dpbench.report.svg import Panel, Section
+
+COLOURS = {"faster": svg.GAIN, "slower": svg.LOSS}
+"""What is undecided, or the same, is grey."""
+BEYOND = 1.5
+"""A rival so many times as slow as the slowest rung is said and not drawn: it would flatten all bars."""
+
+
+def section(ladders: Sequence[Ladder]) -> Section:
+    """Draw each ladder, with its tables beside and below."""
+    panels = [_panel(ladder, f"ladder{i}") for i, ladder in enumerate(ladders[: facets.PANELS])]
+    left_out = len(ladders) - len(panels)
+    note = f"{left_out} more ladders are not drawn; their schedules are in the table." if left_out else ""
+    return Section("ladder", rungs.TITLE, rungs.LEAD, panels, note)
+
+
+def _panel(ladder: Ladder, key: str) -> Panel:
+    names = [_name(rung) for rung in ladder.rungs]
+    values = [words.times(r.change.ratio) if r.change else words.ms(r.step) for r in ladder.rungs]
+    handles = list(_handles(ladder))
+    figure, axes, tops = svg.lanes(names, values, [36] * len(names), keys=-(-len(handles) // 2))
+    steps = {rung.name: rung.step.value * 1e3 for rung in ladder.rungs}
+    for rung, top in zip(ladder.rungs, tops, strict=True):
+        _bar(axes, rung, steps, top + 25)
+    drawn = _rivals(ladder)
+    for _, milliseconds, look in drawn:
+        # not through the text above the bars
+        axes.vlines([milliseconds] * len(tops), [top + 16 for top in tops], [top + 35 for top in tops], **look)
+    most = max([rung.step.high * 1e3 for rung in ladder.rungs] + [milliseconds for _, milliseconds, _ in drawn])
+    axes.set(xlim=(0, most * 1.04), xlabel="milliseconds of one step")
+    svg.amounts(axes.xaxis)
+    svg.legend(figure, handles, 2)
+    said = "; ".join(f"{name}: {value}" for name, value in zip(names, values, strict=True))
+    drawing = svg.render(figure, key=key, title=f"The ladder: {rungs.title(ladder)}", description=said)
+    return Panel(rungs.title(ladder), drawing, _caption(ladder), words.labels(ladder.rows), rungs.tables(ladder))
+
+
+def _name(rung: Rung) -> str:
+    """Name a rung with its gain or loss and what that decides, so that no colour is needed to read it."""
+    if not rung.change:
+        return rung.name
+    return f"{rung.name}: {words.signed(-rung.change.gain_s.value * 1e3)} ms, {rungs.VERDICTS[rung.change.verdict]}"
+
+
+def _bar(axes: Axes, rung: Rung, steps: dict[str, float], y: float) -> None:
+    """Draw the whole step of the lowest rung, and of every other one the difference to what it stands on."""
+    if rung.change is None:
+        axes.barh(y, steps[rung.name], height=13, facecolor=svg.MUTED, edgecolor=svg.MUTED, alpha=0.55)
+        low, high, at = rung.step.low * 1e3, rung.step.high * 1e3, steps[rung.name]
+    else:
+        start, gain = steps[rung.change.over], rung.change.gain_s
+        colour = _colour(rung.change)
+        alpha = 0.9 if rung.change.verdict in COLOURS else 0.55
+        at = start - gain.value * 1e3
+        low, high = start - gain.high * 1e3, start - gain.low * 1e3
+        axes.barh(y, at - start, left=start, height=13, facecolor=colour, edgecolor=colour, alpha=alpha)
+        axes.plot([start, start], [y - 9, y + 9], color=svg.FOREGROUND, linewidth=0.9)
+        axes.plot([0, min(at, start)], [y, y], color=svg.GRID, linewidth=1.0, zorder=0.5)
+    axes.errorbar([at], [y], xerr=([at - low], [high - at]), color=svg.FOREGROUND, capsize=3.5, linewidth=1.2)
+
+
+def _colour(change: Change) -> str:
+    return COLOURS.get(change.verdict, svg.MUTED)
+
+
+def _rivals(ladder: Ladder) -> list[tuple[str, float, dict[str, Any]]]:
+    """Return the lines of reference as name, milliseconds and look; what is far beyond the rungs is left out."""
+    slowest = max(rung.step.value for rung in ladder.rungs)
+    looks = (
+        ("ddp", ladder.ddp, {"color": svg.ROLES["ddp"], "linestyle": (0, (5, 2))}),
+        ("limit", ladder.limit, {"color": svg.ROLES["single"], "linestyle": (0, (1.5, 1.5))}),
+    )
+    return [
+        (name, row.step.value * 1e3, {**look, "linewidth": 1.6})
+        for name, row, look in looks
+        if row and row.step and row.step.value <= BEYOND * slowest
+    ]
+
+
+def _handles(ladder: Ladder) -> Iterator[Patch | Line2D]:
+    """Yield the keys to what is drawn."""
+    seen = {rung.change.verdict for rung in ladder.rungs if rung.change}
+    for verdict, said in (("faster", "faster"), ("slower", "costs")):
+        if verdict in seen:
+            yield Patch(facecolor=COLOURS[verdict], alpha=0.9, label=said)
+    if seen - COLOURS.keys():
+        yield Patch(facecolor=svg.MUTED, alpha=0.55, label="undecided, or the same")
+    for name, milliseconds, look in _rivals(ladder):
+        yield Line2D([], [], label=f"{name}: {words.number(milliseconds)} ms", **look)
+
+
+def _caption(ladder: Ladder) -> str:
+    """Say what the lines are, and what of the rivals is not drawn."""
+    said = [words.rounds([rung.row for rung in ladder.rungs])]
+    if ladder.limit:
+        share = f"single at batch {ladder.limit.case.batch_size}"
+        said.append(f"Limit: one device's share alone, {share}: what the computing takes.")
+    drawn = {name for name, _, _ in _rivals(ladder)}
+    if ladder.ddp and ladder.ddp.step and "ddp" not in drawn:
+        said.append(f"ddp takes {words.ms(ladder.ddp.step)}: beyond the axis.")
+    if ladder.case.device_kind == "emulated":
+        said.append("Host cost only, no speed-up.")
+    return " ".join(said)
