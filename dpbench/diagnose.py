@@ -72,7 +72,8 @@ def _climbs(ladders: Sequence[Ladder]) -> str:
         if found.fastest is found.rungs[0]:
             parts.append(f"on {where} no rung is faster than {found.fastest.name}")
             continue
-        first = f"{_times(found.whole.ratio)} over {found.whole.over}"
+        doubt = " (undecided)" if found.whole.verdict == "undecided" else ""
+        first = f"{_times(found.whole.ratio)} over {found.whole.over}{doubt}"
         big = found.biggest
         step = f", its biggest step {big.name}: {_times(big.ratio)} over {big.over}" if big else ""
         parts.append(f"on {where} the best rung is {found.fastest.name}, {first}{step}")

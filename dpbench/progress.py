@@ -6,19 +6,26 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Self
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
+
 from dpbench import ladder, plan
 from dpbench.records import Status
+
+
+class _Console(Console):
+    """A console that says when nobody reads on; rich's own ends the process there, and closes stdout."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError("the output was closed")
 
 
 class Progress:
     """A progress line while a terminal watches, else one line a trial; a context manager."""
 
     def __init__(self) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-        from rich.progress import Progress as RichProgress
-
-        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._console = _Console(stderr=True, highlight=False, soft_wrap=True)
         self._bar = RichProgress(
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
             TextColumn("left"), TimeRemainingColumn(), console=self._console, disable=not sys.stderr.isatty(),

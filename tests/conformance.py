@@ -64,7 +64,9 @@ class Place:
 
     def put(self, tensor: Tensor, i: int = 0) -> Tensor:
         """Return a leaf on device i that wants gradients if `tensor` does."""
-        return tensor.detach().to(self.device(i)).requires_grad_(tensor.requires_grad)
+        copy = tensor.detach().to(self.device(i)).requires_grad_(tensor.requires_grad)
+        settle(copy)
+        return copy
 
     def needs_distinct(self, why: str) -> None:
         if not self.distinct:
@@ -83,10 +85,23 @@ def place(request: pytest.FixtureRequest) -> Place:
     return there
 
 
+def settle(tensor: Tensor) -> None:
+    """Wait for a GPU: verbs alone leave their work on the replicas' own streams."""
+    if tensor.is_cuda:
+        for i in range(torch.cuda.device_count()):
+            torch.cuda.synchronize(i)
+
+
+def host(tensor: Tensor) -> Tensor:
+    """Return a tensor on the host, finished and out of the graph."""
+    settle(tensor)
+    return tensor.detach().cpu()
+
+
 def plain(value: Any) -> Any:
     """Return a nested value with its tensors on the host and out of the graph, containers as they are."""
     if isinstance(value, Tensor):
-        return value.detach().cpu()
+        return host(value)
     if isinstance(value, dict):
         return type(value)((key, plain(part)) for key, part in value.items())
     if isinstance(value, tuple | list):

@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.cuda.amp.common
-from torch import Tensor
+from torch import Tensor, nn
 
+from dpbench.engine import DataParallel
 from dpbench.engine.devices.emulated import install
 
 PACKAGE = "torch.nn.parallel"
@@ -94,6 +96,7 @@ def oracle(count: int = 4) -> Iterator[None]:
         (data_parallel, "_get_available_device_type", lambda: "lazy"),
         (data_parallel, "_get_all_device_indices", lambda: list(range(count))),
         (sys.modules[f"{PACKAGE}.comm"], "torch", Over(torch, _C=primitives)),
+        (sys.modules[f"{PACKAGE}.comm"], "nccl", SimpleNamespace(is_available=lambda tensors: False)),
         (sys.modules[f"{PACKAGE}.parallel_apply"], "torch", Over(torch, accelerator=accelerator(available=True))),
         # without streams, as for an input that is on a GPU
         (sys.modules[f"{PACKAGE}._functions"], "torch", Over(torch, accelerator=accelerator(available=False))),
@@ -104,3 +107,106 @@ def oracle(count: int = 4) -> Iterator[None]:
             stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, stand_in)
         yield
+
+
+# ---------------------------------------------------------------- both, side by side
+
+
+def theirs(module: nn.Module, ids: Sequence[int], **options: Any) -> nn.Module:
+    return nn.DataParallel(module, list(ids), **options)
+
+
+def ours(module: nn.Module, ids: Sequence[int], **options: Any) -> nn.Module:
+    if isinstance(options.get("output_device"), int):
+        options["output_device"] = device(options["output_device"])
+    return DataParallel(module, [device(i) for i in ids], **options)
+
+
+def torch_faults_and_all(module: nn.Module, ids: Sequence[int], **options: Any) -> nn.Module:
+    return ours(module, ids, compat=True, **options)
+
+
+def place(value: Any, where: str) -> Any:
+    """Return fresh leaves of a structure's tensors on a device."""
+    if isinstance(value, Tensor):
+        return value.detach().to(where, copy=True).requires_grad_(value.requires_grad)
+    if isinstance(value, dict):
+        return {key: place(part, where) for key, part in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(place(part, where) for part in value)
+    return value
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from tensors(list(value.values()))
+    elif isinstance(value, tuple | list):
+        for part in value:
+            yield from tensors(part)
+
+
+def difference(a: Any, b: Any, where: str = "") -> str:
+    """Say where two structures differ, in bits or otherwise; nothing where they do not."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        facts = [(t.dtype, t.shape, t.device, t.layout, t.requires_grad) for t in (a, b)]
+        if facts[0] != facts[1]:
+            return f"{where}: {facts}"
+        a, b = a.detach(), b.detach()
+        if a.is_sparse:
+            a, b = a.coalesce().to_dense(), b.coalesce().to_dense()
+        return "" if torch.equal(a, b) else f"{where}: by {(a - b).abs().max().item()}"
+    if type(a) is not type(b):
+        return f"{where}: {type(a)} and {type(b)}"
+    if not isinstance(a, dict | tuple | list):
+        return "" if a == b else f"{where}: {a!r} and {b!r}"
+    keys, others = [list(c) if isinstance(c, dict) else list(range(len(c))) for c in (a, b)]
+    if keys != others:
+        return f"{where}: parts {keys} and {others}"
+    return next(filter(None, (difference(a[key], b[key], f"{where}.{key}") for key in keys)), "")
+
+
+def observe(
+    wrap: Callable[..., nn.Module],
+    make: Callable[[], nn.Module],
+    inputs: Sequence[Any],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    ids: Sequence[int] = (0, 1, 2),
+    home: str = "cpu",
+    during: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    **options: Any,
+) -> dict[str, Any]:
+    """Return all that one forward and backward leaves behind."""
+    torch.manual_seed(0)
+    module = make()
+    if all(t.device.type == "cpu" for t in (*module.parameters(), *module.buffers())):
+        module.to(device(ids[0]))
+    wrapped = wrap(module, ids, **options)
+    arguments, keywords = place(tuple(inputs), home), place(kwargs or {}, home)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with during():
+            output = wrapped(*arguments, **keywords)
+        loss = sum((t.abs() ** 2).sum() for t in tensors(output) if t.requires_grad)
+        if isinstance(loss, Tensor):
+            loss.backward()
+    return {
+        "output": output,
+        "gradients": {name: p.grad for name, p in module.named_parameters()},
+        "input gradients": [t.grad for t in tensors([arguments, keywords])],
+        "state": dict(wrapped.state_dict()),
+        "wants gradients": [b.grad for b in module.buffers()],
+        # torch warns of the -1 that it itself uses for inputs from the host
+        "warnings": [(w.category, str(w.message)) for w in caught if "-1" not in str(w.message)],
+    }
+
+
+def error_of(run: Callable[[], Any]) -> tuple[type[BaseException], str] | None:
+    """Return type and message of what `run` raises."""
+    try:
+        run()
+    except BaseException as error:
+        return type(error), str(error)
+    return None

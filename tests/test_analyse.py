@@ -324,6 +324,14 @@ def test_a_frame_has_a_line_a_case_and_no_number_that_is_none() -> None:
     assert found.loc["ddp", "status"] == "oom"
     assert found.loc["ddp", [c for c in found.columns if c.endswith(("_value", "_s"))]].isna().all()
     assert analyse.frame([]).empty
+    assert list(analyse.frame([]).columns) == list(analyse.frame(table).columns)
+    wide = analyse.frame([row_of(case(), trial(case(), 2.0, busy=dict.fromkeys(range(10), 1.0)))], ["abc"])
+    assert {"busy_8_s", "busy_9_s"} == set(wide.columns) - set(analyse.frame([]).columns) - {
+        "run_id",
+        "memory_8_bytes",
+        "memory_9_bytes",
+    }
+    assert wide.columns[0] == "run_id"
 
 
 def test_the_order_of_trials_changes_no_row() -> None:

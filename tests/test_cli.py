@@ -3,8 +3,10 @@
 import csv
 import io
 import json
+import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -13,7 +15,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from dpbench import cli, registry
+from dpbench import cli, plan, registry, schedule
 from dpbench.records import Case, Phase, Span, Status, Step, Trial, Verified
 from dpbench.store import Store
 from tests import commands
@@ -186,6 +188,42 @@ cli.main()
     assert folder.mark.settles(0) == ""
 
 
+def test_a_closed_pipe_ends_a_run_cleanly_says_so_and_leaves_it_to_be_resumed(folder):
+    arguments = ("run", "--models", "mlp", "--strategies", "single,dp", "--devices", "2", "--rounds", "2")
+    reader, writer = os.pipe()
+    with (folder.path / "out").open("w") as out:
+        process = subprocess.Popen(
+            [*commands.COMMAND, *arguments], cwd=folder.path, env=folder.env, stdout=out, stderr=writer,
+            stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        os.close(writer)
+        assert os.read(reader, 1)
+        os.close(reader)
+        assert process.wait(60) == 128 + signal.SIGPIPE
+    assert folder.query("SELECT status FROM run") == [("interrupted",)]
+    assert (folder.path / "out").read_text() == ""
+    done = folder.do(*arguments)
+    assert done.returncode == 0, done.stderr
+    assert "going on with run" in done.stderr
+    assert folder.query("SELECT status FROM run") == [("finished",)]
+
+
+def test_a_run_whose_stdout_is_closed_still_leaves_its_report_and_says_where_it_is(folder):
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [*commands.COMMAND, "run", *CHEAP], cwd=folder.path, env=folder.env, stdout=writer, stderr=subprocess.PIPE,
+        text=True, check=False, timeout=60,
+    )  # fmt: skip
+    os.close(writer)
+    assert done.returncode == 128 + signal.SIGPIPE
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+    ((run_id,),) = folder.query("SELECT id FROM run WHERE status='finished'")
+    assert done.stderr.splitlines()[-1].endswith(f"`dpbench report --run {run_id[:8]}` shows it")
+    assert (folder.path / "reports" / "latest" / "index.html").exists()
+
+
 # -- usage
 
 CHEAP = ("--models", "mlp", "--strategies", "single", "--batch-sizes", "8", "--rounds", "1")
@@ -211,6 +249,13 @@ COMMANDS = ("run", "rnu", "list", "export", "compare")
         (["run", "--budget", "-5"], ["--budget"]),
         (["run", "--retry", "fialed", *CHEAP], ["fialed", "failed"]),
         (["run", "--strategies", "dp", "--schedules", "refrence"], ["refrence", "reference"]),
+        (["run", "--ladder", "--schedules", "cached"], ["--ladder", "leave out --schedules"]),
+        (["run", "--ladder", "--strategies", "dp"], ["--ladder", "leave out --strategies"]),
+        (["run", "--ladder", "--devices", "1"], ["ladder", "--devices 2"]),
+        (["run", "--schedules", "workers=pool,workers=serial"], ["workers twice", "';'", "option twice"]),
+        (["run", "--schedules", "pool;graphs=on", "--device-kind", "cpu"], ["graphs=on", "needs cuda"]),
+        (["run", "--device-kind", "emulated", "--device-ids", "0"], ["--device-ids", "emulated", "leave it out"]),
+        (["run", "--device-kind", "emulated", "--placement", "colocated"], ["colocated", "emulated", "spread"]),
         (["run", "--no-such-option"], ["--no-such-option"]),
         (["run", "surplus"], ["surplus"]),
         (["rnu"], ["rnu"]),
@@ -226,6 +271,45 @@ def test_a_usage_error_says_what_and_the_way_out_and_starts_nothing(dpbench, tmp
     last = is_error(*dpbench(*arguments))
     assert all(word in last for word in words), last
     assert list(tmp_path.iterdir()) == [], "nothing is made before all arguments are checked"
+
+
+@pytest.fixture
+def planned(dpbench, monkeypatch):
+    """Call `dpbench run`; return the cases that it would measure."""
+    from dpbench import run as runner
+
+    def call(*arguments):
+        seen = []
+        monkeypatch.setattr(runner, "run", lambda cases, *rest, **options: seen.extend(cases) or sys.exit(0))
+        assert dpbench("run", *arguments)[0] == 0
+        return seen
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["reference,workers=pool,replicas=cached"], ["reference", "cached"]),
+        (["workers=serial;replicas=cached"], ["workers=serial", "replicas=cached"]),
+        (["workers=serial", "replicas=cached"], ["workers=serial", "replicas=cached"]),
+        (["replicas=cached, workers=pool , pool"], ["cached", "pool"]),
+        (["cached,workers=pool,replicas=cached"], ["cached"]),
+    ],
+)
+def test_schedules_are_cut_at_commas_but_not_between_switches(planned, given, expected):
+    options = [word for text in given for word in ("--schedules", text)]
+    cases = planned("--models", "mlp", "--strategies", "dp", "--devices", "2", *options)
+    assert [case.schedule for case in cases] == expected
+
+
+def test_the_ladder_takes_other_axes_and_its_defaults_are_two_models_on_the_most_devices(planned):
+    cases = planned("--ladder", "--device-kind", "cpu", "--batch-sizes", "32")
+    assert {case.model for case in cases} == {"mlp", "resnet18"}
+    assert len({case.devices for case in cases if case.strategy == "dp"}) == 1
+    assert {case.batch_size for case in cases if case.strategy == "dp"} == {32}
+    cases = planned("--ladder", "--models", "lstm", "--devices", "1,2,3", "--batch-sizes", "12", "--size", "full")
+    assert cases == plan.ladder(models=["lstm"], devices=[2, 3], batch_sizes=[12], size="full")
 
 
 def test_without_a_command_the_help_is_shown_as_a_usage_error(dpbench):
@@ -368,7 +452,7 @@ def test_jsonl_has_the_documented_schema_and_phases_that_sum_to_each_step(dpbenc
     lines = [strict(line) for line in out.splitlines()]
     assert len(lines) == 6
     for line in lines:
-        documented = {"case", "source", "status", "reason", "verified", "steps", "memory", "provenance"}
+        documented = {"run_id", "case", "source", "status", "reason", "verified", "steps", "memory", "provenance"}
         assert documented <= set(line) <= documented | {"round", "setup"}
         assert (line["source"], line["status"], line["verified"]) == ("measured", "ok", "bitwise")
         assert {"model", "strategy", "devices", "batch_size"} <= set(line["case"])
@@ -415,6 +499,26 @@ def test_csv_loads_in_pandas_with_a_row_a_case(dpbench, weak, tmp_path):
     assert text == (tmp_path / "out.csv").read_text()
 
 
+def test_csv_has_the_same_columns_whatever_was_run(dpbench, weak, tmp_path):
+    fill(tmp_path / "one.db", FAST, status=Status.FAILED)
+    heads = [dpbench("export", "csv", "--store", s)[1].splitlines()[0] for s in (weak[0].store, tmp_path / "one.db")]
+    assert heads[0] == heads[1]
+    columns = heads[0].split(",")
+    assert {f"phase_{name}_s" for name in PHASES} <= set(columns)
+    assert {"run_id", "busy_7_s", "memory_0_bytes"} <= set(columns)
+
+
+@pytest.mark.parametrize("format", ["jsonl", "csv"])
+def test_exported_rows_say_their_run_and_runs_do_not_mix(dpbench, tmp_path, format):
+    first, second = (fill(tmp_path / "dpbench.db", seconds) for seconds in (FAST, SLOW))
+    out = dpbench("export", format, "--all")[1]
+    if format == "jsonl":
+        assert [strict(line)["run_id"] for line in out.splitlines()] == [first] * 3 + [second] * 3
+    else:
+        rows = list(csv.DictReader(io.StringIO(out)))
+        assert [(row["run_id"], float(row["step_value"])) for row in rows] == [(first, FAST), (second, SLOW)]
+
+
 @pytest.mark.parametrize(
     "arguments", [("export", "csv", "--output"), ("export", "jsonl", "--output"), ("report", "--html")]
 )
@@ -454,6 +558,34 @@ def test_list_prints_one_name_first_on_each_line_without_a_heading(kind):
     assert all(len(line.split()) > 2 for line in done.stdout.splitlines()), "each has a word on what it is"
     if kind in ("models", "strategies"):
         assert names == registry.names(kind)
+
+
+def test_list_schedules_says_the_switch_what_it_removes_and_what_it_needs(dpbench):
+    lines = {line.split()[0]: line for line in dpbench("list", "schedules")[1].splitlines()}
+    assert list(lines) == [*schedule.RUNGS, schedule.FASTEST]
+    for name, (switch, position) in schedule.LADDER.items():
+        assert re.search(rf" {switch}={position}; removes \w+ \w+", lines[name])
+    assert [name for name, line in lines.items() if "needs cuda" in line] == ["graphs"]
+    assert [name for name, line in lines.items() if "tolerance" in line] == ["bf16_comm"]
+
+
+def test_list_runs_names_every_run_with_commit_cases_and_status(dpbench, tmp_path):
+    first, second = (fill(tmp_path / "other.db", seconds) for seconds in (FAST, SLOW))
+    with Store.create(tmp_path / "other.db") as store:
+        facts = {"dpbench": {"commit": "0123456789abcdef", "dirty": True}}
+        third, _ = store.begin_run(plan="p", host="h", code="c", rounds=1, provenance=facts)
+        store.begin_trial(third, Case(model="mlp", strategy="single", batch_size=8), 0)
+        store.end_run(third, "interrupted")
+    code, out, err = dpbench("list", "runs", "--store", tmp_path / "other.db")
+    assert (code, err) == (0, "")
+    ids, rest = zip(*((line.split()[0], line) for line in out.splitlines()), strict=True)
+    assert list(ids) == [third[:12], second[:12], first[:12]]
+    assert re.search(r"  \d{4}-\d\d-\d\d \d\d:\d\d UTC  012345678\+  1 case  interrupted$", rest[0])
+    assert re.search("no commit +1 case  finished$", rest[1])
+
+
+def test_list_runs_without_a_store_says_how_to_get_one(dpbench):
+    assert "dpbench run" in is_error(*dpbench("list", "runs"), expected=2)
 
 
 def test_every_metric_that_is_stored_is_listed(dpbench, weak):

@@ -18,7 +18,7 @@ import dpbench
 from dpbench.engine import resolve
 from dpbench.engine.broadcast import copies_of
 from dpbench.records import no_mark
-from tests.conformance import Place, close, every_kind, on, place, share
+from tests.conformance import Place, close, every_kind, host, on, place, share
 
 __all__ = ["place"]
 
@@ -63,7 +63,7 @@ def made(place: Place, makers: Sequence[Any]) -> list[Tensor]:
 
 
 def dense(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().coalesce().to_dense() if tensor.is_sparse else tensor.detach().cpu()
+    return host(tensor).coalesce().to_dense() if tensor.is_sparse else host(tensor)
 
 
 def changes_alone(tensors: Sequence[Tensor]) -> None:
@@ -82,7 +82,7 @@ def test_broadcast_cpu(place: Place) -> None:
         (copy,) = device.clone([x])
         assert on(copy, place.device(i))
         assert not share(copy, x)
-        assert torch.equal(copy.cpu(), x)
+        assert torch.equal(host(copy), x)
 
 
 def test_broadcast_gpu(place: Place) -> None:
@@ -92,7 +92,7 @@ def test_broadcast_gpu(place: Place) -> None:
     assert first is x
     assert on(second, place.device(1))
     assert not share(second, x)  # ours, also where both devices are one: torch would share
-    assert torch.equal(second.cpu(), x.cpu())
+    assert torch.equal(host(second), host(x))
 
 
 def check_coalesced(place: Place, tensors: list[Tensor]) -> None:
@@ -131,7 +131,7 @@ def test_reduce_add(place: Place) -> None:
     x, y = torch.randn(5, 5), torch.randn(5, 5)
     (total,) = dpbench.reduce([[place.put(x, 0)], [place.put(y, 1)]], place.ids())
     assert on(total, place.device(0))
-    assert torch.equal(total.cpu(), x + y)
+    assert torch.equal(host(total), x + y)
 
 
 def check_reduced(place: Place, makers: Sequence[Any]) -> None:
@@ -171,7 +171,7 @@ def check_scatter(place: Place, x: Tensor, dim: int = 0, sizes: tuple[int, int] 
     assert len(pieces) == 2
     for i, (piece, part) in enumerate(zip(pieces, expected, strict=True)):
         assert on(piece, place.device(i))
-        assert torch.equal(piece.cpu(), part.cpu())
+        assert torch.equal(host(piece), host(part))
         assert not share(piece, x)
     for wrong in ((2, 2, 2), (2, 3)) if sizes else ():  # ours takes fewer sizes than devices, torch does not
         with pytest.raises(ValueError, match="chunk_sizes"):
@@ -235,7 +235,7 @@ def check_gather(place: Place, dim: int) -> None:
     for target, device in targets:
         whole = dpbench.gather((x, y), target, dim=dim)
         assert on(whole, device)
-        assert torch.equal(whole.cpu(), torch.cat(parts, dim))
+        assert torch.equal(host(whole), torch.cat(parts, dim))
     shorter = y[:, 1:] if dim % 2 == 0 else y[1:]
     for odd in (shorter, y.unsqueeze(0)):
         with pytest.raises(RuntimeError, match="Input tensor at index 1 has invalid shape"):
@@ -275,7 +275,7 @@ def test_memory_format_scatter_gather(place: Place) -> None:
         assert piece.is_contiguous(memory_format=torch.channels_last)
     again = dpbench.gather(pieces, place.ids()[0])
     assert again.is_contiguous(memory_format=torch.channels_last)
-    assert torch.equal(again.cpu(), whole)
+    assert torch.equal(host(again), whole)
 
 
 # ---------------------------------------------------------------- namedtuples
@@ -322,7 +322,7 @@ def test_gather_namedtuple(place: Place, kind: type, target: str) -> None:
     assert type(whole) is kind
     for i, tensor in enumerate(whole):
         assert on(tensor, device)
-        assert torch.equal(tensor.detach().cpu(), torch.cat([part[i] for part in parts]))
+        assert torch.equal(host(tensor), torch.cat([part[i] for part in parts]))
     sum(tensor.sum() for tensor in whole).backward()  # not in the original: the way back leads home too
     for output in outputs:
         for tensor in output:

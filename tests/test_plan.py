@@ -9,7 +9,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from dpbench import plan, registry
+from dpbench import plan, registry, schedule
 from dpbench.records import Case
 
 MODELS, STRATEGIES = registry.names("models"), registry.names("strategies")
@@ -133,6 +133,55 @@ def test_errors_say_what_where_and_the_way_out(changed: dict[str, Any], words: l
         swept(**changed)
     for word in words:
         assert word in str(caught.value)
+
+
+def laddered(**changed: Any) -> list[Case]:
+    return plan.ladder(**{"models": ["mlp"], "devices": [2], "batch_sizes": [64], **changed})
+
+
+@hypothesis.given(
+    st.lists(st.integers(1, 5), min_size=1, max_size=3), st.sampled_from(["batch_sizes", "batch_per_device"]), batches,
+    st.sampled_from(plan.DEVICE_KINDS),
+)  # fmt: skip
+def test_a_ladder_has_every_rung_its_ablations_and_rivals_once(
+    devices: list[int], axis: str, sizes: list[int], kind: str
+) -> None:
+    given = {"batch_sizes": [], axis: sizes, "devices": devices, "device_kind": kind}
+    if set(devices) == {1}:
+        with pytest.raises(ValueError, match="several devices"):
+            laddered(**given)
+        return
+    cases = laddered(**given)
+    assert len({case.fingerprint for case in cases}) == len(cases)
+    assert all(plan.normalise(case) == case for case in cases)
+    here = plan.conditions(kind)
+    best = schedule.best(*here)
+    wanted = {*schedule.climb(*here), str(best), *map(str, schedule.ablations(best, *here).values())}
+    dp = [case for case in cases if case.strategy == "dp"]
+    works = {(case.devices, case.batch_size) for case in dp}
+    assert {count for count, _ in works} == set(devices) - {1}
+    for work in works:
+        mine = [case.schedule for case in dp if (case.devices, case.batch_size) == work]
+        assert sorted(mine) == sorted(wanted)
+    ddp = {(case.devices, case.batch_size) for case in cases if case.strategy == "ddp"}
+    assert ddp == (set() if kind == "emulated" else works)
+
+
+def test_the_limit_is_one_devices_share_and_a_case_apart() -> None:
+    limits = [case for case in laddered(devices=[2, 3], batch_sizes=[12]) if case.options == plan.LIMIT]
+    assert [(case.strategy, case.devices, case.batch_size) for case in limits] == [("single", 1, 6), ("single", 1, 4)]
+    # what is measured as a baseline is not measured again
+    both = laddered(devices=[2], batch_sizes=[12, 6])
+    assert [case.batch_size for case in both if case.options == plan.LIMIT] == [3]
+    assert not [case for case in laddered(batch_sizes=[], batch_per_device=[8]) if case.options]
+    assert not [case for case in laddered(batch_sizes=[7]) if case.options]
+    shared = [case for case in laddered(device_kind="cuda", placement="colocated") if case.options]
+    assert not shared, "replicas that share a GPU have no share of the work that is faster alone"
+
+
+def test_equal_schedules_are_one_case() -> None:
+    cases = swept(strategies=["dp"], schedules=["cached", "replicas=cached,workers=pool"], devices=[1, 2])
+    assert [(case.schedule, case.devices) for case in cases] == [("cached", 1), ("cached", 2)]
 
 
 @pytest.mark.parametrize("kind", plan.DEVICE_KINDS)

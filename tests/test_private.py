@@ -16,7 +16,8 @@ PRIVATE = {
     r"_set_ddp_runtime_logging_sample_rate|_get_ddp_logging_data|set_runtime_stats_and_log": "strategies/ddp.py",
     r"_foreach_copy_": "engine/devices/_many.py",
     r"dropout\._DropoutNd": "verify.py",
-    r"torch\._C\._autograd": "busy.py",
+    r"torch\._C\._autograd import": "busy.py",
+    r"_(?:function|dispatch)_mode_stack|_saved_tensors_|_autocast_supported|_is_any_autocast|_is_multithreading": "engine/settings.py",
 }
 
 
@@ -41,3 +42,11 @@ def test_private_parts_exist_in_this_torch() -> None:
     assert hasattr(torch, "_foreach_copy_"), where
     assert issubclass(nn.Dropout2d, nn.modules.dropout._DropoutNd), where
     assert hasattr(torch._C._autograd.DeviceType, "CUDA"), where
+    for modes in (torch.overrides, torch.utils._python_dispatch):
+        assert hasattr(modes, "_push_mode"), where
+        assert hasattr(modes, "_pop_mode"), where
+    assert hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"), where
+    assert hasattr(torch._C._autograd, "_saved_tensors_hooks_get_disabled_error_message"), where
+    assert "cpu" in torch._C._autocast_supported_devices(), where
+    assert hasattr(torch._C, "_is_any_autocast_enabled"), where
+    assert hasattr(torch._C, "_is_multithreading_enabled"), where

@@ -96,6 +96,24 @@ def test_ratio_of_a_series_with_itself_contains_1(one: stats.Rounds, other: stat
     assert found.n <= min(len(one), len(other))
 
 
+@hypothesis.given(rounds, rounds)
+@hypothesis.settings(max_examples=50)
+def test_a_difference_is_that_of_the_medians_and_turns_its_sign(one: stats.Rounds, other: stats.Rounds) -> None:
+    assert stats.difference(one, one).value == 0
+    found = stats.difference(one, other)
+    assert found.low <= found.value <= found.high
+    if set(one) == set(other):
+        assert found.value == pytest.approx(stats.median(one).value - stats.median(other).value, abs=1e-12)
+        assert stats.difference(other, one).value == pytest.approx(-found.value)
+
+
+def test_what_all_rounds_share_is_no_part_of_a_difference() -> None:
+    slow = {0: [1.0] * 9, 1: [5.0] * 9, 2: [3.0] * 9}
+    fast = {number: [value - 0.5 for value in series] for number, series in slow.items()}
+    found = stats.difference(slow, fast)
+    assert (found.low, found.value, found.high) == pytest.approx((0.5, 0.5, 0.5))
+
+
 @hypothesis.given(rounds, st.sampled_from([1e-6, 0.5, 2.0, 1024.0]))
 @hypothesis.settings(max_examples=50)
 def test_scale_does_not_matter(given: stats.Rounds, scale: float) -> None:

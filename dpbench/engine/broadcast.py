@@ -32,7 +32,7 @@ def broadcast(
     mark: Mark,
     on_reduce: Callable[[], None],
 ) -> list[list[torch.Tensor]]:
-    """Return each device's copies, from one node, or with `overlap` from one a bucket, to be reduced when it is full."""
+    """Return each device's copies, from one node, or with `overlap` from one a bucket, reduced when it is full."""
     each: list[list[torch.Tensor]] = [[] for _ in devices]
     for bucket in buckets_of(tensors) if overlap else [range(len(tensors))]:
         part = [tensors[i] for i in bucket]
@@ -42,7 +42,7 @@ def broadcast(
             if node is not None:
                 node._set_sequence_nr(FIRST)
         for i, copies in enumerate(each):
-            copies += flat[i * len(part) : (i + 1) * len(part)]
+            copies.extend(flat[i * len(part) : (i + 1) * len(part)])
     return each
 
 

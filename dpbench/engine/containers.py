@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -14,19 +14,26 @@ from dpbench.devices import Device
 from dpbench.engine.devices import as_devices
 
 
-def parts_of(value: Any) -> dict[Any, Any] | None:
-    """Return the parts of a tuple, list, dict or dataclass instance by what finds them; None for anything else."""
+def keys_of(value: Any) -> Collection[Any] | None:
+    """Return what finds the parts of a tuple, list, dict or dataclass instance; None for anything else."""
     if isinstance(value, dict):
-        return value
+        return value.keys()
     if isinstance(value, tuple | list):
-        return dict(enumerate(value))
+        return range(len(value))
     if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: getattr(value, field.name) for field in fields(value) if field.init}
+        return tuple(field.name for field in fields(value) if field.init)
     return None
 
 
+def parts_of(value: Any, keys: Iterable[Any]) -> list[Any]:
+    """Return the parts that the keys find."""
+    if isinstance(value, tuple | list | dict):
+        return [value[key] for key in keys]
+    return [getattr(value, key) for key in keys]
+
+
 def rebuilt(value: Any, parts: Sequence[Any]) -> Any:
-    """Return a container like `value` around other parts, in the order of `parts_of`."""
+    """Return a container like `value` around other parts, in the order of `keys_of`."""
     if isinstance(value, tuple | list):
         return value._make(parts) if hasattr(value, "_make") else type(value)(parts)
     if type(value) is dict:
@@ -36,7 +43,7 @@ def rebuilt(value: Any, parts: Sequence[Any]) -> Any:
         for key, part in zip(value, parts, strict=True):
             new[key] = part
         return new
-    return replace(value, **dict(zip(parts_of(value) or (), parts, strict=True)))
+    return replace(value, **dict(zip(keys_of(value) or (), parts, strict=True)))
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -48,8 +55,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
             "cannot scatter a PackedSequence: its rows are interleaved; pass the padded batch and the lengths, and "
             "call pack_padded_sequence in forward (and pad_packed_sequence with total_length=)"
         )
-    parts = parts_of(value)
-    return [tensor for part in parts.values() for tensor in tensors_in(part)] if parts else []
+    return [tensor for part in parts_of(value, keys_of(value) or ()) for tensor in tensors_in(part)]
 
 
 def devices_of(values: Sequence[Any]) -> list[Device]:

@@ -13,10 +13,12 @@ from dpbench.devices import Device
 from dpbench.engine.apply import parallel_apply
 from dpbench.engine.devices import DeviceId, resolve
 from dpbench.engine.gather import gather, target_of
+from dpbench.engine.replicas import Maker, flat_weights, maker
 from dpbench.engine.replicate import check_placement, replicate
 from dpbench.engine.scatter import scatter
+from dpbench.engine.workers import choose
 from dpbench.records import Mark, Phase, no_mark
-from dpbench.schedule import parse
+from dpbench.schedule import CUDA, FASTEST, Schedule, parse
 
 PREFIX = "module."
 
@@ -122,6 +124,14 @@ def id_of(device: Device) -> DeviceId:
     return device.torch_device.index if device.torch_device.type == "cuda" else device.torch_device
 
 
+def _schedule(schedule: str | Schedule, devices: Sequence[Device]) -> Schedule:
+    """Return the schedule to use; ValueError for one that needs what a wrapper does not have, such as TrainStep."""
+    if schedule == FASTEST:
+        return Schedule(workers="pool", replicas="cached")
+    cuda = [CUDA] if devices and devices[0].torch_device.type == "cuda" else []
+    return parse(schedule).check(*cuda)
+
+
 class DataParallel(nn.Module):
     """A drop-in for torch.nn.DataParallel whose every phase is a verb of its own.
 
@@ -130,7 +140,8 @@ class DataParallel(nn.Module):
     `device_ids[0]` when it is called, not when it is wrapped; a single device has it moved there. Gradients of the
     replicas sum into the module's; unused parameters get zeros; names in `state_dict` carry the prefix "module.".
     Subclasses may override `scatter`, `replicate`, `parallel_apply` and `gather`, as with torch. `compat` restores
-    what torch does in silence and this engine does right or refuses: see docs/contract.md.
+    what torch does in silence and this engine does right or refuses: see docs/contract.md. `schedule` is a rung of the
+    ladder, or switches, as far as they do not need TrainStep.
     """
 
     def __init__(
@@ -140,7 +151,7 @@ class DataParallel(nn.Module):
         output_device: DeviceId | None = None,
         dim: int = 0,
         *,
-        schedule: str = "reference",
+        schedule: str | Schedule = "reference",
         compat: bool = False,
     ) -> None:
         super().__init__()
@@ -148,8 +159,10 @@ class DataParallel(nn.Module):
         self.devices = resolve(device_ids)
         self.device_ids = [id_of(device) for device in self.devices]
         self.dim = dim
-        self.schedule = parse(schedule)
+        self.schedule = _schedule(schedule, self.devices)
         self.compat = compat
+        self._workers = choose(self.schedule.workers)
+        self._make: Maker | None = None
         self.output_device: DeviceId | None = None
         if self.devices:
             self._output = output_of(self.devices, output_device)
@@ -178,16 +191,26 @@ class DataParallel(nn.Module):
 
     def replicate(self, module: nn.Module, device_ids: Sequence[DeviceId]) -> list[nn.Module]:
         """Return one replica per device."""
-        return replicate(module, self.devices[: len(device_ids)], detach=not torch.is_grad_enabled())
+        devices = self.devices[: len(device_ids)]
+        if module is not self.module:
+            return replicate(module, devices, detach=not torch.is_grad_enabled())
+        if self._make is None:  # not in the constructor: users wrap first and move the module later
+            self._make = maker(module, self.schedule, flat_weights(module, None, self.schedule, devices[0]))
+        return self._make(devices, not torch.is_grad_enabled(), no_mark, lambda: None)
 
     def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
         """Return the replicas' outputs."""
-        return parallel_apply(replicas, inputs, kwargs, self.devices[: len(replicas)], compat=self.compat)
+        devices = self.devices[: len(replicas)]
+        return parallel_apply(replicas, inputs, kwargs, devices, workers=self._workers, compat=self.compat)
 
     def gather(self, outputs: Sequence[Any], output_device: DeviceId | None) -> Any:
         """Return the outputs joined on a device."""
         target = self._output if output_device == self.output_device else output_of(self.devices, output_device)
         return gather(outputs, target, self.devices[: len(outputs)], self.dim, compat=self.compat)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy and pickle without what is kept from call to call: it belongs to this wrapper's module."""
+        return {**self.__dict__, "_make": None}
 
     def __getattr__(self, name: str) -> Any:
         """Look up what nn.Module holds; point at `.module` for what the wrapped module has."""

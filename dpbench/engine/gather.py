@@ -11,7 +11,7 @@ import torch
 from torch.autograd.function import Function
 
 from dpbench.devices import Device
-from dpbench.engine.containers import devices_of, parts_of, rebuilt
+from dpbench.engine.containers import devices_of, keys_of, parts_of, rebuilt
 from dpbench.engine.devices import DeviceId, Devices, as_devices
 from dpbench.records import Mark, Phase, no_mark
 
@@ -22,7 +22,7 @@ class Gather(Function):
     @staticmethod
     def forward(ctx: Any, target: Device, devices: Sequence[Device], dim: int, *tensors: torch.Tensor) -> torch.Tensor:
         """Return the concatenation; scalars become a vector."""
-        ctx.devices, ctx.dim = devices, dim
+        ctx.devices, ctx.dim, ctx.homes = devices, dim, [tensor.device for tensor in tensors]
         ctx.scalars = dim == 0 and all(tensor.dim() == 0 for tensor in tensors)
         if ctx.scalars:
             warnings.warn(
@@ -43,7 +43,10 @@ class Gather(Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         """Return each device's part as a copy of its own, so that it is aligned as the forward was."""
         parts = gradient.split(ctx.sizes, ctx.dim)
-        placed = [device.put(part) for device, part in zip(ctx.devices, parts, strict=True)]
+        placed = [
+            device.put(part) if home == device.torch_device else part.to(home)
+            for device, home, part in zip(ctx.devices, ctx.homes, parts, strict=True)
+        ]
         return None, None, None, *(part[0] if ctx.scalars else part for part in placed)
 
 
@@ -63,12 +66,14 @@ def gather(
     do not fit together RuntimeError. With `compat`, replica 0 decides the structure and texts become iterators'
     names, as in torch.
     """
+    if not outputs:
+        raise ValueError("gather needs at least one replica's output, got none")
     at = target_of(target)
     sources = devices_of(outputs) if devices is None else as_devices(devices)
     with mark(Phase.GATHER, at.index):
         if compat:
             return _gather_as_torch(outputs, at, sources, dim)
-        return _gather(outputs, at, sources, dim, "the output")
+        return _gather(outputs, at, sources, dim, ())
 
 
 def target_of(target: Device | DeviceId) -> Device:
@@ -80,61 +85,80 @@ def target_of(target: Device | DeviceId) -> Device:
     return device
 
 
-def _gather(outputs: Sequence[Any], target: Device, devices: Sequence[Device], dim: int, where: str) -> Any:
-    """Gather one level of the structure; `where` is its name."""
+def _gather(outputs: Sequence[Any], target: Device, devices: Sequence[Device], dim: int, path: tuple[Any, ...]) -> Any:
+    """Gather one level of the structure; `path` leads there."""
     first = outputs[0]
+    if isinstance(first, torch.Tensor):
+        shape = first.shape
+        for output, device in zip(outputs, devices, strict=True):  # the checks cost more than they find
+            if type(output) is not type(first) or output.shape != shape or output.device != device.torch_device:
+                _check_kinds(outputs, path)
+                _check_tensors(outputs, devices, dim, path)
+        return Gather.apply(target, devices, dim, *outputs)  # type: ignore[no-untyped-call]
+    keys = keys_of(first)
+    for output in outputs[1:]:
+        if type(output) is not type(first) or keys_of(output) != keys:
+            _check_kinds(outputs, path)
+    if first is None:
+        return None
+    if keys is None:
+        raise TypeError(
+            f"cannot gather {_named(path)} of type {type(first).__name__}: forward must return tensors, or tuples, "
+            "lists, dicts or dataclass instances of them; return numbers as tensors"
+        )
+    rows = [parts_of(output, keys) for output in outputs]
+    columns = zip(keys, zip(*rows, strict=True), strict=True)
+    return rebuilt(first, [_gather(column, target, devices, dim, (*path, key)) for key, column in columns])
+
+
+def _check_kinds(outputs: Sequence[Any], path: tuple[Any, ...]) -> None:
+    """Raise ValueError unless all replicas returned the same kind of thing, with the same keys."""
     kinds = [torch.Tensor if isinstance(output, torch.Tensor) else type(output) for output in outputs]
+    keys = [list(keys_of(output) or ()) for output in outputs]
     for replica, kind in enumerate(kinds):
         if kind is not kinds[0]:
             raise ValueError(
-                f"replicas returned unlike structures: {where} is of type {kinds[0].__name__} from replica 0, but "
-                f"{kind.__name__} from replica {replica}"
+                f"replicas returned unlike structures: {_named(path)} is of type {kinds[0].__name__} from replica 0, "
+                f"but {kind.__name__} from replica {replica}"
             )
-    if kinds[0] is torch.Tensor:
-        _check(outputs, devices, dim, where)
-        return Gather.apply(target, devices, dim, *outputs)  # type: ignore[no-untyped-call]
-    if first is None:
-        return None
-    rows = [parts for output in outputs if (parts := parts_of(output)) is not None]
-    if not rows:
-        raise TypeError(
-            f"cannot gather {where} of type {kinds[0].__name__}: forward must return tensors, or tuples, lists, dicts "
-            "or dataclass instances of them; return numbers as tensors"
-        )
-    for replica, row in enumerate(rows):
-        if row.keys() != rows[0].keys():
+        if set(keys[replica]) != set(keys[0]):
             raise ValueError(
-                f"All {kinds[0].__name__}s must have the same number of keys, and the same ones: {where} has "
-                f"{[*rows[0]]} from replica 0, but {[*row]} from replica {replica}"
+                f"All {kind.__name__}s must have the same number of keys, and the same ones: {_named(path)} has "
+                f"{keys[0]} from replica 0, but {keys[replica]} from replica {replica}"
             )
-    return rebuilt(
-        first, [_gather([row[key] for row in rows], target, devices, dim, f"{where}[{key!r}]") for key in rows[0]]
-    )
 
 
-def _check(tensors: Sequence[torch.Tensor], devices: Sequence[Device], dim: int, where: str) -> None:
+def _check_tensors(tensors: Sequence[torch.Tensor], devices: Sequence[Device], dim: int, path: tuple[Any, ...]) -> None:
     """Raise when tensors do not fit together, or were left on the host."""
     for replica, (tensor, device) in enumerate(zip(tensors, devices, strict=True)):
         if tensor.device.type == "cpu" != device.torch_device.type:
             raise TypeError(
-                f"Gather function not implemented for CPU tensors: {where} of replica {replica} is on the CPU, its "
-                f"inputs are on {device.name}; return it there"
+                f"Gather function not implemented for CPU tensors: {_named(path)} of replica {replica} is on the CPU, "
+                f"its inputs are on {device.name}; return it there"
             )
         expected, shape = list(tensors[0].shape), list(tensor.shape)
         if len(shape) == len(expected) and -len(shape) <= dim < len(shape):
             expected[dim] = shape[dim]
         if shape != expected:
             raise RuntimeError(
-                f"Input tensor at index {replica} has invalid shape {shape}, but expected {expected}: {where} of the "
-                f"replicas may differ along dim {dim} alone; pad to the same length (pad_packed_sequence takes "
+                f"Input tensor at index {replica} has invalid shape {shape}, but expected {expected}: {_named(path)} "
+                f"of the replicas may differ along dim {dim} alone; pad to the same length (pad_packed_sequence takes "
                 "total_length=)"
             )
+
+
+def _named(path: tuple[Any, ...]) -> str:
+    return "the output" + "".join(f"[{key!r}]" for key in path)
 
 
 def _gather_as_torch(outputs: Sequence[Any], target: Device, devices: Sequence[Device], dim: int) -> Any:
     """Gather one level as torch does: replica 0 decides, and whatever can be iterated over is a sequence."""
     first = outputs[0]
     if isinstance(first, torch.Tensor):
+        if any(
+            one.device.type == "cpu" != device.torch_device.type for one, device in zip(outputs, devices, strict=True)
+        ):
+            raise AssertionError("Gather function not implemented for CPU tensors")
         return Gather.apply(target, devices, dim, *outputs)  # type: ignore[no-untyped-call]
     if first is None:
         return None

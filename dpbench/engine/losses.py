@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -105,7 +106,7 @@ def check(loss: Loss, parts: torch.Tensor, output: Any, target: Any) -> None:
         whole = float(loss.whole(output, target))
     mine = float(parts)
     half = isinstance(output, torch.Tensor) and output.dtype in (torch.float16, torch.bfloat16)
-    if not abs(mine - whole) <= (3e-2 if half else 1e-3) * max(abs(whole), 1e-3) and whole == whole:
+    if not abs(mine - whole) <= (3e-2 if half else 1e-3) * max(abs(whole), 1e-3) and not math.isnan(whole):
         raise ValueError(
             f"loss=local: the replicas' sums make {mine:.6g}, but the loss of the whole batch is {whole:.6g}: it is no "
             "sum over rows; give a pair (sum_fn, weight_fn), or use a schedule with loss=gathered"

@@ -5,6 +5,7 @@ Only TrainStep can have them: it knows when the optimizer has changed the weight
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 
 import torch
@@ -99,13 +100,11 @@ class Overlap:
     def __init__(
         self, replicas: Persistent, buckets: Sequence[Sequence[int]], ready: Callable[[Sequence[int]], None]
     ) -> None:
-        import threading
-
         self._buckets, self._ready, self._lock = buckets, ready, threading.Lock()
         self._bucket_of = {number: b for b, bucket in enumerate(buckets) for number in bucket}
         self._expected, self._fired, self._again, self._done = 0, [0] * len(buckets), False, set[int]()
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._hook(number))  # type: ignore[attr-defined]
+            parameter.register_post_accumulate_grad_hook(self._hook(number))
             for one in replicas.parameters
             for number, parameter in enumerate(one)
             if number in self._bucket_of

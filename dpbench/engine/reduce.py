@@ -20,7 +20,8 @@ def reduce(
 ) -> list[torch.Tensor]:
     """Sum `gradients[replica][parameter]` over the replicas onto `devices[0]`.
 
-    With `comm_dtype` every gradient is rounded to it for the way. The order is ((g0 + g1) + g2) + ...; distinct GPUs use torch's coalesced reduction, whose order is its own.
+    The order is ((g0 + g1) + g2) + ...; distinct GPUs use torch's coalesced reduction, whose order is its own.
+    With `comm_dtype` every gradient is rounded to it for the way.
     """
     devices = as_devices(devices)
     root = devices[0]

@@ -9,7 +9,7 @@ import torch
 from torch.autograd.function import Function
 
 from dpbench.devices import Device
-from dpbench.engine.containers import parts_of, rebuilt, tensors_in
+from dpbench.engine.containers import keys_of, parts_of, rebuilt, tensors_in
 from dpbench.engine.devices import Devices, as_devices
 from dpbench.records import Mark, Phase, no_mark
 
@@ -55,6 +55,8 @@ def scatter(
     rows are dropped and dataclass instances shared, as torch does.
     """
     devices = as_devices(devices)
+    if not devices:
+        raise ValueError("scatter needs at least one device, got none")
     if compat:
         return _split_as_torch(value, devices, chunk_sizes, dim, mark)
     lengths = {_length(tensor, dim) for tensor in tensors_in(value)}
@@ -71,10 +73,10 @@ def _split(
     """Return `value` in so many pieces."""
     if isinstance(value, torch.Tensor):
         return list(Scatter.apply(devices, sizes, dim, mark, value))  # type: ignore[no-untyped-call]
-    parts = parts_of(value)
-    if not parts or not (isinstance(value, tuple | list | dict) or tensors_in(value)):
+    keys = keys_of(value)
+    if not keys or not (isinstance(value, tuple | list | dict) or tensors_in(value)):
         return [value] * pieces
-    rows = zip(*(_split(part, devices, pieces, sizes, dim, mark) for part in parts.values()), strict=True)
+    rows = zip(*(_split(part, devices, pieces, sizes, dim, mark) for part in parts_of(value, keys)), strict=True)
     return [rebuilt(value, row) for row in rows]
 
 

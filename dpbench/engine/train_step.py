@@ -172,7 +172,7 @@ class TrainStep:
         outputs, totals, weights = zip(*on_each(forward, devices, self._workers), strict=True)
         with mark(Phase.LOSS, root.index):
             weight = None if weights[0] is None else sum(_here(w, root) for w in weights)
-            loss = _divided(sum(_here(total.detach(), root) for total in totals), weight)
+            loss: torch.Tensor = _divided(sum(_here(total.detach(), root) for total in totals), weight)
         if not self._checked:
             whole = gather([output.detach() for output in outputs], root, devices)
             losses.check(self._loss, loss, whole, self._place(target, whole.device, root))
@@ -182,7 +182,7 @@ class TrainStep:
 
             def backward(i: int) -> None:
                 with mark(Phase.LOSS, devices[i].index):
-                    scaled = self._scaled(_divided(totals[i], _at(weight, devices[i])))
+                    scaled = self._scaled(_divided(totals[i], _here(weight, devices[i])))
                 with mark(Phase.BACKWARD, devices[i].index):
                     scaled.backward()
 
@@ -258,9 +258,6 @@ class TrainStep:
 def _here(value: Any, device: Device) -> Any:
     """Return a number or tensor on a device."""
     return value.to(device.torch_device, non_blocking=True) if isinstance(value, torch.Tensor) else value
-
-
-_at = _here
 
 
 def _divided(total: Any, weight: Any) -> Any:

@@ -220,7 +220,7 @@ class Update:
                     for name, value in self._steppers[i].state.get(unit.weight, {}).items():
                         for piece in unit.pieces:
                             self._export_piece(state, unit, piece, name, value)
-        if not (self._steppers[0].natural):
+        if not self._steppers[0].natural:
             self.optimizer.state = state
 
     def _export_piece(self, state: Any, unit: Unit, piece: Piece, name: str, value: Any) -> None:

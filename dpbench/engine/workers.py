@@ -112,4 +112,5 @@ def _serve(inbox: SimpleQueue[Any]) -> None:
 
 def choose(name: str) -> Workers:
     """Return the workers that a schedule's switch names."""
-    return {"spawn": Spawn, "pool": Pool, "serial": Serial}[name]()
+    kinds: dict[str, type[Workers]] = {"spawn": Spawn, "pool": Pool, "serial": Serial}
+    return kinds[name]()

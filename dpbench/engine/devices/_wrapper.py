@@ -48,7 +48,11 @@ class EmulatedTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run an op on the tensors inside."""
+        """Run an op on the tensors inside; in inference mode composite ops come here too, and are taken apart."""
+        if torch.is_inference_mode_enabled():
+            result = func.decompose(*args, **(kwargs or {}))
+            if result is not NotImplemented:
+                return result
         return _dispatch(func, args, kwargs or {})
 
     @property
@@ -89,6 +93,12 @@ class EmulatedTensor(torch.Tensor):
         history = f"grad_fn=<{self.grad_fn.name()}>" if self.grad_fn else f"requires_grad={self.requires_grad}"
         text = f"{repr(self.held)[:-1]}, device='{self.device}', {history})"
         return f"Parameter containing:\n{text}" if isinstance(self, torch.nn.Parameter) else text
+
+    def type(self, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+        """Return the type's name, or cast; torch has no name for sparse tensors here."""
+        if dtype is None and self.is_sparse:
+            return self.held.type().replace("torch.", f"torch.{LAZY}.")
+        return super().type(dtype, non_blocking, **kwargs)
 
     def numpy(self, *, force: bool = False) -> Any:
         """Refuse, as a GPU's tensor does."""
@@ -198,7 +208,10 @@ def _dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return [_outside(t, known, s.device) for t, s in zip(result, args[0], strict=True)]
     if func is aten._pack_padded_sequence.default:  # batch sizes are for the host
         return _outside(result[0], known, target), result[1]
-    return _map(lambda tensor: _outside(tensor, known, _numbered(target)), result)
+    # a view made in inference mode is an inference tensor only if its base is
+    keeps_history = not torch.is_inference_mode_enabled() or (func.is_view and not emulated[0].is_inference())
+    with torch.inference_mode(not keeps_history):
+        return _map(lambda tensor: _outside(tensor, known, _numbered(target)), result)
 
 
 def _check_devices(func: Any, tensors: Sequence[torch.Tensor], device: torch.device) -> None:

@@ -1,0 +1,359 @@
+"""The ladder on trials made by hand: what each rung gave is known, and must come out."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from html import unescape
+from typing import Any
+
+import pytest
+
+from dpbench import analyse, diagnose, ladder, plan, progress, schedule
+from dpbench.records import Case, Phase, Source, Span, Status, Step, Trial, Verified
+from dpbench.report import figures, markdown, page
+
+GAINS = {
+    "reference": 1.0, "pool": 0.85, "cached": 0.6, "flat_storage": 0.6, "persistent": 0.55, "local_loss": 0.55,
+    "local_backward": 0.4, "overlap": 0.38, "allreduce": 0.45, "flat_optimizer": 0.42, "zero1": 0.4, "bf16_comm": 0.3,
+    "graphs": 0.2,
+}  # fmt: skip
+"""Each rung's step over the reference's: cached gives most by ratio, allreduce costs, flat_storage gives nothing."""
+SWITCH = {"workers": 1.5, "backward": 1.2, "reduce": 1.0, "update": 0.9, "optimizer": 1.1}
+"""The best's step without a switch, over the best's: update costs, reduce gives nothing."""
+CASES = plan.ladder(models=["mlp"], devices=[2], batch_sizes=[64])
+
+
+def factor(case: Case) -> float:
+    """Return a case's step in units of the reference's."""
+    rivals = {"single": 0.5 * case.batch_size / 64, "single_all_cores": 0.4, "ddp": 0.75}
+    if case.strategy != "dp":
+        return rivals[case.strategy]
+    if case.schedule in GAINS:
+        return GAINS[case.schedule]
+    best = schedule.best(*plan.conditions(case.device_kind))
+    back = {str(one): switch for switch, one in schedule.ablations(best, *plan.conditions(case.device_kind)).items()}
+    return GAINS[str(best)] * SWITCH[back[case.schedule]]
+
+
+def trial(case: Case, number: int, seconds: float, noise: float) -> Trial:
+    """Return a trial whose step is half forward; what is beyond 0.3 of the reference's is replicate."""
+    draw = random.Random(f"{case.fingerprint} {number}")
+    steps, spans, at = [], [], 100.0 * number
+    for k in range(20):
+        one = seconds * draw.lognormvariate(0, noise)
+        at += one
+        steps.append(Step(one, k < 2, at))
+        spans.append(Span(k, Phase.FORWARD, 0, "host", at - one, at - one + min(one, 0.003)))
+        spans.append(Span(k, Phase.REPLICATE, 0, "host", at - one + min(one, 0.003), at))
+    return Trial(case=case, verified=Verified.BITWISE, steps=tuple(steps), spans=tuple(spans), round=number)
+
+
+def trials(
+    cases: Sequence[Case] = CASES, *, noise: float = 0.002, drift: Mapping[int, float] | None = None
+) -> list[Trial]:
+    """Return three rounds of every case, the reference's step being 10 ms."""
+    slow = drift or {0: 1.0, 1: 1.0, 2: 1.0}
+    return [trial(case, r, 0.01 * factor(case) * slow[r], noise) for case in cases for r in slow]
+
+
+def climbed(found: Sequence[Trial]) -> ladder.Ladder:
+    (one,) = ladder.ladders(analyse.rows(found))
+    return one
+
+
+@cache
+def plain() -> ladder.Ladder:
+    return climbed(trials())
+
+
+def changes(found: ladder.Ladder) -> dict[str, ladder.Change]:
+    return {rung.name: rung.change for rung in found.rungs if rung.change}
+
+
+# ---------------------------------------------------------------- the climb
+
+
+def test_each_rung_is_compared_with_the_one_before_it_and_the_gains_sum_to_the_whole() -> None:
+    found = plain()
+    names = [rung.name for rung in found.rungs]
+    assert names == schedule.climb(schedule.TRAIN_STEP)
+    assert [change.over for change in changes(found).values()] == names[:-1]
+    for change in changes(found).values():
+        assert change.ratio.value == pytest.approx(GAINS[change.over] / GAINS[change.name], rel=0.01)
+        assert change.gain_s.value == pytest.approx(0.01 * (GAINS[change.over] - GAINS[change.name]), abs=5e-5)
+        assert change.ratio.low <= change.ratio.value <= change.ratio.high
+        assert change.gain_s.low <= change.gain_s.value <= change.gain_s.high
+    fallen = sum(change.gain_s.value for change in changes(found).values())
+    assert fallen == pytest.approx(found.rungs[0].step.value - found.rungs[-1].step.value)
+
+
+def test_the_verdict_is_what_the_interval_says() -> None:
+    verdicts = {name: change.verdict for name, change in changes(plain()).items()}
+    assert verdicts == {
+        "pool": "faster", "cached": "faster", "flat_storage": "same", "persistent": "faster", "local_loss": "same",
+        "local_backward": "faster", "overlap": "faster", "allreduce": "slower", "flat_optimizer": "faster",
+        "zero1": "faster", "bf16_comm": "faster",
+    }  # fmt: skip
+    assert changes(plain())["allreduce"].ratio.high < 1
+    assert changes(plain())["allreduce"].gain_s.high < 0
+    assert changes(climbed(trials(noise=0.3)))["zero1"].verdict == "undecided"
+
+
+def test_a_drift_between_rounds_decides_nothing_because_rounds_are_paired() -> None:
+    steady, drifting = plain(), climbed(trials(drift={0: 1.0, 1: 1.6, 2: 0.7}))
+    for name, change in changes(drifting).items():
+        assert change.verdict == changes(steady)[name].verdict, name
+        assert change.ratio.high - change.ratio.low < 0.05
+
+
+def test_the_best_is_the_fastest_without_tolerance_and_the_biggest_step_is_by_ratio() -> None:
+    found = plain()
+    assert found.fastest.name == "overlap"
+    assert (found.whole.name, found.whole.over) == ("overlap", "reference")
+    assert found.whole.ratio.value == pytest.approx(1 / 0.38, rel=0.01)
+    assert found.biggest is not None
+    assert (found.biggest.name, found.biggest.over) == ("cached", "pool")
+
+
+def test_where_no_rung_is_decidedly_faster_there_is_no_biggest_step() -> None:
+    level = [trial(case, r, 0.01, 0.0) for case in CASES for r in range(3)]
+    found = climbed(level)
+    assert found.biggest is None
+    assert {change.verdict for change in changes(found).values()} == {"same"}
+    assert "no rung is faster than reference" in diagnose.verdict(analyse.rows(level), [found])
+
+
+def test_a_rung_without_a_result_is_stepped_over_and_named() -> None:
+    good = [t for t in trials() if t.case.schedule != "cached"]
+    bad = next(case for case in CASES if case.schedule == "cached")
+    found = climbed([*good, Trial(case=bad, status=Status.OOM, reason="full")])
+    assert "cached" not in changes(found)
+    assert changes(found)["flat_storage"].over == "pool"
+    assert [row.case.schedule for row in found.lost] == ["cached"]
+
+
+def test_nothing_stands_on_graphs() -> None:
+    cuda = plan.ladder(models=["mlp"], devices=[2], batch_sizes=[64], device_kind="cuda")
+    found = climbed(trials([c for c in cuda if c.strategy == "dp"]))
+    over = {name: change.over for name, change in changes(found).items()}
+    assert (over["graphs"], over["bf16_comm"]) == ("zero1", "zero1")
+
+
+def test_the_phase_that_shrank_is_named() -> None:
+    change = changes(plain())["cached"]
+    assert change.phase == "replicate"
+    assert change.phase_s == pytest.approx(-0.0025, rel=0.05)
+
+
+def test_rungs_are_compared_with_single_and_ddp_and_the_limit_is_one_devices_share() -> None:
+    found = plain()
+    pool = found.rungs[1]
+    assert pool.row.speedup.value == pytest.approx(0.5 / 0.85, rel=0.01)
+    assert pool.row.scaling == "strong"
+    assert pool.over_ddp.value == pytest.approx(0.75 / 0.85, rel=0.01)
+    assert found.limit.case.batch_size == 32
+    assert found.limit.step.value == pytest.approx(0.0025, rel=0.01)
+    assert found.single.case.batch_size == 64
+
+
+def test_two_schedules_are_no_ladder_and_one_device_has_none() -> None:
+    dp = [case for case in CASES if case.schedule in ("reference", "cached")]
+    assert ladder.ladders(analyse.rows(trials(dp))) == []
+    alone = [Case(model="mlp", strategy="dp", batch_size=64, schedule=name) for name in GAINS if name != "graphs"]
+    assert ladder.ladders(analyse.rows(trials(alone))) == []
+
+
+def test_measured_and_predicted_rungs_are_two_ladders() -> None:
+    foreseen = [Trial.from_dict(t.to_dict() | {"source": "predicted"}) for t in trials()]
+    found = ladder.ladders(analyse.rows([*trials(), *foreseen]))
+    assert [{rung.row.source for rung in one.rungs} for one in found] in (
+        [{Source.MEASURED}, {Source.PREDICTED}], [{Source.PREDICTED}, {Source.MEASURED}],
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- ablations
+
+
+def test_a_switch_that_is_set_back_tells_what_it_gives() -> None:
+    found = plain()
+    assert found.base == str(schedule.best(schedule.TRAIN_STEP))
+    given = {change.name: change for change in found.ablations}
+    assert given.keys() == SWITCH.keys()
+    for switch, change in given.items():
+        assert change.ratio.value == pytest.approx(SWITCH[switch], rel=0.01)
+        assert change.gain_s.value == pytest.approx(0.004 * (SWITCH[switch] - 1), abs=3e-5)
+    assert [given[s].verdict for s in ("workers", "reduce", "update")] == ["faster", "same", "slower"]
+
+
+def test_a_switch_that_cannot_be_set_back_alone_says_why() -> None:
+    assert [text.partition(":")[0] for text in plain().fixed] == ["loss", "replicas", "storage"]
+    assert "optimizer=flat needs storage=flat" in plain().fixed[2]
+
+
+def test_rungs_alone_are_no_ablations() -> None:
+    found = climbed(trials([case for case in CASES if case.schedule in schedule.RUNGS]))
+    assert (found.base, found.ablations, found.fixed) == ("", (), ())
+
+
+# ---------------------------------------------------------------- emulated devices
+
+
+@cache
+def emulated() -> tuple[analyse.Row, ...]:
+    cases = plan.ladder(models=["mlp"], devices=[2], batch_sizes=[64], device_kind="emulated")
+    return tuple(analyse.rows(trials(cases)))
+
+
+def test_emulated_devices_have_a_ladder_and_no_speed_up() -> None:
+    rows = emulated()
+    assert all(row.speedup is None and row.efficiency is None for row in rows)
+    (found,) = ladder.ladders(rows)
+    assert len(found.rungs) == 12
+    assert all(rung.over_ddp is None for rung in found.rungs)
+    assert found.limit is None
+    assert diagnose.tiles(rows, [found]) == []
+    verdict = diagnose.verdict(rows, [found])
+    assert "host cost only" in verdict
+    assert "ideal" not in verdict
+    assert any("EMULATED" in warning for warning in diagnose.warnings(rows, [], {}))
+    section = next(s for s in figures.sections(rows, [], [found]) if s.id == "ladder")
+    assert section.panels[0].labels == ("MEASURED", "EMULATED")
+    assert "no speed-up" in section.panels[0].caption
+
+
+# ---------------------------------------------------------------- what stays in other sections, and names
+
+
+def test_other_sections_keep_the_ends_of_a_ladder_and_never_the_limit() -> None:
+    rows = analyse.rows([*trials(), *trials([Case(model="lstm", strategy="single", batch_size=64)])])
+    kept = ladder.notable(rows, ladder.ladders(rows))
+    assert [row.case.schedule for row in kept if row.case.strategy == "dp"] == ["reference", "overlap"]
+    assert {row.case.strategy for row in kept} == {"single", "single_all_cores", "dp", "ddp"}
+    assert all(row.case.options != plan.LIMIT for row in kept)
+    assert len(ladder.notable(rows, [])) == len(rows) - 1
+
+
+def test_a_limit_is_nobodys_baseline() -> None:
+    without = [t for t in trials() if not (t.case.strategy == "single" and t.case.batch_size == 64)]
+    assert all(row.speedup is None for row in analyse.rows(without))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("reference", "reference"),
+        ("workers=pool,replicas=cached", "cached"),
+        ("workers=serial", "workers=serial"),
+        (str(schedule.ablations(schedule.RUNGS["zero1"], "TrainStep")["workers"]), "zero1 but workers=spawn"),
+        (str(schedule.ablations(schedule.RUNGS["zero1"], "TrainStep")["reduce"]), "zero1 but reduce=after"),
+        ("fastest", "fastest"),
+        ("", ""),
+        ("from=the,future=1", "from=the,future=1"),
+    ],
+)
+def test_a_schedule_is_said_in_short(text: str, said: str) -> None:
+    assert ladder.short(text) == said
+
+
+def test_schedules_stand_in_the_order_of_the_ladder() -> None:
+    rows = [row.case.schedule for row in analyse.rows(trials()) if row.case.strategy == "dp"]
+    assert [name for name in rows if name in schedule.RUNGS] == schedule.climb(schedule.TRAIN_STEP)
+    assert all("=" in name for name in rows[12:])
+
+
+# ---------------------------------------------------------------- what is said and drawn
+
+
+@cache
+def content() -> dict[str, Any]:
+    found = trials()
+    rows = analyse.rows(found)
+    ladders = ladder.ladders(rows)
+    return {
+        "rows": rows, "trials": found, "provenance": {}, "run_id": "7f" * 16, "started": 1.7e9, "ladders": ladders,
+        "verdict": diagnose.verdict(rows, ladders), "tiles": diagnose.tiles(rows, ladders), "warnings": [],
+    }  # fmt: skip
+
+
+def test_the_verdict_and_the_plain_table_name_the_best_rung_and_the_biggest_step() -> None:
+    verdict = content()["verdict"]
+    assert "the best rung is overlap, 2.6" in verdict
+    assert "its biggest step cached: 1.4" in verdict
+    assert "over pool" in verdict
+    assert "dp[reference] gives 0.50×" in verdict
+    lines = progress.table(content()["rows"], content()["ladders"]).splitlines()
+    assert [line.split()[1:4] for line in lines if "best rung" in line] == [["dp[overlap]", "(best", "rung)"]]
+    assert [line.split()[1:3] for line in lines if "limit" in line] == [["single,", "limit"]]
+    assert max(map(len, lines)) < 190
+    assert all("dp[overlap]" in tile.caption for tile in content()["tiles"])
+
+
+def test_the_ladder_is_drawn_with_labels_tables_and_words_that_need_no_colour() -> None:
+    section = figures.sections(content()["rows"], content()["trials"], content()["ladders"])[1]
+    (panel,) = section.panels
+    assert section.id == "ladder"
+    assert panel.labels == ("MEASURED", "CPU-ONLY")
+    words = [unescape(text) for text in re.findall(r">([^<>]+)</text>", panel.svg)]
+    for name, change in changes(plain()).items():
+        verdict = {"faster": "faster", "slower": "costs", "same": "the same"}[change.verdict]
+        assert any(word.startswith(f"{name}: ") and word.endswith(verdict) for word in words), name
+    assert any(word.startswith("ddp: 7.5") for word in words)
+    assert any(word.startswith("limit: 2.5") for word in words)
+    assert "var(--gain)" in panel.svg
+    assert "var(--loss)" in panel.svg
+    ablation, climb = panel.tables
+    assert [line[0].text for line in ablation.lines] == list(SWITCH)
+    assert [line[0].text.split()[0] for line in climb.lines] == schedule.climb(schedule.TRAIN_STEP)
+    assert {line[1].text for line in climb.lines} == {"", "faster", "costs", "the same"}
+
+
+def drawn(one: ladder.Ladder) -> str:
+    return figures.sections([rung.row for rung in one.rungs], [], [one])[1].panels[0].svg
+
+
+def test_bars_fall_from_the_step_below_and_what_is_undecided_is_grey() -> None:
+    noisy = climbed(trials(noise=0.6))
+    assert {change.verdict for change in changes(noisy).values()} >= {"undecided"}
+    for found in (plain(), noisy):
+        verdicts = [change.verdict for change in changes(found).values()]
+        # each bar and the key
+        for verdict, colour in (("faster", "gain"), ("slower", "loss")):
+            count = len(re.findall(rf'style="fill:var\(--{colour}\)', drawn(found)))
+            expected = verdicts.count(verdict)
+            assert count == expected + (1 if expected else 0), verdict
+
+
+def test_a_rival_far_beyond_the_rungs_is_said_and_not_drawn() -> None:
+    slow = [trial(t.case, t.round, 0.1, 0.0) if t.case.strategy == "ddp" else t for t in trials()]
+    rows = analyse.rows(slow)
+    panel = figures.sections(rows, [], ladder.ladders(rows))[1].panels[0]
+    assert ">ddp: " not in panel.svg
+    assert "ddp takes 100 ms" in panel.caption
+
+
+def test_the_page_and_the_comment_have_the_ladder_and_other_runs_have_none() -> None:
+    text = page.render(**content())
+    assert text.index('<section id="speedup"') < text.index('<section id="ladder"') < text.index('<section id="phases"')
+    assert len(text.encode()) < 400 * 1024
+    for table in re.findall(r'<div class="beside.*?</table>', text, re.DOTALL):
+        assert "MEASURED" in table
+        assert "CPU-ONLY" in table
+    comment = markdown.render(**content())
+    assert "### The ladder: mlp ×2, small, batch 64 `MEASURED` `CPU-ONLY`" in comment
+    assert "zero1 without one of its switches" in comment
+    assert r"| allreduce<br><sub>update=each</sub> | costs" in comment
+    other = {**content(), "ladders": []}
+    assert '<section id="ladder"' not in page.render(**other)
+    assert "The ladder" not in markdown.render(**other)
+
+
+def test_other_sections_stay_readable_beside_a_ladder() -> None:
+    sections = {s.id: s for s in figures.sections(content()["rows"], content()["trials"], content()["ladders"])}
+    assert [len(sections[name].panels) for name in ("speedup", "throughput", "phases", "steps")] == [1, 1, 1, 1]
+    assert sections["throughput"].panels[0].svg.count("dp[") // 2 == 2
+    assert all(f"dp[{name}]" in sections["phases"].panels[0].svg for name in schedule.climb(schedule.TRAIN_STEP))
+    assert "the other schedules are in the table" in sections["speedup"].note
+    assert "the other schedules" not in sections["phases"].note

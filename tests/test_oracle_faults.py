@@ -1,0 +1,387 @@
+"""What torch's DataParallel refuses, ours refuses in its words; what torch does wrong in silence, ours does right.
+
+`compat=True` restores the silent faults. Each row runs the real thing beside ours; see tests/oracle.py.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dpbench.engine
+from tests.oracle import device, difference, error_of, observe, oracle, ours, theirs, torch_faults_and_all
+
+Run = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def _oracle() -> Iterator[None]:
+    with oracle():
+        yield
+
+
+class Net(nn.Module):
+    """A module out of a function of its inputs."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self.run = run
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(*args, **kwargs)
+
+
+def rows(n: int = 8) -> Tensor:
+    return torch.arange(4.0 * n).view(n, 4)
+
+
+def call(wrap: Run, run: Run, *args: Any, ids: tuple[int, ...] = (0, 1), **kwargs: Any) -> Any:
+    return wrap(Net(run).to(device(ids[0])), ids)(*args, **kwargs)
+
+
+def raising(error: Callable[[], BaseException], *replicas: int) -> Run:
+    def run(x: Tensor) -> Tensor:
+        if x.get_device() in replicas:
+            raise error()
+        return x
+
+    return run
+
+
+# ---------------------------------------------------------------- errors of a replica
+
+
+class Needy(Exception):
+    """An exception that no message alone can build."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class Named(Exception):
+    """An exception that takes its message by name."""
+
+    message = "given by name"
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(message)
+
+
+REPLICA_ERRORS: dict[str, Run] = {
+    "value error": raising(lambda: ValueError("too bad"), 0, 1),
+    "key error": raising(lambda: KeyError("missing"), 0),
+    "not in replica 0": raising(lambda: IndexError("later"), 1),
+    "several arguments": raising(lambda: UnicodeDecodeError("utf8", b"x", 0, 1, "why"), 1),
+    "no message alone": raising(lambda: Needy("code", 3), 0),
+    "by name": raising(lambda: Named("mine"), 1),
+    "assertion": raising(AssertionError, 1),
+    "stop iteration": raising(StopIteration, 0),
+    "of a tensor on another device": lambda x: x + torch.ones(4, device="lazy:0"),
+}
+
+
+@pytest.mark.parametrize("compat", [False, True])
+@pytest.mark.parametrize("name", REPLICA_ERRORS)
+def test_errors_of_a_replica_are_torchs(name: str, compat: bool) -> None:
+    mine = torch_faults_and_all if compat else ours
+    expected, found = (error_of(lambda w=w: call(w, REPLICA_ERRORS[name], rows())) for w in (theirs, mine))  # type: ignore[misc]
+    assert expected is not None
+    assert found is not None
+    assert found[0] is expected[0]
+    heads, ends = zip(*(_head_and_end(message) for _, message in (expected, found)), strict=True)
+    assert heads[0] == heads[1]
+    assert heads[0].startswith("Caught ")
+    assert ends[0] == ends[1]
+
+
+def _head_and_end(message: str) -> tuple[str, str]:
+    """Return a message's first two lines and its last one; between them are the frames."""
+    lines = message.rstrip().splitlines()
+    return "\n".join(lines[:2]), lines[-1]
+
+
+def test_a_batch_norm_with_one_row_fails_alike() -> None:
+    def run(wrap: Run) -> Any:
+        return error_of(lambda: wrap(nn.BatchNorm1d(4).to("lazy:0"), (0, 1, 2))(rows(7)))
+
+    expected, found = run(theirs), run(ours)
+    assert found[0] is expected[0] is ValueError
+    assert _head_and_end(found[1]) == _head_and_end(expected[1])
+    assert "in replica 2 on device 2" in found[1]
+    assert "Expected more than 1 value per channel when training" in found[1]
+
+
+class Holder(nn.Module):
+    """Children that a replica finds by a list or a bound method are those of replica 0."""
+
+    def __init__(self, by_list: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.kept: Any = [self.linear] if by_list else self.method
+
+    def method(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.kept[0](x) if isinstance(self.kept, list) else self.kept(x)
+
+
+@pytest.mark.parametrize("by_list", [True, False])
+def test_modules_in_lists_and_bound_methods_stay_on_the_first_device(by_list: bool) -> None:
+    for wrap in (theirs, ours):
+        found = error_of(lambda wrap=wrap: wrap(Holder(by_list).to("lazy:0"), (0, 1))(rows()))  # type: ignore[misc]
+        assert found is not None
+        assert found[0] is RuntimeError
+        assert found[1].startswith("Caught RuntimeError in replica 1 on device 1.")
+        assert "Expected all tensors to be on the same device" in found[1]
+
+
+def test_an_exit_in_a_replica_is_lost_by_torch_alone() -> None:
+    run = raising(lambda: SystemExit(3), 1)
+    assert error_of(lambda: call(theirs, run, rows())) == (KeyError, "1")
+    assert error_of(lambda: call(ours, run, rows())) == (SystemExit, "3")
+
+
+# ---------------------------------------------------------------- errors of the call
+
+
+def misplaced(wrap: Run) -> Any:
+    return wrap(nn.Linear(4, 4).to("lazy:1"), (0, 1))(rows())
+
+
+def misplaced_buffer(wrap: Run) -> Any:
+    net = nn.BatchNorm1d(4).to("lazy:0")
+    net.running_var = net.running_var.to("lazy:1")  # type: ignore[union-attr]
+    return wrap(net, (0, 1))(rows())
+
+
+def uninitialised(wrap: Run) -> Any:
+    return wrap(nn.LazyLinear(4, device="lazy:0"), (0, 1))(rows())
+
+
+SAME_ERROR: dict[str, Run] = {
+    "module elsewhere": misplaced,
+    "buffer elsewhere": misplaced_buffer,
+    "no shapes yet": uninitialised,
+    "0-dim tensor": partial(call, run=lambda x: x) and (lambda wrap: call(wrap, lambda x: x, torch.tensor(1.0))),
+    "dicts of unlike lengths": lambda wrap: call(
+        wrap, lambda x: {"a": x} if x.get_device() else {"a": x, "b": x}, rows()
+    ),
+    "shapes that do not fit": lambda wrap: call(wrap, lambda x: x[:, : x.get_device() + 1], rows()),
+    "a number": lambda wrap: call(wrap, lambda x: 1.5, rows()),
+    "an object": lambda wrap: call(wrap, lambda x: object(), rows()),
+}
+
+
+@pytest.mark.parametrize("name", SAME_ERROR)
+def test_errors_of_a_call_are_torchs(name: str) -> None:
+    expected, found = (error_of(lambda w=w: SAME_ERROR[name](w)) for w in (theirs, ours))  # type: ignore[misc]
+    assert expected is not None
+    assert found is not None
+    assert found[0] is expected[0], f"{found} where torch has {expected}"
+    if name not in ("a number", "an object"):  # torch: "'float' object is not iterable"
+        assert expected[1].split("\n")[0] in found[1]
+
+
+@pytest.mark.parametrize("name", SAME_ERROR)
+def test_errors_of_a_call_are_torchs_under_compat(name: str) -> None:
+    expected, found = (error_of(lambda w=w: SAME_ERROR[name](w)) for w in (theirs, torch_faults_and_all))  # type: ignore[misc]
+    assert expected is not None
+    assert found is not None
+    assert found[0] is expected[0], f"{found} where torch has {expected}"
+    assert expected[1].split("\n")[0] in found[1]
+
+
+def test_outputs_left_on_the_host_are_refused() -> None:
+    for wrap in (theirs, ours, torch_faults_and_all):
+        found = error_of(lambda wrap=wrap: call(wrap, lambda x: x.cpu(), rows()))  # type: ignore[misc]
+        assert found is not None
+        assert "Gather function not implemented for CPU tensors" in found[1]
+
+
+# ---------------------------------------------------------------- torch's silent faults
+
+
+@dataclass
+class Batch:
+    """A batch in an object that torch does not know."""
+
+    x: Tensor
+
+
+def unlike(x: Tensor) -> Any:
+    return x if x.get_device() == 0 else {"y": x}
+
+
+SILENT: dict[str, tuple[Run, tuple[Any, ...], dict[str, Any]]] = {
+    "rows are dropped": (lambda x, y: x.sum(1), (rows(8), rows(2)), {}),
+    "rows of nested inputs are dropped": (lambda d: d["x"], ({"x": rows(8), "y": [rows(2)]},), {}),
+    "keywords run short": (lambda x, d=None: x, (rows(2),), {"d": rows(8)}),
+    "keywords run over": (lambda x, d=None: x, (rows(8),), {"d": rows(2)}),
+    "texts become iterators": (lambda x: "text", (rows(),), {}),
+    "texts inside become iterators": (lambda x: {"a": x, "b": "text"}, (rows(),), {}),
+    "unlike structures": (lambda x: x if x.get_device() else {"a": x}, (rows(),), {}),
+    "longer dicts lose parts": (lambda x: (x, x) if x.get_device() else (x,), (rows(),), {}),
+    "other keys": (lambda x: {"a": x} if x.get_device() else {"b": x}, (rows(),), {}),
+}
+
+
+def _blurred(value: Any) -> Any:
+    """Return an output without the addresses in its texts."""
+    if isinstance(value, dict):
+        return {key: _blurred(part) for key, part in value.items()}
+    return value.split(" at ")[0] if isinstance(value, str) else value
+
+
+IDS = (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize("name", SILENT)
+def test_compat_repeats_what_torch_does(name: str) -> None:
+    run, args, kwargs = SILENT[name]
+
+    def outcome(wrap: Run) -> Any:
+        outputs: list[Any] = []
+        found = error_of(lambda: outputs.append(call(wrap, run, *args, ids=IDS, **kwargs)))
+        return found, _blurred(outputs[0]) if outputs else None
+
+    (error, expected), (mine, found) = outcome(theirs), outcome(torch_faults_and_all)
+    assert difference(expected, found) == ""
+    assert (error is None) == (mine is None)
+    if error is not None and mine is not None:
+        assert mine[0] is error[0], f"{mine} where torch has {error}"
+        assert error[1].split("\n")[0] in mine[1]
+
+
+@pytest.mark.parametrize("name", SILENT)
+def test_by_default_they_are_errors(name: str) -> None:
+    run, args, kwargs = SILENT[name]
+    found = error_of(lambda: call(ours, run, *args, ids=IDS, **kwargs))
+    assert found is not None
+    assert found[0] in (ValueError, TypeError)
+
+
+def test_dataclasses_are_cut_and_only_compat_shares_them() -> None:
+    seen: dict[str, list[int]] = {}
+    for wrap in (theirs, torch_faults_and_all, ours):
+        lengths = seen.setdefault(wrap.__name__, [])
+        call(wrap, lambda x, b, lengths=lengths: lengths.append(len(b.x)) or x, rows(), Batch(rows()), ids=(0, 1))
+    assert seen == {"theirs": [8, 8], "torch_faults_and_all": [8, 8], "ours": [4, 4]}
+
+
+def test_default_dicts_are_cut_where_torch_cannot() -> None:
+    given = defaultdict(list, x=rows())
+    for wrap in (theirs, torch_faults_and_all):
+        found = error_of(lambda wrap=wrap: call(wrap, lambda d: d["x"], given))  # type: ignore[misc]
+        assert found == (TypeError, "first argument must be callable or None")
+    assert torch.equal(call(ours, lambda d: d["x"], given).cpu(), rows())
+
+
+def test_only_compat_forgets_the_dtype_of_autocast() -> None:
+    before = torch.get_autocast_dtype("cuda")
+    torch.set_autocast_dtype("cuda", torch.bfloat16)
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        seen: dict[str, set[Any]] = {}
+        for wrap in (theirs, torch_faults_and_all, ours):
+            dtypes = seen.setdefault(wrap.__name__, set())
+
+            def run(x: Tensor, dtypes: set[Any] = dtypes) -> Tensor:
+                dtypes.add((torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")))
+                return x
+
+            call(wrap, run, rows())
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+        torch.set_autocast_dtype("cuda", before)
+    assert seen == {
+        "theirs": {(True, torch.float16)},
+        "torch_faults_and_all": {(True, torch.float16)},
+        "ours": {(True, torch.bfloat16)},
+    }
+
+
+SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[], Any], Any]] = {
+    "inference mode": (torch.inference_mode, torch.is_inference_mode_enabled, True),
+    "default device": (lambda: torch.device("meta"), lambda: torch.get_default_device().type, "meta"),
+    "cpu autocast": (lambda: torch.autocast("cpu"), lambda: torch.is_autocast_enabled("cpu"), True),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_only_compat_forgets_settings_of_the_thread(name: str) -> None:
+    enter, read, here = SETTINGS[name]
+    seen: dict[str, set[Any]] = {}
+    for wrap in (theirs, torch_faults_and_all, ours):
+        found = seen.setdefault(wrap.__name__, set())
+        wrapped = wrap(Net(lambda x, found=found: found.add(read()) or x).to("lazy:0"), (0, 1))
+        with enter():
+            wrapped(rows())
+    assert seen["ours"] == {here}
+    assert seen["torch_faults_and_all"] == seen["theirs"] != {here}
+
+
+def test_wrappers_in_wrappers_fail_in_torch_alone() -> None:
+    def nested(wrap: Run) -> nn.Module:
+        inner = wrap(nn.Linear(4, 4).to("lazy:0"), (0, 1))
+        return nn.Sequential(inner)
+
+    found = error_of(lambda: theirs(nested(theirs), (0, 1))(rows()))
+    assert found is not None
+    assert found[0] is RuntimeError
+    assert "on device" in found[1]
+    plain = observe(theirs, lambda: nn.Sequential(nn.Linear(4, 4)), [rows()], ids=(0, 1))
+    mine = observe(ours, lambda: nested(ours), [rows()], ids=(0, 1))
+    assert difference(plain["output"], mine["output"]) == ""
+
+
+def test_a_wrapper_inside_a_plain_module() -> None:
+    def outcome(wrap: Run) -> Any:
+        torch.manual_seed(0)
+        body, head = nn.Linear(4, 4).to("lazy:0"), nn.Linear(4, 2).to("lazy:0")
+        net = nn.Sequential(wrap(body, (0, 1, 2)), head)
+        output = net(rows(7))
+        output.sum().backward()
+        return [output, dict(net.state_dict()), [p.grad for p in net.parameters()]]
+
+    assert difference(outcome(theirs), outcome(ours)) == ""
+
+
+# ---------------------------------------------------------------- the verbs and the functional form
+
+
+def test_the_functional_form_with_compat() -> None:
+    net, inputs = Net(lambda x, y: x).to("lazy:0"), (rows(8), rows(2))
+    expected = nn.parallel.data_parallel(net, inputs, list(IDS))
+    devices = [device(i) for i in IDS]
+    assert difference(expected, dpbench.engine.data_parallel(net, inputs, devices, compat=True)) == ""
+    with pytest.raises(ValueError, match="cannot scatter over 4 devices"):
+        dpbench.engine.data_parallel(net, inputs, devices)
+
+
+def test_scatter_and_gather_with_compat() -> None:
+    value, devices = [(rows(8), "text"), {"k": rows(2)}], [device(i) for i in IDS]
+    expected = nn.parallel.scatter(value, list(IDS))
+    assert difference(expected, dpbench.engine.scatter(value, devices, compat=True)) == ""
+    outputs = [[piece[0][0], "text"] for piece in expected]
+    texts = [nn.parallel.gather(outputs, 0)[1], dpbench.engine.gather(outputs, devices[0], devices[:2], compat=True)[1]]
+    assert all(text.startswith("<map object") for text in texts)
+
+
+def test_gather_to_the_host() -> None:
+    def outcome(wrap: Run, output_device: Any) -> Any:
+        with pytest.warns(FutureWarning, match="-1"):
+            return wrap(nn.Identity(), (0, 1), output_device=output_device)(rows())
+
+    expected = outcome(theirs, -1)
+    assert expected.device.type == "cpu"
+    assert difference(expected, outcome(partial(dpbench.engine.DataParallel), -1)) == ""

@@ -1,0 +1,440 @@
+"""Every schedule makes the weights of `reference`, bit by bit; those that do not say so."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dpbench import DataParallel, models, registry
+from dpbench.engine.cached import Trees
+from dpbench.engine.fastest import BEST, Trials
+from dpbench.engine.train_step import TrainStep
+from dpbench.engine.update import Update
+from dpbench.schedule import RULES, RUNGS, SWITCHES, TRAIN_STEP, Schedule, climb
+
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+    "adam": lambda p: torch.optim.Adam(p, lr=1e-3),
+    "adamw_two_groups": lambda p: two_groups(list(p)),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3),
+}
+EXACT = [name for name in climb(TRAIN_STEP) if RUNGS[name].exact]
+LEGAL = [
+    schedule
+    for positions in itertools.product(
+        *(SWITCHES[switch] for switch in SWITCHES if switch not in ("graphs", "comm_dtype"))
+    )
+    if not (schedule := Schedule(**dict(zip(SWITCHES, positions, strict=False)))).missing(TRAIN_STEP)
+]
+STEPS = 5
+
+
+def two_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return AdamW that decays half of the parameters, with another learning rate."""
+    return torch.optim.AdamW(
+        [{"params": parameters[::2], "lr": 1e-3}, {"params": parameters[1::2], "weight_decay": 0.1}]
+    )
+
+
+class Odd(nn.Module):
+    """Layers whose sizes fit no vector register, a buffer that counts, a tied, a frozen and an unused weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(12, 7), nn.Linear(7, 33), nn.Linear(33, 1)
+        self.norm, self.unused = nn.BatchNorm1d(33), nn.Linear(3, 3)
+        self.frozen = nn.Linear(12, 12).requires_grad_(False)
+        self.again = self.first
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.frozen(x)
+        x = self.second(torch.tanh(self.first(x)) + torch.sin(self.again(x)))
+        out: Tensor = self.last(torch.relu(self.norm(x)))
+        return out
+
+
+def problem(name: str, rows: int, steps: int = STEPS) -> tuple[nn.Module, Any, list[tuple[Any, Any]]]:
+    """Return module, loss and batches, the same ones every time."""
+    if name != "odd":
+        model = models.load(name, "small", 0)
+        return model.module, model.loss, [model.batch(rows, seed) for seed in range(steps)]
+    torch.manual_seed(0)
+    module, generator = Odd(), torch.Generator().manual_seed(1)
+    batches = [
+        (torch.randn(rows, 12, generator=generator), torch.randn(rows, 1, generator=generator)) for _ in range(steps)
+    ]
+    return module, nn.MSELoss(), batches
+
+
+def train(
+    name: str, schedule: str | Schedule, n: int, rows: int, optimizer: str = "sgd", **options: Any
+) -> tuple[nn.Module, list[float]]:
+    """Return the module after some steps, and the losses."""
+    module, loss, batches = problem(name, rows)
+    with TrainStep(module, loss, OPTIMIZERS[optimizer], ["cpu"] * n, schedule, **options) as step:
+        losses = [float(step(inputs, target)) for inputs, target in batches]
+    return module, losses
+
+
+def differing(left: nn.Module, right: nn.Module) -> list[str]:
+    """Return the names of the weights and buffers that are not bitwise equal."""
+    theirs = right.state_dict()
+    return [name for name, tensor in left.state_dict().items() if not torch.equal(tensor, theirs[name])]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterable[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", ["odd", *registry.names("models")])
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_every_rung_makes_the_weights_of_reference(name: str, n: int) -> None:
+    optimizers = ["sgd", "adam", "adamw_two_groups"]
+    rowss = (4 * n, 2 * n + 1) if name in ("odd", "mlp", "embedding") else (2 * n + 1,)
+    if name not in ("odd", "mlp"):  # the large ones take turns, so that all three optimizers meet every rung
+        optimizers = [optimizers[(n + len(name)) % 3]]
+    for optimizer, rows in itertools.product(optimizers, rowss):
+        expected, losses = train(name, "reference", n, rows, optimizer)
+        for rung in [*EXACT[1:], "fastest"]:
+            found, ours = train(name, rung, n, rows, optimizer)
+            assert not differing(expected, found), (rung, optimizer, rows)
+            assert ours == pytest.approx(losses, rel=2 * n * 2**-23 * 4), (rung, optimizer, rows)
+
+
+@pytest.mark.parametrize("optimizer", ["adagrad", "rmsprop"])
+def test_elementwise_optimizers_may_be_joined_and_cut(optimizer: str) -> None:
+    expected, _ = train("odd", "reference", 3, 10, optimizer)
+    for rung in ("flat_optimizer", "zero1"):
+        assert not differing(expected, train("odd", rung, 3, 10, optimizer)[0]), rung
+
+
+def test_every_legal_combination_makes_the_weights_of_reference() -> None:
+    assert len(LEGAL) > 100
+    expected, _ = train("odd", "reference", 2, 5)
+    for schedule in LEGAL:
+        assert not differing(expected, train("odd", schedule, 2, 5)[0]), str(schedule)
+
+
+def test_every_rule_is_enforced_and_named() -> None:
+    for switch, position, need in RULES:
+        schedule = Schedule(**{switch: position})
+        if need == TRAIN_STEP:
+            with pytest.raises(ValueError, match=rf"{switch}={position} needs TrainStep"):
+                DataParallel(nn.Linear(2, 2), ["cpu", "cpu"], schedule=schedule)
+        else:
+            with pytest.raises(ValueError, match=rf"{switch}={position} needs {need}"):
+                TrainStep(nn.Linear(2, 2), F.mse_loss, OPTIMIZERS["sgd"], ["cpu", "cpu"], schedule)
+
+
+def test_the_rounded_rung_is_near_and_says_it_is_not_exact() -> None:
+    assert not RUNGS["bf16_comm"].exact
+    expected, _ = train("mlp", "reference", 2, 16)
+    found, _ = train("mlp", "bf16_comm", 2, 16)
+    assert differing(expected, found)
+    for name, weight in found.state_dict().items():
+        torch.testing.assert_close(weight, expected.state_dict()[name], rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("rung", [*EXACT, "bf16_comm"])
+def test_accumulation_clipping_and_scaling_change_no_bit_against_reference(rung: str) -> None:
+    for options in (
+        {"accumulate": 2},
+        {"clip_norm": 0.05},
+        {"scaler": torch.amp.GradScaler("cpu", init_scale=1024.0), "clip_norm": 0.5},
+    ):
+        mine = {k: copy.deepcopy(v) for k, v in options.items()}
+        expected, _ = train("mlp", "reference", 3, 11, "adam", **options)
+        found, _ = train("mlp", rung, 3, 11, "adam", **mine)
+        assert not differing(expected, found) or rung == "bf16_comm", options
+
+
+@pytest.mark.parametrize("rung", EXACT)
+def test_an_overflow_skips_the_step_on_every_device(rung: str) -> None:
+    module, loss, batches = problem("mlp", 8)
+    before = copy.deepcopy(module)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    with TrainStep(module, loss, OPTIMIZERS["sgd"], ["cpu", "cpu"], rung, scaler=scaler) as step:
+        step(*batches[0])
+        assert not differing(before, module)
+    assert scaler.get_scale() < 2.0**127
+
+
+@pytest.mark.parametrize("rung", EXACT)
+def test_schedulers_reach_every_devices_optimizer(rung: str) -> None:
+    def run(schedule: str) -> nn.Module:
+        module, loss, batches = problem("mlp", 9)
+        with TrainStep(module, loss, OPTIMIZERS["sgd"], ["cpu", "cpu"], schedule) as step:
+            scheduler = torch.optim.lr_scheduler.ExponentialLR(step.optimizer, 0.5)
+            for batch in batches:
+                step(*batch)
+                scheduler.step()
+        return module
+
+    assert not differing(run("reference"), run(rung))
+
+
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+@pytest.mark.parametrize(
+    ("first", "second"), [("zero1", "reference"), ("reference", "zero1"), ("flat_optimizer", "allreduce")]
+)
+def test_checkpoints_move_between_rungs(first: str, second: str, optimizer: str) -> None:
+    def halves(schedules: tuple[str, str]) -> nn.Module:
+        module, loss, batches = problem("odd", 7, 6)
+        with TrainStep(module, loss, OPTIMIZERS[optimizer], ["cpu", "cpu"], schedules[0]) as step:
+            for batch in batches[:3]:
+                step(*batch)
+            state = copy.deepcopy(step.state_dict())
+        resumed, _, _ = problem("odd", 7)
+        with TrainStep(resumed, loss, OPTIMIZERS[optimizer], ["cpu"] * 3, schedules[1]) as step:
+            step.load_state_dict(state)
+            for batch in batches[3:]:
+                step(*batch)
+        return resumed
+
+    assert not differing(halves(("reference", "reference")), halves((first, second)))
+
+
+def test_state_has_the_same_names_and_values_on_every_rung() -> None:
+    def state(rung: str) -> dict[str, Any]:
+        module, loss, batches = problem("odd", 7)
+        with TrainStep(module, loss, OPTIMIZERS["adam"], ["cpu", "cpu"], rung) as step:
+            for batch in batches:
+                step(*batch)
+            return copy.deepcopy(step.state_dict()["optimizer"])
+
+    expected = state("reference")
+    for rung in EXACT[1:]:
+        found = state(rung)
+        assert found["param_groups"] == expected["param_groups"], rung
+        assert found["state"].keys() == expected["state"].keys(), rung
+        for number, values in expected["state"].items():
+            assert values.keys() == found["state"][number].keys(), rung
+            assert all(torch.equal(value, found["state"][number][name]) for name, value in values.items()), rung
+
+
+@pytest.mark.parametrize("rung", EXACT)
+def test_what_remains_is_an_ordinary_module_and_optimizer(rung: str) -> None:
+    module, loss, batches = problem("odd", 7)
+    threads = threading.active_count()
+    with TrainStep(module, loss, OPTIMIZERS["adam"], ["cpu", "cpu"], rung) as step:
+        for batch in batches:
+            step(*batch)
+    while threading.active_count() > threads:  # told to end, they do
+        threading.Event().wait(0.001)
+    plain = copy.deepcopy(module)
+    optimizer = OPTIMIZERS["adam"](plain.parameters())
+    optimizer.load_state_dict(copy.deepcopy(step.optimizer.state_dict()))
+    for mine, theirs in zip(module.parameters(), plain.parameters(), strict=True):
+        assert mine.untyped_storage().nbytes() == mine.nbytes
+        theirs.grad = None if mine.grad is None else mine.grad.clone()
+    step.optimizer.step()
+    optimizer.step()
+    assert not differing(module, plain)
+
+
+@pytest.mark.parametrize("rung", EXACT)
+def test_changes_of_weights_modules_and_attributes_between_steps_are_seen(rung: str) -> None:
+    def run(schedule: str) -> nn.Module:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.0), nn.Linear(6, 2))
+        x, y = torch.randn(8, 6), torch.randn(8, 2)
+        with TrainStep(module, F.mse_loss, OPTIMIZERS["sgd"], ["cpu", "cpu"], schedule) as step:
+            step(x, y)
+            with torch.no_grad():
+                module[0].weight.mul_(0.5)
+            step(x, y)
+            module[1].eval()
+            step(x, y)
+            module[2] = nn.Tanh()
+            step(x, y)
+            module.load_state_dict({k: v * 0.9 if v.is_floating_point() else v for k, v in module.state_dict().items()})
+            step(x, y)
+            module[0].weight.data *= 2
+            step.sync()
+            step(x, y)
+        return module
+
+    assert not differing(run("reference"), run(rung))
+
+
+class Stateful(nn.Module):
+    """A forward that depends on an attribute it writes: torch's replicas forget it after every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(4, 4), 0
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen = self.seen + 1
+        out: Tensor = self.layer(x) * self.calls * self.seen
+        return out
+
+
+@pytest.mark.parametrize("rung", EXACT)
+def test_what_forward_writes_into_a_replica_is_forgotten_on_every_rung(rung: str) -> None:
+    torch.manual_seed(0)
+    module, x = Stateful(), torch.randn(4, 4)
+    with TrainStep(module, F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.0), ["cpu", "cpu"], rung) as step:
+        losses = {float(step(x, x)) for _ in range(4)}
+    assert len(losses) == 1
+    assert (module.calls, float(module.seen)) == (0, 0.0)
+
+
+def test_the_planted_faults_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, _ = train("odd", "reference", 3, 8)
+    with monkeypatch.context() as patch:  # sums in another order
+        original = Update.collect
+        patch.setattr(
+            Update, "collect", lambda self, i, sources, numbers=None: original(self, i, sources[::-1], numbers)
+        )
+        assert differing(expected, train("odd", "persistent", 3, 8)[0])
+    with monkeypatch.context() as patch:  # weights that are not exchanged
+        patch.setattr(Update, "spread", lambda self, i: None)
+        assert differing(expected, train("odd", "zero1", 3, 8)[0])
+    with monkeypatch.context() as patch:  # trees that do not see a change
+        patch.setattr(Trees, "_changed", lambda self: False)
+        module, x = nn.Sequential(nn.BatchNorm1d(4)), torch.randn(8, 4)
+        wrapped = DataParallel(module, ["cpu", "cpu"], schedule="cached")
+        first = wrapped(x)
+        module.eval()
+        assert torch.equal(wrapped(x), first)
+
+
+@pytest.mark.parametrize("schedule", ["pool", "cached", "flat_storage", "workers=serial", "reduce=overlap", "fastest"])
+def test_a_wrapper_trains_the_same_on_every_schedule_it_can_have(schedule: str) -> None:
+    def run(name: str) -> nn.Module:
+        module, loss, batches = problem("odd", 7)
+        wrapped, optimizer = DataParallel(module, ["cpu"] * 3, schedule=name), OPTIMIZERS["adam"](module.parameters())
+        for inputs, target in batches:
+            optimizer.zero_grad()
+            loss(wrapped(inputs), target).backward()
+            optimizer.step()
+        again = copy.deepcopy(wrapped)
+        assert torch.equal(again(batches[0][0]), wrapped(batches[0][0]))
+        return module
+
+    assert not differing(run("reference"), run(schedule))
+
+
+def test_a_pooled_wrapper_ends_its_threads_with_itself() -> None:
+    before = threading.active_count()
+    wrapped = DataParallel(nn.Linear(2, 2), ["cpu"] * 3, schedule="pool")
+    wrapped(torch.zeros(3, 2))
+    assert threading.active_count() == before + 2
+    del wrapped
+    gc.collect()
+    while threading.active_count() > before:
+        threading.Event().wait(0.001)
+
+
+@pytest.mark.parametrize("rung", ["reference", "cached", "local_loss", "zero1"])
+def test_chunk_sizes_equal_a_reference_with_those_chunks(rung: str) -> None:
+    def run(schedule: str, weights: Any) -> tuple[nn.Module, list[int]]:
+        module, loss, batches = problem("odd", 10)
+        sizes: list[int] = []
+        module.first.register_forward_hook(lambda m, args, out: sizes.append(len(args[0])))
+        with TrainStep(module, loss, OPTIMIZERS["sgd"], ["cpu"] * 3, schedule, chunk_sizes=weights) as step:
+            for batch in batches:
+                step(*batch)
+        return module, sizes
+
+    ours, sizes = run(rung, [1, 2, 2])
+    assert sorted(sizes[:6]) == [2, 2, 4, 4, 4, 4]  # the tied layer runs twice
+    assert not differing(run("workers=serial", [1, 2, 2])[0], ours)
+    assert differing(run("reference", None)[0], ours)
+    with pytest.raises(ValueError, match="one weight above 0 for each of the 3 devices"):
+        run(rung, [1, 2])
+
+
+def test_automatic_chunk_sizes_take_rows_from_a_device_that_is_slow() -> None:
+    class Slow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            threading.Event().wait(0.002 * len(x) * (3 if "_slow" in threading.current_thread().name else 1))
+            out: Tensor = self.layer(x)
+            return out
+
+    module, x = Slow(), torch.randn(12, 4)
+    with TrainStep(module, F.mse_loss, OPTIMIZERS["sgd"], ["cpu", "cpu"], "workers=serial", chunk_sizes="auto") as step:
+        assert step.chunk_sizes is None
+        for _ in range(9):
+            step(x, x)
+        first, second = step.chunk_sizes or (0, 0)
+    assert 0.5 < first / second <= 1.1  # device 0 also gathers and updates: it never gets more
+
+
+def test_losses_without_a_sum_are_refused_or_left_gathered() -> None:
+    def contrastive(output: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
+        return (output @ output.T).pow(2).sum() / len(output)
+
+    x, module = torch.randn(6, 4), nn.Linear(4, 4)
+    with pytest.raises(ValueError, match="loss=local needs a loss that can sum"):
+        TrainStep(module, lambda o, t: (o - t).square().mean(), OPTIMIZERS["sgd"], ["cpu", "cpu"], "local_loss")
+    with pytest.raises(ValueError, match="no sum over rows"):
+        TrainStep(module, contrastive, OPTIMIZERS["sgd"], ["cpu", "cpu"], "local_loss")(x, x)
+    step = TrainStep(module, lambda o, t: (o - t).square().mean(), OPTIMIZERS["sgd"], ["cpu", "cpu"])
+    assert (step.schedule.loss, step.schedule.backward) == ("gathered", "joint")
+    with pytest.raises(ValueError, match="LBFGS"):
+        TrainStep(module, F.mse_loss, torch.optim.LBFGS, ["cpu", "cpu"], "cached")
+
+
+@pytest.mark.parametrize("rung", EXACT)
+@pytest.mark.parametrize(
+    "loss",
+    [
+        F.cross_entropy,
+        nn.CrossEntropyLoss(reduction="sum"),
+        nn.CrossEntropyLoss(ignore_index=1),
+        (lambda o, t: F.cross_entropy(o, t, reduction="sum"), lambda o, t: len(t)),
+    ],
+    ids=["function", "sum", "ignore", "pair"],
+)
+def test_ragged_batches_weigh_every_row_alike(loss: Any, rung: str) -> None:
+    def run(schedule: str) -> nn.Module:
+        torch.manual_seed(0)
+        module, x, y = nn.Linear(5, 3), torch.randn(7, 5), torch.tensor([0, 1, 2, 1, 1, 0, 2])
+        with TrainStep(module, loss, OPTIMIZERS["sgd"], ["cpu"] * 3, schedule) as step:
+            for _ in range(3):
+                step(x, y)
+        return module
+
+    assert not differing(run("reference"), run(rung))
+
+
+def test_fastest_settles_within_twenty_steps() -> None:
+    module, loss, batches = problem("mlp", 8, 20)
+    with TrainStep(module, loss, OPTIMIZERS["sgd"], ["cpu", "cpu"]) as step:
+        for batch in batches:
+            step(*batch)
+        assert step.schedule.workers in ("pool", "serial")
+        assert step._trials is None
+        assert step.schedule.exact
+
+
+def test_trials_choose_the_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("dpbench.engine.fastest.time.perf_counter", lambda: now[0])
+    trials, chosen = Trials(BEST, TrainStep(nn.Linear(1, 1), F.mse_loss, OPTIMIZERS["sgd"], ["cpu"] * 2).devices), BEST
+    while not trials.settled:
+        chosen = trials.next()
+        now[0] += 1.0 if chosen.workers == "serial" else 2.0
+    assert chosen.workers == "serial"
