@@ -74,8 +74,9 @@ class Ladder:
 
     @property
     def biggest(self) -> Change | None:
-        """Return the change of the greatest ratio among those that are decidedly faster."""
-        faster = [rung.change for rung in self.rungs if rung.change and rung.change.verdict == "faster"]
+        """Return the change of the greatest ratio among those that are decidedly faster and need no tolerance."""
+        exact = [rung.change for rung in self.rungs if rung.change and schedule.RUNGS[rung.name].exact]
+        faster = [change for change in exact if change.verdict == "faster"]
         return max(faster, key=lambda change: change.ratio.value, default=None)
 
     @property

@@ -101,6 +101,7 @@ def oracle(count: int = 4) -> Iterator[None]:
         # without streams, as for an input that is on a GPU
         (sys.modules[f"{PACKAGE}._functions"], "torch", Over(torch, accelerator=accelerator(available=False))),
         (torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
+        (torch.cuda, "is_bf16_supported", lambda: True),
     ]
     with contextlib.ExitStack() as stack:
         for owner, name, stand_in in patches:

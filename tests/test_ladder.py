@@ -17,10 +17,11 @@ from dpbench.report import figures, markdown, page
 
 GAINS = {
     "reference": 1.0, "pool": 0.85, "cached": 0.6, "flat_storage": 0.6, "persistent": 0.55, "local_loss": 0.55,
-    "local_backward": 0.4, "overlap": 0.38, "allreduce": 0.45, "flat_optimizer": 0.42, "zero1": 0.4, "bf16_comm": 0.3,
+    "local_backward": 0.35, "overlap": 0.33, "allreduce": 0.45, "flat_optimizer": 0.42, "zero1": 0.4, "bf16_comm": 0.2,
     "graphs": 0.2,
 }  # fmt: skip
-"""Each rung's step over the reference's: cached gives most by ratio, allreduce costs, flat_storage gives nothing."""
+"""Each rung's step over the reference's: cached gives most by seconds and local_backward by ratio, allreduce costs,
+flat_storage gives nothing, and bf16_comm, which needs a tolerance, would give more than any."""
 SWITCH = {"workers": 1.5, "backward": 1.2, "reduce": 1.0, "update": 0.9, "optimizer": 1.1}
 """The best's step without a switch, over the best's: update costs, reduce gives nothing."""
 CASES = plan.ladder(models=["mlp"], devices=[2], batch_sizes=[64])
@@ -113,9 +114,9 @@ def test_the_best_is_the_fastest_without_tolerance_and_the_biggest_step_is_by_ra
     found = plain()
     assert found.fastest.name == "overlap"
     assert (found.whole.name, found.whole.over) == ("overlap", "reference")
-    assert found.whole.ratio.value == pytest.approx(1 / 0.38, rel=0.01)
+    assert found.whole.ratio.value == pytest.approx(1 / 0.33, rel=0.01)
     assert found.biggest is not None
-    assert (found.biggest.name, found.biggest.over) == ("cached", "pool")
+    assert (found.biggest.name, found.biggest.over) == ("local_backward", "local_loss")
 
 
 def test_where_no_rung_is_decidedly_faster_there_is_no_biggest_step() -> None:
@@ -280,9 +281,9 @@ def content() -> dict[str, Any]:
 
 def test_the_verdict_and_the_plain_table_name_the_best_rung_and_the_biggest_step() -> None:
     verdict = content()["verdict"]
-    assert "the best rung is overlap, 2.6" in verdict
-    assert "its biggest step cached: 1.4" in verdict
-    assert "over pool" in verdict
+    assert "the best rung is overlap, 3.0" in verdict
+    assert "its biggest step local_backward: 1.5" in verdict
+    assert "over local_loss" in verdict
     assert "dp[reference] gives 0.50×" in verdict
     lines = progress.table(content()["rows"], content()["ladders"]).splitlines()
     assert [line.split()[1:4] for line in lines if "best rung" in line] == [["dp[overlap]", "(best", "rung)"]]
