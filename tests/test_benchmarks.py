@@ -24,9 +24,10 @@ asv = pytest.importorskip("asv", reason="a GPU machine lends its own packages, a
 
 ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / "asv.conf.json"
-MODULES = ("imports", "steps", "verbs")
+MODULES = ("imports", "replicas", "steps", "verbs")
 BENCHMARKS = {
     "imports.track_import_seconds",
+    "replicas.track_replica_seconds",
     "steps.track_phase_seconds",
     "steps.track_step_seconds",
     "verbs.track_verb_seconds",

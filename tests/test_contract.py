@@ -696,13 +696,11 @@ def test_verbs_find_the_devices_themselves() -> None:
 
 def test_outputs_of_every_container_are_gathered_part_by_part() -> None:
     x = torch.arange(5.0)
-    outputs: Any = returning(
-        lambda x: (
-            (Pair(x, None), defaultdict(list, a=x), OrderedDict(b=x, a=x), Output(note="kept", a=x), Batch(x, 0.5))
-            if False
-            else (Pair(x, None), defaultdict(list, a=x), OrderedDict(b=x, a=x), Output(note="kept", a=x), Whole(x, [x]))
-        )
-    )(x)
+
+    def run(x: Tensor) -> Any:
+        return Pair(x, None), defaultdict(list, a=x), OrderedDict(b=x, a=x), Output(note="kept", a=x), Whole(x, [x])
+
+    outputs: Any = returning(run)(x)
     pair, with_default, ordered, noted, whole = outputs
     assert (type(pair), pair.right) == (Pair, None)
     assert with_default["missing"] == []
@@ -869,7 +867,7 @@ class DataParallelModel(nn.Module):
         return self.block3(x)
 
 
-def composed(module: nn.Module, input: Tensor, device_ids: Any, output_device: Any = None) -> Any:  # noqa: A002
+def composed(module: nn.Module, input: Tensor, device_ids: Any, output_device: Any = None) -> Any:
     """The seed's second example, a function composed of the verbs; changed is the import."""
     if not device_ids:
         return module(input)

@@ -327,6 +327,14 @@ def test_bars_fall_from_the_step_below_and_what_is_undecided_is_grey() -> None:
             assert count == expected + (1 if expected else 0), verdict
 
 
+def test_no_whisker_leaves_the_plot_however_wide_it_is() -> None:
+    found = climbed(trials(drift={0: 1.0, 1: 9.0, 2: 0.1}, noise=1.5))
+    assert any(rung.change and rung.change.gain_s.high > found.rungs[0].step.value for rung in found.rungs)
+    places = [float(x) for x in re.findall(r"[ML] ?(-?[\d.]+) -?[\d.]+", drawn(found))]
+    assert min(places) >= 0
+    assert max(places) <= 420
+
+
 def test_a_rival_far_beyond_the_rungs_is_said_and_not_drawn() -> None:
     slow = [trial(t.case, t.round, 0.1, 0.0) if t.case.strategy == "ddp" else t for t in trials()]
     rows = analyse.rows(slow)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dpbench.engine
+from dpbench.engine import TrainStep
 from tests.oracle import device, difference, observe, oracle, ours, theirs, torch_faults_and_all
 from tests.oracle_nets import NETS, Case, Net, mlp, rows
 
@@ -267,15 +268,29 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
+def batches(case: Case, ids: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+    for _ in range(5):
+        n = 3 * len(ids) - 2
+        yield case[1](n).detach(), torch.randint(5, (n,)).to("lazy:0")
+
+
 def train(wrap: Callable[..., nn.Module], case: Case, optimizer: str, ids: Sequence[int]) -> dict[str, Tensor]:
     torch.manual_seed(0)
     net = case[0]().to("lazy:0")
     stepper, wrapped = OPTIMIZERS[optimizer](net.parameters()), wrap(net, ids)
-    for _ in range(5):
-        x, y = case[1](3 * len(ids) - 2).detach(), torch.randint(5, (3 * len(ids) - 2,)).to("lazy:0")
+    for x, y in batches(case, ids):
         stepper.zero_grad()
         F.cross_entropy(wrapped(x), y).backward()
         stepper.step()
+    return dict(net.state_dict())
+
+
+def train_step(case: Case, optimizer: str, ids: Sequence[int]) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    net = case[0]().to("lazy:0")
+    with TrainStep(net, F.cross_entropy, OPTIMIZERS[optimizer], [device(i) for i in ids], "reference") as step:
+        for x, y in batches(case, ids):
+            step(x, y)
     return dict(net.state_dict())
 
 
@@ -284,7 +299,9 @@ def train(wrap: Callable[..., nn.Module], case: Case, optimizer: str, ids: Seque
 @pytest.mark.parametrize("name", TRAINED)
 def test_five_steps_give_the_same_bits(name: str, optimizer: str, ids: tuple[int, ...]) -> None:
     case = TRAINED[name]
-    assert difference(train(theirs, case, optimizer, ids), train(ours, case, optimizer, ids)) == ""
+    expected = train(theirs, case, optimizer, ids)
+    assert difference(expected, train(ours, case, optimizer, ids)) == ""
+    assert difference(expected, train_step(case, optimizer, ids)) == ""
 
 
 def test_the_comparison_sees_gradients_added_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,6 +309,23 @@ def test_the_comparison_sees_gradients_added_in_another_order(monkeypatch: pytes
     add = module._sum
     monkeypatch.setattr(module, "_sum", lambda parts, *rest: add(parts[::-1], *rest))
     assert "by " in difference(*(train(wrap, TRAINED["mlp"], "sgd", (0, 1, 2, 3)) for wrap in (theirs, ours)))
+
+
+def test_the_comparison_sees_statistics_of_another_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    replicate = dpbench.engine.DataParallel.replicate
+
+    def swapped(*args: Any) -> list[nn.Module]:
+        replicas = replicate(*args)
+        for first, second in zip(replicas[0].modules(), replicas[1].modules(), strict=True):
+            kept = {name: buffer.clone() for name, buffer in first._buffers.items() if buffer is not None}
+            first._buffers, second._buffers = kept, second._buffers
+        return replicas
+
+    make, batch = NETS["conv with batch norm"]
+    x = batch(7)
+    expected = observe(theirs, make, [x])
+    monkeypatch.setattr(dpbench.engine.DataParallel, "replicate", swapped)
+    assert difference(expected, observe(ours, make, [x])).startswith(".state.module.1.running_mean: by ")
 
 
 def test_the_oracle_leaves_no_trace() -> None:

@@ -18,6 +18,7 @@ PRIVATE = {
     r"dropout\._DropoutNd": "verify.py",
     r"torch\._C\._autograd import": "busy.py",
     r"_(?:function|dispatch)_mode_stack|_saved_tensors_|_autocast_supported|_is_any_autocast|_is_multithreading": "engine/settings.py",
+    r"_make_wrapper_subclass|_disabled_torch_function_impl|DispatchKeySet": "engine/devices/_wrapper.py",
 }
 
 
@@ -40,6 +41,9 @@ def test_private_parts_exist_in_this_torch() -> None:
     assert hasattr(ddp, "_set_ddp_runtime_logging_sample_rate"), where
     assert hasattr(ddp, "_get_ddp_logging_data"), where
     assert hasattr(torch, "_foreach_copy_"), where
+    assert hasattr(torch.Tensor, "_make_wrapper_subclass"), where
+    assert hasattr(torch._C, "_disabled_torch_function_impl"), where
+    assert hasattr(torch._C.DispatchKey, "SparseCPU"), where
     assert issubclass(nn.Dropout2d, nn.modules.dropout._DropoutNd), where
     assert hasattr(torch._C._autograd.DeviceType, "CUDA"), where
     for modes in (torch.overrides, torch.utils._python_dispatch):

@@ -27,7 +27,9 @@ def keys_of(value: Any) -> Collection[Any] | None:
 
 def parts_of(value: Any, keys: Iterable[Any]) -> list[Any]:
     """Return the parts that the keys find."""
-    if isinstance(value, tuple | list | dict):
+    if isinstance(value, tuple | list):
+        return list(value)
+    if isinstance(value, dict):
         return [value[key] for key in keys]
     return [getattr(value, key) for key in keys]
 

@@ -33,13 +33,12 @@ def _panel(ladder: Ladder, key: str) -> Panel:
     handles = list(_handles(ladder))
     figure, axes, tops = svg.lanes(names, values, [36] * len(names), keys=-(-len(handles) // 2))
     steps = {rung.name: rung.step.value * 1e3 for rung in ladder.rungs}
-    for rung, top in zip(ladder.rungs, tops, strict=True):
-        _bar(axes, rung, steps, top + 25)
+    ends = [_bar(axes, rung, steps, top + 25) for rung, top in zip(ladder.rungs, tops, strict=True)]
     drawn = _rivals(ladder)
     for _, milliseconds, look in drawn:
         # not through the text above the bars
         axes.vlines([milliseconds] * len(tops), [top + 16 for top in tops], [top + 35 for top in tops], **look)
-    most = max([rung.step.high * 1e3 for rung in ladder.rungs] + [milliseconds for _, milliseconds, _ in drawn])
+    most = max([*ends, *steps.values(), *(milliseconds for _, milliseconds, _ in drawn)])
     axes.set(xlim=(0, most * 1.04), xlabel="milliseconds of one step")
     svg.amounts(axes.xaxis)
     svg.legend(figure, handles, 2)
@@ -55,8 +54,8 @@ def _name(rung: Rung) -> str:
     return f"{rung.name}: {words.signed(-rung.change.gain_s.value * 1e3)} ms, {rungs.VERDICTS[rung.change.verdict]}"
 
 
-def _bar(axes: Axes, rung: Rung, steps: dict[str, float], y: float) -> None:
-    """Draw the whole step of the lowest rung, and of every other one the difference to what it stands on."""
+def _bar(axes: Axes, rung: Rung, steps: dict[str, float], y: float) -> float:
+    """Draw the lowest rung's whole step, of others the difference to what they stand on; return the whisker's end."""
     if rung.change is None:
         axes.barh(y, steps[rung.name], height=13, facecolor=svg.MUTED, edgecolor=svg.MUTED, alpha=0.55)
         low, high, at = rung.step.low * 1e3, rung.step.high * 1e3, steps[rung.name]
@@ -65,11 +64,13 @@ def _bar(axes: Axes, rung: Rung, steps: dict[str, float], y: float) -> None:
         colour = _colour(rung.change)
         alpha = 0.9 if rung.change.verdict in COLOURS else 0.55
         at = start - gain.value * 1e3
-        low, high = start - gain.high * 1e3, start - gain.low * 1e3
+        low, high = max(0.0, start - gain.high * 1e3), start - gain.low * 1e3  # no step ends before it begins
         axes.barh(y, at - start, left=start, height=13, facecolor=colour, edgecolor=colour, alpha=alpha)
         axes.plot([start, start], [y - 9, y + 9], color=svg.FOREGROUND, linewidth=0.9)
         axes.plot([0, min(at, start)], [y, y], color=svg.GRID, linewidth=1.0, zorder=0.5)
+    at = min(max(at, low), high)
     axes.errorbar([at], [y], xerr=([at - low], [high - at]), color=svg.FOREGROUND, capsize=3.5, linewidth=1.2)
+    return high
 
 
 def _colour(change: Change) -> str:

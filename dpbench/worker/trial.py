@@ -56,6 +56,8 @@ def run(case: Case, effort: Effort, folder: Path) -> Trial:
 def explain(error: BaseException) -> tuple[str, str]:
     """Return status and reason of an error: what, where, the numbers, and the last lines of its traceback."""
     notes = getattr(error, "__notes__", [])
+    in_replica = any(note.startswith("in replica") for note in notes)
+    error = error.__cause__ if in_replica and error.__cause__ else error  # what a replica raised, before it was retold
     text = "; ".join([f"{type(error).__name__}: {error}", *notes])
     if out_of_memory(error):
         where = notes[-1].removeprefix("in ") if notes else _device_in(str(error))

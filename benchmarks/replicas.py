@@ -1,0 +1,98 @@
+"""Host seconds of making eight replicas of a ResNet-50-shaped module: binding, noticing changes, copying, rebuilding.
+
+The tensors are on the meta device but for the copies, so that Python's own share is what shows.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from typing import Any
+
+from . import QUICK, names_of_the_commit, result, timing
+
+PARTS = ("bind", "notice changes", "rebuild", "broadcast")
+REPLICAS = 8
+WARMUP = 5
+SAMPLES = 30 if QUICK else 100
+
+
+def bottleneck(inputs: int, planes: int, stride: int) -> Any:
+    """Return a residual block's modules; how they are joined does not matter here."""
+    from torch import nn
+
+    layers = [
+        nn.Conv2d(inputs, planes, 1, bias=False), nn.BatchNorm2d(planes),
+        nn.Conv2d(planes, planes, 3, stride, 1, bias=False), nn.BatchNorm2d(planes),
+        nn.Conv2d(planes, 4 * planes, 1, bias=False), nn.BatchNorm2d(4 * planes), nn.ReLU(),
+    ]  # fmt: skip
+    if inputs != 4 * planes:
+        layers.append(nn.Sequential(nn.Conv2d(inputs, 4 * planes, 1, stride, bias=False), nn.BatchNorm2d(4 * planes)))
+    return nn.Sequential(*layers)
+
+
+def resnet50() -> Any:
+    """Return a module with ResNet-50's 161 parameters and 159 buffers, in its shapes."""
+    from torch import nn
+
+    layers, inputs = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)], 64
+    for planes, blocks, stride in ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)):
+        for block in range(blocks):
+            layers.append(bottleneck(inputs, planes, stride if block == 0 else 1))
+            inputs = 4 * planes
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Linear(2048, 1000))
+
+
+def setup(part: str) -> None:
+    with names_of_the_commit():
+        from dpbench.engine.cached import Trees  # noqa: F401
+
+
+def _call(part: str) -> Callable[[], Any]:
+    """Return one call of the part, as a training step makes it."""
+    import torch
+
+    from dpbench import engine
+    from dpbench.engine.broadcast import copies_of
+    from dpbench.engine.cached import Trees
+    from dpbench.engine.replicate import rebuild
+    from dpbench.records import no_mark
+
+    torch.set_num_threads(1)
+    with torch.device("cpu" if part == "broadcast" else "meta"):
+        module = resnet50()
+    trees = Trees(module)
+    sources = [*trees.parameters, *trees.buffers]
+    if part == "broadcast":
+        devices = engine.resolve(["cpu"] * 2)  # one copy of 102 MB: what each further replica costs
+        return torch.no_grad()(lambda: copies_of(sources, devices, no_mark))
+    copies = [[source.detach() for source in sources] for _ in range(REPLICAS)]
+    if part == "rebuild":
+        tables = [{id(s): t for s, t in zip(sources, one, strict=True)} for one in copies]
+        return lambda: [rebuild(module, table) for table in tables]
+    trees.bind(sources, copies)
+    if part == "notice changes":
+        device = engine.resolve(["cpu"])[0]
+        device.torch_device = torch.device("meta")
+        return lambda: trees.refresh(device)
+    return lambda: trees.bind(sources, copies)
+
+
+@timing(params=(PARTS,), param_names=("part",))
+def track_replica_seconds(part: str) -> dict[str, Any]:
+    call = _call(part)
+    for _ in range(WARMUP):
+        call()
+    samples = []
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(SAMPLES if part != "broadcast" else SAMPLES // 5):
+            began = time.perf_counter()
+            returned = call()
+            samples.append(time.perf_counter() - began)
+            del returned
+    finally:
+        gc.enable()
+    return result(samples)
