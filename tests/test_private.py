@@ -17,7 +17,10 @@ PRIVATE = {
     r"_foreach_copy_": "engine/devices/_many.py",
     r"dropout\._DropoutNd": "verify.py",
     r"torch\._C\._autograd import": "busy.py",
-    r"_(?:function|dispatch)_mode_stack|_saved_tensors_|_autocast_supported|_is_any_autocast|_is_multithreading": "engine/settings.py",
+    r"_(?:function|dispatch)_mode_stack|_saved_tensors_|_autocast_supported|_is_any_autocast": "engine/settings.py",
+    r"_is_multithreading": "engine/settings.py",
+    r"_set_sequence_nr": "engine/broadcast.py",
+    r"_post_accumulate_grad_hooks": "engine/persistent.py",
     r"_make_wrapper_subclass|_disabled_torch_function_impl|DispatchKeySet": "engine/devices/_wrapper.py",
 }
 
@@ -41,6 +44,9 @@ def test_private_parts_exist_in_this_torch() -> None:
     assert hasattr(ddp, "_set_ddp_runtime_logging_sample_rate"), where
     assert hasattr(ddp, "_get_ddp_logging_data"), where
     assert hasattr(torch, "_foreach_copy_"), where
+    leaf = torch.zeros(1, requires_grad=True)
+    assert hasattr(leaf.view(1).grad_fn, "_set_sequence_nr"), where
+    assert leaf._post_accumulate_grad_hooks is None, where
     assert hasattr(torch.Tensor, "_make_wrapper_subclass"), where
     assert hasattr(torch._C, "_disabled_torch_function_impl"), where
     assert hasattr(torch._C.DispatchKey, "SparseCPU"), where
