@@ -33,6 +33,15 @@ SHARED_STREAM = True  # every rank has a process, and so a stream, of its own
 TIMEOUT = timedelta(seconds=60)
 
 
+def skip(case: Case) -> str:
+    """Refuse emulated devices: they live in one process."""
+    return (
+        "ddp runs one process a rank, and emulated devices live in one process"
+        if case.device_kind == "emulated"
+        else ""
+    )
+
+
 def launch(case: Case, entry: Callable[[int], Any], folder: Path) -> list[Any]:
     """Call `entry(rank)` in one forked process per rank that has rows; return the results in rank order."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch

@@ -12,7 +12,15 @@ from dpbench.devices import Device
 from dpbench.engine.train_step import TrainStep
 from dpbench.models import Model
 from dpbench.records import HOST, Case, Mark, Phase, Profile, Task
+from dpbench.schedule import FASTEST, parse
 from dpbench.strategies import Graph, Step, optimizer_of, precision_of, single
+
+
+def skip(case: Case) -> str:
+    """Refuse flat storage on emulated devices."""
+    if case.device_kind == "emulated" and case.schedule not in ("", FASTEST) and parse(case.schedule).storage == "flat":
+        return "storage=flat needs CPU or CUDA devices: emulated parameters cannot be views of one buffer"
+    return ""
 
 
 @contextmanager

@@ -27,6 +27,10 @@ def skip(case: Case) -> str:
         return "torch.nn.DataParallel's threads do not take over autocast's dtype: bf16 would run as fp16"
     if case.device_kind == "cuda":
         return ""
+    if case.device_kind == "emulated":
+        return (
+            "torch.nn.DataParallel knows no emulated devices: it runs on them only under the patches of dpbench's tests"
+        )
     return "torch.nn.DataParallel needs an accelerator; on the CPU it passes its input through to the module"
 
 
