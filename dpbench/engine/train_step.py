@@ -76,6 +76,8 @@ class TrainStep:
             self._trials = Trials(self.schedule, self.devices)
         else:
             self.schedule = parse(schedule).check(*conditions)
+        if self.schedule.graphs == "on":
+            raise ValueError("graphs=on is not built yet: no machine with a GPU has been there to hold it; use 'zero1'")
         if self.schedule.loss == "local" and not self._loss.has_sum:
             raise ValueError(
                 "loss=local needs a loss that can sum: give it a parameter or attribute `reduction`, or give a pair "
