@@ -168,7 +168,7 @@ def parts_of(plant: str) -> tuple[dict[tuple[str, int], float], float]:
     net, x, y = Net(), torch.randn(32, 16), torch.randint(4, (32,))
     net.pause = pause if plant == "forward" else None
     x[:16, 0], x[16:, 0] = 0, 1  # the second half goes to device 1
-    step = TrainStep(net, F.cross_entropy, lambda p: torch.optim.SGD(p, lr=0.1), ["cpu", "cpu"], mark=mark)
+    step = TrainStep(net, F.cross_entropy, lambda p: torch.optim.SGD(p, lr=0.1), ["cpu", "cpu"], "reference", mark=mark)
     for _ in range(STEPS):
         with clock.step(warmup=False):
             step(x, y)

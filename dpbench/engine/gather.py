@@ -159,6 +159,7 @@ def _gather_as_torch(outputs: Sequence[Any], target: Device, devices: Sequence[D
             one.device.type == "cpu" != device.torch_device.type for one, device in zip(outputs, devices, strict=True)
         ):
             raise AssertionError("Gather function not implemented for CPU tensors")
+        _check_tensors(outputs, devices, dim, ())
         return Gather.apply(target, devices, dim, *outputs)  # type: ignore[no-untyped-call]
     if first is None:
         return None
