@@ -55,7 +55,8 @@ class Server:
                 self._stop()
                 return Trial(case=case, status=Status.FAILED, reason=str(died), round=number, started_s=time.time())
             finished = folder / "trial.json"
-            if finished.exists():
+            # a worker past its limit may still finish while it is asked for its stacks: too late
+            if status is not None and finished.exists():
                 return Trial.from_dict(json.loads(finished.read_text()))
             reason = _reason(status, pid, limit_s, folder)
             return Trial(case=case, status=status_of(status), reason=reason, round=number, started_s=time.time())
