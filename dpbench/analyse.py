@@ -162,16 +162,24 @@ def labels(trial: Trial) -> tuple[str, ...]:
 def _compared(row: Row, series: Mapping[tuple[Case, Source], stats.Rounds]) -> Row:
     """Add speed-up and efficiency against `single`, at equal global work if that was run, else per device."""
     mine = series[row.case, row.source]
-    if not mine or row.case.strategy in BASELINES or row.case.device_kind == "emulated":
-        return row  # emulated devices show host cost: a speed-up would say nothing
-    share, rest = divmod(row.case.batch_size, row.case.devices)
-    for scaling, batch in (("strong", row.case.batch_size), ("weak", 0 if rest else share)):
-        base = series.get((baseline(row.case, batch), row.source))
-        if base:
-            speedup = _scaled(stats.ratio(base, mine), row.case.batch_size / batch)
-            efficiency = None if row.case.strategy in ONE_DEVICE else _scaled(speedup, 1 / row.case.devices)
-            return replace(row, speedup=speedup, scaling=scaling, efficiency=efficiency)
-    return row
+    if not mine:
+        return row
+    base = baseline_in(row.case, {case: found for (case, source), found in series.items() if source is row.source})
+    if base is None:
+        return row
+    strong = base.batch_size == row.case.batch_size
+    speedup = _scaled(stats.ratio(series[base, row.source], mine), row.case.batch_size / base.batch_size)
+    efficiency = None if row.case.strategy in ONE_DEVICE else _scaled(speedup, 1 / row.case.devices)
+    return replace(row, speedup=speedup, scaling="strong" if strong else "weak", efficiency=efficiency)
+
+
+def baseline_in(case: Case, series: Mapping[Case, stats.Rounds]) -> Case | None:
+    """Return the measured case that `case` is compared with: of equal global work, else of equal work per device."""
+    if case.strategy in BASELINES or case.device_kind == "emulated":
+        return None  # emulated devices show host cost: a speed-up would say nothing
+    share, rest = divmod(case.batch_size, case.devices)
+    batches = [case.batch_size] if rest else [case.batch_size, share]
+    return next((base for batch in batches if series.get(base := baseline(case, batch))), None)
 
 
 def baseline(case: Case, batch: int) -> Case:
@@ -293,11 +301,14 @@ class Comparison:
 
 
 def compare(before: Sequence[Trial], after: Sequence[Trial], *, margin: float = 0.01) -> list[Comparison]:
-    """Compare the cases that both runs measured; above 1 the second is faster."""
-    lines = []
+    """Compare the cases that both runs measured; above 1 the second is faster.
+
+    The verdicts are corrected for being read together.
+    """
+    ratios = {}
     for case in dict.fromkeys(trial.case for trial in before):
         first, second = (measured([t for t in side if t.case == case]) for side in (before, after))
         if first and second:
-            ratio = stats.ratio(first, second, paired=False)
-            lines.append(Comparison(case, ratio, stats.verdict(ratio, margin=margin)))
-    return lines
+            ratios[case] = stats.ratio(first, second, paired=False)
+    found = stats.verdicts(list(ratios.values()), margin=margin)
+    return [Comparison(case, ratio, verdict) for (case, ratio), verdict in zip(ratios.items(), found, strict=True)]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from dpbench import __version__
+from dpbench.options import AUTO_BUDGET_S, Names, Numbers, Rounds, Schedules, cases_of
 
 if TYPE_CHECKING:
     from dpbench.store import Run
@@ -21,51 +22,10 @@ EXIT_WORSE, EXIT_FAILED, EXIT_UNDECIDED, EXIT_USAGE = 1, 2, 3, 64
 EXIT_CLOSED = 128 + signal.SIGPIPE
 RESUMES = "what was measured is stored, the same command goes on from there"
 REPORT = Path("reports/latest/index.html")
-QUICK_BUDGET_S = {"cpu": 60.0, "cuda": 180.0, "emulated": 60.0}
-"""What `dpbench run` without arguments spends on measuring, so that it ends within 90 s on two cores; every trial on
-a GPU has a context to open and libraries to load."""
-
 store_option = click.option(
     "--store", type=click.Path(path_type=Path), default=Path("dpbench.db"), show_default=True, help="The results file."
 )
 run_option = click.option("--run", "run_id", help="The run to take, by the beginning of its id.  [default: the newest]")
-
-
-class Names(click.ParamType[tuple[str, ...]]):
-    """A comma-separated list of names."""
-
-    name = "a,b,..."
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        """Split at commas."""
-        return value if isinstance(value, tuple) else tuple(part.strip() for part in value.split(",") if part.strip())
-
-
-class Schedules(click.ParamType[tuple[str, ...]]):
-    """A list of schedules, each a rung's name or switches."""
-
-    name = "rung,switch=position,..."
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        """Split at commas, and at `;` where two schedules of switches meet."""
-        from dpbench import plan
-
-        return value if isinstance(value, tuple) else tuple(plan.split_schedules(value))
-
-
-class Numbers(click.ParamType[tuple[int, ...]]):
-    """A comma-separated list of whole numbers."""
-
-    name = "1,2,..."
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        """Split at commas; fail on what is no number."""
-        if isinstance(value, tuple):
-            return value
-        try:
-            return tuple(int(part) for part in value.split(",") if part.strip())
-        except ValueError:
-            self.fail(f"{value!r} is no comma-separated list of whole numbers, such as 1,2,4", param, ctx)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -102,9 +62,30 @@ def cli() -> None:
 @click.option("--batch-per-device", type=Numbers(), help="Batch sizes per device (weak scaling).")
 @click.option("--size", type=click.Choice(["small", "full"]), default="small", show_default=True, help="Model size.")
 @click.option("--precision", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True)
-@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="Fresh processes per case.")
 @click.option(
-    "--budget", type=click.FloatRange(1), help="Seconds for the whole run.  [without axes: 60, or 180 on GPUs]"
+    "--rounds",
+    type=Rounds(),
+    default=3,
+    show_default=True,
+    help="Fresh processes per case; auto: as many as it takes to know each speed-up --within its interval.",
+)
+@click.option(
+    "--within",
+    type=click.FloatRange(1e-4, 1),
+    default=0.01,
+    show_default=True,
+    help="With --rounds auto: how narrow a speed-up's 95 % interval must get, as a fraction.",
+)
+@click.option(
+    "--paired",
+    is_flag=True,
+    help="Measure cases side by side in one process, their blocks of steps in turn: far steadier ratios, but no "
+    "memory of each alone. ddp keeps processes of its own.",
+)
+@click.option(
+    "--budget",
+    type=click.FloatRange(1),
+    help="Seconds for the whole run.  [without axes: 60, or 180 on GPUs; with --rounds auto: 300]",
 )
 @click.option("--limit", type=click.FloatRange(1), default=120.0, show_default=True, help="Seconds a trial may take.")
 @click.option("--retry", type=Names(), default=(), help="Final statuses to measure again on resume: failed,oom,...")
@@ -117,16 +98,19 @@ def run(store: Path, report: Path, **options: Any) -> None:
     """
     from dpbench import run as runner
     from dpbench.progress import Progress
+    from dpbench.rounds import UntilPrecise
     from dpbench.store import Store
 
-    cases, budget_s = _cases(options)
+    cases, budget_s = cases_of(options)
+    auto = options["rounds"] == "auto"
     retry = runner.statuses(options["retry"])
     with Store.create(store) as opened:
         try:
             with Progress() as progress:
                 outcome = runner.run(
-                    cases, opened, rounds=options["rounds"], budget_s=budget_s, limit_s=options["limit"],
-                    retry=retry, listen=progress.listen,
+                    cases, opened, rounds=UntilPrecise(options["within"]) if auto else options["rounds"],
+                    paired=options["paired"], budget_s=AUTO_BUDGET_S if auto and not budget_s else budget_s,
+                    limit_s=options["limit"], retry=retry, listen=progress.listen,
                 )  # fmt: skip
         except KeyboardInterrupt:
             click.echo(f"interrupted; {RESUMES}", err=True)
@@ -155,43 +139,6 @@ def _last_words(text: str) -> NoReturn:
         with suppress(OSError, ValueError):
             os.dup2(nowhere, stream.fileno())
     sys.exit(EXIT_CLOSED)
-
-
-def _cases(options: dict[str, Any]) -> tuple[list[Any], float | None]:
-    """Turn options into cases, filling in what this machine can do where nothing is said."""
-    from dpbench import plan, registry
-    from dpbench.nvml import cuda_device_count
-    from dpbench.provenance import torch_has_cuda, usable_cores
-
-    axes = ("models", "own", "strategies", "schedules", "ladder", "devices", "batch_sizes", "batch_per_device")
-    quick = not any(options[axis] for axis in axes)
-    for axis in ("strategies", "schedules"):
-        if options["ladder"] and options[axis]:
-            raise click.UsageError(f"--ladder chooses strategies and schedules itself: leave out --{axis}")
-    gpus = len(options["device_ids"]) or cuda_device_count()
-    kind = options["device_kind"] or ("cuda" if gpus and torch_has_cuda() else "cpu")
-    # more processes than that are no first look
-    available = {"cuda": gpus, "cpu": min(usable_cores(), 4), "emulated": 4}[kind]
-    placement = options["placement"] or ("colocated" if kind == "cuda" and gpus == 1 else "spread")
-    for name in options["own"]:
-        registry.check_module(name)
-    devices = options["devices"] or plan.default_devices(available, placement)
-    swept = {
-        "models": (*(options["models"] or (() if options["own"] else ("mlp", "resnet18"))), *options["own"]),
-        "devices": devices, "device_ids": options["device_ids"], "device_kind": kind, "placement": placement,
-        "batch_sizes": options["batch_sizes"] or (() if options["batch_per_device"] else (64,)),
-        "batch_per_device": options["batch_per_device"] or (), "size": options["size"],
-        "precision": options["precision"],
-    }  # fmt: skip
-    if options["ladder"]:
-        cases = plan.ladder(**swept | {"devices": options["devices"] or (max(2, *devices),)})
-    else:
-        schedules = tuple(one for given in options["schedules"] for one in given)
-        cases = plan.sweep(
-            strategies=options["strategies"] or plan.default_strategies(kind), schedules=schedules or ("reference",),
-            **swept,
-        )  # fmt: skip
-    return cases, options["budget"] or (QUICK_BUDGET_S[kind] if quick else None)
 
 
 @cli.command()
@@ -355,6 +302,8 @@ def _print_verdict(content: dict[str, Any]) -> None:
     """Print the verdict to stdout, the warnings to stderr."""
     for warning in content["warnings"]:
         click.echo(f"warning: {warning}", err=True)
+    for case, ended in content["provenance"].get("rounds", {}).items():
+        click.echo(f"{case}: {ended}", err=True)
     click.echo(f"\n{content['verdict']}")
 
 

@@ -18,6 +18,8 @@ PRECISIONS = ("fp32", "bf16")
 SIZES = ("small", "full")
 SINGLE = ("single", "single_all_cores")
 """Strategies that know one device only."""
+OWN_PROCESSES = ("ddp", "single_all_cores")
+"""Strategies that start processes, or set threads, of their own: they share a worker with no other case."""
 LIMIT = (("role", "limit"),)
 """The options of `single` on one device's share of the batch: what no schedule of several devices can be faster than.
 
@@ -101,9 +103,19 @@ def normalise(case: Case, *, weak_batches: Sequence[int] = ()) -> Case:
     return case if case.strategy == "dp" else replace(case, schedule="")
 
 
-def plan_hash(cases: Iterable[Case], rounds: int) -> str:
-    """Name a plan: the same cases and rounds have the same hash, in whatever order."""
-    text = json.dumps([rounds, sorted(case.fingerprint for case in cases)])
+def side_by_side(cases: Sequence[Case]) -> list[tuple[Case, ...]]:
+    """Group cases that one worker can measure in turn: those of one model on the same kind of devices."""
+    groups: dict[tuple[object, ...], list[Case]] = {}
+    for case in cases:
+        alone = case if case.strategy in OWN_PROCESSES else None
+        where = (case.model, case.size, case.precision, case.optimizer, case.device_kind, case.device_ids)
+        groups.setdefault((*where, alone), []).append(case)
+    return [tuple(group) for group in groups.values()]
+
+
+def plan_hash(cases: Iterable[Case], rounds: object, *how: str) -> str:
+    """Name a plan: the same cases, rounds and ways to measure have the same hash, in whatever order."""
+    text = json.dumps([rounds, sorted(case.fingerprint for case in cases), *how])
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 from dpbench import plan, provenance, registry, samplers
 from dpbench.nvml import describe
@@ -48,6 +49,41 @@ class Ended:
 Listener = Callable[[Started | Ended], None]
 
 
+class Rule(Protocol):
+    """When a run has measured enough rounds; it is told every trial that ends, those of earlier sessions first."""
+
+    @property
+    def name(self) -> int | str:
+        """Return the number of rounds if it is fixed, else what makes a plan with this rule another one."""
+
+    def add(self, trial: Trial) -> None:
+        """Take a trial into account."""
+
+    def wanted(self, cases: Sequence[Case], number: int) -> list[Case]:
+        """Return the cases to measure in round `number`; none end the run."""
+
+    def reasons(self, cases: Sequence[Case]) -> dict[str, str]:
+        """Return why cases got no more rounds, by their labels."""
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """The same number of rounds for every case."""
+
+    name: int
+
+    def add(self, trial: Trial) -> None:
+        """Need nothing."""
+
+    def wanted(self, cases: Sequence[Case], number: int) -> list[Case]:
+        """Return all cases, until the count is reached."""
+        return list(cases) if number < self.name else []
+
+    def reasons(self, cases: Sequence[Case]) -> dict[str, str]:
+        """Return nothing: the count is no news."""
+        return {}
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What a run came to: its trials by status, those of earlier sessions included."""
@@ -61,15 +97,17 @@ def run(
     cases: Sequence[Case],
     store: Store,
     *,
-    rounds: int = 3,
+    rounds: int | Rule = 3,
+    paired: bool = False,
     effort: Effort | None = None,
     budget_s: float | None = None,
     limit_s: float = 120.0,
     retry: Iterable[str] = (),
     listen: Listener = lambda event: None,
 ) -> Outcome:
-    """Measure every case `rounds` times and store each trial as it ends.
+    """Measure every case in as many `rounds` as are asked for, or as the rule wants, and store each trial as it ends.
 
+    `paired` measures the cases that can share a worker side by side in one, their blocks of steps in turn.
     `budget_s` bounds the whole run: it shortens the trials' timed parts, and what has not begun when it is spent
     is stored as skipped. `limit_s` bounds one trial. `retry` names final statuses to measure again, in the latest
     such run even if it finished. A KeyboardInterrupt leaves an unfinished run that the same call resumes.
@@ -77,16 +115,18 @@ def run(
     facts = provenance.collect(describe())
     keys = {"host": provenance.host_key(facts), "code": provenance.code_key(facts)}
     again = statuses(retry)
+    rule = Fixed(rounds) if isinstance(rounds, int) else rounds
     run_id, resumed = store.begin_run(
-        plan=plan.plan_hash(cases, rounds), rounds=rounds, provenance=facts, reopen=bool(again), **keys
-    )
-    session = _Session(store, run_id, effort or Effort(), budget_s, limit_s, listen)
+        plan=plan.plan_hash(cases, rule.name, *["paired"] * paired), rounds=rounds if isinstance(rounds, int) else 0,
+        provenance=facts, reopen=bool(again), **keys,
+    )  # fmt: skip
+    session = _Session(store, run_id, rule, effort or Effort(), budget_s, limit_s, listen)
     finished = False
     try:
-        session.measure(_slots(cases, rounds, run_id), store.done(run_id, retry=again), _ordinals(cases))
+        session.measure(cases, store.done(run_id, retry=again), paired=paired)
         finished = True
     finally:
-        store.end_run(run_id, "finished" if finished else "interrupted")
+        store.end_run(run_id, "finished" if finished else "interrupted", rounds=rule.reasons(cases))
     return Outcome(run_id, resumed, store.counts(run_id))
 
 
@@ -97,12 +137,6 @@ def statuses(names: Iterable[str]) -> tuple[str, ...]:
         if name not in FINAL:
             raise ValueError(registry.unknown("status to retry", name, sorted(FINAL)))
     return given
-
-
-def _slots(cases: Sequence[Case], rounds: int, seed: str) -> list[list[tuple[Case, int]]]:
-    """Return each round's trials in an order of its own, the same one for a resumed run."""
-    generator = random.Random(seed)
-    return [[(case, number) for case in generator.sample(cases, len(cases))] for number in range(rounds)]
 
 
 def _ordinals(cases: Sequence[Case]) -> list[int]:
@@ -119,51 +153,74 @@ class _Session:
     """One run in progress: its budget, its counts, and the one measuring process at a time."""
 
     def __init__(
-        self, store: Store, run_id: str, effort: Effort, budget_s: float | None, limit_s: float, listen: Listener
-    ) -> None:
-        self._store, self._run_id, self._effort, self._limit_s = store, run_id, effort, limit_s
+        self, store: Store, run_id: str, rule: Rule, effort: Effort, budget_s: float | None, limit_s: float,
+        listen: Listener,
+    ) -> None:  # fmt: skip
+        self._store, self._run_id, self._rule, self._effort, self._limit_s = store, run_id, rule, effort, limit_s
         self._listen = listen
         self._deadline = None if budget_s is None else time.perf_counter() + budget_s
         self._overhead_s = OVERHEAD_S
         self._done = self._total = 0
 
-    def measure(
-        self, slots: Sequence[Sequence[tuple[Case, int]]], done: set[tuple[str, int]], ordinals: Sequence[int]
-    ) -> None:
-        """Go through all rounds, leaving out the slots that are done."""
-        self._total, self._done = sum(map(len, slots)), len(done)
+    def measure(self, cases: Sequence[Case], done: set[tuple[str, int]], *, paired: bool) -> None:
+        """Go through the rounds that the rule wants, leaving out the slots that are done."""
+        fixed = self._rule.name if isinstance(self._rule.name, int) else 0
+        self._total = max(len(done), len(cases) * fixed)
+        self._done = len(done)
         self._listen(Started(self._run_id, self._total, self._done))
+        for trial in self._store.trials(self._run_id) if done and not fixed else ():
+            self._rule.add(trial)
         scratch = Path(tempfile.mkdtemp(prefix="dpbench-"))
         try:
-            with samplers.sampling(ordinals, scratch / "samples.jsonl") as series:
-                for row in slots:
-                    pending = [(case, number) for case, number in row if (case.fingerprint, number) not in done]
-                    if pending:
-                        with Server(scratch) as server:
-                            for case, number in pending:
-                                self._one(server, case, number, series)
+            with samplers.sampling(_ordinals(cases), scratch / "samples.jsonl") as watched:
+                number = 0
+                while wanted := self._rule.wanted(cases, number):
+                    if number and not fixed and self._spent():
+                        break  # what nobody asked for is not skipped
+                    pending = [case for case in wanted if (case.fingerprint, number) not in done]
+                    self._total = max(self._total, self._done + len(pending))
+                    self._round(pending, number, scratch, watched, paired=paired)
+                    number += 1
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 
-    def _one(self, server: Server, case: Case, number: int, series: samplers.Series) -> None:
-        """Measure and store one trial."""
-        self._listen(Started(self._run_id, self._total, self._done, case, number))
-        trial_id = self._store.begin_trial(self._run_id, case, number)
+    def _round(
+        self, cases: Sequence[Case], number: int, scratch: Path, watched: samplers.Series, *, paired: bool
+    ) -> None:
+        """Measure cases once under a new server, in an order of this round's own, the same one for a resumed run."""
+        generator = random.Random(f"{self._run_id} {number}")
+        shuffled = generator.sample(sorted(cases, key=lambda case: case.fingerprint), len(cases))
+        groups = plan.side_by_side(shuffled) if paired else [(case,) for case in shuffled]
+        if groups:
+            with Server(scratch) as server:
+                for group in groups:
+                    self._group(server, group, number, watched)
+
+    def _group(self, server: Server, group: Sequence[Case], number: int, watched: samplers.Series) -> None:
+        """Measure and store the trials of one worker."""
+        self._listen(Started(self._run_id, self._total, self._done, group[0], number))
+        ids = [self._store.begin_trial(self._run_id, case, number) for case in group]
         began = time.perf_counter()
         effort = self._affordable()
         if effort is None:
             reason = "the run's budget was spent before this trial; give a larger --budget"
-            trial = Trial(case=case, status=Status.SKIPPED, reason=reason, round=number)
+            trials = [Trial(case=case, status=Status.SKIPPED, reason=reason, round=number) for case in group]
         else:
-            trial = server.run(case, effort, number, self._limit_s)
+            trials = server.run_together(group, effort, number, self._limit_s)
         ended = time.perf_counter()
-        trial = replace(trial, samples=trial.samples + _watched(series, began, ended, trial))
-        self._store.end_trial(trial_id, trial)
-        if trial.status is Status.OK:
-            timed = sum(step.seconds for step in trial.steps)
-            self._overhead_s += 0.3 * (ended - began - timed - self._overhead_s)
-        self._done += 1
-        self._listen(Ended(trial, self._done, self._total, ended - began))
+        for trial_id, trial in zip(ids, trials, strict=True):
+            seen = replace(trial, samples=trial.samples + _watched(watched, began, ended, trial))
+            self._store.end_trial(trial_id, seen)
+            self._rule.add(seen)
+            self._done += 1
+            self._listen(Ended(seen, self._done, self._total, (ended - began) / len(group)))
+        if all(trial.status is Status.OK for trial in trials):
+            timed = sum(step.seconds for trial in trials for step in trial.steps)
+            self._overhead_s += 0.3 * ((ended - began - timed) / len(group) - self._overhead_s)
+
+    def _spent(self) -> bool:
+        """Tell whether the budget is spent."""
+        return self._deadline is not None and time.perf_counter() >= self._deadline
 
     def _affordable(self) -> Effort | None:
         """Share what is left of the budget among the trials that are left; None when nothing is."""

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -43,30 +44,41 @@ class Server:
         self._stop()
 
     def run(self, case: Case, effort: Effort, number: int, limit_s: float) -> Trial:
-        """Run one trial in a fresh worker; whatever becomes of it, return a trial.
+        """Run one trial in a fresh worker; whatever becomes of it, return a trial."""
+        return self.run_together([case], effort, number, limit_s)[0]
 
-        After `limit_s` seconds the worker's Python stacks are stored and its process group is killed.
+    def run_together(self, cases: Sequence[Case], effort: Effort, number: int, limit_s: float) -> list[Trial]:
+        """Run cases side by side in one fresh worker; whatever becomes of it, return a trial for each.
+
+        After `limit_s` seconds for each the worker's Python stacks are stored and its process group is killed.
         """
+        limit_s *= len(cases)
+
+        def lost(status: Status, reason: str) -> list[Trial]:
+            now = time.time()
+            return [Trial(case=case, status=status, reason=reason, round=number, started_s=now) for case in cases]
+
         with tempfile.TemporaryDirectory(prefix="trial-", dir=self._scratch, ignore_cleanup_errors=True) as name:
             folder = Path(name)
             try:
-                status, pid = self._attempt(case, effort, number, limit_s, folder)
+                status, pid = self._attempt(cases, effort, number, limit_s, folder)
             except _ServerDied as died:
                 self._stop()
-                return Trial(case=case, status=Status.FAILED, reason=str(died), round=number, started_s=time.time())
-            finished = folder / "trial.json"
+                return lost(Status.FAILED, str(died))
+            finished = folder / "trials.json"
             # a worker past its limit may still finish while it is asked for its stacks: too late
             if status is not None and finished.exists():
-                return Trial.from_dict(json.loads(finished.read_text()))
-            reason = _reason(status, pid, limit_s, folder)
-            return Trial(case=case, status=status_of(status), reason=reason, round=number, started_s=time.time())
+                return [Trial.from_dict(one) for one in json.loads(finished.read_text())]
+            return lost(status_of(status), _reason(status, pid, limit_s, folder))
 
-    def _attempt(self, case: Case, effort: Effort, number: int, limit_s: float, folder: Path) -> tuple[int | None, int]:
+    def _attempt(
+        self, cases: Sequence[Case], effort: Effort, number: int, limit_s: float, folder: Path
+    ) -> tuple[int | None, int]:
         """Return the worker's exit status (None: it ran past its limit) and its pid."""
         process = self._started()
         request = {
-            "case": case.to_dict(), "effort": asdict(effort), "folder": str(folder), "round": number,
-            "requested_s": time.perf_counter(),
+            "cases": [case.to_dict() for case in cases], "effort": asdict(effort), "folder": str(folder),
+            "round": number, "requested_s": time.perf_counter(),
         }  # fmt: skip
         assert process.stdin is not None
         try:

@@ -1,136 +1,182 @@
-"""Statistics: medians with bootstrap intervals over rounds and steps, and the rule that ends a series.
+"""Statistics: medians and ratios with hierarchical bootstrap intervals, and what they decide.
 
-Rounds are fresh processes, and differ from each other more than the steps within one do; so intervals resample
-rounds first, then the steps inside each (a hierarchical bootstrap). With fewer than three rounds an interval says
-little, and `Estimate.n` says how many there were.
+Rounds are fresh processes, and differ from each other more than the steps within one do; so resampling takes rounds
+first, then the steps inside each. A few rounds resampled vary less than a few rounds measured: the bootstrap's spread
+is widened by sqrt(n / (n - 1)), and the interval taken from Student's t with n - 1 degrees of freedom (Hesterberg,
+"What Teachers Should Know About the Bootstrap", 2015, section 5.3). With one round there is nothing to tell what
+another would give: the interval is that of the steps alone, and no verdict follows.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import stdtr, stdtrit
 
 from dpbench.records import Estimate
 
 Rounds = Mapping[int, Sequence[float]]
 """The measured step seconds of one case, by round."""
+Array = NDArray[np.float64]
 
 RESAMPLES = 2000
+CELLS = 4_000_000
+"""Numbers that one set of resamples may hold; many rounds need fewer resamples."""
 CONFIDENCE = 0.95
+ALPHA = 0.01
+"""How often "faster" or "slower" may be said of two equals."""
+MARGIN = 0.01
+"""What counts as the same."""
 
 
 def median(rounds: Rounds, *, seed: int = 0) -> Estimate:
     """Return the median over rounds of each round's median, with its interval."""
-    keys = sorted(rounds)
-    draws = _draws(rounds, keys, np.random.default_rng(seed))
-    value = float(np.median([np.median(rounds[key]) for key in keys]))
-    return _estimate(value, np.median(draws, axis=1), len(keys))
+    # the middle of the seconds, not of their logarithms, which differ where the count of rounds is even
+    each, draws = _medians(rounds, np.random.default_rng(seed), scale=np.asarray)
+    middle = float(np.median(each))
+    found = _exponential(math.log(middle), np.log(np.median(draws, axis=1)), len(rounds))
+    return replace(found, value=middle)
 
 
 def ratio(numerator: Rounds, denominator: Rounds, *, paired: bool = True, seed: int = 0) -> Estimate:
-    """Return median(numerator) / median(denominator) with its interval.
+    """Return how many times as long a step of `numerator` takes, with its interval.
 
-    Rounds of one run that both have are resampled together, so that a drift between rounds cancels; rounds of
-    different runs are not `paired`, and each side is resampled alone.
+    Rounds of one run that both have are `paired`: the estimate is the Hodges-Lehmann centre of the rounds' own
+    ratios, so that what both sides of a round share cancels, and a round gone wrong does not carry it. Rounds of
+    different runs are not: then it is the centre of the ratios of any two.
     """
-    (top, above), (bottom, below), n = _resampled(numerator, denominator, paired, seed)
-    return _estimate(top / bottom, above / below, n)
+    generator = np.random.default_rng(seed)
+    common = sorted(set(numerator) & set(denominator)) if paired else []
+    if common:
+        sides = [{key: side[key] for key in common} for side in (numerator, denominator)]
+        chosen = _choose(len(common), generator)
+        (top, tops), (bottom, bottoms) = (_medians(side, generator, chosen) for side in sides)
+        return _exponential(float(_centre(top - bottom)), _centre(tops - bottoms), len(common))
+    (top, tops), (bottom, bottoms) = (_medians(side, generator) for side in (numerator, denominator))
+    count = min(len(tops), len(bottoms))
+    # each side's centre, because all pairs of all resamples would be too many
+    draws = _widen(_centre(tops[:count]), len(top)) - _widen(_centre(bottoms[:count]), len(bottom))
+    value = float(np.median(top[:, None] - bottom[None, :]))
+    return _exponential(value, draws, min(len(top), len(bottom)), widened=True)
 
 
 def difference(first: Rounds, second: Rounds, *, seed: int = 0) -> Estimate:
-    """Return median(first) - median(second) with its interval, resampled as in `ratio`."""
-    (one, ones), (other, others), n = _resampled(first, second, True, seed)
-    return _estimate(one - other, ones - others, n)
-
-
-_Side = tuple[float, NDArray[np.float64]]
-"""A median, and its resamples."""
-
-
-def _resampled(first: Rounds, second: Rounds, paired: bool, seed: int) -> tuple[_Side, _Side, int]:
-    """Return both sides' medians with their resamples, and the rounds behind them."""
+    """Return median(first) - median(second) with its interval, by the rounds that both have."""
     generator = np.random.default_rng(seed)
-    common = sorted(set(first) & set(second)) if paired else []
+    common = sorted(set(first) & set(second))
     if common:
         first, second = ({key: side[key] for key in common} for side in (first, second))
-    chosen = generator.integers(len(common), size=(RESAMPLES, len(common))) if common else None
-    draws = [_draws(side, sorted(side), generator, chosen) for side in (first, second)]
-    values = [float(np.median([np.median(side[key]) for key in side])) for side in (first, second)]
-    one, other = ((value, np.median(drawn, axis=1)) for value, drawn in zip(values, draws, strict=True))
-    return one, other, min(len(first), len(second))
+    chosen = _choose(len(common), generator) if common else None
+    (one, ones), (other, others) = (_medians(side, generator, chosen, np.asarray) for side in (first, second))
+    value, n = float(np.median(one) - np.median(other)), min(len(one), len(other))
+    count = min(len(ones), len(others))
+    draws = np.median(ones[:count], axis=1) - np.median(others[:count], axis=1)
+    low, high = _interval(value, draws, n)
+    return Estimate(value, low, high, n)
 
 
-def _draws(
-    rounds: Rounds, keys: Sequence[int], generator: np.random.Generator, chosen: NDArray[np.int64] | None = None
-) -> NDArray[np.float64]:
-    """Return an array (resamples, rounds) of medians of resampled steps in resampled rounds."""
-    if chosen is None:
-        chosen = generator.integers(len(keys), size=(RESAMPLES, len(keys)))
+def _choose(rounds: int, generator: np.random.Generator) -> NDArray[np.int64]:
+    """Return resamples of `rounds` rounds: an array (resamples, rounds)."""
+    pairs = rounds * (rounds + 1) // 2
+    return generator.integers(rounds, size=(max(200, min(RESAMPLES, CELLS // pairs)), rounds))
+
+
+def _medians(
+    rounds: Rounds,
+    generator: np.random.Generator,
+    chosen: NDArray[np.int64] | None = None,
+    scale: Callable[[Array], Array] = np.log,
+) -> tuple[Array, Array]:
+    """Return each round's median step on a scale, and (resamples, rounds) of them of resampled steps."""
+    keys = sorted(rounds)
+    chosen = _choose(len(keys), generator) if chosen is None else chosen
     pools = [np.asarray(rounds[key], dtype=float) for key in keys]
-    medians = np.empty(chosen.shape)
+    draws = np.empty(chosen.shape)
     for number, pool in enumerate(pools):
         here = chosen == number
         picks = generator.integers(len(pool), size=(int(here.sum()), len(pool)))
-        medians[here] = np.median(pool[picks], axis=1)
-    return medians
+        draws[here] = np.median(pool[picks], axis=1)
+    return scale(np.array([np.median(pool) for pool in pools])), scale(draws)
 
 
-def _estimate(value: float, draws: NDArray[np.float64], n: int) -> Estimate:
-    """Return the percentile interval around a value."""
-    tail = 100 * (1 - CONFIDENCE) / 2
-    low, high = np.percentile(draws, [tail, 100 - tail])
-    return Estimate(value, float(min(low, value)), float(max(high, value)), n)
+def _centre(values: Array) -> Array:
+    """Return the Hodges-Lehmann estimate along the last axis: the median of the means of all pairs."""
+    first, second = np.triu_indices(values.shape[-1])
+    return np.asarray(np.median((values[..., first] + values[..., second]) / 2, axis=-1))
 
 
-def verdict(estimate: Estimate, *, margin: float = 0.01) -> str:
-    """Say what a ratio's interval decides: faster (above 1), slower, same (within the margin) or undecided."""
-    if 1 - margin <= estimate.low and estimate.high <= 1 + margin:
+def _widen(draws: Array, n: int) -> Array:
+    """Spread resamples as far as measurements of so few rounds would be."""
+    return draws * math.sqrt(n / (n - 1)) if n > 1 else draws
+
+
+def _exponential(value: float, draws: Array, n: int, *, widened: bool = False) -> Estimate:
+    """Return the estimate whose logarithm was resampled."""
+    low, high = _interval(value, draws, n, widened=widened)
+    return Estimate(math.exp(value), math.exp(low), math.exp(high), n)
+
+
+def _interval(value: float, draws: Array, n: int, *, widened: bool = False) -> tuple[float, float]:
+    """Return the 95 % interval around a value: Student's t over rounds, percentiles within a single one."""
+    tail = (1 - CONFIDENCE) / 2
+    if n < 2:
+        low, high = np.percentile(draws, [100 * tail, 100 * (1 - tail)])
+        return float(min(low, value)), float(max(high, value))
+    spread = float((draws if widened else _widen(draws, n)).std())
+    half = float(stdtrit(n - 1, 1 - tail)) * spread
+    return value - half, value + half
+
+
+def p_value(estimate: Estimate) -> float:
+    """Return how likely so great a ratio is between equals; 1 for a single round, which cannot tell."""
+    if estimate.n < 2:
+        return 1.0
+    spread = math.log(estimate.high / estimate.low) / 2 / stdtrit(estimate.n - 1, (1 + CONFIDENCE) / 2)
+    away = abs(math.log(estimate.value))
+    if spread < 1e-12:
+        return 1.0 if away < 1e-12 else 0.0
+    return float(2 * stdtr(estimate.n - 1, -away / spread))
+
+
+def verdict(estimate: Estimate, *, margin: float = MARGIN, alpha: float = ALPHA) -> str:
+    """Say what a ratio decides: faster (above 1), slower, same (95 % interval within the margin) or undecided."""
+    if 1 - margin <= estimate.low and estimate.high <= 1 + margin and estimate.n > 1:
         return "same"
-    if estimate.low > 1:
-        return "faster"
-    if estimate.high < 1:
-        return "slower"
+    if p_value(estimate) <= alpha:
+        return "faster" if estimate.value > 1 else "slower"
     return "undecided"
 
 
-@dataclass
-class Stopping:
-    """Decide from a worker's own series when it has measured enough; `reason` says why it ended."""
+def verdicts(estimates: Sequence[Estimate], *, margin: float = MARGIN, alpha: float = ALPHA) -> list[str]:
+    """Return the verdicts of ratios that are read together: "faster" or "slower" of any equal one in `alpha` of cases.
 
-    budget_s: float
-    min_steps: int = 10
-    max_steps: int = 1000
-    precision: float = 0.005
-    reason: str = ""
-    _series: list[float] = field(default_factory=list)
-
-    def add(self, seconds: float) -> None:
-        """Take one step into account."""
-        self._series.append(seconds)
-
-    def finished(self) -> bool:
-        """Tell whether the series is precise enough, or time or steps have run out."""
-        if len(self._series) >= self.min_steps:
-            if half_width(self._series) <= self.precision:
-                self.reason = f"precise: the median is known to {self.precision:.1%}"
-            elif sum(self._series) >= self.budget_s:
-                self.reason = f"budget: {self.budget_s:.3g} s of steps"
-        if not self.reason and len(self._series) >= self.max_steps:
-            self.reason = f"steps: {self.max_steps}"
-        return bool(self.reason)
-
-
-def half_width(series: Sequence[float]) -> float:
-    """Return half the 95 % interval of the median, by order statistics, as a fraction of the median.
-
-    Below six values there is no such interval: even the whole range covers the median less often.
+    Holm's correction: the k-th smallest of m p-values must be below alpha / (m - k), and all smaller ones too.
     """
-    ordered, n = sorted(series), len(series)
-    if n < 6:
-        return math.inf
-    low = math.floor(n / 2 - 0.98 * math.sqrt(n))
-    return (ordered[n - 1 - low] - ordered[low]) / 2 / ordered[n // 2]
+    order = sorted(range(len(estimates)), key=lambda i: p_value(estimates[i]))
+    found = [""] * len(estimates)
+    lost = False
+    for place, i in enumerate(order):
+        strict = alpha / (len(order) - place)
+        found[i] = verdict(estimates[i], margin=margin, alpha=0.0 if lost else strict)
+        lost = lost or p_value(estimates[i]) > strict
+    return found
+
+
+def rounds_to_decide(estimate: Estimate, *, margin: float = MARGIN, alpha: float = ALPHA, most: int = 10_000) -> int:
+    """Return how many rounds would decide a ratio like this one, if it stays where it is; `most` if not even those.
+
+    The interval shrinks with the square root of the rounds, until it leaves 1 or fits into the margin.
+    """
+    if estimate.n < 2:
+        return most
+    spread = math.log(estimate.high / estimate.low) / 2 / stdtrit(estimate.n - 1, (1 + CONFIDENCE) / 2)
+    away, one = abs(math.log(estimate.value)), spread * math.sqrt(estimate.n)
+    n = np.unique(np.geomspace(estimate.n, most, 400).astype(int))
+    apart = stdtrit(n - 1, 1 - alpha / 2) * one / np.sqrt(n) <= away
+    within = stdtrit(n - 1, (1 + CONFIDENCE) / 2) * one / np.sqrt(n) <= math.log(1 + margin) - away
+    decided = n[apart | within]
+    return int(decided[0]) if len(decided) else most

@@ -22,6 +22,7 @@ FLOORS = (
         "clock",
         "busy",
         "stats",
+        "steady",
         "store",
         "plan",
         "provenance",
@@ -30,8 +31,8 @@ FLOORS = (
         "listing",
     },
     {"strategies", "verify", "analyse", "ladder", "export"},
-    {"worker", "predict", "probe", "diagnose"},
-    {"run", "report", "progress"},
+    {"worker", "predict", "probe", "diagnose", "rounds"},
+    {"run", "report", "progress", "options"},
     {"cli"},
 )
 FLOOR = {unit: number for number, units in enumerate(FLOORS) for unit in units}

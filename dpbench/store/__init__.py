@@ -97,11 +97,15 @@ class Store:
             )
             return run_id, False
 
-    def end_run(self, run_id: str, status: str = FINISHED) -> None:
-        """Close a run; one that is not `finished` can be resumed."""
+    def end_run(self, run_id: str, status: str = FINISHED, **facts: Any) -> None:
+        """Close a run, adding facts to its provenance; one that is not `finished` can be resumed."""
         with file.transaction(self._db):
             self._kill_running(run_id)
-            self._db.execute("UPDATE run SET status=?, ended=? WHERE id=?", (status, time.time(), run_id))
+            (known,) = self._db.execute("SELECT provenance FROM run WHERE id=?", (run_id,)).fetchone()
+            provenance = json.dumps(json.loads(known) | facts)
+            self._db.execute(
+                "UPDATE run SET status=?, ended=?, provenance=? WHERE id=?", (status, time.time(), provenance, run_id)
+            )
 
     def _kill_running(self, run_id: str) -> None:
         self._db.execute(

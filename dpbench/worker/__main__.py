@@ -1,8 +1,8 @@
 """The server: it has imported torch, has run no tensor operation, and forks one fresh worker per request.
 
-Requests are JSON lines on stdin: {"case", "effort", "folder", "round", "requested_s"}. For each, the server
-answers on stdout with {"pid": n} and, when that worker has ended, {"exit": status}. The worker leaves its trial
-in folder/trial.json, what it printed in folder/log and, on SIGUSR1, its Python stacks in folder/stacks.
+Requests are JSON lines on stdin: {"cases", "effort", "folder", "round", "requested_s"}. For each, the server
+answers on stdout with {"pid": n} and, when that worker has ended, {"exit": status}. The worker leaves its trials
+in folder/trials.json, what it printed in folder/log and, on SIGUSR1, its Python stacks in folder/stacks.
 
 No tensor operation, because one multi-threaded operation here would hang the children.
 """
@@ -29,7 +29,7 @@ import torch.distributed.launcher.api
 import torch.optim
 
 from dpbench import lifeline, registry
-from dpbench.records import Case, Effort, Trial
+from dpbench.records import Case, Effort
 from dpbench.worker import trial as trials
 
 
@@ -77,13 +77,16 @@ def _work(request: dict[str, Any], server: int) -> None:
             faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
             faulthandler.enable(file=sys.__stderr__ or stacks)
             started_s = time.time()
-            case = Case.from_dict(request["case"])
-            done: Trial = trials.run(case, Effort(**request["effort"]), folder)
-        setup = {"start_s": born_s - request["requested_s"], **done.setup}
-        done = replace(done, round=request["round"], started_s=started_s, setup=setup)
-        partial = folder / "trial.json.part"
-        partial.write_text(json.dumps(done.to_dict()))
-        partial.rename(folder / "trial.json")
+            cases = [Case.from_dict(case) for case in request["cases"]]
+            done = trials.run_together(cases, Effort(**request["effort"]), folder)
+        start_s = born_s - request["requested_s"]
+        done = [
+            replace(one, round=request["round"], started_s=started_s, setup={"start_s": start_s, **one.setup})
+            for one in done
+        ]
+        partial = folder / "trials.json.part"
+        partial.write_text(json.dumps([one.to_dict() for one in done]))
+        partial.rename(folder / "trials.json")
         os._exit(0)
     except BaseException:
         import traceback

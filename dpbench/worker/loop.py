@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import resource
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,7 +19,7 @@ from dpbench import busy, clock, models, verify
 from dpbench.devices import Device
 from dpbench.engine.devices import open_devices
 from dpbench.records import HOST, Case, Effort, Memory, Sample, Status, Trial, Verified
-from dpbench.stats import Stopping
+from dpbench.steady import Stopping
 from dpbench.strategies import precision_of
 
 BATCHES = 4
@@ -35,6 +36,27 @@ class Unverified(RuntimeError):
 
 def measure(case: Case, effort: Effort, strategy: ModuleType, rank: int | None = None) -> Trial:
     """Verify and time one case in this process; as a rank, its own share of it."""
+    with _ready(case, effort, strategy, rank) as bench:
+        _run([bench])
+        return bench.trial(memory=_memory(bench.devices))
+
+
+def measure_together(cases: Sequence[Case], effort: Effort, load: Callable[[str], ModuleType]) -> list[Trial]:
+    """Verify and time several cases in this process, their blocks in turn.
+
+    What this process is (its memory layout, its place on the machine) and what goes on beside it, all share, so that
+    their ratios are far steadier than those of separate processes. Their memory is not told apart. The first error of
+    any case ends all.
+    """
+    with ExitStack() as stack:
+        benches = [stack.enter_context(_ready(case, effort, load(case.strategy))) for case in cases]
+        _run(benches)
+        return [bench.trial() for bench in benches]
+
+
+@contextmanager
+def _ready(case: Case, effort: Effort, strategy: ModuleType, rank: int | None = None) -> Iterator[_Bench]:
+    """Yield a case that is verified and built."""
     threads = getattr(strategy, "threads", lambda case: 1)
     torch.set_num_threads(threads(case))
     devices = _devices(case, strategy, rank)
@@ -44,7 +66,7 @@ def measure(case: Case, effort: Effort, strategy: ModuleType, rank: int | None =
         nonlocal at
         setup[stage], at = time.perf_counter() - at, time.perf_counter()
 
-    verdict = _verify(case, strategy, devices, rank)
+    verified = _verify(case, strategy, devices, rank)
     lap("verify_s")
     _forget(devices)
     model = models.load(case.model, case.size, case.seed)
@@ -52,15 +74,84 @@ def measure(case: Case, effort: Effort, strategy: ModuleType, rank: int | None =
     lap("build_s")
     listener = clock.choose(devices)
     with strategy.start(case, model, devices, listener.mark) as step:
-        reason = _run(step, batches, effort, listener)
-        lap("steps_s")
-        memory = _memory(devices)
-        samples = [*listener.samples(), *_profiled(step, batches[0], devices, listener)]
-    return Trial(
-        case=case, status=Status.OK, reason=reason, verified=verdict, steps=listener.steps(),
-        spans=listener.spans(), samples=tuple(samples), memory=memory, setup=setup,
-        provenance=_torch_facts(case, devices[0]),
-    )  # fmt: skip
+        yield _Bench(case, effort, devices, step, batches, listener, verified, setup)
+
+
+class _Bench:
+    """One case on its bench: its step, the clock that listens, and the rule that ends its series."""
+
+    def __init__(
+        self, case: Case, effort: Effort, devices: Sequence[Device], step: Callable[[Any, Any], Any],
+        batches: Sequence[tuple[Any, Any]], listener: clock.Clock, verified: Verified, setup: dict[str, float],
+    ) -> None:  # fmt: skip
+        self.case, self.devices = case, devices
+        self._step, self._batches, self._listener = step, batches, listener
+        self._observe = getattr(step, "observe", list)
+        self._verified, self._setup = verified, setup
+        self._effort, self._block_steps = effort, effort.block_steps
+        self._stopping = Stopping(effort.budget_s, effort.min_steps, effort.max_steps, least_warmup=effort.warmup_steps)
+
+    def first(self) -> None:
+        """Take the first step; a case that is too slow for blocks gets single steps, and one of warm-up."""
+        first_s = self._block(1)
+        if _agreed(first_s * self._effort.block_steps > SLOW * self._effort.budget_s):
+            self._block_steps, self._stopping.least_warmup = 1, 1
+            self._stopping.min_steps = min(self._effort.min_steps, SLOW_STEPS)
+
+    def block(self) -> None:
+        """Take one block of steps, a shorter one if the most is near."""
+        left = self._effort.max_steps + self._stopping.least_warmup - len(self._listener.steps())
+        self._block(max(1, min(self._block_steps, left)))
+
+    @property
+    def finished(self) -> bool:
+        """Tell whether the series, or that of another rank, is long enough."""
+        return _agreed(self._stopping.finished())
+
+    def _block(self, steps: int) -> float:
+        """Take back-to-back steps; return the seconds of the last."""
+        at = time.perf_counter()
+        with self._listener.block():
+            for i in range(steps):
+                inputs, target = self._batches[i % len(self._batches)]
+                with self._listener.step(warmup=False):
+                    self._step(inputs, target)
+                for span in self._observe():
+                    self._listener.add(*span)
+        # the clock's seconds, not the calls': on CUDA a call returns before its work is done
+        for one in self._listener.steps()[-steps:]:
+            self._stopping.add(one.seconds)
+        self._setup["steps_s"] = self._setup.get("steps_s", 0.0) + time.perf_counter() - at
+        return self._listener.steps()[-1].seconds
+
+    def trial(self, memory: tuple[Memory, ...] = ()) -> Trial:
+        """Return all that was seen; the steps before the series was steady are flagged."""
+        warm = self._stopping.warmup
+        steps = tuple(replace(step, warmup=i < warm) for i, step in enumerate(self._listener.steps()))
+        samples = [*self._listener.samples(), *_profiled(self._step, self._batches[0], self.devices, self._listener)]
+        return Trial(
+            case=self.case, status=Status.OK, reason=self._stopping.reason or "agreed: another had measured enough",
+            verified=self._verified, steps=steps, spans=self._listener.spans(), samples=tuple(samples), memory=memory,
+            setup=self._setup, provenance=_torch_facts(self.case, self.devices[0]),
+        )  # fmt: skip
+
+
+def _run(benches: Sequence[_Bench]) -> None:
+    """Run blocks of every bench in turn, there and back again, until each has measured enough."""
+    gc.collect()
+    gc.freeze()  # what lives now need not be walked again between blocks
+    gc.disable()  # a collection inside a step would be charged to whatever phase it hits
+    try:
+        for bench in benches:
+            bench.first()
+        turn = list(benches)
+        while not all(bench.finished for bench in benches):
+            for bench in turn:
+                bench.block()
+            turn.reverse()
+            gc.collect()
+    finally:
+        gc.enable()
 
 
 def _devices(case: Case, strategy: ModuleType, rank: int | None) -> list[Device]:
@@ -83,45 +174,6 @@ def _verify(case: Case, strategy: ModuleType, devices: Sequence[Device], rank: i
     if verdict.verified is Verified.NO:
         raise Unverified(f"not timed, because its gradients are wrong: {verdict}")
     return verdict.verified
-
-
-def _run(
-    step: Callable[[Any, Any], Any], batches: Sequence[tuple[Any, Any]], effort: Effort, listener: clock.Clock
-) -> str:
-    """Run warm-up and timed blocks; return why they ended."""
-    observe = getattr(step, "observe", list)
-    stopping = Stopping(effort.budget_s, effort.min_steps, effort.max_steps)
-
-    def block(steps: int, *, warmup: bool) -> list[float]:
-        with listener.block():
-            for i in range(steps):
-                inputs, target = batches[i % len(batches)]
-                with listener.step(warmup=warmup):
-                    step(inputs, target)
-                for span in observe():
-                    listener.add(*span)
-        # the clock's seconds, not the calls': on CUDA a call returns before its work is done
-        return [one.seconds for one in listener.steps()[-steps:]]
-
-    gc.collect()
-    gc.freeze()  # what lives now need not be walked again between blocks
-    gc.disable()  # a collection inside a step would be charged to whatever phase it hits
-    try:
-        first_s = block(1, warmup=True)[0]
-        slow = _agreed(first_s * effort.block_steps > SLOW * effort.budget_s)
-        block_steps, left = 1 if slow else effort.block_steps, effort.max_steps
-        if slow:
-            stopping.min_steps = min(effort.min_steps, SLOW_STEPS)
-        else:
-            block(effort.warmup_steps - 1, warmup=True)
-        while not _agreed(stopping.finished()):
-            for seconds in block(min(block_steps, left), warmup=False):
-                stopping.add(seconds)
-                left -= 1
-            gc.collect()
-    finally:
-        gc.enable()
-    return stopping.reason or "agreed: another rank had measured enough"
 
 
 def _agreed(finished: bool) -> bool:

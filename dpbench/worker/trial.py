@@ -15,7 +15,7 @@ import torch
 
 from dpbench import registry
 from dpbench.records import HOST, Case, Effort, Memory, Status, Step, Trial, Verified
-from dpbench.worker.loop import measure
+from dpbench.worker.loop import measure, measure_together
 
 NO_MEMORY = (
     "can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED",
@@ -51,6 +51,18 @@ def run(case: Case, effort: Effort, folder: Path) -> Trial:
     except BaseException as error:
         status, reason = _killed(error) or _of_ranks(folder, len(case.rows)) or explain(error)
         return Trial(case=case, status=Status(status), reason=reason, verified=_verified(reason))
+
+
+def run_together(cases: Sequence[Case], effort: Effort, folder: Path) -> list[Trial]:
+    """Run cases side by side in this process; one that fails takes the others with it, and says so."""
+    if len(cases) == 1:
+        return [run(cases[0], effort, folder)]
+    try:
+        return measure_together(cases, effort, lambda name: registry.load("strategies", name))
+    except BaseException as error:
+        status, reason = explain(error)
+        beside = f"{reason} [measured side by side with {len(cases) - 1} other(s), which ended too]"
+        return [Trial(case=case, status=Status(status), reason=beside, verified=_verified(reason)) for case in cases]
 
 
 def explain(error: BaseException) -> tuple[str, str]:

@@ -1,0 +1,98 @@
+"""Options: what the command line takes, and the cases that it means."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+QUICK_BUDGET_S = {"cpu": 60.0, "cuda": 180.0, "emulated": 60.0}
+"""What `dpbench run` without arguments spends on measuring, so that it ends within 90 s on two cores; every trial on
+a GPU has a context to open and libraries to load."""
+AUTO_BUDGET_S = 300.0
+
+
+class Names(click.ParamType[tuple[str, ...]]):
+    """A comma-separated list of names."""
+
+    name = "a,b,..."
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        """Split at commas."""
+        return value if isinstance(value, tuple) else tuple(part.strip() for part in value.split(",") if part.strip())
+
+
+class Schedules(click.ParamType[tuple[str, ...]]):
+    """A list of schedules, each a rung's name or switches."""
+
+    name = "rung,switch=position,..."
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        """Split at commas, and at `;` where two schedules of switches meet."""
+        from dpbench import plan
+
+        return value if isinstance(value, tuple) else tuple(plan.split_schedules(value))
+
+
+class Numbers(click.ParamType[tuple[int, ...]]):
+    """A comma-separated list of whole numbers."""
+
+    name = "1,2,..."
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        """Split at commas; fail on what is no number."""
+        if isinstance(value, tuple):
+            return value
+        try:
+            return tuple(int(part) for part in value.split(",") if part.strip())
+        except ValueError:
+            self.fail(f"{value!r} is no comma-separated list of whole numbers, such as 1,2,4", param, ctx)
+
+
+class Rounds(click.ParamType["int | str"]):
+    """A count of rounds, or `auto`."""
+
+    name = "n|auto"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        """Take `auto` as it is, and numbers from 1."""
+        if value != "auto" and not (str(value).isdigit() and int(value) > 0):
+            self.fail(f"{value!r} is neither a number of rounds, from 1, nor auto", param, ctx)
+        return value if value == "auto" else int(value)
+
+
+def cases_of(options: dict[str, Any]) -> tuple[list[Any], float | None]:
+    """Turn options into cases, filling in what this machine can do where nothing is said."""
+    from dpbench import plan, registry
+    from dpbench.nvml import cuda_device_count
+    from dpbench.provenance import torch_has_cuda, usable_cores
+
+    axes = ("models", "own", "strategies", "schedules", "ladder", "devices", "batch_sizes", "batch_per_device")
+    quick = not any(options[axis] for axis in axes)
+    for axis in ("strategies", "schedules"):
+        if options["ladder"] and options[axis]:
+            raise click.UsageError(f"--ladder chooses strategies and schedules itself: leave out --{axis}")
+    gpus = len(options["device_ids"]) or cuda_device_count()
+    kind = options["device_kind"] or ("cuda" if gpus and torch_has_cuda() else "cpu")
+    # more processes than that are no first look
+    available = {"cuda": gpus, "cpu": min(usable_cores(), 4), "emulated": 4}[kind]
+    placement = options["placement"] or ("colocated" if kind == "cuda" and gpus == 1 else "spread")
+    for name in options["own"]:
+        registry.check_module(name)
+    devices = options["devices"] or plan.default_devices(available, placement)
+    swept = {
+        "models": (*(options["models"] or (() if options["own"] else ("mlp", "resnet18"))), *options["own"]),
+        "devices": devices, "device_ids": options["device_ids"], "device_kind": kind, "placement": placement,
+        "batch_sizes": options["batch_sizes"] or (() if options["batch_per_device"] else (64,)),
+        "batch_per_device": options["batch_per_device"] or (), "size": options["size"],
+        "precision": options["precision"],
+    }  # fmt: skip
+    if options["ladder"]:
+        cases = plan.ladder(**swept | {"devices": options["devices"] or (max(2, *devices),)})
+    else:
+        schedules = tuple(one for given in options["schedules"] for one in given)
+        cases = plan.sweep(
+            strategies=options["strategies"] or plan.default_strategies(kind), schedules=schedules or ("reference",),
+            **swept,
+        )  # fmt: skip
+    return cases, options["budget"] or (QUICK_BUDGET_S[kind] if quick else None)
