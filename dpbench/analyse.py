@@ -293,11 +293,16 @@ def _record(row: Row, devices: int) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One case in two runs: how many times as fast the second is, and what that decides."""
+    """One case in two runs: how many times as fast the second is, what that decides, and the phase that moved most.
+
+    `phase_s` is how many seconds longer that phase takes of a step, negative when it shrank.
+    """
 
     case: Case
     ratio: Estimate
     verdict: str
+    phase: str
+    phase_s: float
 
 
 def compare(before: Sequence[Trial], after: Sequence[Trial], *, margin: float = 0.01) -> list[Comparison]:
@@ -305,10 +310,31 @@ def compare(before: Sequence[Trial], after: Sequence[Trial], *, margin: float = 
 
     The verdicts are corrected for being read together.
     """
-    ratios = {}
+    both = {}
     for case in dict.fromkeys(trial.case for trial in before):
-        first, second = (measured([t for t in side if t.case == case]) for side in (before, after))
-        if first and second:
-            ratios[case] = stats.ratio(first, second, paired=False)
-    found = stats.verdicts(list(ratios.values()), margin=margin)
-    return [Comparison(case, ratio, verdict) for (case, ratio), verdict in zip(ratios.items(), found, strict=True)]
+        sides = [[trial for trial in side if trial.case == case] for side in (before, after)]
+        if all(measured(side) for side in sides):
+            both[case] = sides
+    ratios = [stats.ratio(*map(measured, sides), paired=False) for sides in both.values()]
+    return [
+        Comparison(case, ratio, verdict, *blame(*both[case]))
+        for case, ratio, verdict in zip(both, ratios, stats.verdicts(ratios, margin=margin), strict=True)
+    ]
+
+
+def blame(before: Sequence[Trial], after: Sequence[Trial]) -> tuple[str, float]:
+    """Return the phase whose seconds of a step differ most between two sets of trials, and by how many."""
+    first, second = (_phase_medians(trials) for trials in (before, after))
+    moved = {name: second.get(name, 0.0) - first.get(name, 0.0) for name in {*first, *second}}
+    name = max(sorted(moved), key=lambda phase: abs(moved[phase]))
+    return name, moved[name]
+
+
+def _phase_medians(trials: Sequence[Trial]) -> dict[str, float]:
+    """Return each phase's seconds: the median over rounds of their median steps."""
+    medians: dict[str, list[float]] = {}
+    for trial in filter(trusted, trials):
+        ledgers = [phases for step, phases in zip(trial.steps, ledger.of_trial(trial), strict=True) if not step.warmup]
+        for name in {name for phases in ledgers for name in phases}:
+            medians.setdefault(name, []).append(statistics.median(phases.get(name, 0.0) for phases in ledgers))
+    return {name: statistics.median(values) for name, values in medians.items()}

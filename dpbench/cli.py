@@ -231,7 +231,8 @@ def compare(before: str, after: str, margin: float, store: Path) -> None:
         raise click.UsageError(f"{before} and {after} have no measured case in common")
     for line in lines:
         e = line.ratio
-        click.echo(f"{line.verdict:<9}  {e.value:6.3f}x [{e.low:.3f}-{e.high:.3f}]  {line.case.label}")
+        moved = "" if line.verdict in ("same", "undecided") else f"; {line.phase} {line.phase_s * 1e3:+.2f} ms"
+        click.echo(f"{line.verdict:<9}  {e.value:6.3f}x [{e.low:.3f}-{e.high:.3f}]  {line.case.label}{moved}")
     verdicts = {line.verdict for line in lines}
     sys.exit(EXIT_WORSE if "slower" in verdicts else EXIT_UNDECIDED if "undecided" in verdicts else 0)
 

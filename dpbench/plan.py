@@ -104,11 +104,21 @@ def normalise(case: Case, *, weak_batches: Sequence[int] = ()) -> Case:
 
 
 def side_by_side(cases: Sequence[Case]) -> list[tuple[Case, ...]]:
-    """Group cases that one worker can measure in turn: those of one model on the same kind of devices."""
+    """Group cases that one worker can measure in turn: those of one model on the same kind of devices.
+
+    Models of one module of the user's are taken for variants of one model.
+    """
     groups: dict[tuple[object, ...], list[Case]] = {}
     for case in cases:
         alone = case if case.strategy in OWN_PROCESSES else None
-        where = (case.model, case.size, case.precision, case.optimizer, case.device_kind, case.device_ids)
+        where = (
+            case.model.partition(":")[0],
+            case.size,
+            case.precision,
+            case.optimizer,
+            case.device_kind,
+            case.device_ids,
+        )
         groups.setdefault((*where, alone), []).append(case)
     return [tuple(group) for group in groups.values()]
 

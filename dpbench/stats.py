@@ -39,7 +39,7 @@ def median(rounds: Rounds, *, seed: int = 0) -> Estimate:
     each, draws = _medians(rounds, np.random.default_rng(seed), scale=np.asarray)
     middle = float(np.median(each))
     found = _exponential(math.log(middle), np.log(np.median(draws, axis=1)), len(rounds))
-    return replace(found, value=middle)
+    return replace(found, value=middle, low=min(found.low, middle), high=max(found.high, middle))
 
 
 def ratio(numerator: Rounds, denominator: Rounds, *, paired: bool = True, seed: int = 0) -> Estimate:

@@ -20,6 +20,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dpbench import lifeline
+
+if __name__ == "__main__":  # before torch, whose import takes a second or more, in which the parent may die
+    lifeline.die_with_parent(int(sys.argv[1]))
+
 # asking the driver for devices without NVML would create a CUDA context, which does not survive a fork
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
@@ -28,7 +33,7 @@ import torch._dynamo
 import torch.distributed.launcher.api
 import torch.optim
 
-from dpbench import lifeline, registry
+from dpbench import registry
 from dpbench.records import Case, Effort
 from dpbench.worker import trial as trials
 
@@ -97,5 +102,4 @@ def _work(request: dict[str, Any], server: int) -> None:
 
 
 if __name__ == "__main__":
-    lifeline.die_with_parent(int(sys.argv[1]))
     serve()

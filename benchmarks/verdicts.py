@@ -1,0 +1,136 @@
+"""Hold dpbench's verdicts to what they promise: A/A, a case against itself, and A/B, against a planted slowdown.
+
+    python benchmarks/verdicts.py OUTPUT.jsonl [--aa 200] [--ab 50]
+
+A/A: half of the comparisons are made inside one run (both sides in one worker, their blocks in turn, rounds added
+until the ratio is known to 1 % or 20 s are spent), half between two runs (five rounds each, a new server every round,
+nothing shared but the machine). A false "faster" or "slower" should come up in at most 2 % of them.
+A/B: a slowdown of 3 % of the step is spun away in one phase (forward, loss and backward in turn), within 60 s a try;
+it should be found, and its phase named, in at least 90 %.
+One line a comparison is appended to OUTPUT; started again, it goes on where it was. About 100 minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from dpbench import analyse, stats
+from dpbench.records import Case, Effort, Trial
+from dpbench.rounds import UntilPrecise
+from dpbench.run import Rule, run
+from dpbench.store import Store
+
+CASE = Case(model="benchmarks.planted:none", strategy="dp", schedule="reference", devices=2, batch_size=64)
+EFFORT = Effort(budget_s=0.4, max_steps=100, min_steps=20)
+PHASES = ("forward", "loss", "backward")
+SLOWDOWN = 0.03
+AA_BUDGET_S, AB_BUDGET_S = 20.0, 55.0
+
+
+def measure(
+    cases: list[Case], rounds: int | Rule, *, paired: bool = False, budget_s: float | None = None
+) -> list[Trial]:
+    """Run cases into a store of their own; return the trials."""
+    with tempfile.TemporaryDirectory() as folder, Store.create(Path(folder) / "store.db") as store:
+        done = run(cases, store, rounds=rounds, paired=paired, effort=EFFORT, budget_s=budget_s)
+        trials = store.trials(done.run_id)
+    for trial in trials:
+        if trial.status != "ok":
+            raise RuntimeError(f"{trial.case.label}: {trial.status}: {trial.reason}")
+    return trials
+
+
+def inside(first: Case, second: Case, budget_s: float) -> dict[str, Any]:
+    """Compare two cases side by side; above 1 the second is faster."""
+    trials = measure([first, second], UntilPrecise(least=5), paired=True, budget_s=budget_s)
+    sides = [[trial for trial in trials if trial.case == case] for case in (first, second)]
+    one, other = (analyse.measured(side) for side in sides)
+    ratio = stats.ratio(one, other)
+    phase, phase_s = analyse.blame(*sides)
+    return _told(ratio, stats.verdict(ratio)) | {"phase": phase, "phase_s": phase_s, "step_s": stats.median(one).value}
+
+
+def between() -> dict[str, Any]:
+    """Compare a case with itself in another run."""
+    first, second = (measure([CASE], 5) for _ in range(2))
+    (found,) = analyse.compare(first, second)
+    return _told(found.ratio, found.verdict) | {"step_s": stats.median(analyse.measured(first)).value}
+
+
+def _told(ratio: Any, verdict: str) -> dict[str, Any]:
+    return {"ratio": ratio.value, "low": ratio.low, "high": ratio.high, "rounds": ratio.n, "verdict": verdict}
+
+
+def planted(number: int) -> dict[str, Any]:
+    """Plant a slowdown and look for it."""
+    base_s = stats.median(analyse.measured(measure([CASE], 3))).value
+    phase = PHASES[number % len(PHASES)]
+    os.environ |= {"DPBENCH_PLANTED_S": str(SLOWDOWN * base_s), "DPBENCH_PLANTED_DEVICES": str(CASE.devices)}
+    found = inside(CASE, replace(CASE, model=f"benchmarks.planted:{phase}"), AB_BUDGET_S)
+    return found | {"planted": phase, "planted_s": SLOWDOWN * base_s}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--aa", type=int, default=200)
+    parser.add_argument("--ab", type=int, default=50)
+    given = parser.parse_args()
+    done = _lines(given.output)
+    again = replace(CASE, options=(("role", "again"),))
+    tries = [
+        *(("inside", i, lambda i: inside(CASE, again, AA_BUDGET_S)) for i in range(given.aa - given.aa // 2)),
+        *(("between", i, lambda i: between()) for i in range(given.aa // 2)),
+        *(("planted", i, planted) for i in range(given.ab)),
+    ]
+    for kind, number, make in tries:
+        if not any(line["kind"] == kind and line["number"] == number for line in done):
+            psutil.cpu_percent()
+            began = time.perf_counter()
+            line = {"kind": kind, "number": number} | make(number)
+            line |= {"seconds": time.perf_counter() - began, "cpu_percent": psutil.cpu_percent()}
+            with given.output.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+    print(summary(_lines(given.output)))
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def summary(lines: list[dict[str, Any]]) -> str:
+    """Say how often the verdicts were right."""
+    told = []
+    for kind in ("inside", "between", "planted"):
+        mine = [line for line in lines if line["kind"] == kind]
+        if not mine:
+            continue
+        counts = Counter(line["verdict"] for line in mine)
+        width = statistics.median((line["high"] - line["low"]) / 2 / line["ratio"] for line in mine)
+        words = ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common())
+        told.append(f"{kind}: {len(mine)}: {words}; half an interval is {width:.1%} in the median; "
+                    f"{statistics.median(line['rounds'] for line in mine):.0f} rounds, "
+                    f"{statistics.median(line['seconds'] for line in mine):.0f} s each")  # fmt: skip
+        if kind == "planted":
+            slower = [line for line in mine if line["verdict"] == "slower"]
+            named = sum(line["phase"] == line["planted"] for line in slower)
+            told.append(f"  found {len(slower)}, and named its phase {named}, of {len(mine)} ({named / len(mine):.0%})")
+        else:
+            false = counts["faster"] + counts["slower"]
+            told.append(f"  false verdicts: {false} of {len(mine)} ({false / len(mine):.1%})")
+    return "\n".join(told)
+
+
+if __name__ == "__main__":
+    main()
