@@ -1,4 +1,4 @@
-"""The mlp with a slowdown planted into one phase of a step: what `benchmarks/verdicts.py` has dpbench find.
+"""The mlp with a slowdown planted into one phase of a step: what `verdicts.py` has dpbench find.
 
 DPBENCH_PLANTED_S seconds are spun away once a step, whatever the number of replicas.
 """

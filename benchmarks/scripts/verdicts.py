@@ -1,6 +1,6 @@
 """Hold dpbench's verdicts to what they promise: A/A, a case against itself, and A/B, against a planted slowdown.
 
-    python benchmarks/verdicts.py OUTPUT.jsonl [--aa 200] [--ab 50]
+    python benchmarks/scripts/verdicts.py OUTPUT.jsonl [--aa 200] [--ab 50]
 
 A/A: half of the comparisons are made inside one run (both sides in one worker, their blocks in turn, rounds added
 until the ratio is known to 1 % or 20 s are spent), half between two runs (five rounds each, a new server every round,
@@ -31,7 +31,7 @@ from dpbench.rounds import UntilPrecise
 from dpbench.run import Rule, run
 from dpbench.store import Store
 
-CASE = Case(model="benchmarks.planted:none", strategy="dp", schedule="reference", devices=2, batch_size=64)
+CASE = Case(model="planted:none", strategy="dp", schedule="reference", devices=2, batch_size=64)
 EFFORT = Effort(budget_s=0.4, max_steps=100, min_steps=20)
 PHASES = ("forward", "loss", "backward")
 SLOWDOWN = 0.03
@@ -77,7 +77,7 @@ def planted(number: int) -> dict[str, Any]:
     base_s = stats.median(analyse.measured(measure([CASE], 3))).value
     phase = PHASES[number % len(PHASES)]
     os.environ |= {"DPBENCH_PLANTED_S": str(SLOWDOWN * base_s), "DPBENCH_PLANTED_DEVICES": str(CASE.devices)}
-    found = inside(CASE, replace(CASE, model=f"benchmarks.planted:{phase}"), AB_BUDGET_S)
+    found = inside(CASE, replace(CASE, model=f"planted:{phase}"), AB_BUDGET_S)
     return found | {"planted": phase, "planted_s": SLOWDOWN * base_s}
 
 
@@ -87,6 +87,8 @@ def main() -> None:
     parser.add_argument("--aa", type=int, default=200)
     parser.add_argument("--ab", type=int, default=50)
     given = parser.parse_args()
+    # where the workers find `planted`
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     done = _lines(given.output)
     again = replace(CASE, options=(("role", "again"),))
     tries = [
