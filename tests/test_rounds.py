@@ -1,0 +1,124 @@
+"""Rounds until a speed-up is known: which cases go on, what ends them, and what is measured side by side."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from dpbench import plan
+from dpbench.records import Case, Status, Step, Trial, Verified
+from dpbench.rounds import UntilPrecise
+
+SINGLE = Case(model="mlp", strategy="single", batch_size=64)
+DP = Case(model="mlp", strategy="dp", schedule="reference", devices=2, batch_size=64)
+DDP = Case(model="mlp", strategy="ddp", devices=2, batch_size=64)
+
+
+def trial(case: Case, number: int, seconds: float, **rest) -> Trial:
+    steps = tuple(Step(seconds, False, i * seconds) for i in range(1, 11))
+    return Trial(case=case, round=number, steps=steps, **({"verified": Verified.BITWISE} | rest))
+
+
+def fed(rule: UntilPrecise, rounds: int, spread: dict[Case, float], seed: int = 0) -> UntilPrecise:
+    generator = np.random.default_rng(seed)
+    for number in range(rounds):
+        for case, noise in spread.items():
+            rule.add(trial(case, number, float(np.exp(noise * generator.standard_normal()))))
+    return rule
+
+
+def test_everything_is_measured_in_the_first_rounds() -> None:
+    rule = UntilPrecise(least=3)
+    assert all(rule.wanted([SINGLE, DP], number) == [SINGLE, DP] for number in range(3))
+
+
+def test_only_what_is_not_precise_goes_on_and_its_baseline_with_it() -> None:
+    rule = fed(UntilPrecise(), 5, {SINGLE: 0.0, DP: 0.2, DDP: 0.001})
+    assert rule.wanted([DDP, DP, SINGLE], 5) == [DP, SINGLE]
+    reasons = rule.reasons([DDP, DP, SINGLE])
+    assert reasons[DDP.label].startswith("precise: speed-up known to 0.")
+    assert reasons[DP.label].startswith("budget: speed-up known to ")
+    assert "after 5 rounds, undecided" in reasons[DP.label]
+    assert SINGLE.label not in reasons, "a baseline is not judged"
+
+
+def test_nothing_is_wanted_when_all_is_precise_or_the_most_rounds_are_reached() -> None:
+    assert fed(UntilPrecise(), 4, {SINGLE: 0.0, DP: 0.0001}).wanted([SINGLE, DP], 4) == []
+    rule = fed(UntilPrecise(most=4), 4, {SINGLE: 0.0, DP: 0.5})
+    assert rule.wanted([SINGLE, DP], 4) == []
+    assert rule.reasons([SINGLE, DP])[DP.label].startswith("rounds: ")
+
+
+def test_rounds_end_when_the_interval_is_as_narrow_as_was_asked() -> None:
+    """The count of rounds follows the noise: (1.96 x spread / precision)^2, and it really is that narrow then."""
+    counts = {}
+    for noise in (0.01, 0.03):
+        rule, number = UntilPrecise(precision=0.02, most=500), 0
+        generator = np.random.default_rng(3)
+        while rule.wanted([SINGLE, DP], number):
+            rule.add(trial(SINGLE, number, 1.0))
+            rule.add(trial(DP, number, float(np.exp(noise * generator.standard_normal()))))
+            number += 1
+        counts[noise] = number
+        assert rule.reasons([SINGLE, DP])[DP.label].startswith("precise: speed-up known to ")
+    assert 3 <= counts[0.01] <= 8
+    assert 6 <= counts[0.03] <= 25
+
+
+def test_without_a_baseline_the_step_itself_must_be_precise() -> None:
+    rule = fed(UntilPrecise(), 5, {DP: 0.2})
+    assert rule.wanted([DP], 5) == [DP]
+    assert rule.reasons([DP])[DP.label].startswith("budget: step known to ")
+    assert fed(UntilPrecise(), 5, {DP: 0.0}).wanted([DP], 5) == []
+
+
+def test_failed_and_unverified_trials_ask_for_no_more_rounds() -> None:
+    rule = fed(UntilPrecise(), 5, {SINGLE: 0.0})
+    for number in range(5):
+        rule.add(Trial(case=DP, round=number, status=Status.OOM))
+        rule.add(trial(DDP, number, 1.0 + number, verified=Verified.NO))
+    assert rule.wanted([SINGLE, DP, DDP], 5) == []
+
+
+def test_another_precision_is_another_plan() -> None:
+    assert plan.plan_hash([DP], UntilPrecise(0.01).name) != plan.plan_hash([DP], UntilPrecise(0.02).name)
+    assert plan.plan_hash([DP], 3) != plan.plan_hash([DP], 3, "paired")
+
+
+def test_side_by_side_are_cases_of_one_model_that_start_no_processes() -> None:
+    other = Case(model="resnet18", strategy="dp", schedule="reference", devices=2, batch_size=64)
+    mine, variant = (Case(model=f"net:{name}", strategy="single", batch_size=8) for name in ("old", "new"))
+    groups = plan.side_by_side([DP, other, DDP, mine, SINGLE, variant])
+    assert groups == [(DP, SINGLE), (other,), (DDP,), (mine, variant)]
+
+
+def test_strategies_with_processes_or_threads_of_their_own_are_known_to_the_plan() -> None:
+    from dpbench import registry
+
+    for name in registry.names("strategies"):
+        plug = registry.load("strategies", name)
+        own = hasattr(plug, "launch") or hasattr(plug, "threads")
+        assert own == (name in plan.OWN_PROCESSES), name
+
+
+@pytest.mark.slow
+def test_side_by_side_for_real(tmp_path) -> None:
+    """Both sides' blocks alternate in one process, and each side's trial is whole."""
+    from dpbench.records import Effort
+    from dpbench.run import run
+    from dpbench.store import Store
+
+    cases = [SINGLE, DP]
+    with Store.create(tmp_path / "s.db") as store:
+        done = run(cases, store, rounds=2, paired=True, effort=Effort(budget_s=0.2, min_steps=20, max_steps=40))
+        trials = store.trials(done.run_id)
+    assert {(t.case, t.round) for t in trials} == {(case, number) for case in cases for number in range(2)}
+    for number in range(2):
+        ours = [t for t in trials if t.round == number]
+        assert all(t.status is Status.OK and t.verified is Verified.BITWISE for t in ours), [t.reason for t in ours]
+        order = sorted((step.end_s, t.case.strategy) for t in ours for step in t.steps)
+        changes = sum(a[1] != b[1] for a, b in itertools.pairwise(order))
+        assert changes >= 3, "their blocks took turns"
+        assert all(t.spans and t.steps[0].warmup and not t.memory for t in ours)
