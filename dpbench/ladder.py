@@ -108,14 +108,24 @@ def _ladder(case: Case, steps: Mapping[str, Row], rivals: Mapping[Case, Row], lo
     # emulated devices show host cost alone: their step is no rival's
     ddp = rivals.get(replace(case, strategy="ddp")) if case.device_kind != "emulated" else None
     rungs = tuple(_climb(steps, ddp))
-    fastest = _fastest(rungs)
     base, ablations, fixed = _ablated(steps, plan.conditions(case.device_kind))
+    # a dozen changes are read together: their verdicts are corrected for it
+    climbed = iter(_together([rung.change for rung in rungs if rung.change]))
+    rungs = tuple(replace(rung, change=next(climbed)) if rung.change else rung for rung in rungs)
+    ablations = tuple(_together(ablations))
+    fastest = _fastest(rungs)
     return Ladder(
         case=case, rungs=rungs, fastest=fastest, base=base, ablations=ablations, fixed=fixed, ddp=ddp, lost=lost,
         whole=_change(fastest.name, rungs[0].row, fastest.row, over=rungs[0].name),
         single=rivals.get(replace(case, strategy="single", devices=1, placement="spread")),
         limit=(rivals.get(limit) or rivals.get(replace(limit, options=()))) if limit else None,
     )  # fmt: skip
+
+
+def _together(changes: Sequence[Change]) -> list[Change]:
+    """Return changes with the verdicts that hold for all of them at once."""
+    found = stats.verdicts([change.ratio for change in changes])
+    return [replace(change, verdict=verdict) for change, verdict in zip(changes, found, strict=True)]
 
 
 def _climb(steps: Mapping[str, Row], ddp: Row | None) -> Iterator[Rung]:
