@@ -7,6 +7,7 @@ process to process becomes part of the interval instead of a hidden bias.
 from __future__ import annotations
 
 import random
+import re
 import shutil
 import tempfile
 import time
@@ -66,13 +67,16 @@ def run(
     budget_s: float | None = None,
     limit_s: float = 120.0,
     retry: Iterable[str] = (),
+    traces: Path | None = None,
     listen: Listener = lambda event: None,
 ) -> Outcome:
     """Measure every case `rounds` times and store each trial as it ends.
 
     `budget_s` bounds the whole run: it shortens the trials' timed parts, and what has not begun when it is spent
     is stored as skipped. `limit_s` bounds one trial. `retry` names final statuses to measure again, in the latest
-    such run even if it finished. A KeyboardInterrupt leaves an unfinished run that the same call resumes.
+    such run even if it finished. `traces` is a folder for profiles of one step of each trial, taken after its
+    timing: traces/<run>/<case>-r<round>.json, one a rank. A KeyboardInterrupt leaves an unfinished run that the same
+    call resumes.
     """
     facts = provenance.collect(describe())
     keys = {"host": provenance.host_key(facts), "code": provenance.code_key(facts)}
@@ -80,7 +84,7 @@ def run(
     run_id, resumed = store.begin_run(
         plan=plan.plan_hash(cases, rounds), rounds=rounds, provenance=facts, reopen=bool(again), **keys
     )
-    session = _Session(store, run_id, effort or Effort(), budget_s, limit_s, listen)
+    session = _Session(store, run_id, effort or Effort(), budget_s, limit_s, listen, traces)
     finished = False
     try:
         session.measure(_slots(cases, rounds, run_id), store.done(run_id, retry=again), _ordinals(cases))
@@ -119,8 +123,10 @@ class _Session:
     """One run in progress: its budget, its counts, and the one measuring process at a time."""
 
     def __init__(
-        self, store: Store, run_id: str, effort: Effort, budget_s: float | None, limit_s: float, listen: Listener
-    ) -> None:
+        self, store: Store, run_id: str, effort: Effort, budget_s: float | None, limit_s: float, listen: Listener,
+        traces: Path | None,
+    ) -> None:  # fmt: skip
+        self._traces = traces
         self._store, self._run_id, self._effort, self._limit_s = store, run_id, effort, limit_s
         self._listen = listen
         self._deadline = None if budget_s is None else time.perf_counter() + budget_s
@@ -155,6 +161,7 @@ class _Session:
             reason = "the run's budget was spent before this trial; give a larger --budget"
             trial = Trial(case=case, status=Status.SKIPPED, reason=reason, round=number)
         else:
+            effort = replace(effort, trace=self._trace(case, number))
             trial = server.run(case, effort, number, self._limit_s)
         ended = time.perf_counter()
         trial = replace(trial, samples=trial.samples + _watched(series, began, ended, trial))
@@ -164,6 +171,13 @@ class _Session:
             self._overhead_s += 0.3 * (ended - began - timed - self._overhead_s)
         self._done += 1
         self._listen(Ended(trial, self._done, self._total, ended - began))
+
+    def _trace(self, case: Case, number: int) -> str:
+        """Return the file for a trial's profile, named by its case's label and fingerprint; empty where none is due."""
+        if self._traces is None:
+            return ""
+        words = re.sub(r"[^\w.,=]+", "-", case.label).strip("-")
+        return str(self._traces.absolute() / self._run_id / f"{words}-{case.fingerprint[:8]}-r{number}.json")
 
     def _affordable(self) -> Effort | None:
         """Share what is left of the budget among the trials that are left; None when nothing is."""

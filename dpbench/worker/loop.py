@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import resource
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -56,9 +57,12 @@ def measure(case: Case, effort: Effort, strategy: ModuleType, rank: int | None =
         lap("steps_s")
         memory = _memory(devices)
         samples = [*listener.samples(), *_profiled(step, batches[0], devices, listener)]
+        steps, spans = listener.steps(), listener.spans()
+        if effort.trace:
+            _trace(step, batches[0], devices, effort.trace if rank is None else f"{effort.trace[:-5]}-rank{rank}.json")
     return Trial(
-        case=case, status=Status.OK, reason=reason, verified=verdict, steps=listener.steps(),
-        spans=listener.spans(), samples=tuple(samples), memory=memory, setup=setup,
+        case=case, status=Status.OK, reason=reason, verified=verdict, steps=steps,
+        spans=spans, samples=tuple(samples), memory=memory, setup=setup,
         provenance=_torch_facts(case, devices[0]),
     )  # fmt: skip
 
@@ -167,6 +171,14 @@ def _profiled(
         return busy.profiled(lambda: step(*batch), devices)
     except RuntimeError:  # without permission to profile, the trial is as good but for this
         return []
+
+
+def _trace(step: Callable[[Any, Any], Any], batch: tuple[Any, Any], devices: Sequence[Device], path: str) -> None:
+    """Leave a profile of one more step in a file; a trial is as good without, so what goes wrong is only logged."""
+    try:
+        busy.trace(lambda: step(*batch), devices, Path(path))
+    except (RuntimeError, OSError, TypeError) as error:  # TypeError: a torch that cannot profile all threads
+        print(f"no trace: {error}", file=sys.stderr)
 
 
 def _pinned(batch: tuple[Any, Any], case: Case) -> tuple[Any, Any]:
