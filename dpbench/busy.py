@@ -7,9 +7,11 @@ kernels are counted apart, because one that waits for its peers looks busy.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 import torch
 from torch._C._autograd import DeviceType
+from torch._C._profiler import _ExperimentalConfig
 
 from dpbench.devices import Device
 from dpbench.records import Sample
@@ -40,6 +42,19 @@ def profiled(step: Callable[[], object], devices: Sequence[Device]) -> list[Samp
         for (ordinal, metric), intervals in sorted(kernels.items())
         if ordinal in first
     ]
+
+
+def trace(step: Callable[[], object], devices: Sequence[Device], path: Path) -> None:
+    """Run one step under torch.profiler and leave its Chrome trace, the operators of all threads in it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # replicas run in threads of their own, which a profiler leaves out unless it is told
+    everywhere = _ExperimentalConfig(profile_all_threads=True)
+    activities = torch.profiler.supported_activities()
+    with torch.profiler.profile(activities=activities, experimental_config=everywhere) as profiler:
+        step()
+        for device in devices:
+            device.synchronize()
+    profiler.export_chrome_trace(str(path))
 
 
 def union(intervals: Iterable[tuple[float, float]]) -> float:

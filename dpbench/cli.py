@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import sys
@@ -89,6 +88,7 @@ def cli() -> None:
 )
 @click.option("--limit", type=click.FloatRange(1), default=120.0, show_default=True, help="Seconds a trial may take.")
 @click.option("--retry", type=Names(), default=(), help="Final statuses to measure again on resume: failed,oom,...")
+@click.option("--profile", is_flag=True, help="Profile one more step of each trial, as Chrome traces beside the store.")
 @click.option("--report", type=click.Path(path_type=Path), default=REPORT, show_default=True, help="The page to write.")
 @store_option
 def run(store: Path, report: Path, **options: Any) -> None:
@@ -111,6 +111,7 @@ def run(store: Path, report: Path, **options: Any) -> None:
                     cases, opened, rounds=UntilPrecise(options["within"]) if auto else options["rounds"],
                     paired=options["paired"], budget_s=AUTO_BUDGET_S if auto and not budget_s else budget_s,
                     limit_s=options["limit"], retry=retry, listen=progress.listen,
+                    traces=store.with_name(f"{store.name}.traces") if options["profile"] else None,
                 )  # fmt: skip
         except KeyboardInterrupt:
             click.echo(f"interrupted; {RESUMES}", err=True)
@@ -183,33 +184,37 @@ def _runs(store: Path) -> list[tuple[Run, int]]:
 
 
 @cli.command()
-@click.argument("format", type=click.Choice(["jsonl", "csv"]))
+@click.argument("format", type=click.Choice(["jsonl", "csv", "parquet", "trace", "pyperf"]))
 @click.option("--output", type=click.Path(path_type=Path), help="A file.  [default: stdout]")
-@click.option("--all", "everything", is_flag=True, help="Every run of the store, not just one.")
+@click.option("--all", "every", is_flag=True, help="Every run of the store; with trace, every trial of one run.")
+@click.option("--case", "part", help="trace: only the case of this number, or those whose name has this part.")
+@click.option("--split", type=click.Path(path_type=Path), help="trace: one case, a file per device into this folder.")
 @run_option
 @store_option
-def export(format: str, output: Path | None, everything: bool, run_id: str | None, store: Path) -> None:
-    """Export trials: jsonl is one trial a line with the phases of each step, csv one row per case and run."""
+def export(store: Path, run_id: str | None, format: str, every: bool, output: Path | None, **only: Any) -> None:
+    """Export trials for other tools.
+
+    jsonl: one trial a line with the phases of each step. csv: one row per case and run. parquet: one row a step.
+    trace: the first good trial of each case on a time line, for Perfetto or speedscope; with --split for Holistic
+    Trace Analysis. pyperf: a suite of one benchmark per case, for `pyperf stats` and `compare_to`.
+    """
+    from dpbench import analyse, export
     from dpbench.store import Store
 
+    export.check(format, every=every, output=output, **only)
     with Store.read(store) as opened:
-        chosen = opened.runs()[::-1] if everything else [_choose(opened.runs(), run_id)]
-        runs = [(run.id, opened.trials(run.id)) for run in chosen]
-    if format == "jsonl":
-        from dpbench.export import jsonl
-
-        lines = itertools.chain.from_iterable(jsonl(run, trials) for run, trials in runs)
+        several = every and format != "trace"
+        chosen = opened.runs()[::-1] if several else [_choose(opened.runs(), run_id)]
+        runs = [(run, opened.trials(run.id)) for run in chosen]
+    if format == "csv":
+        tables = [(run.id, row) for run, trials in runs for row in analyse.rows(trials)]
+        pieces = iter([analyse.frame([row for _, row in tables], [run for run, _ in tables]).to_csv(index=False)])
     else:
-        from dpbench import analyse
-
-        tables = [(run, row) for run, trials in runs for row in analyse.rows(trials)]
-        found = analyse.frame([row for _, row in tables], [run for run, _ in tables])
-        lines = itertools.chain([found.to_csv(index=False).rstrip("\n")])
-    if output:
-        output.write_text("".join(f"{line}\n" for line in lines))
-    else:
-        for line in lines:
-            click.echo(line)
+        pieces = export.pieces(format, runs, analyse.trusted, analyse.labels, every=every, output=output, **only)
+    try:
+        export.write(pieces, None if format == "parquet" else output)
+    except BrokenPipeError:
+        _last_words("the output was closed")
 
 
 @cli.command()

@@ -67,6 +67,8 @@ def cases_of(options: dict[str, Any]) -> tuple[list[Any], float | None]:
     from dpbench.nvml import cuda_device_count
     from dpbench.provenance import torch_has_cuda, usable_cores
 
+    if options["profile"] and options["paired"]:
+        raise click.UsageError("--profile takes a step of one case in one process: leave out --paired")
     axes = ("models", "own", "strategies", "schedules", "ladder", "devices", "batch_sizes", "batch_per_device")
     quick = not any(options[axis] for axis in axes)
     for axis in ("strategies", "schedules"):

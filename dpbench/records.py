@@ -253,6 +253,8 @@ class Effort:
     max_steps: int = 300
     block_steps: int = 10
     """Steps between two questions whether to stop; ranks agree on the answer."""
+    trace: str = ""
+    """The file for a Chrome trace of one more step, profiled after all else was measured; empty for none."""
 
 
 @dataclass(frozen=True)

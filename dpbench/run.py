@@ -7,6 +7,7 @@ process to process becomes part of the interval instead of a hidden bias.
 from __future__ import annotations
 
 import random
+import re
 import shutil
 import tempfile
 import time
@@ -103,6 +104,7 @@ def run(
     budget_s: float | None = None,
     limit_s: float = 120.0,
     retry: Iterable[str] = (),
+    traces: Path | None = None,
     listen: Listener = lambda event: None,
 ) -> Outcome:
     """Measure every case in as many `rounds` as are asked for, or as the rule wants, and store each trial as it ends.
@@ -110,7 +112,9 @@ def run(
     `paired` measures the cases that can share a worker side by side in one, their blocks of steps in turn.
     `budget_s` bounds the whole run: it shortens the trials' timed parts, and what has not begun when it is spent
     is stored as skipped. `limit_s` bounds one trial. `retry` names final statuses to measure again, in the latest
-    such run even if it finished. A KeyboardInterrupt leaves an unfinished run that the same call resumes.
+    such run even if it finished. `traces` is a folder for profiles of one step of each trial, taken after its
+    timing: traces/<run>/<case>-r<round>.json, one a rank. A KeyboardInterrupt leaves an unfinished run that the same
+    call resumes.
     """
     facts = provenance.collect(describe())
     keys = {"host": provenance.host_key(facts), "code": provenance.code_key(facts)}
@@ -120,7 +124,7 @@ def run(
         plan=plan.plan_hash(cases, rule.name, *["paired"] * paired), rounds=rounds if isinstance(rounds, int) else 0,
         provenance=facts, reopen=bool(again), **keys,
     )  # fmt: skip
-    session = _Session(store, run_id, rule, effort or Effort(), budget_s, limit_s, listen)
+    session = _Session(store, run_id, rule, effort or Effort(), budget_s, limit_s, listen, traces)
     finished = False
     try:
         session.measure(cases, store.done(run_id, retry=again), paired=paired)
@@ -154,8 +158,9 @@ class _Session:
 
     def __init__(
         self, store: Store, run_id: str, rule: Rule, effort: Effort, budget_s: float | None, limit_s: float,
-        listen: Listener,
+        listen: Listener, traces: Path | None,
     ) -> None:  # fmt: skip
+        self._traces = traces
         self._store, self._run_id, self._rule, self._effort, self._limit_s = store, run_id, rule, effort, limit_s
         self._listen = listen
         self._deadline = None if budget_s is None else time.perf_counter() + budget_s
@@ -206,6 +211,7 @@ class _Session:
             reason = "the run's budget was spent before this trial; give a larger --budget"
             trials = [Trial(case=case, status=Status.SKIPPED, reason=reason, round=number) for case in group]
         else:
+            effort = replace(effort, trace=self._trace(group[0], number) if len(group) == 1 else "")
             trials = server.run_together(group, effort, number, self._limit_s)
         ended = time.perf_counter()
         for trial_id, trial in zip(ids, trials, strict=True):
@@ -221,6 +227,13 @@ class _Session:
     def _spent(self) -> bool:
         """Tell whether the budget is spent."""
         return self._deadline is not None and time.perf_counter() >= self._deadline
+
+    def _trace(self, case: Case, number: int) -> str:
+        """Return the file for a trial's profile, named by its case's label and fingerprint; empty where none is due."""
+        if self._traces is None:
+            return ""
+        words = re.sub(r"[^\w.,=]+", "-", case.label).strip("-")
+        return str(self._traces.absolute() / self._run_id / f"{words}-{case.fingerprint[:8]}-r{number}.json")
 
     def _affordable(self) -> Effort | None:
         """Share what is left of the budget among the trials that are left; None when nothing is."""

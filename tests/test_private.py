@@ -16,7 +16,7 @@ PRIVATE = {
     r"_set_ddp_runtime_logging_sample_rate|_get_ddp_logging_data|set_runtime_stats_and_log": "strategies/ddp.py",
     r"_foreach_copy_": "engine/devices/_many.py",
     r"dropout\._DropoutNd": "verify.py",
-    r"torch\._C\._autograd import": "busy.py",
+    r"torch\._C\._autograd import|_ExperimentalConfig": "busy.py",
     r"_(?:function|dispatch)_mode_stack|_saved_tensors_|_autocast_supported|_is_any_autocast": "engine/settings.py",
     r"_is_multithreading": "engine/settings.py",
     r"_set_sequence_nr": "engine/broadcast.py",
@@ -52,6 +52,7 @@ def test_private_parts_exist_in_this_torch() -> None:
     assert hasattr(torch._C.DispatchKey, "SparseCPU"), where
     assert issubclass(nn.Dropout2d, nn.modules.dropout._DropoutNd), where
     assert hasattr(torch._C._autograd.DeviceType, "CUDA"), where
+    assert torch._C._profiler._ExperimentalConfig(profile_all_threads=True), where
     for modes in (torch.overrides, torch.utils._python_dispatch):
         assert hasattr(modes, "_push_mode"), where
         assert hasattr(modes, "_pop_mode"), where

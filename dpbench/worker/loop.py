@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import resource
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -38,7 +39,10 @@ def measure(case: Case, effort: Effort, strategy: ModuleType, rank: int | None =
     """Verify and time one case in this process; as a rank, its own share of it."""
     with _ready(case, effort, strategy, rank) as bench:
         _run([bench])
-        return bench.trial(memory=_memory(bench.devices))
+        trial = bench.trial(memory=_memory(bench.devices))
+        if effort.trace:
+            bench.trace(effort.trace if rank is None else f"{effort.trace[:-5]}-rank{rank}.json")
+        return trial
 
 
 def measure_together(cases: Sequence[Case], effort: Effort, load: Callable[[str], ModuleType]) -> list[Trial]:
@@ -135,6 +139,10 @@ class _Bench:
             setup=self._setup, provenance=_torch_facts(self.case, self.devices[0]),
         )  # fmt: skip
 
+    def trace(self, path: str) -> None:
+        """Write the profile of one more step, after timing."""
+        _trace(self._step, self._batches[0], self.devices, path)
+
 
 def _run(benches: Sequence[_Bench]) -> None:
     """Run blocks of every bench in turn, there and back again, until each has measured enough."""
@@ -219,6 +227,14 @@ def _profiled(
         return busy.profiled(lambda: step(*batch), devices)
     except RuntimeError:  # without permission to profile, the trial is as good but for this
         return []
+
+
+def _trace(step: Callable[[Any, Any], Any], batch: tuple[Any, Any], devices: Sequence[Device], path: str) -> None:
+    """Leave a profile of one more step in a file; a trial is as good without, so what goes wrong is only logged."""
+    try:
+        busy.trace(lambda: step(*batch), devices, Path(path))
+    except (RuntimeError, OSError, TypeError) as error:  # TypeError: a torch that cannot profile all threads
+        print(f"no trace: {error}", file=sys.stderr)
 
 
 def _pinned(batch: tuple[Any, Any], case: Case) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""Export: trials as lines of JSON, one each, with the ledger's phases worked out."""
+"""JSON lines: one trial each, with the ledger's phases worked out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def jsonl(run_id: str, trials: Iterable[Trial]) -> Iterator[str]:
             {"seconds": step.seconds, "warmup": step.warmup, "phases": phases}
             for step, phases in zip(trial.steps, ledger.of_trial(trial), strict=True)
         ]
-        yield json.dumps(
+        line = json.dumps(
             {
                 "run_id": run_id,
                 "case": {**trial.case.to_dict(), "devices": trial.case.devices},
@@ -31,3 +31,4 @@ def jsonl(run_id: str, trials: Iterable[Trial]) -> Iterator[str]:
                 "provenance": dict(trial.provenance),
             }
         )
+        yield f"{line}\n"

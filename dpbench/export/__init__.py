@@ -1,0 +1,77 @@
+"""Export: what the store holds, in the formats of other tools.
+
+jsonl            one trial a line, the ledger's phases worked out
+trace            a Chrome trace, for Perfetto and speedscope: every span, step and sample
+split            one trial as files of a rank each, for Holistic Trace Analysis
+pyperf           a pyperf suite: one benchmark a case, one run a round
+parquet          a flat table of steps
+
+Text comes as an iterator of pieces, so that a long run is never one string. `trusted` and `labels` say which trials'
+numbers may be shown, and under which labels: `dpbench.analyse` has both.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dpbench.export.choice import Labels, Trusted, name, numbered, pick
+from dpbench.export.chrome import trace
+from dpbench.export.lines import jsonl
+from dpbench.export.ranks import split as split_ranks
+from dpbench.export.suite import pyperf
+from dpbench.export.table import parquet
+
+if TYPE_CHECKING:
+    from dpbench.records import Trial
+    from dpbench.store import Run
+
+__all__ = ["check", "jsonl", "name", "parquet", "pick", "pieces", "pyperf", "split_ranks", "trace", "write"]
+
+
+def check(format: str, *, every: bool, output: Path | None, part: str | None, split: Path | None) -> None:
+    """Raise ValueError for options that do not go together, before anything is read."""
+    if format != "trace" and (part is not None or split):
+        raise ValueError(f"--{'split' if split else 'case'} is for trace, not for {format}: leave it out")
+    if split and (output or every):
+        raise ValueError(f"--split writes one trial into {split}: leave out {'--output' if output else '--all'}")
+    if format == "parquet" and not output:
+        raise ValueError("parquet is no text: name a file with --output")
+    if format == "pyperf" and every:
+        raise ValueError("pyperf compares files: export each run to its own, with --run, and leave out --all")
+
+
+def pieces(
+    format: str, runs: Sequence[tuple[Run, Sequence[Trial]]], trusted: Trusted, labels: Labels, *, every: bool = False,
+    output: Path | None = None, part: str | None = None, split: Path | None = None,
+) -> Iterator[str]:  # fmt: skip
+    """Yield the text of an export; write the files of parquet and split, of which the text is what was written."""
+    if format == "jsonl":
+        return chain.from_iterable(jsonl(run.id, trials) for run, trials in runs)
+    if format == "parquet":
+        assert output is not None
+        parquet(((run.id, trials) for run, trials in runs), labels, output)
+        return iter(())
+    [(run, trials)] = runs
+    if format == "pyperf":
+        return iter([pyperf(run.id, run.provenance, trials, trusted, labels)])
+    picked = pick(trials, part, every=every, trusted=trusted)
+    if split is None:
+        return trace(run.id, run.provenance, picked, labels)
+    if len(picked) > 1:
+        names = list(dict.fromkeys(name(trial.case) for trial in trials))
+        raise ValueError(f"--split writes one case, {len(picked)} fit: name one with --case; {numbered(names)}")
+    return (f"{path}\n" for path in split_ranks(run.id, run.provenance, picked[0], labels, split))
+
+
+def write(text: Iterable[str], output: Path | None) -> None:
+    """Write text piece by piece to a file, or to stdout."""
+    if output is None:
+        sys.stdout.writelines(text)
+        sys.stdout.flush()
+        return
+    with output.open("w") as out:
+        out.writelines(text)

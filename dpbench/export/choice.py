@@ -1,0 +1,80 @@
+"""Choice: which of a run's trials to show, and under which name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from dpbench.records import Case, Trial, Verified
+
+Trusted = Callable[[Trial], bool]
+"""Tells whether a trial's numbers may be shown."""
+Labels = Callable[[Trial], tuple[str, ...]]
+"""Returns what must stand beside a trial's numbers."""
+
+IN_LABEL = frozenset(
+    {"model", "size", "strategy", "schedule", "devices", "device_kind", "placement", "batch_size", "precision"}
+)
+"""The fields of a case that its label says."""
+
+
+def name(case: Case) -> str:
+    """Name a case apart from every other: its label, then the fields that the label leaves out, if not at default."""
+    rest = {field: value for field, value in case.to_dict().items() if field not in IN_LABEL}
+    return " ".join([case.label, *(f"{field}={_plain(value)}" for field, value in sorted(rest.items()))])
+
+
+def _plain(value: Any) -> str:
+    """Write a field's value without brackets."""
+    if not isinstance(value, tuple):
+        return str(value)
+    return ",".join(":".join(part) if isinstance(part, tuple) else str(part) for part in value)
+
+
+def title(trial: Trial, labels: Labels) -> str:
+    """Name a trial: its case and round, and the labels that must stand beside its numbers."""
+    said = [*labels(trial), *(["UNVERIFIED"] if trial.verified is Verified.NO else [])]
+    ended = "" if trial.status == "ok" else f" {trial.status}"
+    return f"{name(trial.case)} round {trial.round}{ended} [{' '.join(said)}]"
+
+
+def pick(trials: Sequence[Trial], part: str | None = None, *, every: bool = False, trusted: Trusted) -> list[Trial]:
+    """Return the first trusted trial of each case, or `every` trial, of the cases that `part` names.
+
+    A case is named by its number, from 1 in the order in which the run began them, or by a part of its name; the
+    whole name is that case alone. ValueError where nothing fits, with what there is.
+    """
+    names = list(dict.fromkeys(name(trial.case) for trial in trials))
+    wanted = set(_named(names, part)) if part is not None else set(names)
+    fitting = [trial for trial in trials if name(trial.case) in wanted]
+    found = [trial for trial in fitting if every or (trusted(trial) and trial.steps)]
+    if not every:
+        first: dict[str, Trial] = {}
+        for trial in found:
+            first.setdefault(name(trial.case), trial)
+        found = [first[one] for one in names if one in first]
+    if not found:
+        ends = ", ".join(f"{trial.case.label}: {trial.status}" for trial in fitting[:8]) or "no trials"
+        raise ValueError(f"there is no measured trial to show ({ends})")
+    return found
+
+
+def _named(names: Sequence[str], part: str) -> list[str]:
+    """Return the names that a number or a part of a name means."""
+    if part.isdigit() and 1 <= int(part) <= len(names):
+        return [names[int(part) - 1]]
+    found = [part] if part in names else [name for name in names if part in name]
+    if not found or part.isdigit():
+        raise ValueError(f"no case {part}; the run has: {numbered(names)}")
+    return found
+
+
+def numbered(names: Sequence[str]) -> str:
+    """List cases with the numbers that `pick` takes."""
+    return "; ".join(f"{number} {name}" for number, name in enumerate(names, 1)) or "none"
+
+
+def nameless(provenance: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a run's provenance without its host's name, for files that leave the machine."""
+    host = {key: value for key, value in provenance.get("host", {}).items() if key != "name"}
+    return {**provenance, **({"host": host} if host else {})}

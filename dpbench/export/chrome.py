@@ -1,0 +1,143 @@
+"""Chrome: trials as one trace in the Trace Event Format, which Perfetto and speedscope read.
+
+One process a trial; in it a track for the steps, one for each device and phase (spans that overlap without nesting
+go on further tracks), and a counter for each series of samples. Times are microseconds from the beginning of the
+earliest trial, in whole 1024ths: so start and duration add up to the end exactly, in a reader's floating point too, and
+what follows on it does not overlap it.
+
+Format: "Trace Event Format" by the Chrome tracing project.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from dpbench.export.choice import Labels, nameless, title
+from dpbench.records import HOST, Phase, Sample, Span, Step, Trial
+
+_T = TypeVar("_T")
+Timed = tuple[float, float, _T]
+"""Start and end in seconds, and what there was between."""
+TICKS = 1024
+"""The parts of a microsecond that times are rounded to."""
+ORDER = {phase: number for number, phase in enumerate(Phase)}
+
+
+def trace(run_id: str, provenance: Mapping[str, Any], trials: Sequence[Trial], labels: Labels) -> Iterator[str]:
+    """Yield the text of a trace of these trials of one run, a trial at a time."""
+    zero_s = min((at for trial in trials for at in _times(trial)), default=0.0)
+    facts = {
+        "run_id": run_id,
+        "zero_s": zero_s,
+        "provenance": nameless(provenance),
+        "trials": [_facts(pid, trial, labels) for pid, trial in enumerate(trials, 1)],
+    }
+    yield f'{{"displayTimeUnit": "ms",\n"otherData": {json.dumps(facts)},\n"traceEvents": [\n'
+    for pid, trial in enumerate(trials, 1):
+        yield ",\n" * (pid > 1) + ",\n".join(_events(pid, trial, zero_s, title(trial, labels)))
+    yield "\n]}\n"
+
+
+def _times(trial: Trial) -> Iterator[float]:
+    """Yield when each thing of a trial that has a place in time began."""
+    yield from (step.start_s for step in trial.steps)
+    yield from (span.start_s for span in trial.spans)
+    yield from (sample.time_s for sample in trial.samples if sample.time_s > 0.0)
+
+
+def _facts(pid: int, trial: Trial, labels: Labels) -> dict[str, Any]:
+    """Return what is known of a trial beside its times; `untimed` are readings of the profiled step after timing."""
+    untimed = [[s.device, s.metric, s.value] for s in trial.samples if s.time_s == 0.0]
+    return {
+        "pid": pid, "case": trial.case.to_dict(), "labels": labels(trial), "round": trial.round,
+        "status": trial.status, "reason": trial.reason, "verified": trial.verified,
+        "memory": [[m.device, m.peak_bytes, m.source] for m in trial.memory], "untimed": untimed,
+        "provenance": dict(trial.provenance),
+    }  # fmt: skip
+
+
+def _events(pid: int, trial: Trial, zero_s: float, name: str) -> Iterator[str]:
+    """Yield every event of one trial as JSON."""
+    yield meta("process_name", pid, 0, name=name)
+    yield meta("process_sort_index", pid, 0, sort_index=pid)
+    tid = 0
+    for track, found in (("steps", _steps(trial.steps)), *_tracks(trial.spans)):
+        first = tid
+        for lane, start, end, said in lanes(found, zero_s):
+            if first + lane == tid:
+                tid += 1
+                yield meta("thread_name", pid, tid, name=track if lane == 0 else f"{track} #{lane + 1}")
+                yield meta("thread_sort_index", pid, tid, sort_index=tid)
+            yield _complete(pid, first + lane + 1, start, end, said)
+    yield from _counters(pid, trial.samples, zero_s)
+
+
+def _steps(steps: Iterable[Step]) -> Iterator[Timed[str]]:
+    """Yield the steps, each with its event's name, category and arguments."""
+    for number, step in enumerate(steps):
+        args = json.dumps({"seconds": step.seconds, "warmup": step.warmup})
+        yield step.start_s, step.end_s, f'"name":"step {number}","cat":"step","args":{args}'
+
+
+def _tracks(spans: Iterable[Span]) -> list[tuple[str, list[Timed[str]]]]:
+    """Sort spans into tracks: the host's first, then by device, the phases of each in their order."""
+    found: dict[tuple[int, Phase], list[Timed[str]]] = {}
+    for span in spans:
+        said = f'"name":"{span.phase}","cat":"{span.clock}","args":{{"step":{span.step}}}'
+        found.setdefault((span.device, span.phase), []).append((span.start_s, span.end_s, said))
+    keys = sorted(found, key=lambda key: (key[0], ORDER[key[1]]))
+    return [(f"{place(device)} {phase}", found[device, phase]) for device, phase in keys]
+
+
+def place(device: int) -> str:
+    """Name a device, or the host."""
+    return "host" if device == HOST else f"device {device}"
+
+
+def lanes(found: Iterable[Timed[_T]], zero_s: float, *, nested: bool = True) -> list[tuple[int, int, int, _T]]:
+    """Lay intervals on as few lanes as it takes: on one, two are apart, or, if `nested`, one within the other.
+
+    Returns (lane, start, end, what) in the order of their starts; ticks after `zero_s`.
+    """
+    timed = [(ticks(start - zero_s), ticks(end - zero_s), what) for start, end, what in found]
+    laid, open_ends = [], list[list[int]]()
+    for start, end, what in sorted(timed, key=lambda one: (one[0], -one[1])):
+        for lane, ends in enumerate(open_ends):  # noqa: B007
+            while ends and ends[-1] <= start:
+                ends.pop()
+            if not ends or (nested and end <= ends[-1]):
+                break
+        else:
+            lane, ends = len(open_ends), []
+            open_ends.append(ends)
+        ends.append(end)
+        laid.append((lane, start, end, what))
+    return laid
+
+
+def ticks(seconds: float) -> int:
+    """Return 1024ths of a microsecond."""
+    return round(seconds * 1e6 * TICKS)
+
+
+def _complete(pid: int, tid: int, start: int, end: int, said: str) -> str:
+    """Return a complete event."""
+    times = f'"ts":{start / TICKS!r},"dur":{(end - start) / TICKS!r}'
+    return f'{{"ph":"X","pid":{pid},"tid":{tid},{times},{said}}}'
+
+
+def meta(kind: str, pid: int, tid: int, **args: Any) -> str:
+    """Return an event that names or sorts a process or a track."""
+    return json.dumps({"ph": "M", "name": kind, "pid": pid, "tid": tid, "ts": 0, "args": args})
+
+
+def _counters(pid: int, samples: Iterable[Sample], zero_s: float) -> Iterator[str]:
+    """Yield the samples that have a place in time, each series a counter."""
+    for sample in samples:
+        if sample.time_s > 0.0:
+            counter = json.dumps(f"{place(sample.device)} {sample.metric}")
+            at = ticks(sample.time_s - zero_s) / TICKS
+            value = f'{{"{sample.metric}":{sample.value!r}}}'
+            yield f'{{"ph":"C","pid":{pid},"ts":{at!r},"name":{counter},"args":{value}}}'

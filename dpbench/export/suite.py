@@ -1,0 +1,82 @@
+"""Suite: trials as a pyperf benchmark suite, for `pyperf stats`, `hist`, `check` and `compare_to`.
+
+One benchmark a case, named so that the same case of another run has the same name; in it one run a round, with its
+warm-up steps and its timed steps in seconds. Format 1.0 of pyperf's JSON files (pyperf 1.0 and later).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from dpbench.export.choice import Labels, Trusted, name
+from dpbench.records import Source, Trial
+
+VERSION = "1.0"
+Metadata = dict[str, str | int | float]
+
+
+def pyperf(
+    run_id: str, provenance: Mapping[str, Any], trials: Iterable[Trial], trusted: Trusted, labels: Labels
+) -> str:
+    """Return the text of the suite of one run's trusted trials; a round that was measured again counts by its last."""
+    rounds: dict[str, dict[int, Trial]] = {}
+    for trial in trials:
+        if trusted(trial) and any(not step.warmup for step in trial.steps):
+            measured = "" if trial.source is Source.MEASURED else f" {trial.source}"
+            rounds.setdefault(f"{name(trial.case)}{measured}", {})[trial.round] = trial
+    if not rounds:
+        raise ValueError(f"run {run_id[:8]} has no measured trial, and pyperf reads no empty suite")
+    benchmarks = [
+        {
+            "metadata": {
+                "name": title,
+                "unit": "second",
+                "loops": 1,
+                "labels": " ".join(labels(next(iter(found.values())))),
+            },
+            "runs": [_run(number, trial) for number, trial in sorted(found.items())],
+        }
+        for title, found in rounds.items()
+    ]
+    facts = _facts(provenance, {"dpbench_run": run_id})
+    return json.dumps({"version": VERSION, "metadata": facts, "benchmarks": benchmarks}) + "\n"
+
+
+def _run(number: int, trial: Trial) -> dict[str, Any]:
+    """Return one round: warm-up steps with their loop count, then the timed steps."""
+    metadata: Metadata = {"round": number, "verified": str(trial.verified)}
+    if trial.setup:
+        metadata["duration"] = sum(trial.setup.values())
+    if trial.started_s:
+        metadata["date"] = datetime.fromtimestamp(trial.started_s, UTC).replace(tzinfo=None).isoformat(" ")
+    run: dict[str, Any] = {"metadata": metadata, "values": [step.seconds for step in trial.steps if not step.warmup]}
+    warmups = [(1, step.seconds) for step in trial.steps if step.warmup]
+    return run | ({"warmups": warmups} if warmups else {})
+
+
+def _facts(provenance: Mapping[str, Any], first: Metadata) -> Metadata:
+    """Return a run's provenance, without its host's name, under pyperf's names where it has any."""
+    host, gpus = provenance.get("host", {}), provenance.get("gpus", {})
+    packages, code = provenance.get("packages", {}), provenance.get("dpbench", {})
+    facts = {
+        "platform": f"{host.get('system', '')} {host.get('machine', '')}",
+        "cpu_model_name": host.get("cpu"),
+        "cpu_count": host.get("cores"),
+        "python_version": provenance.get("python"),
+        "gpus": _counted([gpu.get("name", "") for gpu in gpus.get("gpus", [])]),
+        "gpu_driver": gpus.get("driver"),
+        **{f"{package}_version": version for package, version in packages.items()},
+        "dpbench_version": code.get("version"),
+        "dpbench_commit": f"{code.get('commit', '')}{' (dirty)' if code.get('dirty') else ''}",
+    }
+    # pyperf refuses values that are empty or have more than one line
+    plain = {key: " ".join(value.split()) if isinstance(value, str) else value for key, value in facts.items()}
+    return first | {key: value for key, value in plain.items() if value}
+
+
+def _counted(names: Sequence[str]) -> str:
+    """Say how many there are of each."""
+    return ", ".join(f"{names.count(one)}x {one}" for one in dict.fromkeys(names))

@@ -1,0 +1,74 @@
+"""`dpbench run --profile`: one more step of each trial as torch.profiler's Chrome trace, and nothing else changed."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from dpbench import busy
+from dpbench.engine.devices import open_devices
+from dpbench.records import Case, Effort, Status
+from dpbench.worker import trial
+from tests import commands
+
+QUICK = Effort(budget_s=0.05, warmup_steps=1, min_steps=2, max_steps=4, block_steps=2)
+DP = Case(model="mlp", strategy="dp", devices=2, batch_size=16, schedule="reference")
+
+
+def operators(path: Path) -> dict[int, set[str]]:
+    """Return the operators of a trace by their threads."""
+    found = defaultdict(set)
+    for event in json.loads(path.read_text())["traceEvents"]:
+        if event.get("cat") == "cpu_op":
+            found[event["tid"]].add(event["name"])
+    return dict(found)
+
+
+def test_a_profiled_run_leaves_a_trace_of_every_thread_of_every_rank_beside_the_store(tmp_path):
+    axes = ("--models", "mlp", "--strategies", "single,dp,ddp", "--devices", "2", "--batch-sizes", "16")
+    with commands.folder(tmp_path) as folder:
+        done = folder.do("run", *axes, "--rounds", "1", "--profile")
+        assert done.returncode == 0, done.stderr
+        [(run_id,)] = folder.query("SELECT id FROM run")
+        # the step that is profiled is none of the trial's
+        counts = "SELECT (SELECT count(*) FROM step WHERE trial_id=id), (SELECT max(step) FROM span WHERE trial_id=id)"
+        assert all(steps == last + 1 for steps, last in folder.query(f"{counts} FROM trial"))
+    files = {path.name: path for path in (tmp_path / "dpbench.db.traces" / run_id).iterdir()}
+    cut = sorted(name.replace(name.split("-16-")[1][:8], "") for name in files)
+    assert cut == [
+        "mlp-ddp-x2-batch-16--r0-rank0.json", "mlp-ddp-x2-batch-16--r0-rank1.json",
+        "mlp-dp-reference-x2-batch-16--r0.json", "mlp-single-x1-batch-16--r0.json",
+    ]  # fmt: skip
+    for name, path in files.items():
+        threads = operators(path).values()
+        assert any("aten::addmm" in found for found in threads), name
+        if "-dp-" in name:  # both replicas' forwards, each in its thread
+            assert sum("aten::addmm" in found for found in threads) == 2
+
+
+def test_what_profiling_cannot_do_leaves_the_trial_as_it_is(tmp_path, capfd):
+    (tmp_path / "file").touch()
+    effort = Effort(**{**vars(QUICK), "trace": str(tmp_path / "file" / "trace.json")})
+    done = trial.run(DP, effort, tmp_path)
+    assert done.status is Status.OK, done.reason
+    assert {span.step for span in done.spans} == set(range(len(done.steps)))
+    assert "no trace" in capfd.readouterr().err
+
+
+def test_without_the_option_nothing_is_profiled(tmp_path, monkeypatch):
+    monkeypatch.setattr(busy, "trace", lambda *_: pytest.fail("profiled"))
+    assert trial.run(DP, QUICK, tmp_path).status is Status.OK
+
+
+@pytest.mark.gpu
+def test_a_trace_of_a_gpu_step_has_its_kernels(tmp_path):
+    import torch
+
+    devices = open_devices("cuda", 1)
+    matrix = torch.randn(64, 64, device="cuda")
+    busy.trace(lambda: matrix @ matrix, devices, tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert any(event.get("cat") == "kernel" for event in events)
