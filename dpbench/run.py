@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dpbench import plan, provenance, registry, samplers
+from dpbench import plan, provenance, registry, samplers, validity
 from dpbench.nvml import describe
 from dpbench.records import HOST, Case, Effort, Sample, Status, Trial
 from dpbench.server import Server
@@ -83,7 +83,7 @@ def run(
     session = _Session(store, run_id, effort or Effort(), budget_s, limit_s, listen)
     finished = False
     try:
-        session.measure(_slots(cases, rounds, run_id), store.done(run_id, retry=again), _ordinals(cases))
+        session.measure(_slots(cases, rounds, run_id), store.done(run_id, retry=again), ordinals(cases))
         finished = True
     finally:
         store.end_run(run_id, "finished" if finished else "interrupted")
@@ -105,7 +105,7 @@ def _slots(cases: Sequence[Case], rounds: int, seed: str) -> list[list[tuple[Cas
     return [[(case, number) for case in generator.sample(cases, len(cases))] for number in range(rounds)]
 
 
-def _ordinals(cases: Sequence[Case]) -> list[int]:
+def ordinals(cases: Sequence[Case]) -> list[int]:
     """Return the GPUs that the cases use, for the samplers to watch."""
     used: set[int] = set()
     for case in cases:
@@ -157,7 +157,7 @@ class _Session:
         else:
             trial = server.run(case, effort, number, self._limit_s)
         ended = time.perf_counter()
-        trial = replace(trial, samples=trial.samples + _watched(series, began, ended, trial))
+        trial = _checked(replace(trial, samples=trial.samples + _watched(series, began, ended, trial)))
         self._store.end_trial(trial_id, trial)
         if trial.status is Status.OK:
             timed = sum(step.seconds for step in trial.steps)
@@ -174,6 +174,12 @@ class _Session:
             return None
         share_s = left_s / max(1, self._total - self._done) - self._overhead_s
         return replace(self._effort, budget_s=min(self._effort.budget_s, max(0.05, share_s)))
+
+
+def _checked(trial: Trial) -> Trial:
+    """Add what could have spoilt the trial's numbers, as facts; a trial without any has none."""
+    found = validity.facts(trial, provenance.usable_cores())
+    return replace(trial, provenance={**trial.provenance, "validity": found}) if found else trial
 
 
 def _watched(series: samplers.Series, began: float, ended: float, trial: Trial) -> tuple[Sample, ...]:

@@ -29,9 +29,9 @@ FLOORS = (
         "server",
         "listing",
     },
-    {"strategies", "verify", "analyse", "ladder", "export"},
-    {"worker", "predict", "probe", "diagnose"},
-    {"run", "report", "progress"},
+    {"strategies", "verify", "analyse", "ladder", "export", "validity", "selfcheck"},
+    {"worker", "predict", "probe", "diagnose", "findings"},
+    {"run", "report", "progress", "arguments"},
     {"cli"},
 )
 FLOOR = {unit: number for number, units in enumerate(FLOORS) for unit in units}

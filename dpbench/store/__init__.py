@@ -103,6 +103,13 @@ class Store:
             self._kill_running(run_id)
             self._db.execute("UPDATE run SET status=?, ended=? WHERE id=?", (status, time.time(), run_id))
 
+    def annotate(self, run_id: str, name: str, facts: Mapping[str, Any]) -> None:
+        """Add facts to a run's provenance under a name, in place of those that were there."""
+        with file.transaction(self._db):
+            (known,) = self._db.execute("SELECT provenance FROM run WHERE id=?", (run_id,)).fetchone()
+            added = json.dumps({**json.loads(known), name: facts})
+            self._db.execute("UPDATE run SET provenance=? WHERE id=?", (added, run_id))
+
     def _kill_running(self, run_id: str) -> None:
         self._db.execute(
             "UPDATE trial SET status=?, reason='ended while it ran' WHERE run_id=? AND status=?",

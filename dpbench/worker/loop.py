@@ -20,6 +20,7 @@ from dpbench.engine.devices import open_devices
 from dpbench.records import HOST, Case, Effort, Memory, Sample, Status, Trial, Verified
 from dpbench.stats import Stopping
 from dpbench.strategies import precision_of
+from dpbench.worker.facts import blocked_pairs, of_model
 
 BATCHES = 4
 """Distinct batches that the steps take turns with, so that none is special."""
@@ -46,6 +47,7 @@ def measure(case: Case, effort: Effort, strategy: ModuleType, rank: int | None =
 
     verdict = _verify(case, strategy, devices, rank)
     lap("verify_s")
+    about = of_model(case) if rank in (None, 0) else {}
     _forget(devices)
     model = models.load(case.model, case.size, case.seed)
     batches = [_pinned(model.batch(case.batch_size, case.seed + i), case) for i in range(BATCHES)]
@@ -59,7 +61,7 @@ def measure(case: Case, effort: Effort, strategy: ModuleType, rank: int | None =
     return Trial(
         case=case, status=Status.OK, reason=reason, verified=verdict, steps=listener.steps(),
         spans=listener.spans(), samples=tuple(samples), memory=memory, setup=setup,
-        provenance=_torch_facts(case, devices[0]),
+        provenance=_torch_facts(case, devices[0]) | {"model": about},
     )  # fmt: skip
 
 
@@ -188,5 +190,5 @@ def _torch_facts(case: Case, device: Device) -> dict[str, Any]:
     }
     if case.device_kind == "cuda":
         facts |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
-        facts |= {"gpu": torch.cuda.get_device_name(device.torch_device)}
+        facts |= {"gpu": torch.cuda.get_device_name(device.torch_device), "no_peer_access": blocked_pairs(case)}
     return facts
