@@ -15,12 +15,18 @@ from dpbench import __version__
 from dpbench.options import AUTO_BUDGET_S, Names, Numbers, Rounds, Schedules, cases_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dpbench.records import Case
     from dpbench.store import Run
 
 EXIT_WORSE, EXIT_FAILED, EXIT_UNDECIDED, EXIT_USAGE = 1, 2, 3, 64
 EXIT_CLOSED = 128 + signal.SIGPIPE
 RESUMES = "what was measured is stored, the same command goes on from there"
 REPORT = Path("reports/latest/index.html")
+SELF_CHECK_SCALE = 1.0
+"""How long the self-check takes, over its usual minute."""
+
 store_option = click.option(
     "--store", type=click.Path(path_type=Path), default=Path("dpbench.db"), show_default=True, help="The results file."
 )
@@ -90,6 +96,11 @@ def cli() -> None:
 @click.option("--retry", type=Names(), default=(), help="Final statuses to measure again on resume: failed,oom,...")
 @click.option("--profile", is_flag=True, help="Profile one more step of each trial, as Chrome traces beside the store.")
 @click.option("--report", type=click.Path(path_type=Path), default=REPORT, show_default=True, help="The page to write.")
+@click.option(
+    "--self-check",
+    is_flag=True,
+    help="Measure too what measuring costs here: marks, samplers, and the engine beside torch's; about a minute more.",
+)
 @store_option
 def run(store: Path, report: Path, **options: Any) -> None:
     """Measure cases in fresh processes, store every trial, print a table and a verdict.
@@ -118,6 +129,8 @@ def run(store: Path, report: Path, **options: Any) -> None:
             sys.exit(130)
         except BrokenPipeError:  # nobody reads on, as in `dpbench run 2>&1 | head`
             _last_words(f"the output was closed; {RESUMES}")
+        if options["self_check"]:
+            opened.annotate(outcome.run_id, "self_check", _self_check(cases))
         chosen = _choose(opened.runs(), outcome.run_id)
         content = _content(chosen, opened.trials(outcome.run_id))
     # the page first: what follows may have no reader left
@@ -129,6 +142,17 @@ def run(store: Path, report: Path, **options: Any) -> None:
     except BrokenPipeError:
         _last_words(f"the output was closed; the run is complete: `dpbench report --run {outcome.run_id[:8]}` shows it")
     sys.exit(EXIT_FAILED if any(outcome.counts.get(bad) for bad in ("failed", "oom", "timeout")) else 0)
+
+
+def _self_check(cases: Sequence[Case]) -> dict[str, Any]:
+    """Measure what measuring costs on the kind of device that the cases use."""
+    from dpbench import selfcheck
+    from dpbench.run import ordinals
+
+    click.echo("self-check: what measuring costs here; about a minute", err=True)
+    widest = max(cases, key=lambda case: case.devices)
+    devices = widest.devices if widest.placement == "spread" else 1
+    return selfcheck.measure(widest.device_kind, devices, ordinals(cases), scale=SELF_CHECK_SCALE)
 
 
 def _last_words(text: str) -> NoReturn:
@@ -158,6 +182,21 @@ def report(store: Path, run_id: str | None, html: Path, md: bool) -> None:
         return
     _write_report(html, content)
     click.echo(str(html))
+
+
+@cli.command()
+@run_option
+@store_option
+def explain(store: Path, run_id: str | None) -> None:
+    """Explain a run: what more devices gave, where the lost time goes, and what change helps by how much.
+
+    The answer first, then the findings by the time at stake, each with its evidence, its remedy, and what that gave
+    where the same run has measured it.
+    """
+    from dpbench.findings import text
+
+    chosen, trials = _read(store, run_id)
+    click.echo(text.render(_content(chosen, trials)["diagnoses"]))
 
 
 @cli.command("list")
@@ -271,14 +310,15 @@ def _choose(runs: Any, run_id: str | None) -> Run:
 
 def _content(chosen: Run, trials: Any) -> dict[str, Any]:
     """Return what every form of the report shows."""
-    from dpbench import analyse, diagnose, ladder
+    from dpbench import analyse, diagnose, findings, ladder
 
     table = analyse.rows(trials)
+    cores = chosen.provenance.get("host", {}).get("cores", 0)
     ladders = ladder.ladders(table)
     return {
         "rows": table, "trials": trials, "provenance": chosen.provenance, "run_id": chosen.id,
         "started": chosen.started, "ladders": ladders, "verdict": diagnose.verdict(table, ladders),
-        "tiles": diagnose.tiles(table, ladders),
+        "tiles": diagnose.tiles(table, ladders), "diagnoses": findings.diagnose(table, trials, cores),
         "warnings": [*_unfinished(chosen), *diagnose.warnings(table, trials, chosen.provenance)],
     }  # fmt: skip
 
@@ -305,12 +345,16 @@ def _print_table(content: dict[str, Any]) -> None:
 
 
 def _print_verdict(content: dict[str, Any]) -> None:
-    """Print the verdict to stdout, the warnings to stderr."""
+    """Print the verdict to stdout, and what the self-check found; the warnings to stderr."""
+    from dpbench import selfcheck
+
     for warning in content["warnings"]:
         click.echo(f"warning: {warning}", err=True)
     for case, ended in content["provenance"].get("rounds", {}).items():
         click.echo(f"{case}: {ended}", err=True)
     click.echo(f"\n{content['verdict']}")
+    for line in selfcheck.words(content["provenance"]):
+        click.echo(f"self-check: {line}")
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -25,6 +25,12 @@ BUSY = "busy_s"
 """The metric under which a step's busy seconds of a device are sampled."""
 
 
+LONG_S = 0.010
+"""A step that does not feel that the CPU time of each of its spans is read: after one as long, it is."""
+READ_EVERY = 4
+"""Of shorter steps, each so manyth has its CPU time read."""
+
+
 class Clock(Protocol):
     """What the measuring loop asks of a clock."""
 
@@ -54,7 +60,8 @@ class HostClock:
     """Time by the host's clock: right where a call returns when its work is done.
 
     Beside each span it sums the CPU time of its thread: a device's busy time. Where a thread has several spans
-    open (a joint backward works for all replicas), its CPU time is shared equally among them.
+    open (a joint backward works for all replicas), its CPU time is shared equally among them. To read a thread's CPU
+    time is a system call, half of what a mark costs: where steps are short it is read in some of them alone.
     """
 
     def __init__(
@@ -62,39 +69,18 @@ class HostClock:
     ) -> None:
         self._now, self._cpu = now, cpu
         self._steps: list[Step] = []
-        self._spans: list[Span] = []
-        self._busy: list[tuple[int, int, float]] = []
+        self._spans: list[tuple[int, Phase, int, float, float]] = []
+        self._busy: list[tuple[int, tuple[int, ...], float]] = []
         self._thread = threading.local()
+        self._reads = True
 
-    @contextmanager
-    def mark(self, phase: Phase, device: int) -> Iterator[None]:
+    def mark(self, phase: Phase, device: int) -> AbstractContextManager[None]:
         """Record the span, and its share of the thread's CPU time."""
-        step = len(self._steps)
-        share = self._settle()
-        share.open.append(device)
-        start = self._now()
-        try:
-            yield
-        finally:
-            end = self._now()
-            share = self._settle(step)
-            share.open.remove(device)
-            self._spans.append(Span(step, phase, device, "host", start, end))
+        return _HostMark(self, phase, device)
 
     def add(self, phase: Phase, device: int, start_s: float, end_s: float) -> None:
         """Add a span of the step just ended."""
-        self._spans.append(Span(len(self._steps) - 1, phase, device, "host", start_s, end_s))
-
-    def _settle(self, step: int | None = None) -> _Share:
-        """Give the CPU time since this thread's last mark to the spans open in it."""
-        share: _Share | None = getattr(self._thread, "share", None)
-        if share is None:
-            share = self._thread.share = _Share()
-        cpu = self._cpu()
-        for device in share.open:
-            self._busy.append((len(self._steps) if step is None else step, device, (cpu - share.at) / len(share.open)))
-        share.at = cpu
-        return share
+        self._spans.append((len(self._steps) - 1, phase, device, start_s, end_s))
 
     @contextmanager
     def block(self) -> Iterator[None]:
@@ -108,6 +94,7 @@ class HostClock:
         yield
         end = self._now()
         self._steps.append(Step(end - start, warmup, end))
+        self._reads = end - start >= LONG_S or len(self._steps) % READ_EVERY == 0
 
     def steps(self) -> tuple[Step, ...]:
         """Return the steps so far."""
@@ -115,23 +102,77 @@ class HostClock:
 
     def spans(self) -> tuple[Span, ...]:
         """Return the spans so far."""
-        return tuple(self._spans)
+        return tuple(Span(step, phase, device, "host", start, end) for step, phase, device, start, end in self._spans)
 
     def samples(self) -> tuple[Sample, ...]:
         """Return each step's CPU seconds per device."""
         total: dict[tuple[int, int], float] = {}
-        for step, device, seconds in self._busy:
-            if device != HOST and step < len(self._steps):
-                total[step, device] = total.get((step, device), 0.0) + seconds
+        for step, devices, seconds in self._busy:
+            for device in devices:
+                if device != HOST and step < len(self._steps):
+                    total[step, device] = total.get((step, device), 0.0) + seconds / len(devices)
         return tuple(Sample(self._steps[s].end_s, d, BUSY, value) for (s, d), value in sorted(total.items()))
 
 
-@dataclass
 class _Share:
     """One thread's open spans, by device, and the CPU time at which they were last settled."""
 
-    open: list[int] = field(default_factory=list)
-    at: float = 0.0
+    __slots__ = ("at", "open")
+
+    def __init__(self) -> None:
+        self.open: tuple[int, ...] = ()
+        self.at = 0.0
+
+
+class _HostMark:
+    """One span in the making: a class, because a generator would cost the step half as much again.
+
+    At each end it gives the thread's CPU time since its last mark to the spans open until then. What it appends is
+    plain; records are made of it when the clock is asked, off the clock.
+    """
+
+    __slots__ = ("_clock", "_device", "_phase", "_share", "_start", "_step")
+
+    def __init__(self, clock: HostClock, phase: Phase, device: int) -> None:
+        self._clock, self._phase, self._device = clock, phase, device
+
+    def __enter__(self) -> None:
+        clock = self._clock
+        self._step = len(clock._steps)
+        self._share = self._opened() if clock._reads else None
+        self._start = clock._now()
+
+    def _opened(self) -> _Share:
+        """Return this thread's share, with this span open in it."""
+        clock = self._clock
+        try:
+            share: _Share = clock._thread.share
+        except AttributeError:  # this thread's first mark
+            share = clock._thread.share = _Share()
+        cpu = clock._cpu()
+        if share.open:
+            clock._busy.append((self._step, share.open, cpu - share.at))
+        share.open, share.at = (*share.open, self._device), cpu
+        return share
+
+    def __exit__(self, *error: object) -> None:
+        clock, share = self._clock, self._share
+        end = clock._now()
+        if share is not None:
+            self._closed(share)
+        clock._spans.append((self._step, self._phase, self._device, self._start, end))
+
+    def _closed(self, share: _Share) -> None:
+        """Give the CPU time since the thread's last mark to its open spans, of which this one ends."""
+        cpu = self._clock._cpu()
+        self._clock._busy.append((self._step, share.open, cpu - share.at))
+        share.at = cpu
+        if share.open[-1] == self._device:
+            share.open = share.open[:-1]
+        else:  # spans of one thread that end in another order than they began
+            left = list(share.open)
+            left.remove(self._device)
+            share.open = tuple(left)
 
 
 @dataclass

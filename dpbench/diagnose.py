@@ -6,19 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dpbench import validity
 from dpbench.analyse import Row
 from dpbench.ladder import Ladder, label, notable, short
-from dpbench.records import UNATTRIBUTED, Estimate, Phase, Status, Trial, Verified
+from dpbench.records import UNATTRIBUTED, Estimate, Phase, Status, Trial
 from dpbench.stats import verdict as decided
 
-UNATTRIBUTED_LIMIT = 0.05
 ROUNDS_LIMIT = 3
 NAMES = 8
 """Cases that a warning names; the table has them all."""
-FOREIGN_LIMIT = 0.1
-"""Cores that other processes may keep busy before it is worth a warning."""
-FOREIGN_FROM_S = 1.0
-"""Seconds of steps that a trial must have for its reading of other processes to count."""
 
 
 @dataclass(frozen=True)
@@ -186,38 +182,33 @@ def tiles(rows: Sequence[Row], ladders: Sequence[Ladder] = ()) -> list[Tile]:
 
 def warnings(rows: Sequence[Row], trials: Sequence[Trial], provenance: Mapping[str, Any]) -> list[str]:
     """Return what a reader must know before trusting the numbers; empty when there is nothing."""
-    return list(dict.fromkeys([*_of_rows(rows), *_of_host(rows, trials, provenance)]))
+    cores = provenance.get("host", {}).get("cores", 0)
+    return list(dict.fromkeys([*_of_rows(rows, trials, cores), *_of_host(rows, provenance)]))
 
 
-def _of_rows(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield what the cases themselves give away, cases of the same trouble together."""
+def _of_rows(rows: Sequence[Row], trials: Sequence[Trial], cores: int) -> Iterator[str]:
+    """Yield what the cases and their trials give away, cases of the same trouble together."""
     troubles: dict[str, list[str]] = {}
     for row in rows:
         name = label(row.case)
         first = row.reason.partition("\n")[0] or "no reason given"
         if row.status is not Status.OK:
             troubles.setdefault(f"{row.status.value}: {first}", []).append(name)
-        elif row.verified is Verified.NOT_APPLICABLE:
-            troubles.setdefault("gradients not verified", []).append(name)
-        if row.step and row.unattributed_share > UNATTRIBUTED_LIMIT:
-            share = f"{name} ({row.unattributed_share:.0%})"
-            troubles.setdefault(f"more than {UNATTRIBUTED_LIMIT:.0%} of the step is in no phase", []).append(share)
         if row.step and row.rounds < ROUNDS_LIMIT:
             few = f"fewer than {ROUNDS_LIMIT} rounds, so that the interval says little"
             troubles.setdefault(few, []).append(name)
+    for trouble, cases in validity.troubles(trials, cores).items():
+        troubles[trouble] = [f"{label(case)} ({said})" for case, said in cases.items()]
     for trouble, names in troubles.items():
         more = f" and {len(names) - NAMES} more" if len(names) > NAMES else ""
         said = f"all {len(rows)} cases" if len(names) == len(rows) else ", ".join(names[:NAMES]) + more
         yield f"{trouble}: {said}"
 
 
-def _of_host(rows: Sequence[Row], trials: Sequence[Trial], provenance: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what the machine gives away."""
-    cores = provenance.get("host", {}).get("cores", 0)
+def _of_host(rows: Sequence[Row], provenance: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what the machine and the choice of devices give away."""
     cpu = [row for row in rows if row.case.device_kind == "cpu" and row.step]
     wide = max((row.case.devices for row in cpu), default=0)
-    if cores and wide > cores:
-        yield f"{wide} logical CPU devices on {cores} cores: oversubscribed, the speed-ups are too low"
     if wide > 1:
         yield "CPU-ONLY: logical CPU devices show that schedules are correct and what they cost, not what GPUs gain"
         if not any(row.case.strategy == "single_all_cores" for row in cpu):
@@ -229,11 +220,5 @@ def _of_host(rows: Sequence[Row], trials: Sequence[Trial], provenance: Mapping[s
         yield "EMULATED devices take turns on the host: their steps show host cost only, and no speed-up is computed"
     if any(row.case.placement == "colocated" for row in rows):
         yield "COLOCATED replicas share one GPU: they prove correctness and host cost, not speed-up"
-    # a new worker counts as foreign for its first moments: short trials say nothing of others
-    long = [trial for trial in trials if sum(step.seconds for step in trial.steps) >= FOREIGN_FROM_S]
-    foreign = [s.value for trial in long for s in trial.samples if s.metric == "foreign_cpu_ratio"]
-    if foreign and sum(foreign) / len(foreign) > FOREIGN_LIMIT:
-        mean = sum(foreign) / len(foreign)
-        yield f"other processes kept {mean:.1f} of {cores or '?'} cores busy while steps were timed"
     if provenance.get("dpbench", {}).get("dirty"):
         yield "dpbench's checkout has uncommitted changes: the commit does not name the code that ran"

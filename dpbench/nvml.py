@@ -86,9 +86,18 @@ class Gpu:
 
     def process_memory_bytes(self, pids: Collection[int]) -> float | None:
         """Sum what these hold here; None if NVML lists none of them (in a container it lists the host's)."""
-        listed = self._ask(_processes)
-        used = [p.usedGpuMemory for p in listed or () if p.pid in pids and p.usedGpuMemory is not None]
+        used = [size for pid, size in self._held() if pid in pids]
         return float(sum(used)) if used else None
+
+    def foreign_memory_bytes(self, pids: Collection[int]) -> float | None:
+        """Sum what all others hold here; None if NVML lists none of these, for then its numbers are not ours."""
+        held = self._held()
+        known = any(pid in pids for pid, _ in held)
+        return float(sum(size for pid, size in held if pid not in pids)) if known else None
+
+    def _held(self) -> list[tuple[int, int]]:
+        """Return the processes that compute here, and the bytes that each holds."""
+        return [(p.pid, p.usedGpuMemory) for p in self._ask(_processes) or () if p.usedGpuMemory is not None]
 
     def describe(self) -> dict[str, Any]:
         """Return the facts that belong to a measurement's provenance; those unknown are left out."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from dpbench import plan, provenance, registry, samplers
+from dpbench import plan, provenance, registry, samplers, validity
 from dpbench.nvml import describe
 from dpbench.records import HOST, Case, Effort, Sample, Status, Trial
 from dpbench.server import Server
@@ -130,7 +130,9 @@ def run(
         session.measure(cases, store.done(run_id, retry=again), paired=paired)
         finished = True
     finally:
-        store.end_run(run_id, "finished" if finished else "interrupted", rounds=rule.reasons(cases))
+        if reasons := rule.reasons(cases):
+            store.annotate(run_id, "rounds", reasons)
+        store.end_run(run_id, "finished" if finished else "interrupted")
     return Outcome(run_id, resumed, store.counts(run_id))
 
 
@@ -143,7 +145,7 @@ def statuses(names: Iterable[str]) -> tuple[str, ...]:
     return given
 
 
-def _ordinals(cases: Sequence[Case]) -> list[int]:
+def ordinals(cases: Sequence[Case]) -> list[int]:
     """Return the GPUs that the cases use, for the samplers to watch."""
     used: set[int] = set()
     for case in cases:
@@ -177,7 +179,7 @@ class _Session:
             self._rule.add(trial)
         scratch = Path(tempfile.mkdtemp(prefix="dpbench-"))
         try:
-            with samplers.sampling(_ordinals(cases), scratch / "samples.jsonl") as watched:
+            with samplers.sampling(ordinals(cases), scratch / "samples.jsonl") as watched:
                 number = 0
                 while wanted := self._rule.wanted(cases, number):
                     if number and not fixed and self._spent():
@@ -215,7 +217,7 @@ class _Session:
             trials = server.run_together(group, effort, number, self._limit_s)
         ended = time.perf_counter()
         for trial_id, trial in zip(ids, trials, strict=True):
-            seen = replace(trial, samples=trial.samples + _watched(watched, began, ended, trial))
+            seen = _checked(replace(trial, samples=trial.samples + _watched(watched, began, ended, trial)))
             self._store.end_trial(trial_id, seen)
             self._rule.add(seen)
             self._done += 1
@@ -244,6 +246,12 @@ class _Session:
             return None
         share_s = left_s / max(1, self._total - self._done) - self._overhead_s
         return replace(self._effort, budget_s=min(self._effort.budget_s, max(0.05, share_s)))
+
+
+def _checked(trial: Trial) -> Trial:
+    """Add what could have spoilt the trial's numbers, as facts; a trial without any has none."""
+    found = validity.facts(trial, provenance.usable_cores())
+    return replace(trial, provenance={**trial.provenance, "validity": found}) if found else trial
 
 
 def _watched(series: samplers.Series, began: float, ended: float, trial: Trial) -> tuple[Sample, ...]:

@@ -37,13 +37,14 @@ class Recorded:
 
     `calls` counts what was asked. A function that the recording does not hold answers FUNCTION_NOT_FOUND; a
     name with an argument, "nvmlDeviceGetClockInfo(1)", is that call with that argument. Answers come in turn,
-    again and again.
+    again and again. `sleep` takes each call's latency: a test's own clock may jump instead.
     """
 
     NVMLError = NVMLError
 
-    def __init__(self, recording):
+    def __init__(self, recording, sleep=time.sleep):
         self.recording = recording
+        self.sleep = sleep
         self.calls = Counter()
         self.open = 0
         self._turns = {}
@@ -89,7 +90,7 @@ class Recorded:
             self.calls[call, handle] += 1
             turn = self._turns.setdefault((call, handle), itertools.count())
             number = next(turn)
-        time.sleep(entry["latency_s"])
+        self.sleep(entry["latency_s"])
         error = entry.get("error")
         if error is not None:
             raise NVMLError(error)

@@ -24,10 +24,12 @@ asv = pytest.importorskip("asv", reason="a GPU machine lends its own packages, a
 
 ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / "asv.conf.json"
-MODULES = ("imports", "replicas", "steps", "verbs")
+MODULES = ("imports", "replicas", "samplers", "selfcheck", "steps", "verbs")
 BENCHMARKS = {
     "imports.track_import_seconds",
     "replicas.track_replica_seconds",
+    "samplers.track_fast_tick_seconds",
+    "selfcheck.track_marked_step_seconds",
     "steps.track_phase_seconds",
     "steps.track_step_seconds",
     "verbs.track_verb_seconds",
@@ -79,13 +81,14 @@ def test_the_suite_has_these_benchmarks(suite: dict[str, ModuleType]) -> None:
         assert function.version == "1"
         assert len(function.params) == len(function.param_names)
         cells += len(list(itertools.product(*function.params)))
-    assert 25 <= cells <= 40, "each costs seconds, for every commit"
+    assert 25 <= cells <= 44, "each costs seconds, for every commit"
 
 
 def test_only_single_on_two_devices_is_not_applicable(suite: dict[str, ModuleType]) -> None:
     skipped = []
     for name, function in tracks(suite).items():
-        cached = [dict.fromkeys(suite["steps"].PHASES)] if "phase" in name else []
+        caches = {"steps.track_phase_seconds": "PHASES", "selfcheck.track_marked_step_seconds": "ARMS"}
+        cached = [dict.fromkeys(getattr(suite[name.partition(".")[0]], caches[name]))] if name in caches else []
         for values in itertools.product(*function.params):
             try:
                 setup_of(function)(*cached, *values)
@@ -131,6 +134,20 @@ def test_imports_return_samples(suite: dict[str, ModuleType]) -> None:
 
 def test_steps_return_samples(suite: dict[str, ModuleType]) -> None:
     check_shape(suite["steps"].track_step_seconds("dp", "mlp", 2))
+
+
+def test_marked_steps_return_samples_of_both_arms(suite: dict[str, ModuleType]) -> None:
+    selfcheck = suite["selfcheck"]
+    cache = selfcheck.track_marked_step_seconds.setup_cache()
+    assert set(cache) == set(selfcheck.ARMS)
+    for arm in selfcheck.ARMS:
+        check_shape(selfcheck.track_marked_step_seconds(cache, arm))
+
+
+def test_samplers_return_the_seconds_between_two_readings(suite: dict[str, ModuleType]) -> None:
+    found = suite["samplers"].track_fast_tick_seconds(1)
+    check_shape(found)
+    assert 0.0095 < statistics.median(found["samples"]) < 0.05
 
 
 def test_a_failed_trial_is_a_failed_benchmark(suite: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dpbench import clock as clocks
-from dpbench.clock import BUSY, CudaClock, HostClock
+from dpbench.clock import BUSY, LONG_S, CudaClock, HostClock
 from dpbench.devices import Device
 from dpbench.engine import resolve
 from dpbench.records import HOST, Phase, Span, Step
@@ -125,6 +125,18 @@ def test_threads_have_their_own_cpu_time(time: Time, host: HostClock) -> None:
             thread.join()
         time.work(3)
     assert busy(host) == {(1008, 0): 5, (1008, 1): 1, (1008, 2): 2, (1008, 3): 3}
+
+
+def test_cpu_time_is_read_in_every_long_step_and_in_some_short_ones(time: Time, host: HostClock) -> None:
+    for seconds in [LONG_S * 2] * 5 + [LONG_S / 2] * 12:
+        with host.step(warmup=False), host.mark(F, 0):
+            time.work(seconds)
+    steps, spans = host.steps(), host.spans()
+    at = [round(sample.time_s, 6) for sample in host.samples()]
+    read = [number for number, step in enumerate(steps) if round(step.end_s, 6) in at]
+    # the first short step follows a long one; of those after it each fourth
+    assert read == [0, 1, 2, 3, 4, 5, 8, 12, 16]
+    assert len(spans) == len(steps)
 
 
 def test_what_is_added_belongs_to_the_step_just_ended(time: Time, host: HostClock) -> None:

@@ -30,8 +30,8 @@ FLOORS = (
         "server",
         "listing",
     },
-    {"strategies", "verify", "analyse", "ladder", "export"},
-    {"worker", "predict", "probe", "diagnose", "rounds"},
+    {"strategies", "verify", "analyse", "ladder", "export", "validity", "selfcheck"},
+    {"worker", "predict", "probe", "diagnose", "findings", "rounds"},
     {"run", "report", "progress", "options"},
     {"cli"},
 )

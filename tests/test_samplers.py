@@ -17,6 +17,7 @@ import pytest
 
 from dpbench import registry
 from dpbench import samplers as package
+from dpbench.nvml import open_nvml
 from dpbench.records import HOST, Sample
 from dpbench.samplers import Series, _cadence, _tree, host, sampling
 from dpbench.samplers import nvml as nvml_sampler
@@ -170,6 +171,61 @@ def test_pcie_never_delays_the_fast_counters():
     assert counts[0, "pcie_tx_bytes_per_s"] <= 7
 
 
+class Jumping:
+    """A clock that only the replayed latencies and the waits of a cadence move."""
+
+    def __init__(self):
+        self.now_s = 0.0
+
+    def wait(self, seconds):
+        self.now_s += seconds
+        return False
+
+    def until(self, end_s):
+        return lambda seconds: self.wait(seconds) or self.now_s >= end_s
+
+
+def replayed(which, count, interval_s, seconds, slower=1.0):
+    """Run one cadence over so many GPUs of a recording; return its library, and by how much each tick was late."""
+    clock = Jumping()
+    library = recorded("h100_x4")
+    library.recording["uuids"] = [f"GPU-{i:08d}-0000-0000-0000-000000000000" for i in range(count)]
+    library.sleep = lambda latency_s: clock.wait(latency_s * slower)
+    late_s = []
+    with open_nvml(library) as nvml:
+        tick = nvml_sampler.readings(nvml.gpus, [])[which]
+        library.calls.clear()
+        clock.now_s = 0.0
+        for number in _cadence.ticks(interval_s, clock.until(seconds), lambda: clock.now_s):
+            late_s.append(clock.now_s - number * interval_s)
+            tick()
+    return library, late_s
+
+
+FAST, SLOW = 0, 1
+
+
+@pytest.mark.parametrize("count", [1, 4, 8])
+def test_fast_cadence_holds_100_hz_at_the_recorded_latencies(count):
+    library, late_s = replayed(FAST, count, 0.01, 60.0)
+    assert len(late_s) >= 0.99 * 6000
+    assert sum(late > 0.001 for late in late_s) < 0.01 * 6000
+    assert not [call for call, _ in library.calls if "Pcie" in call]
+
+
+def test_calls_that_are_too_slow_for_100_hz_would_be_seen():
+    _, late_s = replayed(FAST, 4, 0.01, 10.0, slower=3.0)
+    assert len(late_s) < 0.6 * 1000
+
+
+def test_pcie_counters_keep_a_slow_cadence_of_their_own():
+    library, late_s = replayed(SLOW, 4, nvml_sampler.SLOW_INTERVAL_S, 60.0)
+    assert len(late_s) == 300
+    pcie = sum(count for (call, _), count in library.calls.items() if "Pcie" in call)
+    assert pcie == 300 * 4 * 2
+    assert {call for call, _ in library.calls if "Pcie" not in call} == {"nvmlDeviceGetComputeRunningProcesses_v3"}
+
+
 def test_fast_counters_go_on_while_pcie_hangs():
     library = recorded("h100_x4")
     for call in ("nvmlDeviceGetPcieThroughput(0)", "nvmlDeviceGetPcieThroughput(1)"):
@@ -227,7 +283,34 @@ def test_process_memory_is_that_of_our_tree(monkeypatch):
     assert found[0] == 1073741824 + 268435456
 
 
+def test_memory_of_others_is_what_our_tree_does_not_hold(monkeypatch):
+    for ours, expected in (((4242, 9), [536870912]), ((4242, 4243, 9), [0]), ((1,), [])):
+        monkeypatch.setattr(nvml_sampler.ProcessTree, "pids", lambda self, ours=ours: frozenset(ours))
+        samples = []
+        with open_nvml(recorded("h100_x4")) as nvml:
+            nvml_sampler.readings(nvml.gpus[:1], samples)[SLOW]()
+        assert [s.value for s in samples if s.metric == "foreign_memory_bytes"] == expected
+
+
 # Host
+
+
+@linux
+def test_clock_is_that_of_the_fastest_usable_core(tmp_path):
+    assert host.cpu_clock_hz(str(tmp_path)) is None
+    cores = sorted(os.sched_getaffinity(0))
+    for core, khz in [*zip(cores, itertools.cycle(["1200000", "2600000"]), strict=False), (max(cores) + 1, "9900000")]:
+        folder = tmp_path / f"cpu{core}" / "cpufreq"
+        folder.mkdir(parents=True)
+        (folder / "scaling_cur_freq").write_text(f"{khz}\n")
+    assert host.cpu_clock_hz(str(tmp_path)) == (2.6e9 if len(cores) > 1 else 1.2e9)
+
+
+@linux
+def test_clock_is_sampled_where_the_kernel_tells_it(monkeypatch):
+    monkeypatch.setattr(host, "cpu_clock_hz", lambda: 2.6e9)
+    with host.start((), 0.2) as samples:
+        assert poll(lambda: [s for s in samples if s.metric == "cpu_clock_hz" and s.device == HOST])
 
 
 @linux

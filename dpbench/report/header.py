@@ -49,10 +49,13 @@ def badges(rows: Sequence[Row]) -> list[tuple[str, str]]:
 
 def environment(provenance: Mapping[str, Any], trials: Sequence[Trial]) -> list[tuple[str, str]]:
     """Return the run's facts and those of its workers as names and values; differing values side by side."""
-    found = list(_flat(provenance, ""))
+    # the self-check's series stand on the page as words
+    found = list(_flat({name: value for name, value in provenance.items() if name != "self_check"}, ""))
     workers: dict[str, dict[str, None]] = {}
     for trial in trials:
-        for name, value in _flat(trial.provenance, "worker."):
+        # what a trial's checks found differs in every one, and stands in the warnings
+        same = {name: value for name, value in trial.provenance.items() if name != "validity"}
+        for name, value in _flat(same, "worker."):
             workers.setdefault(name, {})[value] = None
     return found + [(name, ", ".join(values)) for name, values in workers.items()]
 

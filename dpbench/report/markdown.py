@@ -6,8 +6,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from dpbench import selfcheck
 from dpbench.analyse import Row
 from dpbench.diagnose import Tile
+from dpbench.findings import Diagnosis, text
 from dpbench.ladder import Ladder
 from dpbench.records import Trial
 from dpbench.report import header, rungs, table, words
@@ -27,6 +29,7 @@ def render(
     warnings: Sequence[str],
     tiles: Sequence[Tile],
     ladders: Sequence[Ladder] = (),
+    diagnoses: Sequence[Diagnosis] = (),
 ) -> str:
     """Return the report in GitHub's Markdown."""
     lines = table.lines(rows, trials)
@@ -35,13 +38,15 @@ def render(
         " ".join(f"**{label}**{f' ({where})' if where else ''}" for label, where in header.badges(rows)),
         f"> {_said(verdict)}",
         "\n".join(f"- **{_said(tile.value)}** {_said(tile.caption)}{_labels(tile.labels)}" for tile in tiles),
-        "\n".join(["**Warnings**", "", *(f"- {_said(text, 400)}" for text in warnings)])
+        "\n".join(["**Warnings**", "", *(f"- {_said(warning, 400)}" for warning in warnings)])
         if warnings
         else "No warnings.",
+        *(part for one in diagnoses for part in _diagnosis(one)),
         *(part for ladder in ladders for part in _ladder(ladder)),
         _table(table.COLUMNS, ([_cell(cell) for cell in line.cells] for line in lines)),
         "\n".join(_notes(lines)),
         _details("Where a step goes, in ms", _phases(rows)),
+        _details("What measuring costs", "\n".join(f"- {_said(line)}" for line in selfcheck.words(provenance))),
         _details(
             "Machine and code",
             "\n".join(f"- {name}: {_said(value)}" for name, value in _facts(provenance, run_id, started)),
@@ -64,6 +69,16 @@ def _labels(labels: Iterable[str]) -> str:
 def _cell(cell: table.Cell) -> str:
     small = f"<br><sub>{_said(cell.small)}</sub>" if cell.small else ""
     return f"{_said(cell.text)}{small}"
+
+
+def _diagnosis(one: Diagnosis) -> Iterator[str]:
+    """Yield the answer, and the findings as a list."""
+    yield f"**Explained**{_labels(one.row.labels)} {_said(one.answer, 2000)}"
+    lines = []
+    for finding in one.findings:
+        detail = "; ".join(f"{name}: {said}" for name, said in text.parts(finding))
+        lines.append(f"1. **{_said(text.headline(finding))}**<br><sub>{_said(detail)}</sub>")
+    yield _details(f"{len(lines)} finding(s) on {_said(one.row.case.model)}, by the time at stake", "\n".join(lines))
 
 
 def _ladder(ladder: Ladder) -> Iterator[str]:

@@ -9,8 +9,10 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from dpbench import selfcheck
 from dpbench.analyse import Row
 from dpbench.diagnose import Tile
+from dpbench.findings import Diagnosis, text
 from dpbench.ladder import Ladder
 from dpbench.records import Trial
 from dpbench.report import figures, header, table
@@ -27,13 +29,14 @@ def render(
     warnings: Sequence[str],
     tiles: Sequence[Tile],
     ladders: Sequence[Ladder] = (),
+    diagnoses: Sequence[Diagnosis] = (),
 ) -> str:
     """Return the whole page."""
     jinja = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    text = jinja.get_template("page.html").render(
+    rendered = jinja.get_template("page.html").render(
         run_id=run_id,
         facts=header.facts(provenance, run_id, started),
         command=str(provenance.get("command", "")),
@@ -41,6 +44,11 @@ def render(
         verdict=verdict,
         warnings=warnings,
         tiles=tiles,
+        diagnoses=diagnoses,
+        headline=text.headline,
+        parts=text.parts,
+        findings_note=text.NOTE,
+        self_check=selfcheck.words(provenance),
         sections=figures.sections(rows, trials, ladders),
         drawing=Markup,  # svg.render escapes every text it was given
         columns=table.COLUMNS,
@@ -52,4 +60,4 @@ def render(
         numbers=Markup(table.as_json(rows)),
     )
     # a name that was not UTF-8 arrives as lone surrogates, which no file can hold
-    return text.encode("utf-8", "replace").decode()
+    return rendered.encode("utf-8", "replace").decode()

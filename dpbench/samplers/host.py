@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,8 @@ from dpbench.samplers._tree import ProcessTree, read_file, root_pid
 
 log = logging.getLogger(__name__)
 
+CLOCK_INTERVAL_S = 0.5
+"""Some kernels ask each core for its clock when it is read: not more often than this."""
 SHORTEST_INTERVAL_S = 0.2
 """The kernel counts a core's time in steps of 10 ms: a shorter interval would show little but those steps."""
 
@@ -50,8 +52,28 @@ def start(devices: Sequence[int], interval_s: float, root: int | None = None) ->
             samples.append(Sample(now.time_s, HOST, metric, value))
         before[:] = [now]
 
-    with every(max(interval_s, SHORTEST_INTERVAL_S), read):
+    def read_clock() -> None:
+        now_s, clock_hz = time.perf_counter(), cpu_clock_hz()
+        if clock_hz is not None:
+            samples.append(Sample(now_s, HOST, "cpu_clock_hz", clock_hz))
+
+    with ExitStack() as stack:
+        stack.enter_context(every(max(interval_s, SHORTEST_INTERVAL_S), read))
+        if cpu_clock_hz() is not None:
+            stack.enter_context(every(max(interval_s, CLOCK_INTERVAL_S), read_clock))
         yield samples
+
+
+def cpu_clock_hz(folder: str = "/sys/devices/system/cpu") -> float | None:
+    """Return the highest clock of the cores that this process may use; None where the kernel does not tell.
+
+    The highest, because a core that idles tells nothing of those that work.
+    """
+    found = []
+    for core in os.sched_getaffinity(0):
+        with suppress(OSError, ValueError):
+            found.append(int(read_file(f"{folder}/cpu{core}/cpufreq/scaling_cur_freq")) * 1e3)
+    return max(found, default=None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from dpbench.nvml import FAST_METRICS, SLOW_METRICS, Library, open_nvml
+from dpbench.nvml import FAST_METRICS, SLOW_METRICS, Gpu, Library, open_nvml
 from dpbench.records import Sample
 from dpbench.samplers._cadence import every
 from dpbench.samplers._tree import ProcessTree, root_pid
@@ -32,22 +32,30 @@ def start(devices: Sequence[int], interval_s: float, library: Library = None) ->
         if not gpus:
             yield samples
             return
-        tree = ProcessTree(root_pid())
-
-        def read_fast() -> None:
-            for gpu in gpus:
-                for metric in FAST_METRICS:
-                    _sample(samples, gpu.index, metric, partial(gpu.read, metric))
-                held = partial(gpu.process_memory_bytes, tree.pids())
-                _sample(samples, gpu.index, "process_memory_bytes", held)
-
-        def read_slow() -> None:
-            for gpu in gpus:
-                for metric in SLOW_METRICS:
-                    _sample(samples, gpu.index, metric, partial(gpu.read, metric))
-
-        with every(interval_s, read_fast), every(max(interval_s, SLOW_INTERVAL_S), read_slow):
+        fast, slow = readings(gpus, samples)
+        with every(interval_s, fast), every(max(interval_s, SLOW_INTERVAL_S), slow):
             yield samples
+
+
+def readings(gpus: Sequence[Gpu], samples: list[Sample]) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Return what a fast and a slow tick do: append the counters that answer at once, and those that block."""
+    tree = ProcessTree(root_pid())
+
+    def fast() -> None:
+        for gpu in gpus:
+            for metric in FAST_METRICS:
+                _sample(samples, gpu.index, metric, partial(gpu.read, metric))
+            held = partial(gpu.process_memory_bytes, tree.pids())
+            _sample(samples, gpu.index, "process_memory_bytes", held)
+
+    def slow() -> None:
+        for gpu in gpus:
+            for metric in SLOW_METRICS:
+                _sample(samples, gpu.index, metric, partial(gpu.read, metric))
+            others = partial(gpu.foreign_memory_bytes, tree.pids())
+            _sample(samples, gpu.index, "foreign_memory_bytes", others)
+
+    return fast, slow
 
 
 def _sample(samples: list[Sample], device: int, metric: str, read: Callable[[], float | None]) -> None:

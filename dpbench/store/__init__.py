@@ -97,15 +97,18 @@ class Store:
             )
             return run_id, False
 
-    def end_run(self, run_id: str, status: str = FINISHED, **facts: Any) -> None:
-        """Close a run, adding facts to its provenance; one that is not `finished` can be resumed."""
+    def end_run(self, run_id: str, status: str = FINISHED) -> None:
+        """Close a run; one that is not `finished` can be resumed."""
         with file.transaction(self._db):
             self._kill_running(run_id)
+            self._db.execute("UPDATE run SET status=?, ended=? WHERE id=?", (status, time.time(), run_id))
+
+    def annotate(self, run_id: str, name: str, facts: Mapping[str, Any]) -> None:
+        """Add facts to a run's provenance under a name, in place of those that were there."""
+        with file.transaction(self._db):
             (known,) = self._db.execute("SELECT provenance FROM run WHERE id=?", (run_id,)).fetchone()
-            provenance = json.dumps(json.loads(known) | facts)
-            self._db.execute(
-                "UPDATE run SET status=?, ended=?, provenance=? WHERE id=?", (status, time.time(), provenance, run_id)
-            )
+            added = json.dumps({**json.loads(known), name: facts})
+            self._db.execute("UPDATE run SET provenance=? WHERE id=?", (added, run_id))
 
     def _kill_running(self, run_id: str) -> None:
         self._db.execute(

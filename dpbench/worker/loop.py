@@ -22,6 +22,7 @@ from dpbench.engine.devices import open_devices
 from dpbench.records import HOST, Case, Effort, Memory, Sample, Status, Trial, Verified
 from dpbench.steady import Stopping
 from dpbench.strategies import precision_of
+from dpbench.worker.facts import blocked_pairs, of_model
 
 BATCHES = 4
 """Distinct batches that the steps take turns with, so that none is special."""
@@ -72,13 +73,14 @@ def _ready(case: Case, effort: Effort, strategy: ModuleType, rank: int | None = 
 
     verified = _verify(case, strategy, devices, rank)
     lap("verify_s")
+    about = of_model(case) if rank in (None, 0) else {}
     _forget(devices)
     model = models.load(case.model, case.size, case.seed)
     batches = [_pinned(model.batch(case.batch_size, case.seed + i), case) for i in range(BATCHES)]
     lap("build_s")
     listener = clock.choose(devices)
     with strategy.start(case, model, devices, listener.mark) as step:
-        yield _Bench(case, effort, devices, step, batches, listener, verified, setup)
+        yield _Bench(case, effort, devices, step, batches, listener, verified, setup, about)
 
 
 class _Bench:
@@ -87,11 +89,12 @@ class _Bench:
     def __init__(
         self, case: Case, effort: Effort, devices: Sequence[Device], step: Callable[[Any, Any], Any],
         batches: Sequence[tuple[Any, Any]], listener: clock.Clock, verified: Verified, setup: dict[str, float],
+        about: dict[str, Any],
     ) -> None:  # fmt: skip
         self.case, self.devices = case, devices
         self._step, self._batches, self._listener = step, batches, listener
         self._observe = getattr(step, "observe", list)
-        self._verified, self._setup = verified, setup
+        self._verified, self._setup, self._about = verified, setup, about
         self._effort, self._block_steps = effort, effort.block_steps
         self._stopping = Stopping(effort.budget_s, effort.min_steps, effort.max_steps, least_warmup=effort.warmup_steps)
 
@@ -136,7 +139,7 @@ class _Bench:
         return Trial(
             case=self.case, status=Status.OK, reason=self._stopping.reason or "agreed: another had measured enough",
             verified=self._verified, steps=steps, spans=self._listener.spans(), samples=tuple(samples), memory=memory,
-            setup=self._setup, provenance=_torch_facts(self.case, self.devices[0]),
+            setup=self._setup, provenance=_torch_facts(self.case, self.devices[0]) | {"model": self._about},
         )  # fmt: skip
 
     def trace(self, path: str) -> None:
@@ -256,5 +259,5 @@ def _torch_facts(case: Case, device: Device) -> dict[str, Any]:
     }
     if case.device_kind == "cuda":
         facts |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
-        facts |= {"gpu": torch.cuda.get_device_name(device.torch_device)}
+        facts |= {"gpu": torch.cuda.get_device_name(device.torch_device), "no_peer_access": blocked_pairs(case)}
     return facts

@@ -15,6 +15,7 @@ import torch
 
 from dpbench import registry
 from dpbench.records import HOST, Case, Effort, Memory, Status, Step, Trial, Verified
+from dpbench.worker import selfcheck
 from dpbench.worker.loop import measure, measure_together
 
 NO_MEMORY = (
@@ -34,6 +35,8 @@ def run(case: Case, effort: Effort, folder: Path) -> Trial:
     if reason := getattr(strategy, "skip", lambda case: "")(case):
         return Trial(case=case, status=Status.SKIPPED, reason=reason)
     try:
+        if dict(case.options).get("role") == selfcheck.ROLE:
+            return selfcheck.measure(case, effort)
         if not hasattr(strategy, "launch"):
             return measure(case, effort, strategy)
 

@@ -1,0 +1,48 @@
+"""Seconds of a step whose marks are listened to, and of the same step whose marks are not: what measuring costs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from . import QUICK, names_of_the_commit, result, timing
+
+ARMS = {"listening": "on_s", "silent": "off_s"}
+BUDGET_S = 1.0 if QUICK else 8.0
+LIMIT_S = 60.0
+OPTIONS = (("block_s", "0.01"), ("role", "self-check"), ("toggle", "marks"))
+
+
+def in_turns() -> dict[str, list[float]]:
+    """Run both arms in turns, in one worker; asv caches what this returns."""
+    try:
+        with names_of_the_commit():
+            from dpbench.records import Case, Effort
+            from dpbench.server import Server
+            from dpbench.worker import selfcheck  # noqa: F401
+    except NotImplementedError:
+        return {}  # raised here, it would count as a failure; setup_arm tells asv
+    case = Case(model="mlp", strategy="dp", schedule="reference", devices=2, batch_size=64, options=OPTIONS)
+    with TemporaryDirectory() as folder, Server(Path(folder)) as server:
+        trial = server.run(case, Effort(budget_s=BUDGET_S), 0, LIMIT_S)
+    if trial.status != "ok":
+        raise RuntimeError(f"{case.label}: {trial.status}: {trial.reason}")
+    facts = trial.provenance["self_check"]
+    return {arm: facts[name] for arm, name in ARMS.items()}
+
+
+def setup_arm(cache: dict[str, list[float]], arm: str) -> None:
+    if arm not in cache:
+        raise NotImplementedError("this commit has no self-check")
+
+
+@timing(
+    params=(tuple(ARMS),),
+    param_names=("marks",),
+    setup=setup_arm,
+    setup_cache=in_turns,
+    rounds=1,  # another round would read the same cache
+)
+def track_marked_step_seconds(cache: dict[str, list[float]], arm: str) -> dict[str, Any]:
+    return result(cache[arm])

@@ -1,0 +1,82 @@
+"""`dpbench explain` and `--self-check` from end to end, on a small run that is really measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from dpbench import cli, models, validity
+from dpbench.store import Store
+
+RUN = (
+    "run", "--models", "mlp", "--strategies", "single,dp", "--schedules", "reference,cached", "--devices", "2",
+    "--batch-sizes", "8", "--rounds", "2", "--self-check",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("explain")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cli, "SELF_CHECK_SCALE", 0.02)
+        done = command(path, *RUN, "--report", str(path / "index.html"))
+    assert done.exit_code == 0, done.output
+    (path / "out").write_text(done.stdout)
+    return path
+
+
+def command(path: Path, *arguments: str) -> Result:
+    return CliRunner().invoke(cli.cli, [*arguments, "--store", str(path / "x.db")])
+
+
+def test_the_answer_comes_first_and_the_findings_follow_by_size(folder: Path) -> None:
+    done = command(folder, "explain")
+    assert done.exit_code == 0, done.output
+    said = " ".join(done.stdout.split())
+    assert said.startswith("[MEASURED CPU-ONLY] mlp at batch 8: 2 logical CPU devices under dp[reference] give ")
+    assert "with perfect scaling it would take" in said
+    assert " 1. " in done.stdout
+    assert "replicate takes" in said
+    assert "6 parameter tensors × " in said  # three linear layers
+    assert "dp[cached]" in said
+    assert "Not judged, for lack of a measurement: " in said
+    assert max(map(len, done.stdout.splitlines())) <= 100
+
+
+def test_a_run_can_be_named_and_one_that_is_not_there_says_so(folder: Path) -> None:
+    with Store.read(folder / "x.db") as store:
+        (run,) = store.runs()
+    assert command(folder, "explain", "--run", run.id[:6]).stdout == command(folder, "explain").stdout
+    assert command(folder, "explain", "--run", "nothing").exit_code != 0
+
+
+def test_each_trial_is_stored_with_its_checks_and_its_model(folder: Path) -> None:
+    with Store.read(folder / "x.db") as store:
+        trials = store.trials(store.runs()[0].id)
+    mlp = models.load("mlp", "small", 0)
+    inputs, _ = mlp.batch(1, 0)
+    assert len(trials) == 6
+    for trial in trials:
+        checks = trial.provenance["validity"]
+        assert {"verification", "closure", "drift", "oversubscribed"} <= set(checks)
+        assert all({"value", "limit", "ok"} <= set(check) for check in checks.values())
+        assert [check.ok for check in validity.of(trial, 0)] == [check["ok"] for check in checks.values()]
+        model = trial.provenance["model"]
+        assert (model["modules"], model["parameter_tensors"], model["buffer_tensors"]) == (5, 6, 0)
+        assert model["parameter_bytes"] == sum(p.nbytes for p in mlp.module.parameters())
+        assert model["input_bytes"] == inputs.nbytes
+        assert model["output_bytes"] == mlp.module(inputs).nbytes
+
+
+def test_the_report_and_the_terminal_show_findings_and_self_check(folder: Path) -> None:
+    page = (folder / "index.html").read_text()
+    markdown = command(folder, "report", "--md").stdout
+    for text in (page, markdown):
+        assert "replicate takes" in text
+        assert "with perfect scaling" in text
+        assert "marks that are listened to" in text
+        assert "not runnable here: torch.nn.DataParallel needs an accelerator" in text
+    out = (folder / "out").read_text()
+    assert out.count("self-check: ") == 3

@@ -1,0 +1,391 @@
+"""Findings on trials made by hand: each rule fires just beyond its border and not before it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dpbench import analyse, findings, plan
+from dpbench.findings import text
+from dpbench.findings.rule import Finding
+from dpbench.records import UNATTRIBUTED, Case, Memory, Phase, Sample, Span, Step, Trial, Verified
+from dpbench.report import markdown, page
+
+ROUNDS, STEPS = 3, 12
+MODEL = {
+    "modules": 40, "parameter_tensors": 160, "parameter_bytes": 2**20, "buffer_tensors": 0, "buffer_bytes": 0,
+    "input_bytes": 2**14, "output_bytes": 64.0,
+}  # fmt: skip
+LEVEL = {"forward": 0.010, "backward": 0.015}
+"""One device's share, in seconds: 25 ms of a step of two devices, 50 ms of one device's."""
+
+
+def case(strategy: str = "dp", devices: int = 2, batch: int = 64, schedule: str = "", **changed: Any) -> Case:
+    schedule = schedule or ("reference" if strategy == "dp" else "")
+    return Case(model="mlp", strategy=strategy, devices=devices, batch_size=batch, schedule=schedule, **changed)
+
+
+SINGLE = case("single", devices=1)
+
+
+def measured(
+    of: Case, phases: Mapping[str, float], *, busy: Mapping[int, float] | None = None, memory: tuple[int, ...] = (),
+    wobble: float = 0.001, serial: bool = False,
+) -> list[Trial]:  # fmt: skip
+    """Return rounds of a case whose steps are these phases one after the other; "unattributed" is in none.
+
+    Replicas compute side by side, or in turn. Rounds differ by `wobble`, steps by a tenth of that.
+    """
+    found = []
+    for number in range(ROUNDS):
+        steps, spans, samples, at = [], [], [], 100.0 * number
+        for k in range(STEPS):
+            factor = 1 + wobble * (number - 1) + wobble / 10 * (k % 3 - 1)
+            start = at
+            for name, seconds in phases.items():
+                if name != UNATTRIBUTED:
+                    spans += _spans(of, k, Phase(name), at, at + seconds * factor, serial)
+                at += seconds * factor
+            steps.append(Step(at - start, k < 2, at))
+            samples += [Sample(at, device, "busy_s", value * factor) for device, value in (busy or {}).items()]
+        peaks = tuple(Memory(device, peak, "allocator") for device, peak in enumerate(memory))
+        found.append(
+            Trial(
+                case=of, verified=Verified.BITWISE, steps=tuple(steps), spans=tuple(spans), samples=tuple(samples),
+                memory=peaks, round=number, provenance={"model": MODEL},
+            )
+        )  # fmt: skip
+    return found
+
+
+def _spans(of: Case, k: int, phase: Phase, start: float, end: float, serial: bool) -> list[Span]:
+    count = len(of.rows) if phase in (Phase.FORWARD, Phase.BACKWARD) else 1
+    if not serial:
+        return [Span(k, phase, device, "host", start, end) for device in range(count)]
+    part = (end - start) / count
+    return [Span(k, phase, d, "host", start + d * part, start + (d + 1) * part) for d in range(count)]
+
+
+def one(of: Case = SINGLE, factor: float = 1.0) -> list[Trial]:
+    """Return one device's trials: what two devices share, whole."""
+    return measured(of, {name: 2 * seconds * factor for name, seconds in LEVEL.items()})
+
+
+def explained(*groups: list[Trial], cores: int = 8) -> list[findings.Diagnosis]:
+    trials = [trial for group in groups for trial in group]
+    return findings.diagnose(analyse.rows(trials), trials, cores)
+
+
+def found(*groups: list[Trial], cores: int = 8) -> dict[str, Finding]:
+    (diagnosis,) = explained(*groups, cores=cores)
+    return {finding.rule.name: finding for finding in diagnosis.findings}
+
+
+def judged(name: str, *groups: list[Trial], cores: int = 8) -> bool:
+    """Tell whether a rule had what it needs: it says so where it lacks a measurement."""
+    (diagnosis,) = explained(*groups, cores=cores)
+    return not any(name in said for said in diagnosis.unjudged)
+
+
+def dp(devices: int = 2, batch: int = 64, **phases: float) -> list[Trial]:
+    return measured(case(devices=devices, batch=batch), {**LEVEL, **phases})
+
+
+# ---------------------------------------------------------------- phases
+
+NAMES = {"replicate": "replicate", "reduce": "reduce", "scatter": "scatter", "gather": "gather"}
+
+
+@pytest.mark.parametrize("name", [*NAMES, UNATTRIBUTED])
+def test_a_phase_is_a_finding_from_two_percent_of_the_step(name: str) -> None:
+    # 25 ms of computing: 0.5 ms is just below 2 % of the step, 0.52 ms just above
+    assert name not in found(one(), dp(**{name: 0.00050}))
+    seen = found(one(), dp(**{name: 0.00052}))[name]
+    assert seen.share == pytest.approx(0.0204, abs=2e-4)
+    assert seen.evidence.size_s.value == pytest.approx(0.00052, rel=0.01)
+
+
+def test_replicate_says_its_cost_a_tensor() -> None:
+    seen = found(one(), dp(replicate=0.016))["replicate"]
+    assert "39% of the step" in seen.evidence.says
+    assert "160 parameter tensors × 0.10 ms" in seen.evidence.numbers
+    assert "40 modules" in seen.evidence.numbers
+    assert "1 × 1.0 MiB" in seen.evidence.numbers
+
+
+def test_a_finding_whose_interval_reaches_zero_is_noise() -> None:
+    ddp = measured(case("ddp"), {**LEVEL, "reduce": 0.001}, wobble=0.3)
+    assert "ddp" not in found(one(), dp(replicate=0.004), ddp)
+    steady = measured(case("ddp"), {**LEVEL, "reduce": 0.001})
+    assert "ddp" in found(one(), dp(replicate=0.004), steady)
+
+
+def test_the_optimizer_is_one_where_device_0_updates_alone() -> None:
+    seen = found(one(), dp(optimizer=0.002))["optimizer"]
+    assert seen.evidence.size_s.value == pytest.approx(0.001, rel=0.01)
+    sharded = measured(case(schedule="zero1"), {**LEVEL, "optimizer": 0.002})
+    assert "optimizer" not in found(one(), sharded)
+
+
+def test_torchs_own_has_its_reduction_in_backward_and_no_finding_on_that() -> None:
+    torch_dp = measured(case("torch_dp"), {"forward": 0.010, "backward": 0.03, "replicate": 0.01})
+    assert {"replicate", "serial backward"} & found(one(), torch_dp).keys() == {"replicate"}
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_phase_that_does_not_divide_is_serial(phase: str) -> None:
+    name, level = f"serial {phase}", LEVEL[phase]
+    assert name not in found(one(), dp())
+    assert name not in found(one(), dp(**{phase: level + 0.0004}))
+    seen = found(one(), dp(**{phase: level + 0.0008}))[name]
+    assert seen.evidence.size_s.value == pytest.approx(0.0008, rel=0.05)
+    assert "2.0 of 2 devices are in it at once" in seen.evidence.numbers
+
+
+def test_the_cause_of_serial_work_is_told_by_overlap_and_cores() -> None:
+    twice = {name: 2 * seconds for name, seconds in LEVEL.items()}
+    in_turn = measured(case(), twice, serial=True)
+    assert "one waits for the other" in found(one(), in_turn)["serial forward"].evidence.numbers
+    assert "2 devices take turns on 1 cores" in found(one(), in_turn, cores=1)["serial forward"].evidence.numbers
+    assert not judged("compute at once", dp())
+
+
+# ---------------------------------------------------------------- between devices
+
+
+def test_device_0_is_a_finding_when_it_is_decidedly_busier() -> None:
+    def row(first: float) -> list[Trial]:
+        return measured(case(), LEVEL, busy={0: first, 1: 0.010})
+
+    assert "imbalance" not in found(one(), row(0.0108))
+    seen = found(one(), row(0.0112))["imbalance"]
+    assert seen.evidence.size_s.value == pytest.approx(0.0006, rel=0.02)
+    assert "1.12× (1.12–1.12)" in seen.evidence.says
+
+
+def test_memory_of_device_0_costs_no_time_and_stands_last() -> None:
+    def row(first: int, strategy: str = "dp") -> list[Trial]:
+        return measured(
+            case(strategy, device_kind="cuda"), {**LEVEL, "replicate": 0.001}, memory=(first * 2**20, 100 * 2**20)
+        )
+
+    assert "memory" not in found(row(110))
+    (diagnosis,) = explained(row(111), row(101, "ddp"))
+    seen = diagnosis.findings[-1]
+    assert seen.rule.name == "memory"
+    assert seen.evidence.size_s is None
+    assert "111.0 MiB against 100.0 MiB" in seen.evidence.numbers
+    assert "measured here: ddp 1.01×" in seen.evidence.numbers
+
+
+@pytest.mark.parametrize(("batch", "fires"), [(64, False), (66, False), (63, False), (9, True), (5, True)])
+def test_a_batch_that_leaves_a_device_short_is_uneven(batch: int, fires: bool) -> None:
+    # 63 over 2 is 32 and 31: less than 2 % of the step; 9 is 5 and 4; 66 divides
+    seen = found(dp(batch=batch)).get("uneven")
+    assert (seen is not None) is fires
+    if seen:
+        assert seen.evidence.size_s.value == pytest.approx(0.025 * (1 - batch / (-(-batch // 2) * 2)), rel=0.01)
+
+
+def test_devices_that_get_nothing_are_told() -> None:
+    seen = found(dp(devices=4, batch=6))["uneven"]
+    assert "1 of 4 devices get nothing" in seen.evidence.says
+    assert "2, 2, 2 samples; a multiple of 4 such as 4 or 8 does" in seen.evidence.numbers
+
+
+@pytest.mark.parametrize(("cores", "fires"), [(0, False), (1, True), (2, False), (8, False)])
+def test_more_devices_than_cores_are_oversubscribed(cores: int, fires: bool) -> None:
+    seen = found(one(), dp(), cores=cores).get("oversubscribed")
+    assert (seen is not None) is fires
+    (diagnosis,) = explained(one(), dp(), cores=cores)
+    assert ("2 devices are oversubscribed, and no more than 1× was possible" in diagnosis.answer) is fires
+    if seen:
+        assert seen.evidence.size_s.value == pytest.approx(0.0125, rel=0.01)
+
+
+def test_gpus_are_not_oversubscribed_by_cores() -> None:
+    assert "oversubscribed" not in found(measured(case(device_kind="cuda"), LEVEL), cores=1)
+
+
+# ---------------------------------------------------------------- between cases
+
+
+@pytest.mark.parametrize(
+    ("rule", "rival"),
+    [
+        ("ddp", case("ddp")),
+        ("schedule", case(schedule="zero1")),
+        ("schedule", case(schedule="fastest")),
+        ("all cores", case("single_all_cores", devices=1)),
+    ],
+    ids=["ddp", "zero1", "fastest", "all cores"],
+)
+def test_a_rival_is_a_finding_from_two_percent_faster(rule: str, rival: Case) -> None:
+    subject = dp(replicate=0.015)  # 40 ms
+    close = measured(rival, {**LEVEL, "reduce": 0.0144})
+    ahead = measured(rival, {**LEVEL, "reduce": 0.0140})
+    assert rule not in found(one(), subject, close)
+    seen = found(one(), subject, ahead)[rule]
+    assert seen.evidence.measured
+    assert seen.evidence.size_s.value == pytest.approx(0.001, rel=0.01)
+    assert "1.03×" in seen.evidence.says
+
+
+def test_a_schedule_that_needs_a_tolerance_is_not_advised() -> None:
+    rough = measured(case(schedule="bf16_comm"), LEVEL)
+    assert "schedule" not in found(one(), dp(replicate=0.015), rough)
+
+
+def test_what_was_not_measured_is_said_and_not_guessed() -> None:
+    (diagnosis,) = explained(one(), dp(replicate=0.015))
+    said = " ".join(diagnosis.unjudged)
+    for words in ("--strategies ddp", "--schedules fastest", "single_all_cores", "--batch-sizes 32", "bigger batch"):
+        assert words in said
+    assert "not measured in this run: --schedules cached,flat_storage,persistent" in " ".join(
+        text.render([diagnosis]).split()
+    )
+
+
+@pytest.mark.parametrize("options", [(), plan.LIMIT], ids=["single", "limit"])
+def test_a_share_is_small_when_alone_it_takes_more_than_its_part(options: Any) -> None:
+    share = replace(case("single", devices=1, batch=32), options=options)
+    even, small = one(share, 0.5 * 1.01), one(share, 0.5 * 1.04)
+    assert "small share" not in found(one(), dp(), even)
+    seen = found(one(), dp(), small)["small share"]
+    assert seen.evidence.size_s.value == pytest.approx(0.001, rel=0.02)
+    assert "cuts its step by 1.92" in seen.evidence.numbers
+
+
+def test_a_bigger_batch_that_costs_less_a_sample_is_a_finding() -> None:
+    def bigger(factor: float) -> list[Trial]:
+        return measured(case(batch=128), {name: 2 * factor * seconds for name, seconds in LEVEL.items()})
+
+    both = {d.row.case.batch_size: d for d in explained(one(), dp(), bigger(0.99))}
+    assert "bigger batch" not in [f.rule.name for f in both[64].findings]
+    both = {d.row.case.batch_size: d for d in explained(one(), dp(), bigger(0.97))}
+    assert "bigger batch" in [f.rule.name for f in both[64].findings]
+    assert "bigger batch" not in [f.rule.name for f in both[128].findings]
+
+
+def test_the_last_devices_are_diminishing_when_they_give_less_than_their_part() -> None:
+    def four(factor: float) -> list[Trial]:
+        return measured(case(devices=4), {name: factor * seconds / 2 for name, seconds in LEVEL.items()})
+
+    assert "diminishing" not in found(one(), dp(), four(1.015))
+    seen = found(one(), dp(), four(1.9))["diminishing"]
+    assert "going from 2 to 4 devices gained 1.05×" in seen.evidence.says
+    (diagnosis,) = explained(one(), dp(), four(1.9))
+    assert "Going from 2 to 4 devices gave 1.05× (1.05–1.05), of an ideal 2×." in diagnosis.answer
+    assert not judged("last devices", one(), four(1.9))
+
+
+def test_in_weak_scaling_the_last_devices_are_held_against_equal_work_a_device() -> None:
+    wide = measured(case(devices=4, batch=128), {name: 1.9 * seconds for name, seconds in LEVEL.items()})
+    narrow = dp(devices=2, batch=64)
+    seen = found(one(case("single", devices=1, batch=32), 0.5), narrow, wide)["diminishing"]
+    assert "gained 1.05×" in seen.evidence.says
+    assert seen.evidence.size_s.value == pytest.approx(0.025 * 0.9, rel=0.01)
+
+
+# ---------------------------------------------------------------- ranking, cures, the answer
+
+
+def test_findings_are_ranked_by_the_seconds_at_stake() -> None:
+    (diagnosis,) = explained(one(), dp(replicate=0.004, reduce=0.009, gather=0.002, optimizer=0.012))
+    names = [finding.rule.name for finding in diagnosis.findings]
+    assert names == ["reduce", "optimizer", "replicate", "gather"]
+    sizes = [finding.evidence.size_s.value for finding in diagnosis.findings]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_a_remedys_gain_is_read_off_the_cases_that_hold_it() -> None:
+    cached = measured(case(schedule="cached"), {**LEVEL, "replicate": 0.002})
+    pool = measured(case(schedule="pool"), {**LEVEL, "replicate": 0.001})
+    ddp = measured(case("ddp"), {**LEVEL, "reduce": 0.05})
+    (diagnosis,) = explained(one(), dp(replicate=0.015), cached, pool, ddp)
+    seen = {finding.rule.name: finding for finding in diagnosis.findings}["replicate"]
+    assert [(cure.row.case.strategy, cure.row.case.schedule, cure.verdict) for cure in seen.cures] == [
+        ("dp", "cached", "faster"), ("ddp", "", "slower"),
+    ]  # fmt: skip
+    assert seen.cures[0].ratio.value == pytest.approx(40 / 27, rel=0.01)
+    said = dict(text.parts(seen))["measured in this run"]
+    assert "dp[cached] 1.48×" in said
+    assert "saves 13.0 ms" in said
+    assert "slower" in said
+
+
+def test_the_answer_says_what_it_gives_where_it_goes_and_what_helps() -> None:
+    ddp = measured(case("ddp"), {**LEVEL, "reduce": 0.001})
+    (diagnosis,) = explained(one(), dp(replicate=0.015, gather=0.005), ddp)
+    assert "give 1.11× (1.11–1.11) over one device, of an ideal 2×." in diagnosis.answer
+    assert "A step takes 45.0 ms; with perfect scaling it would take 25.0 ms." in diagnosis.answer
+    assert "Of the 20.0 ms lost, 15.0 ms (75%) go to replicate, 5.00 ms (25%) go to gather." in diagnosis.answer
+    assert "What helps, measured here: ddp is 1.73× (1.73–1.73) as fast." in diagnosis.answer
+    assert "2 devices give 1.92× (1.92–1.92) over one device." in diagnosis.answer
+    assert "Without data parallelism" not in diagnosis.answer
+
+
+def test_the_answer_says_when_one_device_is_the_better_choice() -> None:
+    ddp = measured(case("ddp"), {**LEVEL, "reduce": 0.035})
+    (diagnosis,) = explained(one(), dp(replicate=0.075), ddp)
+    assert "one device is 2.00× (2.00–2.00) as fast, and faster than everything measured" in diagnosis.answer
+
+
+def test_where_nothing_measured_helps_the_answer_says_the_bound() -> None:
+    (diagnosis,) = explained(one(), dp(replicate=0.015))
+    assert "No other way to do the same work was measured." in diagnosis.answer
+    assert "at 15.0 ms (38% of the step)" in diagnosis.answer
+
+
+def test_without_single_the_answer_says_what_is_missing() -> None:
+    (diagnosis,) = explained(dp(replicate=0.015))
+    assert "unknown, because the strategy single was not measured" in diagnosis.answer
+    assert "Of a step of 40.0 ms, 15.0 ms (38%) go to" in diagnosis.answer
+
+
+def test_replicas_that_share_a_gpu_are_held_against_the_whole_step_of_one() -> None:
+    shared = case(device_kind="cuda", placement="colocated")
+    whole = {name: 2 * seconds for name, seconds in LEVEL.items()}
+    (diagnosis,) = explained(
+        one(case("single", devices=1, device_kind="cuda")), measured(shared, {**whole, "replicate": 0.010}), cores=1
+    )
+    assert "They share one GPU: that is host cost, and no speed-up was possible." in diagnosis.answer
+    assert "with perfect scaling it would take 50.0 ms. Of the 10.0 ms lost, 10.0 ms (100%) go to" in diagnosis.answer
+    assert [finding.rule.name for finding in diagnosis.findings] == ["replicate"]
+
+
+def test_emulated_devices_get_no_speed_up() -> None:
+    emulated = case(device_kind="emulated")
+    (diagnosis,) = explained(measured(emulated, {**LEVEL, "replicate": 0.015}))
+    assert "emulated devices show host cost alone" in diagnosis.answer
+    assert all("EMULATED" in finding.labels for finding in diagnosis.findings)
+    assert [finding.rule.name for finding in diagnosis.findings] == ["replicate"]
+
+
+def test_the_subject_is_torchs_own_then_the_reference_on_the_most_devices() -> None:
+    rows = [dp(), measured(case(schedule="zero1", devices=4), LEVEL), measured(case("ddp", devices=4), LEVEL)]
+    assert [d.row.case.schedule for d in explained(*rows)] == ["zero1"]
+    rows.append(measured(case("torch_dp", devices=4), LEVEL))
+    assert [d.row.case.strategy for d in explained(*rows)] == ["torch_dp"]
+
+
+def test_one_device_alone_is_nothing_to_explain() -> None:
+    assert explained(one()) == []
+    assert "Nothing to explain" in text.render([])
+
+
+def test_page_and_comment_show_every_finding() -> None:
+    trials = [*one(), *dp(replicate=0.015, gather=0.005)]
+    rows = analyse.rows(trials)
+    content = {
+        "rows": rows, "trials": trials, "provenance": {}, "run_id": "7f3a", "started": 1.7e9, "verdict": "Nothing.",
+        "warnings": [], "tiles": [], "diagnoses": findings.diagnose(rows, trials, 8),
+    }  # fmt: skip
+    for rendered in (page.render(**content), markdown.render(**content)):
+        assert "with perfect scaling" in rendered
+        assert "replicate takes 33% of the step" in rendered
+        assert "160 parameter tensors" in rendered
+        assert "gather takes 11% of the step" in rendered

@@ -1,0 +1,186 @@
+"""The self-check: a planted cost comes out, what drifts cancels, and what cannot run says why."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dpbench import clock, samplers, selfcheck
+from dpbench.records import Case, Effort, Phase, Status
+from dpbench.report import header
+from dpbench.server import Server
+from dpbench.store import Store
+from dpbench.worker import selfcheck as worker
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="stops and reads processes as Linux does")
+
+
+def case(**options: str) -> Case:
+    """Return the step that is checked, on one device: no two threads that wait for each other."""
+    given = {"role": worker.ROLE, "toggle": "marks", "block_s": "0.005"} | options
+    return Case(
+        model="mlp", strategy="dp", schedule="reference", batch_size=8, devices=1, options=tuple(sorted(given.items()))
+    )
+
+
+def made(cost_s: float, *, pairs: int = 40, drift: float = 0.0, **more: Any) -> dict[str, Any]:
+    """Return the facts of a step of 2 ms that costs so much more when it is measured."""
+    level = [0.002 * (1 + drift * i) for i in range(pairs)]
+    noise = [1e-6 * (i % 5 - 2) for i in range(pairs)]
+    on = [step + cost_s + wobble for step, wobble in zip(level, noise, strict=True)]
+    return {"on_s": on, "off_s": level, "case": "mlp", "marks_per_step": 17.0, "mark_s": 2e-6} | more
+
+
+def test_the_cost_of_marks_is_held_against_ten_milliseconds() -> None:
+    (cost,) = selfcheck.costs({"marks": made(40e-6)})
+    assert cost.cost_s is not None
+    assert cost.share is not None
+    assert cost.cost_s.value == pytest.approx(40e-6, abs=1e-6)
+    assert cost.share.value == pytest.approx(0.004, abs=1e-4)
+    assert cost.cost_s.n == 40
+    (said,) = selfcheck.words({"self_check": {"marks": made(40e-6)}})
+    assert "+40 µs a step" in said
+    assert "0.40% of a 10 ms step" in said
+    assert "below the goal of 0.5%" in said
+    assert "17 marks a step; in a loop one costs 2.0 µs" in said
+
+
+@pytest.mark.parametrize(("cost_s", "verdict"), [(45e-6, "below"), (50e-6, "undecided against"), (55e-6, "above")])
+def test_the_goal_is_met_missed_or_undecided_by_the_interval(cost_s: float, verdict: str) -> None:
+    (said,) = selfcheck.words({"self_check": {"marks": made(cost_s)}})
+    assert f"{verdict} the goal" in said
+
+
+def test_a_drift_over_pairs_cancels() -> None:
+    (cost,) = selfcheck.costs({"marks": made(40e-6, drift=0.1)})
+    assert cost.cost_s is not None
+    assert cost.cost_s.high - cost.cost_s.low < 3e-6
+
+
+def test_samplers_cost_throughput() -> None:
+    (cost,) = selfcheck.costs({"samplers": made(20e-6, sampler_cpu_ratio=0.003)})
+    assert cost.share is not None
+    assert cost.share.value == pytest.approx(1 - 2000 / 2020, abs=1e-4)
+    (said,) = selfcheck.words({"self_check": {"samplers": made(20e-6, sampler_cpu_ratio=0.003)}})
+    assert "of the throughput" in said
+    assert "0.30% of a core" in said
+
+
+def test_what_does_not_run_here_says_why_and_a_run_without_says_nothing() -> None:
+    (said,) = selfcheck.words({"self_check": {"engine": {"reason": selfcheck.NEEDS_GPU}}})
+    assert "not runnable here: torch.nn.DataParallel needs an accelerator" in said
+    assert selfcheck.words({}) == []
+
+
+# ---------------------------------------------------------------- the worker's part
+
+
+class _SlowClock(clock.HostClock):
+    def mark(self, phase: Phase, device: int) -> Any:
+        time.sleep(0.0005)
+        return super().mark(phase, device)
+
+
+def test_a_planted_cost_of_marks_comes_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clock, "choose", lambda devices: _SlowClock())
+    facts = worker.measure(case(), Effort(budget_s=0.2)).provenance["self_check"]
+    assert len(facts["on_s"]) == len(facts["off_s"]) >= 10
+    slept = [on - off for on, off in zip(facts["on_s"], facts["off_s"], strict=True)]
+    assert statistics.median(slept) > facts["marks_per_step"] * 0.0005
+    assert facts["mark_s"] > 0.0005
+
+
+class _BusyClock(clock.HostClock):
+    def mark(self, phase: Phase, device: int) -> Any:
+        until = time.thread_time() + 0.0002
+        while time.thread_time() < until:
+            pass
+        return super().mark(phase, device)
+
+
+def test_a_cost_in_cpu_time_comes_out_whoever_else_is_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clock, "choose", lambda devices: _BusyClock())
+    facts = worker.measure(case(), Effort(budget_s=0.4)).provenance["self_check"]
+    (cost,) = selfcheck.costs({"marks": facts})
+    assert cost.cost_s is not None
+    planted_s = facts["marks_per_step"] * 0.0002
+    assert 0.9 * planted_s < cost.cost_s.value < 3 * planted_s  # the step itself finds its caches cold, too
+
+
+@contextmanager
+def busy() -> Iterator[int]:
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
+        try:
+            yield process.pid
+        finally:
+            process.kill()
+
+
+@linux
+def test_a_process_beside_the_steps_is_stopped_in_turns_and_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    with busy() as pid:
+        facts = worker.measure(
+            case(toggle="sampler", pid=str(pid), block_s="0.05"), Effort(budget_s=0.4)
+        ).provenance["self_check"]  # fmt: skip
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    assert facts["sampler_cpu_ratio"] > 0.2  # a whole core, on a machine that others use
+    assert state != "T"
+
+
+@linux
+def test_the_sampler_is_idle_by_comparison() -> None:
+    with samplers.sampling((), Path("/dev/null")) as series:
+        facts = worker.measure(
+            case(toggle="sampler", pid=str(series.pid), block_s="0.2"), Effort(budget_s=0.8)
+        ).provenance["self_check"]  # fmt: skip
+    assert 0 < facts["sampler_cpu_ratio"] < 0.1
+
+
+@linux
+def test_a_sampler_that_is_gone_is_a_reason_and_no_crash(tmp_path: Path) -> None:
+    with busy() as pid:
+        pass
+    with Server(tmp_path) as server:
+        found = selfcheck._of_worker(server, case(toggle="sampler", pid=str(pid)), 0.01)
+    assert "ProcessLookupError" in found["reason"]
+
+
+# ---------------------------------------------------------------- the whole
+
+
+@linux
+def test_all_three_are_measured_stored_and_said(tmp_path: Path) -> None:
+    facts = selfcheck.measure("cpu", 2, scale=0.02)
+    assert set(facts) == set(selfcheck.NAMES)
+    assert 10 < facts["marks"]["marks_per_step"] < 40
+    assert facts["engine"] == {"reason": selfcheck.NEEDS_GPU}
+    with Store.create(tmp_path / "x.db") as store:
+        run, _ = store.begin_run(plan="p", host="h", code="c", rounds=1, provenance={"host": {"cores": 2}})
+        store.annotate(run, "self_check", facts)
+        (kept,) = store.runs()
+    assert kept.provenance["host"] == {"cores": 2}
+    said = selfcheck.words(kept.provenance)
+    assert [line.partition(":")[0] for line in said] == list(selfcheck.NAMES.values())
+    assert all("MEASURED" in line for line in said[:2])
+    assert not [name for name, _ in header.environment(kept.provenance, []) if "self_check" in name]
+
+
+@pytest.mark.gpu
+def test_the_engine_is_held_against_torchs_own_on_one_gpu() -> None:
+    found = selfcheck.measure("cuda", 1, (0,), scale=0.1)["engine"]
+    assert len(found["on_s"]) == len(found["off_s"]) == selfcheck.ROUNDS, found
+
+
+def test_a_failed_worker_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with Server(tmp_path) as server:
+        found = selfcheck._of_worker(server, case(toggle="sampler"), 0.01)
+        assert "pid" in found["reason"]
+        assert found["reason"].startswith(Status.FAILED.value)

@@ -1,0 +1,202 @@
+"""Validity on trials made by hand: each check at its border, its words, and that nothing is guessed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dpbench import analyse, diagnose, validity
+from dpbench.records import HOST, Case, Phase, Sample, Source, Span, Status, Step, Trial, Verified
+
+CASE = Case(model="mlp", strategy="dp", schedule="reference", batch_size=64, devices=2)
+GPU = replace(CASE, device_kind="cuda")
+
+
+def trial(
+    seconds: list[float] | None = None, *, of: Case = CASE, covered: float = 1.0, metrics: dict[Any, Any] | None = None,
+    **changed: Any,
+) -> Trial:  # fmt: skip
+    """Return a trial of these steps, so much of each in a phase; `metrics` maps (metric, device) to readings."""
+    steps, spans, at = [Step(9.0, True, 100.0)], [], 100.0
+    for k, one in enumerate(seconds or [0.1] * 20, 1):
+        spans.append(Span(k, Phase.FORWARD, 0, "host", at, at + one * covered))
+        at += one
+        steps.append(Step(one, False, at))
+    samples = tuple(
+        Sample(100.0 + i, device, metric, value)
+        for (metric, device), readings in (metrics or {}).items()
+        for i, value in enumerate(readings)
+    )
+    return Trial(
+        case=of, steps=tuple(steps), spans=tuple(spans), samples=samples, **{"verified": Verified.BITWISE, **changed}
+    )
+
+
+def checks(one: Trial, cores: int = 8) -> dict[str, validity.Check]:
+    return {check.name: check for check in validity.check(one, cores)}
+
+
+def bad(one: Trial, cores: int = 8) -> set[str]:
+    return {name for name, check in checks(one, cores).items() if not check.ok}
+
+
+def test_a_sound_trial_has_nothing_wrong_and_no_check_without_data() -> None:
+    assert bad(trial()) == set()
+    assert set(checks(trial())) == {"verification", "closure", "drift", "oversubscribed"}
+
+
+def drifting(change: float, noise: float = 0.0, steps: int = 40) -> list[float]:
+    draw = random.Random(7)
+    return [0.1 * (1 + change * (i / (steps - 1) - 0.5)) + draw.gauss(0, noise) for i in range(steps)]
+
+
+@pytest.mark.parametrize(
+    ("change", "found"), [(0.0, False), (0.04, False), (0.06, True), (-0.04, False), (-0.06, True)]
+)
+def test_drift_is_a_trend_of_more_than_five_percent_of_either_sign(change: float, found: bool) -> None:
+    one = checks(trial(drifting(change)))["drift"]
+    assert one.ok is not found
+    assert one.value == pytest.approx(change, abs=0.002)
+    assert one.about["steps"] == 40
+
+
+def test_a_trend_that_chance_explains_is_none() -> None:
+    rising = [0.10, 0.13, 0.09, 0.12, 0.11, 0.14, 0.10, 0.13, 0.11, 0.12]
+    one = checks(trial(rising))["drift"]
+    assert abs(one.value) > one.limit
+    assert one.about["p"] > validity.SIGNIFICANT
+    assert one.ok
+
+
+def test_one_outlier_is_no_drift() -> None:
+    assert "drift" not in bad(trial([*drifting(0.0, 0.0005), 5.0]))
+
+
+def test_few_steps_have_no_trend() -> None:
+    assert "drift" not in checks(trial(drifting(0.5, steps=9)))
+
+
+@pytest.mark.parametrize(
+    ("bits", "found", "cause"),
+    [
+        ([0] * 20, False, ""),
+        ([0x1, 0x2, 0x100] * 7, False, ""),  # idle, clocks that somebody set: no slowdown
+        ([0x4] + [0] * 19, False, ""),
+        ([0x4] * 2 + [0] * 18, True, "power cap"),
+        ([0x44] * 20, True, "power cap and heat (hardware)"),
+    ],
+)
+def test_throttling_is_more_than_a_twentieth_of_the_readings(bits: list[int], found: bool, cause: str) -> None:
+    one = trial(of=GPU, metrics={("throttle_reasons", 0): [0] * 20, ("throttle_reasons", 1): bits})
+    assert ("throttling" in bad(one)) is found
+    if found:
+        ((_, said),) = validity.troubles([one], 8).items()
+        assert cause in said[GPU]
+        assert "on GPU 1" in said[GPU]
+
+
+@pytest.mark.parametrize(
+    ("metric", "device", "name"), [("sm_clock_hz", 1, "gpu_clock"), ("cpu_clock_hz", HOST, "cpu_clock")]
+)
+@pytest.mark.parametrize(("low", "found"), [([1.81e9] * 3, False), ([1.79e9] * 3, True), ([1.0e9], False), ([], False)])
+def test_a_clock_changed_when_it_fell_by_a_tenth_for_more_than_a_moment(
+    metric: str, device: int, name: str, low: list[float], found: bool
+) -> None:
+    one = trial(metrics={(metric, device): [2.0e9] * 27 + low})
+    assert (name in bad(one)) is found
+
+
+def test_a_clock_that_was_read_twice_says_nothing() -> None:
+    assert "cpu_clock" not in checks(trial(metrics={("cpu_clock_hz", HOST): [2.0e9, 1.0e9]}))
+
+
+@pytest.mark.parametrize(("held", "found"), [([0.0] * 5, False), ([0, 0, 9.0, 0, 0], False), ([2.0**20] * 5, True)])
+def test_other_processes_on_a_gpu_count_when_they_stay(held: list[float], found: bool) -> None:
+    one = trial(of=GPU, metrics={("foreign_memory_bytes", 0): held})
+    assert ("foreign_gpu" in bad(one)) is found
+
+
+@pytest.mark.parametrize(("ratio", "found"), [(0.1, False), (0.11, True)])
+def test_other_processes_on_the_cpu_count_from_a_tenth_of_a_core(ratio: float, found: bool) -> None:
+    assert ("foreign_cpu" in bad(trial(metrics={("foreign_cpu_ratio", HOST): [ratio] * 3}))) is found
+
+
+def test_a_short_trial_tells_nothing_of_other_processes() -> None:
+    readings = {("foreign_cpu_ratio", HOST): [1.0], ("foreign_memory_bytes", 0): [2.0**30]}
+    assert not {"foreign_cpu", "foreign_gpu"} & set(checks(trial([0.05] * 19, metrics=readings)))
+
+
+@pytest.mark.parametrize(
+    ("of", "cores", "found"),
+    [(CASE, 2, False), (CASE, 1, True), (CASE, 0, False), (GPU, 1, True),
+     (replace(CASE, devices=8, batch_size=5), 4, True), (replace(CASE, device_kind="emulated"), 1, False)],
+)  # fmt: skip
+def test_each_device_needs_a_core_but_emulated_ones_take_turns(of: Case, cores: int, found: bool) -> None:
+    assert ("oversubscribed" in bad(trial(of=of), cores)) is found
+
+
+@pytest.mark.parametrize(("pairs", "found"), [(None, None), ([], True), ([[0, 1]], False)])
+def test_peer_access_is_told_where_the_worker_asked(pairs: Any, found: bool | None) -> None:
+    one = checks(trial(of=GPU, provenance={"no_peer_access": pairs})).get("peer_access")
+    assert (one.ok if one else None) is found
+
+
+@pytest.mark.parametrize(("covered", "found"), [(0.951, False), (0.949, True)])
+def test_the_ledger_must_close_to_five_percent(covered: float, found: bool) -> None:
+    one = trial(covered=covered)
+    assert ("closure" in bad(one)) is found
+    assert checks(one)["closure"].value == pytest.approx(1 - covered)
+
+
+@pytest.mark.parametrize("verified", list(Verified))
+def test_what_was_not_verified_is_said(verified: Verified) -> None:
+    sound = verified in (Verified.BITWISE, Verified.WITHIN_TOLERANCE)
+    assert ("verification" not in bad(trial(verified=verified))) is sound
+
+
+@pytest.mark.parametrize("changed", [{"status": Status.OOM}, {"source": Source.PREDICTED}])
+def test_what_was_not_measured_has_no_checks(changed: dict[str, Any]) -> None:
+    assert validity.facts(trial(**changed), 1) == {}
+
+
+# ---------------------------------------------------------------- stored, and said
+
+
+def test_facts_are_plain_and_read_back_as_they_were() -> None:
+    import json
+
+    one = trial(drifting(0.2), covered=0.5)
+    stored = replace(one, provenance={"validity": json.loads(json.dumps(validity.facts(one, 1)))})
+    assert [(c.name, c.value, c.limit, c.ok) for c in validity.of(stored, 8)] == [
+        (c.name, c.value, c.limit, c.ok) for c in validity.check(one, 1)
+    ]
+    assert validity.troubles([stored], 8) == validity.troubles([one], 1)
+
+
+def test_facts_of_a_newer_dpbench_are_left_alone() -> None:
+    newer = {"entropy": {"value": 1.0, "limit": 0.5, "ok": False}}
+    assert validity.troubles([trial(provenance={"validity": newer})], 8) == {}
+
+
+def test_the_worst_round_is_said_and_how_many_were_bad() -> None:
+    rounds = [trial(covered=share, round=number) for number, share in enumerate([1.0, 0.8, 0.9])]
+    ((headline, said),) = validity.troubles(rounds, 8).items()
+    assert headline == "more than 5% of the step is in no phase"
+    assert said == {CASE: "20%, 2 of 3 rounds"}
+
+
+def test_warnings_group_the_cases_of_one_trouble_and_say_all_when_it_is_all() -> None:
+    cases = [replace(CASE, batch_size=2**i) for i in range(1, 12)]
+    some = [trial(of=one, covered=0.8 if i < 10 else 1.0, round=r) for i, one in enumerate(cases) for r in range(3)]
+    found = diagnose.warnings(analyse.rows(some), some, {"host": {"cores": 8}})
+    (grouped,) = [warning for warning in found if "no phase" in warning]
+    assert grouped.endswith("and 2 more")
+    assert "mlp dp[reference] x2 batch 4 (20%)" in grouped
+    every = [trial(of=one, covered=0.8, round=r) for one in cases for r in range(3)]
+    found = diagnose.warnings(analyse.rows(every), every, {"host": {"cores": 8}})
+    assert "more than 5% of the step is in no phase: all 11 cases" in found
+    crowded = diagnose.warnings(analyse.rows(every), every, {"host": {"cores": 1}})
+    assert any(warning.startswith("oversubscribed: ") for warning in crowded)
