@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from dpbench import __version__
+from dpbench.bytesize import Bytes
 
 if TYPE_CHECKING:
     from dpbench.store import Run
@@ -108,6 +109,8 @@ def cli() -> None:
 )
 @click.option("--limit", type=click.FloatRange(1), default=120.0, show_default=True, help="Seconds a trial may take.")
 @click.option("--retry", type=Names(), default=(), help="Final statuses to measure again on resume: failed,oom,...")
+@click.option("--find-max-batch", is_flag=True, help="Search each case's largest batch that fits, measure nothing.")
+@click.option("--device-memory", type=Bytes(), default=0, help="What an emulated device may hold, such as 8GiB.")
 @click.option("--report", type=click.Path(path_type=Path), default=REPORT, show_default=True, help="The page to write.")
 @store_option
 def run(store: Path, report: Path, **options: Any) -> None:
@@ -119,6 +122,11 @@ def run(store: Path, report: Path, **options: Any) -> None:
     from dpbench.progress import Progress
     from dpbench.store import Store
 
+    if options["find_max_batch"]:
+        from dpbench import find_batch
+
+        cases, _ = _cases(find_batch.axes(options))
+        sys.exit(find_batch.command(cases, store, limit_s=options["limit"]))
     cases, budget_s = _cases(options)
     retry = runner.statuses(options["retry"])
     with Store.create(store) as opened:
@@ -181,7 +189,7 @@ def _cases(options: dict[str, Any]) -> tuple[list[Any], float | None]:
         "devices": devices, "device_ids": options["device_ids"], "device_kind": kind, "placement": placement,
         "batch_sizes": options["batch_sizes"] or (() if options["batch_per_device"] else (64,)),
         "batch_per_device": options["batch_per_device"] or (), "size": options["size"],
-        "precision": options["precision"],
+        "precision": options["precision"], "device_memory_bytes": options["device_memory"],
     }  # fmt: skip
     if options["ladder"]:
         cases = plan.ladder(**swept | {"devices": options["devices"] or (max(2, *devices),)})
@@ -253,10 +261,11 @@ def export(format: str, output: Path | None, everything: bool, run_id: str | Non
 
         lines = itertools.chain.from_iterable(jsonl(run, trials) for run, trials in runs)
     else:
-        from dpbench import analyse
+        from dpbench import analyse, imbalance
 
         tables = [(run, row) for run, trials in runs for row in analyse.rows(trials)]
-        found = analyse.frame([row for _, row in tables], [run for run, _ in tables])
+        beside = imbalance.columns(runs, [(run, row.case, row.source) for run, row in tables])
+        found = analyse.frame([row for _, row in tables], [run for run, _ in tables], beside)
         lines = itertools.chain([found.to_csv(index=False).rstrip("\n")])
     if output:
         output.write_text("".join(f"{line}\n" for line in lines))

@@ -28,10 +28,12 @@ FLOORS = (
         "ledger",
         "server",
         "listing",
+        "links",
+        "peaks",
     },
-    {"strategies", "verify", "analyse", "ladder", "export"},
+    {"strategies", "verify", "analyse", "ladder", "export", "imbalance", "footprint", "traffic"},
     {"worker", "predict", "probe", "diagnose"},
-    {"run", "report", "progress"},
+    {"run", "report", "progress", "find_batch", "bytesize"},
     {"cli"},
 )
 FLOOR = {unit: number for number, units in enumerate(FLOORS) for unit in units}

@@ -13,7 +13,7 @@ from dpbench.analyse import Row
 from dpbench.diagnose import Tile
 from dpbench.ladder import Ladder
 from dpbench.records import Trial
-from dpbench.report import figures, header, table
+from dpbench.report import devices, figures, header, table
 
 
 def render(
@@ -43,6 +43,7 @@ def render(
         tiles=tiles,
         sections=figures.sections(rows, trials, ladders),
         drawing=Markup,  # svg.render escapes every text it was given
+        parts=devices.parts(trials, {row.case: row.labels for row in rows}),
         columns=table.COLUMNS,
         text_columns=table.TEXT_COLUMNS,
         lines=table.lines(rows, trials),

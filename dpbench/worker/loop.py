@@ -7,6 +7,7 @@ import resource
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,12 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dpbench import busy, clock, models, verify
+from dpbench import busy, clock, links, models, verify
 from dpbench.devices import Device
 from dpbench.engine.devices import open_devices
 from dpbench.records import HOST, Case, Effort, Memory, Sample, Status, Trial, Verified
 from dpbench.stats import Stopping
 from dpbench.strategies import precision_of
+from dpbench.worker import memory
 
 BATCHES = 4
 """Distinct batches that the steps take turns with, so that none is special."""
@@ -50,16 +52,31 @@ def measure(case: Case, effort: Effort, strategy: ModuleType, rank: int | None =
     model = models.load(case.model, case.size, case.seed)
     batches = [_pinned(model.batch(case.batch_size, case.seed + i), case) for i in range(BATCHES)]
     lap("build_s")
+    facts = _torch_facts(case, devices[0]) | {links.FACT: memory.shapes(model, batches[0])}
+    with memory.bound(case):
+        timed = _timed(case, effort, strategy, model, devices, batches)
+        lap("steps_s")
+        by_phase, absent = memory.by_phase(case, strategy, model, devices, batches[0])
+        lap("memory_s")
+    return replace(
+        timed, verified=verdict, memory=(*timed.memory, *by_phase), setup=setup,
+        provenance=facts | ({"no_memory_by_phase": absent} if absent else {}),
+    )  # fmt: skip
+
+
+def _timed(
+    case: Case, effort: Effort, strategy: ModuleType, model: models.Model, devices: Sequence[Device],
+    batches: Sequence[tuple[Any, Any]],
+) -> Trial:  # fmt: skip
+    """Return the steps and all that was seen beside them; what they held is free on return."""
     listener = clock.choose(devices)
     with strategy.start(case, model, devices, listener.mark) as step:
         reason = _run(step, batches, effort, listener)
-        lap("steps_s")
-        memory = _memory(devices)
+        peaks = _memory(case, devices)
         samples = [*listener.samples(), *_profiled(step, batches[0], devices, listener)]
     return Trial(
-        case=case, status=Status.OK, reason=reason, verified=verdict, steps=listener.steps(),
-        spans=listener.spans(), samples=tuple(samples), memory=memory, setup=setup,
-        provenance=_torch_facts(case, devices[0]),
+        case=case, status=Status.OK, reason=reason, steps=listener.steps(), spans=listener.spans(),
+        samples=tuple(samples), memory=peaks,
     )  # fmt: skip
 
 
@@ -142,9 +159,10 @@ def _forget(devices: Sequence[Device]) -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def _memory(devices: Sequence[Device]) -> tuple[Memory, ...]:
+def _memory(case: Case, devices: Sequence[Device]) -> tuple[Memory, ...]:
     """Return the peaks since `_forget`: per device where it can tell, and the host's resident set."""
-    peaks = [Memory(d.index, peak, "allocator") for d in devices if (peak := d.memory()) is not None]
+    source = "ledger" if case.device_kind == "emulated" else "allocator"
+    peaks = [Memory(d.index, peak, source, kind=kind) for d in devices for kind, peak in d.take_peaks().items()]
     return (*peaks, Memory(HOST, _resident_peak(), "rss"))
 
 
