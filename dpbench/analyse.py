@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
 
 import pandas as pd
 
@@ -137,13 +138,13 @@ def _row(case: Case, trials: Sequence[Trial], series: stats.Rounds) -> Row:
 
 def trusted(trial: Trial) -> bool:
     """Tell whether a trial's numbers may be shown."""
-    return trial.status is Status.OK and trial.verified is not Verified.NO
+    return trial.trusted
 
 
 def _memory(trials: Sequence[Trial]) -> dict[int, int]:
     """Return each device's highest peak over the trials."""
     peaks: dict[int, int] = {}
-    for memory in (m for trial in trials for m in trial.memory):
+    for memory in (m for trial in trials for m in trial.memory if m.kind == "allocated" and not m.phase):
         peaks[memory.device] = max(peaks.get(memory.device, 0), memory.peak_bytes)
     return dict(sorted(peaks.items()))
 
@@ -239,16 +240,14 @@ def _timed(trial: Trial, metric: str) -> dict[int, list[float]]:
 def _imbalance(trials: Sequence[Trial], source: str) -> Estimate | None:
     """Return device 0's busy time over the mean of the others', with its interval over the rounds."""
     metric = next(name for name, words in BUSY_METRICS.items() if words == source)
-    first: dict[int, list[float]] = {}
-    others: dict[int, list[float]] = {}
+    vectors: dict[int, list[tuple[float, ...]]] = {}
     for trial in trials:
         values = _timed(trial, metric)
-        rest = [series for device, series in values.items() if device > 0]
-        if 0 in values and rest:
-            first[trial.round] = values[0]
-            others[trial.round] = [statistics.mean(step) for step in zip(*rest, strict=False)]
-    idle = any(statistics.median(series) <= 0 for series in others.values())
-    return stats.ratio(first, others) if first and not idle else None
+        if 0 in values and len(values) > 1:
+            vectors[trial.round] = list(zip(*(values[device] for device in sorted(values)), strict=False))
+    idle = any(min(row[1:]) <= 0 for rows in vectors.values() for row in rows)
+    alike = len({len(rows[0]) for rows in vectors.values()}) == 1
+    return stats.first_over_rest(vectors) if alike and not idle else None
 
 
 def _occupied(trials: Sequence[Trial]) -> dict[int, float]:
@@ -264,14 +263,21 @@ def _occupied(trials: Sequence[Trial]) -> dict[int, float]:
     return {device: statistics.median(values) for device, values in sorted(found.items())}
 
 
-def frame(table: Sequence[Row], run_ids: Sequence[str] = ()) -> pd.DataFrame:
+def frame(
+    table: Sequence[Row],
+    run_ids: Sequence[str] = (),
+    beside: Mapping[str, Sequence[object]] = MappingProxyType({}),
+) -> pd.DataFrame:
     """Return the rows as a flat table: case fields, then estimates as value, low and high columns.
 
-    The columns are the same for every run, but for devices beyond the first eight; `run_ids`, one a row, come first.
+    The columns are the same for every run, but for devices beyond the first eight; `run_ids`, one a row, come first,
+    the columns of `beside`, one value a row, last.
     """
     count = max([DEVICE_COLUMNS, *(device + 1 for row in table for device in {*row.busy, *row.memory})])
     flat = [_record(row, count) for row in table]
     found = pd.DataFrame(flat, columns=list(_record(_BLANK, count)))
+    if beside:
+        found = pd.concat([found, pd.DataFrame(dict(beside))], axis=1)
     if run_ids:
         found.insert(0, "run_id", list(run_ids))
     return found

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from dpbench import __version__
-from dpbench.options import AUTO_BUDGET_S, Names, Numbers, Rounds, Schedules, cases_of
+from dpbench.options import AUTO_BUDGET_S, Bytes, Names, Numbers, Rounds, Schedules, cases_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -95,6 +95,8 @@ def cli() -> None:
 @click.option("--limit", type=click.FloatRange(1), default=120.0, show_default=True, help="Seconds a trial may take.")
 @click.option("--retry", type=Names(), default=(), help="Final statuses to measure again on resume: failed,oom,...")
 @click.option("--profile", is_flag=True, help="Profile one more step of each trial, as Chrome traces beside the store.")
+@click.option("--find-max-batch", is_flag=True, help="Search each case's largest batch that fits, measure nothing.")
+@click.option("--device-memory", type=Bytes(), default=0, help="What an emulated device may hold, such as 8GiB.")
 @click.option("--report", type=click.Path(path_type=Path), default=REPORT, show_default=True, help="The page to write.")
 @click.option(
     "--self-check",
@@ -112,6 +114,11 @@ def run(store: Path, report: Path, **options: Any) -> None:
     from dpbench.rounds import UntilPrecise
     from dpbench.store import Store
 
+    if options["find_max_batch"]:
+        from dpbench import find_batch
+
+        cases, _ = cases_of(find_batch.axes(options))
+        sys.exit(find_batch.command(cases, store, limit_s=options["limit"]))
     cases, budget_s = cases_of(options)
     auto = options["rounds"] == "auto"
     retry = runner.statuses(options["retry"])
@@ -237,7 +244,7 @@ def export(store: Path, run_id: str | None, format: str, every: bool, output: Pa
     trace: the first good trial of each case on a time line, for Perfetto or speedscope; with --split for Holistic
     Trace Analysis. pyperf: a suite of one benchmark per case, for `pyperf stats` and `compare_to`.
     """
-    from dpbench import analyse, export
+    from dpbench import analyse, export, imbalance
     from dpbench.store import Store
 
     export.check(format, every=every, output=output, **only)
@@ -247,7 +254,11 @@ def export(store: Path, run_id: str | None, format: str, every: bool, output: Pa
         runs = [(run, opened.trials(run.id)) for run in chosen]
     if format == "csv":
         tables = [(run.id, row) for run, trials in runs for row in analyse.rows(trials)]
-        pieces = iter([analyse.frame([row for _, row in tables], [run for run, _ in tables]).to_csv(index=False)])
+        ids = [run for run, _ in tables]
+        beside = imbalance.columns(
+            [(run.id, trials) for run, trials in runs], [(i, r.case, r.source) for i, r in tables]
+        )
+        pieces = iter([analyse.frame([row for _, row in tables], ids, beside).to_csv(index=False)])
     else:
         pieces = export.pieces(format, runs, analyse.trusted, analyse.labels, every=every, output=output, **only)
     try:

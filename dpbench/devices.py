@@ -50,6 +50,12 @@ class Device(Protocol):
     def memory(self) -> int | None:
         """Return the peak of allocated bytes since `reset_memory`; None where the device cannot tell."""
 
+    def take_peaks(self) -> dict[str, int]:
+        """Return the peaks since the last call or reset, and begin anew; by kind: allocated, reserved.
+
+        Empty where the device cannot tell.
+        """
+
     def reset_memory(self) -> None:
         """Release caches and forget the peak."""
 

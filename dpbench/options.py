@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import click
@@ -61,6 +62,20 @@ class Rounds(click.ParamType["int | str"]):
         return value if value == "auto" else int(value)
 
 
+class Bytes(click.ParamType[int]):
+    """A number of bytes, with a unit or without."""
+
+    name = "bytes"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        """Read a number and its unit; fail on what is neither."""
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?", str(value), re.IGNORECASE)
+        if not found:
+            self.fail(f"{value!r} is no number of bytes, such as 8GiB, 512MiB or 1000000", param, ctx)
+        power = " KMGT".index((found[2] or " ").upper())
+        return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
+
+
 def cases_of(options: dict[str, Any]) -> tuple[list[Any], float | None]:
     """Turn options into cases, filling in what this machine can do where nothing is said."""
     from dpbench import plan, registry
@@ -87,7 +102,7 @@ def cases_of(options: dict[str, Any]) -> tuple[list[Any], float | None]:
         "devices": devices, "device_ids": options["device_ids"], "device_kind": kind, "placement": placement,
         "batch_sizes": options["batch_sizes"] or (() if options["batch_per_device"] else (64,)),
         "batch_per_device": options["batch_per_device"] or (), "size": options["size"],
-        "precision": options["precision"],
+        "precision": options["precision"], "device_memory_bytes": options["device_memory"],
     }  # fmt: skip
     if options["ladder"]:
         cases = plan.ladder(**swept | {"devices": options["devices"] or (max(2, *devices),)})

@@ -40,17 +40,20 @@ def sweep(
     placement: str = "spread",
     size: str = "small",
     precision: str = "fp32",
+    device_memory_bytes: int = 0,
 ) -> list[Case]:
     """Return the product of the axes as cases.
 
     `batch_sizes` are global (strong scaling); `batch_per_device` multiplies with the devices (weak scaling), and
-    exactly one of the two is given. Raises ValueError or LookupError for what cannot be run.
+    exactly one of the two is given. `device_memory_bytes` bounds what an emulated device may hold. Raises ValueError
+    or LookupError for what cannot be run.
     """
     if bool(batch_sizes) == bool(batch_per_device):
         raise ValueError("give either batch sizes (strong scaling) or a batch per device (weak scaling), and not both")
     _check(models, strategies, devices, [*batch_sizes, *batch_per_device])
     schedules = [_schedule(text, device_kind) for text in schedules]
     _check_placement(devices, device_kind, device_ids, placement)
+    _check_memory(device_kind, device_memory_bytes)
     _one_of("size", size, SIZES)
     _one_of("precision", precision, PRECISIONS)
     cases = []
@@ -60,7 +63,7 @@ def sweep(
                 case = Case(
                     model=model, strategy=strategy, devices=count, batch_size=batch, size=size, schedule=written,
                     device_kind=device_kind, device_ids=tuple(device_ids[: max(devices)]), placement=placement,
-                    precision=precision,
+                    precision=precision, device_memory_bytes=device_memory_bytes,
                 )  # fmt: skip
                 cases.append(normalise(case, weak_batches=tuple(batch_per_device)))
     return list(dict.fromkeys(cases))
@@ -200,6 +203,19 @@ def _check_placement(devices: Sequence[int], kind: str, ids: Sequence[int], plac
         raise ValueError(f"--device-ids names a GPU twice: {list(ids)}; --placement colocated shares one GPU")
     if ids and placement == "spread" and max(devices) > len(ids):
         raise ValueError(f"{max(devices)} devices asked for, but --device-ids names {len(ids)}: {list(ids)}")
+
+
+def _check_memory(kind: str, size: int) -> None:
+    """Refuse a bound on memory that nothing here could hold."""
+    if size < 0:
+        raise ValueError(f"--device-memory must be at least 1 byte, got {size}")
+    if size and kind == "cpu":
+        raise ValueError(
+            "--device-memory bounds emulated devices; logical CPU devices share the host's memory: give "
+            "--device-kind emulated"
+        )
+    if size and kind == "cuda":
+        raise ValueError("--device-memory bounds emulated devices; a GPU has the memory that it has: leave it out")
 
 
 def _one_of(kind: str, value: str, known: Sequence[str]) -> None:

@@ -3,7 +3,7 @@
 Everything here is frozen and knows only the standard library. Times are seconds on the machine's monotonic
 clock, sizes are bytes; the unit stands in each name.
 
-Schema history of `Trial`: 1 (first).
+Schema history of `Trial`: 1 (first); 2 (memory by phase and kind, the device that failed).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
-SCHEMA = 1
+SCHEMA = 2
 HOST = -1
 """The device number of what happens on the host rather than on one of the devices."""
 
@@ -82,7 +82,8 @@ class Case:
     """One point of a sweep: what to run, and nothing about how or where it is timed.
 
     `batch_size` is the global batch. `device_ids` names the accelerators to use, in order; empty means the
-    first ones. `options` belong to the strategy: a sorted tuple of (name, value) pairs.
+    first ones. `options` belong to the strategy: a sorted tuple of (name, value) pairs. `device_memory_bytes` bounds
+    what each emulated device may hold; 0 is no bound.
     """
 
     model: str
@@ -99,6 +100,7 @@ class Case:
     optimizer: str = "sgd"
     seed: int = 0
     options: tuple[tuple[str, str], ...] = ()
+    device_memory_bytes: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that differ from their defaults, so that a new axis changes no old record."""
@@ -137,7 +139,8 @@ class Case:
         schedule = f"[{self.schedule}]" if self.schedule else ""
         size = "" if self.size == "small" else f" {self.size}"
         precision = "" if self.precision == "fp32" else f" {self.precision}"
-        work = f"batch {self.batch_size}{precision}"
+        bound = f" within {self.device_memory_bytes} bytes" if self.device_memory_bytes else ""
+        work = f"batch {self.batch_size}{precision}{bound}"
         return f"{self.model}{size} {self.strategy}{schedule} x{self.devices}{kind}{colocated} {work}"
 
 
@@ -179,11 +182,17 @@ class Step:
 
 @dataclass(frozen=True)
 class Memory:
-    """The peak of one device's memory; `source` is allocator, rss or ledger."""
+    """The peak of one device's memory; `source` is allocator, rss or ledger.
+
+    `phase` is empty for the peak of whole steps. `kind` is allocated (what tensors, or the process, hold) or reserved
+    (what the allocator took from the driver).
+    """
 
     device: int
     peak_bytes: int
     source: str
+    phase: str = ""
+    kind: str = "allocated"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +200,7 @@ class Trial:
     """One case run once (or predicted once): everything that was seen, nothing derived.
 
     `setup` maps the stages before the first step to their seconds; `provenance` holds the facts of host and
-    torch that make the numbers repeatable.
+    torch that make the numbers repeatable. `failed_device` is the replica's device that failed first, where one did.
     """
 
     case: Case
@@ -209,6 +218,12 @@ class Trial:
     round: int = 0
     started_s: float = 0.0
     """Seconds since the epoch."""
+    failed_device: int | None = None
+
+    @property
+    def trusted(self) -> bool:
+        """Tell whether the numbers may be shown."""
+        return self.status is Status.OK and self.verified is not Verified.NO
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON; long series are columns, not rows."""
@@ -233,7 +248,9 @@ class Trial:
             columns = dict(values.get(name) or {})
             if "phase" in columns and record is Span:
                 columns["phase"] = [_PHASES[phase] for phase in columns["phase"]]
-            rows = zip(*(columns.get(f.name, ()) for f in fields(record)), strict=True)
+            # an older schema lacks the last fields, which have defaults
+            known = [f.name for f in fields(record) if f.name in columns or f.default is MISSING]
+            rows = zip(*(columns.get(name, ()) for name in known), strict=True)
             values[name] = tuple(record(*row) for row in rows)
         return cls(**values)
 
@@ -250,12 +267,15 @@ class Effort:
     budget_s: float = 1.5
     """Seconds of timed steps after which a trial stops, precise or not."""
     warmup_steps: int = 5
+    """Steps that count as warm-up in any case; what more does, the series tells."""
     min_steps: int = 10
     max_steps: int = 300
     block_steps: int = 10
     """Steps between two questions whether to stop; ranks agree on the answer."""
     trace: str = ""
     """The file for a Chrome trace of one more step, profiled after all else was measured; empty for none."""
+    memory_by_phase: bool = True
+    """Whether two more steps tell what each device holds in each phase."""
 
 
 @dataclass(frozen=True)

@@ -213,7 +213,10 @@ class _Session:
             reason = "the run's budget was spent before this trial; give a larger --budget"
             trials = [Trial(case=case, status=Status.SKIPPED, reason=reason, round=number) for case in group]
         else:
-            effort = replace(effort, trace=self._trace(group[0], number) if len(group) == 1 else "")
+            # what is deterministic is measured once
+            by_phase = effort.memory_by_phase and number == 0
+            trace = self._trace(group[0], number) if len(group) == 1 else ""
+            effort = replace(effort, trace=trace, memory_by_phase=by_phase)
             trials = server.run_together(group, effort, number, self._limit_s)
         ended = time.perf_counter()
         for trial_id, trial in zip(ids, trials, strict=True):

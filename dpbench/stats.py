@@ -22,6 +22,8 @@ from dpbench.records import Estimate
 Rounds = Mapping[int, Sequence[float]]
 """The measured step seconds of one case, by round."""
 Array = NDArray[np.float64]
+Vectors = Mapping[int, Sequence[Sequence[float]]]
+"""By round and step, a number for each device; a round that has one figure has one step."""
 
 RESAMPLES = 2000
 CELLS = 4_000_000
@@ -77,6 +79,34 @@ def difference(first: Rounds, second: Rounds, *, seed: int = 0) -> Estimate:
     draws = np.median(ones[:count], axis=1) - np.median(others[:count], axis=1)
     low, high = _interval(value, draws, n)
     return Estimate(value, low, high, n)
+
+
+def first_over_rest(vectors: Vectors, *, seed: int = 0) -> Estimate:
+    """Return device 0's median over the mean of the other devices' medians, with its interval."""
+    return _of_medians(vectors, lambda each: each[..., 0] / each[..., 1:].mean(axis=-1), seed)
+
+
+def most_over_mean(vectors: Vectors, *, seed: int = 0) -> Estimate:
+    """Return the largest of the devices' medians over the mean of all, with its interval; at least 1."""
+    return _of_medians(vectors, lambda each: each.max(axis=-1) / each.mean(axis=-1), seed)
+
+
+def _of_medians(vectors: Vectors, function: Callable[[Array], Array], seed: int) -> Estimate:
+    """Return a function of the devices' medians over rounds of each round's median, with its interval.
+
+    A step is resampled with all its devices, so that what they share cancels.
+    """
+    pools = [np.asarray(vectors[key], dtype=float) for key in sorted(vectors)]
+    generator = np.random.default_rng(seed)
+    chosen = _choose(len(pools), generator)
+    medians = np.empty((*chosen.shape, pools[0].shape[1]))
+    for number, pool in enumerate(pools):
+        here = chosen == number
+        picks = generator.integers(len(pool), size=(int(here.sum()), len(pool)))
+        medians[here] = np.median(pool[picks], axis=1)
+    value = function(np.median([np.median(pool, axis=0) for pool in pools], axis=0))
+    found = _exponential(math.log(value), np.log(function(np.median(medians, axis=1))), len(pools))
+    return replace(found, value=float(value))
 
 
 def _choose(rounds: int, generator: np.random.Generator) -> NDArray[np.int64]:

@@ -453,7 +453,7 @@ def test_jsonl_has_the_documented_schema_and_phases_that_sum_to_each_step(dpbenc
     assert len(lines) == 6
     for line in lines:
         documented = {"run_id", "case", "source", "status", "reason", "verified", "steps", "memory", "provenance"}
-        assert documented <= set(line) <= documented | {"round", "setup"}
+        assert documented <= set(line) <= documented | {"round", "setup", "failed_device"}
         assert (line["source"], line["status"], line["verified"]) == ("measured", "ok", "bitwise")
         assert {"model", "strategy", "devices", "batch_size"} <= set(line["case"])
         assert line["steps"]
@@ -465,7 +465,7 @@ def test_jsonl_has_the_documented_schema_and_phases_that_sum_to_each_step(dpbenc
             assert all(seconds >= 0 for seconds in step["phases"].values())
             assert sum(step["phases"].values()) == pytest.approx(step["seconds"], rel=1e-9)
         assert line["memory"]
-        assert all(set(memory) == {"device", "peak_bytes", "source"} for memory in line["memory"])
+        assert all(set(m) == {"device", "peak_bytes", "source", "phase", "kind"} for m in line["memory"])
         assert line["provenance"]["torch"]
 
 

@@ -123,6 +123,21 @@ def test_out_of_memory_is_a_trial_that_names_the_device(server: Server, tmp_path
     trial = server.run(case, Effort(budget_s=0.3), 0, 120.0)
     assert trial.status is Status.OOM, trial.reason
     assert "cuda:0" in trial.reason
+    assert trial.failed_device in (0, 1)  # the replica whose worker met it, or the GPU that both share
+
+
+@pytest.mark.parametrize(("strategy", "devices"), [("single", 1), ("dp", 2), ("ddp", 1)])
+def test_peaks_by_phase_come_from_the_allocator(server: Server, strategy: str, devices: int) -> None:
+    trial = server.run(_case(strategy, devices, "resnet18"), Effort(budget_s=0.1), 0, 120.0)
+    assert trial.status is Status.OK, trial.reason
+    assert "no_memory_by_phase" not in trial.provenance
+    found = {(m.phase, m.kind): m.peak_bytes for m in trial.memory if m.device == 0}
+    for kind in ("allocated", "reserved"):
+        by_phase = {phase: size for (phase, k), size in found.items() if k == kind and phase}
+        assert {"scatter", "forward", "loss", "backward", "optimizer"} <= set(by_phase)
+        assert max(by_phase.values()) <= found["", kind] * 1.5  # whole steps, from another start
+    assert all(found[phase, "reserved"] >= size for (phase, kind), size in found.items() if kind == "allocated")
+    assert found["backward", "allocated"] > found["scatter", "allocated"]
 
 
 def test_module_elsewhere_is_refused_with_the_way_out() -> None:

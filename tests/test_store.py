@@ -41,7 +41,8 @@ def make_trial(**changes) -> Trial:
     samples = tuple(Sample(t / 7, d, m, t * d + 0.1) for t in range(9) for d in (-1, 0, 1) for m in ("power_w", "rss"))
     trial = Trial(
         case=CASE, verified=Verified.BITWISE, steps=steps, spans=spans, samples=samples,
-        memory=(Memory(0, 123, "ledger"), Memory(-1, 1 << 40, "rss")), setup={"start_s": 0.0125, "verify_s": 1.5},
+        memory=(Memory(0, 123, "ledger"), Memory(0, 99, "ledger", "forward", "reserved"), Memory(-1, 1 << 40, "rss")),
+        failed_device=1, setup={"start_s": 0.0125, "verify_s": 1.5},
         provenance={"torch": "2.13.0", "threads": 1, "nested": {"ä": [1, None]}}, round=1, started_s=1.5,
     )  # fmt: skip
     return replace(trial, **changes)
@@ -603,6 +604,24 @@ def test_an_older_file_is_brought_up_with_its_trials(path, monkeypatch):
         assert same(store.trials(run_id)[0], make_trial())
     assert query(path, "PRAGMA user_version") == [(NEWER,)]
     assert query(path, "SELECT count(*) FROM note") == [(0,)]
+
+
+@pytest.mark.parametrize("writes", [False, True], ids=["read only", "migrated"])
+def test_a_file_of_schema_1_is_read_as_what_it_holds(path, writes):
+    """The file is what the code of schema 1 wrote."""
+    with closing(sqlite3.connect(path)) as db:
+        db.executescript((Path(__file__).parent / "data" / "store_schema1.sql").read_text())
+    if writes:
+        with Store.create(path) as store:
+            store.trials()
+            put(store, store.runs()[0].id, make_trial())
+    with Store.read(path) as store:
+        good, oom, *rest = store.trials()
+    assert query(path, "PRAGMA user_version") == [(len(module.MIGRATIONS) if writes else 1,)]
+    assert good.memory == (Memory(0, 300, "allocator"), Memory(1, 100, "allocator"), Memory(-1, 1000, "rss"))
+    assert (len(good.steps), len(good.spans), len(good.samples), good.schema) == (3, 6, 6, 1)
+    assert (oom.status, oom.failed_device) == (Status.OOM, None)
+    assert [same(trial, make_trial()) for trial in rest] == [True] * writes
 
 
 def test_a_migration_that_fails_changes_nothing(path, monkeypatch):

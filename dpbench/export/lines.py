@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Iterator
 
 from dpbench import ledger
-from dpbench.records import Trial
+from dpbench.records import Trial, as_plain
 
 
 def jsonl(run_id: str, trials: Iterable[Trial]) -> Iterator[str]:
@@ -26,7 +26,8 @@ def jsonl(run_id: str, trials: Iterable[Trial]) -> Iterator[str]:
                 "verified": trial.verified,
                 "round": trial.round,
                 "steps": steps,
-                "memory": [{"device": m.device, "peak_bytes": m.peak_bytes, "source": m.source} for m in trial.memory],
+                "memory": [as_plain(peak) for peak in trial.memory],
+                "failed_device": trial.failed_device,
                 "setup": dict(trial.setup),
                 "provenance": dict(trial.provenance),
             }

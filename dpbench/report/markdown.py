@@ -12,7 +12,7 @@ from dpbench.diagnose import Tile
 from dpbench.findings import Diagnosis, text
 from dpbench.ladder import Ladder
 from dpbench.records import Trial
-from dpbench.report import header, rungs, table, words
+from dpbench.report import devices, header, rungs, table, words
 
 REASON = 160
 """Columns of a reason; the page has all of it."""
@@ -46,6 +46,7 @@ def render(
         _table(table.COLUMNS, ([_cell(cell) for cell in line.cells] for line in lines)),
         "\n".join(_notes(lines)),
         _details("Where a step goes, in ms", _phases(rows)),
+        *(_part(part) for part in devices.parts(trials, {row.case: row.labels for row in rows})),
         _details("What measuring costs", "\n".join(f"- {_said(line)}" for line in selfcheck.words(provenance))),
         _details(
             "Machine and code",
@@ -110,6 +111,13 @@ def _notes(lines: Iterable[table.Line]) -> Iterator[str]:
 def _phases(rows: Sequence[Row]) -> str:
     found = table.phase_lines(rows)
     return _table(("", *table.PHASE_COLUMNS, "step"), ([_said(name), *cells] for name, cells in found)) if found else ""
+
+
+def _part(part: devices.Part) -> str:
+    """Return one of the tables on device 0 against the others."""
+    cells = [[_cell(cell) for cell in line] for line in part.table.lines]
+    body = _table(part.table.columns, cells, part.table.columns[: part.table.text])
+    return _details(part.title, f"{_said(part.lead)}{_labels(part.labels)}\n\n{body}")
 
 
 def _details(summary: str, body: str) -> str:

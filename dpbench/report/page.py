@@ -15,7 +15,7 @@ from dpbench.diagnose import Tile
 from dpbench.findings import Diagnosis, text
 from dpbench.ladder import Ladder
 from dpbench.records import Trial
-from dpbench.report import figures, header, table
+from dpbench.report import devices, figures, header, table
 
 
 def render(
@@ -51,6 +51,7 @@ def render(
         self_check=selfcheck.words(provenance),
         sections=figures.sections(rows, trials, ladders),
         drawing=Markup,  # svg.render escapes every text it was given
+        device_parts=devices.parts(trials, {row.case: row.labels for row in rows}),
         columns=table.COLUMNS,
         text_columns=table.TEXT_COLUMNS,
         lines=table.lines(rows, trials),

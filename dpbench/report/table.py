@@ -103,7 +103,8 @@ def _memory(row: Row) -> Cell:
     if row.memory:
         device = max(row.memory, key=lambda d: row.memory[d])
         peak = row.memory[device]
-        return Cell(words.size(peak), f"device {device}", str(peak))
+        where = f"device {device}" + (", ledger" if row.memory_source == "ledger" else "")
+        return Cell(words.size(peak), where, str(peak))
     return Cell(words.size(row.host_bytes), "host", str(row.host_bytes)) if row.host_bytes else Cell("")
 
 

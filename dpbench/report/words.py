@@ -79,7 +79,8 @@ def setting(case: Case) -> list[str]:
     """Name what a model was run with: its size, and all that is not the default."""
     extra = [getattr(case, name) for name in ("precision", "mode", "optimizer")]
     usual = [getattr(_PLAIN, name) for name in ("precision", "mode", "optimizer")]
-    return [case.size, *(value for value, default in zip(extra, usual, strict=True) if value != default)]
+    bound = [f"within {size(case.device_memory_bytes)}"] if case.device_memory_bytes else []
+    return [case.size, *(value for value, default in zip(extra, usual, strict=True) if value != default), *bound]
 
 
 def labels(rows: Iterable[Row]) -> tuple[str, ...]:

@@ -157,10 +157,11 @@ class Store:
         """Store all that a trial saw, in one transaction."""
         with file.transaction(self._db):
             self._db.execute(
-                "UPDATE trial SET status=?, reason=?, verified=?, source=?, schema=?, setup=?, provenance=? WHERE id=?",
+                "UPDATE trial SET status=?, reason=?, verified=?, source=?, schema=?, setup=?, provenance=?, "
+                "failed_device=? WHERE id=?",
                 (
                     trial.status, _valid(trial.reason), trial.verified, trial.source, trial.schema,
-                    json.dumps(dict(trial.setup)), json.dumps(dict(trial.provenance)), trial_id,
+                    json.dumps(dict(trial.setup)), json.dumps(dict(trial.provenance)), trial.failed_device, trial_id,
                 ),
             )  # fmt: skip
             self._db.executemany(
@@ -175,8 +176,8 @@ class Store:
                 ],
             )
             self._db.executemany(
-                "INSERT INTO memory VALUES (?,?,?,?)",
-                [(trial_id, m.device, m.peak_bytes, m.source) for m in trial.memory],
+                "INSERT INTO memory VALUES (?,?,?,?,?,?)",
+                [(trial_id, m.device, m.peak_bytes, m.source, m.phase, m.kind) for m in trial.memory],
             )
             self._db.executemany("INSERT INTO series VALUES (?,?,?,?,?,?,?,?)", _series(trial_id, trial.samples))
         with suppress(sqlite3.OperationalError):  # it is committed; a later checkpoint does as well
@@ -185,20 +186,22 @@ class Store:
     def trials(self, run_id: str | None = None) -> list[Trial]:
         """Return the ended trials of one run, or of all, in the order they were started."""
         where, values = ("run_id=? AND ", (run_id,)) if run_id else ("", ())
+        failed = "failed_device" if "failed_device" in file.columns_of(self._db, "trial") else "NULL"
         rows = self._db.execute(
-            "SELECT id, case_json, status, reason, verified, source, started, schema, setup, provenance, round "
-            f"FROM trial WHERE {where}status NOT IN (?,?) ORDER BY id",
+            "SELECT id, case_json, status, reason, verified, source, started, schema, setup, provenance, round, "
+            f"{failed} FROM trial WHERE {where}status NOT IN (?,?) ORDER BY id",
             (*values, RUNNING, Status.KILLED),
         ).fetchall()
         return [self._trial(row) for row in rows]
 
     def _trial(self, row: Sequence[Any]) -> Trial:
-        trial_id, case, status, reason, verified, source, started, schema, setup, provenance, number = row
+        trial_id, case, status, reason, verified, source, started, schema, setup, provenance, number, failed = row
 
         def columns(table: str, names: str, order: str = "") -> dict[str, list[Any]]:
             found = self._db.execute(f"SELECT {names} FROM {table} WHERE trial_id=? {order}", (trial_id,)).fetchall()
             return {n: [r[i] for r in found] for i, n in enumerate(names.split(", "))}
 
+        peaks = ", ".join(name for name in file.columns_of(self._db, "memory") if name != "trial_id")
         steps = columns("step", "seconds, warmup, end_s", "ORDER BY step")
         steps["warmup"] = [bool(flag) for flag in steps["warmup"]]
         samples = [
@@ -211,7 +214,7 @@ class Store:
         plain = {
             "case": json.loads(case), "status": status, "reason": reason, "verified": verified, "source": source,
             "started_s": started, "schema": schema, "setup": json.loads(setup), "provenance": json.loads(provenance),
-            "round": number, "steps": steps, "memory": columns("memory", "device, peak_bytes, source"),
+            "round": number, "steps": steps, "memory": columns("memory", peaks), "failed_device": failed,
             "spans": columns("span", "step, phase, device, clock, start_s, end_s", "ORDER BY number"),
             "samples": dict(zip(("time_s", "device", "metric", "value"), zip(*samples, strict=True), strict=False)),
         }  # fmt: skip

@@ -1,6 +1,6 @@
 """The store's file: opened, told from other files, migrated, and folded into one when it is closed.
 
-Schema history (`PRAGMA user_version`): 1 (first).
+Schema history (`PRAGMA user_version`): 1 (first); 2 (memory by phase and kind, the device that failed).
 """
 
 from __future__ import annotations
@@ -49,6 +49,11 @@ MIGRATIONS = (
         PRIMARY KEY (trial_id, device, metric)
     ) WITHOUT ROWID
     """,
+    """
+    ALTER TABLE memory ADD COLUMN phase TEXT NOT NULL DEFAULT '';
+    ALTER TABLE memory ADD COLUMN kind TEXT NOT NULL DEFAULT 'allocated';
+    ALTER TABLE trial ADD COLUMN failed_device INTEGER
+    """,
 )
 
 
@@ -93,6 +98,11 @@ def open_to_read(path: Path) -> sqlite3.Connection:
     except (sqlite3.Error, OSError) as error:
         raise StoreError(f"cannot read the store {path}: {error}; name another with --store") from error
     return db
+
+
+def columns_of(db: sqlite3.Connection, table: str) -> list[str]:
+    """Return a table's columns: a file that is only read stays at its schema, which may be an older one."""
+    return [name for _, name, *_ in db.execute(f"PRAGMA table_info({table})")]
 
 
 def fold(db: sqlite3.Connection) -> None:

@@ -2,47 +2,60 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any
 
 import torch
+from torch.func import functional_call
 
-from dpbench import models
+from dpbench.devices import Device
+from dpbench.models import Model, positional
 from dpbench.records import Case
 
-SAMPLES = 2
-"""Rows of the one forward that tells how large an output is; the smallest batch that BatchNorm trains on."""
 
-
-def of_model(case: Case) -> dict[str, Any]:
-    """Return counts and bytes of the case's model; input and output bytes are those of one sample.
+def of_model(model: Model, batch: tuple[Any, Any]) -> dict[str, float]:
+    """Return counts and bytes of modules, weights and buffers, and bytes of inputs, target and output per sample.
 
     Tensors are counted once however many modules share them, as replication copies them once.
+
+    The output's are those of a forward of two samples, and left out where that fails.
     """
-    model = models.load(case.model, case.size, case.seed)
-    module = model.module
-    inputs, _ = model.batch(SAMPLES, case.seed)
-    parameters, buffers = list(module.parameters()), list(module.buffers())
-    facts = {
-        "modules": sum(1 for _ in module.modules()),
+    parameters, buffers = list(model.module.parameters()), list(model.module.buffers())
+    inputs, target = positional(batch[0]), batch[1]
+    samples = len(target)
+    found = {
+        "modules": sum(1 for _ in model.module.modules()),
+        "buffer_tensors": len(buffers),
         "parameter_tensors": len(parameters),
         "parameter_bytes": sum(p.nbytes for p in parameters),
-        "buffer_tensors": len(buffers),
+        "trainable_bytes": sum(p.nbytes for p in parameters if p.requires_grad),
         "buffer_bytes": sum(b.nbytes for b in buffers),
-        "input_bytes": _bytes(models.positional(inputs)) / SAMPLES,
+        "input_bytes": sum(a.nbytes for a in inputs if isinstance(a, torch.Tensor)) / samples,
+        "target_bytes": target.nbytes / samples,
     }
-    with suppress(Exception), torch.no_grad():  # a model that runs on GPUs alone is measured all the same
-        facts["output_bytes"] = _bytes(module(*models.positional(inputs))) / SAMPLES
+    few = slice(0, 2)  # BatchNorm refuses a single sample
+    arguments = tuple(a[few] if isinstance(a, torch.Tensor) else a for a in inputs)
+    statistics = {name: buffer.clone() for name, buffer in model.module.named_buffers()}  # a forward moves them
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            output = functional_call(model.module, statistics, arguments)
+        found["output_bytes"] = output.nbytes / len(target[few])
+    except Exception:  # whatever a model may raise: what is not known is left out
+        return found
+    return found
+
+
+def torch_facts(case: Case, device: Device) -> dict[str, Any]:
+    """Return what of torch makes the numbers repeatable."""
+    facts: dict[str, Any] = {
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "matmul_precision": torch.get_float32_matmul_precision(),
+    }
+    if case.device_kind == "cuda":
+        facts |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+        facts |= {"gpu": torch.cuda.get_device_name(device.torch_device), "no_peer_access": blocked_pairs(case)}
     return facts
-
-
-def _bytes(value: Any) -> int:
-    """Sum the tensors of a nest of tuples, lists and dicts."""
-    if isinstance(value, torch.Tensor):
-        return value.nbytes
-    if isinstance(value, dict):
-        return sum(map(_bytes, value.values()))
-    return sum(map(_bytes, value)) if isinstance(value, tuple | list) else 0
 
 
 def blocked_pairs(case: Case) -> list[list[int]] | None:

@@ -53,7 +53,10 @@ def run(case: Case, effort: Effort, folder: Path) -> Trial:
         return merge([Trial.from_dict(part) for part in parts])
     except BaseException as error:
         status, reason = _killed(error) or _of_ranks(folder, len(case.rows)) or explain(error)
-        return Trial(case=case, status=Status(status), reason=reason, verified=_verified(reason))
+        return Trial(
+            case=case, status=Status(status), reason=reason, verified=_verified(reason),
+            failed_device=failed_device(case, reason) if status == Status.OOM else None,
+        )  # fmt: skip
 
 
 def run_together(cases: Sequence[Case], effort: Effort, folder: Path) -> list[Trial]:
@@ -91,10 +94,22 @@ def out_of_memory(error: BaseException) -> bool:
 
 def _device_in(message: str) -> str:
     """Return the device that torch's message names."""
-    gpu = re.search(r"GPU (\d+) has a total capacity", message)
-    if gpu:
-        return f"device cuda:{gpu.group(1)}"
+    named = re.search(r"(GPU|emulated device) (\d+) has a total capacity", message)
+    if named:
+        return f"device {'cuda' if named.group(1) == 'GPU' else 'emulated'}:{named.group(2)}"
     return "device cuda" if "CU" in message else "device cpu"
+
+
+def failed_device(case: Case, reason: str) -> int | None:
+    """Return the index of the device that a reason names, rank before replica before device; None if it names none."""
+    for named in (r"^rank (\d+): ", r"out of memory on replica (\d+) "):
+        if found := re.search(named, reason):
+            return int(found.group(1))
+    found = re.search(r"out of memory on device (?:cuda|emulated):(\d+)", reason)
+    if found is None:
+        return None
+    ordinal = int(found.group(1))
+    return case.device_ids.index(ordinal) if ordinal in case.device_ids else ordinal
 
 
 def _killed(error: BaseException) -> tuple[str, str] | None:

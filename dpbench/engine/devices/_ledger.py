@@ -1,4 +1,4 @@
-"""Bytes that live on each emulated device."""
+"""Bytes that live on each emulated device, and the bounds within which they may."""
 
 from __future__ import annotations
 
@@ -17,12 +17,22 @@ class Ledger:
         self._owned: dict[int, tuple[torch.device, int]] = {}
         self._now: dict[torch.device, int] = defaultdict(int)
         self._peak: dict[torch.device, int] = defaultdict(int)
+        self._bound: dict[torch.device, int] = {}
 
     def own(self, storage: torch.UntypedStorage, device: torch.device) -> None:
-        """Count a storage until it is freed; a storage counted before changes its size at most."""
+        """Count a storage until it is freed; a storage counted before changes its size at most.
+
+        Raises torch.OutOfMemoryError, and counts nothing, where the device would hold more than its bound.
+        """
         key, size = id(storage), storage.nbytes()
         with self._lock:
             _, before = self._owned.get(key, (device, None))
+            bound = self._bound.get(device)
+            if bound is not None and self._now[device] + size - (before or 0) > bound:
+                raise torch.OutOfMemoryError(
+                    f"emulated device {device.index} has a total capacity of {bound} bytes, of which "
+                    f"{self._now[device]} are in use; tried to allocate {size - (before or 0)}"
+                )
             if before is None:
                 weakref.finalize(storage, self._free, key).atexit = False
             if before != size:
@@ -45,6 +55,21 @@ class Ledger:
         """Return the most bytes that lived on `device` since `reset`."""
         with self._lock:
             return self._peak[device]
+
+    def take(self, device: torch.device) -> int:
+        """Return the peak and let it start anew, with nothing in between."""
+        with self._lock:
+            peak = self._peak[device]
+            self._peak[device] = self._now[device]
+            return peak
+
+    def bind(self, device: torch.device, size: int | None) -> None:
+        """Let the device hold so many bytes at most; None lifts the bound."""
+        with self._lock:
+            if size is None:
+                self._bound.pop(device, None)
+            else:
+                self._bound[device] = size
 
     def reset(self, device: torch.device) -> None:
         """Let the peak start anew from what lives now."""

@@ -48,6 +48,10 @@ class CpuDevice:
         """Return None: the host cannot tell the memory of one logical device from another's."""
         return None
 
+    def take_peaks(self) -> dict[str, int]:
+        """Return nothing; see `memory`."""
+        return {}
+
     def reset_memory(self) -> None:
         """Do nothing, as `memory` has nothing to forget."""
 

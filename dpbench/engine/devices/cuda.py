@@ -90,6 +90,14 @@ class CudaDevice:
         """Return the allocator's peak; a colocated replica's share cannot be told apart, so only one reports."""
         return None if self._shares_memory else torch.cuda.max_memory_allocated(self.ordinal)
 
+    def take_peaks(self) -> dict[str, int]:
+        """Return the allocator's peaks since the last call, and begin anew; it allocates when a call is made."""
+        if self._shares_memory:
+            return {}
+        found = torch.cuda.memory_stats(self.ordinal)
+        torch.cuda.reset_peak_memory_stats(self.ordinal)
+        return {kind: int(found.get(f"{kind}_bytes.all.peak", 0)) for kind in ("allocated", "reserved")}
+
     def reset_memory(self) -> None:
         """Empty the allocator's cache and forget its peak."""
         torch.cuda.synchronize(self.ordinal)

@@ -19,7 +19,7 @@ from dpbench.devices import Device
 from dpbench.engine.devices._ledger import ledger
 from dpbench.engine.devices._wrapper import LAZY, install, set_home
 
-__all__ = ["EmulatedDevice", "bytes_only", "install"]
+__all__ = ["EmulatedDevice", "bounded", "bytes_only", "install"]
 
 
 class EmulatedDevice:
@@ -66,6 +66,10 @@ class EmulatedDevice:
         """Return the peak of bytes; a colocated replica's share cannot be told apart, so only one reports."""
         return None if self._shares_memory else ledger.peak(self.torch_device)
 
+    def take_peaks(self) -> dict[str, int]:
+        """Return the peak of bytes since the last call, and begin anew."""
+        return {} if self._shares_memory else {"allocated": ledger.take(self.torch_device)}
+
     def allocated(self) -> int:
         """Return the bytes that live on this device now."""
         return ledger.now(self.torch_device)
@@ -95,3 +99,16 @@ def bytes_only() -> Iterator[None]:
         yield
     finally:
         set_home(before)
+
+
+@contextmanager
+def bounded(count: int, size: int) -> Iterator[None]:
+    """Let each of the first emulated devices hold so many bytes at most: beyond, torch.OutOfMemoryError names it."""
+    devices = [torch.device(LAZY, ordinal) for ordinal in range(count)]
+    for device in devices:
+        ledger.bind(device, size)
+    try:
+        yield
+    finally:
+        for device in devices:
+            ledger.bind(device, None)

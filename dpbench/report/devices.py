@@ -1,0 +1,179 @@
+"""Devices: device 0 against the others in tables: imbalance, memory by phase, bytes over links."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from dpbench.footprint import PHASES, Footprint, footprints
+from dpbench.imbalance import Index, indexes
+from dpbench.records import HOST, Case, Estimate, Trial
+from dpbench.report import facets, words
+from dpbench.report.table import Cell, Table
+from dpbench.traffic import Counted, Flow, counted, flows
+
+OPEN = 24
+"""Lines up to which a table is shown at once."""
+SAID: Mapping[str, Callable[[float], str]] = {
+    "s": lambda seconds: f"{words.number(seconds * 1e3)} ms",
+    "bytes": words.size,
+    "J": lambda joules: f"{words.number(joules)} J",
+}
+
+
+class Part(NamedTuple):
+    """One section of tables."""
+
+    id: str
+    title: str
+    lead: str
+    table: Table
+    labels: tuple[str, ...]
+    open: bool
+
+
+def parts(trials: Sequence[Trial], labels: Mapping[Case, tuple[str, ...]]) -> list[Part]:
+    """Return the sections that have lines; `labels` are those of each case."""
+    found = sorted(trials, key=lambda trial: _place(trial.case))
+    tables = [
+        ("imbalance-index", "Imbalance", IMBALANCE, *_imbalance(indexes(found))),
+        ("memory-by-phase", "Memory by phase", MEMORY, *_memory(footprints(found))),
+        ("links", "Bytes over links", LINKS, *_links(flows(found))),
+        ("link-counters", "Bytes that counters saw", COUNTERS, *_counters(counted(found))),
+    ]
+    return [
+        Part(id, title, lead, table, _union(labels.get(case, ()) for case in cases), len(table.lines) <= OPEN)
+        for id, title, lead, table, cases in tables
+        if table.lines
+    ]
+
+
+IMBALANCE = (
+    "Device 0 over the mean of the others, and the fullest device over the mean of all: 1 is balance. DDP, whose ranks "
+    "do the same, is the control; an index is above the control where its 95% interval lies above the control's."
+)
+MEMORY = (
+    "The most that device 0 held while a phase was open, small below it the mean of the others, in one untimed step. "
+    "The excess is device 0's highest peak over the mean of the others' highest."
+)
+LINKS = (
+    "What a step must move, from the shapes of its tensors, over the seconds that the ledger gives to the phase. A "
+    "rate holds launching, adding and waiting: the link can do more."
+)
+COUNTERS = "What the GPUs' own counters saw while steps were timed, a step's time long, beside what shapes say."
+
+
+def _union(labels: object) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(label for some in labels for label in some))  # type: ignore[attr-defined]
+
+
+def _place(case: Case) -> tuple[object, ...]:
+    return (facets.setting(case), case.batch_size, case.devices, *facets.rank(case))
+
+
+def _case(case: Case) -> Cell:
+    """Name a case by its strategy and devices, and below it by its work."""
+    placed = "" if case.placement == "spread" else f" {case.placement}"
+    kind = "" if case.device_kind == "cpu" else f", {case.device_kind}"
+    work = f"{words.plain(case.model)} ({', '.join(words.setting(case))}){kind}, batch {case.batch_size}"
+    return Cell(f"{words.strategy(case)} ×{case.devices}{placed}", work)
+
+
+def _imbalance(found: Sequence[Index]) -> tuple[Table, list[Case]]:
+    columns = (
+        "case", "quantity", "verdict", "device 0", "the others", "single", "device 0 / others", "fullest / mean",
+        "control, ddp",
+    )  # fmt: skip
+    lines = tuple(_index(index) for index in found)
+    return Table("Imbalance", columns, lines, text=3), [index.case for index in found]
+
+
+def _index(index: Index) -> tuple[Cell, ...]:
+    said = SAID[index.unit]
+    others = [amount for device, amount in index.devices.items() if device]
+    return (
+        _case(index.case),
+        Cell(index.quantity, index.basis),
+        Cell(index.verdict),
+        Cell(said(index.devices[0])),
+        Cell(said(sum(others) / len(others))),
+        Cell(said(index.floor)) if index.floor is not None else Cell(""),
+        _estimate(index.first),
+        _estimate(index.most),
+        _estimate(index.control) if index.control else Cell(""),
+    )
+
+
+def _estimate(estimate: Estimate) -> Cell:
+    return Cell(words.number(estimate.value) + "×", words.interval(estimate))
+
+
+def _memory(found: Sequence[Footprint]) -> tuple[Table, list[Case]]:
+    several = [one for one in found if one.excess_bytes is not None]
+    lines = tuple(_footprint(one) for one in several)
+    return Table("Memory by phase", ("case", "source", "excess of device 0", *PHASES, "in use, NVML"), lines, text=2), [
+        one.case for one in several
+    ]
+
+
+def _footprint(one: Footprint) -> tuple[Cell, ...]:
+    excess = one.excess_bytes or 0.0
+    sign = "−" if excess < 0 else ""
+    return (
+        _case(one.case),
+        Cell(one.basis),
+        Cell(f"{sign}{words.size(abs(excess))}", f"peak in {one.top}"),
+        *(_phase(one.peaks.get(phase, {})) for phase in PHASES),
+        _phase(one.used),
+    )
+
+
+def _phase(held: Mapping[int, int]) -> Cell:
+    others = [size for device, size in held.items() if device]
+    if 0 not in held or not others:
+        return Cell("")
+    return Cell(words.size(held[0]), words.size(sum(others) / len(others)))
+
+
+def _links(found: Sequence[Flow]) -> tuple[Table, list[Case]]:
+    columns = ("case", "phase", "ways", "bytes a step", "ms", "GB/s")
+    lines = tuple(_flow(flow) for flow in found)
+    return Table("Bytes over links", columns, lines, text=3), [flow.case for flow in found]
+
+
+def _flow(flow: Flow) -> tuple[Cell, ...]:
+    seconds = sum(flow.seconds.values())
+    each = [rate for device in flow.seconds if (rate := flow.rate_of(device))]
+    spread = f"{words.number(min(each) / 1e9)}–{words.number(max(each) / 1e9)} by device" if len(each) > 1 else ""
+    return (
+        _case(flow.case),
+        Cell(flow.phase.value),
+        Cell(_ways(flow)),
+        Cell(words.size(flow.bytes)),
+        Cell(words.number(seconds * 1e3)) if flow.rate else Cell("", "none of its own"),
+        Cell(words.number(flow.rate / 1e9), spread) if flow.rate else Cell(""),
+    )
+
+
+def _ways(flow: Flow) -> str:
+    """Say from where to where: host to each, 0 to each, each to 0, each to each, or a ring."""
+    sources, targets = {move.source for move in flow.moves}, {move.target for move in flow.moves}
+    if sources == {HOST}:
+        return "host → each" if len(targets) > 1 else "host → 0"
+    if sources == {0}:
+        return "0 → each"
+    if targets == {0}:
+        return "each → 0"
+    return "a ring" if len(flow.moves) == len(sources) else "each → each"
+
+
+def _counters(found: Sequence[Counted]) -> tuple[Table, list[Case]]:
+    columns = ("case", "link", "device", "received", "by shapes", "sent", "by shapes")
+    lines = tuple(
+        (
+            _case(one.case), Cell(one.link), Cell(str(one.device)), Cell(words.size(one.received)),
+            Cell(words.size(one.computed_received)), Cell(words.size(one.sent)), Cell(words.size(one.computed_sent)),
+        )
+        for one in found
+    )  # fmt: skip
+    return Table("Bytes that counters saw", columns, lines, text=2), [one.case for one in found]

@@ -1,0 +1,231 @@
+"""The search for the largest batch: on made-up limits, and on emulated devices whose bytes can be counted."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+import hypothesis.strategies as st
+import pytest
+from dpbench.bytesize import Bytes
+from hypothesis import given
+
+from dpbench import find_batch, plan
+from dpbench.records import Case, Status, Trial
+from dpbench.store import Store
+from dpbench.worker import trial as trials
+from tests.commands import folder
+
+LIMIT = 2_000_000
+CASE = Case(
+    model="mlp", strategy="dp", schedule="reference", batch_size=600, devices=2, device_kind="emulated",
+    device_memory_bytes=LIMIT,
+)  # fmt: skip
+SINGLE = replace(CASE, strategy="single", schedule="", devices=1, batch_size=320)
+
+
+# ---------------------------------------------------------------- the bracket
+
+
+@given(st.integers(0, 5000), st.integers(1, 4000), st.integers(1, 8))
+def test_the_bracket_closes_on_the_limit(limit: int, start: int, unit: int) -> None:
+    asked: list[int] = []
+
+    def fits(batch: int) -> bool:
+        asked.append(batch)
+        return batch <= limit
+
+    good, bad = find_batch.bracket(fits, start=start, unit=unit, most=2**20)
+    assert good == limit // unit * unit
+    assert bad == good + unit
+    assert len(asked) == len(set(asked)) <= 2 * math.log2(2 * max(limit, start, 2)) + 2
+    assert all(batch % unit == 0 for batch in asked)
+
+
+def test_without_a_limit_the_search_ends_at_the_most() -> None:
+    assert find_batch.bracket(lambda batch: True, start=3, unit=2, most=100) == (100, None)
+    assert find_batch.bracket(lambda batch: False, start=64, unit=2, most=100) == (0, 2)
+
+
+def test_what_is_not_monotone_ends_between_neighbours() -> None:
+    holes = {5, 9, 13}
+    good, bad = find_batch.bracket(lambda batch: batch not in holes and batch < 16, start=1, unit=1, most=64)
+    assert good not in holes
+    assert bad == good + 1
+
+
+# ---------------------------------------------------------------- on emulated devices
+
+
+def peaks(case: Case, folder: Path) -> dict[int, int]:
+    """Return what a trial without a bound holds at most."""
+    folder.mkdir()
+    done = trials.run(replace(case, device_memory_bytes=0), find_batch.EFFORT, folder)
+    assert done.status is Status.OK
+    return {m.device: m.peak_bytes for m in done.memory if m.device >= 0 and not m.phase}
+
+
+def test_the_answer_is_the_last_batch_whose_bytes_fit(tmp_path: Path) -> None:
+    heard: list[Trial] = []
+    with Store.create(tmp_path / "a.db") as store:
+        outcome = find_batch.run([CASE, SINGLE], store, listen=heard.append)
+        stored = store.trials(outcome.run_id)
+    for case, found in zip([CASE, SINGLE], outcome.found, strict=True):
+        assert found.largest is not None
+        assert found.failed == found.largest + case.devices
+        assert found.reason == ""
+        fitting = peaks(replace(case, batch_size=found.largest), tmp_path / f"{case.strategy}-fits")
+        failing = peaks(replace(case, batch_size=found.failed), tmp_path / f"{case.strategy}-fails")
+        assert max(fitting.values()) <= LIMIT < max(failing.values())
+        assert found.device == max(failing, key=lambda device: failing[device]) == 0
+    # every try is an ordinary trial of the store
+    assert [(t.case, t.status) for t in stored] == [(t.case, t.status) for t in heard]
+    assert {t.status for t in stored} == {Status.OK, Status.OOM}
+    assert sum(found.tries for found in outcome.found) == len(stored) == len({t.case for t in stored})
+    assert {t.failed_device for t in stored if t.status is Status.OOM} == {0}
+
+
+def test_an_interrupted_search_goes_on_from_its_tries(tmp_path: Path) -> None:
+    heard: list[Case] = []
+
+    def interrupt(trial: Trial) -> None:
+        heard.append(trial.case)
+        if len(heard) == 4:
+            raise KeyboardInterrupt
+
+    case = replace(SINGLE, device_memory_bytes=900_000, batch_size=64)
+    with Store.create(tmp_path / "a.db") as store:
+        with pytest.raises(KeyboardInterrupt):
+            find_batch.run([case], store, listen=interrupt)
+        outcome = find_batch.run([case], store, listen=lambda trial: heard.append(trial.case))
+        assert outcome.resumed
+        assert len(store.trials(outcome.run_id)) == outcome.found[0].tries == len(heard) == len(set(heard))
+
+
+# ---------------------------------------------------------------- what is not memory
+
+
+class FakeServer:
+    """Answers each try by its batch."""
+
+    answer: Callable[[int], tuple[Status, str]]
+
+    def __init__(self, scratch: Path) -> None:
+        pass
+
+    def __enter__(self) -> FakeServer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def run(self, case: Case, *rest: Any) -> Trial:
+        status, reason = type(self).answer(case.batch_size)
+        return Trial(case=case, status=status, reason=reason, failed_device=1 if status is Status.OOM else None)
+
+
+@pytest.mark.parametrize(
+    ("answer", "largest", "failed", "reason"),
+    [
+        (lambda b: (Status.OK, "") if b < 40 else (Status.OOM, "x"), 38, 40, ""),
+        (lambda b: (Status.OOM, "x"), None, 2, ""),
+        (lambda b: (Status.OK, ""), 1024, None, "no limit met up to batch 1024"),
+        (lambda b: (Status.SKIPPED, "not here"), None, None, "skipped at batch 2: not here"),
+        (lambda b: (Status.OK, "") if b < 8 else (Status.TIMEOUT, "ran\nhang"), 4, None, "timeout at batch 8: hang"),
+        (
+            lambda b: (Status.OK, "") if b < 8 else (Status.FAILED, "odd") if b == 12 else (Status.OOM, "x"),
+            6, 8, "",
+        ),
+        (
+            lambda b: (Status.OK, "") if b < 17 else (Status.FAILED, "odd") if b == 24 else (Status.OOM, "x"),
+            16, 32, "failed at batch 24: odd",
+        ),
+    ],
+)  # fmt: skip
+def test_what_says_nothing_of_memory_ends_one_case_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Any, largest: int, failed: int, reason: str
+) -> None:
+    monkeypatch.setattr(FakeServer, "answer", staticmethod(answer), raising=False)
+    monkeypatch.setattr(find_batch, "Server", FakeServer)
+    with Store.create(tmp_path / "a.db") as store:
+        outcome = find_batch.run([replace(CASE, batch_size=2, model=m) for m in ("mlp", "lstm")], store, most=1024)
+        assert store.runs()[0].status == "finished"
+    assert [(f.largest, f.failed, f.reason) for f in outcome.found] == [(largest, failed, reason)] * 2
+    assert outcome.found[0].device == (1 if failed else None)
+    table = find_batch.table(outcome.found)
+    assert str(largest or "none") in table
+    assert reason in table
+    assert ("device 1" in table) == bool(failed)
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def test_a_search_needs_a_limit() -> None:
+    with pytest.raises(ValueError, match=r"share the host's; give --device-kind emulated --device-memory"):
+        find_batch.check([replace(CASE, device_kind="cpu", device_memory_bytes=0)])
+    with pytest.raises(ValueError, match="give --device-memory, such as 8GiB"):
+        find_batch.check([replace(CASE, device_memory_bytes=0)])
+    find_batch.check([CASE, replace(CASE, device_kind="cuda", device_memory_bytes=0)])
+
+
+@pytest.mark.parametrize(("kind", "said"), [("cpu", "give --device-kind emulated"), ("cuda", "leave it out")])
+def test_only_emulated_devices_can_be_bounded(kind: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        plan.sweep(
+            models=["mlp"], strategies=["dp"], devices=[2], batch_sizes=[8], device_kind=kind, device_memory_bytes=1
+        )
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"ladder": True}, "leave out --ladder"), ({"budget": 5.0}, "leave out --budget"),
+        ({"batch_per_device": (4,)}, "leave out --batch-per-device"), ({"batch_sizes": (4, 8)}, "one number"),
+    ],
+)  # fmt: skip
+def test_axes_that_contradict_a_search_are_refused(changed: dict[str, Any], said: str) -> None:
+    options = {"ladder": False, "budget": None, "batch_per_device": None, "batch_sizes": None, "retry": ()}
+    assert find_batch.axes(options)["batch_sizes"] == (1,)
+    with pytest.raises(ValueError, match=said):
+        find_batch.axes(options | changed)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("8GiB", 8 * 2**30), ("8 gib", 8 * 2**30), ("512MiB", 2**29), ("1.5KiB", 1536), ("1000", 1000),
+        ("2GB", 2 * 10**9), ("64K", 64000), ("10B", 10),
+    ],
+)  # fmt: skip
+def test_bytes_have_units(text: str, size: int) -> None:
+    assert Bytes().convert(text, None, None) == size
+
+
+@pytest.mark.parametrize("text", ["", "many", "8GiBs", "-1", "8.GiB", "iB"])
+def test_what_is_no_number_of_bytes_is_refused_with_examples(text: str) -> None:
+    with pytest.raises(click.BadParameter, match="such as 8GiB"):
+        Bytes().convert(text, None, None)
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_the_command_prints_a_line_a_case(tmp_path: Path) -> None:
+    with folder(tmp_path) as user:
+        done = user.do(
+            "run", "--find-max-batch", "--device-kind", "emulated", "--device-memory", "1300KB", "--models", "mlp",
+            "--strategies", "dp", "--devices", "2", "--batch-sizes", "128",
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        line = r"^mlp +dp +2 +\d+ +\d+ +\d+ +device 0 +\d+$"
+        assert re.search(line, done.stdout, re.MULTILINE), done.stdout
+        refused = user.do("run", "--find-max-batch", "--device-kind", "cpu", "--store", "other.db")
+        assert refused.returncode == 64
+        assert "--device-kind emulated --device-memory 8GiB" in refused.stderr
+        assert not (tmp_path / "other.db").exists()

@@ -1,0 +1,263 @@
+"""Bytes that a step must move, held against the copies that torch really makes between emulated devices."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dpbench import links, models, registry, traffic
+from dpbench.engine.devices import _wrapper, open_devices
+from dpbench.links import Move, Shapes
+from dpbench.records import HOST, Case, Phase, Sample, Span, Step, Trial, Verified
+from dpbench.worker import facts
+
+SHAPES = Shapes(
+    parameter_tensors=6, parameter_bytes=1200, trainable_bytes=1000, buffer_bytes=40, input_bytes=10, target_bytes=8,
+    output_bytes=6,
+)  # fmt: skip
+DP = Case(model="mlp", strategy="dp", schedule="reference", batch_size=10, devices=2, device_kind="cuda")
+Key = tuple[str, int, int]
+
+
+def by_way(found: list[Move]) -> dict[Key, float]:
+    total: Counter[Key] = Counter()
+    for move in found:
+        total[move.phase.value, move.source, move.target] += move.bytes  # type: ignore[assignment]
+    return dict(total)
+
+
+# ---------------------------------------------------------------- against torch's own copies
+
+
+class Copies:
+    """Counts what torch copies between emulated devices, and from the host, by the phase that is open."""
+
+    def __init__(self) -> None:
+        self.bytes: Counter[Key] = Counter()
+        self._here = threading.local()
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def mark(self, phase: Phase, device: int) -> Iterator[None]:
+        before, self._here.phase = self._phase(), phase.value
+        yield
+        self._here.phase = before
+
+    def _phase(self) -> str:
+        """Return the phase that is open in this thread."""
+        return getattr(self._here, "phase", "none")
+
+    def add(self, source: torch.device, target: torch.device, size: int) -> None:
+        """Count a copy; one within a device crosses no link."""
+        ends = tuple(device.index if device.type == "lazy" else HOST for device in (source, target))
+        if ends[0] != ends[1] and ends[1] != HOST:
+            with self._lock:
+                self.bytes[self._phase(), ends[0], ends[1]] += size
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> Copies:
+    """Watch the one place through which every copy of an emulated tensor goes."""
+    seen, dispatch = Copies(), _wrapper._dispatch
+    aten = torch.ops.aten
+
+    def watched(func: Any, args: Any, kwargs: Any) -> Any:
+        if func is aten._to_copy.default and kwargs.get("device") is not None:
+            target = torch.device(kwargs["device"])
+            size = torch.empty((), dtype=kwargs.get("dtype") or args[0].dtype).itemsize * args[0].numel()
+            seen.add(args[0].device, target, size)
+        elif func is aten.copy_.default:
+            seen.add(args[1].device, args[0].device, args[1].nbytes)
+        elif func.name().startswith("aten::_foreach_copy"):
+            for into, source in zip(args[0], args[1], strict=True):
+                seen.add(source.device, into.device, source.nbytes)
+        return dispatch(func, args, kwargs)
+
+    monkeypatch.setattr(_wrapper, "_dispatch", watched)
+    return seen
+
+
+def really_moved(case: Case, copies: Copies) -> tuple[dict[Key, int], Shapes]:
+    """Take two steps on emulated devices; return what the second one copied."""
+    model = models.load(case.model, case.size, 0)
+    batch = model.batch(case.batch_size, 0)
+    shapes = Shapes.of({links.FACT: facts.of_model(model, batch)})
+    assert shapes is not None
+    devices = open_devices("emulated", case.devices)
+    with registry.load("strategies", case.strategy).start(case, model, devices, copies.mark) as step:
+        step(*batch)
+        copies.bytes.clear()
+        step(*batch)
+        return dict(copies.bytes), shapes  # leaving the context brings gradients home
+
+
+@pytest.mark.parametrize(
+    ("strategy", "schedule"),
+    [
+        ("single", ""),
+        ("dp", "reference"),
+        ("dp", "cached"),
+        ("dp", "replicas=persistent"),
+        ("dp", "replicas=persistent,update=each"),
+        ("dp", "replicas=persistent,reduce=overlap"),
+        ("dp", "comm_dtype=bf16"),
+    ],
+)
+@pytest.mark.parametrize(("devices", "batch"), [(1, 12), (2, 12), (3, 11)])
+@pytest.mark.parametrize("model", ["mlp", "resnet18"])
+def test_computed_bytes_are_those_that_torch_copies(
+    copies: Copies, strategy: str, schedule: str, devices: int, batch: int, model: str
+) -> None:
+    if strategy == "single" and devices > 1:
+        devices = 1
+    case = Case(
+        model=model, strategy=strategy, schedule=schedule, devices=devices, batch_size=batch, device_kind="emulated"
+    )
+    real, shapes = really_moved(case, copies)
+    assert by_way(links.moves(case, shapes)) == real
+
+
+def test_local_losses_move_targets_instead_of_outputs_and_a_few_scalars(copies: Copies) -> None:
+    case = Case(
+        model="mlp", strategy="dp", schedule="loss=local", devices=3, batch_size=12, device_kind="emulated"
+    )  # fmt: skip
+    real, shapes = really_moved(case, copies)
+    scalars = {key: size for key, size in real.items() if key not in by_way(links.moves(case, shapes))}
+    assert {key: size for key, size in real.items() if key not in scalars} == by_way(links.moves(case, shapes))
+    assert {phase for phase, _, _ in scalars} <= {"loss", "backward", "none"}
+    assert max(scalars.values(), default=0) <= 16
+
+
+def test_sharded_updates_move_a_share_each(copies: Copies) -> None:
+    """Shares are equal only as far as whole parameters allow; all together they are exact."""
+    case = Case(
+        model="resnet18", strategy="dp", schedule="replicas=persistent,update=sharded", devices=3, batch_size=12,
+        device_kind="emulated",
+    )  # fmt: skip
+    real, shapes = really_moved(case, copies)
+    computed = by_way(links.moves(case, shapes))
+    assert set(computed) == set(real)
+    for phase in ("reduce", "replicate"):
+        both = [sum(size for (name, _, _), size in moved.items() if name == phase) for moved in (real, computed)]
+        assert both[0] == pytest.approx(both[1], abs=1)
+    for key, size in computed.items():
+        assert real[key] == pytest.approx(size, rel=0.4)
+
+
+# ---------------------------------------------------------------- on paper
+
+
+def test_reference_on_gpus() -> None:
+    assert by_way(links.moves(DP, SHAPES)) == {
+        ("scatter", HOST, 0): 5 * 10 + 10 * 8, ("scatter", HOST, 1): 50, ("replicate", 0, 1): 1240,
+        ("gather", 1, 0): 30, ("backward", 0, 1): 30, ("reduce", 1, 0): 1000,
+    }  # fmt: skip
+
+
+def test_logical_cpu_devices_read_the_hosts_target() -> None:
+    found = by_way(links.moves(replace(DP, device_kind="cpu"), SHAPES))
+    assert found["scatter", HOST, 0] == 50
+
+
+def test_torch_reduces_inside_backward() -> None:
+    found = by_way(links.moves(replace(DP, strategy="torch_dp", schedule=""), SHAPES))
+    assert found["backward", 1, 0] == 1000
+    assert not [key for key in found if key[0] == "reduce"]
+
+
+def test_ddp_is_a_ring_and_rank_0s_buffers() -> None:
+    found = by_way(links.moves(replace(DP, strategy="ddp", schedule="", devices=4, batch_size=8), SHAPES))
+    assert {key: size for key, size in found.items() if key[0] == "reduce"} == {
+        ("reduce", rank, (rank + 1) % 4): 1500.0 for rank in range(4)
+    }
+    assert found["forward", 0, 3] == 40
+    assert found["scatter", HOST, 3] == 2 * 18
+    alone = by_way(links.moves(replace(DP, strategy="ddp", schedule="", devices=1), SHAPES))
+    assert set(alone) == {("scatter", HOST, 0)}
+
+
+@settings(deadline=None)
+@given(st.integers(2, 8), st.integers(1, 64))
+def test_what_is_sent_is_received(devices: int, batch: int) -> None:
+    for strategy, schedule in [("dp", "reference"), ("dp", "zero1"), ("dp", "allreduce"), ("ddp", "")]:
+        case = replace(DP, strategy=strategy, schedule=schedule, devices=devices, batch_size=batch)
+        found = links.moves(case, SHAPES)
+        used = [HOST, *range(len(case.rows))]
+        assert sum(links.sent(found, d) for d in used) == pytest.approx(sum(links.received(found, d) for d in used))
+        assert {move.source for move in found} | {move.target for move in found} <= set(used)
+
+
+def test_what_is_not_known_moves_nothing() -> None:
+    assert links.moves(replace(DP, placement="colocated"), SHAPES) == []
+    assert links.moves(replace(DP, schedule="fastest"), SHAPES) == []
+    assert links.moves(replace(DP, strategy="mine"), SHAPES) == []
+    assert Shapes.of({}) is None
+    assert Shapes.of({"model": {"parameter_bytes": 4}}) is None
+
+
+# ---------------------------------------------------------------- rates
+
+
+def trial(case: Case = DP, *, number: int = 0, **changed: Any) -> Trial:
+    steps = tuple(Step(1.0, k == 0, 10.0 + k) for k in range(4))
+    spans = tuple(
+        Span(k, phase, d, "cuda_event", s.start_s + a, s.start_s + b)
+        for k, s in enumerate(steps)
+        for phase, d, a, b in [
+            (Phase.SCATTER, 0, 0.0, 0.1), (Phase.SCATTER, 1, 0.1, 0.3), (Phase.REPLICATE, 1, 0.3, 0.5),
+            (Phase.BACKWARD, 0, 0.5, 0.75), (Phase.REDUCE, 0, 0.75, 1.0),
+        ]
+    )  # fmt: skip
+    values = {
+        "verified": Verified.BITWISE, "steps": steps, "spans": spans, "round": number,
+        "provenance": {"model": vars(SHAPES)},
+    } | changed  # fmt: skip
+    return Trial(case=case, **values)
+
+
+def test_a_rate_is_bytes_over_the_ledgers_seconds() -> None:
+    found = {flow.phase: flow for flow in traffic.flows([trial(number=n) for n in range(3)])}
+    scatter, reduce = found[Phase.SCATTER], found[Phase.REDUCE]
+    assert scatter.seconds == pytest.approx({0: 0.1, 1: 0.2})
+    assert scatter.bytes == 180
+    assert scatter.rate == pytest.approx(180 / 0.3)
+    assert scatter.rate_of(0) == pytest.approx(1300)
+    assert scatter.rate_of(1) == pytest.approx(250)
+    assert reduce.rate == pytest.approx(4000)
+    assert found[Phase.BACKWARD].rate is None  # what moves there hides among compute
+    assert found[Phase.GATHER].rate is None  # no span of it
+
+
+def test_a_reduction_beside_backward_has_no_rate() -> None:
+    for case in (replace(DP, schedule="overlap"), replace(DP, strategy="ddp", schedule="")):
+        found = {flow.phase: flow for flow in traffic.flows([trial(case)])}
+        assert found[Phase.REDUCE].rate is None
+        assert found[Phase.REDUCE].bytes > 0
+
+
+def test_only_what_may_be_shown_has_flows() -> None:
+    assert traffic.flows([trial(verified=Verified.NO), Trial(case=DP)]) == []
+    assert traffic.flows([trial(provenance={})]) == []
+
+
+def test_counters_stand_beside_what_shapes_say() -> None:
+    samples = tuple(
+        Sample(t, d, f"pcie_{way}_bytes_per_s", value * (d + 1))
+        for d in (0, 1, 2)  # the third GPU belongs to other cases
+        for t in (11.0, 12.0)
+        for way, value in (("rx", 100.0), ("tx", 10.0))
+    )
+    first, second = traffic.counted([trial(samples=samples)])
+    assert (first.link, first.device, first.received, first.sent) == ("pcie", 0, 100.0, 10.0)
+    assert (second.received, second.sent) == (200.0, 20.0)
+    assert (second.computed_received, second.computed_sent) == (50 + 1240 + 30, 30 + 1000)
+    assert traffic.counted([trial()]) == []
