@@ -6,13 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dpbench import validity
+from dpbench import stats, validity
 from dpbench.analyse import Row
 from dpbench.ladder import Ladder, label, notable, short
 from dpbench.records import UNATTRIBUTED, Estimate, Phase, Status, Trial
-from dpbench.stats import verdict as decided
 
 ROUNDS_LIMIT = 3
+ROUNDS_MOST = 50
+"""Rounds that a reader may be told to add; where more are needed, measuring side by side is the better way."""
 NAMES = 8
 """Cases that a warning names; the table has them all."""
 
@@ -145,13 +146,17 @@ def _of_all_cores(rows: Sequence[Row], top: Sequence[Row]) -> list[Row]:
 
 
 def _decided(rows: Sequence[Row]) -> str:
-    """Say which speed-ups the measurement does not decide."""
-    open_ = [r for r in rows if r.speedup and decided(r.speedup) == "undecided"]
+    """Say which speed-ups the measurement does not decide, read together, and what would."""
+    fast = [(row, row.speedup) for row in rows if row.speedup]
+    said = stats.verdicts([speedup for _, speedup in fast])
+    open_ = [pair for pair, verdict in zip(fast, said, strict=True) if verdict == "undecided"]
     if not open_:
         return ""
-    names = ", ".join(f"{row.case.strategy} on {row.case.model}" for row in open_[:3])
+    names = ", ".join(f"{row.case.strategy} on {row.case.model}" for row, _ in open_[:3])
     more = f" and {len(open_) - 3} more" if len(open_) > 3 else ""
-    return f"Undecided whether faster or slower than one device: {names}{more}; more --rounds would tell."
+    needed = max(stats.rounds_to_decide(speedup) for _, speedup in open_)
+    would = f"about --rounds {needed} would tell" if needed <= ROUNDS_MOST else "--rounds auto --paired may tell"
+    return f"Undecided whether faster or slower than one device: {names}{more}; {would}."
 
 
 def tiles(rows: Sequence[Row], ladders: Sequence[Ladder] = ()) -> list[Tile]:

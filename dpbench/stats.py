@@ -36,12 +36,14 @@ MARGIN = 0.01
 
 
 def median(rounds: Rounds, *, seed: int = 0) -> Estimate:
-    """Return the median over rounds of each round's median, with its interval."""
-    # the middle of the seconds, not of their logarithms, which differ where the count of rounds is even
+    """Return the median over rounds of each round's median, with its interval. Any sign will do."""
     each, draws = _medians(rounds, np.random.default_rng(seed), scale=np.asarray)
-    middle = float(np.median(each))
-    found = _exponential(math.log(middle), np.log(np.median(draws, axis=1)), len(rounds))
-    return replace(found, value=middle, low=min(found.low, middle), high=max(found.high, middle))
+    # the middle of the numbers, not of their logarithms, which differ where the count of rounds is even
+    value, middles = float(np.median(each)), np.median(draws, axis=1)
+    if min(value, middles.min()) <= 0:
+        return Estimate(value, *_interval(value, middles, len(rounds)), len(rounds))
+    found = _exponential(math.log(value), np.log(middles), len(rounds))
+    return replace(found, value=value, low=min(found.low, value), high=max(found.high, value))
 
 
 def ratio(numerator: Rounds, denominator: Rounds, *, paired: bool = True, seed: int = 0) -> Estimate:

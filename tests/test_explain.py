@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from dpbench import cli, models, validity
+from dpbench.cli import running
 from dpbench.store import Store
 
 RUN = (
@@ -20,7 +21,7 @@ RUN = (
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("explain")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cli, "SELF_CHECK_SCALE", 0.02)
+        patch.setattr(running, "SELF_CHECK_SCALE", 0.02)
         done = command(path, *RUN, "--report", str(path / "index.html"))
     assert done.exit_code == 0, done.output
     (path / "out").write_text(done.stdout)

@@ -12,10 +12,10 @@ from typing import Any
 import click
 import hypothesis.strategies as st
 import pytest
-from dpbench.bytesize import Bytes
 from hypothesis import given
 
 from dpbench import find_batch, plan
+from dpbench.cli.options import Bytes
 from dpbench.records import Case, Status, Trial
 from dpbench.store import Store
 from dpbench.worker import trial as trials

@@ -45,7 +45,7 @@ FLOORS = (
         "traffic",
     },
     {"worker", "predict", "probe", "diagnose", "findings", "rounds"},
-    {"run", "report", "progress", "options", "find_batch"},
+    {"run", "report", "progress", "find_batch"},
     {"cli"},
 )
 FLOOR = {unit: number for number, units in enumerate(FLOORS) for unit in units}

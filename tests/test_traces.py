@@ -273,7 +273,7 @@ def test_options_that_do_not_go_together_are_refused_before_anything_is_read(dpb
 
 def test_a_reader_that_leaves_ends_the_export_as_a_closed_pipe_does(tmp_path):
     stored(tmp_path / "dpbench.db", made(steps=2000))
-    root = Path(cli.__file__).parent.parent
+    root = Path(cli.__file__).parent.parent.parent
     command = [sys.executable, "-m", "dpbench.cli", "export", "trace", "--store", str(tmp_path / "dpbench.db")]
     with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout.readline()

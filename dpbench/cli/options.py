@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import click
+
+REPORT = Path("reports/latest/index.html")
+store_option = click.option(
+    "--store", type=click.Path(path_type=Path), default=Path("dpbench.db"), show_default=True, help="The results file."
+)
+run_option = click.option("--run", "run_id", help="The run to take, by the beginning of its id.  [default: the newest]")
 
 QUICK_BUDGET_S = {"cpu": 60.0, "cuda": 180.0, "emulated": 60.0}
 """What `dpbench run` without arguments spends on measuring, so that it ends within 90 s on two cores; every trial on

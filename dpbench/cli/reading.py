@@ -1,0 +1,141 @@
+"""The commands that read a store: report, explain, compare, list, export."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dpbench.cli.ending import EXIT_UNDECIDED, EXIT_WORSE, last_words
+from dpbench.cli.options import REPORT, run_option, store_option
+from dpbench.cli.showing import choose, content_of, read, write_report
+
+if TYPE_CHECKING:
+    from dpbench.store import Run
+
+
+@click.command()
+@click.option("--html", type=click.Path(path_type=Path), default=REPORT, show_default=True, help="The page to write.")
+@click.option("--md", is_flag=True, help="Print Markdown for a pull request instead.")
+@run_option
+@store_option
+def report(store: Path, run_id: str | None, html: Path, md: bool) -> None:
+    """Make the report of a run: one HTML file that needs no network, or Markdown."""
+    chosen, trials = read(store, run_id)
+    content = content_of(chosen, trials)
+    if md:
+        from dpbench.report import markdown
+
+        click.echo(markdown.render(**content))
+        return
+    write_report(html, content)
+    click.echo(str(html))
+
+
+@click.command()
+@run_option
+@store_option
+def explain(store: Path, run_id: str | None) -> None:
+    """Explain a run: what more devices gave, where the lost time goes, and what change helps by how much.
+
+    The answer first, then the findings by the time at stake, each with its evidence, its remedy, and what that gave
+    where the same run has measured it.
+    """
+    from dpbench.findings import text
+
+    chosen, trials = read(store, run_id)
+    click.echo(text.render(content_of(chosen, trials)["diagnoses"]))
+
+
+@click.command("list")
+@click.argument("kind", type=click.Choice(["models", "strategies", "schedules", "metrics", "runs"]))
+@store_option
+def list_(kind: str, store: Path) -> None:
+    """List what there is to choose from, or the runs of the store; one name first on each line."""
+    from dpbench import listing
+
+    rows = listing.runs(_runs(store)) if kind == "runs" else listing.rows(kind)
+    width = max((len(name) for name, _ in rows), default=0)
+    if sys.stdout.isatty():
+        click.echo(f"{kind}:")
+    for name, words in rows:
+        click.echo(f"{name:<{width}}  {words}".rstrip())
+
+
+def _runs(store: Path) -> list[tuple[Run, int]]:
+    """Return the runs of a store, the newest first, and how many cases each has."""
+    from dpbench.store import Store
+
+    with Store.read(store) as opened:
+        return [(run, opened.cases(run.id)) for run in opened.runs()]
+
+
+@click.command()
+@click.argument("format", type=click.Choice(["jsonl", "csv", "parquet", "trace", "pyperf"]))
+@click.option("--output", type=click.Path(path_type=Path), help="A file.  [default: stdout]")
+@click.option("--all", "every", is_flag=True, help="Every run of the store; with trace, every trial of one run.")
+@click.option("--case", "part", help="trace: only the case of this number, or those whose name has this part.")
+@click.option("--split", type=click.Path(path_type=Path), help="trace: one case, a file per device into this folder.")
+@run_option
+@store_option
+def export(store: Path, run_id: str | None, format: str, every: bool, output: Path | None, **only: Any) -> None:
+    """Export trials for other tools.
+
+    jsonl: one trial a line with the phases of each step. csv: one row per case and run. parquet: one row a step.
+    trace: the first good trial of each case on a time line, for Perfetto or speedscope; with --split for Holistic
+    Trace Analysis. pyperf: a suite of one benchmark per case, for `pyperf stats` and `compare_to`.
+    """
+    from dpbench import analyse, export, imbalance
+    from dpbench.store import Store
+
+    export.check(format, every=every, output=output, **only)
+    with Store.read(store) as opened:
+        several = every and format != "trace"
+        chosen = opened.runs()[::-1] if several else [choose(opened.runs(), run_id)]
+        runs = [(run, opened.trials(run.id)) for run in chosen]
+    if format == "csv":
+        tables = [(run.id, row) for run, trials in runs for row in analyse.rows(trials)]
+        ids = [run for run, _ in tables]
+        beside = imbalance.columns(
+            [(run.id, trials) for run, trials in runs], [(i, r.case, r.source) for i, r in tables]
+        )
+        pieces = iter([analyse.frame([row for _, row in tables], ids, beside).to_csv(index=False)])
+    else:
+        pieces = export.pieces(format, runs, analyse.trusted, analyse.labels, every=every, output=output, **only)
+    try:
+        export.write(pieces, None if format == "parquet" else output)
+    except BrokenPipeError:
+        last_words("the output was closed")
+
+
+@click.command()
+@click.argument("before")
+@click.argument("after")
+@click.option("--margin", type=click.FloatRange(0, 1), default=0.01, show_default=True, help="What counts as the same.")
+@store_option
+def compare(before: str, after: str, margin: float, store: Path) -> None:
+    """Compare two runs case by case: how many times as fast AFTER is as BEFORE.
+
+    Each is the beginning of a run's id in the store, or a store file, whose newest run is taken. Exit code 0: no
+    case got slower; 1: one did; 3: none did, but some are undecided.
+    """
+    from dpbench import analyse
+
+    first, second = (_side(store, name) for name in (before, after))
+    lines = analyse.compare(first, second, margin=margin)
+    if not lines:
+        raise click.UsageError(f"{before} and {after} have no measured case in common")
+    for line in lines:
+        e = line.ratio
+        moved = "" if line.verdict in ("same", "undecided") else f"; {line.phase} {line.phase_s * 1e3:+.2f} ms"
+        click.echo(f"{line.verdict:<9}  {e.value:6.3f}x [{e.low:.3f}-{e.high:.3f}]  {line.case.label}{moved}")
+    verdicts = {line.verdict for line in lines}
+    sys.exit(EXIT_WORSE if "slower" in verdicts else EXIT_UNDECIDED if "undecided" in verdicts else 0)
+
+
+def _side(store: Path, name: str) -> Any:
+    """Return the trials that one side of a comparison names."""
+    path = Path(name)
+    return read(path, None)[1] if path.is_file() else read(store, name)[1]
