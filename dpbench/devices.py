@@ -6,12 +6,52 @@ runs, and is tested, without a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 if TYPE_CHECKING:  # for the annotations; nothing on this floor loads torch
     import torch
+
+Result = TypeVar("Result")
+
+
+class Collectives(Protocol):
+    """What distinct devices do together: in place, on tensors that lie alike on every device, one of each.
+
+    Collectives run beside what the devices have queued: `follow` and `lead` say what comes first.
+    """
+
+    def follow(self, i: int) -> None:
+        """Let collectives from now on wait for what this thread has queued on device i."""
+
+    def lead(self, i: int) -> None:
+        """Let device i wait for all collectives so far."""
+
+    def reduce(self, tensors: Sequence[torch.Tensor], root: int) -> None:
+        """Leave the sum in `tensors[root]`; the others are as they were."""
+
+    def all_reduce(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Leave the sum in all."""
+
+    def reduce_scatter(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Leave the sum of part i, of as many equal parts as there are devices, in part i of `tensors[i]`."""
+
+    def all_gather(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Leave part i of `tensors[i]` in part i of all."""
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], root: int) -> None:
+        """Leave `tensors[root]` in all."""
+
+
+class Recorder(Protocol):
+    """What runs work once to record it, and gives back how to run it again on the same memory, without Python."""
+
+    def warm_up(self, work: Callable[[], object]) -> None:
+        """Run work a few times as `record` will, so that libraries set themselves up; random states stay."""
+
+    def record(self, work: Callable[[], Result]) -> tuple[Result, Callable[[], None]]:
+        """Return the work's results, whose memory holds values after each call of the function beside them."""
 
 
 @runtime_checkable
@@ -67,3 +107,9 @@ class Device(Protocol):
 
     def reduce_add(self, tensors: Sequence[Sequence[torch.Tensor]], devices: Sequence[Device]) -> list[torch.Tensor]:
         """Sum the tensor lists of `devices` onto this one by a collective; only where `can_collect`."""
+
+    def collectives(self, devices: Sequence[Device]) -> Collectives | None:
+        """Return the in-place collectives of `devices`, this one first; None where they have none."""
+
+    def recorder(self) -> Recorder | None:
+        """Return what records work of this device, for one replica; None where it cannot."""

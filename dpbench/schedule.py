@@ -96,7 +96,12 @@ class Schedule:
 
     @property
     def exact(self) -> bool:
-        """Tell whether weights stay bitwise equal to those of `reference`."""
+        """Tell whether weights stay bitwise equal to those of `reference`, wherever gradients are added in order.
+
+        That is everywhere but on distinct GPUs, which have NCCL: it adds in an order of its own, `reference` in that
+        of torch's coalesced reduction (as torch.nn.DataParallel does), and kept replicas in that of their collective,
+        so that results agree within the rounding of their dtype.
+        """
         return not any(getattr(self, switch) == position for switch, position in TOLERANCE)
 
     def missing(self, *conditions: str) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from dpbench.engine import DataParallel, TrainStep
 from dpbench.engine.devices import open_devices, resolve
 from dpbench.nvml import open_nvml
 from dpbench.records import HOST, Case, Effort, Phase, Status, Trial, Verified
+from dpbench.schedule import RUNGS
 from dpbench.server import Server
 
 pytestmark = pytest.mark.gpu
@@ -161,3 +163,116 @@ def test_nvml_reads_this_gpu() -> None:
 def test_trials_survive_json(server: Server) -> None:
     trial = server.run(_case("single", 1), Effort(budget_s=0.1), 0, 120.0)
     assert Trial.from_dict(trial.to_dict()) == trial
+
+
+def _trained(schedule: str, ids: list[int], model: str = "mlp", steps: int = 5, **options: Any) -> torch.nn.Module:
+    """Return a module after some steps on GPUs, on batches that do not divide evenly."""
+    loaded = models.load(model, "small", 0)
+    module = loaded.module.cuda(ids[0])
+    with TrainStep(module, loaded.loss, lambda p: torch.optim.SGD(p, lr=0.01), ids, schedule, **options) as step:
+        for seed in range(steps):
+            step(*loaded.batch(8 * len(ids) + 3, seed))
+    return module
+
+
+def _near(ours: torch.nn.Module, theirs: torch.nn.Module, rtol: float = 1e-4, atol: float = 1e-5) -> None:
+    torch.testing.assert_close(dict(ours.state_dict()), dict(theirs.state_dict()), rtol=rtol, atol=atol)
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"clip_norm": 0.5}], ids=str)
+@pytest.mark.parametrize("rung", list(RUNGS))
+def test_rungs_on_distinct_gpus_agree_with_reference_within_rounding(rung: str, options: dict[str, Any]) -> None:
+    ids = list(range(torch.cuda.device_count()))
+    loose = {} if RUNGS[rung].exact else {"rtol": 2e-2, "atol": 2e-3}
+    _near(_trained(rung, ids, **options), _trained("reference", ids, **options), **loose)
+
+
+@pytest.mark.multi_gpu
+def test_nccl_sums_cuts_and_spreads_in_place() -> None:
+    devices = resolve(None)
+    count = len(devices)
+    collectives = devices[0].collectives(devices)
+    assert collectives is not None
+    whole = sum(torch.arange(32 * count) * (i + 1) for i in range(count)).float()  # whole numbers: exact in any order
+
+    def run(name: str, *arguments: Any) -> list[torch.Tensor]:
+        tensors = [(torch.arange(32 * count) * (i + 1)).float().to(d.torch_device) for i, d in enumerate(devices)]
+        for i in range(count):
+            collectives.follow(i)
+        getattr(collectives, name)(tensors, *arguments)
+        for i in range(count):
+            collectives.lead(i)
+        return [tensor.cpu() for tensor in tensors]
+
+    assert torch.equal(run("reduce", 1)[1], whole)
+    assert all(torch.equal(one, whole) for one in run("all_reduce"))
+    assert all(torch.equal(one, torch.arange(32.0 * count) * 2) for one in run("broadcast", 1))
+    for i, one in enumerate(run("reduce_scatter")):
+        assert torch.equal(one.view(count, -1)[i], whole.view(count, -1)[i])
+    for one in run("all_gather"):
+        for i in range(count):
+            assert torch.equal(one.view(count, -1)[i], torch.arange(32.0 * count).view(count, -1)[i] * (i + 1))
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("rung", ["allreduce", "flat_optimizer", "zero1"])
+def test_replicas_on_distinct_gpus_stay_alike_bit_by_bit(rung: str) -> None:
+    ids = list(range(torch.cuda.device_count()))
+    loaded = models.load("resnet18", "small", 0)
+    module = loaded.module.cuda()
+    with TrainStep(module, loaded.loss, torch.optim.Adam, ids, rung) as step:
+        for seed in range(5):
+            step(*loaded.batch(8 * len(ids) + 3, seed))
+        first, *others = step._replicas._kept.parameters
+        for other in others:
+            assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"clip_norm": 0.5}], ids=str)
+@pytest.mark.parametrize("ids", [[0], [0, 0], [0, 0, 0]], ids=str)
+def test_graphs_agree_with_reference_within_rounding(ids: list[int], options: dict[str, Any]) -> None:
+    _near(_trained("graphs", ids, **options), _trained("reference", ids, **options))
+
+
+@pytest.mark.parametrize("model", [model for model in MODELS if model != "lstm"])  # cuDNN packs its weights itself
+def test_graphs_record_every_model_and_its_buffers(model: str) -> None:
+    before = torch.backends.cudnn.deterministic
+    torch.backends.cudnn.deterministic = True
+    try:
+        _near(_trained("graphs", [0, 0], model), _trained("reference", [0, 0], model), 1e-3, 1e-4)
+    finally:
+        torch.backends.cudnn.deterministic = before
+
+
+def _mse(output: torch.Tensor, target: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
+    return torch.nn.functional.mse_loss(output, target, reduction=reduction)
+
+
+def test_graphs_are_replayed_for_shapes_they_know_and_draw_anew() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5)).cuda()
+    x = torch.randn(12, 8)
+    with TrainStep(module, _mse, lambda p: torch.optim.SGD(p, lr=0.0), [0, 0], "graphs") as step:
+        losses = {float(step(x[:rows], x[:rows])) for rows in (12, 12, 12, 6, 6, 12)}
+        assert step._graphs is not None
+        assert len(step._graphs._recorded) == 2
+    assert len(losses) == 6
+
+
+def test_a_module_that_waits_for_the_gpu_is_refused_with_the_way_out() -> None:
+    class Waits(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.layer(x) * (1.0 if x.sum().item() > 0 else 2.0)
+            return out
+
+    x = torch.randn(12, 8)
+    with TrainStep(Waits().cuda(), _mse, lambda p: torch.optim.SGD(p, lr=0.1), [0, 0], "graphs") as step:
+        with pytest.raises(RuntimeError) as caught:
+            step(x, x)
+        assert any("replica 0 on device cuda:0" in note and "graphs=off" in note for note in caught.value.__notes__)
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    torch.ones(3, device="cuda").sum().item()  # the GPU works on

@@ -1,14 +1,16 @@
 """Steps over whatever hypothesis draws, held bit by bit against the chunked reference: one deep copy per chunk.
 
-`take_step` is the engine's side and the only place that knows of schedules; `expect` is the reference, which owes
-nothing to the engine: it runs copy after copy on the host and adds the gradients in replica order.
+Inputs, rows, devices and schedules are drawn. `call` and `train` are the engine's side and the only places that know of
+schedules; `expect` and `expect_training` are the reference, which owes nothing to the engine: it runs copy after copy
+on the host and adds the gradients in replica order.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
@@ -18,12 +20,25 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 
 import dpbench
+from dpbench.schedule import SWITCHES, TRAIN_STEP, Schedule
 from tests.conformance import Place
 
 WIDTH = 5
+CALLS = 4
+"""How often a drawn training is called: four updates, or two where two calls make one."""
 
-SCHEDULES = ("reference",)
-"""What `take_step` runs; each must give the bits of the reference."""
+ALL = [Schedule(**dict(zip(SWITCHES, positions, strict=True))) for positions in itertools.product(*SWITCHES.values())]
+STEPPED = [one for one in ALL if not one.missing(TRAIN_STEP)]
+WRAPPED = [one for one in ALL if not one.missing()]
+"""The schedules that TrainStep and the wrapper can have without a GPU, those that round included."""
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-4, momentum=0.9, weight_decay=0.1),
+    "adam": lambda p: torch.optim.Adam(p, lr=1e-2),
+    "two_groups": lambda p: torch.optim.AdamW(
+        [{"params": (every := list(p))[::2], "lr": 1e-2}, {"params": every[1::2], "weight_decay": 0.2}]
+    ),
+}
 
 
 # ---------------------------------------------------------------- what is drawn
@@ -36,8 +51,8 @@ class Leaf:
     seed: int
     kind: str  # "float", "learning" or "index"
 
-    def made(self, rows: int) -> Tensor:
-        generator = torch.Generator().manual_seed(self.seed)
+    def made(self, rows: int, call: int = 0) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed + 10 * call)
         if self.kind == "index":
             return torch.randint(7, (rows,), generator=generator)
         return torch.randn(rows, WIDTH, generator=generator).requires_grad_(self.kind == "learning")
@@ -54,7 +69,7 @@ class Tag:
 
 @dataclass(frozen=True)
 class Case:
-    """One step: arguments with leaves for tensors, rows, devices, and the rows of each where they are given."""
+    """One batch: arguments with leaves for tensors, rows, devices, and the rows of each where they are given."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -97,6 +112,7 @@ def leaves(value: Any, kind: type = Leaf) -> Iterator[Any]:
             yield from leaves(part, kind)
 
 
+TARGET = Leaf(9, "float")
 TENSORS = st.builds(Leaf, st.integers(0, 5), st.sampled_from(["float", "learning", "index"]))
 SHARED = st.one_of(
     st.none(),
@@ -120,30 +136,63 @@ NESTED = st.recursive(
 
 
 @st.composite
-def cases(draw: st.DrawFn, *, sized: bool = False) -> Case:
-    """Draw a step; with `sized`, every device has rows of its own number."""
+def cases(draw: st.DrawFn) -> Case:
+    """Draw a batch for the wrapper, which may be empty, or nothing at all."""
     args = tuple(draw(st.lists(NESTED, max_size=3)))
     kwargs = draw(st.dictionaries(st.sampled_from(["x", "y"]), NESTED, max_size=2))
-    home, devices = draw(st.booleans()), draw(st.integers(1, 4))
-    if not sized:
-        return Case(args, kwargs, draw(st.integers(0, 9)), devices, at_home=home)
-    sizes = tuple(draw(st.lists(st.integers(1, 4), min_size=devices, max_size=devices)))
-    args = (*args, draw(TENSORS))  # without a tensor there would be nothing to cut
-    return Case(args, kwargs, sum(sizes), devices, sizes, home)
+    return Case(args, kwargs, draw(st.integers(0, 9)), draw(st.integers(1, 4)), at_home=draw(st.booleans()))
+
+
+@dataclass(frozen=True)
+class Training:
+    """Some steps of TrainStep, and the target's containers."""
+
+    case: Case
+    target: Any
+    schedule: Schedule
+    optimizer: str
+    accumulate: int
+    clip_norm: float | None
+    idle: bool  # whether the net has a layer that no input reaches
+
+    @property
+    def whole_net(self) -> bool:
+        """Tell whether every layer is reached, so that one device finds a gradient everywhere."""
+        kinds = {leaf.kind for leaf in leaves(self.case.args)}
+        return not self.idle and "index" in kinds
+
+
+@st.composite
+def trainings(draw: st.DrawFn, schedules: Sequence[Schedule], *, sized: bool = False) -> Training:
+    """Draw steps over batches with something to cut; with `sized`, every device has rows of its own number."""
+    args = (*draw(st.lists(NESTED, max_size=2)), draw(TENSORS))
+    devices = draw(st.integers(1, 4))
+    sizes = tuple(draw(st.lists(st.integers(1, 4), min_size=devices, max_size=devices))) if sized else None
+    case = Case(args, {}, sum(sizes) if sizes else draw(st.integers(1, 9)), devices, sizes, draw(st.booleans()))
+    return Training(
+        case,
+        draw(st.sampled_from([TARGET, {"t": TARGET}, Pair(None, [TARGET]), (TARGET,)])),
+        draw(st.sampled_from(schedules)),
+        draw(st.sampled_from(list(OPTIMIZERS))),
+        draw(st.sampled_from([1, 1, 2])),
+        draw(st.sampled_from([None, None, 0.5])),
+        draw(st.booleans()),
+    )
 
 
 # ---------------------------------------------------------------- the net
 
 
 class Net(nn.Module):
-    """Layers shared by all tensors it is given, a frozen and an unused one, and buffers that each forward moves."""
+    """Layers shared by all tensors it is given, a frozen and an idle one, and buffers that each forward moves."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, idle: bool = True) -> None:
         super().__init__()
+        torch.manual_seed(1)
         self.table = nn.Embedding(7, WIDTH)
         self.first, self.second = nn.Linear(WIDTH, 7), nn.Linear(7, 3)
         self.frozen = nn.Linear(7, 7).requires_grad_(False)
-        self.unused = nn.Linear(2, 2)
+        self.unused = nn.Linear(2, 2) if idle else None
         self.bias = nn.Parameter(torch.randn(3))
         self.register_buffer("rows", torch.zeros((), dtype=torch.long))
         self.register_buffer("total", torch.zeros(3))
@@ -180,27 +229,16 @@ def slopes(outputs: list[Tensor]) -> list[Tensor]:
     return [torch.linspace(-1, 1.7, output.numel()).view(output.shape) + output.detach().cpu() for output in outputs]
 
 
-def take_step(case: Case, module: nn.Module, kind: str, schedule: str) -> Result:
-    """Run forward and backward by the engine, with this schedule, on devices of this kind."""
-    place = Place(kind)
-    ids = place.ids(*range(case.devices))
-    dpbench.engine.resolve(ids)
+def call(case: Case, module: nn.Module, wrapped: nn.Module, place: Place) -> Result:
+    """Run forward and backward by the wrapper, once."""
     inputs: list[Tensor] = []
 
     def placed(leaf: Leaf) -> Tensor:
-        tensor = leaf.made(case.rows)
-        inputs.append(tensor if case.at_home else place.put(tensor))
+        inputs.append(at(leaf.made(case.rows), case, place))
         return inputs[-1]
 
     args, kwargs = build((case.args, case.kwargs), placed)
-    module = module.to(place.device())
-    if case.sizes is None:
-        outputs = dpbench.DataParallel(module, ids, schedule=schedule)(*args, **kwargs)
-    else:
-        pieces = dpbench.scatter((args, kwargs), ids, chunk_sizes=case.sizes)
-        replicas = dpbench.replicate(module, ids) if len(ids) > 1 else [module]
-        results = dpbench.parallel_apply(replicas, [piece[0] for piece in pieces], [piece[1] for piece in pieces], ids)
-        outputs = dpbench.gather(results, ids[0], ids)
+    outputs = wrapped(*args, **kwargs)
     tensors = list(leaves(outputs, Tensor))
     torch.autograd.backward(tensors, [slope.to(place.device()) for slope in slopes(tensors)])
     return Result(
@@ -211,13 +249,27 @@ def take_step(case: Case, module: nn.Module, kind: str, schedule: str) -> Result
     )
 
 
-def expect(case: Case, module: nn.Module) -> Result:
-    """Return what a step must leave: a copy of the module for each chunk, one after the other."""
+def at(tensor: Tensor, case: Case, place: Place) -> Tensor:
+    """Return an input where it is to come from."""
+    return tensor if case.at_home else place.put(tensor)
+
+
+def expect(
+    case: Case,
+    module: nn.Module,
+    schedule: Schedule,
+    call: int = 0,
+    pull: Callable[[list[Tensor]], list[Tensor]] = slopes,
+) -> Result:
+    """Return what forward and backward must leave: a copy of the module for each chunk, one after the other.
+
+    `pull` gives the gradients of the whole outputs. Of the schedule only the dtype matters that gradients are sent in.
+    """
     sizes = case.pieces
     cut: list[list[Tensor]] = []
 
     def chunked(leaf: Leaf) -> Leaf:
-        whole = leaf.made(case.rows)
+        whole = leaf.made(case.rows, call)
         pieces = whole.detach().split(sizes)
         cut.append([piece.clone().requires_grad_(whole.requires_grad) for piece in pieces])
         return leaf
@@ -231,24 +283,30 @@ def expect(case: Case, module: nn.Module) -> Result:
         results.append(list(leaves(one(*args, **kwargs), Tensor)))
     wholes = [torch.cat([part.detach() for part in column]) for column in zip(*results, strict=True)]
     lengths = [len(result[0]) for result in results]
+    pulls = pull(wholes)
     for i, result in enumerate(results):
-        torch.autograd.backward(result, [slope.split(lengths)[i].clone() for slope in slopes(wholes)])
+        torch.autograd.backward(result, [slope.split(lengths)[i].clone() for slope in pulls])
     *parts, exponential = wholes[1:]
     return Result(
         {"whole": wholes[0], "parts": (parts, Pair(exponential, None))},
-        {name: added(case, [one.get_parameter(name) for one in copies]) for name, _ in module.named_parameters()},
+        {
+            name: added(case, [one.get_parameter(name) for one in copies], schedule)
+            for name, _ in module.named_parameters()
+        },
         [torch.cat([piece.grad for piece in column]) if column[0].requires_grad else None for column in cut],
         dict(copies[0].named_buffers()),
     )
 
 
-def added(case: Case, parameters: list[nn.Parameter]) -> Tensor | None:
+def added(case: Case, parameters: list[nn.Parameter], schedule: Schedule) -> Tensor | None:
     """Add gradients in replica order; with several devices, one that no replica uses gets zeros."""
     total = None
     for parameter in parameters:
         part = parameter.grad
         if part is None and case.devices > 1 and parameter.requires_grad:
             part = torch.zeros_like(parameter)
+        if part is not None and schedule.comm_dtype == "bf16" and len(parameters) > 1:
+            part = part.bfloat16().float()
         total = part if total is None or part is None else total + part
     return total
 
@@ -272,38 +330,172 @@ def assert_same(ours: Any, expected: Any, what: str) -> None:
         assert ours == expected, what
 
 
-def check(case: Case, kind: str, schedule: str) -> None:
-    """Hold one step against the reference."""
-    torch.manual_seed(1)
-    module = Net()
-    expected = expect(case, module)
-    ours = take_step(case, module, kind, schedule)
-    assert_same(ours.outputs, expected.outputs, "outputs")
+def check(case: Case, kind: str, schedule: Schedule) -> None:
+    """Hold the first call of a wrapper, and another that finds what the first has kept, against the reference."""
+    place = Place(kind)
+    ids = place.ids(*range(case.devices))
+    dpbench.engine.resolve(ids)
+    reference, module = Net(), Net()
+    wrapped = dpbench.DataParallel(module.to(place.device()), ids, schedule=schedule)
+    for _ in range(2):
+        expected, ours = expect(case, reference, schedule), call(case, module, wrapped, place)
+        assert_same(ours.outputs, expected.outputs, "outputs")
+        assert_same(ours.gradients, expected.gradients, "gradients")
+        assert_same(ours.of_inputs, expected.of_inputs, "gradients of inputs")
+        assert_same(ours.buffers, expected.buffers, "buffers")
+        reference.load_state_dict(expected.buffers, strict=False)
+        module.zero_grad()
+
+
+# ---------------------------------------------------------------- training
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What steps leave behind, on the host."""
+
+    state: dict[str, Tensor]
+    gradients: dict[str, Tensor | None]
+    of_inputs: list[Tensor | None]
+    optimizer: dict[str, Any]
+    losses: list[float]
+
+
+def summed(output: Any, target: Any) -> Tensor:
+    """Return a loss that is a sum over rows, of all outputs."""
+    (wanted,) = leaves(target, Tensor)
+    whole: Tensor = sum(((tensor - wanted[:, :3]) ** 2).sum() for tensor in leaves(output, Tensor))
+    return whole
+
+
+def rows_of(output: Any, target: Any) -> int:
+    """Return what to divide the sum by."""
+    return len(output["whole"])
+
+
+def train(training: Training, kind: str) -> Trained:
+    """Step by the engine, on devices of this kind."""
+    case, place = training.case, Place(kind)
+    ids = place.ids(*range(case.devices))
+    dpbench.engine.resolve(ids)
+    module, inputs, losses = Net(idle=training.idle).to(place.device()), [], []
+    # shares are weights: each device gets one row, and its part of the others
+    weights = None if case.sizes is None else [size - 1 + 1e-6 for size in case.sizes]
+    with dpbench.TrainStep(
+        module,
+        (summed, rows_of),
+        OPTIMIZERS[training.optimizer],
+        ids,
+        training.schedule,
+        accumulate=training.accumulate,
+        clip_norm=training.clip_norm,
+        chunk_sizes=weights,
+    ) as step:
+        for n in range(CALLS):
+
+            def placed(leaf: Leaf, n: int = n) -> Tensor:
+                inputs.append(at(leaf.made(case.rows, n), case, place))
+                return inputs[-1]
+
+            args = build(case.args, placed)
+            target = build(training.target, lambda leaf, n=n: at(leaf.made(case.rows, n), case, place))
+            losses.append(float(step(args, target)))
+        state = copy.deepcopy(step.state_dict())
+    return Trained(
+        state["module"],
+        {name: parameter.grad for name, parameter in module.named_parameters()},
+        [tensor.grad for tensor in inputs],
+        {**state["optimizer"], "state": dict(sorted(state["optimizer"]["state"].items()))},
+        losses,
+    )
+
+
+def expect_training(training: Training) -> Trained:
+    """Return what steps must leave: copies for the chunks in every call, and one optimizer."""
+    case = training.case
+    module = Net(idle=training.idle)
+    optimizer = OPTIMIZERS[training.optimizer](module.parameters())
+    of_inputs: list[Tensor | None] = []
+    losses = []
+    for n in range(CALLS):
+        if n % training.accumulate == 0:
+            optimizer.zero_grad()
+        (wanted,) = leaves(build(training.target, lambda leaf, n=n: leaf.made(case.rows, n)), Tensor)
+
+        def pull(wholes: list[Tensor], wanted: Tensor = wanted) -> list[Tensor]:
+            ends = [whole.requires_grad_() for whole in wholes]
+            *parts, exponential = ends[1:]
+            output = {"whole": ends[0], "parts": (parts, Pair(exponential, None))}
+            loss = summed(output, (wanted,)) / rows_of(output, wanted)
+            losses.append(float(loss.detach()))
+            (loss / training.accumulate if training.accumulate > 1 else loss).backward()
+            return [end.grad for end in ends]
+
+        result = expect(case, module, training.schedule, n, pull)
+        of_inputs += result.of_inputs
+        for name, parameter in module.named_parameters():
+            part = result.gradients[name]
+            parameter.grad = (
+                part if parameter.grad is None else parameter.grad if part is None else parameter.grad + part
+            )
+        module.load_state_dict(result.buffers, strict=False)
+        if (n + 1) % training.accumulate == 0:
+            if training.clip_norm is not None:
+                nn.utils.clip_grad_norm_(module.parameters(), training.clip_norm)
+            optimizer.step()
+    return Trained(
+        module.state_dict(),
+        {name: parameter.grad for name, parameter in module.named_parameters()},
+        of_inputs,
+        optimizer.state_dict(),
+        losses,
+    )
+
+
+def check_training(training: Training, kind: str) -> None:
+    """Hold some steps against the reference."""
+    schedule, devices = training.schedule, training.case.devices
+    if devices == 1 and schedule.replicas == "persistent" and not training.whole_net:
+        with pytest.raises(RuntimeError, match="a parameter got no gradient, and on one device"):
+            train(training, kind)
+        return
+    expected, ours = expect_training(training), train(training, kind)
+    assert ours.losses == pytest.approx(expected.losses, rel=1e-5)
+    assert_same(ours.state, expected.state, "weights and buffers")
     assert_same(ours.gradients, expected.gradients, "gradients")
     assert_same(ours.of_inputs, expected.of_inputs, "gradients of inputs")
-    assert_same(ours.buffers, expected.buffers, "buffers")
+    assert_same(ours.optimizer, expected.optimizer, "state of the optimizer")
 
 
 # ---------------------------------------------------------------- the laws
 
 every_kind = pytest.mark.parametrize("kind", ["cpu", "emulated"])
-every_schedule = pytest.mark.parametrize("schedule", SCHEDULES)
+
+
+def on_kind(schedule: Schedule, kind: str) -> Schedule:
+    """Return the schedule as far as devices of this kind can have it: emulated ones have no flat buffers."""
+    return schedule if kind == "cpu" else replace(schedule, storage="separate", optimizer="per_parameter")
 
 
 @every_kind
-@every_schedule
-@settings(derandomize=True, max_examples=120, deadline=None)
-@given(case=cases())
-def test_any_inputs_equal_the_chunked_reference(kind: str, schedule: str, case: Case) -> None:
-    check(case, kind, schedule)
+@settings(derandomize=True, max_examples=100, deadline=None)
+@given(case=cases(), schedule=st.sampled_from(WRAPPED))
+def test_any_inputs_equal_the_chunked_reference_on_any_schedule(kind: str, case: Case, schedule: Schedule) -> None:
+    check(case, kind, on_kind(schedule, kind))
 
 
 @every_kind
-@every_schedule
+@settings(derandomize=True, max_examples=80, deadline=None)
+@given(training=trainings(STEPPED))
+def test_any_training_equals_the_chunked_reference_on_any_schedule(kind: str, training: Training) -> None:
+    check_training(replace(training, schedule=on_kind(training.schedule, kind)), kind)
+
+
+@every_kind
 @settings(derandomize=True, max_examples=60, deadline=None)
-@given(case=cases(sized=True))
-def test_any_chunk_sizes_equal_the_chunked_reference(kind: str, schedule: str, case: Case) -> None:
-    check(case, kind, schedule)
+@given(training=trainings(STEPPED, sized=True))
+def test_any_chunk_sizes_equal_the_chunked_reference_on_any_schedule(kind: str, training: Training) -> None:
+    check_training(replace(training, schedule=on_kind(training.schedule, kind)), kind)
 
 
 @every_kind

@@ -8,9 +8,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from dpbench.devices import Device
+from dpbench.engine.containers import first_tensor
 from dpbench.records import HOST, Mark, Phase
 
 AUTO = "auto"
@@ -34,15 +33,14 @@ class Shares:
                     f"chunk_sizes needs one weight above 0 for each of the {len(devices)} devices, got {chunk_sizes}"
                 )
         self._busy: list[dict[int, float]] = []
-        self._steps_s: list[float] = []
         self._rows: list[int] = []
 
     def sizes(self, value: Any) -> list[int] | None:
         """Return the rows per device for a batch, or None for torch's equal chunks."""
-        rows = _rows(value)
-        if rows is None:
+        tensor = first_tensor(value)
+        if tensor is None or not tensor.dim():
             return None
-        self._rows = apportion(rows, self.weights or [1.0] * len(self._devices))
+        self._rows = apportion(tensor.size(0), self.weights or [1.0] * len(self._devices))
         return self._rows if self.weights else None
 
     @contextmanager
@@ -93,11 +91,3 @@ def apportion(rows: int, weights: Sequence[float]) -> list[int]:
     for i in order[: rows - sum(sizes)]:
         sizes[i] += 1
     return sizes
-
-
-def _rows(value: Any) -> int | None:
-    """Return the length of the first tensor of a structure."""
-    if isinstance(value, torch.Tensor):
-        return value.size(0) if value.dim() else None
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
-    return next((rows for part in parts if (rows := _rows(part)) is not None), None)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from dpbench.devices import Device
-from dpbench.engine.replicate import check_placement, rebuild, unique
+from dpbench.engine.replicate import check_placed, rebuild, unique
 
 
 class Trees:
@@ -52,7 +52,7 @@ class Trees:
             self._read()
         home = root.torch_device
         if changed or not all(tensor.device == home for tensor in chain(self.parameters, self.buffers)):
-            check_placement(self.module, root)
+            check_placed(chain(self.parameters, self.buffers), root)
         return changed
 
     def _changed(self) -> bool:

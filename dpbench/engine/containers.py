@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -60,8 +60,34 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return [tensor for part in parts_of(value, keys_of(value) or ()) for tensor in tensors_in(part)]
 
 
+def mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """Return a structure with its tensors changed; where none does, the very same object."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    keys = keys_of(value)
+    if not keys:
+        return value
+    before = parts_of(value, keys)
+    after = [mapped(part, change) for part in before]
+    return value if all(a is b for a, b in zip(after, before, strict=True)) else rebuilt(value, after)
+
+
+def first_tensor(value: Any) -> torch.Tensor | None:
+    """Return the first tensor of a structure, if it has any."""
+    if isinstance(value, torch.Tensor):
+        return value
+    parts = parts_of(value, keys_of(value) or ())
+    return next((tensor for part in parts if (tensor := first_tensor(part)) is not None), None)
+
+
+def device_of(value: Any) -> torch.device | None:
+    """Return where the first tensor of a structure is."""
+    tensor = first_tensor(value)
+    return None if tensor is None else tensor.device
+
+
 def devices_of(values: Sequence[Any]) -> list[Device]:
     """Return one device per value: where its first tensor is, or, without any, where the others' are."""
-    found = [[tensor.device for tensor in tensors_in(value)][:1] for value in values]
-    anywhere = next((places for places in found if places), [torch.device("cpu")])
-    return as_devices([(places or anywhere)[0] for places in found])
+    found = [device_of(value) for value in values]
+    anywhere = next((place for place in found if place is not None), torch.device("cpu"))
+    return as_devices([place or anywhere for place in found])

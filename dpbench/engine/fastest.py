@@ -13,7 +13,7 @@ from torch import nn
 from dpbench.devices import Device
 from dpbench.engine.losses import Loss
 from dpbench.engine.persistent import check_hooks
-from dpbench.engine.update import groups_of, why_not
+from dpbench.engine.stepper import groups_of, why_not
 from dpbench.schedule import Schedule
 
 BEST = Schedule(

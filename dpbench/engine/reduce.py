@@ -50,6 +50,7 @@ def _sum(parts: Sequence[torch.Tensor], root: Device, comm_dtype: torch.dtype | 
 
 def arrive(part: torch.Tensor, root: Device, comm_dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return a gradient on `root`, rounded to `comm_dtype` for the way if one is given."""
+    home = root.torch_device
     if comm_dtype is None or not part.is_floating_point():
-        return part.to(root.torch_device, non_blocking=True)
-    return part.to(comm_dtype).to(root.torch_device, non_blocking=True).to(part.dtype)
+        return part if part.device == home else part.to(home, non_blocking=True)  # asking is cheaper than moving
+    return part.to(comm_dtype).to(home, non_blocking=True).to(part.dtype)

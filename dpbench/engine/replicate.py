@@ -6,7 +6,7 @@ copies (RNNs and their flat weights) override it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,8 +45,8 @@ def replicate(
     devices = as_devices(devices)
     with mark(Phase.REPLICATE, devices[0].index):
         if trees is None:
-            check_placement(module, devices[0])
             parameters, buffers = unique(module.parameters()), unique(module.buffers())
+            check_placed((*parameters, *buffers), devices[0])  # not of the module: walking it is what costs
         else:
             trees.refresh(devices[0])
             parameters, buffers = trees.parameters, trees.buffers
@@ -76,16 +76,22 @@ def replicate(
 
 def check_placement(module: nn.Module, root: Device) -> None:
     """Raise RuntimeError unless every parameter and buffer of `module` lives on `root`."""
-    for tensor in (*module.parameters(), *module.buffers()):
+    check_placed((*module.parameters(), *module.buffers()), root)
+
+
+def check_placed(tensors: Iterable[torch.Tensor], root: Device) -> None:
+    """Raise RuntimeError unless all of a module's tensors live on `root`."""
+    home = root.torch_device
+    for tensor in tensors:
         if is_lazy(tensor):
             raise RuntimeError(
                 "Modules with uninitialized parameters can't be used with `DataParallel`. Run a dummy forward pass "
                 "to correctly initialize the modules"
             )
-        if tensor.device != root.torch_device:
+        if tensor.device != home:
             raise RuntimeError(
-                f"module must have its parameters and buffers on device {root.torch_device} (device_ids[0]) but "
-                f"found one of them on device: {tensor.device}; move it first: module.to('{root.torch_device}')"
+                f"module must have its parameters and buffers on device {home} (device_ids[0]) but "
+                f"found one of them on device: {tensor.device}; move it first: module.to('{home}')"
             )
 
 

@@ -54,37 +54,38 @@ class Layout:
         }
 
 
-def plan(groups: Iterable[Iterable[int]], tensors: Sequence[torch.Tensor]) -> Layout:
+def plan(groups: Iterable[Iterable[int]], tensors: Sequence[torch.Tensor], shares: int = 1) -> Layout:
     """Lay out the tensors whose numbers each group lists, one buffer per group and dtype.
 
-    Raises ValueError for a tensor that has holes or overlaps, which a slot cannot mirror.
+    Buffers can be cut into so many equal `shares`, each starting on a boundary. Raises ValueError for a tensor that
+    has holes or overlaps, which a slot cannot mirror.
     """
     flats = []
     for group in groups:
         by_dtype: dict[torch.dtype, list[int]] = {}
         for number in group:
             by_dtype.setdefault(tensors[number].dtype, []).append(number)
-        flats += [_flat(dtype, numbers, tensors) for dtype, numbers in by_dtype.items()]
+        flats += [_flat(dtype, numbers, tensors, shares) for dtype, numbers in by_dtype.items()]
     return Layout(tuple(flats))
 
 
-def _flat(dtype: torch.dtype, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> Flat:
+def _flat(dtype: torch.dtype, numbers: Sequence[int], tensors: Sequence[torch.Tensor], shares: int) -> Flat:
     """Place the tensors one after the other, each on a boundary."""
     step = max(ALIGNMENT_BYTES // dtype.itemsize, 1)
     slots, at = [], 0
     for number in numbers:
         tensor = tensors[number]
-        if not _dense(tensor):
+        if not is_dense(tensor):
             raise ValueError(
                 f"storage=flat needs parameters without holes; one of shape {tuple(tensor.shape)} has strides "
                 f"{tensor.stride()}: make it .contiguous(), or use storage=separate"
             )
         slots.append(Slot(number, at, at + tensor.numel()))
         at += -(-tensor.numel() // step) * step
-    return Flat(dtype, tuple(slots), at)
+    return Flat(dtype, tuple(slots), -(-at // (step * shares)) * step * shares)
 
 
-def _dense(tensor: torch.Tensor) -> bool:
+def is_dense(tensor: torch.Tensor) -> bool:
     """Tell whether a strided tensor fills its memory exactly once, in whatever order of dimensions."""
     if tensor.layout is not torch.strided:
         return False
@@ -104,8 +105,10 @@ def line(tensor: torch.Tensor) -> torch.Tensor:
 class FlatWeights:
     """A module's parameters, moved into flat buffers on its device; the parameters stay the same objects."""
 
-    def __init__(self, parameters: Sequence[torch.Tensor], groups: Iterable[Iterable[int]], root: Device) -> None:
-        self.layout = plan(groups, parameters)
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], groups: Iterable[Iterable[int]], root: Device, shares: int = 1
+    ) -> None:
+        self.layout = plan(groups, parameters, shares)
         self.parameters = list(parameters)
         self.buffers = self.layout.allocate(root)
         self.views = self.layout.views(self.buffers, self.parameters)

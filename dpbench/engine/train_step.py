@@ -12,13 +12,15 @@ from torch import nn
 from dpbench.devices import Device
 from dpbench.engine import balance, losses
 from dpbench.engine.apply import parallel_apply
+from dpbench.engine.containers import device_of, mapped
 from dpbench.engine.data_parallel import check_prefix
 from dpbench.engine.devices import Devices, as_devices, resolve
 from dpbench.engine.each import on_each
 from dpbench.engine.fastest import Trials, best_legal
 from dpbench.engine.gather import gather
+from dpbench.engine.kept import Kept
 from dpbench.engine.losses import Loss
-from dpbench.engine.replicas import Autograd, Kept
+from dpbench.engine.replicas import replicas_of
 from dpbench.engine.scatter import scatter
 from dpbench.engine.workers import choose
 from dpbench.records import Mark, Phase, no_mark
@@ -35,6 +37,8 @@ class TrainStep:
     rows. `optimizer_fn(parameters)` is called once, and `.optimizer` is what schedulers attach to. `device_ids` as for
     `DataParallel`, or Device objects; None without a GPU means one CPU device. `schedule` is a rung's name, switches,
     or "fastest", which takes the best that needs no tolerance and settles within the first steps (`step.schedule`).
+    With graphs=on the first four shapes of batch are recorded; more shapes, inputs that want gradients, and inputs with
+    objects other than numbers and texts run eagerly.
 
     Every `accumulate` calls make one update, their losses averaged; `clip_norm` bounds the gradient's total norm;
     `scaler` is a torch.amp.GradScaler; `chunk_sizes` are the devices' shares of a batch, as weights, or "auto".
@@ -76,18 +80,18 @@ class TrainStep:
             self._trials = Trials(self.schedule, self.devices)
         else:
             self.schedule = parse(schedule).check(*conditions)
-        if self.schedule.graphs == "on":
-            raise ValueError("graphs=on is not built yet: no machine with a GPU has been there to hold it; use 'zero1'")
         if self.schedule.loss == "local" and not self._loss.has_sum:
             raise ValueError(
                 "loss=local needs a loss that can sum: give it a parameter or attribute `reduction`, or give a pair "
                 "(sum_fn, weight_fn)"
             )
-        kind = Kept if self.schedule.replicas == "persistent" else Autograd
-        rounds = accumulate > 1 or clip_norm is not None or scaler is not None
-        self._replicas: Kept | Autograd = kind(
-            module, self.optimizer, self.devices, self.schedule, whole_gradient=rounds, mark=mark
+        whole = accumulate > 1 or clip_norm is not None or scaler is not None
+        self._replicas = replicas_of(
+            module, self.optimizer, self.devices, self.schedule, whole_gradient=whole, mark=mark
         )
+        self._graphs = None
+        if self.schedule.graphs == "on" and isinstance(self._replicas, Kept):
+            self._graphs = self._replicas.graphs(self._loss)
         self._workers = choose(self.schedule.workers)
 
     def __enter__(self) -> Self:
@@ -144,7 +148,7 @@ class TrainStep:
             replicas = self._replicas.modules(len(pieces), self._workers, on_reduce=running.close)
             outputs = parallel_apply(replicas, pieces, None, devices, workers=self._workers, mark=mark)
             output = gather(outputs, root, devices, mark=mark) if len(self.devices) > 1 else outputs[0]
-            placed = self._place(target, _device_of(output), root)
+            placed = self._place(target, device_of(output), root)
             with mark(Phase.LOSS, root.index):
                 loss = self._loss.whole(output, placed)
                 scaled = self._scaled(loss)
@@ -159,34 +163,43 @@ class TrainStep:
         pieces = self._scatter((arguments, self._on_host_or(root, target)), mark)
         devices = self.devices[: len(pieces)]
         replicas = self._replicas.modules(len(pieces), self._workers)
+        recorded = self._graphs.prepare(pieces, replicas) if self._graphs else None
 
         def forward(i: int) -> tuple[Any, torch.Tensor, Any]:
             inputs, wanted = pieces[i]
             with mark(Phase.FORWARD, devices[i].index):
-                output = replicas[i](*inputs)
+                output, total = recorded[i].forward(pieces[i]) if recorded else (replicas[i](*inputs), None)
             with mark(Phase.LOSS, devices[i].index):
-                return (
-                    output,
-                    self._loss.total(output, wanted, devices[i]),
-                    self._loss.weight(output, wanted, devices[i]),
-                )
+                if total is None:
+                    total = self._loss.total(output, wanted, devices[i])
+                return output, total, self._loss.weight(output, wanted, devices[i])
 
         outputs, totals, weights = zip(*on_each(forward, devices, self._workers), strict=True)
+        for device in devices[1:]:  # replicas that share a GPU have streams of their own
+            root.wait(device)
+        root.borrow([one for one in (*totals, *weights) if isinstance(one, torch.Tensor)])
         with mark(Phase.LOSS, root.index):
             weight = None if weights[0] is None else sum(_here(w, root) for w in weights)
             loss: torch.Tensor = _divided(sum(_here(total.detach(), root) for total in totals), weight)
         if not self._checked:
-            whole = gather([output.detach() for output in outputs], root, devices)
-            losses.check(self._loss, loss, whole, self._place(target, whole.device, root))
+            whole = gather([mapped(output, torch.Tensor.detach) for output in outputs], root, devices)
+            losses.check(self._loss, loss, whole, self._place(target, device_of(whole), root))
             self._checked = True
         del outputs
         if self.schedule.backward == "local":
 
             def backward(i: int) -> None:
+                total = totals[i].detach().requires_grad_() if recorded else totals[i]
+                if isinstance(weight, torch.Tensor):
+                    devices[i].wait(root)
+                    devices[i].borrow([weight])
                 with mark(Phase.LOSS, devices[i].index):
-                    scaled = self._scaled(_divided(totals[i], _here(weight, devices[i])))
+                    scaled = self._scaled(_divided(total, _here(weight, devices[i])))
                 with mark(Phase.BACKWARD, devices[i].index):
                     scaled.backward()
+                    if recorded:
+                        assert total.grad is not None
+                        recorded[i].backward(total.grad, owned=len(pieces) == 1)
 
             on_each(backward, devices, self._workers)
             return loss
@@ -212,27 +225,26 @@ class TrainStep:
 
     def _on_host_or(self, root: Device, target: Any) -> Any:
         """Refuse a target from an accelerator that is not the first device."""
-        where = _device_of(target)
+        where = device_of(target)
         if where is not None and where.type != "cpu" and where != root.torch_device:
             self._place(target, root.torch_device, root)
         return target
 
     def _place(self, target: Any, device: torch.device | None, root: Device) -> Any:
         """Copy a target from the host to where the output is; refuse one from another accelerator."""
-        if isinstance(target, dict):
-            return type(target)((key, self._place(part, device, root)) for key, part in target.items())
-        if isinstance(target, tuple | list):
-            parts = [self._place(part, device, root) for part in target]
-            return type(target)(*parts) if hasattr(target, "_fields") else type(target)(parts)
-        if not isinstance(target, torch.Tensor) or device is None or target.device == device:
-            return target
-        if target.device.type != "cpu":
-            raise RuntimeError(
-                f"the target is on {target.device} but the output, and so the loss, is on {device} (device_ids[0]); "
-                f"move it first: target.to('{device}')"
-            )
-        with self._mark(Phase.SCATTER, root.index):
-            return target.to(device, non_blocking=True)
+
+        def placed(tensor: torch.Tensor) -> torch.Tensor:
+            if device is None or tensor.device == device:
+                return tensor
+            if tensor.device.type != "cpu":
+                raise RuntimeError(
+                    f"the target is on {tensor.device} but the output, and so the loss, is on {device} "
+                    f"(device_ids[0]); move it first: target.to('{device}')"
+                )
+            with self._mark(Phase.SCATTER, root.index):
+                return tensor.to(device, non_blocking=True)
+
+        return mapped(target, placed)
 
     @property
     def chunk_sizes(self) -> tuple[float, ...] | None:
@@ -264,11 +276,3 @@ def _here(value: Any, device: Device) -> Any:
 
 def _divided(total: Any, weight: Any) -> Any:
     return total if weight is None else total / weight
-
-
-def _device_of(output: Any) -> torch.device | None:
-    """Return where the first tensor of an output is."""
-    if isinstance(output, torch.Tensor):
-        return output.device
-    parts = output.values() if isinstance(output, dict) else output if isinstance(output, tuple | list) else ()
-    return next((device for part in parts if (device := _device_of(part)) is not None), None)

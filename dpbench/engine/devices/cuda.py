@@ -6,14 +6,15 @@ and have a stream each, so that their kernels may overlap as far as the card all
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
-from torch.cuda import comm
+from torch.cuda import comm, nccl
 
-from dpbench.devices import Device
+from dpbench.devices import Collectives, Device, Recorder, Result
 from dpbench.engine.devices._many import copy_all
 
 
@@ -125,12 +126,113 @@ class CudaDevice:
         sums = comm.reduce_add_coalesced(real, self.ordinal)
         return [torch.view_as_complex(s) if t.is_complex() else s for s, t in zip(sums, tensors[0], strict=True)]
 
+    def collectives(self, devices: Sequence[Device]) -> Collectives | None:
+        """Return NCCL's, on GPUs of their own, where torch has it."""
+        if not self.can_collect(devices):
+            return None
+        with warnings.catch_warnings():  # it warns where torch is built without NCCL, to which this is the answer
+            warnings.simplefilter("ignore")
+            probe = [torch.empty(1, device=device.torch_device) for device in devices]
+            return Nccl(devices) if nccl.is_available(probe) else None
+
+    def recorder(self) -> Recorder | None:
+        """Return what records CUDA graphs, with memory of its own."""
+        return Graphs(self)
+
     def _follow(self, tensors: Sequence[torch.Tensor]) -> None:
         """Wait for the current streams of the GPUs that the tensors come from."""
         for ordinal in {tensor.device.index for tensor in tensors if tensor.is_cuda}:
             source = torch.cuda.current_stream(ordinal)
             if source != self.stream:
                 self.stream.wait_stream(source)
+
+
+class Nccl:
+    """NCCL from one process, over distinct GPUs, on a stream of its own on each: backward may go on beside it.
+
+    Every call is one NCCL group over all the GPUs: calls must not be mixed with another thread's, which is for the
+    caller to see to.
+    """
+
+    def __init__(self, devices: Sequence[Device]) -> None:
+        self._ordinals = [device.torch_device.index for device in devices]
+        self._streams = [torch.cuda.Stream(ordinal) for ordinal in self._ordinals]
+
+    def follow(self, i: int) -> None:
+        """Let collectives from now on wait for the GPU's stream that is current in this thread."""
+        self._streams[i].wait_stream(torch.cuda.current_stream(self._ordinals[i]))
+
+    def lead(self, i: int) -> None:
+        """Let the GPU's stream that is current in this thread wait for all collectives so far."""
+        torch.cuda.current_stream(self._ordinals[i]).wait_stream(self._streams[i])
+
+    def reduce(self, tensors: Sequence[torch.Tensor], root: int) -> None:
+        """Sum onto the root, in place."""
+        nccl.reduce(tensors, root=root, streams=self._streams)
+
+    def all_reduce(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Sum onto all, in place."""
+        nccl.all_reduce(tensors, streams=self._streams)
+
+    def reduce_scatter(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Sum each part onto its owner, in place: NCCL takes an output that is the owner's part of the input."""
+        nccl.reduce_scatter(tensors, self._parts(tensors), streams=self._streams)
+
+    def all_gather(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy each owner's part to all, in place: NCCL takes an input that is the owner's part of the output."""
+        nccl.all_gather(self._parts(tensors), tensors, streams=self._streams)
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], root: int) -> None:
+        """Copy the root's tensor to all."""
+        nccl.broadcast(tensors, root=root, streams=self._streams)
+
+    def _parts(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [tensor.view(len(tensors), -1)[i] for i, tensor in enumerate(tensors)]
+
+
+class Graphs:
+    """CUDA graphs of one replica: recorded on a side stream, in a pool of memory that no other replica's share.
+
+    All are replayed on the stream that is current then, never two at once, so that they may reuse each other's memory.
+    """
+
+    def __init__(self, device: CudaDevice) -> None:
+        self._ordinal = device.ordinal
+        self._stream = torch.cuda.Stream(device.ordinal)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def warm_up(self, work: Callable[[], object]) -> None:
+        """Run work three times on the side stream, as torch's documentation of graphs asks for."""
+        current, random = torch.cuda.current_stream(self._ordinal), torch.cuda.get_rng_state(self._ordinal)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            for _ in range(3):
+                torch.clear_autocast_cache()  # casts of weights belong into the graph, which must make them anew
+                work()
+        torch.clear_autocast_cache()
+        current.wait_stream(self._stream)
+        torch.cuda.synchronize(self._ordinal)
+        torch.cuda.set_rng_state(random, self._ordinal)
+
+    def record(self, work: Callable[[], Result]) -> tuple[Result, Callable[[], None]]:
+        """Capture work; only what this thread does can spoil it, so that other replicas' threads go on."""
+        graph, first = torch.cuda.CUDAGraph(), None
+        try:
+            # a capture that fails leaves its stream current
+            with (
+                torch.cuda.stream(torch.cuda.current_stream(self._ordinal)),
+                torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+            ):
+                try:
+                    result = work()
+                except BaseException as error:
+                    first = error
+                    raise
+        except RuntimeError as error:  # torch's, when it ends a capture that has failed: the cause says more
+            raise first or error from None
+        finally:
+            torch.clear_autocast_cache()
+        return result, graph.replay
 
 
 class _Entered:

@@ -9,20 +9,19 @@ then agree within rounding.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
-from dpbench.devices import Device
+from dpbench.engine.devices._host import HostDevice
 from dpbench.engine.devices._ledger import ledger
 from dpbench.engine.devices._wrapper import LAZY, install, set_home
 
 __all__ = ["EmulatedDevice", "bounded", "bytes_only", "install"]
 
 
-class EmulatedDevice:
+class EmulatedDevice(HostDevice):
     """One emulated device, or one of several replicas on it.
 
     `ordinal` is its number among the emulated devices; `shares_memory` marks a replica whose device already
@@ -36,31 +35,6 @@ class EmulatedDevice:
         self.name = f"emulated:{self.ordinal}" + (f"/{index}" if shares_memory else "")
         self.torch_device = torch.device(LAZY, self.ordinal)
         self._shares_memory = shares_memory
-
-    def put(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a fresh copy: fresh storage starts on a 64-byte boundary, and `linear` changes bits without."""
-        return tensor.to(self.torch_device, copy=True)
-
-    def clone(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copy tensor by tensor: one flat copy would lose the alignment of all but the first."""
-        return [self.put(tensor) for tensor in tensors]
-
-    def guard(self) -> AbstractContextManager[Any]:
-        """Do nothing: every tensor says where it is, and there is no stream."""
-        return nullcontext()
-
-    def wait(self, other: Device) -> None:
-        """Do nothing: work is done when its call returns."""
-
-    def borrow(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Do nothing: there are no streams."""
-
-    def event(self) -> Any:
-        """Return None: the host's clock tells the truth here."""
-        return None
-
-    def synchronize(self) -> None:
-        """Do nothing: work is done when its call returns."""
 
     def memory(self) -> int | None:
         """Return the peak of bytes; a colocated replica's share cannot be told apart, so only one reports."""
@@ -77,18 +51,6 @@ class EmulatedDevice:
     def reset_memory(self) -> None:
         """Let the peak start anew from what lives now."""
         ledger.reset(self.torch_device)
-
-    def can_collect(self, devices: Sequence[Device]) -> bool:
-        """Return False: there are no collectives within a process."""
-        return False
-
-    def broadcast(self, tensors: Sequence[torch.Tensor], devices: Sequence[Device]) -> list[list[torch.Tensor]]:
-        """Refuse; see `can_collect`."""
-        raise RuntimeError(f"{self.name} has no collectives")
-
-    def reduce_add(self, tensors: Sequence[Sequence[torch.Tensor]], devices: Sequence[Device]) -> list[torch.Tensor]:
-        """Refuse; see `can_collect`."""
-        raise RuntimeError(f"{self.name} has no collectives")
 
 
 @contextmanager

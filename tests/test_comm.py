@@ -1,0 +1,248 @@
+"""Collectives: who may use them, and that what is staged, summed, cut and spread is what ordered adds make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dpbench.engine import comm
+from dpbench.engine.devices import resolve
+from dpbench.engine.devices._host import HostDevice
+from dpbench.engine.devices.cuda import CudaDevice
+from dpbench.engine.train_step import TrainStep
+from dpbench.schedule import Schedule
+from tests.test_schedules import LEGAL, OPTIMIZERS, differing, problem, train
+
+PERSISTENT = [one for one in LEGAL if one.replicas == "persistent"]
+
+
+class Ordered:
+    """Collectives over tensors of the host, which add in replica order, so that the bits are those of ordered adds.
+
+    Like NCCL they refuse what is not alike everywhere, and what is not dense.
+    """
+
+    calls: list[str] = []  # noqa: RUF012  of all of them, emptied by the fixture
+
+    def __init__(self, devices: Sequence[Any]) -> None:
+        self.count = len(devices)
+
+    def follow(self, i: int) -> None:
+        assert 0 <= i < self.count
+
+    def lead(self, i: int) -> None:
+        assert 0 <= i < self.count
+
+    def _sum(self, name: str, tensors: Sequence[Tensor]) -> Tensor:
+        self._check(name, tensors)
+        total = tensors[0] + tensors[1]
+        for tensor in tensors[2:]:
+            total += tensor
+        return total
+
+    def _check(self, name: str, tensors: Sequence[Tensor]) -> None:
+        assert len(tensors) == self.count
+        assert {(t.shape, t.dtype) for t in tensors} == {(tensors[0].shape, tensors[0].dtype)}
+        assert all(t.is_contiguous() and t.dim() == 1 for t in tensors)
+        assert len({t.data_ptr() for t in tensors}) == self.count
+        self.calls.append(name)
+
+    def reduce(self, tensors: Sequence[Tensor], root: int) -> None:
+        tensors[root].copy_(self._sum("reduce", tensors))
+
+    def all_reduce(self, tensors: Sequence[Tensor]) -> None:
+        total = self._sum("all_reduce", tensors)
+        for tensor in tensors:
+            tensor.copy_(total)
+
+    def reduce_scatter(self, tensors: Sequence[Tensor]) -> None:
+        total = self._sum("reduce_scatter", tensors).view(self.count, -1)
+        for i, tensor in enumerate(tensors):
+            tensor.view(self.count, -1)[i].copy_(total[i])
+
+    def all_gather(self, tensors: Sequence[Tensor]) -> None:
+        self._check("all_gather", tensors)
+        whole = torch.cat([tensor.view(self.count, -1)[i] for i, tensor in enumerate(tensors)])
+        for tensor in tensors:
+            tensor.copy_(whole)
+
+    def broadcast(self, tensors: Sequence[Tensor], root: int) -> None:
+        self._check("broadcast", tensors)
+        for i, tensor in enumerate(tensors):
+            if i != root:
+                tensor.copy_(tensors[root])
+
+
+@pytest.fixture
+def together(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[str]]]:
+    """Give the host's devices collectives; the value tells which have been called since it was last asked."""
+
+    def offered(self: HostDevice, devices: Sequence[Any]) -> Ordered | None:
+        return Ordered(devices) if len(devices) > 1 else None
+
+    def called() -> list[str]:
+        found, Ordered.calls[:] = sorted(set(Ordered.calls)), []
+        return found
+
+    monkeypatch.setattr(HostDevice, "collectives", offered)
+    monkeypatch.setattr(comm, "BUCKET_BYTES", 1)
+    called()
+    yield called
+    called()
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_collectives_make_the_weights_of_ordered_adds_on_every_schedule(n: int, together: Any) -> None:
+    expected, _ = train("odd", "reference", n, 4 * n - 1, "adamw_two_groups")
+    assert not together()
+    for schedule in PERSISTENT:
+        assert not differing(expected, train("odd", schedule, n, 4 * n - 1, "adamw_two_groups")[0]), str(schedule)
+        used = set(together())
+        if schedule.update == "each":
+            assert "all_reduce" in used, str(schedule)
+        elif schedule.update == "root":
+            assert "reduce" in used, str(schedule)
+        elif schedule.optimizer == "flat":
+            assert "all_gather" in used, str(schedule)
+            assert ("reduce_scatter" in used) == (schedule.reduce == "after"), str(schedule)
+        assert ("broadcast" in used) == (schedule.storage == "flat"), str(schedule)
+
+
+@pytest.mark.parametrize("schedule", PERSISTENT[::7], ids=str)
+def test_short_batches_options_and_checkpoints_go_with_collectives(schedule: Schedule, together: Any) -> None:
+    for rows, options in ((4, {}), (11, {"accumulate": 2}), (11, {"clip_norm": 0.05})):
+        expected, _ = train("mlp", "reference", 4, rows, "adam", **options)
+        assert not differing(expected, train("mlp", schedule, 4, rows, "adam", **options)[0]), (rows, options)
+    first, batches = {}, problem("mlp", 3, 4)[2]
+    for name in ("reference", schedule):  # batches that leave devices without rows, among others that do not
+        module, loss, _ = problem("mlp", 3)
+        with TrainStep(module, loss, OPTIMIZERS["adam"], ["cpu"] * 3, name) as step:
+            for rows, (inputs, target) in zip((3, 2, 1, 3), batches, strict=True):
+                step(inputs[:rows], target[:rows])
+            first[name] = {**module.state_dict(), "optimizer": step.state_dict()["optimizer"]["state"]}
+    torch.testing.assert_close(first[schedule], first["reference"], rtol=0, atol=0)
+    assert together()
+
+
+class Again(nn.Module):
+    """A net whose backward re-enters autograd, so that gradients are added to after a bucket was thought full."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = checkpoint(self.layer, x, use_reentrant=True)
+        return x
+
+
+@pytest.mark.parametrize("update", ["root", "each", "sharded"])
+def test_gradients_that_come_in_parts_are_staged_anew(update: str, together: Any) -> None:
+    def run(schedule: str | Schedule) -> nn.Module:
+        torch.manual_seed(0)
+        module, x = Again(), torch.randn(6, 4).requires_grad_()
+        with TrainStep(module, F.mse_loss, OPTIMIZERS["sgd"], ["cpu"] * 3, schedule) as step:
+            for _ in range(3):
+                step(x, x.detach())
+        return module
+
+    after = Schedule(replicas="persistent", storage="flat", update=update)
+    assert not differing(run(after), run(replace(after, reduce="overlap")))
+    assert together()
+
+
+@pytest.mark.parametrize(
+    ("broken", "schedule"),
+    [
+        ("reduce", Schedule(replicas="persistent")),
+        ("all_reduce", Schedule(replicas="persistent", update="each")),
+        ("all_gather", Schedule(replicas="persistent", storage="flat", optimizer="flat", update="sharded")),
+        ("reduce_scatter", Schedule(replicas="persistent", storage="flat", optimizer="flat", update="sharded")),
+        ("broadcast", Schedule(replicas="persistent", storage="flat")),
+    ],
+    ids=str,
+)
+def test_a_collective_that_does_nothing_is_seen(
+    broken: str, schedule: Schedule, together: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, _ = train("mlp", "reference", 3, 11)
+    monkeypatch.setattr(Ordered, broken, lambda *anything: None)
+    assert differing(expected, train("mlp", schedule, 3, 11)[0])
+
+
+def _cuda(index: int, ordinal: int) -> CudaDevice:
+    """Return a CUDA device as far as it can be made without CUDA."""
+    device = CudaDevice.__new__(CudaDevice)
+    device.index, device.ordinal, device.torch_device = index, ordinal, torch.device("cuda", ordinal)
+    return device
+
+
+def test_only_distinct_gpus_have_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dpbench.engine.devices.cuda.Nccl", lambda devices: ("nccl", len(devices)))
+    monkeypatch.setattr("dpbench.engine.devices.cuda.nccl.is_available", lambda tensors: True)
+    monkeypatch.setattr("dpbench.engine.devices.cuda.torch.empty", lambda *_, **__: None)
+    weights = [torch.zeros(3), torch.zeros(2, 2, dtype=torch.float16)]
+    plain = Schedule(replicas="persistent")
+    spread = [_cuda(0, 0), _cuda(1, 1), _cuda(2, 2)]
+    assert comm.choose(spread, plain, weights) == ("nccl", 3)
+    assert comm.choose([_cuda(0, 0), _cuda(1, 0)], plain, weights) is None
+    assert comm.choose(spread[:1], plain, weights) is None
+    assert comm.choose(spread, Schedule(comm_dtype="bf16"), weights) is None
+    assert comm.choose(spread, plain, [torch.zeros(4, 4)[:, ::2]]) is None
+    assert comm.choose(spread, plain, [torch.zeros(2, dtype=torch.complex64)]) is None
+    assert comm.choose(spread, plain, [torch.zeros(2).to_sparse()]) is None
+    monkeypatch.setattr("dpbench.engine.devices.cuda.nccl.is_available", lambda tensors: False)
+    assert comm.choose(spread, plain, weights) is None
+    for ids in (["cpu", "cpu"], ["emulated:0", "emulated:1"]):
+        assert comm.choose(resolve(ids), plain, weights) is None
+
+
+def test_nccl_is_called_in_place_with_its_own_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, tuple[Any, ...]] = {}
+    for name in ("reduce", "all_reduce", "reduce_scatter", "all_gather", "broadcast"):
+        monkeypatch.setattr(
+            f"dpbench.engine.devices.cuda.nccl.{name}", lambda *a, name=name, **k: seen.update({name: (a, k)})
+        )
+    monkeypatch.setattr("dpbench.engine.devices.cuda.torch.cuda.Stream", lambda ordinal: f"stream {ordinal}")
+    from dpbench.engine.devices.cuda import Nccl
+
+    collectives, tensors = Nccl([_cuda(0, 3), _cuda(1, 5)]), [torch.zeros(32), torch.zeros(32)]
+    collectives.reduce(tensors, 1)
+    collectives.all_reduce(tensors)
+    collectives.reduce_scatter(tensors)
+    collectives.all_gather(tensors)
+    collectives.broadcast(tensors, 0)
+    assert all(k["streams"] == ["stream 3", "stream 5"] for _, k in seen.values())
+    assert (seen["reduce"][1]["root"], seen["broadcast"][1]["root"]) == (1, 0)
+    whole, parts = seen["reduce_scatter"][0]
+    assert [p.data_ptr() - w.data_ptr() for w, p in zip(whole, parts, strict=True)] == [0, 16 * 4]
+    parts, whole = seen["all_gather"][0]
+    assert [p.data_ptr() - w.data_ptr() for w, p in zip(whole, parts, strict=True)] == [0, 16 * 4]
+
+
+@pytest.mark.parametrize(("limit", "starts"), [(1, [48, 0, 16, 0]), (300, [48, 0, 0]), (10**6, [0, 0])])
+def test_buckets_cover_each_flat_once_from_its_end(
+    limit: int, starts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comm, "BUCKET_BYTES", limit)
+    parameters = [torch.zeros(n) for n in (40, 7, 100, 3)]
+    devices = resolve(["cpu", "cpu"])
+    exchange = comm.Exchange(
+        Ordered(devices), devices, [parameters] * 2, [[0, 2], [1, 3]], [0, 0], everyone=False,
+        mark=lambda *_: nullcontext(),
+    )  # fmt: skip
+    assert [run.start for run in exchange.buckets] == starts
+    assert sorted(n for run in exchange.buckets for n in run.numbers) == [0, 1, 2, 3]
+    for f, own in enumerate(exchange.buffers[0]):
+        runs = [run for run in exchange.buckets if run.flat == f]
+        assert [run.stop for run in runs] == [own.numel(), *(run.start for run in runs[:-1])]
+        assert own.numel() % 32 == 0
