@@ -19,6 +19,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from dpbench.run import Rule, run
 from dpbench.store import Store
 
 CASE = Case(model="planted:none", strategy="dp", schedule="reference", devices=2, batch_size=64)
-EFFORT = Effort(budget_s=0.4, max_steps=100, min_steps=20)
+EFFORT = Effort(budget_s=0.4, max_steps=100, min_steps=20, memory_by_phase=False)
 PHASES = ("forward", "loss", "backward")
 SLOWDOWN = 0.03
 AA_BUDGET_S, AB_BUDGET_S = 20.0, 55.0
@@ -91,12 +92,16 @@ def main() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     done = _lines(given.output)
     again = replace(CASE, options=(("role", "again"),))
-    tries = [
-        *(("inside", i, lambda i: inside(CASE, again, AA_BUDGET_S)) for i in range(given.aa - given.aa // 2)),
-        *(("between", i, lambda i: between()) for i in range(given.aa // 2)),
-        *(("planted", i, planted) for i in range(given.ab)),
-    ]
-    for kind, number, make in tries:
+    makers: dict[str, tuple[int, Callable[[int], dict[str, Any]]]] = {
+        "inside": (given.aa - given.aa // 2, lambda i: inside(CASE, again, AA_BUDGET_S)),
+        "between": (given.aa // 2, lambda i: between()),
+        "planted": (given.ab, planted),
+    }
+    # spread evenly, so that each kind meets the same weather and a part of the whole says as much of each
+    tries = sorted(
+        (((i + 0.5) / n, kind, i, make) for kind, (n, make) in makers.items() for i in range(n)), key=lambda t: t[:3]
+    )
+    for _, kind, number, make in tries:
         if not any(line["kind"] == kind and line["number"] == number for line in done):
             psutil.cpu_percent()
             began = time.perf_counter()
