@@ -289,6 +289,17 @@ def compare(before: str, after: str, margin: float, store: Path) -> None:
     sys.exit(EXIT_WORSE if "slower" in verdicts else EXIT_UNDECIDED if "undecided" in verdicts else 0)
 
 
+@cli.command()
+@click.option("--output", type=click.Path(path_type=Path), help="A file that ends in .toml.  [default: stdout]")
+def probe(output: Path | None) -> None:
+    """Measure this machine in a minute, with nothing else running, and write it as a machine file for predictions."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # before torch is loaded: the figures are those of one thread
+    from dpbench.probe import measure_toml
+
+    text = measure_toml(lambda what: click.echo(f"measuring {what} ...", err=True))
+    click.echo(text, nl=False) if output is None else output.write_text(text)
+
+
 def _side(store: Path, name: str) -> Any:
     """Return the trials that one side of a comparison names."""
     path = Path(name)
