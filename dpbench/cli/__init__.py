@@ -8,7 +8,7 @@ import sys
 import click
 
 from dpbench import __version__
-from dpbench.cli import reading, running
+from dpbench.cli import predicting, reading, running
 from dpbench.cli.ending import EXIT_FAILED, EXIT_USAGE
 
 
@@ -21,7 +21,9 @@ def cli() -> None:
     """
 
 
-for command in (running.run, reading.report, reading.explain, reading.compare, reading.list_, reading.export):
+for command in (
+    running.run, reading.report, reading.explain, reading.compare, reading.list_, reading.export, predicting.probe,
+):  # fmt: skip
     cli.add_command(command)
 
 

@@ -1,0 +1,212 @@
+"""Logical CPU devices: a step's phases from one device's profile and what the probe found out about the host.
+
+On the host a phase is what Python and kernels do one after the other, or in one thread a replica, and every phase
+waits for the one before it; so phases add up, and nothing runs beside anything but the replicas of one phase. A
+replica beside others is slower by a ratio that the probe measured on nets of the same kind.
+
+Known: the strategies single, ddp (on gloo) and dp on `reference` and on what `fastest` takes on the host.
+"""
+
+from __future__ import annotations
+
+import bisect
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from dpbench.records import UNATTRIBUTED, Case, Cost, Phase, Profile
+from dpbench.schedule import FASTEST, REFERENCE
+
+KIB = 2**10
+OTHERS = "resnet18"
+"""The net whose ratios stand for models that the probe did not measure."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """The probe's figures by name."""
+
+    figures: Mapping[str, float]
+
+    @classmethod
+    def read(cls, path: Path) -> Host:
+        """Read a machine file that `dpbench probe` wrote; ValueError for one without its figures."""
+        found = tomllib.loads(path.read_text()).get("probe")
+        if not found:
+            raise ValueError(f"{path}: no table [probe]; `dpbench probe --output {path}` writes one")
+        # steps are compared by their medians, and so is what they are made of
+        return cls({name: float(row.get("median", row["value"])) for name, row in found.items()})
+
+    def __getitem__(self, name: str) -> float:
+        if name not in self.figures:
+            raise LookupError(f"the machine file has no figure {name!r}; write it anew with `dpbench probe`")
+        return self.figures[name]
+
+    def beside(self, model: str, what: str) -> float:
+        """Return how much longer a model's replica takes beside another; never less than alone."""
+        name = f"{model}_{what}_ratio"
+        return max(1.0, self[name if name in self.figures else f"{OTHERS}_{what}_ratio"])
+
+    def engine_s(self, schedule: str, phase: str, tensors: int) -> float:
+        """Return what the engine's own work in a phase takes for a module of so many parameters."""
+        return self[f"{schedule}_{phase}_s"] + tensors * self[f"{schedule}_{phase}_tensor_s"]
+
+    def copy_s(self, tensors: int, size_bytes: float) -> float:
+        """Return the seconds in which so many tensors of so many bytes together are copied."""
+        return tensors * self["tensor_copy_s"] + self.move_s(size_bytes)
+
+    def move_s(self, size_bytes: float) -> float:
+        """Return the seconds of a copy's bytes alone, at the rate of the next size measured: caches hold small ones."""
+        sizes = sorted(
+            int(name.split("_")[1]) * KIB for name in self.figures if name.startswith("copy_") and "_kib_" in name
+        )
+        at = min(bisect.bisect_left(sizes, size_bytes), len(sizes) - 1)
+        return size_bytes / self[f"copy_{sizes[at] // KIB}_kib_bytes_per_s"]
+
+    def all_reduce_s(self, size_bytes: float) -> float:
+        """Return the seconds of an all-reduce, between the sizes measured."""
+        points = sorted(
+            (int(name.split("_")[2]) * KIB, value)
+            for name, value in self.figures.items()
+            if name.startswith("all_reduce_") and name.endswith("_kib_s")
+        )
+        at = min(max(bisect.bisect_left([size for size, _ in points], size_bytes), 1), len(points) - 1)
+        (low, first), (high, second) = points[at - 1], points[at]
+        return max(0.0, first + (second - first) * (size_bytes - low) / (high - low)) if size_bytes > low else first
+
+
+def step(case: Case, profile: Profile, host: Host) -> dict[str, float]:
+    """Return the seconds of each phase of one step, and of what no phase covers.
+
+    ValueError for a case that this model does not know.
+    """
+    if case.device_kind != "cpu" or case.devices > 2:
+        raise ValueError(f"{case.label}: one or two logical CPU devices are known: the probe measures pairs")
+    if case.strategy == "single" or (len(case.rows) == 1 and case.strategy != "ddp"):
+        phases = (Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.OPTIMIZER)
+        return {phase.value: _at(getattr(profile, phase.value), case.batch_size) for phase in phases}
+    if case.strategy == "ddp":
+        return _ddp(case, profile, host)
+    if case.strategy == "dp" and case.schedule in ("", REFERENCE):
+        return _reference(case, profile, host)
+    if case.strategy == "dp" and case.schedule == FASTEST:
+        return _fastest(case, profile, host)
+    raise ValueError(f"{case.label}: known are single, ddp, and dp on {REFERENCE} and {FASTEST}")
+
+
+def _at(cost: Cost | None, rows: float) -> float:
+    if cost is None:
+        raise ValueError("the profile has no seconds: measure `single` at two batch sizes")
+    return cost.at(rows)
+
+
+def _engine(case: Case, profile: Profile, host: Host, schedule: str) -> dict[str, float]:
+    """Return the engine's own work, by phase, with the bytes of inputs and buffers."""
+    found = {phase: host.engine_s(schedule, phase, profile.parameter_tensors) for phase in ENGINE}
+    # what no phase covers is replicas being looked after and let go: a matter of modules, two parameters each there
+    found[UNATTRIBUTED] = host.engine_s(schedule, UNATTRIBUTED, max(profile.parameter_tensors, 2 * profile.modules))
+    found[Phase.SCATTER.value] += host.move_s(case.batch_size * profile.input_bytes)
+    found[Phase.REPLICATE.value] += host.copy_s(profile.buffer_tensors, profile.buffer_bytes)
+    return found
+
+
+ENGINE = (
+    Phase.SCATTER.value, Phase.REPLICATE.value, Phase.GATHER.value, Phase.LOSS.value, Phase.REDUCE.value,
+    Phase.OPTIMIZER.value, UNATTRIBUTED,
+)  # fmt: skip
+
+
+def _reference(case: Case, profile: Profile, host: Host) -> dict[str, float]:
+    """A new thread a replica in forward; backward of all replicas in the calling thread, one after the other."""
+    rows, size = case.rows, profile.parameter_bytes
+    forward = max(_at(profile.forward, n) for n in rows)
+    found = _engine(case, profile, host, REFERENCE)
+    # the chains that the engine was measured on have a module for every two parameters
+    more = max(0.0, profile.modules - profile.parameter_tensors / 2) * host["module_replica_s"]
+    found[Phase.REPLICATE.value] += len(rows) * more + host.move_s(size)
+    found[Phase.FORWARD.value] = forward * host.beside(case.model, "forward_2_new_threads")
+    found[Phase.GATHER.value] += host.move_s(case.batch_size * profile.output_bytes)
+    found[Phase.LOSS.value] = _at(profile.loss, case.batch_size)
+    backward = host.engine_s(REFERENCE, "backward_more", profile.parameter_tensors)
+    found[Phase.BACKWARD.value] = sum(_at(profile.backward, n) for n in rows) + backward
+    found[Phase.REDUCE.value] += 1.5 * host.move_s(size)  # two tensors read, a new one written
+    more = host.engine_s(REFERENCE, "optimizer_more", profile.parameter_tensors)
+    found[Phase.OPTIMIZER.value] = _at(profile.optimizer, case.batch_size) + more
+    return found
+
+
+def _fastest(case: Case, profile: Profile, host: Host) -> dict[str, float]:
+    """A kept thread a replica, for everything; weights stay, each device sums and steps its share of one buffer."""
+    rows, share = case.rows, profile.parameter_bytes / len(case.rows)
+    forward = max(_at(profile.forward, n) for n in rows)
+    training = forward + max(_at(profile.backward, n) for n in rows)
+    found = _engine(case, profile, host, FASTEST)
+    found[Phase.REPLICATE.value] += host.move_s(share)
+    # the tiny nets' gradients are shared out evenly; large ones leave most of the small ones to one device
+    pieces = len(rows) * _most_pieces(profile, len(rows))
+    found[Phase.REDUCE.value] = host.engine_s(FASTEST, Phase.REDUCE.value, pieces)
+    found[Phase.FORWARD.value] = forward * host.beside(case.model, "forward_2_threads")
+    whole = training * host.beside(case.model, "training_2_threads")
+    backward = max(training - forward, whole - found[Phase.FORWARD.value])
+    # what threads take from each other, tensor by tensor, is in the ratio already
+    found[Phase.BACKWARD.value] = backward + host["fastest_backward_more_s"]
+    found[Phase.REDUCE.value] += 1.5 * host.move_s(share)
+    found[Phase.OPTIMIZER.value] += host.move_s(OPTIMIZER_PASSES.get(case.optimizer, 8) / 2 * share)
+    return found
+
+
+def _most_pieces(profile: Profile, owners: int) -> int:
+    """Return how many parameters lie, whole or in part, in the share that has most of them."""
+    counts, at = [0] * owners, 0.0
+    share = max(1.0, profile.parameter_bytes / owners)
+    for size in _sizes(profile):
+        first, last = int(at / share), int((at + size - 1) / share)
+        for owner in range(first, min(last, owners - 1) + 1):
+            counts[owner] += 1
+        at += size
+    return max(counts)
+
+
+def _sizes(profile: Profile) -> tuple[float, ...]:
+    """Return the sizes of the parameters in the order of readiness; equal ones where nobody knows them."""
+    count = max(1, profile.parameter_tensors)
+    return profile.gradient_bytes or (profile.parameter_bytes / count,) * count
+
+
+OPTIMIZER_PASSES = {"sgd": 8, "adam": 18}
+"""How often the host's ops go over the weights' bytes: SGD with momentum in three ops, Adam in seven."""
+
+
+def _ddp(case: Case, profile: Profile, host: Host) -> dict[str, float]:
+    """A process a rank; gradients are copied to buckets, reduced, and copied back, what backward does not cover."""
+    rows, size, tensors = case.rows, profile.parameter_bytes, profile.parameter_tensors
+    forward, backward = (max(_at(cost, n) for n in rows) for cost in (profile.forward, profile.backward))
+    own = host.beside(case.model, "2_processes") if len(rows) > 1 else 1.0
+    copies = host.copy_s(tensors, size)
+    found = {
+        Phase.SCATTER.value: host.copy_s(2, case.batch_size / len(rows) * profile.input_bytes),
+        Phase.FORWARD.value: forward * own,
+        Phase.LOSS.value: max(_at(profile.loss, n) for n in rows) * own + host["op_graph_s"],
+        # a hook a parameter, which copies into the bucket
+        Phase.BACKWARD.value: backward * own + copies + tensors * host["op_s"],
+        Phase.REDUCE.value: copies,
+        Phase.OPTIMIZER.value: _at(profile.optimizer, case.batch_size) * own,
+    }
+    if len(rows) > 1:
+        if profile.buffer_bytes:  # from rank 0, before forward
+            found[Phase.FORWARD.value] += host.all_reduce_s(profile.buffer_bytes) / 2
+        late = max(own, host.beside(case.model, "2_processes_in_step")) - own
+        waiting = max(0.0, late * (forward + backward) - host.all_reduce_s(0))  # a barrier is a small all-reduce
+        found[Phase.REDUCE.value] += waiting + host.all_reduce_s(_last_bucket(profile))
+    return found
+
+
+def _last_bucket(profile: Profile) -> float:
+    """Return the bytes that are ready only when backward ends: the last bucket's, which nothing can hide."""
+    last, limit = 0.0, 2.0**20
+    for size in _sizes(profile):
+        if last >= limit:
+            last, limit = 0.0, 25 * 2.0**20
+        last += size
+    return last

@@ -1,0 +1,197 @@
+"""Memory: what each device needs for a case, whether it fits, and the largest batch that does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from dpbench import models
+from dpbench.predict import holding
+from dpbench.predict.allocator import OutOfDeviceMemory
+from dpbench.predict.recorder import Op
+from dpbench.predict.tape import Peak, Tape, replay
+from dpbench.predict.theirs import TorchDataParallel
+from dpbench.predict.trace import Build, OptimizerFactory, Trace, trace, trace_optimizer
+from dpbench.records import Case
+from dpbench.schedule import REFERENCE, Schedule, parse
+from dpbench.strategies import optimizer_of
+
+STEPS = 3
+"""Steps to replay: the first makes the optimizer's state, the second is the first to find it, the third repeats it."""
+
+CONTEXT_BYTES = 400 * 2**20
+"""What a CUDA context takes beside the allocator: 0.25 to 0.55 GiB with kernels loaded lazily (CUDA 11.7 and later);
+S. Bekman, "Machine Learning Engineering Open Book"; a prior, not measured here."""
+NCCL_BYTES = 1000 * 2**20
+"""What NCCL's buffers take on every GPU after the first collective: 0.7 to 1.5 GiB; same source; a prior."""
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """What one device needs: the allocator's peaks, and with the priors what the driver would show."""
+
+    device: int
+    peak: Peak
+    context_bytes: int
+    nccl_bytes: int
+
+    @property
+    def process_bytes(self) -> int:
+        """Return the whole: segments, context and communication."""
+        return self.peak.reserved_bytes + self.context_bytes + self.nccl_bytes
+
+
+class Traces:
+    """The traces of one model with one optimizer, made when they are asked for and kept."""
+
+    def __init__(self, build: Build, optimizer_fn: OptimizerFactory, *, device: str = "cpu") -> None:
+        self._build, self._optimizer_fn, self._device = build, optimizer_fn, device
+        self.of = lru_cache(maxsize=64)(self._trace)
+        self.optimizer = lru_cache(maxsize=64)(self._optimizer)
+
+    def _trace(self, rows: int) -> Trace:
+        return trace(self._build, rows, self._optimizer_fn, device=self._device)
+
+    def _optimizer(self, sizes_bytes: tuple[int, ...]) -> tuple[Sequence[Op], Sequence[Op]]:
+        return trace_optimizer(self._optimizer_fn, sizes_bytes, device=self._device)
+
+
+def traces_of(case: Case) -> Traces:
+    """Return the traces of a case's model; on a GPU its optimizer works on all parameters at once, as torch chooses."""
+    factory = optimizer_of(case)
+
+    def optimizer_fn(parameters: object) -> object:
+        optimizer = factory(parameters)  # type: ignore[arg-type]
+        if case.device_kind == "cuda":
+            for group in optimizer.param_groups:
+                group["foreach"] = True
+        return optimizer
+
+    return Traces(lambda: models.load(case.model, case.size, case.seed), optimizer_fn, device=fake_device(case))  # type: ignore[arg-type]
+
+
+def fake_device(case: Case) -> str:
+    """Return the device whose operators a trace takes: attention in plain operators on emulated devices alone."""
+    return "lazy:0" if case.device_kind == "emulated" else "cpu"
+
+
+def tape_of(case: Case, traces: Traces, steps: int = STEPS) -> Tape:
+    """Return what a case's devices take and give back in so many steps.
+
+    Raises ValueError for a strategy whose memory is not known.
+    """
+    tape = Tape()
+    if case.strategy in ("single", "single_all_cores"):
+        holding.single(tape, traces.of(case.batch_size), steps)
+    elif case.strategy == "ddp":
+        for device, rows in enumerate(case.rows):
+            holding.ddp(tape, traces.of(rows), steps, device)
+    elif case.strategy in ("dp", "torch_dp"):
+        schedule = _schedule(case)
+        parts = tuple(traces.of(rows) for rows in case.rows)
+        shards = holding.Shards(traces.of(case.batch_size), parts, traces.optimizer)
+        # distinct GPUs take collectives until weights stay where they are, or move in flat buffers
+        collective = case.device_kind == "cuda" and case.placement == "spread" and len(parts) > 1
+        kind = TorchDataParallel if case.strategy == "torch_dp" else holding.DataParallel
+        kind(tape, shards, schedule, collective=collective).run(steps)
+    else:
+        raise ValueError(f"the memory of strategy {case.strategy!r} is not known; known: single, ddp, dp, torch_dp")
+    return tape
+
+
+def _schedule(case: Case) -> Schedule:
+    """Return the schedule of a case of dp or torch_dp; `fastest` as it is where everything is legal."""
+    if case.strategy == "torch_dp" or not case.schedule:
+        return parse(REFERENCE)
+    if case.schedule == "fastest":
+        from dpbench.engine.fastest import BEST
+
+        return BEST
+    return parse(case.schedule)
+
+
+def needed(case: Case, traces: Traces | None = None, *, capacity_bytes: int | None = None) -> list[DeviceMemory]:
+    """Return what each device needs; raise OutOfDeviceMemory where `capacity_bytes` a device are not enough.
+
+    The capacity is the whole device's: the priors for context and communication are taken off before the replay.
+    """
+    tape = tape_of(case, traces or traces_of(case))
+    on_gpu = case.device_kind == "cuda"
+    context = CONTEXT_BYTES if on_gpu else 0
+    nccl = NCCL_BYTES if on_gpu and len(case.rows) > 1 and case.placement == "spread" else 0
+    rounding = None if on_gpu else 1
+    left = None if capacity_bytes is None else capacity_bytes - context - nccl
+    if left is not None and left < 0:
+        raise OutOfDeviceMemory(f"context and communication alone take {context + nccl} of {capacity_bytes} bytes")
+    return [
+        DeviceMemory(i, replay(tape, i, capacity_bytes=left, rounding_bytes=rounding), context, nccl)
+        for i in range(len(case.rows))
+    ]
+
+
+def excess_bytes(devices: Sequence[DeviceMemory]) -> int:
+    """Return by how much the allocated peak of device 0 is above that of the others; 0 for one device alone."""
+    others = [one.peak.allocated_bytes for one in devices[1:]]
+    return devices[0].peak.allocated_bytes - max(others) if others else 0
+
+
+def largest_batch(case_of: Callable[[int], Case], capacity_bytes: int, *, limit: int = 2**20) -> int:
+    """Return the largest batch size whose case fits every device, by bisection over replays; 0 if not even 1 does."""
+    traces = traces_of(case_of(1))
+
+    def fits(batch_size: int) -> bool:
+        try:
+            needed(case_of(batch_size), traces, capacity_bytes=capacity_bytes)
+        except OutOfDeviceMemory:
+            return False
+        return True
+
+    fine, bad = 0, 1
+    while bad <= limit and fits(bad):
+        fine, bad = bad, 2 * bad
+    while bad - fine > 1:
+        middle = (fine + bad) // 2
+        fine, bad = (middle, bad) if fits(middle) else (fine, middle)
+    return fine
+
+
+@dataclass(frozen=True, kw_only=True)
+class Closed:
+    """The sizes, in bytes, that closed forms of DataParallel's memory are written in.
+
+    `parameters` and `buffers` of the module, `optimizer` its state (SGD 0, momentum one copy of the parameters, Adam
+    two), `activations` of a device's rows, `inputs` and `outputs` of a device, `whole_outputs` of the whole batch,
+    `temporary` the most that backward holds beside, `losses` the copies of the whole output that the loss makes.
+    """
+
+    parameters: int
+    buffers: int
+    optimizer: int
+    activations: int
+    inputs: int
+    outputs: int
+    whole_outputs: int
+    temporary: int
+    losses: int = 2
+
+    @property
+    def root(self) -> dict[str, int]:
+        """Return device 0's bytes at the two moments that can be its peak."""
+        kept = self.parameters + self.buffers + self.optimizer
+        running = kept + self.activations + self.inputs + self.whole_outputs * (1 + self.losses) + self.temporary
+        return {"backward": running, "reduce": kept + 2 * self.parameters}
+
+    @property
+    def other(self) -> int:
+        """Return another device's bytes at the end of its backward: a replica, and the gradients of one.
+
+        That holds where the replicas outlive backward, as the engine's do. torch.nn.DataParallel's go when its forward
+        returns, and their weights with the graph: its other devices need less.
+        """
+        return 2 * self.parameters + self.buffers + self.inputs + self.outputs
+
+    @property
+    def excess(self) -> int:
+        """Return by how much device 0 is above the others where weights, not activations, make the peak."""
+        return self.root["reduce"] - self.other

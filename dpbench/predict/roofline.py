@@ -1,0 +1,122 @@
+"""Roofline: a traced op's seconds on a GPU that is described by peaks alone.
+
+An op takes the longest of three times: computing, moving its bytes, and starting at all. Both rates saturate: an op
+of `half` work reaches half of the best rate, which is the same as so much work more at that rate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from dpbench.predict.recorder import Op
+from dpbench.predict.trace import Trace
+from dpbench.records import Cost, Phase, Profile
+
+FOREACH_TENSORS = (110, 64, 48, 36, 30)
+"""How many tensors one multi-tensor launch takes, by how many lists it works on: `depth_to_max_tensors` in
+`aten/src/ATen/native/cuda/MultiTensorApply.cuh`, as its blocks (320 of 65,536 elements) below."""
+FOREACH_BLOCKS, FOREACH_ELEMENTS = 320, 65_536
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """What a GPU reaches: peaks from its data sheet, the shares of them that can be had, and the least of a kernel.
+
+    `flop_share` is what the best bf16 matrix product reaches of the dense peak: A100 SXM 0.87, A100 PCIe 0.81, H100
+    0.80, B200 0.78, MI300X 0.51 (S. Bekman, "Machine Learning Engineering Open Book", MAMF table). `half_flop` and
+    `half_bytes` are fitted to the efficiency tables of Calculon (0.6 at 1 GFLOP, 0.9 at 16; 0.75 at 10 MB, 0.9 at
+    100). None of these is measured here.
+    """
+
+    flop_per_s: float
+    bytes_per_s: float
+    flop_share: float = 0.85
+    bytes_share: float = 0.92
+    half_flop: float = 6e8
+    half_bytes: float = 1.5e6
+    least_s: float = 2.5e-6
+
+    def op_s(self, op: Op) -> float:
+        """Return the seconds of one op; 0 for one that starts no kernel."""
+        return self.seconds(op.flop, op.bytes)
+
+    def seconds(self, flop: float, size_bytes: float) -> float:
+        """Return the seconds of so much work in one kernel."""
+        if not size_bytes:
+            return 0.0
+        compute = (flop + self.half_flop) / (self.flop_share * self.flop_per_s) if flop else 0.0
+        move = (size_bytes + self.half_bytes) / (self.bytes_share * self.bytes_per_s)
+        return max(compute, move, self.least_s)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One multi-tensor op of an optimizer: over how many lists, and how many times its elements are read or written."""
+
+    lists: int
+    passes: int
+
+
+UPDATES: dict[str, tuple[Pass, ...]] = {
+    # momentum: buf *= m; buf += g; p -= lr * buf
+    "SGD": (Pass(1, 2), Pass(2, 3), Pass(2, 3)),
+    # m.lerp(g); v *= b; v += g * g; sqrt(v); /= c; += eps; p += m / root
+    "Adam": (Pass(2, 3), Pass(1, 2), Pass(2, 3), Pass(2, 2), Pass(1, 2), Pass(1, 2), Pass(3, 4)),
+}
+UPDATES["AdamW"] = (Pass(1, 2), *UPDATES["Adam"])  # p *= 1 - lr * decay
+"""The multi-tensor ops that `torch.optim` (2.13, foreach) starts for a step, with momentum where there can be one."""
+
+
+def optimizer_s(name: str, sizes_bytes: Sequence[int], speed: Speed) -> tuple[float, int]:
+    """Return seconds and launches of an optimizer's step over parameters of these sizes.
+
+    Counted analytically: on the host, where traces are made, torch takes multi-tensor ops apart. Raises LookupError
+    for an optimizer whose ops are not known.
+    """
+    if name not in UPDATES:
+        raise LookupError(f"the kernels of optimizer {name} are not known; known: {', '.join(UPDATES)}")
+    total, blocks = sum(sizes_bytes), sum(math.ceil(size / 4 / FOREACH_ELEMENTS) for size in sizes_bytes)
+    seconds, count = 0.0, 0
+    for one in UPDATES[name]:
+        launches = max(math.ceil(len(sizes_bytes) / FOREACH_TENSORS[one.lists - 1]), math.ceil(blocks / FOREACH_BLOCKS))
+        count += launches
+        seconds += launches * speed.seconds(0.0, one.passes * total / max(launches, 1))
+    return seconds, count
+
+
+def phase_s(trace: Trace, phase: Phase, speed: Speed) -> float:
+    """Return the seconds of a phase's kernels, one after the other."""
+    if phase is Phase.OPTIMIZER:
+        return optimizer_s(trace.optimizer_name, trace.parameters.sizes_bytes, speed)[0]
+    return sum(speed.op_s(op) for op in trace.ops if op.phase is phase)
+
+
+def profile(traces: Callable[[int], Trace], rows: tuple[int, int], speed: Speed) -> Profile:
+    """Return a model's profile on a described GPU, its seconds as lines through two batch sizes."""
+    few, many = sorted(rows)
+    if few == many:
+        raise ValueError(f"a line needs two batch sizes, got {few} twice")
+    low, high = traces(few), traces(many)
+
+    def cost(phase: Phase) -> Cost:
+        first, second = phase_s(low, phase, speed), phase_s(high, phase, speed)
+        slope = max(0.0, (second - first) / (many - few))
+        return Cost(max(0.0, second - slope * many), slope)
+
+    def moved(phase: Phase) -> float:
+        return sum(op.bytes for op in high.ops if op.phase is phase) / many
+
+    return Profile(
+        model=high.model,
+        parameter_tensors=len(high.parameters.sizes_bytes), parameter_bytes=high.parameters.bytes,
+        buffer_bytes=high.buffers.bytes, buffer_tensors=len(high.buffers.sizes_bytes), modules=high.modules,
+        input_bytes=high.inputs.bytes / many, output_bytes=high.output.bytes / many,
+        forward_flop=high.flop(Phase.FORWARD) / many, backward_flop=high.flop(Phase.BACKWARD) / many,
+        forward_launches=high.launches(Phase.FORWARD), backward_launches=high.launches(Phase.BACKWARD),
+        forward_bytes=moved(Phase.FORWARD), backward_bytes=moved(Phase.BACKWARD),
+        gradient_bytes=tuple(high.parameters.sizes_bytes[n] for n in high.ready), source="traced",
+        forward=cost(Phase.FORWARD), loss=cost(Phase.LOSS), backward=cost(Phase.BACKWARD),
+        optimizer=cost(Phase.OPTIMIZER),
+    )  # fmt: skip

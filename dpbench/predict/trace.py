@@ -1,0 +1,320 @@
+"""Trace: one training step on one device as a list of ops, their work and the memory they take and give back.
+
+The step runs on fake tensors, which have shapes and no numbers, so that any model at any batch is traced in a second
+and without its hardware. A model whose shapes depend on numbers (packed sequences) is traced on real ones instead.
+
+The step is cut in parts, so that they can be put together anew for several devices: forward, loss, the loss's own
+backward, backward, the optimizer's first step (which makes its state) and any later one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+from torch.autograd.function import Function
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from dpbench.models import Model, positional
+from dpbench.predict.recorder import Op, Recorder
+from dpbench.records import Phase
+
+Build = Callable[[], Model]
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+FEW = 3
+"""Samples of the batch that shapes are taken from: a tensor of so many rows is taken to have one a sample."""
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """Sizes in bytes of a list of tensors."""
+
+    sizes_bytes: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Return the sum."""
+        return sum(self.sizes_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """One step of one model on `rows` samples on one device.
+
+    The order of `parameters` is the module's, and `ready` their numbers in the order in which backward finishes their
+    gradients, which it does after so many of its ops as `ready_at` says. `outputs`, `output_gradients` and `gradients`
+    name storages; a gradient is None where there is none.
+    """
+
+    model: str
+    rows: int
+    forward: tuple[Op, ...]
+    loss: tuple[Op, ...]
+    loss_backward: tuple[Op, ...]
+    backward: tuple[Op, ...]
+    optimizer_first: tuple[Op, ...]
+    optimizer: tuple[Op, ...]
+    modules: int
+    parameters: Tensors
+    trainable: tuple[bool, ...]
+    ready: tuple[int, ...]
+    ready_at: tuple[int, ...]
+    buffers: Tensors
+    inputs: Tensors
+    target: Tensors
+    output: Tensors
+    outputs: tuple[int, ...]
+    output_gradients: tuple[int | None, ...]
+    gradients: tuple[int | None, ...]
+    losses: tuple[int, ...]
+    released_at: tuple[int, ...]
+    """For each parameter, buffer, input and output: after how many of backward's ops its graph lets go of it."""
+    optimizer_name: str
+    fake: bool
+
+    @property
+    def ops(self) -> tuple[Op, ...]:
+        """Return one ordinary step's ops, in order."""
+        return (*self.forward, *self.loss, *self.loss_backward, *self.backward, *self.optimizer)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Return what forward leaves behind: saved for backward, the outputs included."""
+        return sum(event.size_bytes for op in self.forward for event in op.events)
+
+    def flop(self, *phases: Phase) -> float:
+        """Return the FLOP of some phases' ops, or of all."""
+        return sum(op.flop for op in self.ops if not phases or op.phase in phases)
+
+    def launches(self, *phases: Phase) -> int:
+        """Return how many ops of some phases, or of all, start a kernel."""
+        return sum(op.bytes > 0 for op in self.ops if not phases or op.phase in phases)
+
+
+def trace(build: Build, rows: int, optimizer_fn: OptimizerFactory, *, device: str = "cpu") -> Trace:
+    """Trace one training step of `build()` on `rows` samples.
+
+    `device` is what the fake tensors say they are on, and decides which operators torch picks: "cpu" works anywhere,
+    "lazy:0" picks as the emulated devices do (attention in plain operators), "cuda:0" needs a CUDA build of torch with
+    a GPU. Raises what the model raises.
+    """
+    try:
+        model = _shapes(build)
+        inputs, target = model.batch(FEW, 0)
+        with FakeTensorMode():
+            _place(model.module, torch.device(device))
+            batch = [_rows_of(value, rows, torch.device(device)) for value in (positional(inputs), target)]
+            return _Step(model, rows, batch, torch.device(device), optimizer_fn, fake=True).trace()
+    except DynamicOutputShapeException:
+        model = build()
+        inputs, target = model.batch(rows, 0)
+        batch = [positional(inputs), target]
+        return _Step(model, rows, batch, torch.device("cpu"), optimizer_fn, fake=False).trace()
+
+
+def trace_optimizer(
+    optimizer_fn: OptimizerFactory, sizes_bytes: Sequence[int], *, device: str = "cpu"
+) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
+    """Return the first and the later steps of an optimizer over fp32 vectors of these sizes."""
+    with FakeTensorMode():
+        parameters = [nn.Parameter(torch.empty(size // 4, device=device)) for size in sizes_bytes]
+        for parameter in parameters:
+            parameter.grad = torch.empty_like(parameter)
+        optimizer, recorder = optimizer_fn(parameters), Recorder(torch.device(device))
+        with recorder:
+            for name in ("first", "later"):
+                with recorder.part(name, Phase.OPTIMIZER):
+                    optimizer.step()
+                recorder.forget(_host_state(optimizer))
+    ops = recorder.ops("first", "later")
+    return ops["first"], ops["later"]
+
+
+def _shapes(build: Build) -> Model:
+    """Build the model without numbers; with them where it computes with its weights while it is built."""
+    try:
+        with torch.device("meta"):
+            return build()
+    except (RuntimeError, NotImplementedError):
+        return build()
+
+
+class _Step:
+    """A model, a batch and an optimizer, and the two steps that are taken with them."""
+
+    def __init__(
+        self, model: Model, rows: int, batch: Sequence[Any], device: torch.device, optimizer_fn: OptimizerFactory,
+        *, fake: bool,
+    ) -> None:  # fmt: skip
+        self._model, self._module, self._rows, self._fake = model, model.module, rows, fake
+        self._inputs, self._target = batch
+        self._optimizer = optimizer_fn(self._module.parameters())
+        self._parameters = list(self._module.parameters())
+        self._ready: list[tuple[int, int]] = []
+        self._recorder = Recorder(device)
+
+    def trace(self) -> Trace:
+        """Take two steps; the first tells how the optimizer makes its state, the second all the rest."""
+        number = {id(parameter): n for n, parameter in enumerate(self._parameters)}
+        hooks = [
+            p.register_post_accumulate_grad_hook(lambda p: self._ready.append((number[id(p)], self._recorder.at)))
+            for p in self._parameters
+            if p.requires_grad
+        ]
+        with self._recorder:
+            released = self._step("first")["released_at"]
+            roles = {**self._step(""), "released_at": released}
+        for hook in hooks:
+            hook.remove()
+        ops = self._recorder.ops(*PARTS)
+        return Trace(
+            model=self._model.name, rows=self._rows,
+            forward=ops["forward"], loss=ops["loss"], loss_backward=ops["loss_backward"], backward=ops["backward"],
+            optimizer_first=ops["optimizer_first"], optimizer=ops["optimizer"],
+            modules=sum(1 for _ in self._module.modules()),
+            parameters=_sizes(self._parameters),
+            trainable=tuple(p.requires_grad for p in self._parameters),
+            ready=tuple(n for n, _ in self._ready), ready_at=tuple(at for _, at in self._ready),
+            buffers=_sizes(self._module.buffers()),
+            inputs=_sizes(self._inputs), target=_sizes(tree_flatten(self._target)[0]),
+            optimizer_name=type(self._optimizer).__name__, fake=self._fake, **roles,
+        )  # fmt: skip
+
+    def _step(self, name: str) -> dict[str, Any]:
+        """Take one step; return the storages that have a role in it."""
+        record = self._recorder
+        self._optimizer.zero_grad(set_to_none=True)
+        self._ready.clear()
+        saved = _Saved(record)
+        hooks = torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack) if name else nullcontext()
+        with record.part(f"{name}forward", Phase.FORWARD), hooks:
+            output = self._module(*self._inputs)
+        leaves, form = tree_flatten(output)
+        cut = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in leaves]
+        tensors = [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad]
+        ends = [x for x in cut if isinstance(x, torch.Tensor) and x.requires_grad]
+        with record.part(f"{name}loss", Phase.LOSS):
+            loss = self._model.loss(tree_unflatten(cut, form), self._target)
+        with record.part(f"{name}loss_backward", Phase.BACKWARD):
+            seed = torch.ones_like(loss)
+            loss.backward(seed)
+        given = [x.grad for x in ends]
+        names = tuple(None if g is None else record.storage(g) for g in given)
+        for x in ends:
+            x.grad = None
+        begin = record.part(f"{name}backward", Phase.BACKWARD)
+        edge = _Edge.apply(given, begin, *tensors)  # type: ignore[no-untyped-call]
+        edge.backward()
+        del seed  # torch holds it until the whole backward is done
+        begin.__exit__(None, None, None)
+        held = [*self._parameters, *self._module.buffers(), *tree_flatten(self._inputs)[0], *leaves]
+        roles = {
+            "released_at": tuple(saved.at(x) for x in held if isinstance(x, torch.Tensor)),
+            "output": _sizes(leaves),
+            "outputs": tuple(record.storage(x) for x in leaves if isinstance(x, torch.Tensor)),
+            "output_gradients": names,
+            "gradients": tuple(None if p.grad is None else record.storage(p.grad) for p in self._parameters),
+            "losses": (record.storage(loss),),
+        }
+        with record.part(f"optimizer{'_first' if name else ''}", Phase.OPTIMIZER):
+            self._optimizer.step()
+        record.forget(_host_state(self._optimizer))
+        return roles
+
+
+PARTS = ("forward", "loss", "loss_backward", "backward", "optimizer_first", "optimizer")
+
+
+class _Edge(Function):
+    """The end of forward: its backward hands out the gradients that the loss left, and keeps none of them."""
+
+    @staticmethod
+    def forward(ctx: Any, given: list[Any], begin: AbstractContextManager[None], *outputs: torch.Tensor) -> Any:
+        ctx.given, ctx.begin = given, begin
+        return outputs[0].new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[Any, ...]:
+        ctx.begin.__enter__()
+        gradients = tuple(ctx.given)
+        ctx.given.clear()
+        return None, None, *gradients
+
+
+class _Saved:
+    """Hooks on what forward saves for backward, to see when each tensor is let go."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._at: dict[int, int] = {}
+
+    def pack(self, tensor: torch.Tensor) -> _Held:
+        """Save a tensor in an object of its own, whose end will tell."""
+        held = _Held(tensor)
+        weakref.finalize(held, self._released, self._recorder.storage(tensor)).atexit = False
+        return held
+
+    def unpack(self, held: _Held) -> torch.Tensor:
+        """Return what was saved."""
+        return held.tensor
+
+    def _released(self, storage: int) -> None:
+        self._at[storage] = self._recorder.at
+
+    def at(self, tensor: torch.Tensor) -> int:
+        """Return after how many ops the last that saved a tensor let it go; 0 if nobody had saved it."""
+        return self._at.get(self._recorder.storage(tensor), 0)
+
+
+class _Held:
+    """A saved tensor."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def _sizes(values: Iterable[Any]) -> Tensors:
+    return Tensors(tuple(value.nbytes for value in values if isinstance(value, torch.Tensor)))
+
+
+def _rows_of(value: Any, rows: int, device: torch.device) -> Any:
+    """Return fake tensors on a device, with so many rows instead of FEW; to be called under the mode."""
+    leaves, form = tree_flatten(value)
+    made = [
+        torch.empty((rows, *x.shape[1:]) if x.dim() and x.shape[0] == FEW else x.shape, dtype=x.dtype, device=device)
+        if isinstance(x, torch.Tensor)
+        else x
+        for x in leaves
+    ]
+    return tree_unflatten(made, form)
+
+
+def _place(module: nn.Module, device: torch.device) -> None:
+    """Put fake tensors in the place of all parameters and buffers; ties stay."""
+    made: dict[int, Any] = {}
+    for part in module.modules():
+        for held in (part._parameters, part._buffers):
+            for name, tensor in held.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+                    wants = tensor.requires_grad
+                    made[id(tensor)] = nn.Parameter(fake, wants) if isinstance(tensor, nn.Parameter) else fake
+                held[name] = made[id(tensor)]
+        if isinstance(part, nn.RNNBase):  # RNNs keep a list of their own
+            part._flat_weights = [getattr(part, name, None) for name in part._flat_weights_names]
+
+
+def _host_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the optimizer's counters: torch keeps them on the host, whatever device the parameters are on."""
+    capturable = any(group.get("capturable") or group.get("fused") for group in optimizer.param_groups)
+    state = [] if capturable else [v for own in optimizer.state.values() for v in own.values()]
+    return [v for v in state if isinstance(v, torch.Tensor) and v.dim() == 0]

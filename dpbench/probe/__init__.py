@@ -1,0 +1,161 @@
+"""Probe: measure what this machine costs and reaches, and write it down as a machine file.
+
+Everything runs with one thread an operation, as in the workers, so `OMP_NUM_THREADS=1` must be set before torch is
+loaded: the command does so.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from dpbench.probe import collective, engine, gpu, host
+from dpbench.probe.figures import Figure
+
+Say = Callable[[str], None]
+MODULE_S = 16e-6
+"""What a module copied for a replica costs where the host's factor is 1; the factor is this machine's against it."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A machine and its figures."""
+
+    name: str
+    cores: int
+    memory_bytes: int
+    gpus: tuple[str, ...]
+    gpu_memory_bytes: int
+    figures: tuple[Figure, ...]
+    seconds: float
+
+    def __getitem__(self, name: str) -> float:
+        """Return a figure's value."""
+        for one in self.figures:
+            if one.name == name:
+                return one.value
+        raise LookupError(f"no figure {name!r}; known: {', '.join(one.name for one in self.figures)}")
+
+
+def probe(say: Say = lambda _: None) -> Probe:
+    """Measure this machine, its GPUs if it has some; `say` hears what is being measured.
+
+    Raises RuntimeError where more than one thread would work for each operation.
+    """
+    if os.environ.get("OMP_NUM_THREADS") != "1":
+        raise RuntimeError("the probe measures single threads: set OMP_NUM_THREADS=1 before torch is loaded")
+    torch.set_num_threads(1)
+    begin = time.perf_counter()
+    figures: list[Figure] = []
+    for what, part in _suite():
+        say(what)
+        figures += part()
+    names = tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    return Probe(
+        name=_processor(), cores=os.cpu_count() or 1, memory_bytes=psutil.virtual_memory().total, gpus=names,
+        gpu_memory_bytes=torch.cuda.get_device_properties(0).total_memory if names else 0,
+        figures=tuple(figures), seconds=time.perf_counter() - begin,
+    )  # fmt: skip
+
+
+def measure_toml(say: Say = lambda _: None) -> str:
+    """Measure this machine and return its file."""
+    return to_toml(probe(say))
+
+
+def _suite() -> Iterator[tuple[str, Callable[[], Iterator[Figure]]]]:
+    """Yield the parts of the probe by what they measure."""
+    yield "operations and the interpreter's lock", host.calls
+    yield "modules and tensors", host.replication
+    yield "threads", host.threads
+    yield "arithmetic", host.arithmetic
+    yield "memory", host.memory
+    yield "dpbench's engine on tiny nets", engine.figures
+    yield "nets in two threads", host.nets
+    yield "nets in two processes", lambda: collective.nets(host.NETS)
+    count = torch.cuda.device_count()
+    if count:
+        yield "GPU 0", gpu.figures
+    if count > 1:
+        yield "all-reduce between GPUs", lambda: collective.all_reduce(count, "nccl")
+    else:
+        yield "all-reduce between processes", collective.all_reduce
+
+
+def _processor() -> str:
+    """Return the processor's name."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def to_toml(found: Probe) -> str:
+    """Write a probe as a machine file: what predictions read, then every figure with how it was measured.
+
+    Links between GPUs are not measured by this suite: the file says which lines to add for them.
+    """
+    how = f"measured by dpbench probe in {found.seconds:.0f} s, torch {torch.__version__}"
+    logical = not found.gpus
+    what = f"{len(found.gpus)} x {found.gpus[0]}" if found.gpus else "logical CPU devices"
+    devices = len(found.gpus) or found.cores
+    lines = [
+        f"description = {_text(f'{found.name}, {found.cores} cores: {what}')}",
+        f"source = {_text(how)}",
+        "peer_access = false",
+        "",
+        "[gpu]",
+        f"name = {_text(found.name if logical else found.gpus[0])}",
+        f"count = {devices}",
+        f"memory_bytes = {_number(found.memory_bytes if logical else found.gpu_memory_bytes)}",
+        f"memory_bytes_per_s = {_number(found['memory_bytes_per_s' if logical else 'gpu_memory_bytes_per_s'])}",
+        f"flop_per_s = {{ fp32 = {_number(found['flop_per_s' if logical else 'fp32_flop_per_s'])} }}",
+        "",
+        "[host]",
+        f"factor = {_number(found['module_replica_s'] / MODULE_S)}",
+        f"cores = {found.cores}",
+        f"launch_s = {_number(found['op_graph_s' if logical else 'launch_s'])}",
+        f"module_s = {_number(found['module_replica_s'])}",
+        f"tensor_s = {_number(found['tensor_s'])}",
+        f"thread_s = {_number(found['thread_s'])}",
+        f"hand_off = {_number(max(0.0, found['long_ops_2_threads_ratio'] - 1))}",
+        "",
+        "[[link]]",
+        f'between = ["{"gpu0" if devices == 1 else f"gpu0-{devices - 1}"}", "cpu0"]',
+        f"kind = {_text('memory' if logical else 'pcie')}",
+        f"bytes_per_s = {_number(found['copy_16384_kib_bytes_per_s' if logical else 'pinned_to_device_bytes_per_s'])}",
+    ]
+    if not logical and len(found.gpus) > 1:
+        lines.append("# links between the GPUs, and peer_access: see `nvidia-smi topo -m` and `nvidia-smi topo -p2p r`")
+    lines += [
+        "",
+        "[collective]",
+        f"bytes_per_s = {_number(found['all_reduce_bytes_per_s'])}",
+        f"start_s = {_number(found['all_reduce_start_s'])}",
+    ]
+    return "\n".join([*lines, *(line for one in found.figures for line in _table(one)), ""])
+
+
+def _table(one: Figure) -> Iterator[str]:
+    """Yield one figure as a table."""
+    yield from ("", f"[probe.{one.name}]", f"value = {_number(one.value)}")
+    if one.median is not None:
+        yield f"median = {_number(one.median)}"
+    yield f"how = {_text(one.how)}"
+
+
+def _number(value: float) -> str:
+    """Write a number so that TOML reads it as one; four digits are more than any figure holds."""
+    return str(value) if isinstance(value, int) else f"{value:.4g}" if abs(value) < 1e4 else f"{value:.4e}"
+
+
+def _text(value: str) -> str:
+    return json.dumps(value, ensure_ascii=False)

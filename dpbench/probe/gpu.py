@@ -1,0 +1,101 @@
+"""What one GPU reaches: products, copies, launches, transfers, and what its context takes.
+
+Timed by CUDA events around many kernels in a row; the host's share by its own clock, without waiting for the device.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+
+from dpbench.probe.figures import Figure
+from dpbench.probe.host import line
+
+KIB, MIB = 2**10, 2**20
+SIDES = (256, 512, 1024, 2048, 4096, 8192)
+COPIES = (64 * KIB, MIB, 16 * MIB, 256 * MIB)
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+REPEATS, EMPTY = 20, 10_000
+
+
+def figures(ordinal: int = 0) -> Iterator[Figure]:
+    """Yield all figures of one GPU."""
+    yield context(ordinal)
+    with torch.cuda.device(ordinal):
+        yield from _arithmetic()
+        yield from _memory()
+        yield from _launches()
+        yield from _transfers()
+
+
+def context(ordinal: int) -> Figure:
+    """Return what the context takes: the memory that is neither free nor the allocator's once CUDA is up."""
+    torch.cuda.init()
+    free, total = torch.cuda.mem_get_info(ordinal)
+    return Figure(
+        "context_bytes", float(total - free - torch.cuda.memory_reserved(ordinal)),
+        "memory in use after CUDA has started, less the allocator's; other processes on the GPU count too",
+    )  # fmt: skip
+
+
+def _seconds(work: Callable[[], object], repeats: int = REPEATS) -> float:
+    """Return the seconds of one call on the device, by events around many."""
+    for _ in range(3):
+        work()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(repeats):
+        work()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3 / repeats
+
+
+def _arithmetic() -> Iterator[Figure]:
+    for name, dtype in DTYPES.items():
+        points: list[tuple[float, float]] = []
+        for side in SIDES:
+            a = torch.randn(side, side, device="cuda").to(dtype)
+            points.append((2.0 * side**3, _seconds(lambda a=a: a @ a)))  # type: ignore[misc]
+        start_s, per_flop = line(points)
+        best = max(work / seconds for work, seconds in points)
+        how = f"{name} products of {SIDES[0]} to {SIDES[-1]}"
+        yield Figure(f"{name}_flop_per_s", best, f"{how}: the best")
+        yield Figure(f"{name}_half_flop", start_s / per_flop, f"{how}: where half of the line's rate is reached")
+
+
+def _memory() -> Iterator[Figure]:
+    points: list[tuple[float, float]] = []
+    for size in COPIES:
+        source = torch.zeros(size // 4, device="cuda")
+        target = torch.empty_like(source)
+        points.append((2.0 * size, _seconds(lambda s=source, t=target: t.copy_(s))))  # type: ignore[misc]
+    start_s, per_byte = line(points)
+    best = max(work / seconds for work, seconds in points)
+    yield Figure("gpu_memory_bytes_per_s", best, "copies of 64 KiB to 256 MiB: bytes read and written")
+    yield Figure("gpu_half_bytes", start_s / per_byte, "where half of the line's rate is reached")
+
+
+def _launches() -> Iterator[Figure]:
+    x = torch.zeros(1, device="cuda")
+    yield Figure("kernel_s", _seconds(lambda: x.add_(1), EMPTY), f"{EMPTY} one-element kernels in a row, by events")
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(500):  # fewer than the queue holds, so that the host never waits
+        x.add_(1)
+    spent = time.perf_counter() - begin
+    torch.cuda.synchronize()
+    yield Figure("launch_s", spent / 500, "an operation handed over, by the host's clock")
+
+
+def _transfers() -> Iterator[Figure]:
+    size = 64 * MIB
+    there = torch.empty(size // 4, device="cuda")
+    for name, pinned in (("pinned", True), ("pageable", False)):
+        here = torch.zeros(size // 4, pin_memory=pinned)
+        up = _seconds(lambda h=here: there.copy_(h, non_blocking=True))  # type: ignore[misc]
+        down = _seconds(lambda h=here: h.copy_(there, non_blocking=True))  # type: ignore[misc]
+        yield Figure(f"{name}_to_device_bytes_per_s", size / up, f"copies of 64 MiB from {name} memory")
+        yield Figure(f"{name}_to_host_bytes_per_s", size / down, f"copies of 64 MiB to {name} memory")

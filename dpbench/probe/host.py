@@ -1,0 +1,198 @@
+"""What the host costs: calls, modules, threads, the interpreter's lock; and the rates of its arithmetic and memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from queue import SimpleQueue
+
+import numpy as np
+import torch
+from scipy.optimize import nnls
+from torch import nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from dpbench import models
+from dpbench.engine.devices import resolve
+from dpbench.engine.reduce import reduce
+from dpbench.engine.replicate import rebuild
+from dpbench.probe.figures import Figure, Timing, Work, figure, rate, ratio, time_call, time_new_threads, time_together
+
+KIB, MIB = 2**10, 2**20
+THREADS = (2, 4)
+NETS = {"mlp": 32, "resnet18": 32, "transformer": 32}
+"""Nets of short matrix products, of convolutions and of many small operations, and the rows that a replica has."""
+SIDES = (64, 128, 256, 512, 1024)
+COPIES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
+SMALL, LARGE = 256 * KIB, 64 * MIB
+"""A block that a core's own cache holds, and one that only memory does."""
+
+
+def calls() -> Iterator[Figure]:
+    """Yield what single operations cost, and what they cost when several threads want the interpreter."""
+    x = torch.ones(8)
+    quiet = torch.inference_mode
+    alone = time_call(lambda: torch.add(x, 1.0), setting=quiet)
+    yield figure("op_s", alone, "torch.add of 8 elements, no graph, one thread")
+    w = torch.ones(8, requires_grad=True)
+    yield figure("op_graph_s", time_call(lambda: torch.add(w, 1.0)), "torch.add of 8 elements into a graph")
+    for name, value in (("short", x), ("long", torch.ones(4096))):
+        one = time_call(_adder(value), setting=quiet)
+        for count in THREADS:
+            several = time_together([_adder(value.clone()) for _ in range(count)], setting=quiet)
+            yield ratio(
+                f"{name}_ops_{count}_threads_ratio", several, one,
+                f"{count} threads of torch.add of {value.numel()} elements ({one.best_s * 1e6:.1f} us alone), each "
+                "against as many calls in one thread: what the hand-over of the interpreter's lock adds",
+                share=count,
+            )  # fmt: skip
+    depth = 100
+    chain = nn.Sequential(*(nn.Identity() for _ in range(depth)))
+    yield figure("module_call_s", time_call(lambda: chain(x)), f"a chain of {depth} nn.Identity", per=depth)
+
+
+def _adder(x: torch.Tensor) -> Work:
+    return lambda: torch.add(x, 1.0)
+
+
+def nets() -> Iterator[Figure]:
+    """Yield what two replicas take from each other, in kept threads and in new ones, for nets of several kinds.
+
+    A thread that is new has no caches of the libraries that keep some per thread, and none of the allocator's.
+    """
+    for name, rows in NETS.items():
+        alone = time_call(_forward(name, rows), 15)
+        works = [_forward(name, rows), _forward(name, rows)]
+        yield ratio(
+            f"{name}_forward_2_threads_ratio", time_together(works, 15), alone,
+            f"forward of {name} on {rows} rows beside another thread's, against alone: 1 shares nothing, 2 takes turns",
+        )  # fmt: skip
+        yield ratio(
+            f"{name}_forward_2_new_threads_ratio", time_new_threads(works, 31), alone,
+            "the same in two threads that are started for it, their start included",
+        )  # fmt: skip
+        step = time_call(training(name, rows), 15)
+        both = time_together([training(name, rows), training(name, rows)], 15)
+        yield ratio(
+            f"{name}_training_2_threads_ratio", both, step,
+            f"forward and backward of {name} on {rows} rows beside another thread's, against alone",
+        )  # fmt: skip
+
+
+def _forward(name: str, rows: int) -> Work:
+    model = models.load(name, "small", 0)
+    arguments = models.positional(model.batch(rows, 0)[0])
+    return lambda: model.module(*arguments)
+
+
+def training(name: str, rows: int) -> Work:
+    """Return a call that goes forward and backward."""
+    model = models.load(name, "small", 0)
+    inputs, target = model.batch(rows, 0)
+    arguments = models.positional(inputs)
+    return lambda: model.loss(model.module(*arguments), target).backward()
+
+
+def replication() -> Iterator[Figure]:
+    """Yield what copying a tree of modules, and moving and adding many small tensors, costs the host."""
+    module = models.load("resnet18", "small", 0).module
+    modules = sum(1 for _ in module.modules())
+    table = {id(t): t.detach() for t in (*module.parameters(), *module.buffers())}
+    yield figure(
+        "module_replica_s", time_call(lambda: rebuild(module, table)),
+        f"dpbench's rebuild of a ResNet-18's {modules} modules for one replica, tensors not copied", per=modules,
+    )  # fmt: skip
+    count = 200
+    tensors = [torch.zeros(16) for _ in range(count)]
+    flat = _flatten_dense_tensors(tensors)
+    joined = time_call(lambda: _unflatten_dense_tensors(_flatten_dense_tensors(tensors), tensors))
+    yield figure("tensor_s", joined, f"{count} tensors of 64 bytes joined into one and cut out again", per=count)
+    del flat
+    root, other = resolve(["cpu", "cpu"])
+    yield figure("tensor_copy_s", time_call(lambda: other.clone(tensors)), "a tensor of 64 bytes copied", per=count)
+    pairs = [tensors, [t.clone() for t in tensors]]
+    added = time_call(lambda: reduce(pairs, [root, other]), setting=torch.no_grad)
+    yield figure("tensor_reduce_s", added, "two gradients of 64 bytes added by dpbench's reduce", per=count)
+
+
+def threads() -> Iterator[Figure]:
+    """Yield what it costs to start threads, and to wake kept ones."""
+
+    def start() -> None:
+        thread = threading.Thread(target=int)
+        thread.start()
+        thread.join()
+
+    yield figure("thread_s", time_call(start), "a Python thread started and joined")
+    inbox: SimpleQueue[object] = SimpleQueue()
+    outbox: SimpleQueue[object] = SimpleQueue()
+
+    def serve() -> None:
+        while inbox.get() is not None:
+            outbox.put(1)
+
+    server = threading.Thread(target=serve, daemon=True)
+    server.start()
+
+    def wake() -> None:
+        inbox.put(1)
+        outbox.get()
+
+    yield figure("wake_s", time_call(wake), "a kept thread woken through a queue, and its answer awaited")
+    inbox.put(None)
+    server.join()
+
+
+def arithmetic() -> Iterator[Figure]:
+    """Yield the rate of matrix products, the work at which half of it is reached, and what two threads lose."""
+    times: list[tuple[float, float]] = []
+    for side in SIDES:
+        spent = time_call(_product(side), 11, setting=torch.inference_mode)
+        times.append((2.0 * side**3, spent.best_s))
+        yield rate(
+            f"gemm_{side}_flop_per_s", spent, f"a {side} x {side} product, fp32, one thread", amount=2.0 * side**3
+        )
+    start_s, per_flop = line(times)
+    yield Figure("flop_per_s", 1 / per_flop, "the slope of seconds over FLOP through all products, one thread")
+    yield Figure("half_flop", start_s / per_flop, "the FLOP at which half of that rate is reached, from the same line")
+    alone = time_call(_product(512), 11, setting=torch.inference_mode)
+    both = time_together([_product(512), _product(512)], 11, setting=torch.inference_mode)
+    yield ratio("gemm_2_threads_ratio", both, alone, "a 512 x 512 product beside another, against alone")
+
+
+def _product(side: int) -> Work:
+    a, b, out = torch.randn(side, side), torch.randn(side, side), torch.empty(side, side)
+    return lambda: torch.mm(a, b, out=out)
+
+
+def memory() -> Iterator[Figure]:
+    """Yield the rates of copies and additions, and what two threads take from each other."""
+    for size in COPIES:
+        spent = time_call(_copy(size), 11)
+        how = f"copy_ of {size // KIB} KiB, one thread: bytes of the copy, each read and written"
+        yield rate(f"copy_{size // KIB}_kib_bytes_per_s", spent, how, amount=size)
+    for name, size in (("cache", SMALL), ("memory", LARGE)):
+        alone, both = time_call(_copy(size), 11), time_together([_copy(size), _copy(size)], 11)
+        yield ratio(
+            f"{name}_2_threads_ratio", both, alone,
+            f"copy_ of {size // KIB} KiB beside another thread's, against alone: 1 shares nothing, 2 takes turns",
+        )  # fmt: skip
+    yield rate("memory_bytes_per_s", _add(LARGE), "torch.add of two tensors of 64 MiB: 3 x 64 MiB", amount=3 * LARGE)
+
+
+def _copy(size: int) -> Work:
+    source, target = torch.ones(size // 4), torch.empty(size // 4)
+    return lambda: target.copy_(source)
+
+
+def _add(size: int) -> Timing:
+    a, b, out = torch.ones(size // 4), torch.ones(size // 4), torch.empty(size // 4)
+    return time_call(lambda: torch.add(a, b, out=out), 11, setting=torch.no_grad)
+
+
+def line(points: list[tuple[float, float]]) -> tuple[float, float]:
+    """Return (start, slope), neither below zero, of the line with the least relative distances to (work, seconds)."""
+    design = np.array([[1 / seconds, work / seconds] for work, seconds in points])
+    scale = np.abs(design).max(axis=0)
+    (start, slope), _ = nnls(design / scale, np.ones(len(points)))
+    return float(start / scale[0]), float(slope / scale[1])

@@ -1,0 +1,108 @@
+"""Steps on logical CPU devices: phases put together from figures and profiles that are known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dpbench.predict.logical import ENGINE, Host, step
+from dpbench.records import Case, Cost, Profile
+
+PROFILE = Profile(
+    model="net", parameter_tensors=4, parameter_bytes=2**20, buffer_bytes=0, input_bytes=0, output_bytes=0,
+    forward_flop=1, backward_flop=2, modules=2, source="measured", forward=Cost(1.0, 0.1), loss=Cost(0.01, 0.0),
+    backward=Cost(2.0, 0.2), optimizer=Cost(0.5, 0.0),
+)  # fmt: skip
+FIGURES = {
+    "tensor_copy_s": 0.0, "module_replica_s": 0.0, "op_s": 0.0, "op_graph_s": 0.0,
+    "copy_64_kib_bytes_per_s": 2.0**40, "copy_1024_kib_bytes_per_s": 2.0**20,
+    "all_reduce_32_kib_s": 0.01, "all_reduce_1024_kib_s": 0.32,
+    "resnet18_forward_2_threads_ratio": 1.2, "resnet18_forward_2_new_threads_ratio": 1.5,
+    "resnet18_training_2_threads_ratio": 1.1, "resnet18_2_processes_ratio": 1.0,
+    "resnet18_2_processes_in_step_ratio": 1.0,
+    **{
+        f"{schedule}_{phase}_{part}": 0.0
+        for schedule in ("reference", "fastest")
+        for phase in (*ENGINE, "backward_more", "optimizer_more")
+        for part in ("s", "tensor_s")
+    },
+}  # fmt: skip
+HOST = Host(FIGURES)
+
+
+def case(strategy: str, schedule: str = "", batch_size: int = 20, devices: int = 2) -> Case:
+    return Case(model="net", strategy=strategy, schedule=schedule, batch_size=batch_size, devices=devices)
+
+
+def test_one_device_is_its_profile() -> None:
+    assert step(case("single", devices=1), PROFILE, HOST) == {
+        "forward": 3.0, "loss": 0.01, "backward": 6.0, "optimizer": 0.5
+    }  # fmt: skip
+
+
+def test_the_reference_goes_backward_in_one_thread() -> None:
+    found = step(case("dp", "reference"), PROFILE, HOST)
+    assert found["forward"] == pytest.approx(2.0 * 1.5), "ten rows, in new threads beside each other"
+    assert found["backward"] == pytest.approx(2 * 4.0), "one replica after the other"
+    assert found["reduce"] == pytest.approx(1.5), "a mebibyte at a mebibyte a second, read twice and written"
+    assert found["optimizer"] == 0.5
+
+
+def test_fastest_goes_forward_and_backward_in_kept_threads() -> None:
+    found = step(case("dp", "fastest"), PROFILE, HOST)
+    assert found["forward"] == pytest.approx(2.0 * 1.2)
+    assert found["forward"] + found["backward"] == pytest.approx(6.0 * 1.1)
+
+
+def test_the_device_with_most_small_gradients_is_waited_for() -> None:
+    host = Host({**FIGURES, "fastest_reduce_tensor_s": 0.1})
+    even = step(case("dp", "fastest"), PROFILE, host)["reduce"]
+    skewed = replace(PROFILE, gradient_bytes=(4, 4, 4, 2**20 - 12))
+    assert even == pytest.approx(4 * 0.1 + 1.5 / 2, rel=0.01)
+    assert step(case("dp", "fastest"), skewed, host)["reduce"] == pytest.approx(8 * 0.1 + 1.5 / 2, rel=0.01)
+
+
+def test_ddp_waits_for_its_last_bucket() -> None:
+    found = step(case("ddp"), PROFILE, HOST)
+    assert found["forward"] == pytest.approx(2.0)
+    assert found["reduce"] == pytest.approx(1.0 + 0.32), "the copies to and from the bucket, and an all-reduce of it"
+    late = Host({**FIGURES, "resnet18_2_processes_in_step_ratio": 1.25})
+    assert step(case("ddp"), PROFILE, late)["reduce"] == pytest.approx(1.32 + 0.25 * 6 - 0.01)
+
+
+def test_buckets_but_the_last_are_hidden() -> None:
+    sizes = (2**20, 26 * 2**20, 512 * 2**10)
+    found = step(case("ddp"), replace(PROFILE, gradient_bytes=sizes), HOST)
+    small = 0.01 + (0.32 - 0.01) * (512 - 32) / (1024 - 32)
+    assert found["reduce"] == pytest.approx(1.0 + small)
+
+
+def test_all_reduces_are_interpolated_and_extrapolated() -> None:
+    assert HOST.all_reduce_s(4) == 0.01
+    assert HOST.all_reduce_s(2**20) == pytest.approx(0.32)
+    assert HOST.all_reduce_s(2 * 2**20) > 0.6
+
+
+def test_a_ratio_is_never_below_one() -> None:
+    assert Host({**FIGURES, "resnet18_forward_2_threads_ratio": 0.5}).beside("net", "forward_2_threads") == 1.0
+
+
+def test_what_is_not_known_is_refused() -> None:
+    for wrong in (case("dp", "cached"), case("dp", "reference", devices=3), case("torch_dp")):
+        with pytest.raises(ValueError, match="known"):
+            step(wrong, PROFILE, HOST)
+    with pytest.raises(ValueError, match="two batch sizes"):
+        step(case("dp", "reference"), replace(PROFILE, forward=None), HOST)
+
+
+def test_files_without_figures_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "m.toml"
+    path.write_text('description = "x"\n')
+    with pytest.raises(ValueError, match="dpbench probe"):
+        Host.read(path)
+    path.write_text('[probe.a_s]\nvalue = 2.0\nmedian = 3.0\nhow = ""\n[probe.a_ratio]\nvalue = 2.0\nhow = ""\n')
+    assert Host.read(path).figures == {"a_s": 3.0, "a_ratio": 2.0}
+    with pytest.raises(LookupError, match="op_s"):
+        Host.read(path)["op_s"]

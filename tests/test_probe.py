@@ -1,0 +1,126 @@
+"""The probe: figures of work whose cost is known, a file that is a machine, and the command that writes it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+from dpbench.probe import Probe, collective, gpu, host, to_toml
+from dpbench.probe.figures import Figure, figure, rate, ratio, summary, time_call, time_new_threads, time_together
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_a_call_takes_as_long_as_it_does() -> None:
+    timing = time_call(lambda: time.sleep(0.01), 5)
+    assert 0.01 <= timing.best_s <= timing.median_s
+    assert timing.best_s < 0.03
+
+
+def test_short_calls_are_repeated_within_a_reading_of_the_clock() -> None:
+    calls = []
+    timing = time_call(lambda: calls.append(1), 3)
+    assert len(calls) > 1000
+    assert timing.best_s < 1e-5
+
+
+def test_works_run_at_once() -> None:
+    """Each waits for the other: one after the other they would never end."""
+    meeting = threading.Barrier(2, timeout=10)
+    assert time_together([meeting.wait, meeting.wait], 3).best_s > 0
+    assert time_new_threads([meeting.wait, meeting.wait], 3).best_s > 0
+
+
+def test_settings_are_entered_in_every_thread() -> None:
+    seen: list[bool] = []
+    time_together([lambda: seen.append(torch.is_inference_mode_enabled())] * 2, 1, setting=torch.inference_mode)
+    assert all(seen)
+
+
+def test_figures_know_their_amounts() -> None:
+    timing = summary([2.0] * 9 + [1.0, 4.0])
+    assert timing.best_s == 2.0
+    assert figure("a_s", timing, "how", per=4).value == 0.5
+    assert rate("b", timing, "how", amount=6).value == 3
+    assert ratio("c", timing, summary([1.0]), "how", share=2).value == 1
+
+
+def test_a_line_is_found_again() -> None:
+    start, slope = host.line([(n, 3.0 + 0.5 * n) for n in (1.0, 10.0, 100.0)])
+    assert (start, slope) == (pytest.approx(3.0), pytest.approx(0.5))
+
+
+@pytest.mark.parametrize("part", [host.calls, host.replication, host.threads])
+def test_every_figure_of_the_host_is_a_positive_number(part: object) -> None:
+    found = list(part())  # type: ignore[operator]
+    assert found
+    assert all(one.value > 0 and one.how for one in found)
+
+
+def test_an_all_reduce_takes_longer_for_more() -> None:
+    found = {one.name: one.value for one in collective.all_reduce(sizes=(32 * 1024, 2**24))}
+    assert found["all_reduce_16384_kib_s"] > found["all_reduce_32_kib_s"] > 0
+    assert found["all_reduce_bytes_per_s"] > 0
+
+
+def test_a_rank_that_fails_says_why() -> None:
+    with pytest.raises(RuntimeError, match="magic"):
+        collective._measured(2, "magic", "reduce", "4")
+
+
+FAKE = Probe(
+    name='A "quoted" processor', cores=2, memory_bytes=8 * 2**30, gpus=(), gpu_memory_bytes=0, seconds=12.0,
+    figures=tuple(
+        Figure(name, 0.00002 * (n + 1), "how", 0.00003)
+        for n, name in enumerate(
+            ("memory_bytes_per_s", "flop_per_s", "module_replica_s", "op_graph_s", "tensor_s", "thread_s",
+             "long_ops_2_threads_ratio", "copy_16384_kib_bytes_per_s", "all_reduce_bytes_per_s", "all_reduce_start_s")
+        )
+    ),
+)  # fmt: skip
+
+
+def test_the_file_is_toml_with_every_figure() -> None:
+    data = tomllib.loads(to_toml(FAKE))
+    assert data["gpu"]["count"] == data["host"]["cores"] == 2
+    assert data["gpu"]["memory_bytes"] == 8 * 2**30
+    assert data["host"]["factor"] == pytest.approx(FAKE["module_replica_s"] / 16e-6, rel=1e-3)
+    assert set(data["probe"]) == {one.name for one in FAKE.figures}
+    assert all(row["how"] and row["value"] and row["median"] for row in data["probe"].values())
+
+
+def test_an_unknown_figure_lists_the_known() -> None:
+    with pytest.raises(LookupError, match="thread_s"):
+        FAKE["warp_s"]
+
+
+@pytest.mark.slow
+def test_the_command_measures_this_machine_within_a_minute(tmp_path: Path) -> None:
+    path, begin = tmp_path / "here.toml", time.perf_counter()
+    command = [sys.executable, "-m", "dpbench.cli", "probe", "--output", str(path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path, env=environment)
+    assert time.perf_counter() - begin < 90
+    assert done.stdout == ""
+    assert "measuring" in done.stderr
+    data = tomllib.loads(path.read_text())
+    assert data["gpu"]["memory_bytes_per_s"] > 1e8
+    for name in ("gemm_2_threads_ratio", "memory_2_threads_ratio", "mlp_forward_2_threads_ratio"):
+        assert 0.5 < data["probe"][name]["value"] < 4, name
+
+
+@pytest.mark.gpu
+def test_a_gpus_figures_are_those_of_a_gpu() -> None:
+    found = {one.name: one.value for one in gpu.figures()}
+    assert found["gpu_memory_bytes_per_s"] > 5e10
+    assert found["fp32_flop_per_s"] > 1e12
+    assert found["pinned_to_device_bytes_per_s"] > found["pageable_to_device_bytes_per_s"] * 0.8
+    assert 1e-7 < found["kernel_s"] < 1e-4
