@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from dpbench import __version__
+from dpbench.predicting import predict
 
 if TYPE_CHECKING:
     from dpbench.store import Run
@@ -213,7 +214,7 @@ def report(store: Path, run_id: str | None, html: Path, md: bool) -> None:
 
 
 @cli.command("list")
-@click.argument("kind", type=click.Choice(["models", "strategies", "schedules", "metrics", "runs"]))
+@click.argument("kind", type=click.Choice(["models", "strategies", "schedules", "machines", "metrics", "runs"]))
 @store_option
 def list_(kind: str, store: Path) -> None:
     """List what there is to choose from, or the runs of the store; one name first on each line."""
@@ -356,6 +357,9 @@ def _print_verdict(content: dict[str, Any]) -> None:
     for warning in content["warnings"]:
         click.echo(f"warning: {warning}", err=True)
     click.echo(f"\n{content['verdict']}")
+
+
+cli.add_command(predict)
 
 
 def main(arguments: list[str] | None = None) -> None:

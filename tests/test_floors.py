@@ -31,7 +31,7 @@ FLOORS = (
     },
     {"strategies", "verify", "analyse", "ladder", "export"},
     {"worker", "predict", "probe", "diagnose"},
-    {"run", "report", "progress"},
+    {"run", "report", "progress", "predicting"},
     {"cli"},
 )
 FLOOR = {unit: number for number, units in enumerate(FLOORS) for unit in units}
