@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dpbench import registry
+from dpbench import machine, registry
 from dpbench.schedule import FASTEST, LADDER, REFERENCE, RUNGS, TRAIN_STEP
 
 if TYPE_CHECKING:
@@ -56,7 +56,10 @@ REMOVES = {
 
 
 def rows(kind: str) -> list[tuple[str, str]]:
-    """Return (name, one line of words) for each model, strategy, schedule or metric."""
+    """Return (name, one line of words) for each model, strategy, schedule, machine or metric."""
+    if kind == "machines":
+        return [(name, f"{found.description} ({found.devices} GPUs)") for name in machine.names() for found in
+                [machine.load(name)]]  # fmt: skip
     if kind == "metrics":
         return sorted(METRICS.items())
     if kind == "schedules":

@@ -50,7 +50,7 @@ def explain(store: Path, run_id: str | None) -> None:
 
 
 @click.command("list")
-@click.argument("kind", type=click.Choice(["models", "strategies", "schedules", "metrics", "runs"]))
+@click.argument("kind", type=click.Choice(["models", "strategies", "schedules", "machines", "metrics", "runs"]))
 @store_option
 def list_(kind: str, store: Path) -> None:
     """List what there is to choose from, or the runs of the store; one name first on each line."""

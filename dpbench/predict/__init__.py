@@ -1,1 +1,1 @@
-"""Prediction: what a step costs, and what it holds, on devices that are not here."""
+"""Predict: what a step costs, and holds, on a machine that is not here."""

@@ -17,21 +17,34 @@ timers know: a list of (phase, device, start_s, end_s).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from dpbench.records import Case, Phase, Profile, Task
 
-Step = Callable[[Any, Any], torch.Tensor]
+if TYPE_CHECKING:  # the predictor asks for tasks, and loads no torch
+    import torch
+    from torch import nn
 
-OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
-    "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
-}
+Step = Callable[[Any, Any], "torch.Tensor"]
+
+
+def _sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    from torch.optim import SGD
+
+    return SGD(parameters, lr=0.01, momentum=0.9)
+
+
+def _adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    from torch.optim import Adam
+
+    return Adam(parameters, lr=1e-3)
+
+
+OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {"sgd": _sgd, "adam": _adam}
+PASSES = {"sgd": 5, "adam": 7}
+"""How often an optimizer's step reads or writes as many bytes as the parameters have: weight, gradient and state."""
 
 
 def optimizer_of(case: Case) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
@@ -45,6 +58,8 @@ def precision_of(case: Case) -> AbstractContextManager[Any]:
     """Return the autocast region that the case's forward runs in."""
     if case.precision == "fp32":
         return nullcontext()
+    import torch
+
     return torch.autocast(case.device_kind, dtype=torch.bfloat16)
 
 
@@ -62,6 +77,48 @@ class Graph:
         self.tasks.append(Task(phase, device, resource, amount, unit, tuple(after), tuple(overlap)))
         return len(self.tasks) - 1
 
-    def update(self, profile: Profile, device: int, after: Iterable[int]) -> int:
+    def launch(
+        self, phase: Phase, device: int, host: str, launches: float, kernels: tuple[float, str],
+        after: Iterable[int] = (), overlap: Iterable[int] = (),
+    ) -> int:  # fmt: skip
+        """Append what the host hands to a device, and the kernels that run beside it and end with it or later."""
+        before = tuple(after)
+        handed = self.add(phase, device, host, launches, "launches", before, overlap)
+        amount, unit = kernels
+        return self.add(phase, device, f"device:{device}", amount, unit, before, [handed])
+
+    def each(
+        self, phase: Phase, devices: Sequence[int], collective: str, amount: float,
+        after: Callable[[int], Iterable[int]], overlap: Callable[[int], Iterable[int]] = lambda i: (),
+    ) -> list[int]:  # fmt: skip
+        """Append one collective, a task for each device."""
+        return [self.add(phase, i, collective, amount, "bytes", after(i), overlap(i)) for i in devices]
+
+    def update(
+        self, case: Case, profile: Profile, device: int, host: str, after: Iterable[int],
+        *, flat: bool = False, share: float = 1.0,
+    ) -> int:  # fmt: skip
         """Append the optimizer: it reads gradients and state, and rewrites the weights."""
-        return self.add(Phase.OPTIMIZER, device, f"device:{device}", 3 * profile.parameter_bytes, "bytes", after)
+        launches = 1 if flat else profile.parameter_tensors
+        moved = PASSES.get(case.optimizer, 5) * profile.parameter_bytes * share
+        return self.launch(Phase.OPTIMIZER, device, host, launches * share, (moved, "bytes"), after)
+
+
+FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20
+"""What torch's DistributedDataParallel reduces first, and from then on, in one message."""
+
+
+def buckets(profile: Profile, first: int = FIRST_BUCKET_BYTES, limit: int = BUCKET_BYTES) -> list[float]:
+    """Return the bytes of each bucket of gradients, in the order in which backward fills them.
+
+    As torch assigns them: a bucket is closed by the tensor with which it reaches its limit.
+    """
+    count = max(1, profile.parameter_tensors)
+    sizes = profile.gradient_bytes or (profile.parameter_bytes / count,) * count
+    found, full = [0.0], first
+    for size in sizes:
+        if found[-1] >= full:
+            found.append(0.0)
+            full = limit
+        found[-1] += size
+    return found

@@ -16,18 +16,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
-
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
+from typing import TYPE_CHECKING, Any
 
 from dpbench import lifeline
 from dpbench.devices import Device
-from dpbench.models import Model, positional
 from dpbench.records import Case, Mark, Phase, Profile, Task
-from dpbench.strategies import Graph, optimizer_of, precision_of
+from dpbench.strategies import Graph, buckets, optimizer_of, precision_of
 from dpbench.strategies.single import put_all
+
+if TYPE_CHECKING:
+    import torch
+
+    from dpbench.models import Model
 
 SHARED_STREAM = True  # every rank has a process, and so a stream, of its own
 TIMEOUT = timedelta(seconds=60)
@@ -58,6 +58,8 @@ def launch(case: Case, entry: Callable[[int], Any], folder: Path) -> list[Any]:
 
 def _rank(case: Case, entry: Callable[[int], Any], launcher: int) -> Any:
     """Join the process group, run, and leave it."""
+    import torch.distributed as dist
+
     # the launcher's own lifeline is a SIGINT, which a rank that hangs in native code never hears
     lifeline.die_with_parent(launcher)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # inherited handlers do not run inside a collective
@@ -74,6 +76,10 @@ class _Step:
     """One rank's training step on its rows of the global batch."""
 
     def __init__(self, case: Case, model: Model, device: Device, mark: Mark) -> None:
+        import torch
+        import torch.distributed as dist
+        from torch.nn.parallel import DistributedDataParallel
+
         self._case, self._model, self._device, self._mark = case, model, device, mark
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._on_host = device.torch_device.type == "cpu"
@@ -89,6 +95,8 @@ class _Step:
 
     def __call__(self, inputs: Any, target: Any) -> torch.Tensor:
         """Train on this rank's chunk; its loss is scaled so that DDP's mean is the global batch's gradient."""
+        from dpbench.models import positional
+
         device, mark, i = self._device, self._mark, self._device.index
         with mark(Phase.OPTIMIZER, i):
             self._optimizer.zero_grad(set_to_none=True)
@@ -110,6 +118,8 @@ class _Step:
 
     def _chunk(self, value: Any) -> tuple[Any, int]:
         """Return this rank's rows of a tensor, and how many there are in all; share anything else."""
+        import torch
+
         if not isinstance(value, torch.Tensor):
             return value, 1
         return value.chunk(self._case.devices)[self._rank], len(value)
@@ -131,18 +141,47 @@ def start(case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> It
     yield _Step(case, model, devices[0], mark)
 
 
-def tasks(case: Case, profile: Profile) -> list[Task]:
-    """Return each rank's chain; the all-reduce waits for the gradients of all and runs beside backward."""
+def tasks(case: Case, profile: Profile, ranks: Sequence[int] = ()) -> list[Task]:
+    """Return each rank's chain, or that of `ranks` alone, and the buckets that are reduced beside backward.
+
+    The option `overlap=off` stands for training loops that reduce when backward has ended.
+    """
     graph, rows = Graph(), case.rows
-    backwards = []
-    for i, n in enumerate(rows):
-        at = graph.add(Phase.SCATTER, i, f"host:{i}", n * profile.input_bytes, "bytes")
-        at = graph.add(Phase.FORWARD, i, f"device:{i}", n * profile.forward_flop, "flop", [at])
-        at = graph.add(Phase.LOSS, i, f"device:{i}", n * profile.output_bytes, "bytes", [at])
-        backwards.append(graph.add(Phase.BACKWARD, i, f"device:{i}", n * profile.backward_flop, "flop", [at]))
-    # a ring moves 2 (n-1)/n of the gradients over each link
-    moved = 2 * (len(rows) - 1) / len(rows) * profile.parameter_bytes
-    for i in range(len(rows)):
-        reduced = graph.add(Phase.REDUCE, i, "links", moved, "bytes", overlap=backwards)
-        graph.update(profile, i, [reduced])
+    found = {i: _Rank(graph, case, profile, i) for i in ranks or range(len(rows))}
+    pieces = buckets(profile) if len(rows) > 1 else [float(profile.parameter_bytes)]
+    late = dict(case.options).get("overlap") == "off"
+    ready = {i: rank.backward(len(pieces)) for i, rank in found.items()}
+    reduced: dict[int, list[int]] = {i: [] for i in found}
+    for number, size in enumerate(pieces):
+        for i in found:
+            filled = ready[i][-1 if late else number]
+            # beside backward, whose span in a trace contains the hidden part
+            beside = graph.tasks[ready[i][-1]].overlap if number == len(pieces) - 1 else ()
+            reduced[i] = [
+                graph.add(Phase.REDUCE, i, f"all_reduce:{number}", size, "bytes", [*reduced[i], filled], beside)
+            ]
+    for i in found:
+        graph.update(case, profile, i, f"host:{i}", reduced[i])
     return graph.tasks
+
+
+class _Rank:
+    """One rank's own work: a process, with an interpreter of its own."""
+
+    def __init__(self, graph: Graph, case: Case, profile: Profile, rank: int) -> None:
+        self._graph, self._profile, self._rank = graph, profile, rank
+        self._rows, self._host = case.rows[rank], f"host:{rank}"
+
+    def backward(self, count: int) -> list[int]:
+        """Append everything up to the gradients; return what each of `count` buckets waits for."""
+        graph, profile, i, rows = self._graph, self._profile, self._rank, self._rows
+        at = graph.add(Phase.SCATTER, i, f"copy:host:{i}", rows * profile.input_bytes, "bytes")
+        forward = (rows * profile.forward_flop, "flop")
+        at = graph.launch(Phase.FORWARD, i, self._host, profile.forward_launches, forward, [at])
+        at = graph.add(Phase.LOSS, i, f"device:{i}", rows * profile.output_bytes, "bytes", [at])
+        found = []
+        for _ in range(count):
+            part = (rows * profile.backward_flop / count, "flop")
+            at = graph.launch(Phase.BACKWARD, i, self._host, profile.backward_launches / count, part, [at])
+            found.append(at)
+        return found

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from dpbench.devices import Device
-from dpbench.engine.train_step import TrainStep
-from dpbench.models import Model
-from dpbench.records import HOST, Case, Mark, Phase, Profile, Task
-from dpbench.schedule import FASTEST, parse
-from dpbench.strategies import Graph, Step, optimizer_of, precision_of, single
+from dpbench.records import Case, Mark, Profile, Task
+from dpbench.schedule import FASTEST, REFERENCE, TRAIN_STEP, Schedule, best, parse
+from dpbench.strategies import Step, optimizer_of, precision_of, single
+from dpbench.strategies._chain import Chain
+
+if TYPE_CHECKING:
+    import torch
+
+    from dpbench.models import Model
 
 
 def skip(case: Case) -> str:
@@ -26,6 +28,8 @@ def skip(case: Case) -> str:
 @contextmanager
 def start(case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Step]:
     """Yield the engine's training step on the case's schedule."""
+    from dpbench.engine.train_step import TrainStep
+
     module = model.module.to(devices[0].torch_device)
     train_step = TrainStep(
         module, model.loss, optimizer_of(case), list(devices), case.schedule or "reference", mark=mark
@@ -40,33 +44,10 @@ def start(case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> It
 
 
 def tasks(case: Case, profile: Profile) -> list[Task]:
-    """Return the reference schedule: everything of device 0's passes through device 0."""
-    return single.tasks(case, profile) if case.devices == 1 else chain(case, profile, threads=True)
+    """Return the schedule's tasks; `fastest` is taken for the best exact rung."""
+    return single.tasks(case, profile) if case.devices == 1 else Chain(case, profile, schedule_of(case)).tasks()
 
 
-def chain(case: Case, profile: Profile, *, threads: bool) -> list[Task]:
-    """Return DataParallel's tasks on several devices, with the host's starting of threads as one if asked."""
-    rows = case.rows
-    graph, state = Graph(), profile.parameter_bytes + profile.buffer_bytes
-    scattered = [graph.add(Phase.SCATTER, i, f"host:{i}", n * profile.input_bytes, "bytes") for i, n in enumerate(rows)]
-    copied = [
-        graph.add(Phase.REPLICATE, i, f"link:0:{i}", state if i else 0, "bytes", [at]) for i, at in enumerate(scattered)
-    ]
-    started = (
-        [graph.add(Phase.FORWARD, HOST, "host", len(rows), "threads", copied)] if threads and len(rows) > 1 else []
-    )
-    forwards = [
-        graph.add(Phase.FORWARD, i, f"device:{i}", n * profile.forward_flop, "flop", [copied[i]], overlap=started)
-        for i, n in enumerate(rows)
-    ]
-    outputs = sum(rows) * profile.output_bytes
-    gathered = graph.add(Phase.GATHER, 0, "device:0", outputs, "bytes", forwards)
-    loss = graph.add(Phase.LOSS, 0, "device:0", outputs, "bytes", [gathered])
-    backwards = [
-        graph.add(Phase.BACKWARD, i, f"device:{i}", n * profile.backward_flop, "flop", [loss])
-        for i, n in enumerate(rows)
-    ]
-    moved = (len(rows) - 1) * profile.parameter_bytes
-    reduced = graph.add(Phase.REDUCE, 0, "device:0", moved, "bytes", backwards)
-    graph.update(profile, 0, [reduced])
-    return graph.tasks
+def schedule_of(case: Case) -> Schedule:
+    """Return the switches of a case's schedule."""
+    return best(TRAIN_STEP) if case.schedule == FASTEST else parse(case.schedule or REFERENCE)

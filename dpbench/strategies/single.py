@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from dpbench.devices import Device
-from dpbench.models import Model, positional
 from dpbench.records import Case, Mark, Phase, Profile, Task
 from dpbench.strategies import Graph, Step, optimizer_of, precision_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from dpbench.models import Model
 
 
 @contextmanager
 def start(case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Step]:
     """Yield a plain training step on the first device, written as in any tutorial."""
+    from dpbench.models import positional
+
     device = devices[0]
     module = model.module.to(device.torch_device)
     optimizer = optimizer_of(case)(module.parameters())
@@ -42,15 +46,18 @@ def start(case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> It
 
 def put_all(arguments: Sequence[Any], device: Device) -> list[Any]:
     """Copy the tensors among the arguments to the device."""
+    import torch
+
     return [device.put(a) if isinstance(a, torch.Tensor) else a for a in arguments]
 
 
 def tasks(case: Case, profile: Profile) -> list[Task]:
     """Return scatter, forward, loss, backward, optimizer, one after the other."""
     graph, rows = Graph(), case.batch_size
-    at = graph.add(Phase.SCATTER, 0, "host:0", rows * profile.input_bytes, "bytes")
-    at = graph.add(Phase.FORWARD, 0, "device:0", rows * profile.forward_flop, "flop", [at])
+    forward, backward = (rows * profile.forward_flop, "flop"), (rows * profile.backward_flop, "flop")
+    at = graph.add(Phase.SCATTER, 0, "copy:host:0", rows * profile.input_bytes, "bytes")
+    at = graph.launch(Phase.FORWARD, 0, "host", profile.forward_launches, forward, [at])
     at = graph.add(Phase.LOSS, 0, "device:0", rows * profile.output_bytes, "bytes", [at])
-    at = graph.add(Phase.BACKWARD, 0, "device:0", rows * profile.backward_flop, "flop", [at])
-    graph.update(profile, 0, [at])
+    at = graph.launch(Phase.BACKWARD, 0, "host:0", profile.backward_launches, backward, [at])
+    graph.update(case, profile, 0, "host", [at])
     return graph.tasks

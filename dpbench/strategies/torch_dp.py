@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from dpbench.devices import Device
-from dpbench.models import Model, positional
 from dpbench.records import Case, Mark, Phase, Profile, Task
-from dpbench.strategies import Step, dp, optimizer_of, precision_of, single
+from dpbench.strategies import Step, optimizer_of, precision_of, single
+from dpbench.strategies._chain import Chain
+
+if TYPE_CHECKING:
+    import torch
+
+    from dpbench.models import Model
 
 SHARED_STREAM = True
 
@@ -39,51 +41,15 @@ def compares_buffers(case: Case) -> bool:
     return case.placement != "colocated"
 
 
-class _Marked(nn.DataParallel):  # type: ignore[type-arg]
-    """DataParallel whose four verbs are marked on every device they serve."""
-
-    def __init__(self, module: nn.Module, ids: list[int], mark: Mark) -> None:
-        super().__init__(module, ids)
-        self._mark = mark
-        if len(ids) == 1:  # torch then calls the module past parallel_apply
-            inner = module.forward
-
-            def forward(*inputs: Any, **kwargs: Any) -> Any:
-                with mark(Phase.FORWARD, 0):
-                    return inner(*inputs, **kwargs)
-
-            module.forward = forward
-
-    @contextmanager
-    def _on(self, phase: Phase, count: int) -> Iterator[None]:
-        with ExitStack() as stack:
-            for device in range(count):
-                stack.enter_context(self._mark(phase, device))
-            yield
-
-    def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
-        with self._on(Phase.SCATTER, len(device_ids)):
-            return super().scatter(inputs, kwargs, device_ids)
-
-    def replicate(self, module: Any, device_ids: Any) -> Any:
-        with self._on(Phase.REPLICATE, len(device_ids)):
-            return super().replicate(module, device_ids)
-
-    def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> Any:
-        with self._on(Phase.FORWARD, len(replicas)):
-            return super().parallel_apply(replicas, inputs, kwargs)
-
-    def gather(self, outputs: Any, output_device: Any) -> Any:
-        with self._on(Phase.GATHER, 1):
-            return super().gather(outputs, output_device)
-
-
 @contextmanager
 def start(case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Step]:
     """Yield the training loop of the tutorials around torch.nn.DataParallel."""
+    from dpbench.models import positional
+    from dpbench.strategies._marked import Marked
+
     root = devices[0]
     model.module.to(root.torch_device)
-    wrapped = _Marked(model.module, [device.torch_device.index for device in devices], mark)
+    wrapped = Marked(model.module, [device.torch_device.index for device in devices], mark)
     optimizer = optimizer_of(case)(model.module.parameters())
     used = range(len(case.rows))
 
@@ -111,9 +77,4 @@ def tasks(case: Case, profile: Profile) -> list[Task]:
     """Return the tasks of the reference engine, whose reduction is here part of backward on device 0."""
     if case.devices == 1:
         return single.tasks(case, profile)
-    graph = dp.chain(case, profile, threads=False)
-    reduction = next(i for i, task in enumerate(graph) if task.phase is Phase.REDUCE)
-    root = next(i for i, task in enumerate(graph) if task.phase is Phase.BACKWARD and task.device == 0)
-    others = tuple(i for i in graph[reduction].after if i != root)
-    graph[reduction] = Task(Phase.BACKWARD, 0, "device:0", graph[reduction].amount, "bytes", (root,), others)
-    return graph
+    return Chain(case, profile, threads_marked=False, reduction=Phase.BACKWARD).tasks()

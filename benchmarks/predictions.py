@@ -1,0 +1,41 @@
+"""How long predictions take: a case, a thousand cases, four thousand GPUs; all without torch."""
+
+from __future__ import annotations
+
+from dpbench import machine
+from dpbench.predict import cases
+from dpbench.records import Case
+
+
+def _cases(strategies: tuple[str, ...], devices: tuple[int, ...], batches: tuple[int, ...]) -> list[Case]:
+    return cases.sweep(
+        ["resnet50", "bert-base"], strategies=strategies, devices=devices, batch_per_device=batches,
+        schedules=("reference", "zero1"),
+    )  # fmt: skip
+
+
+class Predictions:
+    """Seconds of predicting, intervals included."""
+
+    timeout = 60.0
+
+    def setup(self) -> None:
+        self.box = cases.Predictor(machine.load("rtx-3090-x8"))
+        self.cluster = cases.Predictor(machine.load("dgx-a100-x512"))
+        self.one = _cases(("torch_dp",), (8,), (32,))[0]
+        self.many = _cases(("ddp",), (4096,), (32,))[0]
+        batches = tuple(range(4, 4 + 2 * 32, 2))
+        self.thousand = _cases(("torch_dp", "dp", "ddp"), (2, 4, 6, 8), batches)[:1000]
+        assert len(self.thousand) == 1000
+        for predictor in (self.box, self.cluster):
+            predictor.predict(self.one)
+
+    def time_one_case(self) -> None:
+        self.box.predict(self.one)
+
+    def time_4096_gpus(self) -> None:
+        self.cluster.predict(self.many)
+
+    def time_1000_cases(self) -> None:
+        for case in self.thousand:
+            self.box.predict(case)

@@ -1,0 +1,170 @@
+"""Costs: a task's amount -> seconds on a resource, or bytes over links, on one machine.
+
+Collectives become one job, whatever number of devices take part in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from dpbench.machine import Machine
+from dpbench.predict import network
+from dpbench.predict.collectives import Group
+from dpbench.predict.constants import Constants
+from dpbench.predict.events import Job
+from dpbench.records import Case, Cost, Phase, Profile, Task
+
+GIL = "gil"
+LOCAL = "local"
+"""Copies of a device to itself."""
+
+
+def jobs(
+    tasks: Sequence[Task], case: Case, profile: Profile, machine: Machine, constants: Constants
+) -> tuple[list[Job], list[int], dict[object, float]]:
+    """Return the jobs of a step, which job each task is part of, and the capacities of what they share."""
+    prices = _Prices(case, profile, machine, constants)
+    found: list[Job] = []
+    number: list[int] = []
+    together: dict[str, int] = {}
+    for task in tasks:
+        after = tuple(dict.fromkeys(number[at] for at in task.after))
+        overlap = tuple(at for at in dict.fromkeys(number[at] for at in task.overlap) if at not in after)
+        kind, _, _ = task.resource.partition(":")
+        if task.resource in together:
+            at = together[task.resource]
+            known = found[at]
+            waits = tuple(dict.fromkeys((*known.after, *after)))
+            beside = tuple(x for x in dict.fromkeys((*known.overlap, *overlap)) if x not in waits)
+            found[at] = replace(known, after=waits, overlap=beside)
+        else:
+            at = len(found)
+            if kind in COLLECTIVES:
+                together[task.resource] = at
+            work = prices.job(task)
+            found.append(Job(work.seconds, work.resource, work.amount, work.way, after, overlap))
+        number.append(at)
+    capacity: dict[object, float] = {GIL: 1.0, LOCAL: prices.memory_bytes_per_s}
+    for way, rate in network.capacities(machine).items():
+        capacity[way] = rate
+    return found, number, capacity
+
+
+COLLECTIVES = tuple(
+    kind + joined
+    for kind in ("broadcast", "reduce", "all_reduce", "reduce_scatter", "all_gather")
+    for joined in ("", "_coalesced")
+)
+
+
+class _Prices:
+    """What each unit costs in one case."""
+
+    def __init__(self, case: Case, profile: Profile, machine: Machine, constants: Constants) -> None:
+        self._case, self._profile, self._machine, self._c = case, profile, machine, constants
+        self._group = Group(machine, case.devices, constants)
+        self._rows = case.rows
+        self.memory_bytes_per_s = machine.gpu.memory_bytes_per_s or constants.memory_bytes_per_s
+        host, factor, c = machine.host, machine.host.factor, constants
+        self._each_s = {
+            "launches": _or(host.launch_s, factor * c.launch_s),
+            "modules": _or(host.module_s, factor * c.module_s),
+            "tensors": _or(host.tensor_s, factor * c.tensor_s),
+            "threads": _or(host.thread_s, factor * c.thread_s),
+            "wakes": factor * c.wake_s,
+            "s": 1.0,
+        }
+        self._hand_off = _or(host.hand_off, c.hand_off)
+        self._units: dict[str, Callable[[Task], Job]] = {"flop": self._flop, "bytes": self._bytes}
+
+    def job(self, task: Task) -> Job:
+        """Return the work of one task, without what it waits for."""
+        return self._units.get(task.unit, self._host)(task)
+
+    def _host(self, task: Task) -> Job:
+        """Price what a host thread does one by one."""
+        spent = task.amount * self._each_s[task.unit]
+        others = len(self._rows) - 1
+        if task.unit == "launches":
+            spent = self._launches(task, spent)
+        if task.resource == GIL:
+            # all threads want the interpreter at once
+            return Job(0.0, amount=spent * (1 + self._hand_off * others), way=(GIL,))
+        return Job(spent, task.resource)
+
+    def _launches(self, task: Task, spent: float) -> float:
+        """Price launches by phase; they never take longer than the known step of one device did."""
+        profile, rows = self._profile, self._rows[max(0, task.device)]
+        factor = self._machine.host.factor
+        if task.phase is Phase.FORWARD:
+            return _capped(spent, profile.forward, rows, self._c.host_share)
+        if task.phase is Phase.BACKWARD:
+            backward = self._machine.host.launch_s or factor * self._c.backward_launch_s
+            part = task.amount / profile.backward_launches if profile.backward_launches else 1.0
+            whole = _capped(profile.backward_launches * backward, profile.backward, rows, self._c.host_share)
+            crowd = 0 if task.resource.startswith("host:") and self._case.strategy == "ddp" else len(self._rows) - 1
+            return part * whole * (1 + self._c.contention * crowd)
+        if task.phase is Phase.OPTIMIZER:
+            return task.amount * factor * self._c.update_s if profile.optimizer is None else 0.0
+        return spent
+
+    def _flop(self, task: Task) -> Job:
+        """Price kernels of forward and backward: by the profile's seconds."""
+        profile = self._profile
+        cost, flop = (
+            (profile.forward, profile.forward_flop)
+            if task.phase is Phase.FORWARD
+            else (profile.backward, profile.backward_flop)
+        )
+        if cost is None:
+            raise ValueError(f"the profile of {profile.model} has no seconds for {task.phase}; see predict.profiles")
+        rows = self._rows[task.device]
+        part = task.amount / (rows * flop) if flop else 1.0
+        spent = part * cost.at(rows)
+        if task.phase is Phase.BACKWARD and self._beside():
+            spent = part * self._group.beside_s(cost.at(rows), profile.parameter_bytes)
+        return Job(spent, task.resource)
+
+    def _beside(self) -> bool:
+        """Tell whether collectives run beside backward."""
+        if self._case.strategy == "ddp":
+            return len(self._rows) > 1 and dict(self._case.options).get("overlap") != "off"
+        return False
+
+    def _bytes(self, task: Task) -> Job:
+        """Price bytes: over links, in a collective, or through a device's memory."""
+        kind, _, rest = task.resource.partition(":")
+        if kind == "copy":
+            return self._copy(task, *rest.split(":"))
+        if kind in COLLECTIVES:
+            name = kind.removesuffix("_coalesced")
+            one = self._group.one_s(name, task.amount)
+            return Job(one if name == kind else self._group.coalesced_s(name, task.amount), "collectives")
+        known = {Phase.LOSS: self._profile.loss, Phase.OPTIMIZER: self._profile.optimizer}.get(task.phase)
+        if known is not None:
+            return Job(known.at(self._rows[min(task.device, len(self._rows) - 1)]), task.resource)
+        return Job(task.amount / self.memory_bytes_per_s, task.resource)
+
+    def _copy(self, task: Task, source: str, target: str) -> Job:
+        """Price a copy: over the links between two devices, or from memory that is not pinned."""
+        if task.amount <= 0 or source == target:
+            return Job(0.0)
+        node = self._machine.gpu.count
+        ends = [end if end == "host" else f"gpu{int(end) % node}" for end in (source, target)]
+        if source == "host":
+            # the thread that calls waits: no two such copies at once
+            rate = self._machine.host.pageable_bytes_per_s or self._c.pageable_bytes_per_s
+            return Job(
+                self._c.copy_s + task.amount / rate, f"pageable:{task.device if self._case.strategy == 'ddp' else 0}"
+            )
+        return Job(self._c.copy_s, amount=task.amount, way=network.route(self._machine, *ends))
+
+
+def _or(measured: float | None, constant: float) -> float:
+    return constant if measured is None else measured
+
+
+def _capped(spent: float, known: Cost | None, rows: int, share: float) -> float:
+    """Return what launching takes, which cannot be more than a known phase took."""
+    return min(spent, share * known.at(rows)) if known else spent

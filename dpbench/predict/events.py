@@ -1,0 +1,144 @@
+"""Events: jobs on resources -> when each begins and ends.
+
+A job waits for what it comes after, and for the start of what it runs beside; it never ends before that. It then
+takes its seconds on a resource that serves one at a time (a stream, a thread), or moves an amount over a way of
+resources that all flows share fairly (links, the interpreter). One heap of ends; flows are re-rated whenever one
+of them begins or ends.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from dpbench.predict.sharing import rates
+
+
+@dataclass(frozen=True)
+class Job:
+    """`seconds` on `resource` (or on nothing, when that is empty), then `amount` over the shared `way`."""
+
+    seconds: float
+    resource: str = ""
+    amount: float = 0.0
+    way: tuple[object, ...] = ()
+    after: tuple[int, ...] = ()
+    overlap: tuple[int, ...] = ()
+
+
+def simulate(jobs: Sequence[Job], capacity: Mapping[object, float]) -> list[tuple[float, float]]:
+    """Return each job's (start, end) in seconds; ValueError where jobs wait for each other in a circle."""
+    run = _Run(jobs, capacity)
+    run.go()
+    if left := [number for number, (_, end) in enumerate(run.times) if math.isnan(end)]:
+        raise ValueError(f"jobs {left[:5]} of {len(jobs)} wait for each other and never end")
+    return run.times
+
+
+class _Run:
+    """One simulation in progress."""
+
+    def __init__(self, jobs: Sequence[Job], capacity: Mapping[object, float]) -> None:
+        self._jobs, self._capacity = jobs, capacity
+        self.times = [(math.nan, math.nan)] * len(jobs)
+        self._waits = [len(job.after) + len(job.overlap) for job in jobs]
+        self._beside = [len(job.overlap) for job in jobs]
+        self._worked = [False] * len(jobs)
+        self._followers: list[list[int]] = [[] for _ in jobs]
+        self._companions: list[list[int]] = [[] for _ in jobs]
+        for number, job in enumerate(jobs):
+            for before in job.after:
+                self._followers[before].append(number)
+            for before in job.overlap:
+                self._companions[before].append(number)
+        self._now = 0.0
+        self._ends: list[tuple[float, int]] = []
+        self._busy: set[str] = set()
+        self._queues: dict[str, deque[int]] = {}
+        self._left: dict[int, float] = {}
+        self._rates: dict[int, float] = {}
+
+    def go(self) -> None:
+        """Take events in the order of time until nothing is under way."""
+        for number in [number for number, waits in enumerate(self._waits) if not waits]:
+            self._ready(number)  # which may release others
+        while self._ends or self._left:
+            flow, at_flow = self._next_flow()
+            at_job = self._ends[0][0] if self._ends else math.inf
+            self._advance(min(at_flow, at_job))
+            if at_job <= at_flow:
+                self._served(heapq.heappop(self._ends)[1])
+            else:
+                del self._left[flow]
+                self._rates = {}
+                self._done(flow)
+
+    def _next_flow(self) -> tuple[int, float]:
+        """Return the flow that ends next, and when."""
+        if not self._left:
+            return -1, math.inf
+        if not self._rates:
+            self._rates = rates({number: self._jobs[number].way for number in self._left}, self._capacity)
+        flow = min(self._left, key=lambda number: self._left[number] / self._rates[number])
+        return flow, self._now + self._left[flow] / self._rates[flow]
+
+    def _advance(self, now: float) -> None:
+        """Let flows move on until `now`."""
+        for number in self._left:
+            self._left[number] = max(0.0, self._left[number] - self._rates[number] * (now - self._now))
+        self._now = now
+
+    def _ready(self, number: int) -> None:
+        """Start a job, or queue it where its resource is taken."""
+        resource = self._jobs[number].resource
+        if resource in self._busy:
+            self._queues.setdefault(resource, deque()).append(number)
+        else:
+            self._start(number)
+
+    def _start(self, number: int) -> None:
+        job = self._jobs[number]
+        if job.resource:
+            self._busy.add(job.resource)
+        self.times[number] = (self._now, math.nan)
+        heapq.heappush(self._ends, (self._now + job.seconds, number))
+        for other in self._companions[number]:
+            self._release(other)
+
+    def _release(self, number: int) -> None:
+        """Take away one thing that a job waits for."""
+        self._waits[number] -= 1
+        if not self._waits[number]:
+            self._ready(number)
+
+    def _served(self, number: int) -> None:
+        """End a job's seconds: what it moves begins now."""
+        job = self._jobs[number]
+        if job.amount > 0 and job.way:
+            self._left[number] = job.amount
+            self._rates = {}
+        else:
+            self._done(number)
+
+    def _done(self, number: int) -> None:
+        """End a job's own work; the job ends when all that it runs beside has ended."""
+        self._worked[number] = True
+        if not self._beside[number]:
+            self._end(number)
+
+    def _end(self, number: int) -> None:
+        job = self._jobs[number]
+        self.times[number] = (self.times[number][0], self._now)
+        if job.resource:
+            self._busy.discard(job.resource)
+            if queue := self._queues.get(job.resource):
+                self._start(queue.popleft())
+        for other in self._followers[number]:
+            self._release(other)
+        for other in self._companions[number]:
+            self._beside[other] -= 1
+            if self._worked[other] and not self._beside[other]:
+                self._end(other)

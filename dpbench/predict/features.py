@@ -1,0 +1,112 @@
+"""Features: what a model is made of, by its name as published tables write it.
+
+Counts of torchvision's and Hugging Face's models are traced without weights (tests/data/trace_models.py); figures of
+others are public. A model that nobody knows is estimated from its parameters, and said to be.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from dpbench.records import Profile
+
+DATA = Path(__file__).parent / "data"
+PARAMETERS = 30e6
+"""What a model has that nobody says anything about."""
+TENSORS, MODULES, LAUNCHES, BACKWARD = 160, 1.2, 1.5, 1.0
+"""Medians over the traced models: parameter tensors; modules and kernels of forward a tensor; kernels of backward to
+one of forward."""
+
+
+@dataclass(frozen=True)
+class Features:
+    """A model's counts as a profile without seconds, and how they are known: traced, public or estimated."""
+
+    profile: Profile
+    known: str
+    tokens: float = 0.0
+    """Tokens of one sample, for figures given in tokens a second; 0 for what has none."""
+    overlap: bool = False
+    """Whether that script reduces beside backward."""
+    update_samples: int = 0
+    """Samples of one update in the well-known training script, which adds gradients up over several backwards."""
+
+
+@lru_cache(maxsize=1)
+def _table() -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for name in ("models.json", "figures.json"):
+        for key, row in json.loads((DATA / name).read_text()).items():
+            found[plain(key)] = row
+    return found
+
+
+@lru_cache(maxsize=1)
+def _aliases() -> list[tuple[str, str]]:
+    """Return patterns and the models that they stand for, the first that fits counts."""
+    return [(pattern, name) for pattern, name in json.loads((DATA / "aliases.json").read_text())]
+
+
+def plain(name: str) -> str:
+    """Return a name without what writers differ in: case, hyphens, underscores, dots."""
+    return re.sub(r"[^a-z0-9]+", "", name.lower())
+
+
+def names() -> list[str]:
+    """Return the names of all models that are known by their counts."""
+    return [key for name in ("models.json", "figures.json") for key in json.loads((DATA / name).read_text())]
+
+
+def exact(name: str) -> bool:
+    """Tell whether a model is known by this very name."""
+    return plain(name) in _table()
+
+
+@lru_cache(maxsize=4096)
+def find(name: str, parameters: float | None = None, precision: str = "fp32") -> Features:
+    """Return a model's features; `parameters` (a count) is what a table says, for models that are not known here."""
+    table, key = _table(), plain(name)
+    row = table.get(key)
+    if row is None:
+        row = next((table.get(plain(to)) for pattern, to in _aliases() if re.search(pattern, name.lower())), None)
+    if row is not None and parameters and not 0.7 < parameters / row["parameters"] < 1.4:
+        row = None  # another size of that name
+    known = row.get("known", "traced") if row else "estimated"
+    row = row or {}
+    return Features(
+        _profile(name, row, parameters, precision), known, row.get("tokens", 0.0),
+        row.get("overlap") == "on", row.get("update_samples", 0),
+    )  # fmt: skip
+
+
+def _profile(name: str, row: dict[str, Any], parameters: float | None, precision: str) -> Profile:
+    count = int(row.get("parameters") or parameters or PARAMETERS)
+    size = value_bytes(precision)
+    tensors = int(row.get("parameter_tensors") or TENSORS)
+    forward = int(row.get("forward_launches") or LAUNCHES * tensors)
+    return Profile(
+        model=name,
+        parameter_tensors=tensors,
+        parameter_bytes=count * size,
+        buffer_bytes=int(row.get("buffer_bytes", 0)),
+        buffer_tensors=int(row.get("buffer_tensors", 0)),
+        modules=int(row.get("modules") or MODULES * tensors),
+        input_bytes=float(row.get("inputs", 0)) * (size if row.get("inputs", 0) > 4096 else 8),
+        output_bytes=float(row.get("outputs", 0)) * size,
+        forward_flop=float(row.get("forward_flop", 1e9)),
+        backward_flop=2 * float(row.get("forward_flop", 1e9)),
+        forward_launches=forward,
+        backward_launches=int(row.get("backward_launches") or BACKWARD * forward),
+        gradient_bytes=tuple(b * size // 4 for b in row.get("bucket_bytes", ())),
+        source="given",
+    )
+
+
+def value_bytes(precision: str) -> int:
+    """Return the bytes of one gradient: mixed precision keeps them at 32 bits, a model turned to half does not."""
+    return 2 if re.search(r"pure|\.half|^fp16|^bf16|^half", precision.lower()) else 4

@@ -1,0 +1,215 @@
+"""Published measurements: rows of a table -> cases with a one-device baseline, or the reason why not.
+
+Columns are id, model, params_M, framework, strategy, gpu, n_gpu, interconnect, precision, batch_per_gpu,
+batch_global, metric, value, timed, optimizer, repeats_of, notes; a group is an id before its last "-".
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dpbench.predict import features
+
+TIMES = ("step_ms", "step_s", "samples_per_s", "epoch_s")
+"""Metrics that say how long a step takes."""
+DISTRUSTED = ("SUSPECT", "LOW TRUST")
+NAMED = {
+    "dp": "dp", "torch_dp": "dp", "dataparallel": "dp", "data_parallel": "dp", "nn.dataparallel": "dp",
+    "nn_dataparallel": "dp", "pytorch_dp": "dp", "torch.nn.dataparallel": "dp",
+    "pytorch_ddp": "ddp", "torch_ddp": "ddp",
+    "ddp": "ddp", "distributeddataparallel": "ddp", "horovod": "horovod", "mirrored": "mirrored",
+    "replicated_allreduce": "replicated", "replicated_nccl": "replicated", "replicated": "replicated",
+    "parameter_server(cpu)": "server_cpu", "parameter_server": "server_gpu", "parameter_server(gpu)": "server_gpu",
+}  # fmt: skip
+"""Strategies as tables call them, and as they are predicted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One published figure. `parameters` is a count; batches are 0 where the table says nothing."""
+
+    id: str
+    group: str
+    model: str
+    parameters: float
+    framework: str
+    strategy: str
+    gpu: str
+    devices: int
+    interconnect: str
+    precision: str
+    batch: float
+    metric: str
+    value: float
+    timed: str
+    optimizer: str
+    repeats: str
+    notes: str
+
+    @property
+    def samples(self) -> float:
+        """Return the samples of a step over all devices; 1 a device where nobody says."""
+        return self.batch * self.devices if self.batch else float(self.devices)
+
+    @property
+    def step_s(self) -> float:
+        """Return the seconds of a step; units of the table's own where it counts other things than samples."""
+        if self.metric == "samples_per_s":
+            return self.samples * self.tokens / self.value
+        if self.metric == "epoch_s":  # the same work, in a step for each batch of all devices
+            return self.value / self.steps if self.steps else self.value * self.devices
+        return self.value * {"step_ms": 1e-3}.get(self.metric, 1.0)
+
+    @property
+    def steps(self) -> int:
+        """Return how many steps a figure of many steps stands for; 0 where nobody says."""
+        found = re.search(r"for (\d+) (?:optimizer )?(?:steps|iterations)", self.notes)
+        return int(found[1]) if found else 0
+
+    @property
+    def tokens(self) -> float:
+        """Return the tokens of a sample, where the figure counts tokens."""
+        if "token" not in self.notes.partition(";")[0].lower():
+            return 1.0
+        return features.find(self.model).tokens or 64.0
+
+
+@dataclass(frozen=True)
+class Matched:
+    """A figure of several devices, and the step of one device that stands beside it, with its samples.
+
+    `other` is a second step of one device, (seconds, samples), where another batch was measured too.
+    """
+
+    row: Row
+    one_s: float
+    one_samples: float
+    other: tuple[float, int] | None = None
+
+
+@dataclass(frozen=True)
+class Excluded:
+    """A row that is not scored, and why."""
+
+    id: str
+    reason: str
+
+
+def read(path: Path) -> tuple[list[Row], list[Excluded]]:
+    """Return a table's rows, and those that cannot be read as one."""
+    with path.open(newline="", encoding="utf-8") as file:
+        table = csv.DictReader(file)
+        if missing := {"id", "model", "strategy", "n_gpu", "metric", "value"} - set(table.fieldnames or ()):
+            raise ValueError(f"{path}: no column {', '.join(sorted(missing))}; it has {table.fieldnames}")
+        rows, excluded = [], []
+        for number, line in enumerate(table):
+            try:
+                rows.append(_row({key: (value or "").strip() for key, value in line.items() if isinstance(key, str)
+                                  and not isinstance(value, list)}))  # fmt: skip
+            except ValueError as error:
+                excluded.append(Excluded(line.get("id") or f"line {number + 2}", f"no number: {error}"))
+    return rows, excluded
+
+
+def _row(line: Mapping[str, str]) -> Row:
+    devices, value = int(_number(line["n_gpu"])), _number(line["value"])
+    batch = _number(line.get("batch_per_gpu", ""), 0.0)
+    if not batch and devices:
+        batch = _number(line.get("batch_global", ""), 0.0) / devices
+    if not (math.isfinite(value) and value > 0 and devices > 0):
+        raise ValueError(f"value {value}, n_gpu {devices}")
+    return Row(
+        id=line["id"], group=line["id"].rpartition("-")[0] or line["id"], model=line["model"],
+        parameters=_number(line.get("params_M", ""), 0.0) * 1e6, framework=line.get("framework", "").lower(),
+        strategy=line["strategy"].lower(), gpu=line.get("gpu", ""), devices=devices,
+        interconnect=line.get("interconnect", ""), precision=line.get("precision", ""), batch=batch,
+        metric=line["metric"], value=value, timed=line.get("timed", ""), optimizer=line.get("optimizer", ""),
+        repeats=line.get("repeats_of", ""), notes=line.get("notes", ""),
+    )  # fmt: skip
+
+
+def _number(text: str, default: float | None = None) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        if default is None:
+            raise ValueError(f"{text!r}") from None
+        return default
+    return found if math.isfinite(found) or default is None else default
+
+
+def match(rows: Iterable[Row], *, all_rows: bool = False) -> tuple[list[Matched], list[Excluded]]:
+    """Find each figure's own baseline; `all_rows` keeps rows that are repeats or not trusted."""
+    rows, matched, excluded = list(rows), [], []
+    ones: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        if row.devices == 1 and row.metric in TIMES and (all_rows or _trusted(row)):
+            ones.setdefault(_setting(row), []).append(row)
+    for row in rows:
+        reason = _unfit(row, all_rows)
+        if not reason and row.devices > 1:
+            found = _baseline(row, ones.get(_setting(row), []))
+            if found:
+                matched.append(found)
+                continue
+            reason = "no one-device row of this model, GPU and precision in its group"
+        if reason:
+            excluded.append(Excluded(row.id, reason))
+    return matched, excluded
+
+
+def _trusted(row: Row) -> bool:
+    return not row.notes.startswith(DISTRUSTED) and not row.repeats
+
+
+def _unfit(row: Row, all_rows: bool) -> str:
+    """Say why a row is not scored, or nothing."""
+    if not all_rows and row.notes.startswith(DISTRUSTED):
+        return "suspect or low trust"
+    if not all_rows and row.repeats:
+        return "repeats another row"
+    if row.metric not in TIMES:
+        return f"metric {row.metric} is no time of a step"
+    if row.devices > 1 and row.strategy not in NAMED:
+        return f"strategy {row.strategy} is not predicted"
+    return ""
+
+
+def _setting(row: Row) -> tuple[str, ...]:
+    """Return what a row and its baseline have in common."""
+    return (row.group, row.framework, features.plain(row.model), row.gpu.lower(), row.precision.lower(), row.metric,
+            row.timed)  # fmt: skip
+
+
+def _baseline(row: Row, ones: Sequence[Row]) -> Matched | None:
+    """Return the one-device step of the same batch a device, of the same machine if there is a choice."""
+    if not ones:
+        return None
+    batches = sorted({one.batch for one in ones}, key=lambda batch: _apart(batch, row.batch))
+    at = [one for one in ones if one.batch == batches[0]]
+    nearest = max(_alike(row, one) for one in at)
+    one_s = statistics.median(one.step_s for one in at if _alike(row, one) == nearest)
+    other = None
+    if len(batches) > 1 and row.batch:
+        second = [one for one in ones if one.batch == batches[1]]
+        other = (statistics.median(one.step_s for one in second), int(batches[1]))
+    return Matched(row, one_s, batches[0] or 1.0, other)
+
+
+def _apart(a: float, b: float) -> float:
+    return abs(math.log(max(a, 0.5) / max(b, 0.5)))
+
+
+def _alike(row: Row, one: Row) -> int:
+    """Return how much two rows' machines and settings have in common, by the words of their descriptions."""
+
+    def words(r: Row) -> set[str]:
+        return set(re.split(r"[\s,;]+", f"{r.interconnect} {r.notes}".lower()))
+
+    return len(words(row) & words(one)) + 100 * (row.interconnect == one.interconnect)

@@ -1,0 +1,132 @@
+"""Quick: a step by formula, in microseconds of computing: a first answer, the test's oracle, and what `fit` fits.
+
+It knows the same mechanisms as the simulation, written down independently: sums and maxima instead of events.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+from dpbench.machine import Machine
+from dpbench.predict import network
+from dpbench.predict.collectives import Group
+from dpbench.predict.constants import DEFAULT, Constants
+from dpbench.records import Case, Cost, Phase, Profile
+from dpbench.strategies import PASSES, buckets
+
+KNOWN = ("single", "torch_dp", "dp", "ddp")
+"""Strategies with a formula; of `dp`, the reference schedule."""
+
+
+def seconds(
+    case: Case,
+    profile: Profile,
+    machine: Machine,
+    constants: Constants = DEFAULT,
+    *,
+    phases: Collection[Phase] = tuple(Phase),
+) -> float:
+    """Return the seconds of a step: of one device, of DataParallel as torch does it, or of DDP."""
+    if case.strategy not in KNOWN or (case.strategy == "dp" and case.schedule not in ("", "reference")):
+        raise ValueError(f"no formula for {case.label}; it has {', '.join(KNOWN)}: leave out --quick")
+    terms = _Terms(case, profile, machine, constants, phases)
+    if case.devices == 1 or case.strategy == "single":
+        return terms.alone()
+    return terms.ddp() if case.strategy == "ddp" else terms.data_parallel()
+
+
+class _Terms:
+    """The parts of a step's seconds."""
+
+    def __init__(
+        self, case: Case, profile: Profile, machine: Machine, constants: Constants, phases: Collection[Phase]
+    ) -> None:
+        self.case, self.p, self.machine, self.c, self.phases = case, profile, machine, constants, phases
+        self.n, self.rows, self.s = len(case.rows), case.rows[0], machine.host.factor
+        self.group = Group(machine, case.devices, constants)
+        self.memory = machine.gpu.memory_bytes_per_s or constants.memory_bytes_per_s
+
+    def on(self, phase: Phase, seconds: float) -> float:
+        """Return a phase's seconds, or nothing where it is not timed."""
+        return seconds if phase in self.phases else 0.0
+
+    def alone(self) -> float:
+        """Return one device's step."""
+        scatter = self.on(Phase.SCATTER, self.pageable(self.rows))
+        return scatter + self.forward(1) + self.loss(self.rows) + self.backward(0) + self.optimizer()
+
+    def data_parallel(self) -> float:
+        """Return the step of torch.nn.DataParallel."""
+        state = self.p.parameter_bytes + self.p.buffer_bytes
+        tensors = self.p.parameter_tensors + self.p.buffer_tensors
+        host = self.s * self.c.module_s * self.p.modules * self.n
+        replicate = self.s * self.c.tensor_s * tensors * self.n + max(host, self.group.coalesced_s("broadcast", state))
+        reduce = self.s * self.c.tensor_s * self.p.parameter_tensors * self.n + self.group.coalesced_s(
+            "reduce", self.p.parameter_bytes
+        )
+        return (
+            self.on(Phase.SCATTER, self.scatter()) + self.on(Phase.REPLICATE, replicate) + self.forward(self.n)
+            + self.on(Phase.GATHER, self.moved(self.p.output_bytes)) + self.loss(sum(self.case.rows))
+            + self.backward(self.n - 1) + self.on(Phase.BACKWARD, reduce) + self.optimizer()
+        )  # fmt: skip
+
+    def ddp(self) -> float:
+        """Return the step of one rank: buckets follow each other beside backward, or after it."""
+        late = dict(self.case.options).get("overlap") == "off"
+        backward = self.backward(0, beside=not late)
+        sizes = buckets(self.p)
+        ended = 0.0
+        for number, size in enumerate(sizes):
+            ready = backward if late else backward * (number + 1) / len(sizes)
+            ended = max(ended, ready) + self.group.one_s("all_reduce", size)
+        before = self.on(Phase.SCATTER, self.pageable(self.rows)) + self.forward(1) + self.loss(self.rows)
+        step = before + self.on(Phase.BACKWARD, max(ended, backward)) + self.optimizer()
+        return step * (1 + self.c.variation * math.sqrt(2 * math.log(self.case.devices)))
+
+    def pageable(self, rows: int) -> float:
+        size = rows * self.p.input_bytes
+        rate = self.machine.host.pageable_bytes_per_s or self.c.pageable_bytes_per_s
+        return self.c.copy_s + size / rate if size else 0.0
+
+    def scatter(self) -> float:
+        if dict(self.case.options).get("inputs") == "first":
+            return self.pageable(sum(self.case.rows)) + self.moved(self.p.input_bytes)
+        return sum(self.pageable(rows) for rows in self.case.rows)
+
+    def moved(self, size: float) -> float:
+        """Return the seconds in which every other device's share passes device 0's link, one after the other."""
+        if not size:
+            return 0.0
+        way = network.route(self.machine, "gpu0", "gpu1")
+        rate = min(network.capacities(self.machine)[hop] for hop in way)
+        return (self.n - 1) * (self.c.copy_s + self.rows * size / rate)
+
+    def forward(self, threads: int) -> float:
+        known = _at(self.p.forward, self.rows)
+        launches = min(self.s * self.c.launch_s * self.p.forward_launches, self.c.host_share * known)
+        crowded = launches * threads * (1 + self.c.hand_off * (threads - 1))
+        started = self.s * self.c.thread_s * threads if threads > 1 else 0.0
+        return self.on(Phase.FORWARD, max(known, crowded, started))
+
+    def backward(self, others: int, *, beside: bool = False) -> float:
+        known = _at(self.p.backward, self.rows)
+        launches = min(self.s * self.c.backward_launch_s * self.p.backward_launches, self.c.host_share * known)
+        kernels = self.group.beside_s(known, self.p.parameter_bytes) if beside else known
+        return self.on(Phase.BACKWARD, max(kernels, launches * (1 + self.c.contention * others)))
+
+    def loss(self, rows: int) -> float:
+        if self.p.loss is not None:
+            return self.on(Phase.LOSS, self.p.loss.at(self.rows))
+        return self.on(Phase.LOSS, rows * self.p.output_bytes / self.memory)
+
+    def optimizer(self) -> float:
+        if self.p.optimizer is not None:
+            return self.on(Phase.OPTIMIZER, self.p.optimizer.at(self.rows))
+        moved = PASSES.get(self.case.optimizer, 5) * self.p.parameter_bytes / self.memory
+        launches = self.s * self.c.update_s * self.p.parameter_tensors
+        return self.on(Phase.OPTIMIZER, max(moved, launches))
+
+
+def _at(cost: Cost | None, rows: int) -> float:
+    return cost.at(rows) if cost else 0.0

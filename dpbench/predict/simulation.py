@@ -1,0 +1,102 @@
+"""Simulation: one case on one described machine -> the timeline of a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from dpbench import registry
+from dpbench.machine import Machine, Unknown
+from dpbench.predict import costs, events
+from dpbench.predict.constants import DEFAULT, Constants
+from dpbench.records import Case, Phase, Profile, Span, Task
+
+ONE_PROCESS = ("dp", "torch_dp")
+EXCHANGEABLE = 9
+"""From so many ranks on one stands for all: each is a process of its own that does the same."""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A step's tasks, and when each began and ended, in seconds from the step's start."""
+
+    tasks: tuple[Task, ...]
+    times: tuple[tuple[float, float], ...]
+
+    @property
+    def seconds(self) -> float:
+        """Return how long the step takes."""
+        return max((end for _, end in self.times), default=0.0)
+
+    def spans(self, step: int = 0, start_s: float = 0.0) -> list[Span]:
+        """Return what a trace of this step would show: a span for each task that takes time."""
+        return [
+            Span(step, task.phase, task.device, "predicted", start_s + begin, start_s + end)
+            for task, (begin, end) in zip(self.tasks, self.times, strict=True)
+            if end > begin
+        ]
+
+
+def step(
+    case: Case,
+    profile: Profile,
+    machine: Machine,
+    constants: Constants = DEFAULT,
+    *,
+    phases: Collection[Phase] = tuple(Phase),
+) -> Timeline:
+    """Simulate one step of a case; `phases` leaves out what a published figure did not time.
+
+    Raises Unknown where the machine has fewer devices than the case, or no way between two of them.
+    """
+    if case.devices > machine.devices:
+        raise Unknown(
+            f"{case.label}: {machine.name} has {machine.devices} GPUs ({machine.nodes} nodes of {machine.gpu.count}), "
+            f"and the case wants {case.devices}; give --devices up to {machine.devices}, or a machine with more nodes"
+        )
+    if case.strategy in ONE_PROCESS and case.devices > machine.gpu.count:
+        raise Unknown(
+            f"{case.label}: {case.strategy} drives all devices from one process, and a node of {machine.name} has "
+            f"{machine.gpu.count} GPUs; give --devices up to {machine.gpu.count}, or --strategies ddp"
+        )
+    tasks = only(_tasks(case, profile), phases)
+    jobs, number, capacity = costs.jobs(tasks, case, profile, machine, constants)
+    times = events.simulate(jobs, capacity)
+    late = _straggling(case, constants)
+    return Timeline(tuple(tasks), tuple((times[n][0] * late, times[n][1] * late) for n in number))
+
+
+@lru_cache(maxsize=64)
+def _tasks(case: Case, profile: Profile) -> list[Task]:
+    """Return the strategy's own tasks; of many ranks alike, those of the first."""
+    plug = registry.load("strategies", case.strategy)
+    if case.strategy == "ddp" and case.devices >= EXCHANGEABLE:
+        found: list[Task] = plug.tasks(case, profile, ranks=(0,))
+        return found
+    return list(plug.tasks(case, profile))
+
+
+def _straggling(case: Case, constants: Constants) -> float:
+    """Return by how much the slowest of all ranks is behind the mean, as a factor."""
+    if case.strategy != "ddp" or case.devices < 2:
+        return 1.0
+    return 1 + constants.variation * math.sqrt(2 * math.log(case.devices))
+
+
+def only(tasks: Sequence[Task], phases: Collection[Phase]) -> list[Task]:
+    """Return the tasks of some phases; what waited for another waits for what that one waited for."""
+    if set(phases) >= set(Phase):
+        return list(tasks)
+    kept: list[Task] = []
+    place: dict[int, tuple[int, ...]] = {}
+    for number, task in enumerate(tasks):
+        after = tuple(dict.fromkeys(at for before in task.after for at in place[before]))
+        beside = tuple(at for before in task.overlap for at in place[before] if at not in after)
+        if task.phase in phases:
+            place[number] = (len(kept),)
+            kept.append(replace(task, after=after, overlap=tuple(dict.fromkeys(beside))))
+        else:
+            place[number] = (*after, *beside)
+    return kept

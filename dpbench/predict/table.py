@@ -1,0 +1,91 @@
+"""Table: predictions and scores as plain text."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from dpbench import ledger
+from dpbench.predict.cases import Prediction, speedup
+from dpbench.predict.published import Excluded
+from dpbench.predict.remedies import Remedy
+from dpbench.predict.score import Line
+from dpbench.records import UNATTRIBUTED, Step
+
+COLUMNS = ("model", "strategy", "devices", "batch", "ms/step", "80 % interval", "samples/s", "speed-up", "phases, ms",
+           "profile", "label")  # fmt: skip
+SHOWN = 0.03
+"""Phases of a smaller share of the step are left out of the table."""
+SCORES = ("group", "strategy", "metric", "n", "MAPE", "median", "p90", "bias", "overhead", "skill", "80 % holds",
+          "hard n", "hard MAPE", "left out")  # fmt: skip
+
+
+def predictions(found: Sequence[Prediction]) -> str:
+    """Return one line a case."""
+    return _text([COLUMNS, *(_cells(one, found) for one in found)], left=(0, 1, 8, 9, 10))
+
+
+def _cells(one: Prediction, others: Sequence[Prediction]) -> tuple[str, ...]:
+    case = one.case
+    schedule = f"[{case.schedule}]" if case.schedule not in ("", "reference") else ""
+    ratio, scaling = speedup(one, others)
+    return (
+        case.model, case.strategy + schedule, str(case.devices), str(case.batch_size), f"{one.seconds * 1e3:.2f}",
+        f"{one.low_s * 1e3:.2f}-{one.high_s * 1e3:.2f}", f"{case.batch_size / one.seconds:.0f}",
+        f"{ratio:.2f}x{' weak' if scaling == 'weak' else ''}" if ratio else "", _phases(one), one.profile, "PREDICTED",
+    )  # fmt: skip
+
+
+def _phases(one: Prediction) -> str:
+    """Return the phases that cost something, as the ledger charges them."""
+    if not one.spans:
+        return "formula: none"
+    charged = ledger.phases(Step(one.seconds, False, one.seconds), one.spans)
+    shown = {name: s for name, s in charged.items() if s >= SHOWN * one.seconds and name != UNATTRIBUTED}
+    return " ".join(f"{name} {seconds * 1e3:.1f}" for name, seconds in shown.items())
+
+
+def remedies(found: Sequence[Remedy]) -> str:
+    """Return what would help, the most first."""
+    lines = [("model", "devices", "batch", "what would help", "ms/step", "samples/s", "times as fast")]
+    for one in found:
+        rate = one.batch / one.seconds
+        lines.append((one.model, str(one.devices), str(one.batch), one.what, f"{one.seconds * 1e3:.2f}", f"{rate:.0f}",
+                      f"{one.gain:.2f}x"))  # fmt: skip
+    return _text(lines, left=(0, 3))
+
+
+def scores(lines: Iterable[Line]) -> str:
+    """Return one line a group and strategy."""
+    rows = [SCORES]
+    for one in lines:
+        rows.append((
+            one.group, one.strategy, one.metric, str(one.n), f"{one.mape:.1%}", f"{one.median:.1%}", f"{one.p90:.1%}",
+            f"{one.bias:+.1%}", f"{one.overhead:+.0%}", f"{one.skill:+.2f}",
+            "" if one.coverage is None else f"{one.coverage:.0%}", str(one.hard_n),
+            "" if one.hard_mape is None else f"{one.hard_mape:.1%}", str(one.excluded),
+        ))  # fmt: skip
+    return _text(rows, left=(0, 1, 2))
+
+
+def excluded(rows: Iterable[Excluded], most: int = 5) -> str:
+    """Return why rows were left out, how many for each reason, and the first of them."""
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        reasons.setdefault(row.reason, []).append(row.id)
+    counts = Counter({reason: len(ids) for reason, ids in reasons.items()})
+    return "\n".join(
+        f"{count:5d}  {reason}: {', '.join(reasons[reason][:most])}{', ...' if count > most else ''}"
+        for reason, count in counts.most_common()
+    )
+
+
+def _text(lines: Sequence[Sequence[str]], left: Sequence[int]) -> str:
+    """Return cells in columns as wide as their widest, a rule below the first line."""
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+
+    def joined(cells: Sequence[str]) -> str:
+        padded = (c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True)))
+        return "  ".join(padded).rstrip()
+
+    return "\n".join([joined(lines[0]), "  ".join("-" * w for w in widths), *map(joined, lines[1:])])

@@ -1,0 +1,166 @@
+"""DataParallel's step as a graph of work: what each switch of a schedule adds, and what it takes away."""
+
+from __future__ import annotations
+
+from dpbench.records import HOST, Case, Phase, Profile, Task
+from dpbench.schedule import Schedule
+from dpbench.strategies import BUCKET_BYTES, Graph, buckets
+
+
+class Chain:
+    """The tasks of one process that drives several devices.
+
+    `threads_marked` says whether the starting of threads is a task of its own; `reduction` is the phase under which
+    gradients are added.
+    """
+
+    def __init__(
+        self,
+        case: Case,
+        profile: Profile,
+        schedule: Schedule | None = None,
+        *,
+        threads_marked: bool = True,
+        reduction: Phase = Phase.REDUCE,
+    ) -> None:
+        self._case, self._profile, self._schedule = case, profile, schedule or Schedule()
+        self._threads_marked, self._reduction = threads_marked, reduction
+        self._rows = case.rows
+        self._devices = range(len(self._rows))
+        # a device that got no rows still takes part in updates that every device makes
+        self._owners = range(1 if self._schedule.update == "root" else case.devices)
+        self._graph = Graph()
+        self._bytes = profile.parameter_bytes // (2 if self._schedule.comm_dtype == "bf16" else 1)
+        self._collectives = 0
+
+    def tasks(self) -> list[Task]:
+        """Return the step, from scatter to the last weight sent out."""
+        forwards = self._forward(self._replicate(self._scatter()))
+        local = self._schedule.loss == "local"
+        losses = self._local_loss(forwards) if local else [[self._gathered_loss(forwards)]] * len(self._rows)
+        self._update(self._backward(losses))
+        return self._graph.tasks
+
+    def _scatter(self) -> list[int]:
+        """Copy each replica's rows from the host, one after the other: one thread hands them out.
+
+        With the option `inputs=first` the whole batch goes to device 0 first, and from there to the others.
+        """
+        graph, size = self._graph, self._profile.input_bytes
+        found: list[int] = []
+        first = dict(self._case.options).get("inputs") == "first"
+        if first:
+            found = [graph.add(Phase.SCATTER, 0, "copy:host:0", sum(self._rows) * size, "bytes")]
+        for i, rows in enumerate(self._rows):
+            source = 0 if first else "host"
+            found.append(graph.add(Phase.SCATTER, i, f"copy:{source}:{i}", rows * size, "bytes", found[-1:]))
+        return found[-len(self._rows) :]
+
+    def _replicate(self, scattered: list[int]) -> list[int]:
+        """Give all devices this step's weights and buffers; return what every forward waits for."""
+        graph, profile, schedule = self._graph, self._profile, self._schedule
+        weights = schedule.replicas != "persistent" or schedule.update == "root"
+        sent = profile.buffer_bytes + (profile.parameter_bytes if weights else 0)
+        tensors = 1 if schedule.storage == "flat" else profile.buffer_tensors + profile.parameter_tensors * weights
+        modules = profile.modules if schedule.replicas == "rebuilt" else 0
+        joined = [graph.add(Phase.REPLICATE, i, "host", tensors, "tensors", scattered) for i in self._devices]
+        wire = graph.each(Phase.REPLICATE, self._devices, self._collective("broadcast"), sent, lambda i: [joined[i]])
+        # the copies are on their way while Python rebuilds the trees
+        trees = [graph.add(Phase.REPLICATE, i, "host", modules, "modules", [joined[i]]) for i in self._devices]
+        return [*wire, *trees]
+
+    def _forward(self, copied: list[int]) -> list[int]:
+        """Launch every replica's forward from its own thread; all threads share one interpreter."""
+        graph, profile, schedule = self._graph, self._profile, self._schedule
+        serial = schedule.workers == "serial"
+        started: list[int] = []
+        if len(self._rows) > 1 and schedule.loss == "gathered" and not serial:
+            unit = "threads" if schedule.workers == "spawn" else "wakes"
+            where = HOST if self._threads_marked else 0
+            started = [graph.add(Phase.FORWARD, where, "host", len(self._rows), unit, copied)]
+        found: list[int] = []
+        for i, rows in enumerate(self._rows):
+            work = (rows * profile.forward_flop, "flop")
+            host = "host" if serial else "gil"
+            handed = graph.tasks[found[-1]].overlap if serial and found else ()
+            found.append(
+                graph.launch(Phase.FORWARD, i, host, profile.forward_launches, work, [*copied, *handed], started)
+            )
+        return found
+
+    def _gathered_loss(self, forwards: list[int]) -> int:
+        """Bring all outputs to device 0, and take the loss there."""
+        graph, size = self._graph, self._profile.output_bytes
+        gathered = [
+            graph.add(Phase.GATHER, 0, f"copy:{i}:0", self._rows[i] * size, "bytes", forwards) for i in self._devices
+        ]
+        return graph.add(Phase.LOSS, 0, "device:0", sum(self._rows) * size, "bytes", gathered)
+
+    def _local_loss(self, forwards: list[int]) -> list[list[int]]:
+        """Take each replica's loss where its outputs are; device 0 adds the numbers up."""
+        graph, size = self._graph, self._profile.output_bytes
+        own = [
+            graph.add(Phase.LOSS, i, f"device:{i}", rows * size, "bytes", [forwards[i]])
+            for i, rows in enumerate(self._rows)
+        ]
+        total = graph.add(Phase.LOSS, 0, "host", 1, "launches", own)
+        if self._schedule.backward == "joint":
+            return [[own[i], total] for i in self._devices]
+        return [[graph.add(Phase.LOSS, i, "gil", 1, "launches", [own[i], total])] for i in self._devices]
+
+    def _backward(self, losses: list[list[int]]) -> list[int]:
+        """Run each replica's backward; return what the update waits for: gradients where they are wanted."""
+        pieces = [float(self._bytes)]
+        if self._schedule.reduce == "overlap":
+            scale = self._bytes / self._profile.parameter_bytes if self._profile.parameter_bytes else 0.0
+            pieces = [size * scale for size in buckets(self._profile, first=BUCKET_BYTES)]
+        segments = [self._segments(i, losses[i], len(pieces)) for i in self._devices]
+        last = [segment[-1] for segment in segments]
+        beside = self._schedule.reduce == "overlap" or self._reduction is Phase.BACKWARD
+        reduced: list[int] = []
+        for number, size in enumerate(pieces):
+            # a bucket's span in a trace lies beside backward's, which contains it
+            overlap = [at for end in last for at in self._graph.tasks[end].overlap] if beside else []
+            final = overlap if number == len(pieces) - 1 else []
+            reduced = self._reduce(size, [*reduced, *(segment[number] for segment in segments)], final)
+        return reduced
+
+    def _segments(self, device: int, after: list[int], count: int) -> list[int]:
+        """Cut one device's backward into as many parts as there are buckets to fill."""
+        found, profile = [], self._profile
+        work, launches = self._rows[device] * profile.backward_flop / count, profile.backward_launches / count
+        for _ in range(count):
+            host = f"host:{device}"
+            after = [self._graph.launch(Phase.BACKWARD, device, host, launches, (work, "flop"), after)]
+            found += after
+        return found
+
+    def _reduce(self, size: float, ready: list[int], overlap: list[int]) -> list[int]:
+        """Add up one message of gradients, on device 0 or on all that update."""
+        schedule, graph = self._schedule, self._graph
+        share = size / self._bytes if self._bytes else 0.0
+        tensors = 1.0 if schedule.storage == "flat" else self._profile.parameter_tensors * share * len(self._rows)
+        owners = self._owners
+        kind = {"root": "reduce", "each": "all_reduce", "sharded": "reduce_scatter"}[schedule.update]
+        joined = [
+            graph.add(self._reduction, i, "host", tensors / len(owners), "tensors", ready, overlap) for i in owners
+        ]
+        name = self._collective(kind)
+        return graph.each(self._reduction, owners, name, size, lambda i: [joined[i]], lambda i: overlap)
+
+    def _update(self, after: list[int]) -> None:
+        """Step the optimizer on device 0, on every device, or on every device's share."""
+        schedule, graph, profile = self._schedule, self._graph, self._profile
+        owners = self._owners
+        share = 1 / len(owners) if schedule.update == "sharded" else 1.0
+        flat, host = schedule.optimizer == "flat", "gil" if len(owners) > 1 else "host"
+        stepped = [graph.update(self._case, profile, i, host, after, flat=flat, share=share) for i in owners]
+        if schedule.update == "sharded":
+            name = self._collective("all_gather")
+            graph.each(Phase.REPLICATE, owners, name, profile.parameter_bytes, lambda i: stepped)
+
+    def _collective(self, kind: str) -> str:
+        """Name the next collective; without flat storage torch joins tensors into messages of 10 MiB."""
+        self._collectives += 1
+        joined = "" if self._schedule.storage == "flat" else "_coalesced"
+        return f"{kind}{joined}:{self._collectives}"

@@ -1,0 +1,336 @@
+"""The scoreboard: what it reads, what it leaves out and says so, and that predictions do not get worse."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dpbench.predict import calibrate, described, features, fit, fitted, published, quick, rows, score
+from dpbench.predict.constants import DEFAULT
+from dpbench.predict.published import Excluded
+from dpbench.records import Phase
+
+DATA = Path(__file__).parent / "data"
+TABLE, ACCURACY = DATA / "published.csv", DATA / "accuracy.json"
+MARGIN = 0.005
+"""How much worse a group's mean error may get before somebody must look."""
+
+
+@pytest.fixture(scope="module")
+def scored() -> tuple[list[score.Scored], list[Excluded]]:
+    return score.score(TABLE)
+
+
+def lines() -> list[dict[str, Any]]:
+    return score.as_json(score.lines(*score.score(TABLE)))
+
+
+# ---------------------------------------------------------------- accuracy
+
+
+def test_no_held_out_error_got_worse(scored: tuple[list[score.Scored], list[Excluded]]) -> None:
+    before = {(line["group"], line["strategy"]): line for line in json.loads(ACCURACY.read_text())}
+    now = {(line.group, line.strategy): line for line in score.lines(*scored)}
+    assert set(now) == set(before)
+    worse = {
+        key: f"{before[key]['mape']:.4f} -> {line.mape:.4f}"
+        for key, line in now.items()
+        if line.n != before[key]["n"] or line.mape > before[key]["mape"] + MARGIN
+    }
+    assert not worse, f"{worse}; python {Path(__file__).name} writes a new {ACCURACY.name} if this is meant"
+
+
+def test_data_parallel_is_predicted_on_a_machine_that_was_not_fitted(
+    scored: tuple[list[score.Scored], list[Excluded]],
+) -> None:
+    found = [one for one in scored[0] if one.matched.row.group in fit.FITTED_ON]
+    line = score.line(("both", "dp", "step_ms"), found)
+    assert line.n == 384
+    assert line.mape <= 0.10
+    assert line.p90 <= 0.22
+    assert line.skill >= 0.80
+    assert line.coverage is not None
+    assert 0.7 <= line.coverage <= 1.0
+    assert all(fitted.without(group)[0] != DEFAULT for group in fit.FITTED_ON)
+
+
+def test_hard_ddp_cases_from_a_description_and_from_one_workload(
+    scored: tuple[list[score.Scored], list[Excluded]],
+) -> None:
+    lpt = [one for one in scored[0] if one.matched.row.group == "LPT"]
+    same = [one for one in lpt if one.hard and one.matched.one_samples == one.matched.row.batch]
+    assert len(same) > 150
+    assert score.line(("LPT", "ddp", ""), same).mape <= 0.11
+    (taught,) = calibrate.lines([one.matched for one in lpt])
+    assert taught.hard_n > 80
+    assert taught.hard_mape is not None
+    assert taught.hard_mape <= 0.10
+
+
+def test_resnet50_on_two_devices_orders_as_published(scored: tuple[list[score.Scored], list[Excluded]]) -> None:
+    found = {one.matched.row.id: one for one in scored[0] if one.matched.row.group == "CLD"}
+    dp2, dp4 = (found[f"CLD-{number}"] for number in ("0003", "0006"))
+    assert dp2.measured_s < dp4.measured_s
+    assert dp2.predicted_s < dp4.predicted_s
+
+
+def test_the_formula_that_is_fitted_is_the_simulation_that_is_scored() -> None:
+    table, _ = published.read(TABLE)
+    matched, _ = published.match(table)
+    for one in matched[::40]:
+        asked = rows.question(one)
+        if asked.accumulated == 1:
+            formula = quick.seconds(asked.case, asked.profile, asked.machine.machine, phases=asked.phases)
+            assert asked.scale * formula == pytest.approx(rows.predicted_s(asked), rel=0.01)
+
+
+# ---------------------------------------------------------------- reading
+
+
+def write(path: Path, *changed: dict[str, Any]) -> Path:
+    blank = dict.fromkeys(
+        ["id", "group", "source", "model", "params_M", "framework", "strategy", "gpu", "n_gpu", "interconnect",
+         "precision", "batch_per_gpu", "batch_global", "metric", "value", "timed", "optimizer", "repeats_of", "notes"],
+        "",
+    )  # fmt: skip
+    usual = {"model": "resnet50", "framework": "pytorch", "strategy": "ddp", "gpu": "V100-SXM2", "n_gpu": 8,
+             "interconnect": "NVLink mesh", "precision": "fp32", "batch_per_gpu": 32, "metric": "step_ms",
+             "timed": "step"}  # fmt: skip
+    with path.open("w", newline="") as file:
+        table = csv.DictWriter(file, list(blank))
+        table.writeheader()
+        table.writerows(blank | usual | row for row in changed)
+    return path
+
+
+ONE = {"id": "X-1", "strategy": "single", "n_gpu": 1, "value": 100}
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"model": "a model nobody knows", "params_M": "77"},
+        {"model": ""},
+        {"gpu": "", "interconnect": ""},
+        {"gpu": "Some GPU 9000 Ti", "interconnect": "quantum link"},
+        {"gpu": "H100-SXM5-80GB", "interconnect": "NVSwitch", "n_gpu": 8},
+        {"gpu": "A100-SXM4-80GB", "interconnect": "8 GPUs/node, 8x200Gb IB", "n_gpu": 1024},
+        {"gpu": "RTX 4090", "interconnect": "PCIe4 x8, no P2P", "n_gpu": 3},
+        {"gpu": "MI300X", "interconnect": "Infinity Fabric"},
+        {"batch_per_gpu": "", "batch_global": ""},
+        {"batch_per_gpu": "0.5"},
+        {"metric": "samples_per_s", "value": "900"},
+        {"metric": "epoch_s"},
+        {"strategy": "dp", "timed": "forward", "optimizer": "none"},
+        {"strategy": "horovod", "framework": "tensorflow"},
+        {"strategy": "dp", "n_gpu": 64},
+        {"precision": "?"},
+        {"value": "1e-9"},
+    ],
+)
+def test_odd_rows_get_a_number(odd: dict[str, Any], tmp_path: Path) -> None:
+    shared = {key: odd[key] for key in ("model", "params_M", "gpu", "precision", "timed", "metric", "framework",
+                                        "batch_per_gpu", "batch_global") if key in odd}  # fmt: skip
+    found, left = score.score(write(tmp_path / "odd.csv", {**shared, **ONE}, {"id": "X-2", "value": 120, **odd}))
+    assert not left
+    (one,) = found
+    assert 0 < one.low_s <= one.predicted_s <= one.high_s < float("inf")
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"value": "n/a"}, "no number: 'n/a'"),
+        ({"value": "-3"}, "no number: value -3"),
+        ({"n_gpu": ""}, "no number: ''"),
+        ({"metric": "mem_mib_gpu0", "value": 3}, "metric mem_mib_gpu0 is no time"),
+        ({"strategy": "pipeline", "value": 3}, "strategy pipeline is not predicted"),
+        ({"model": "vgg16", "value": 3}, "no one-device row"),
+        ({"notes": "SUSPECT: loader-bound", "value": 3}, "suspect or low trust"),
+        ({"repeats_of": "X-9", "value": 3}, "repeats another row"),
+    ],
+)
+def test_what_is_left_out_is_listed_with_its_reason(row: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    table = write(tmp_path / "some.csv", ONE, {"id": "X-2", **row}, {"id": "X-3", "value": 120})
+    found, left = score.score(table)
+    assert [one.matched.row.id for one in found] == ["X-3"]
+    assert [one.id for one in left] == ["X-2"]
+    assert left[0].reason.startswith(reason)
+    (line,) = score.lines(found, left)
+    assert line.excluded == 1
+
+
+def test_suspect_rows_and_repeats_come_in_when_asked(tmp_path: Path) -> None:
+    table = write(tmp_path / "all.csv", ONE, {"id": "X-2", "value": 120, "notes": "SUSPECT"},
+                  {"id": "X-3", "value": 120, "repeats_of": "X-2"})  # fmt: skip
+    assert [len(score.score(table, all_rows=everything)[0]) for everything in (False, True)] == [0, 2]
+
+
+def test_a_table_without_columns_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "wrong.csv"
+    path.write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match=r"wrong\.csv: no column id, metric, model, n_gpu, strategy, value"):
+        score.score(path)
+
+
+def test_the_nearest_batch_and_the_same_board_are_the_baseline(tmp_path: Path) -> None:
+    table = write(
+        tmp_path / "boards.csv",
+        ONE,
+        {**ONE, "id": "X-2", "interconnect": "another board", "value": 130},
+        {**ONE, "id": "X-3", "batch_per_gpu": 64, "value": 190},
+        {"id": "X-4", "value": 120},
+        {"id": "X-5", "value": 240, "batch_per_gpu": 64, "interconnect": "another board"},
+    )  # fmt: skip
+    matched, _ = published.match(published.read(table)[0])
+    assert [(one.row.id, one.one_s, one.one_samples) for one in matched] == [
+        ("X-4", pytest.approx(0.1), 32), ("X-5", pytest.approx(0.19), 64),
+    ]  # fmt: skip
+
+
+def test_strong_scaling_uses_the_line_through_two_batches(tmp_path: Path) -> None:
+    table = write(
+        tmp_path / "strong.csv",
+        {**ONE, "batch_per_gpu": 64, "value": 100},
+        {**ONE, "id": "X-2", "batch_per_gpu": 128, "value": 180},
+        {"id": "X-3", "batch_per_gpu": 32, "n_gpu": 2, "value": 80},
+    )
+    (one,) = published.match(published.read(table)[0])[0]
+    asked = rows.question(one)
+    assert rows.linear_s(asked) == pytest.approx(0.060, rel=0.05)  # 20 ms and 1.25 ms a sample
+
+
+@pytest.mark.parametrize(
+    ("timed", "optimizer", "missing"),
+    [
+        ("step", "", {Phase.SCATTER}),
+        ("h2d_pageable+forward+loss+backward", "none", {Phase.OPTIMIZER}),
+        ("forward", "none", {Phase.SCATTER, Phase.LOSS, Phase.BACKWARD, Phase.REDUCE, Phase.OPTIMIZER}),
+    ],
+)
+def test_what_a_figure_includes(timed: str, optimizer: str, missing: set[Phase], tmp_path: Path) -> None:
+    table, _ = published.read(write(tmp_path / "t.csv", {**ONE, "timed": timed, "optimizer": optimizer}))
+    assert set(Phase) - rows.timed(table[0]) == missing
+
+
+# ---------------------------------------------------------------- machines and models behind words
+
+
+@pytest.mark.parametrize(
+    ("gpu", "words", "count", "peer", "nvlink", "node", "sure"),
+    [
+        ("RTX 2080 Ti", "PCIe3, no P2P (GeForce Turing), 24-thread CPU", 4, False, 0, 4, True),
+        ("RTX 2080 Ti", "PCIe3 + NVLink bridge pairs TRT2 board", 8, False, 4, 8, True),
+        ("A100-SXM4-40GB", "NVSwitch", 8, True, 8, 8, True),
+        ("V100-SXM2", "NVLink mesh + 4x100Gb IB", 16, True, 16, 8, True),
+        ("V100-DGXS", "NVLink (DGX Station)", 4, True, 6, 4, True),
+        ("TITAN RTX", "NVLink NV2 (bonded 2 links)", 2, False, 1, 2, True),
+        ("TITAN RTX", "PCIe3 only (NCCL_P2P_DISABLE=1)", 2, False, 0, 2, True),
+        ("RTX A6000", "PCIe4 (bridge unknown)", 4, True, 0, 4, False),
+        ("Quadro RTX 6000", "unknown", 4, False, 0, 4, False),
+        ("V100-32GB", "NVLink assumed (not stated)", 8, True, 16, 8, False),
+        ("NVIDIA H100 80GB HBM3", "NVLink 4 / NVSwitch (HGX)", 8, True, 8, 8, True),
+        ("H100-PCIe-80GB", "PCIe Gen5, no NVLink, P2P", 4, True, 0, 4, True),
+        ("GeForce RTX 4090", "PCIe 4.0 x16, P2P disabled", 8, False, 0, 8, True),
+        ("RTX A4000", "PCIe4, P2P", 16, True, 0, 16, True),
+        ("A100-SXM4-80GB", "4 nodes x 8, NVSwitch + 8x200Gb/s InfiniBand", 32, True, 8, 8, True),
+    ],
+)
+def test_a_machine_behind_words(
+    gpu: str, words: str, count: int, peer: bool, nvlink: int, node: int, sure: bool
+) -> None:
+    found = described.describe(gpu, words, count, 1.0)
+    assert found.machine.peer_access is peer
+    assert sum(link.kind == "nvlink" for link in found.machine.links) == nvlink, found.machine.links
+    assert found.machine.gpu.count == node
+    assert bool(found.assumed) is not sure
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "known"),
+    [
+        ("resnet50", 25557032, "traced"),
+        ("ResNet-50 v1.5", 25557032, "traced"),
+        ("bert-base-uncased", 108893186, "traced"),
+        ("BERT Large (SQuAD)", 334094338, "traced"),
+        ("gpt2", 124439808, "traced"),
+        ("tacotron2", 28190000, "public"),
+        ("ssd300_resnet50", 22900000, "public"),
+        ("something else", 30000000, "estimated"),
+    ],
+)
+def test_a_model_behind_a_name(name: str, parameters: int, known: str) -> None:
+    found = features.find(name)
+    assert (found.profile.parameter_bytes // 4, found.known) == (parameters, known)
+    assert found.profile.forward_launches > 0
+    assert features.find(name, precision="fp16").profile.parameter_bytes == 2 * parameters
+
+
+def test_another_size_of_a_known_name_is_estimated_from_its_parameters() -> None:
+    found = features.find("resnet50 wide", 300e6)
+    assert (found.known, found.profile.parameter_bytes) == ("estimated", 1_200_000_000)
+
+
+# ---------------------------------------------------------------- the command
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "dpbench.cli", "predict", *arguments], capture_output=True, text=True, check=False
+    )
+
+
+def test_the_scoreboard_prints_and_speaks_json(tmp_path: Path) -> None:
+    table = write(tmp_path / "x.csv", ONE, {"id": "X-2", "value": 120}, {"id": "X-3", "metric": "util", "value": 3})
+    shown = command("--score", str(table))
+    assert shown.returncode == 0, shown.stderr
+    assert "80 % holds" in shown.stdout
+    assert "metric util is no time of a step: X-3" in shown.stdout
+    (line,) = json.loads(command("--score", str(table), "--json").stdout)
+    keys = {"group", "strategy", "metric", "n", "mape", "median", "p90", "bias", "skill", "coverage", "excluded"}
+    assert keys <= set(line)
+    assert (line["group"], line["strategy"], line["n"], line["excluded"]) == ("X", "ddp", 1, 1)
+    assert line["mape"] < 1
+
+
+def test_predictions_are_a_table_with_their_labels_and_a_run_of_a_store(tmp_path: Path) -> None:
+    store = tmp_path / "p.db"
+    done = command("--machine", "dgx-a100", "--models", "resnet50", "--devices", "1,4", "--schedules",
+                   "reference,zero1", "--batch-per-device", "32", "--step-s", "0.1", "--store", str(store))  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "nothing here was measured on it" in done.stdout
+    assert "dp[zero1]" in done.stdout
+    assert "given    PREDICTED" in done.stdout
+    assert "what would help" in done.stdout
+    again = subprocess.run([sys.executable, "-m", "dpbench.cli", "report", "--md", "--store", str(store)],
+                           capture_output=True, text=True, check=False)  # fmt: skip
+    assert again.returncode == 0, again.stderr
+    assert "PREDICTED" in again.stdout
+    assert "MEASURED" not in again.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give --machine and --models"),
+        (["--machine", "dgx-a10", "--models", "resnet50"], "did you mean 'dgx-a100'"),
+        (["--machine", "dgx-a100", "--models", "resnet5"], "did you mean 'resnet50'"),
+        (["--machine", "dgx-a100", "--models", "resnet50", "--schedules", "zero2"], "unknown schedule 'zero2'"),
+        (["--machine", "dgx-a100", "--models", "resnet50", "--quick", "--strategies", "dp", "--schedules", "zero1"],
+         "no formula for"),
+    ],
+)  # fmt: skip
+def test_a_wrong_question_is_told_the_way_out(arguments: list[str], message: str) -> None:
+    done = command(*arguments)
+    assert done.returncode == 64
+    assert message in done.stderr
+
+
+if __name__ == "__main__":
+    ACCURACY.write_text(json.dumps(lines(), indent=1) + "\n")
