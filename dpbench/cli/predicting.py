@@ -28,10 +28,14 @@ PREDICTED = ("single", "torch_dp", "dp", "ddp")
 @click.option(
     "--batch-per-device", type=Numbers(), default=(), help="Batch sizes per device (weak scaling).  [default: 32]"
 )
-@click.option("--size", type=click.Choice(["small", "full"]), default="small", show_default=True)
+@click.option(
+    "--size", type=click.Choice(["small", "full"]), default="full", show_default=True, help="Of dpbench's own."
+)
 @click.option("--precision", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True)
 @click.option("--step-s", type=click.FloatRange(min=0, min_open=True), help="The known step of one device, seconds.")
 @click.option("--quick", is_flag=True, help="By formula: no phases, no schedules above reference.")
+@click.option("--memory", is_flag=True, help="Replay each device's memory too; traces the models, seconds each.")
+@click.option("--max-batch", is_flag=True, help="With --memory: search the largest batch that fits; slower.")
 @click.option("--score", "table", type=click.Path(path_type=Path, exists=True), help="Predict published rows instead.")
 @click.option("--json", "as_json", is_flag=True, help="With --score: print JSON.")
 @click.option("--all-rows", is_flag=True, help="With --score: repeats, suspect and low-trust rows too.")
@@ -44,9 +48,12 @@ def predict(table: Path | None, as_json: bool, all_rows: bool, **options: Any) -
     if table:
         _score(table, as_json, all_rows)
         return
+    from dataclasses import replace
+
     from dpbench import machine
     from dpbench.predict import cases, remedies
     from dpbench.predict import table as text
+    from dpbench.predict.needs import needs
 
     models = (*options["models"], *options["own"])
     if not options["machine_name"] or not models:
@@ -68,6 +75,10 @@ def predict(table: Path | None, as_json: bool, all_rows: bool, **options: Any) -
     found = [predictor.predict(case) for case in asked]
     click.echo(f"{described.name}: {described.description}; nothing here was measured on it\n")
     click.echo(text.predictions(found))
+    if options["memory"] or options["max_batch"]:
+        held = list(needs(asked, described, largest=options["max_batch"]))
+        found = [replace(one, need=need) for one, need in zip(found, held, strict=True)]
+        click.echo(f"\n{text.needs(held)}")
     if not options["quick"] and (changes := remedies.remedies(predictor, asked)):
         click.echo(f"\n{text.remedies(changes)}")
     if options["store"]:

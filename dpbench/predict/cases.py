@@ -11,7 +11,8 @@ from dpbench import plan, registry
 from dpbench.machine import Machine
 from dpbench.predict import features, intervals, profiles, quick, simulation
 from dpbench.predict.constants import DEFAULT, Constants
-from dpbench.records import Case, Profile, Source, Span, Step, Trial
+from dpbench.predict.needs import Need
+from dpbench.records import Case, Profile, Source, Span, Status, Step, Trial
 
 SINGLE = "single"
 
@@ -27,14 +28,23 @@ class Prediction:
     profile: str
     spans: tuple[Span, ...] = ()
     machine: str = ""
+    need: Need | None = None
 
     def trial(self) -> Trial:
         """Return the prediction as a trial, which reports show as they show a measured one."""
-        return Trial(
-            case=self.case, source=Source.PREDICTED, spans=self.spans, started_s=time.time(),
-            steps=(Step(self.seconds, False, self.seconds),), reason=f"predicted for {self.machine}",
-            provenance={"machine": self.machine, "profile": self.profile, "interval_80_s": [self.low_s, self.high_s]},
+        facts = {"machine": self.machine, "profile": self.profile, "interval_80_s": [self.low_s, self.high_s]}
+        memory = self.need.memory if self.need else ()
+        step = Step(self.seconds, False, self.seconds)
+        found = Trial(
+            case=self.case, source=Source.PREDICTED, spans=self.spans, started_s=time.time(), steps=(step,),
+            reason=f"predicted for {self.machine}", provenance=facts, memory=memory,
         )  # fmt: skip
+        if self.need is None or self.need.status is Status.OK:
+            return found
+        lacking = f"predicted for {self.machine}: out of memory on device {self.need.failed_device}"
+        return replace(
+            found, status=Status.OOM, reason=lacking, failed_device=self.need.failed_device, steps=(), spans=()
+        )
 
 
 @dataclass(frozen=True)

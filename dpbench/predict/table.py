@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from dpbench import ledger
 from dpbench.predict.cases import Prediction, speedup
+from dpbench.predict.needs import Need
 from dpbench.predict.published import Excluded
 from dpbench.predict.remedies import Remedy
 from dpbench.predict.score import Line
@@ -43,6 +44,32 @@ def _phases(one: Prediction) -> str:
     charged = ledger.phases(Step(one.seconds, False, one.seconds), one.spans)
     shown = {name: s for name, s in charged.items() if s >= SHOWN * one.seconds and name != UNATTRIBUTED}
     return " ".join(f"{name} {seconds * 1e3:.1f}" for name, seconds in shown.items())
+
+
+NEEDS = ("model", "strategy", "devices", "batch", "GPU 0 allocated", "others", "GPU 0 reserved",
+         "with context and NCCL", "fits", "largest batch", "label")  # fmt: skip
+
+
+def needs(found: Iterable[Need]) -> str:
+    """Return one line a case: what device 0 holds at most, the most of the others, and whether it fits."""
+    lines: list[tuple[str, ...]] = [NEEDS]
+    for one in found:
+        case = one.case
+        schedule = f"[{case.schedule}]" if case.schedule not in ("", "reference") else ""
+        head = (case.model, case.strategy + schedule, str(case.devices), str(case.batch_size))
+        if one.reason:
+            lines.append((*head, *["-"] * 4, one.reason, "", "PREDICTED"))
+            continue
+        allocated, reserved = one.peaks("allocated"), one.peaks("reserved")
+        fits = {True: "yes", False: f"no: device {one.failed_device}", None: "unknown"}[one.fits]
+        lines.append((*head, _gib(allocated[0]), _gib(max(allocated[1:])) if allocated[1:] else "", _gib(reserved[0]),
+                      _gib(one.process_bytes[0]), fits, "" if one.largest is None else str(one.largest),
+                      "PREDICTED"))  # fmt: skip
+    return _text(lines, left=(0, 1, 8, 10))
+
+
+def _gib(size_bytes: float) -> str:
+    return f"{size_bytes / 2**30:.2f} GiB"
 
 
 def remedies(found: Sequence[Remedy]) -> str:

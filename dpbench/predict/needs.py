@@ -1,0 +1,72 @@
+"""Needs: each device's memory for a case on a described machine, whether it fits, and the largest batch that does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from dpbench import registry
+from dpbench.machine import Machine
+from dpbench.records import Case, Memory, Status
+
+UNTRACED = "only dpbench's own models and --model have a module to trace"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """What the devices of one case need: the allocator's peaks, and the whole as the driver would show it.
+
+    `fits` is None where the machine does not say how much memory a GPU has. `largest` is the largest batch that fits,
+    0 for none, None where nobody asked. `reason` says why nothing is known.
+    """
+
+    case: Case
+    memory: tuple[Memory, ...] = ()
+    process_bytes: tuple[int, ...] = ()
+    fits: bool | None = None
+    failed_device: int | None = None
+    largest: int | None = None
+    reason: str = ""
+
+    @property
+    def status(self) -> Status:
+        """Return how a trial of the case would end."""
+        return Status.OOM if self.fits is False else Status.OK
+
+    def peaks(self, kind: str) -> list[int]:
+        """Return the peaks of one kind, device by device."""
+        return [one.peak_bytes for one in self.memory if one.kind == kind]
+
+
+def needs(cases: Sequence[Case], machine: Machine, *, largest: bool = False) -> Iterator[Need]:
+    """Yield what each case needs; to trace a model takes a second or more, once for each share of a batch."""
+    from dpbench.predict.memory import Traces, traces_of
+
+    kept: dict[Case, Traces] = {}
+    for case in cases:
+        if ":" not in case.model and case.model not in registry.names("models"):
+            yield Need(case=case, reason=UNTRACED)
+            continue
+        key = Case(model=case.model, strategy="single", batch_size=1, size=case.size, optimizer=case.optimizer)
+        traces = kept.setdefault(key, traces_of(replace(key, device_kind=case.device_kind)))
+        yield _need(case, traces, int(machine.gpu.memory_bytes), largest)
+
+
+def _need(case: Case, traces: object, capacity_bytes: int, largest: bool) -> Need:
+    """Return one case's needs by replaying what its devices take and give back."""
+    from dpbench.predict import memory
+
+    found = memory.needed(case, traces)  # type: ignore[arg-type]
+    over = [one.device for one in found if capacity_bytes and one.process_bytes > capacity_bytes]
+    most = None
+    if largest and capacity_bytes:
+        most = memory.largest_batch(lambda batch: replace(case, batch_size=batch), capacity_bytes)
+    return Need(
+        case=case, process_bytes=tuple(one.process_bytes for one in found), largest=most,
+        fits=not over if capacity_bytes else None, failed_device=over[0] if over else None,
+        memory=tuple(
+            Memory(one.device, size, "replay", kind=kind)
+            for one in found
+            for kind, size in (("allocated", one.peak.allocated_bytes), ("reserved", one.peak.reserved_bytes))
+        ),
+    )  # fmt: skip
