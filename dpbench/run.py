@@ -12,6 +12,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -109,7 +110,8 @@ def run(
 ) -> Outcome:
     """Measure every case in as many `rounds` as are asked for, or as the rule wants, and store each trial as it ends.
 
-    `paired` measures the cases that can share a worker side by side in one, their blocks of steps in turn.
+    `paired` measures the cases that can share a worker side by side in one, their blocks of steps in turn, every
+    round in a fresh worker of one server; otherwise each round has a server of its own.
     `budget_s` bounds the whole run: it shortens the trials' timed parts, and what has not begun when it is spent
     is stored as skipped. `limit_s` bounds one trial. `retry` names final statuses to measure again, in the latest
     such run even if it finished. `traces` is a folder for profiles of one step of each trial, taken after its
@@ -179,29 +181,31 @@ class _Session:
             self._rule.add(trial)
         scratch = Path(tempfile.mkdtemp(prefix="dpbench-"))
         try:
-            with samplers.sampling(ordinals(cases), scratch / "samples.jsonl") as watched:
+            with ExitStack() as stack:
+                watched = stack.enter_context(samplers.sampling(ordinals(cases), scratch / "samples.jsonl"))
+                lasting = stack.enter_context(Server(scratch)) if paired else None
                 number = 0
                 while wanted := self._rule.wanted(cases, number):
                     if number and not fixed and self._spent():
                         break  # what nobody asked for is not skipped
                     pending = [case for case in wanted if (case.fingerprint, number) not in done]
                     self._total = max(self._total, self._done + len(pending))
-                    self._round(pending, number, scratch, watched, paired=paired)
+                    # what a server does to its workers is in the interval, or cancels between cases side by side
+                    if pending:
+                        with nullcontext(lasting) if lasting else Server(scratch) as server:
+                            self._round(pending, number, server, watched, paired=paired)
                     number += 1
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 
     def _round(
-        self, cases: Sequence[Case], number: int, scratch: Path, watched: samplers.Series, *, paired: bool
+        self, cases: Sequence[Case], number: int, server: Server, watched: samplers.Series, *, paired: bool
     ) -> None:
-        """Measure cases once under a new server, in an order of this round's own, the same one for a resumed run."""
+        """Measure cases once, in an order of this round's own, the same one for a resumed run."""
         generator = random.Random(f"{self._run_id} {number}")
         shuffled = generator.sample(sorted(cases, key=lambda case: case.fingerprint), len(cases))
-        groups = plan.side_by_side(shuffled) if paired else [(case,) for case in shuffled]
-        if groups:
-            with Server(scratch) as server:
-                for group in groups:
-                    self._group(server, group, number, watched)
+        for group in plan.side_by_side(shuffled) if paired else [(case,) for case in shuffled]:
+            self._group(server, group, number, watched)
 
     def _group(self, server: Server, group: Sequence[Case], number: int, watched: samplers.Series) -> None:
         """Measure and store the trials of one worker."""

@@ -3,7 +3,7 @@
     python benchmarks/scripts/verdicts.py OUTPUT.jsonl [--aa 200] [--ab 50]
 
 A/A: half of the comparisons are made inside one run (both sides in one worker, their blocks in turn, rounds added
-until the ratio is known to 1 % or 20 s are spent), half between two runs (five rounds each, a new server every round,
+until the ratio is known to 1 % or 12 s are spent), half between two runs (five rounds each, a new server every round,
 nothing shared but the machine). A false "faster" or "slower" should come up in at most 2 % of them.
 A/B: a slowdown of 3 % of the step is spun away in one phase (forward, loss and backward in turn), within 60 s a try;
 it should be found, and its phase named, in at least 90 %.
@@ -36,7 +36,7 @@ CASE = Case(model="planted:none", strategy="dp", schedule="reference", devices=2
 EFFORT = Effort(budget_s=0.4, max_steps=100, min_steps=20, memory_by_phase=False)
 PHASES = ("forward", "loss", "backward")
 SLOWDOWN = 0.03
-AA_BUDGET_S, AB_BUDGET_S = 20.0, 55.0
+AA_BUDGET_S, AB_BUDGET_S = 12.0, 50.0
 
 
 def measure(
