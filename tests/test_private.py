@@ -21,6 +21,7 @@ PRIVATE = {
     r"_is_multithreading": "engine/settings.py",
     r"_set_sequence_nr": "engine/broadcast.py",
     r"_post_accumulate_grad_hooks": "engine/persistent.py",
+    r"\._forward_hooks|\._forward_pre_hooks|\._backward_hooks|\._backward_pre_hooks": "engine/graphs.py",
     r"_flatten_dense_tensors": "probe/host.py",
     r"FakeTensorMode": "predict/trace.py",
     r"_make_wrapper_subclass|_disabled_torch_function_impl|DispatchKeySet": "engine/devices/_wrapper.py",
@@ -46,6 +47,8 @@ def test_private_parts_exist_in_this_torch() -> None:
     assert hasattr(ddp, "_set_ddp_runtime_logging_sample_rate"), where
     assert hasattr(ddp, "_get_ddp_logging_data"), where
     assert hasattr(torch, "_foreach_copy_"), where
+    assert not torch.nn.Linear(1, 1)._forward_hooks, where
+    assert not torch.nn.Linear(1, 1)._backward_pre_hooks, where
     assert hasattr(torch._utils, "_flatten_dense_tensors"), where
     assert hasattr(torch._subclasses.fake_tensor, "FakeTensorMode"), where
     leaf = torch.zeros(1, requires_grad=True)
