@@ -21,7 +21,7 @@ PRIVATE = {
     r"_is_multithreading": "engine/settings.py",
     r"_set_sequence_nr": "engine/broadcast.py",
     r"_post_accumulate_grad_hooks": "engine/persistent.py",
-    r"\._forward_hooks|\._forward_pre_hooks|\._backward_hooks|\._backward_pre_hooks": "engine/graphs.py",
+    r"\._forward_hooks|\._forward_pre_hooks|\._backward_pre_hooks": "engine/graphs.py",
     r"_flatten_dense_tensors": "probe/host.py",
     r"FakeTensorMode": "predict/trace.py",
     r"_make_wrapper_subclass|_disabled_torch_function_impl|DispatchKeySet": "engine/devices/_wrapper.py",

@@ -36,7 +36,7 @@ CASE = Case(model="planted:none", strategy="dp", schedule="reference", devices=2
 EFFORT = Effort(budget_s=0.4, max_steps=100, min_steps=20, memory_by_phase=False)
 PHASES = ("forward", "loss", "backward")
 SLOWDOWN = 0.03
-AA_BUDGET_S, AB_BUDGET_S = 12.0, 50.0
+AA_BUDGET_S, AB_BUDGET_S = 12.0, 45.0
 
 
 def measure(
