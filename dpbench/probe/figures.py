@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Work = Callable[[], object]
+After = Callable[[list[Any]], object]
 Setting = Callable[[], AbstractContextManager[Any]]
 """What each thread enters before it works: grad mode, for one, is a thread's own."""
 LOOP_S = 4e-3
@@ -70,17 +71,41 @@ def time_together(works: Sequence[Work], repeats: int = 21, *, setting: Setting 
     return summary(rounds)
 
 
-def time_new_threads(works: Sequence[Work], repeats: int = 21) -> Timing:
-    """Time works that run at once, each in a thread that is started, and ends, for one call."""
+def time_new_threads(works: Sequence[Work], repeats: int = 21, after: After = lambda results: None) -> Timing:
+    """Time works that run at once, each in a thread that is started, and ends, for one call.
+
+    `after` has their results before the next call, off the clock: what they hold lives until then.
+    """
 
     def once() -> float:
-        threads = [threading.Thread(target=work) for work in works]
+        results: list[Any] = [None] * len(works)
+
+        def run(i: int) -> None:
+            results[i] = works[i]()
+
+        threads = [threading.Thread(target=run, args=(i,)) for i in range(len(works))]
         begin = time.perf_counter()
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        return time.perf_counter() - begin
+        seconds = time.perf_counter() - begin
+        after(results)
+        return seconds
+
+    once()
+    return summary([once() for _ in range(repeats)])
+
+
+def time_before(work: Work, repeats: int, after: After) -> Timing:
+    """Time a call in this thread whose result `after` has, off the clock, before the next."""
+
+    def once() -> float:
+        begin = time.perf_counter()
+        result = work()
+        seconds = time.perf_counter() - begin
+        after([result])
+        return seconds
 
     once()
     return summary([once() for _ in range(repeats)])
