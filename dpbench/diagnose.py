@@ -148,13 +148,14 @@ def _of_all_cores(rows: Sequence[Row], top: Sequence[Row]) -> list[Row]:
 def _decided(rows: Sequence[Row]) -> str:
     """Say which speed-ups the measurement does not decide, read together, and what would."""
     fast = [(row, row.speedup) for row in rows if row.speedup]
-    said = stats.verdicts([speedup for _, speedup in fast])
+    # as sure of all of them together as each interval is of itself
+    said = stats.verdicts([speedup for _, speedup in fast], alpha=1 - stats.CONFIDENCE)
     open_ = [pair for pair, verdict in zip(fast, said, strict=True) if verdict == "undecided"]
     if not open_:
         return ""
     names = ", ".join(f"{row.case.strategy} on {row.case.model}" for row, _ in open_[:3])
     more = f" and {len(open_) - 3} more" if len(open_) > 3 else ""
-    needed = max(stats.rounds_to_decide(speedup) for _, speedup in open_)
+    needed = max(stats.rounds_to_decide(speedup, alpha=1 - stats.CONFIDENCE) for _, speedup in open_)
     would = f"about --rounds {needed} would tell" if needed <= ROUNDS_MOST else "--rounds auto --paired may tell"
     return f"Undecided whether faster or slower than one device: {names}{more}; {would}."
 
