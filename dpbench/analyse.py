@@ -98,14 +98,14 @@ def measured(trials: Iterable[Trial]) -> dict[int, list[float]]:
     return {
         trial.round: [step.seconds for step in trial.steps if not step.warmup]
         for trial in trials
-        if trusted(trial) and any(not step.warmup for step in trial.steps)
+        if trial.trusted and any(not step.warmup for step in trial.steps)
     }
 
 
 def _row(case: Case, trials: Sequence[Trial], series: stats.Rounds) -> Row:
     """Return what the case's own trials tell."""
     # a round that was measured again counts by its last trial
-    good = list({trial.round: trial for trial in trials if trial.round in series and trusted(trial)}.values())
+    good = list({trial.round: trial for trial in trials if trial.round in series and trial.trusted}.values())
     bad = next((trial for trial in trials if trial.status is not Status.OK), None)
     last = (good or trials)[-1]
     row = Row(
@@ -134,11 +134,6 @@ def _row(case: Case, trials: Sequence[Trial], series: stats.Rounds) -> Row:
         imbalance=_imbalance(good, source) if source else None,
         memory_imbalance=memory[0] / statistics.mean(others) if others and 0 in memory else None,
     )
-
-
-def trusted(trial: Trial) -> bool:
-    """Tell whether a trial's numbers may be shown."""
-    return trial.trusted
 
 
 def _memory(trials: Sequence[Trial]) -> dict[int, int]:
@@ -219,22 +214,11 @@ def _busy(trials: Sequence[Trial]) -> tuple[dict[int, list[float]], str]:
     """Return each device's busy seconds a step, and where they come from."""
     for metric, source in BUSY_METRICS.items():
         found: dict[int, list[float]] = {}
-        for device, values in (pair for trial in trials for pair in _timed(trial, metric).items()):
+        for device, values in (pair for trial in trials for pair in trial.readings(metric, timed=True).items()):
             found.setdefault(device, []).extend(values)
         if found:
             return dict(sorted(found.items())), source
     return {}, ""
-
-
-def _timed(trial: Trial, metric: str) -> dict[int, list[float]]:
-    """Return a metric's values by device, those of warm-up steps left out."""
-    warm_s = max((step.end_s for step in trial.steps if step.warmup), default=float("-inf"))
-    found: dict[int, list[float]] = {}
-    for sample in trial.samples:
-        # a profiled step stands outside the series, at time 0
-        if sample.metric == metric and (sample.time_s > warm_s or sample.time_s == 0.0):
-            found.setdefault(sample.device, []).append(sample.value)
-    return found
 
 
 def _imbalance(trials: Sequence[Trial], source: str) -> Estimate | None:
@@ -242,7 +226,7 @@ def _imbalance(trials: Sequence[Trial], source: str) -> Estimate | None:
     metric = next(name for name, words in BUSY_METRICS.items() if words == source)
     vectors: dict[int, list[tuple[float, ...]]] = {}
     for trial in trials:
-        values = _timed(trial, metric)
+        values = trial.readings(metric, timed=True)
         if 0 in values and len(values) > 1:
             vectors[trial.round] = list(zip(*(values[device] for device in sorted(values)), strict=False))
     idle = any(min(row[1:]) <= 0 for rows in vectors.values() for row in rows)
@@ -251,15 +235,10 @@ def _imbalance(trials: Sequence[Trial], source: str) -> Estimate | None:
 
 
 def _occupied(trials: Sequence[Trial]) -> dict[int, float]:
-    """Return the seconds of a step in which each device has a span open, by their union; medians over steps."""
+    """Return the seconds of a step in which each device has a span open; medians over steps."""
     found: dict[int, list[float]] = {}
-    for trial in trials:
-        for step, spans in zip(trial.steps, ledger.by_step(trial.spans, len(trial.steps)), strict=True):
-            if not step.warmup:
-                for device in {span.device for span in spans if span.device != HOST}:
-                    mine = [span for span in spans if span.device == device]
-                    covered = step.seconds - ledger.phases(step, mine)[UNATTRIBUTED]
-                    found.setdefault(device, []).append(covered)
+    for device, seconds in (pair for trial in trials for pair in ledger.occupied(trial).items()):
+        found.setdefault(device, []).extend(seconds)
     return {device: statistics.median(values) for device, values in sorted(found.items())}
 
 
@@ -339,7 +318,7 @@ def blame(before: Sequence[Trial], after: Sequence[Trial]) -> tuple[str, float]:
 def _phase_medians(trials: Sequence[Trial]) -> dict[str, float]:
     """Return each phase's seconds: the median over rounds of their median steps."""
     medians: dict[str, list[float]] = {}
-    for trial in filter(trusted, trials):
+    for trial in (trial for trial in trials if trial.trusted):
         ledgers = [phases for step, phases in zip(trial.steps, ledger.of_trial(trial), strict=True) if not step.warmup]
         for name in {name for phases in ledgers for name in phases}:
             medians.setdefault(name, []).append(statistics.median(phases.get(name, 0.0) for phases in ledgers))

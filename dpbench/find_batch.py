@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import click
-
 from dpbench import plan, provenance
+from dpbench.columns import aligned
 from dpbench.nvml import describe
 from dpbench.records import Case, Effort, Status, Trial
 from dpbench.server import Server
@@ -110,25 +109,6 @@ def axes(options: Mapping[str, Any]) -> dict[str, Any]:
     return {**options, "batch_sizes": options["batch_sizes"] or (1,)}
 
 
-def command(cases: Sequence[Case], store: Path, *, limit_s: float) -> int:
-    """Search, tell of every try on stderr and of the answers on stdout; return the exit code, 2 without an answer."""
-    check(cases)
-
-    def listen(trial: Trial) -> None:
-        words = "fits" if trial.status is Status.OK else f"{trial.status}: {trial.reason.partition(chr(10))[0]}"
-        click.echo(f"{trial.case.label}: {words}", err=True)
-
-    with Store.create(store) as opened:
-        try:
-            outcome = run(cases, opened, limit_s=limit_s, listen=listen)
-        except KeyboardInterrupt:
-            click.echo("interrupted; what was tried is stored, the same command goes on from there", err=True)
-            return 130
-    click.echo(table(outcome.found))
-    click.echo(f"store: {store}   run: {outcome.run_id[:8]}", err=True)
-    return 2 if any(one.largest is None for one in outcome.found) else 0
-
-
 class _Tries:
     """The tries of one run, those of earlier sessions included."""
 
@@ -202,15 +182,9 @@ COLUMNS = ("model", "strategy", "devices", "largest batch", "per device", "small
 
 def table(found: Sequence[Found]) -> str:
     """Return a plain text table, a line a case; what has no answer says why."""
-    lines = [COLUMNS, *(_cells(one) for one in found)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
-
-    def text(cells: Sequence[str]) -> str:
-        padded = (c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True)))
-        return "  ".join(padded).rstrip()
-
-    rows = [text(line) + (f"  {one.reason}" if one.reason else "") for line, one in zip(lines[1:], found, strict=True)]
-    return "\n".join([text(lines[0]), "  ".join("-" * width for width in widths), *rows])
+    head, rule, *lines = aligned([COLUMNS, *map(_cells, found)], left=(0, 1))
+    rows = [f"{line}  {one.reason}" if one.reason else line for line, one in zip(lines, found, strict=True)]
+    return "\n".join([head, rule, *rows])
 
 
 def _cells(one: Found) -> tuple[str, ...]:

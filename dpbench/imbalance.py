@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dpbench import ledger, links, stats
-from dpbench.records import HOST, UNATTRIBUTED, Case, Estimate, Source, Trial
+from dpbench.records import HOST, Case, Estimate, Source, Trial
 
 Figures = Mapping[int, Sequence[float]]
 """By device, a figure for each timed step, or one for the trial."""
@@ -165,29 +165,8 @@ def columns(
 
 
 def _steps_of(metric: str) -> Callable[[Trial], Figures]:
-    """Read a figure a timed step; a profiled step stands outside the series, at time 0."""
-
-    def read(trial: Trial) -> Figures:
-        warm_s = max((step.end_s for step in trial.steps if step.warmup), default=float("-inf"))
-        found: dict[int, list[float]] = {}
-        for sample in trial.samples:
-            if sample.metric == metric and (sample.time_s > warm_s or sample.time_s == 0.0):
-                found.setdefault(sample.device, []).append(sample.value)
-        return found
-
-    return read
-
-
-def _occupied(trial: Trial) -> Figures:
-    """Read the seconds of each timed step in which a device had a phase open."""
-    found: dict[int, list[float]] = {}
-    used = sorted({span.device for span in trial.spans} - {HOST})
-    for step, spans in zip(trial.steps, ledger.by_step(trial.spans, len(trial.steps)), strict=True):
-        if not step.warmup:
-            for device in used:
-                mine = [span for span in spans if span.device == device]
-                found.setdefault(device, []).append(step.seconds - ledger.phases(step, mine)[UNATTRIBUTED])
-    return found
+    """Read a figure a timed step."""
+    return lambda trial: trial.readings(metric, timed=True)
 
 
 def _peak(kind: str, source: str) -> Callable[[Trial], Figures]:
@@ -224,7 +203,7 @@ QUANTITIES = (
     Quantity("busy time", "s", (
         ("kernels of one profiled step", _steps_of("kernel_busy_s")), ("thread CPU time", _steps_of("busy_s")),
     )),
-    Quantity("occupied time", "s", (("phases open on the device", _occupied),)),
+    Quantity("occupied time", "s", (("phases open on the device", ledger.occupied),)),
     Quantity("memory, allocated", "bytes", (
         ("allocator", _peak("allocated", "allocator")), ("ledger", _peak("allocated", "ledger")),
     )),

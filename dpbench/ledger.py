@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from dpbench.records import UNATTRIBUTED, Phase, Span, Step, Trial
+from dpbench.records import HOST, UNATTRIBUTED, Phase, Span, Step, Trial
 
 
 def charge(step: Step, spans: Iterable[Span]) -> dict[tuple[str, int], float]:
@@ -59,3 +59,15 @@ def of_trial(trial: Trial) -> list[dict[str, float]]:
     """Return `phases` of every step of a trial, warm-up included."""
     rows = by_step(trial.spans, len(trial.steps))
     return [phases(step, spans) for step, spans in zip(trial.steps, rows, strict=True)]
+
+
+def occupied(trial: Trial) -> dict[int, list[float]]:
+    """Return by device, for each timed step, the seconds in which it had a span open: the union of its spans."""
+    found: dict[int, list[float]] = {}
+    used = sorted({span.device for span in trial.spans} - {HOST})
+    for step, spans in zip(trial.steps, by_step(trial.spans, len(trial.steps)), strict=True):
+        if not step.warmup:
+            for device in used:
+                mine = [span for span in spans if span.device == device]
+                found.setdefault(device, []).append(step.seconds - phases(step, mine)[UNATTRIBUTED])
+    return found

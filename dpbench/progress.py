@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as RichProgress
 
 from dpbench import ladder, plan
+from dpbench.columns import aligned
 from dpbench.records import Status
 
 
@@ -68,14 +69,7 @@ def table(rows: Sequence[Any], ladders: Sequence[ladder.Ladder] = ()) -> str:
     """
     best = [found.fastest.row for found in ladders]
     lines = [COLUMNS, *(_cells(row, any(row is one for one in best)) for row in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
-    left = (0, 1, len(COLUMNS) - 1, len(COLUMNS) - 2)
-
-    def text(cells: Sequence[str]) -> str:
-        padded = (c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True)))
-        return "  ".join(padded).rstrip()
-
-    return "\n".join([text(lines[0]), "  ".join("-" * w for w in widths), *map(text, lines[1:])])
+    return "\n".join(aligned(lines, left=(0, 1, len(COLUMNS) - 1, len(COLUMNS) - 2)))
 
 
 def _cells(row: Any, best: bool) -> tuple[str, ...]:

@@ -220,6 +220,16 @@ class Trial:
     """Seconds since the epoch."""
     failed_device: int | None = None
 
+    def readings(self, metric: str, *, timed: bool = False) -> dict[int, list[float]]:
+        """Return a metric's values by device, in time; with `timed` those of warm-up steps are left out."""
+        warm_s = max((step.end_s for step in self.steps if timed and step.warmup), default=float("-inf"))
+        found: dict[int, list[float]] = {}
+        for sample in self.samples:
+            # a profiled step stands outside the series, at time 0
+            if sample.metric == metric and (sample.time_s > warm_s or sample.time_s == 0.0):
+                found.setdefault(sample.device, []).append(sample.value)
+        return found
+
     @property
     def trusted(self) -> bool:
         """Tell whether the numbers may be shown."""

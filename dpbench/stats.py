@@ -98,17 +98,10 @@ def _of_medians(vectors: Vectors, function: Callable[[Array], Array], seed: int)
 
     A step is resampled with all its devices, so that what they share cancels.
     """
-    pools = [np.asarray(vectors[key], dtype=float) for key in sorted(vectors)]
-    generator = np.random.default_rng(seed)
-    chosen = _choose(len(pools), generator)
-    medians = np.empty((*chosen.shape, pools[0].shape[1]))
-    for number, pool in enumerate(pools):
-        here = chosen == number
-        picks = generator.integers(len(pool), size=(int(here.sum()), len(pool)))
-        medians[here] = np.median(pool[picks], axis=1)
-    value = function(np.median([np.median(pool, axis=0) for pool in pools], axis=0))
-    found = _exponential(math.log(value), np.log(function(np.median(medians, axis=1))), len(pools))
-    return replace(found, value=float(value))
+    each, draws = _medians(vectors, np.random.default_rng(seed), scale=np.asarray)
+    value = float(function(np.median(each, axis=0)))
+    found = _exponential(math.log(value), np.log(function(np.median(draws, axis=1))), len(vectors))
+    return replace(found, value=value)
 
 
 def _choose(rounds: int, generator: np.random.Generator) -> NDArray[np.int64]:
@@ -118,21 +111,24 @@ def _choose(rounds: int, generator: np.random.Generator) -> NDArray[np.int64]:
 
 
 def _medians(
-    rounds: Rounds,
+    rounds: Rounds | Vectors,
     generator: np.random.Generator,
     chosen: NDArray[np.int64] | None = None,
     scale: Callable[[Array], Array] = np.log,
 ) -> tuple[Array, Array]:
-    """Return each round's median step on a scale, and (resamples, rounds) of them of resampled steps."""
+    """Return each round's median step on a scale, and (resamples, rounds) of them of resampled steps.
+
+    Of vectors there is one more axis, the devices.
+    """
     keys = sorted(rounds)
     chosen = _choose(len(keys), generator) if chosen is None else chosen
     pools = [np.asarray(rounds[key], dtype=float) for key in keys]
-    draws = np.empty(chosen.shape)
+    draws = np.empty((*chosen.shape, *pools[0].shape[1:]))
     for number, pool in enumerate(pools):
         here = chosen == number
         picks = generator.integers(len(pool), size=(int(here.sum()), len(pool)))
         draws[here] = np.median(pool[picks], axis=1)
-    return scale(np.array([np.median(pool) for pool in pools])), scale(draws)
+    return scale(np.array([np.median(pool, axis=0) for pool in pools])), scale(draws)
 
 
 def _centre(values: Array) -> Array:

@@ -137,7 +137,7 @@ def _drift(trial: Trial, cores: int) -> Finding | None:
 def _throttled(trial: Trial, cores: int) -> Finding | None:
     """Return the share of readings in which the worst GPU was slowed down, and by what."""
     worst: Finding | None = None
-    for device, readings in _series(trial, "throttle_reasons").items():
+    for device, readings in trial.readings("throttle_reasons").items():
         bits = [int(value) for value in readings]
         slowed = [one for one in bits if any(one & bit for bit in SLOWDOWNS)]
         causes = [words for bit, words in SLOWDOWNS.items() if any(one & bit for one in slowed)]
@@ -152,7 +152,7 @@ def _clock(metric: str) -> Callable[[Trial, int], Finding | None]:
 
     def measure(trial: Trial, cores: int) -> Finding | None:
         worst: Finding | None = None
-        for device, readings in _series(trial, metric).items():
+        for device, readings in trial.readings(metric).items():
             ordered, cut = sorted(readings), len(readings) // 20
             low, high = ordered[cut], ordered[len(ordered) - 1 - cut]
             if len(ordered) >= READINGS and high > 0 and (worst is None or 1 - low / high > worst[0]):
@@ -164,7 +164,7 @@ def _clock(metric: str) -> Callable[[Trial, int], Finding | None]:
 
 def _foreign_gpu(trial: Trial, cores: int) -> Finding | None:
     """Return the bytes that other processes held on the GPU where they held most; medians over the readings."""
-    held = {d: statistics.median(values) for d, values in _series(trial, "foreign_memory_bytes").items()}
+    held = {d: statistics.median(values) for d, values in trial.readings("foreign_memory_bytes").items()}
     if not held or sum(_timed(trial)) < LONG_S:
         return None
     device = max(held, key=lambda d: held[d])
@@ -173,7 +173,7 @@ def _foreign_gpu(trial: Trial, cores: int) -> Finding | None:
 
 def _foreign_cpu(trial: Trial, cores: int) -> Finding | None:
     """Return the cores that other processes kept busy."""
-    readings = _series(trial, "foreign_cpu_ratio").get(HOST, [])
+    readings = trial.readings("foreign_cpu_ratio").get(HOST, [])
     return (statistics.mean(readings), {"cores": cores}) if readings and sum(_timed(trial)) >= LONG_S else None
 
 
@@ -204,15 +204,6 @@ def _closure(trial: Trial, cores: int) -> Finding | None:
 def _verification(trial: Trial, cores: int) -> Finding | None:
     """Return how far verification is from bitwise: a place in the order of `Verified`."""
     return float(list(Verified).index(trial.verified)), {"verified": trial.verified.value}
-
-
-def _series(trial: Trial, metric: str) -> dict[int, list[float]]:
-    """Return a metric's readings by device."""
-    found: dict[int, list[float]] = {}
-    for sample in trial.samples:
-        if sample.metric == metric:
-            found.setdefault(sample.device, []).append(sample.value)
-    return found
 
 
 # -- what is too much, and how it is said

@@ -1,7 +1,8 @@
 """The report in a real browser: from a file, with the network off, wide and narrow, light and dark."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +28,27 @@ FLAGS = (
 WIDTHS = (1280, 400)
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+@contextmanager
+def driven(profile: Path, flags: Sequence[str]) -> Iterator[Any]:
+    """Run a browser with a profile of its own, its console recorded."""
     from selenium.webdriver.chrome.service import Service
 
     options = webdriver.ChromeOptions()
     options.binary_location = CHROMIUM
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
+    for flag in (*flags, f"--user-data-dir={profile}"):
         options.add_argument(flag)
     driver = webdriver.Chrome(options=options, service=Service(DRIVER))
     try:
         yield driver
     finally:
         driver.quit()
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    with driven(tmp_path_factory.mktemp("profile"), FLAGS) as driver:
+        yield driver
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,11 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from dpbench import cli, plan, registry, schedule
+from dpbench import plan, registry, schedule
 from dpbench.records import Case, Phase, Span, Status, Step, Trial, Verified
 from dpbench.store import Store
 from tests import commands
+from tests.exported import command
 
 PHASES = {*(phase.value for phase in Phase), "unattributed"}
 WEAK = ("run", "--models", "mlp", "--strategies", "single,dp", "--devices", "1,2", "--batch-per-device", "8")
@@ -33,17 +34,7 @@ def folder(tmp_path):
 @pytest.fixture
 def dpbench(tmp_path, monkeypatch, capfd):
     """Call the command line in this process, in a folder of its own; return exit code, stdout and stderr."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*arguments):
-        try:
-            cli.main([str(argument) for argument in arguments])
-            code = 0
-        except SystemExit as end:
-            code = end.code or 0
-        return code, *capfd.readouterr()
-
-    return call
+    return command(tmp_path, monkeypatch, capfd)
 
 
 @pytest.fixture(scope="module")

@@ -28,21 +28,9 @@ import dpbench
 from dpbench.engine import DataParallel, gather, parallel_apply, reduce, replicate, resolve, scatter
 from dpbench.engine.settings import capture
 from tests.oracle import error_of, oracle, ours, theirs, torch_faults_and_all
+from tests.oracle_nets import Net as Call
 
 TWO = ["cpu", "cpu"]
-
-
-class Call(nn.Module):
-    """A module out of a function of itself and its inputs."""
-
-    def __init__(self, run: Callable[..., Any], **parts: Any) -> None:
-        super().__init__()
-        self.run = run
-        for name, part in parts.items():
-            setattr(self, name, part)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run(self, *args, **kwargs)
 
 
 def returning(run: Callable[[Tensor], Any], **options: Any) -> Callable[[Tensor], Any]:

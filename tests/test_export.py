@@ -17,7 +17,7 @@ import pytest
 import scipy.stats
 
 from dpbench import export, stats
-from dpbench.analyse import labels, measured, trusted
+from dpbench.analyse import labels, measured
 from dpbench.export import table
 from dpbench.records import Case, Phase, Source, Status, Step, Trial, Verified
 from tests import exported
@@ -41,7 +41,7 @@ def noisy(median_s: float, *, number: int = 0, case: Case = DP, steps: int = 31,
 
 
 def suite_of(*trials: Trial) -> pyperf.BenchmarkSuite:
-    return pyperf.BenchmarkSuite.loads(export.pyperf("f" * 32, PROVENANCE, trials, trusted, labels))
+    return pyperf.BenchmarkSuite.loads(export.pyperf("f" * 32, PROVENANCE, trials, labels))
 
 
 def run_pyperf(*arguments: str | Path) -> str:
@@ -152,7 +152,7 @@ def test_a_suites_metadata_has_the_facts_of_the_host_without_its_name():
         "gpus": {"driver": "550\n.54", "gpus": [{"name": "NVIDIA A100"}, {"name": "NVIDIA A100"}]},
         "dpbench": {"version": "0.1.0", "commit": "abc", "dirty": True}, "command": "dpbench run",
     }  # fmt: skip
-    text = export.pyperf("f" * 32, facts, [noisy(0.01)], trusted, labels)
+    text = export.pyperf("f" * 32, facts, [noisy(0.01)], labels)
     assert "secret-host" not in text
     found = pyperf.BenchmarkSuite.loads(text).get_metadata()
     assert {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -122,3 +123,39 @@ def test_side_by_side_for_real(tmp_path) -> None:
         changes = sum(a[1] != b[1] for a, b in itertools.pairwise(order))
         assert changes >= 3, "their blocks took turns"
         assert all(t.spans and t.steps[0].warmup and not t.memory for t in ours)
+
+
+def test_side_by_side_one_that_cannot_run_or_is_wrong_leaves_the_others_alone(tmp_path, monkeypatch) -> None:
+    from dpbench.records import Effort
+    from dpbench.worker import loop, trial
+
+    torch_dp = replace(DP, strategy="torch_dp", schedule="")
+    small = Effort(budget_s=0.05, min_steps=5, max_steps=10)
+    done = trial.run_together([SINGLE, torch_dp, DP], small, tmp_path)
+    assert [t.case for t in done] == [SINGLE, torch_dp, DP]
+    assert [t.status for t in done] == [Status.OK, Status.SKIPPED, Status.OK]
+    assert "needs an accelerator" in done[1].reason
+
+    verify = loop._verify
+
+    def wrong(case, *rest):
+        if case == DP:
+            raise loop.Unverified("not timed, because its gradients are wrong: fc1")
+        return verify(case, *rest)
+
+    monkeypatch.setattr(loop, "_verify", wrong)
+    done = trial.run_together([DP, SINGLE], small, tmp_path)
+    assert [(t.status, t.verified) for t in done] == [(Status.FAILED, Verified.NO), (Status.OK, Verified.BITWISE)]
+
+
+def test_side_by_side_an_error_in_a_step_ends_all_and_says_so(tmp_path, monkeypatch) -> None:
+    from dpbench.records import Effort
+    from dpbench.worker import bench, trial
+
+    def broken(self):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(bench.Bench, "block", broken)
+    done = trial.run_together([SINGLE, DP], Effort(budget_s=0.05, min_steps=5, max_steps=10), tmp_path)
+    assert [t.status for t in done] == [Status.FAILED, Status.FAILED]
+    assert all("planted" in t.reason and "side by side with 1 other(s)" in t.reason for t in done)

@@ -21,7 +21,7 @@ from dpbench import export
 from dpbench.analyse import labels
 from dpbench.records import HOST, Phase, Span, Trial
 from tests.exported import DP, STEP_S, made
-from tests.test_browser import CHROMIUM, DRIVER, FLAGS, webdriver
+from tests.test_browser import CHROMIUM, DRIVER, FLAGS, driven
 
 PACKAGE = Path(os.environ.get("SPEEDSCOPE", "")) / "dist" / "release"
 pytestmark = [
@@ -56,18 +56,8 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def browser(tmp_path: Path) -> Iterator[Any]:
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    for flag in (*SHOWN, f"--user-data-dir={tmp_path / 'profile'}"):
-        options.add_argument(flag)
-    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
-    try:
+    with driven(tmp_path / "profile", SHOWN) as driver:
         yield driver
-    finally:
-        driver.quit()
 
 
 @pytest.fixture

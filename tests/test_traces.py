@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dpbench import cli, export
-from dpbench.analyse import labels, trusted
+from dpbench.analyse import labels
 from dpbench.export.chrome import TICKS, lanes
 from dpbench.records import HOST, Phase, Source, Span, Status, Trial, Verified
 from tests import exported
@@ -415,6 +415,6 @@ def test_split_wants_one_case_and_a_folder_without_traces(dpbench, tmp_path):
 def test_a_long_run_is_exported_in_seconds():
     trials = [made(steps=300, number=i, at_s=5000.0 + 10 * i) for i in range(50)]
     began = time.process_time()
-    size = sum(map(len, export.trace("f" * 32, {}, export.pick(trials, every=True, trusted=trusted), labels)))
+    size = sum(map(len, export.trace("f" * 32, {}, export.pick(trials, every=True), labels)))
     assert time.process_time() - began < 10
     assert size > 50 * 300 * len(PLANNED) * 80

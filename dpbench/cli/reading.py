@@ -103,7 +103,7 @@ def export(store: Path, run_id: str | None, format: str, every: bool, output: Pa
         )
         pieces = iter([analyse.frame([row for _, row in tables], ids, beside).to_csv(index=False)])
     else:
-        pieces = export.pieces(format, runs, analyse.trusted, analyse.labels, every=every, output=output, **only)
+        pieces = export.pieces(format, runs, analyse.labels, every=every, output=output, **only)
     try:
         export.write(pieces, None if format == "parquet" else output)
     except BrokenPipeError:

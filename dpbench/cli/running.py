@@ -25,7 +25,7 @@ from dpbench.cli.showing import choose, content_of, print_table, print_verdict, 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dpbench.records import Case
+    from dpbench.records import Case, Trial
 
 RESUMES = "what was measured is stored, the same command goes on from there"
 SELF_CHECK_SCALE = 1.0
@@ -108,7 +108,8 @@ def run(store: Path, report: Path, **options: Any) -> None:
         from dpbench import find_batch
 
         cases, _ = cases_of(find_batch.axes(options))
-        sys.exit(find_batch.command(cases, store, limit_s=options["limit"]))
+        find_batch.check(cases)
+        sys.exit(_find_max_batch(cases, store, options["limit"]))
     cases, budget_s = cases_of(options)
     auto = options["rounds"] == "auto"
     retry = runner.statuses(options["retry"])
@@ -139,6 +140,27 @@ def run(store: Path, report: Path, **options: Any) -> None:
     except BrokenPipeError:
         last_words(f"the output was closed; the run is complete: `dpbench report --run {outcome.run_id[:8]}` shows it")
     sys.exit(EXIT_FAILED if any(outcome.counts.get(bad) for bad in ("failed", "oom", "timeout")) else 0)
+
+
+def _find_max_batch(cases: Sequence[Case], store: Path, limit_s: float) -> int:
+    """Search, tell of every try on stderr and of the answers on stdout; return the exit code."""
+    from dpbench import find_batch
+    from dpbench.records import Status
+    from dpbench.store import Store
+
+    def listen(trial: Trial) -> None:
+        words = "fits" if trial.status is Status.OK else f"{trial.status}: {trial.reason.partition(chr(10))[0]}"
+        click.echo(f"{trial.case.label}: {words}", err=True)
+
+    with Store.create(store) as opened:
+        try:
+            outcome = find_batch.run(cases, opened, limit_s=limit_s, listen=listen)
+        except KeyboardInterrupt:
+            click.echo(f"interrupted; {RESUMES}", err=True)
+            return 130
+    click.echo(find_batch.table(outcome.found))
+    click.echo(f"store: {store}   run: {outcome.run_id[:8]}", err=True)
+    return EXIT_FAILED if any(one.largest is None for one in outcome.found) else 0
 
 
 def _self_check(cases: Sequence[Case]) -> dict[str, Any]:

@@ -6,8 +6,8 @@ split            one trial as files of a rank each, for Holistic Trace Analysis
 pyperf           a pyperf suite: one benchmark a case, one run a round
 parquet          a flat table of steps
 
-Text comes as an iterator of pieces, so that a long run is never one string. `trusted` and `labels` say which trials'
-numbers may be shown, and under which labels: `dpbench.analyse` has both.
+Text comes as an iterator of pieces, so that a long run is never one string. `labels` are those that must stand beside a
+trial's numbers: `dpbench.analyse` has them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dpbench.export.choice import Labels, Trusted, name, numbered, pick
+from dpbench.export.choice import Labels, name, numbered, pick
 from dpbench.export.chrome import trace
 from dpbench.export.lines import jsonl
 from dpbench.export.ranks import split as split_ranks
@@ -45,7 +45,7 @@ def check(format: str, *, every: bool, output: Path | None, part: str | None, sp
 
 
 def pieces(
-    format: str, runs: Sequence[tuple[Run, Sequence[Trial]]], trusted: Trusted, labels: Labels, *, every: bool = False,
+    format: str, runs: Sequence[tuple[Run, Sequence[Trial]]], labels: Labels, *, every: bool = False,
     output: Path | None = None, part: str | None = None, split: Path | None = None,
 ) -> Iterator[str]:  # fmt: skip
     """Yield the text of an export; write the files of parquet and split, of which the text is what was written."""
@@ -57,8 +57,8 @@ def pieces(
         return iter(())
     [(run, trials)] = runs
     if format == "pyperf":
-        return iter([pyperf(run.id, run.provenance, trials, trusted, labels)])
-    picked = pick(trials, part, every=every, trusted=trusted)
+        return iter([pyperf(run.id, run.provenance, trials, labels)])
+    picked = pick(trials, part, every=every)
     if split is None:
         return trace(run.id, run.provenance, picked, labels)
     if len(picked) > 1:

@@ -7,7 +7,6 @@ from typing import Any
 
 from dpbench.records import Case, Trial, Verified
 
-Trusted = Callable[[Trial], bool]
 """Tells whether a trial's numbers may be shown."""
 Labels = Callable[[Trial], tuple[str, ...]]
 """Returns what must stand beside a trial's numbers."""
@@ -38,7 +37,7 @@ def title(trial: Trial, labels: Labels) -> str:
     return f"{name(trial.case)} round {trial.round}{ended} [{' '.join(said)}]"
 
 
-def pick(trials: Sequence[Trial], part: str | None = None, *, every: bool = False, trusted: Trusted) -> list[Trial]:
+def pick(trials: Sequence[Trial], part: str | None = None, *, every: bool = False) -> list[Trial]:
     """Return the first trusted trial of each case, or `every` trial, of the cases that `part` names.
 
     A case is named by its number, from 1 in the order in which the run began them, or by a part of its name; the
@@ -47,7 +46,7 @@ def pick(trials: Sequence[Trial], part: str | None = None, *, every: bool = Fals
     names = list(dict.fromkeys(name(trial.case) for trial in trials))
     wanted = set(_named(names, part)) if part is not None else set(names)
     fitting = [trial for trial in trials if name(trial.case) in wanted]
-    found = [trial for trial in fitting if every or (trusted(trial) and trial.steps)]
+    found = [trial for trial in fitting if every or (trial.trusted and trial.steps)]
     if not every:
         first: dict[str, Trial] = {}
         for trial in found:

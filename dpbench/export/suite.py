@@ -11,20 +11,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from dpbench.export.choice import Labels, Trusted, name
+from dpbench.export.choice import Labels, name
 from dpbench.records import Source, Trial
 
 VERSION = "1.0"
 Metadata = dict[str, str | int | float]
 
 
-def pyperf(
-    run_id: str, provenance: Mapping[str, Any], trials: Iterable[Trial], trusted: Trusted, labels: Labels
-) -> str:
+def pyperf(run_id: str, provenance: Mapping[str, Any], trials: Iterable[Trial], labels: Labels) -> str:
     """Return the text of the suite of one run's trusted trials; a round that was measured again counts by its last."""
     rounds: dict[str, dict[int, Trial]] = {}
     for trial in trials:
-        if trusted(trial) and any(not step.warmup for step in trial.steps):
+        if trial.trusted and any(not step.warmup for step in trial.steps):
             measured = "" if trial.source is Source.MEASURED else f" {trial.source}"
             rounds.setdefault(f"{name(trial.case)}{measured}", {})[trial.round] = trial
     if not rounds:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from dpbench import ledger, plan, schedule, stats
-from dpbench.analyse import Row, baseline, trusted
+from dpbench.analyse import Row, baseline
 from dpbench.records import HOST, Case, Estimate, Phase, Source, Trial
 
 ENGINES = ("torch_dp", "dp")
@@ -140,7 +140,7 @@ class Bench:
     def _series(self, case: Case, names: Sequence[str]) -> dict[int, list[float]]:
         """Return the seconds that some phases take of each timed step of a case, by round."""
         if case not in self.walked:
-            walked = {trial.round: _timed(trial) for trial in self.trials_of.get(case, ()) if trusted(trial)}
+            walked = {trial.round: _timed(trial) for trial in self.trials_of.get(case, ()) if trial.trusted}
             self.walked[case] = {number: steps for number, steps in walked.items() if steps}
         return {
             number: [sum(phases.get(name, 0.0) for name in names) for phases in steps]

@@ -37,15 +37,21 @@ def single(tape: Tape, trace: Trace, steps: int, device: int = 0) -> None:
         tape.give(gradients)
         tape.stage = "scatter"
         batch = _take_batch(tape, device, trace)
-        names: Names = {}
-        play_forward(tape, device, trace, names)
-        play_loss(tape, device, trace, names)
-        tape.stage = "backward"
-        tape.play(device, trace.loss_backward, names, "loss")
-        play_backward(tape, device, trace, names)
-        gradients = gradients_of(trace, names)
-        play_optimizer(tape, device, trace.optimizer if step else trace.optimizer_first, state)
-        tape.give([*names.values(), *batch])
+        gradients = _play_step(tape, device, trace, state, batch, first=not step)
+
+
+def _play_step(tape: Tape, device: int, trace: Trace, state: Names, batch: Sequence[int], *, first: bool) -> list[int]:
+    """Play forward, loss, backward and update of one device alone; return its gradients, which stay."""
+    names: Names = {}
+    play_forward(tape, device, trace, names)
+    play_loss(tape, device, trace, names)
+    tape.stage = "backward"
+    tape.play(device, trace.loss_backward, names, "loss")
+    play_backward(tape, device, trace, names)
+    gradients = gradients_of(trace, names)
+    play_optimizer(tape, device, trace.optimizer_first if first else trace.optimizer, state)
+    tape.give([*names.values(), *batch])
+    return gradients
 
 
 def ddp(tape: Tape, trace: Trace, steps: int, device: int) -> None:
@@ -69,15 +75,7 @@ def ddp(tape: Tape, trace: Trace, steps: int, device: int) -> None:
             held = tape.take_all(device, buckets, "buckets")
         for chunk in chunks(trace.buffers.sizes_bytes, DDP_SYNC_BYTES):
             tape.give(tape.take(device, sum(chunk), "replicas"))
-        names: Names = {}
-        play_forward(tape, device, trace, names)
-        play_loss(tape, device, trace, names)
-        tape.stage = "backward"
-        tape.play(device, trace.loss_backward, names, "loss")
-        play_backward(tape, device, trace, names)
-        gradients = gradients_of(trace, names)
-        play_optimizer(tape, device, trace.optimizer if step else trace.optimizer_first, state)
-        tape.give([*names.values(), *batch])
+        gradients = _play_step(tape, device, trace, state, batch, first=not step)
 
 
 class DataParallel:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from dpbench import ledger
+from dpbench.columns import aligned
 from dpbench.predict.cases import Prediction, speedup
 from dpbench.predict.needs import Need
 from dpbench.predict.published import Excluded
@@ -23,7 +24,7 @@ SCORES = ("group", "strategy", "metric", "n", "MAPE", "median", "p90", "bias", "
 
 def predictions(found: Sequence[Prediction]) -> str:
     """Return one line a case."""
-    return _text([COLUMNS, *(_cells(one, found) for one in found)], left=(0, 1, 8, 9, 10))
+    return "\n".join(aligned([COLUMNS, *(_cells(one, found) for one in found)], left=(0, 1, 8, 9, 10)))
 
 
 def _cells(one: Prediction, others: Sequence[Prediction]) -> tuple[str, ...]:
@@ -65,7 +66,7 @@ def needs(found: Iterable[Need]) -> str:
         lines.append((*head, _gib(allocated[0]), _gib(max(allocated[1:])) if allocated[1:] else "", _gib(reserved[0]),
                       _gib(one.process_bytes[0]), fits, "" if one.largest is None else str(one.largest),
                       "PREDICTED"))  # fmt: skip
-    return _text(lines, left=(0, 1, 8, 10))
+    return "\n".join(aligned(lines, left=(0, 1, 8, 10)))
 
 
 def _gib(size_bytes: float) -> str:
@@ -79,7 +80,7 @@ def remedies(found: Sequence[Remedy]) -> str:
         rate = one.batch / one.seconds
         lines.append((one.model, str(one.devices), str(one.batch), one.what, f"{one.seconds * 1e3:.2f}", f"{rate:.0f}",
                       f"{one.gain:.2f}x"))  # fmt: skip
-    return _text(lines, left=(0, 3))
+    return "\n".join(aligned(lines, left=(0, 3)))
 
 
 def scores(lines: Iterable[Line]) -> str:
@@ -92,7 +93,7 @@ def scores(lines: Iterable[Line]) -> str:
             "" if one.coverage is None else f"{one.coverage:.0%}", str(one.hard_n),
             "" if one.hard_mape is None else f"{one.hard_mape:.1%}", str(one.excluded),
         ))  # fmt: skip
-    return _text(rows, left=(0, 1, 2))
+    return "\n".join(aligned(rows, left=(0, 1, 2)))
 
 
 def excluded(rows: Iterable[Excluded], most: int = 5) -> str:
@@ -105,14 +106,3 @@ def excluded(rows: Iterable[Excluded], most: int = 5) -> str:
         f"{count:5d}  {reason}: {', '.join(reasons[reason][:most])}{', ...' if count > most else ''}"
         for reason, count in counts.most_common()
     )
-
-
-def _text(lines: Sequence[Sequence[str]], left: Sequence[int]) -> str:
-    """Return cells in columns as wide as their widest, a rule below the first line."""
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-
-    def joined(cells: Sequence[str]) -> str:
-        padded = (c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True)))
-        return "  ".join(padded).rstrip()
-
-    return "\n".join([joined(lines[0]), "  ".join("-" * w for w in widths), *map(joined, lines[1:])])

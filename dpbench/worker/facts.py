@@ -15,9 +15,8 @@ from dpbench.records import Case
 def of_model(model: Model, batch: tuple[Any, Any]) -> dict[str, float]:
     """Return counts and bytes of modules, weights and buffers, and bytes of inputs, target and output per sample.
 
-    Tensors are counted once however many modules share them, as replication copies them once.
-
-    The output's are those of a forward of two samples, and left out where that fails.
+    Tensors are counted once however many modules share them, as replication copies them once. The output's bytes are
+    those of a forward of two samples, and left out where that fails.
     """
     parameters, buffers = list(model.module.parameters()), list(model.module.buffers())
     inputs, target = positional(batch[0]), batch[1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import resource
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +33,7 @@ class Unverified(RuntimeError):
 
 def measure(case: Case, effort: Effort, strategy: ModuleType, rank: int | None = None) -> Trial:
     """Verify and time one case in this process; as a rank, its own share of it."""
-    subject = _subject(case, strategy, rank)
+    subject = prepare(case, strategy, rank)
     with memory.bound(case):
         with on_bench(subject, effort) as bench:
             run([bench])
@@ -44,15 +44,14 @@ def measure(case: Case, effort: Effort, strategy: ModuleType, rank: int | None =
         return _with_memory(timed, subject) if effort.memory_by_phase else timed
 
 
-def measure_together(cases: Sequence[Case], effort: Effort, load: Callable[[str], ModuleType]) -> list[Trial]:
-    """Verify and time several cases in this process, their blocks in turn.
+def measure_together(subjects: Sequence[Subject], effort: Effort) -> list[Trial]:
+    """Time several cases in this process, their blocks in turn; the first error of any ends all.
 
     What this process is (its memory layout, its place on the machine) and what goes on beside it, all share, so that
-    their ratios are far steadier than those of separate processes. Their memory is not told apart. The first error of
-    any case ends all.
+    their ratios are far steadier than those of separate processes. Their memory is not told apart.
     """
     with ExitStack() as stack:
-        benches = [stack.enter_context(on_bench(_subject(case, load(case.strategy)), effort)) for case in cases]
+        benches = [stack.enter_context(on_bench(subject, effort)) for subject in subjects]
         run(benches)
         return [bench.trial() for bench in benches]
 
@@ -69,7 +68,7 @@ def _with_memory(timed: Trial, subject: Subject) -> Trial:
     )  # fmt: skip
 
 
-def _subject(case: Case, strategy: ModuleType, rank: int | None = None) -> Subject:
+def prepare(case: Case, strategy: ModuleType, rank: int | None = None) -> Subject:
     """Return a case that is verified and built."""
     threads = getattr(strategy, "threads", lambda case: 1)
     torch.set_num_threads(threads(case))

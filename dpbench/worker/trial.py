@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import torch
 from dpbench import registry
 from dpbench.records import HOST, Case, Effort, Memory, Status, Step, Trial, Verified
 from dpbench.worker import selfcheck
-from dpbench.worker.loop import measure, measure_together
+from dpbench.worker.loop import measure, measure_together, prepare
 
 NO_MEMORY = (
     "can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED",
@@ -32,7 +33,7 @@ ERROR_FILE = "error-{rank}.txt"
 def run(case: Case, effort: Effort, folder: Path) -> Trial:
     """Run one case; a failure is a trial too, with its reason. `folder` is scratch space of this trial alone."""
     strategy = registry.load("strategies", case.strategy)
-    if reason := getattr(strategy, "skip", lambda case: "")(case):
+    if reason := _skip(strategy, case):
         return Trial(case=case, status=Status.SKIPPED, reason=reason)
     try:
         if dict(case.options).get("role") == selfcheck.ROLE:
@@ -52,23 +53,44 @@ def run(case: Case, effort: Effort, folder: Path) -> Trial:
         parts = strategy.launch(case, entry, folder)
         return merge([Trial.from_dict(part) for part in parts])
     except BaseException as error:
-        status, reason = _killed(error) or _of_ranks(folder, len(case.rows)) or explain(error)
-        return Trial(
-            case=case, status=Status(status), reason=reason, verified=_verified(reason),
-            failed_device=failed_device(case, reason) if status == Status.OOM else None,
-        )  # fmt: skip
+        return _failed(case, *(_killed(error) or _of_ranks(folder, len(case.rows)) or explain(error)))
 
 
 def run_together(cases: Sequence[Case], effort: Effort, folder: Path) -> list[Trial]:
-    """Run cases side by side in this process; one that fails takes the others with it, and says so."""
+    """Run cases side by side in this process: those that can be prepared; an error in a step ends all of them."""
     if len(cases) == 1:
         return [run(cases[0], effort, folder)]
+    done, subjects = {}, []
+    for case in cases:
+        strategy = registry.load("strategies", case.strategy)
+        if reason := _skip(strategy, case):
+            done[case] = Trial(case=case, status=Status.SKIPPED, reason=reason)
+            continue
+        try:
+            subjects.append(prepare(case, strategy))
+        except BaseException as error:
+            done[case] = _failed(case, *explain(error))
     try:
-        return measure_together(cases, effort, lambda name: registry.load("strategies", name))
+        done |= {trial.case: trial for trial in measure_together(subjects, effort)}
     except BaseException as error:
         status, reason = explain(error)
-        beside = f"{reason} [measured side by side with {len(cases) - 1} other(s), which ended too]"
-        return [Trial(case=case, status=Status(status), reason=beside, verified=_verified(reason)) for case in cases]
+        beside = f"{reason} [measured side by side with {len(subjects) - 1} other(s), which ended too]"
+        done |= {subject.case: _failed(subject.case, status, beside) for subject in subjects}
+    return [done[case] for case in cases]
+
+
+def _skip(strategy: ModuleType, case: Case) -> str:
+    """Return why a strategy cannot run a case; empty when it can."""
+    reason: str = getattr(strategy, "skip", lambda case: "")(case)
+    return reason
+
+
+def _failed(case: Case, status: str, reason: str) -> Trial:
+    """Return the trial of a case that ended in an error."""
+    return Trial(
+        case=case, status=Status(status), reason=reason, verified=_verified(reason),
+        failed_device=failed_device(case, reason) if status == Status.OOM else None,
+    )  # fmt: skip
 
 
 def explain(error: BaseException) -> tuple[str, str]:
