@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import subprocess
 import sys
@@ -66,10 +67,11 @@ def test_a_drift_over_pairs_cancels() -> None:
 
 
 def test_samplers_cost_throughput() -> None:
-    (cost,) = selfcheck.costs({"samplers": made(20e-6, sampler_cpu_ratio=0.003)})
+    facts = made(20e-6, sampler_cpu_ratio=0.003, steps_touched=7)
+    (cost,) = selfcheck.costs({"samplers": facts})
     assert cost.share is not None
     assert cost.share.value == pytest.approx(1 - 2000 / 2020, abs=1e-4)
-    (said,) = selfcheck.words({"self_check": {"samplers": made(20e-6, sampler_cpu_ratio=0.003)}})
+    (said,) = selfcheck.words({"self_check": {"samplers": facts}})
     assert "of the throughput" in said
     assert "0.30% of a core" in said
 
@@ -115,33 +117,67 @@ def test_a_cost_in_cpu_time_comes_out_whoever_else_is_at_work(monkeypatch: pytes
     assert 0.9 * planted_s < cost.cost_s.value < 3 * planted_s  # the step itself finds its caches cold, too
 
 
+SPIN = """
+import time
+while True:
+    until = time.process_time() + {spin_s}
+    while time.process_time() < until:
+        pass
+    time.sleep({sleep_s})
+"""
+
+
 @contextmanager
-def busy() -> Iterator[int]:
-    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
+def busy(spin_s: float = 1.0, sleep_s: float = 0.0) -> Iterator[int]:
+    """Run a process that computes for so long, sleeps for so long, and so on."""
+    with subprocess.Popen([sys.executable, "-c", SPIN.format(spin_s=spin_s, sleep_s=sleep_s)]) as process:
         try:
             yield process.pid
         finally:
             process.kill()
 
 
+@contextmanager
+def one_core() -> Iterator[None]:
+    """Keep this process, and those it starts, on one core."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def beside(pid: int | None, *, block_s: str, budget_s: float) -> dict[str, Any]:
+    """Return what the worker measured with this process beside it."""
+    trial = worker.measure(case(toggle="sampler", pid=str(pid), block_s=block_s), Effort(budget_s=budget_s))
+    return dict(trial.provenance["self_check"])
+
+
 @linux
-def test_a_process_beside_the_steps_is_stopped_in_turns_and_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    with busy() as pid:
-        facts = worker.measure(
-            case(toggle="sampler", pid=str(pid), block_s="0.05"), Effort(budget_s=0.4)
-        ).provenance["self_check"]  # fmt: skip
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    assert facts["sampler_cpu_ratio"] > 0.2  # a whole core, on a machine that others use
-    assert state != "T"
+def test_what_a_process_takes_from_the_steps_core_comes_out() -> None:
+    with one_core(), busy(spin_s=0.005, sleep_s=0.05) as pid:
+        facts = beside(pid, block_s="0.5", budget_s=3.0)
+    (cost,) = selfcheck.costs({"samplers": facts})
+    assert cost.share is not None
+    # what it took of the core, give or take what else was on it
+    assert facts["sampler_cpu_ratio"] > 0.02
+    assert 0.6 < cost.share.value / facts["sampler_cpu_ratio"] < 1.8
+    assert facts["steps_touched"] >= 20
+
+
+@linux
+def test_a_process_at_work_in_every_step_leaves_none_to_compare_with() -> None:
+    with pytest.raises(RuntimeError, match=r"at work in each of \d+ steps"):
+        beside(os.getpid(), block_s="0.05", budget_s=0.1)  # our own clock never stands still
 
 
 @linux
 def test_the_sampler_is_idle_by_comparison() -> None:
     with samplers.sampling((), Path("/dev/null")) as series:
-        facts = worker.measure(
-            case(toggle="sampler", pid=str(series.pid), block_s="0.2"), Effort(budget_s=0.8)
-        ).provenance["self_check"]  # fmt: skip
+        facts = beside(series.pid, block_s="0.5", budget_s=1.0)
     assert 0 < facts["sampler_cpu_ratio"] < 0.1
+    assert 2 <= facts["steps_touched"] < 100
 
 
 @linux

@@ -24,7 +24,8 @@ from dpbench.samplers._tree import ROOT_PID
 
 log = logging.getLogger(__name__)
 
-WRITE_INTERVAL_S = 0.2
+WRITE_INTERVAL_S = 1.0
+"""Seconds between two writes that nobody asked for: they bound what is held, and what is lost if this is killed."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
