@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dpbench import clock as clocks
-from dpbench.clock import BUSY, LONG_S, CudaClock, HostClock
+from dpbench.clock import BUSY, LONG_S, READ_EVERY, CudaClock, HostClock
 from dpbench.devices import Device
 from dpbench.engine import resolve
 from dpbench.records import HOST, Phase, Span, Step
@@ -134,8 +134,9 @@ def test_cpu_time_is_read_in_every_long_step_and_in_some_short_ones(time: Time, 
     steps, spans = host.steps(), host.spans()
     at = [round(sample.time_s, 6) for sample in host.samples()]
     read = [number for number, step in enumerate(steps) if round(step.end_s, 6) in at]
-    # the first short step follows a long one; of those after it each fourth
-    assert read == [0, 1, 2, 3, 4, 5, 8, 12, 16]
+    # the first short step follows a long one; of those after it each eighth
+    assert READ_EVERY == 8
+    assert read == [0, 1, 2, 3, 4, 5, 8, 16]
     assert len(spans) == len(steps)
 
 
