@@ -11,7 +11,7 @@ from . import QUICK, names_of_the_commit, result, timing
 ARMS = {"listening": "on_s", "silent": "off_s"}
 BUDGET_S = 1.0 if QUICK else 8.0
 LIMIT_S = 60.0
-OPTIONS = (("block_s", "0.01"), ("role", "self-check"), ("toggle", "marks"))
+OPTIONS = (("block_s", "0.01"), ("role", "self-check"), ("step_s", "0.01"), ("toggle", "marks"))
 
 
 def in_turns() -> dict[str, list[float]]:

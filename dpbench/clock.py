@@ -24,11 +24,8 @@ from dpbench.records import HOST, Phase, Sample, Span, Step
 BUSY = "busy_s"
 """The metric under which a step's busy seconds of a device are sampled."""
 
-
-LONG_S = 0.030
-"""A step that does not feel that the CPU time of each of its spans is read: after one as long, it is."""
-READ_EVERY = 8
-"""Of shorter steps, each so manyth has its CPU time read."""
+READ_EACH_S = 0.05
+"""Seconds of steps from one whose spans have their CPU time read to the next."""
 
 
 class Clock(Protocol):
@@ -61,18 +58,21 @@ class HostClock:
 
     Beside each span it sums the CPU time of its thread: a device's busy time. Where a thread has several spans
     open (a joint backward works for all replicas), its CPU time is shared equally among them. To read a thread's CPU
-    time is a system call and makes a mark cost 2.1 µs, not 0.3: where steps are short it is read in some alone.
+    time is a system call and makes a mark cost 2.1 µs, not 0.3: it is read in one step each `read_each_s` alone.
     """
 
     def __init__(
-        self, now: Callable[[], float] = time.perf_counter, cpu: Callable[[], float] = time.thread_time
+        self,
+        now: Callable[[], float] = time.perf_counter,
+        cpu: Callable[[], float] = time.thread_time,
+        read_each_s: float = READ_EACH_S,
     ) -> None:
-        self._now, self._cpu = now, cpu
-        self._steps: list[Step] = []
+        self._now, self._cpu, self.read_each_s = now, cpu, read_each_s
+        self._steps: list[tuple[float, bool, float]] = []
         self._spans: list[tuple[int, Phase, int, float, float]] = []
         self._busy: list[tuple[int, tuple[int, ...], float]] = []
         self._thread = threading.local()
-        self._reads = True
+        self._reads, self._read_at = True, 0.0
 
     def mark(self, phase: Phase, device: int) -> AbstractContextManager[None]:
         """Record the span, and its share of the thread's CPU time."""
@@ -87,18 +87,13 @@ class HostClock:
         """Need nothing: steps are timed from call to return."""
         yield
 
-    @contextmanager
-    def step(self, *, warmup: bool) -> Iterator[None]:
+    def step(self, *, warmup: bool) -> AbstractContextManager[None]:
         """Time one step from call to return."""
-        start = self._now()
-        yield
-        end = self._now()
-        self._steps.append(Step(end - start, warmup, end))
-        self._reads = end - start >= LONG_S or len(self._steps) % READ_EVERY == 0
+        return _HostStep(self, warmup)
 
     def steps(self) -> tuple[Step, ...]:
         """Return the steps so far."""
-        return tuple(self._steps)
+        return tuple(Step(*step) for step in self._steps)
 
     def spans(self) -> tuple[Span, ...]:
         """Return the spans so far."""
@@ -111,7 +106,28 @@ class HostClock:
             for device in devices:
                 if device != HOST and step < len(self._steps):
                     total[step, device] = total.get((step, device), 0.0) + seconds / len(devices)
-        return tuple(Sample(self._steps[s].end_s, d, BUSY, value) for (s, d), value in sorted(total.items()))
+        return tuple(Sample(self._steps[s][2], d, BUSY, value) for (s, d), value in sorted(total.items()))
+
+
+class _HostStep:
+    """One step in the making: plain, as a mark is."""
+
+    __slots__ = ("_clock", "_start", "_warmup")
+
+    def __init__(self, clock: HostClock, warmup: bool) -> None:
+        self._clock, self._warmup = clock, warmup
+
+    def __enter__(self) -> None:
+        clock = self._clock
+        start = self._start = clock._now()
+        clock._reads = start - clock._read_at >= clock.read_each_s
+        if clock._reads:
+            clock._read_at = start
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        end = self._clock._now()
+        if kind is None:
+            self._clock._steps.append((end - self._start, self._warmup, end))
 
 
 class _Share:

@@ -77,7 +77,7 @@ def _case(device_kind: str, devices: int, **options: str) -> Case:
     """Return the step that is checked: many marks, little else."""
     count = min(2, devices)
     placement = "colocated" if device_kind == "cuda" and count == 1 else "spread"
-    role = {"role": "self-check", "block_s": str(BUDGETS_S[options["toggle"]][1])}
+    role = {"role": "self-check", "block_s": str(BUDGETS_S[options["toggle"]][1]), "step_s": str(STEP_S)}
     return Case(
         model="mlp", strategy="dp", schedule="reference", devices=2 if placement == "colocated" else count,
         batch_size=64, device_kind=device_kind, placement=placement, options=tuple(sorted((role | options).items())),
@@ -132,7 +132,7 @@ def _cost(name: str, facts: Mapping[str, Any]) -> Cost:
         if "on_cpu_s" in facts:
             cost_s = _median([on - off for on, off in zip(facts["on_cpu_s"], facts["off_cpu_s"], strict=True)])
         share = Estimate(cost_s.value / STEP_S, cost_s.low / STEP_S, cost_s.high / STEP_S, cost_s.n)
-        detail = f"{facts['marks_per_step']:.0f} marks a step; in a loop one costs {facts['mark_s'] * 1e6:.1f} µs"
+        detail = f"{facts['marks_per_step']:.0f} marks a step"
         return Cost(name=name, ratio=ratio, cost_s=cost_s, share=share, detail=detail)
     if name == "samplers":
         share = Estimate(1 - 1 / ratio.value, 1 - 1 / ratio.low, 1 - 1 / ratio.high, ratio.n)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dpbench import clock as clocks
-from dpbench.clock import BUSY, LONG_S, READ_EVERY, CudaClock, HostClock
+from dpbench.clock import BUSY, CudaClock, HostClock
 from dpbench.devices import Device
 from dpbench.engine import resolve
 from dpbench.records import HOST, Phase, Span, Step
@@ -127,16 +127,16 @@ def test_threads_have_their_own_cpu_time(time: Time, host: HostClock) -> None:
     assert busy(host) == {(1008, 0): 5, (1008, 1): 1, (1008, 2): 2, (1008, 3): 3}
 
 
-def test_cpu_time_is_read_in_every_long_step_and_in_some_short_ones(time: Time, host: HostClock) -> None:
-    for seconds in [LONG_S * 2] * 5 + [LONG_S / 2] * 12:
+def test_cpu_time_is_read_in_one_step_of_so_many_seconds(time: Time) -> None:
+    host = HostClock(time.now, time.thread, read_each_s=1.0)
+    for seconds in [1.5] * 3 + [0.4] * 7:
         with host.step(warmup=False), host.mark(F, 0):
             time.work(seconds)
     steps, spans = host.steps(), host.spans()
     at = [round(sample.time_s, 6) for sample in host.samples()]
     read = [number for number, step in enumerate(steps) if round(step.end_s, 6) in at]
-    # the first short step follows a long one; of those after it each eighth
-    assert READ_EVERY == 8
-    assert read == [0, 1, 2, 3, 4, 5, 8, 16]
+    # a long step each time; of the short ones, the first that begins a second or more after the last that was read
+    assert read == [0, 1, 2, 3, 6, 9]
     assert len(spans) == len(steps)
 
 

@@ -26,7 +26,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="stops and reads proc
 
 def case(**options: str) -> Case:
     """Return the step that is checked, on one device: no two threads that wait for each other."""
-    given = {"role": worker.ROLE, "toggle": "marks", "block_s": "0.005"} | options
+    given = {"role": worker.ROLE, "toggle": "marks", "block_s": "0.005", "step_s": "0.01"} | options
     return Case(
         model="mlp", strategy="dp", schedule="reference", batch_size=8, devices=1, options=tuple(sorted(given.items()))
     )
@@ -37,7 +37,7 @@ def made(cost_s: float, *, pairs: int = 40, drift: float = 0.0, **more: Any) -> 
     level = [0.002 * (1 + drift * i) for i in range(pairs)]
     noise = [1e-6 * (i % 5 - 2) for i in range(pairs)]
     on = [step + cost_s + wobble for step, wobble in zip(level, noise, strict=True)]
-    return {"on_s": on, "off_s": level, "case": "mlp", "marks_per_step": 17.0, "mark_s": 2e-6} | more
+    return {"on_s": on, "off_s": level, "case": "mlp", "marks_per_step": 17.0} | more
 
 
 def test_the_cost_of_marks_is_held_against_ten_milliseconds() -> None:
@@ -51,7 +51,7 @@ def test_the_cost_of_marks_is_held_against_ten_milliseconds() -> None:
     assert "+40 µs a step" in said
     assert "0.40% of a 10 ms step" in said
     assert "below the goal of 0.5%" in said
-    assert "17 marks a step; in a loop one costs 2.0 µs" in said
+    assert "17 marks a step" in said
 
 
 @pytest.mark.parametrize(("cost_s", "verdict"), [(45e-6, "below"), (50e-6, "undecided against"), (55e-6, "above")])
@@ -97,7 +97,6 @@ def test_a_planted_cost_of_marks_comes_out(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(facts["on_s"]) == len(facts["off_s"]) >= 10
     slept = [on - off for on, off in zip(facts["on_s"], facts["off_s"], strict=True)]
     assert statistics.median(slept) > facts["marks_per_step"] * 0.0005
-    assert facts["mark_s"] > 0.0005
 
 
 class _BusyClock(clock.HostClock):

@@ -23,7 +23,7 @@ import torch
 
 from dpbench import clock, models
 from dpbench.engine.devices import open_devices
-from dpbench.records import Case, Effort, Mark, Phase, Status, Trial, no_mark
+from dpbench.records import Case, Effort, Phase, Status, Trial, no_mark
 from dpbench.strategies import dp
 
 ROLE = "self-check"
@@ -33,8 +33,6 @@ Seconds = tuple[float, float]
 """A step's seconds, and the CPU seconds of all the process's threads in it."""
 COLLECT = 20
 """Pairs, or parts, between two collections of garbage."""
-LOOKS, CHUNK = 50, 50
-"""How often marks are timed in a loop, and how many of one step."""
 Run = Callable[[int], None]
 """Runs so many steps, to their end."""
 _CPU_CLOCK = 2  # of another process, as in clock_getcpuclockid(3)
@@ -43,7 +41,8 @@ _CPU_CLOCK = 2  # of another process, as in clock_getcpuclockid(3)
 def measure(case: Case, effort: Effort) -> Trial:
     """Time the case's step in both arms for `effort.budget_s` seconds; its options say of what, and a block's length.
 
-    options: toggle "marks", or "sampler" with the "pid" of a sampler process; "block_s", a block's or part's seconds.
+    options: toggle "marks", or "sampler" with the "pid" of a sampler process; "block_s", a block's or part's seconds;
+    with marks also "step_s": CPU time is read in as large a share of the steps as it would be in steps so long.
     """
     options = dict(case.options)
     torch.set_num_threads(1)
@@ -69,8 +68,10 @@ def measure(case: Case, effort: Effort) -> Trial:
         if sampler is not None:
             facts = _parts(run, sampler, count, block_s)
         else:
+            if isinstance(listener, clock.HostClock):
+                listener.read_each_s *= step_s / float(options["step_s"])
             facts = _pairs(run, marks, count // 2, max(1, round(block_s / step_s)))
-            facts |= {"marks_per_step": marks.per_step(), "mark_s": _mark_s(listener)}
+            facts["marks_per_step"] = marks.per_step()
             if devices[0].event() is not None:  # a host that waits for a GPU spends CPU time on that
                 facts = {name: fact for name, fact in facts.items() if not name.endswith("_cpu_s")}
     return Trial(case=case, status=Status.OK, provenance={"self_check": facts | {"case": case.label}})
@@ -140,30 +141,6 @@ def _watched(run: Run, sampler: _Sampler, seconds: float) -> list[tuple[bool, fl
         spent_s = sampler.spent_s()
         steps.append((spent_s > before_s, at_s - began_s))
     return steps
-
-
-def _mark_s(listener: clock.Clock) -> float:
-    """Return what a mark that is listened to costs in a loop, over one that is not: the median of many short looks.
-
-    A look is a mean of some steps' marks, because a clock may do more in one step than in the next.
-    """
-
-    def once(mark: Mark) -> float:
-        began = time.perf_counter()
-        for _ in range(CHUNK):
-            with mark(Phase.FORWARD, 0):
-                pass
-        return (time.perf_counter() - began) / CHUNK
-
-    def look() -> float:
-        found = []
-        for _ in range(clock.READ_EVERY):
-            with listener.step(warmup=False):
-                found.append(once(listener.mark) - once(no_mark))
-        return statistics.fmean(found)
-
-    with listener.block():
-        return statistics.median(look() for _ in range(LOOKS))
 
 
 class _Marks:
