@@ -87,12 +87,19 @@ class Machine:
     host: Host = field(default_factory=Host)
     nodes: int = 1
     collective: Collective | None = None
+    probe: Mapping[str, float] = field(default_factory=dict, compare=False)
+    """Figures of `dpbench probe` by name: medians where it took some, because steps are compared by theirs."""
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def devices(self) -> int:
         """Return how many GPUs all nodes have together."""
         return self.gpu.count * self.nodes
+
+    @property
+    def logical(self) -> bool:
+        """Tell whether its devices are logical ones on a processor."""
+        return any(link.kind == "memory" for link in self.links)
 
     @property
     def socket_bytes_per_s(self) -> float:
@@ -147,6 +154,7 @@ def read(data: Mapping[str, Any], name: str) -> Machine:
         nodes=int(data.get("nodes", 1)), gpu=gpu, links=links, sources=dict(_sources(data)),
         host=_record(Host, data.get("host", {}), f"{name}: [host]"),
         collective=_record(Collective, data["collective"], f"{name}: [collective]") if "collective" in data else None,
+        probe={key: float(row.get("median", row["value"])) for key, row in data.get("probe", {}).items()},
     )  # fmt: skip
     _check(machine)
     return machine

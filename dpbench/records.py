@@ -300,14 +300,15 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of work on one device: so much whatever the batch, and so much a sample."""
+    """Seconds of work on one device: so much whatever the batch, and so much a sample; never less than the least."""
 
     fixed_s: float = 0.0
     sample_s: float = 0.0
+    least_s: float = 0.0
 
     def at(self, samples: float) -> float:
         """Return the seconds of a batch."""
-        return self.fixed_s + self.sample_s * samples
+        return max(self.least_s, self.fixed_s + self.sample_s * samples)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -334,7 +335,7 @@ class Profile:
     forward_bytes: float = 0.0
     backward_bytes: float = 0.0
     gradient_bytes: tuple[int, ...] = ()
-    source: str = "traced"  # "measured" | "traced" | "given"
+    source: str = "traced"  # "measured" | "traced" | "counted" | "given"
     forward: Cost | None = None
     loss: Cost | None = None
     backward: Cost | None = None

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
+from dpbench import ledger, machine
+from dpbench.machine import Gpu, Link, Machine, Unknown
+from dpbench.predict.cases import Predictor, most_devices, strategies
 from dpbench.predict.logical import ENGINE, Host, step
 from dpbench.records import Case, Cost, Profile
 
@@ -97,12 +99,43 @@ def test_what_is_not_known_is_refused() -> None:
         step(case("dp", "reference"), replace(PROFILE, forward=None), HOST)
 
 
-def test_files_without_figures_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "m.toml"
-    path.write_text('description = "x"\n')
-    with pytest.raises(ValueError, match="dpbench probe"):
-        Host.read(path)
-    path.write_text('[probe.a_s]\nvalue = 2.0\nmedian = 3.0\nhow = ""\n[probe.a_ratio]\nvalue = 2.0\nhow = ""\n')
-    assert Host.read(path).figures == {"a_s": 3.0, "a_ratio": 2.0}
-    with pytest.raises(LookupError, match="op_s"):
-        Host.read(path)["op_s"]
+def on_host(figures: dict[str, float]) -> Machine:
+    return Machine(
+        name="here", description="", peer_access=False, gpu=Gpu(name="x", count=8), probe=figures,
+        links=(Link("gpu0", "cpu0", "memory", 1e10),),
+    )  # fmt: skip
+
+
+def test_a_file_without_a_figure_says_how_to_write_it_anew() -> None:
+    predictor = Predictor(on_host({}), measured={("net", "small", "fp32"): PROFILE})
+    with pytest.raises(Unknown, match=r"no \[probe.reference_scatter_s\].*dpbench probe --output"):
+        predictor.predict(case("dp", "reference"))
+
+
+def test_figures_are_medians_where_the_probe_took_some() -> None:
+    table = {
+        "peer_access": False, "gpu": {"name": "x", "count": 1},
+        "link": [{"between": ["gpu0", "cpu0"], "kind": "memory", "bytes_per_s": 1e10}],
+        "probe": {"a_s": {"value": 2.0, "median": 3.0, "how": ""}, "a_ratio": {"value": 2.0, "how": ""}},
+    }  # fmt: skip
+    assert machine.read(table, "here").probe == {"a_s": 3.0, "a_ratio": 2.0}
+
+
+def test_a_prediction_has_the_phases_one_after_the_other() -> None:
+    predictor = Predictor(on_host(FIGURES), measured={("net", "small", "fp32"): PROFILE})
+    found = predictor.predict(case("dp", "reference"))
+    expected = step(case("dp", "reference"), PROFILE, HOST)
+    (charged,) = ledger.of_trial(found.trial())
+    assert found.seconds == pytest.approx(sum(expected.values()))
+    assert {name: s for name, s in charged.items() if s > 1e-9} == pytest.approx(
+        {name: s for name, s in expected.items() if s > 0}
+    )
+    assert found.low_s < found.seconds < found.high_s
+    assert found.profile == "measured"
+
+
+def test_logical_devices_are_predicted_from_measured_steps_alone() -> None:
+    with pytest.raises(Unknown, match=r"measured ones of one device: dpbench run --strategies single --models net"):
+        Predictor(on_host(FIGURES)).predict(case("dp", "reference"))
+    assert strategies(on_host(FIGURES)) == ("single", "dp", "ddp")
+    assert most_devices(on_host(FIGURES)) == 2

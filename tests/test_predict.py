@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from dpbench import ledger, machine, registry
 from dpbench.machine import Link, Unknown
-from dpbench.predict import cases, collectives, costs, features, intervals, network, profiles, quick, simulation
+from dpbench.predict import cases, collectives, costs, counts, features, intervals, network, profiles, quick, simulation
 from dpbench.predict.constants import DEFAULT
 from dpbench.predict.events import Job, simulate
 from dpbench.predict.sharing import rates
@@ -164,7 +164,12 @@ def test_the_curve_fits_published_all_reduces() -> None:
 
 # ---------------------------------------------------------------- the simulation
 
-COUNTED = cases.counts("resnet50", "small", "fp32")
+
+def counted(model: str) -> Profile:
+    return counts.of(Case(model=model, strategy="single", batch_size=1))
+
+
+COUNTED = counted("resnet50")
 
 
 def known(name: str, step_s: float = 0.05, samples: int = 32, host: float = 1.0) -> tuple[Profile, machine.Machine]:
@@ -286,7 +291,7 @@ def test_only_some_phases() -> None:
 
 
 def test_data_parallel_is_slower_than_one_gpu_for_launch_bound_nets() -> None:
-    small = cases.counts("mnasnet0_5", "small", "fp32")
+    small = counted("mnasnet0_5")
     on = replace(machine.load("rtx-2080-ti-x4"), host=machine.Host(factor=3.1))
     profile = profiles.given(small, 0.030, 48, on)
     one, four = (
@@ -328,7 +333,7 @@ def test_overhead_follows_tensors_when_host_bound_and_bytes_when_large(step_s: f
 def test_hugging_faces_gpt2_comes_out_in_order() -> None:
     # transformers docs, perf_train_gpu_many: 2x TITAN RTX, seconds for 200 steps: DDP with NVLink 101.9, DP 110.6,
     # DDP without peer access 131.4; no step of one GPU was published
-    gpt2 = cases.counts("gpt2", "small", "fp32")
+    gpt2 = counted("gpt2")
     without = machine.load("titan-rtx-x4")
     bridge = Link("gpu0", "gpu1", "nvlink", 40e9)
     joined = replace(without, name="bridged", links=(bridge, *without.links))
@@ -369,7 +374,7 @@ def test_intervals_are_the_same_every_time_and_grow_with_doubt() -> None:
 
 def test_a_model_nobody_knows_lists_the_known() -> None:
     with pytest.raises(LookupError, match=r"unknown model 'resnet5'; known: .*did you mean 'resnet50'.*--model"):
-        cases.counts("resnet5", "small", "fp32")
+        counted("resnet5")
 
 
 def test_a_machine_without_peaks_asks_for_the_step() -> None:

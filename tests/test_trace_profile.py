@@ -157,11 +157,11 @@ def test_the_analytic_optimizer_moves_what_torchs_does() -> None:
 
 def test_a_traced_profile_is_linear_in_the_batch() -> None:
     traces = {rows: of("resnet18", rows) for rows in (8, 16, 32)}
-    found = profile(traces.__getitem__, (8, 32), SPEED)
+    found = profile(traces[8], traces[32], SPEED)
     assert found.source == "traced"
     assert found.gradient_bytes[0] == traces[8].parameters.sizes_bytes[traces[8].ready[0]]
     assert sum(found.gradient_bytes) == found.parameter_bytes
     assert found.forward is not None
     assert found.forward.at(16) == pytest.approx(phase_s(traces[16], Phase.FORWARD, SPEED), rel=0.05)
     with pytest.raises(ValueError, match="two batch sizes"):
-        profile(traces.__getitem__, (8, 8), SPEED)
+        profile(traces[8], traces[8], SPEED)

@@ -97,34 +97,21 @@ def parts_of(trials: Iterable[Any]) -> dict[str, list[float]]:
     return found
 
 
-def profile_of(model: str, trials: Sequence[Any]) -> Any:
-    """Return a model's profile from its trials of `single`, and counts of its modules and tensors."""
-    from dataclasses import replace
-
-    from dpbench import models
-    from dpbench.predict.measured import of_trials
-
-    built = models.load(model, "small", 0)
-    counted = replace(
-        models.profile(built),
-        modules=sum(1 for _ in built.module.modules()), buffer_tensors=sum(1 for _ in built.module.buffers()),
-        gradient_bytes=tuple(p.nbytes for p in built.module.parameters())[::-1],
-    )  # fmt: skip
-    return of_trials(counted, trials).profile
-
-
-def compare(trials: Sequence[Any], machine: Path) -> Iterator[Row]:
+def compare(trials: Sequence[Any], store: Path, machine: Path) -> Iterator[Row]:
     """Yield every prediction beside what was measured."""
-    from dpbench.predict import logical
+    from dpbench import ledger
+    from dpbench import machine as machines
+    from dpbench.predict import stored
+    from dpbench.predict.cases import Predictor
 
-    host = logical.Host.read(machine)
+    described = machines.load(str(machine))
     good = [trial for trial in trials if trial.status == "ok"]
-    for model in dict.fromkeys(trial.case.model for trial in good):
-        of_model = [trial for trial in good if trial.case.model == model]
-        profile = profile_of(model, [trial for trial in of_model if trial.case.strategy == "single"])
-        for case in dict.fromkeys(trial.case for trial in of_model if trial.case.strategy != "single"):
-            measured = parts_of(trial for trial in of_model if trial.case == case)
-            yield from _rows(case, logical.step(case, profile, host), measured)
+    asked = sorted({trial.case for trial in good if trial.case.strategy != "single"}, key=lambda case: case.label)
+    steps = stored.read(store, asked, described)
+    predictor = Predictor(described, measured={key: one.profile for key, one in steps.items()})
+    for case in asked:
+        (phases,) = ledger.of_trial(predictor.predict(case).trial())
+        yield from _rows(case, phases, parts_of(trial for trial in good if trial.case == case))
 
 
 def _rows(case: Any, predicted: Mapping[str, float], measured: Mapping[str, Sequence[float]]) -> Iterator[Row]:
@@ -201,7 +188,7 @@ def main() -> None:
     for trial in trials:
         if trial.status != "ok":
             print(f"{trial.case.label}: {trial.status}: {trial.reason}", file=sys.stderr)
-    rows = list(compare(trials, machine))
+    rows = list(compare(trials, store, machine))
     write(
         rows,
         given.into,

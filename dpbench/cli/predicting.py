@@ -10,19 +10,13 @@ import click
 
 from dpbench.cli.options import Names, Numbers, Schedules
 
-PREDICTED = ("single", "torch_dp", "dp", "ddp")
-
 
 @click.command()
 @click.option("--machine", "machine_name", help="A machine of `dpbench list machines`, or a TOML file of your own.")
 @click.option("--models", type=Names(), default=(), help="dpbench's, or well-known ones: resnet50,bert-base.")
 @click.option("--model", "own", multiple=True, help="Your own model, package.module:name; may be repeated.")
-@click.option(
-    "--strategies", type=Names(), default=("single", "torch_dp", "dp", "ddp"), help="[default: single,torch_dp,dp,ddp]"
-)
-@click.option(
-    "--schedules", type=Schedules(), multiple=True, help="Schedules of the strategy dp.  [default: reference]"
-)
+@click.option("--strategies", type=Names(), default=(), help="[default: single,torch_dp,dp,ddp]")
+@click.option("--schedules", type=Schedules(), multiple=True, help="Of the strategy dp.  [default: reference]")
 @click.option("--devices", type=Numbers(), default=(1, 2, 4, 8), help="Device counts.  [default: 1,2,4,8]")
 @click.option("--batch-sizes", type=Numbers(), default=(), help="Global (strong scaling).")
 @click.option(
@@ -33,6 +27,10 @@ PREDICTED = ("single", "torch_dp", "dp", "ddp")
 )
 @click.option("--precision", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True)
 @click.option("--step-s", type=click.FloatRange(min=0, min_open=True), help="The known step of one device, seconds.")
+@click.option(
+    "--from", "measured", type=click.Path(path_type=Path, exists=True),
+    help="A results file: its steps of `single`, measured on such a GPU, stand for one device's.",
+)  # fmt: skip
 @click.option("--quick", is_flag=True, help="By formula: no phases, no schedules above reference.")
 @click.option("--memory", is_flag=True, help="Replay each device's memory too; traces the models, seconds each.")
 @click.option("--max-batch", is_flag=True, help="With --memory: search the largest batch that fits; slower.")
@@ -51,7 +49,7 @@ def predict(table: Path | None, as_json: bool, all_rows: bool, **options: Any) -
     from dataclasses import replace
 
     from dpbench import machine
-    from dpbench.predict import cases, remedies
+    from dpbench.predict import cases, remedies, stored
     from dpbench.predict import table as text
     from dpbench.predict.needs import needs
 
@@ -63,23 +61,31 @@ def predict(table: Path | None, as_json: bool, all_rows: bool, **options: Any) -
     if not any(batches.values()):
         batches["batch_per_device"] = (32,)
     asked = cases.sweep(
-        models, strategies=options["strategies"],
-        devices=tuple(count for count in options["devices"] if count <= described.devices),
+        models, "cpu" if described.logical else "cuda",
+        strategies=options["strategies"] or cases.strategies(described),
+        devices=tuple(count for count in options["devices"] if count <= cases.most_devices(described)),
         schedules=tuple(one for given in options["schedules"] for one in given) or ("reference",),
         size=options["size"], precision=options["precision"], **batches,
     )  # fmt: skip
     asked = [case for case in asked if case.strategy == "ddp" or case.devices <= described.gpu.count]
     samples = next(iter(batches["batch_per_device"] or batches["batch_sizes"]))
     known = (options["step_s"], samples) if options["step_s"] else None
-    predictor = cases.Predictor(described, given=known, by_formula=options["quick"])
+    if known and options["measured"]:
+        raise click.UsageError("--step-s and --from both say what one device takes: give one of them")
+    steps = stored.read(options["measured"], asked, described) if options["measured"] else {}
+    predictor = cases.Predictor(
+        described, given=known, by_formula=options["quick"], measured={key: one.profile for key, one in steps.items()}
+    )
     found = [predictor.predict(case) for case in asked]
-    click.echo(f"{described.name}: {described.description}; nothing here was measured on it\n")
+    what = "only steps of one device were" if described.logical else "nothing here was"
+    click.echo(f"{described.name}: {described.description}; {what} measured on it")
+    click.echo("".join(f"{one.words}\n" for one in steps.values()))
     click.echo(text.predictions(found))
     if options["memory"] or options["max_batch"]:
         held = list(needs(asked, described, largest=options["max_batch"]))
         found = [replace(one, need=need) for one, need in zip(found, held, strict=True)]
         click.echo(f"\n{text.needs(held)}")
-    if not options["quick"] and (changes := remedies.remedies(predictor, asked)):
+    if not (options["quick"] or described.logical) and (changes := remedies.remedies(predictor, asked)):
         click.echo(f"\n{text.remedies(changes)}")
     if options["store"]:
         run_id = cases.keep(options["store"], found, described)

@@ -8,13 +8,21 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from dpbench import plan, registry
-from dpbench.machine import Machine
-from dpbench.predict import features, intervals, profiles, quick, simulation
+from dpbench.machine import Machine, Unknown
+from dpbench.predict import counts, intervals, logical, profiles, quick, simulation
 from dpbench.predict.constants import DEFAULT, Constants
 from dpbench.predict.needs import Need
 from dpbench.records import Case, Profile, Source, Span, Status, Step, Trial
 
 SINGLE = "single"
+PRICED = ("traced", "counted")
+LAUNCHES = (intervals.HOST, "launch_s")
+"""Priors that a priced profile depends on: a net of many small kernels takes as long as they take to launch."""
+
+
+def key_of(case: Case) -> tuple[str, str, str]:
+    """Return what a case's profile goes by: model, size and precision."""
+    return case.model, case.size, case.precision
 
 
 @dataclass(frozen=True)
@@ -55,11 +63,13 @@ class Predictor:
     constants: Constants = DEFAULT
     given: tuple[float, int] | None = None
     by_formula: bool = False
-    profiles: Mapping[tuple[str, str, str], Profile] = field(default_factory=dict)
-    """Profiles without a traced or given one of their own: by model, size and precision."""
+    measured: Mapping[tuple[str, str, str], Profile] = field(default_factory=dict)
+    """Profiles that were measured on such a device: by model, size and precision."""
 
     def predict(self, case: Case) -> Prediction:
         """Return one case's prediction; raises Unknown for what the machine does not say."""
+        if self.machine.logical:
+            return self._on_host(case)
         profile = self.profile(case)
         seconds = self._seconds(case, self.machine, self.constants, profile)
         spans: tuple[Span, ...] = ()
@@ -70,12 +80,12 @@ class Predictor:
         def evaluate(name: str, factor: float) -> float:
             if name == intervals.HOST:
                 host = replace(self.machine.host, factor=self.machine.host.factor * factor)
-                return self._seconds(case, replace(self.machine, host=host), self.constants, profile)
-            changed = intervals.scaled(self.constants, name, factor)
-            if name == "forward_share":  # the profile was split with it
-                other = replace(self, constants=changed).profile(case)
-                return self._seconds(case, self.machine, changed, other)
-            return self._seconds(case, self.machine, changed, profile)
+                other = replace(self, machine=replace(self.machine, host=host))
+            else:
+                other = replace(self, constants=intervals.scaled(self.constants, name, factor))
+            # what the profile was split with, or its launches priced with
+            again = name == "forward_share" or (profile.source in PRICED and name in LAUNCHES)
+            return other._seconds(case, other.machine, other.constants, other.profile(case) if again else profile)
 
         doubt = intervals.RESIDUAL[profile.source]
         priors = intervals.of(case.strategy)
@@ -84,54 +94,55 @@ class Predictor:
         low, high = intervals.interval(seconds, evaluate, priors, doubt)
         return Prediction(case, seconds, low, high, profile.source, spans, self.machine.name)
 
+    def _on_host(self, case: Case) -> Prediction:
+        """Return a case's prediction on logical devices, which starts from measured steps alone."""
+        profile = self.measured.get(key_of(case))
+        if profile is None:
+            raise Unknown(
+                f"{case.label}: {self.machine.name} has logical CPU devices, whose steps are predicted from measured "
+                f"ones of one device: dpbench run --strategies {SINGLE} --models {case.model} --batch-sizes "
+                f"{case.batch_size // 2},{case.batch_size} --store FILE, then give --from FILE"
+            )
+        phases = logical.step(case, profile, logical.Host(self.machine.probe))
+        seconds = sum(phases.values())
+        low, high = intervals.interval(seconds, lambda *_: seconds, {}, intervals.ON_HOST)
+        return Prediction(case, seconds, low, high, profile.source, tuple(logical.spans(phases)), self.machine.name)
+
     def _seconds(self, case: Case, machine: Machine, constants: Constants, profile: Profile) -> float:
         if self.by_formula or (case.strategy in quick.KNOWN and case.schedule in ("", "reference")):
             return quick.seconds(case, profile, machine, constants)
         return simulation.step(case, profile, machine, constants).seconds
 
     def profile(self, case: Case) -> Profile:
-        """Return what a case's model costs: from the known step of one device, or from counts and peaks."""
-        key = (case.model, case.size, case.precision)
-        counted = self.profiles.get(key) or counts(*key)
-        if counted.forward is not None:
-            return counted
+        """Return what a case's model costs: as it was measured, from a known step, or from counts and peaks."""
+        if measured := self.measured.get(key_of(case)):
+            return measured
         if self.given:
             seconds, samples = self.given
-            return profiles.given(counted, seconds, samples, self.machine, self.constants, optimizer=case.optimizer)
-        return profiles.traced(counted, self.machine, case.precision)
-
-
-def counts(model: str, size: str, precision: str) -> Profile:
-    """Return a model's counts: of dpbench's own models and a user's by tracing (this loads torch), others by name."""
-    if ":" not in model and model not in registry.names("models"):
-        found = features.find(model, None, precision)
-        if found.known == "estimated" or not features.exact(model):
-            raise LookupError(
-                f"{registry.unknown('model', model, sorted({*registry.names('models'), *features.names()}))}; "
-                "your own is --model package.module:name"
+            return profiles.given(
+                counts.of(case), seconds, samples, self.machine, self.constants, optimizer=case.optimizer
             )
-        return found.profile
-    from dpbench import models
-
-    loaded = models.load(model, size, 0)
-    counted = models.profile(loaded)
-    modules, buffers = list(loaded.module.modules()), list(loaded.module.buffers())
-    leaves = sum(1 for module in modules if not list(module.children()))
-    return replace(
-        counted, modules=len(modules), buffer_tensors=len(buffers), forward_launches=2 * leaves,
-        backward_launches=2 * leaves,
-        gradient_bytes=tuple(p.nbytes for p in reversed(list(loaded.module.parameters()))),
-    )  # fmt: skip
+        return counts.priced(case, self.machine, self.constants)
 
 
-def sweep(models: Sequence[str], **axes: object) -> list[Case]:
+def sweep(models: Sequence[str], device_kind: str = "cuda", **axes: object) -> list[Case]:
     """Return the product of the axes as cases for models that a plan knows, and for those known by name alone."""
     found: list[Case] = []
     for model in models:
-        stand_in = model if ":" in model or model in registry.names("models") else registry.names("models")[0]
-        cases = plan.sweep(models=(stand_in,), device_kind="cuda", **axes)  # type: ignore[arg-type]
+        stand_in = registry.names("models")[0] if counts.named(model) else model
+        cases = plan.sweep(models=(stand_in,), device_kind=device_kind, **axes)  # type: ignore[arg-type]
         found += [replace(case, model=model) for case in cases]
     return list(dict.fromkeys(found))
+
+
+def strategies(machine: Machine) -> tuple[str, ...]:
+    """Return what is predicted on a machine when nobody asks for more: torch.nn.DataParallel needs GPUs."""
+    return (SINGLE, "dp", "ddp") if machine.logical else (SINGLE, "torch_dp", "dp", "ddp")
+
+
+def most_devices(machine: Machine) -> int:
+    """Return how many devices can be predicted on a machine."""
+    return min(machine.devices, logical.MOST) if machine.logical else machine.devices
 
 
 def speedup(one: Prediction, others: Sequence[Prediction]) -> tuple[float, str]:

@@ -100,6 +100,8 @@ def _profile(name: str, row: dict[str, Any], parameters: float | None, precision
         output_bytes=float(row.get("outputs", 0)) * size,
         forward_flop=float(row.get("forward_flop", 1e9)),
         backward_flop=2 * float(row.get("forward_flop", 1e9)),
+        forward_bytes=float(row.get("forward_bytes", 0)) * size / 4,
+        backward_bytes=float(row.get("backward_bytes", 0)) * size / 4,
         forward_launches=forward,
         backward_launches=int(row.get("backward_launches") or BACKWARD * forward),
         gradient_bytes=tuple(b * size // 4 for b in row.get("bucket_bytes", ())),

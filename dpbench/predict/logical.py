@@ -10,37 +10,29 @@ Known: the strategies single, ddp (on gloo) and dp on `reference` and on what `f
 from __future__ import annotations
 
 import bisect
-import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-from dpbench.records import UNATTRIBUTED, Case, Cost, Phase, Profile
+from dpbench.machine import Unknown
+from dpbench.records import UNATTRIBUTED, Case, Cost, Phase, Profile, Span
 from dpbench.schedule import FASTEST, REFERENCE
 
 KIB = 2**10
+MOST = 2
+"""Devices: the probe measures one replica beside another, no more."""
 OTHERS = "resnet18"
 """The net whose ratios stand for models that the probe did not measure."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """The probe's figures by name."""
+    """The figures that `dpbench probe` wrote into a machine's file, by name."""
 
     figures: Mapping[str, float]
 
-    @classmethod
-    def read(cls, path: Path) -> Host:
-        """Read a machine file that `dpbench probe` wrote; ValueError for one without its figures."""
-        found = tomllib.loads(path.read_text()).get("probe")
-        if not found:
-            raise ValueError(f"{path}: no table [probe]; `dpbench probe --output {path}` writes one")
-        # steps are compared by their medians, and so is what they are made of
-        return cls({name: float(row.get("median", row["value"])) for name, row in found.items()})
-
     def __getitem__(self, name: str) -> float:
         if name not in self.figures:
-            raise LookupError(f"the machine file has no figure {name!r}; write it anew with `dpbench probe`")
+            raise Unknown(f"the machine file has no [probe.{name}]; write it anew: dpbench probe --output FILE.toml")
         return self.figures[name]
 
     def beside(self, model: str, what: str) -> float:
@@ -81,7 +73,7 @@ def step(case: Case, profile: Profile, host: Host) -> dict[str, float]:
 
     ValueError for a case that this model does not know.
     """
-    if case.device_kind != "cpu" or case.devices > 2:
+    if case.device_kind != "cpu" or case.devices > MOST:
         raise ValueError(f"{case.label}: one or two logical CPU devices are known: the probe measures pairs")
     if case.strategy == "single" or (len(case.rows) == 1 and case.strategy != "ddp"):
         phases = (Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.OPTIMIZER)
@@ -93,6 +85,15 @@ def step(case: Case, profile: Profile, host: Host) -> dict[str, float]:
     if case.strategy == "dp" and case.schedule == FASTEST:
         return _fastest(case, profile, host)
     raise ValueError(f"{case.label}: known are single, ddp, and dp on {REFERENCE} and {FASTEST}")
+
+
+def spans(phases: Mapping[str, float]) -> Iterator[Span]:
+    """Yield a span for each phase, one after the other; what no phase covers is left open at the end."""
+    at_s = 0.0
+    for phase in Phase:
+        if seconds := phases.get(phase.value, 0.0):
+            yield Span(0, phase, 0, "predicted", at_s, at_s + seconds)
+            at_s += seconds
 
 
 def _at(cost: Cost | None, rows: float) -> float:

@@ -20,6 +20,7 @@ from scipy.optimize import nnls
 from dpbench import clock, ledger, models
 from dpbench.devices import Device
 from dpbench.engine.devices import open_devices
+from dpbench.predict.profiles import FIXED_SHARE
 from dpbench.records import Case, Cost, Phase, Profile, Trial
 from dpbench.strategies import Step, single
 
@@ -124,6 +125,9 @@ def fit_cost(rows: Sequence[int], seconds: Sequence[float]) -> Cost:
     known = [(n, s) for n, s in zip(rows, seconds, strict=True) if s > 0]
     if not known:
         return Cost()
+    if len(known) == 1:
+        ((n, s),) = known
+        return Cost(s * FIXED_SHARE, s * (1 - FIXED_SHARE) / n)
     design = np.array([[1 / s, n / s] for n, s in known])
     scale = np.abs(design).max(axis=0)
     (fixed, sample), _ = nnls(design / scale, np.ones(len(known)))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import lru_cache
+
+import torch
 
 from dpbench import models
 from dpbench.predict import holding
@@ -12,10 +15,10 @@ from dpbench.predict.allocator import OutOfDeviceMemory
 from dpbench.predict.recorder import Op
 from dpbench.predict.tape import Peak, Tape, replay
 from dpbench.predict.theirs import TorchDataParallel
-from dpbench.predict.trace import Build, OptimizerFactory, Trace, trace, trace_optimizer
+from dpbench.predict.trace import Build, OptimizerFactory, Precision, Trace, trace, trace_optimizer
 from dpbench.records import Case
 from dpbench.schedule import REFERENCE, Schedule, parse
-from dpbench.strategies import optimizer_of
+from dpbench.strategies import optimizer_of, precision_of
 
 STEPS = 3
 """Steps to replay: the first makes the optimizer's state, the second is the first to find it, the third repeats it."""
@@ -45,20 +48,35 @@ class DeviceMemory:
 class Traces:
     """The traces of one model with one optimizer, made when they are asked for and kept."""
 
-    def __init__(self, build: Build, optimizer_fn: OptimizerFactory, *, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        build: Build,
+        optimizer_fn: OptimizerFactory,
+        *,
+        device: str = "cpu",
+        precision: Precision = nullcontext,
+        fake_only: bool = False,
+    ) -> None:
         self._build, self._optimizer_fn, self._device = build, optimizer_fn, device
+        self._precision, self._fake_only = precision, fake_only
         self.of = lru_cache(maxsize=64)(self._trace)
         self.optimizer = lru_cache(maxsize=64)(self._optimizer)
 
     def _trace(self, rows: int) -> Trace:
-        return trace(self._build, rows, self._optimizer_fn, device=self._device)
+        return trace(
+            self._build, rows, self._optimizer_fn, device=self._device, precision=self._precision,
+            fake_only=self._fake_only,
+        )  # fmt: skip
 
     def _optimizer(self, sizes_bytes: tuple[int, ...]) -> tuple[Sequence[Op], Sequence[Op]]:
         return trace_optimizer(self._optimizer_fn, sizes_bytes, device=self._device)
 
 
-def traces_of(case: Case) -> Traces:
-    """Return the traces of a case's model; on a GPU its optimizer works on all parameters at once, as torch chooses."""
+def traces_of(case: Case, *, fake_only: bool = False) -> Traces:
+    """Return the traces of a case's model; on a GPU its optimizer works on all parameters at once, as torch chooses.
+
+    `fake_only` refuses models whose shapes depend on numbers, which take long to run.
+    """
     factory = optimizer_of(case)
 
     def optimizer_fn(parameters: object) -> object:
@@ -68,7 +86,14 @@ def traces_of(case: Case) -> Traces:
                 group["foreach"] = True
         return optimizer
 
-    return Traces(lambda: models.load(case.model, case.size, case.seed), optimizer_fn, device=fake_device(case))  # type: ignore[arg-type]
+    device = fake_device(case)
+    return Traces(
+        lambda: models.load(case.model, case.size, case.seed),
+        optimizer_fn,  # type: ignore[arg-type]
+        device=device,
+        precision=lambda: precision_of(replace(case, device_kind=torch.device(device).type)),
+        fake_only=fake_only,
+    )
 
 
 def fake_device(case: Case) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from dpbench import registry
 from dpbench.machine import Machine
+from dpbench.predict import counts
 from dpbench.records import Case, Memory, Status
 
 UNTRACED = "only dpbench's own models and --model have a module to trace"
@@ -44,10 +44,13 @@ def needs(cases: Sequence[Case], machine: Machine, *, largest: bool = False) -> 
 
     kept: dict[Case, Traces] = {}
     for case in cases:
-        if ":" not in case.model and case.model not in registry.names("models"):
+        if counts.named(case.model):
             yield Need(case=case, reason=UNTRACED)
             continue
-        key = Case(model=case.model, strategy="single", batch_size=1, size=case.size, optimizer=case.optimizer)
+        key = Case(
+            model=case.model, strategy="single", batch_size=1, size=case.size, optimizer=case.optimizer,
+            precision=case.precision,
+        )  # fmt: skip
         traces = kept.setdefault(key, traces_of(replace(key, device_kind=case.device_kind)))
         yield _need(case, traces, int(machine.gpu.memory_bytes), largest)
 

@@ -1,6 +1,7 @@
 """Profiles: what a model costs on one device, from a known step or from FLOP and bytes.
 
-`given` splits a step of one device that somebody measured; `traced` prices counted FLOP and bytes on a described GPU.
+`given` splits a step of one device that somebody measured; `counted` prices a whole phase's FLOP and bytes on a
+described GPU, which `roofline` does op by op where there is a trace.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ def _cost(seconds: float, samples: int, fixed: float) -> Cost:
     return Cost(seconds * fixed, seconds * (1 - fixed) / samples)
 
 
-def traced(profile: Profile, machine: Machine, precision: str = "fp32") -> Profile:
-    """Return a profile with seconds from counted FLOP and bytes: the slower of computing and moving, per phase."""
+def peaks(machine: Machine, precision: str) -> tuple[float, float]:
+    """Return the FLOP a second of a precision and the bytes a second of memory; Unknown where one is not said."""
     gpu = machine.gpu
     peak = next((gpu.flop_per_s[d] for d in DTYPES.get(precision, (precision,)) if d in gpu.flop_per_s), 0.0)
     if not peak or not gpu.memory_bytes_per_s:
@@ -83,14 +84,38 @@ def traced(profile: Profile, machine: Machine, precision: str = "fp32") -> Profi
             f"machine {machine.name}: [gpu] says neither the peak of {precision} nor, with it, memory_bytes_per_s; "
             f"its peaks: {', '.join(gpu.flop_per_s) or 'none'}; or give the step of one device: --step-s SECONDS"
         )
+    return peak, gpu.memory_bytes_per_s
+
+
+def counted(profile: Profile, machine: Machine, precision: str = "fp32", constants: Constants = DEFAULT) -> Profile:
+    """Return a profile with seconds from counted FLOP and bytes: the slower of computing and moving, per phase."""
+    peak, bytes_per_s = peaks(machine, precision)
 
     def cost(flop: float, moved: float, launches: int) -> Cost:
-        sample = max(flop / (COMPUTE_EFFICIENCY * peak), moved / (MEMORY_EFFICIENCY * gpu.memory_bytes_per_s))
+        sample = max(flop / (COMPUTE_EFFICIENCY * peak), moved / (MEMORY_EFFICIENCY * bytes_per_s))
         return Cost(launches * KERNEL_S * (1 if flop else 0), sample)
 
     p = profile
-    return replace(
-        profile, source="traced",
+    found = replace(
+        profile, source="counted",
         forward=cost(p.forward_flop, p.forward_bytes, p.forward_launches),
         backward=cost(p.backward_flop, p.backward_bytes, p.backward_launches),
     )  # fmt: skip
+    return launched(found, machine, constants)
+
+
+def launched(profile: Profile, machine: Machine, constants: Constants = DEFAULT) -> Profile:
+    """Return a profile of kernels alone whose phases take no less than the host takes to launch them."""
+    host, c = machine.host, constants
+
+    def least(cost: Cost | None, launches: int, each_s: float) -> Cost | None:
+        return cost and replace(cost, least_s=launches * each_s)
+
+    forward_s = host.factor * c.launch_s if host.launch_s is None else host.launch_s
+    backward_s = host.factor * c.backward_launch_s if host.launch_s is None else host.launch_s
+    return replace(
+        profile,
+        forward=least(profile.forward, profile.forward_launches, forward_s),
+        backward=least(profile.backward, profile.backward_launches, backward_s),
+        optimizer=least(profile.optimizer, profile.parameter_tensors, host.factor * c.update_s),
+    )

@@ -7,8 +7,8 @@ of `half` work reaches half of the best rate, which is the same as so much work 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from dpbench.predict.recorder import Op
 from dpbench.predict.trace import Trace
@@ -27,7 +27,8 @@ class Speed:
     `flop_share` is what the best bf16 matrix product reaches of the dense peak: A100 SXM 0.87, A100 PCIe 0.81, H100
     0.80, B200 0.78, MI300X 0.51 (S. Bekman, "Machine Learning Engineering Open Book", MAMF table). `half_flop` and
     `half_bytes` are fitted to the efficiency tables of Calculon (0.6 at 1 GFLOP, 0.9 at 16; 0.75 at 10 MB, 0.9 at
-    100). None of these is measured here.
+    100). None of these is measured here. `convolution_flop_per_s` is the peak for convolutions, which torch lets cuDNN
+    do in TF32 where there is such a thing (`torch.backends.cudnn.allow_tf32`, on by default; for products it is off).
     """
 
     flop_per_s: float
@@ -37,16 +38,18 @@ class Speed:
     half_flop: float = 6e8
     half_bytes: float = 1.5e6
     least_s: float = 2.5e-6
+    convolution_flop_per_s: float = 0.0
 
     def op_s(self, op: Op) -> float:
         """Return the seconds of one op; 0 for one that starts no kernel."""
-        return self.seconds(op.flop, op.bytes)
+        faster = self.convolution_flop_per_s if "convolution" in op.name else 0.0
+        return self.seconds(op.flop, op.bytes, max(faster, self.flop_per_s))
 
-    def seconds(self, flop: float, size_bytes: float) -> float:
-        """Return the seconds of so much work in one kernel."""
+    def seconds(self, flop: float, size_bytes: float, flop_per_s: float | None = None) -> float:
+        """Return the seconds of so much work in one kernel; `flop_per_s` is the peak where it is another."""
         if not size_bytes:
             return 0.0
-        compute = (flop + self.half_flop) / (self.flop_share * self.flop_per_s) if flop else 0.0
+        compute = (flop + self.half_flop) / (self.flop_share * (flop_per_s or self.flop_per_s)) if flop else 0.0
         move = (size_bytes + self.half_bytes) / (self.bytes_share * self.bytes_per_s)
         return max(compute, move, self.least_s)
 
@@ -93,30 +96,36 @@ def phase_s(trace: Trace, phase: Phase, speed: Speed) -> float:
     return sum(speed.op_s(op) for op in trace.ops if op.phase is phase)
 
 
-def profile(traces: Callable[[int], Trace], rows: tuple[int, int], speed: Speed) -> Profile:
-    """Return a model's profile on a described GPU, its seconds as lines through two batch sizes."""
-    few, many = sorted(rows)
-    if few == many:
-        raise ValueError(f"a line needs two batch sizes, got {few} twice")
-    low, high = traces(few), traces(many)
+def counted(trace: Trace) -> Profile:
+    """Return what a traced model is made of, without seconds."""
+    rows, t = trace.rows, trace
+
+    def moved(phase: Phase) -> float:
+        return sum(op.bytes for op in t.ops if op.phase is phase) / rows
+
+    return Profile(
+        model=t.model,
+        parameter_tensors=len(t.parameters.sizes_bytes), parameter_bytes=t.parameters.bytes,
+        buffer_bytes=t.buffers.bytes, buffer_tensors=len(t.buffers.sizes_bytes), modules=t.modules,
+        input_bytes=t.inputs.bytes / rows, output_bytes=t.output.bytes / rows,
+        forward_flop=t.flop(Phase.FORWARD) / rows, backward_flop=t.flop(Phase.BACKWARD) / rows,
+        forward_launches=t.launches(Phase.FORWARD), backward_launches=t.launches(Phase.BACKWARD),
+        forward_bytes=moved(Phase.FORWARD), backward_bytes=moved(Phase.BACKWARD),
+        gradient_bytes=tuple(t.parameters.sizes_bytes[n] for n in t.ready), source="traced",
+    )  # fmt: skip
+
+
+def profile(low: Trace, high: Trace, speed: Speed) -> Profile:
+    """Return a model's profile on a described GPU, its seconds as lines through two batch sizes, the larger last."""
+    if low.rows >= high.rows:
+        raise ValueError(f"a line needs two batch sizes, the larger last, got {low.rows} and {high.rows}")
 
     def cost(phase: Phase) -> Cost:
         first, second = phase_s(low, phase, speed), phase_s(high, phase, speed)
-        slope = max(0.0, (second - first) / (many - few))
-        return Cost(max(0.0, second - slope * many), slope)
+        slope = max(0.0, (second - first) / (high.rows - low.rows))
+        return Cost(max(0.0, second - slope * high.rows), slope)
 
-    def moved(phase: Phase) -> float:
-        return sum(op.bytes for op in high.ops if op.phase is phase) / many
-
-    return Profile(
-        model=high.model,
-        parameter_tensors=len(high.parameters.sizes_bytes), parameter_bytes=high.parameters.bytes,
-        buffer_bytes=high.buffers.bytes, buffer_tensors=len(high.buffers.sizes_bytes), modules=high.modules,
-        input_bytes=high.inputs.bytes / many, output_bytes=high.output.bytes / many,
-        forward_flop=high.flop(Phase.FORWARD) / many, backward_flop=high.flop(Phase.BACKWARD) / many,
-        forward_launches=high.launches(Phase.FORWARD), backward_launches=high.launches(Phase.BACKWARD),
-        forward_bytes=moved(Phase.FORWARD), backward_bytes=moved(Phase.BACKWARD),
-        gradient_bytes=tuple(high.parameters.sizes_bytes[n] for n in high.ready), source="traced",
-        forward=cost(Phase.FORWARD), loss=cost(Phase.LOSS), backward=cost(Phase.BACKWARD),
+    return replace(
+        counted(high), forward=cost(Phase.FORWARD), loss=cost(Phase.LOSS), backward=cost(Phase.BACKWARD),
         optimizer=cost(Phase.OPTIMIZER),
     )  # fmt: skip

@@ -34,7 +34,8 @@ def _cells(one: Prediction, others: Sequence[Prediction]) -> tuple[str, ...]:
     return (
         case.model, case.strategy + schedule, str(case.devices), str(case.batch_size), f"{one.seconds * 1e3:.2f}",
         f"{one.low_s * 1e3:.2f}-{one.high_s * 1e3:.2f}", f"{case.batch_size / one.seconds:.0f}",
-        f"{ratio:.2f}x{' weak' if scaling == 'weak' else ''}" if ratio else "", _phases(one), one.profile, "PREDICTED",
+        f"{ratio:.2f}x{' weak' if scaling == 'weak' else ''}" if ratio else "", _phases(one), one.profile,
+        "PREDICTED, CPU-ONLY" if case.device_kind == "cpu" else "PREDICTED",
     )  # fmt: skip
 
 
@@ -44,7 +45,8 @@ def _phases(one: Prediction) -> str:
         return "formula: none"
     charged = ledger.phases(Step(one.seconds, False, one.seconds), one.spans)
     shown = {name: s for name, s in charged.items() if s >= SHOWN * one.seconds and name != UNATTRIBUTED}
-    return " ".join(f"{name} {seconds * 1e3:.1f}" for name, seconds in shown.items())
+    digits = 1 if one.seconds >= 0.01 else 2
+    return " ".join(f"{name} {seconds * 1e3:.{digits}f}" for name, seconds in shown.items())
 
 
 NEEDS = ("model", "strategy", "devices", "batch", "GPU 0 allocated", "others", "GPU 0 reserved",

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.autograd.function import Function
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -27,6 +27,9 @@ from dpbench.records import Phase
 
 Build = Callable[[], Model]
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+Precision = Callable[[], AbstractContextManager[Any]]
+NEEDS_NUMBERS = (DynamicOutputShapeException, DataDependentOutputException)
+"""What is raised where a model's shapes, or its way, depend on numbers."""
 
 FEW = 3
 """Samples of the batch that shapes are taken from: a tensor of so many rows is taken to have one a sample."""
@@ -98,12 +101,21 @@ class Trace:
         return sum(op.bytes > 0 for op in self.ops if not phases or op.phase in phases)
 
 
-def trace(build: Build, rows: int, optimizer_fn: OptimizerFactory, *, device: str = "cpu") -> Trace:
+def trace(
+    build: Build,
+    rows: int,
+    optimizer_fn: OptimizerFactory,
+    *,
+    device: str = "cpu",
+    precision: Precision = nullcontext,
+    fake_only: bool = False,
+) -> Trace:
     """Trace one training step of `build()` on `rows` samples.
 
     `device` is what the fake tensors say they are on, and decides which operators torch picks: "cpu" works anywhere,
     "lazy:0" picks as the emulated devices do (attention in plain operators), "cuda:0" needs a CUDA build of torch with
-    a GPU. Raises what the model raises.
+    a GPU. `precision` is the region that forward and loss run in. Raises what the model raises; with `fake_only`
+    one of NEEDS_NUMBERS where shapes alone do not do.
     """
     try:
         model = _shapes(build)
@@ -111,12 +123,14 @@ def trace(build: Build, rows: int, optimizer_fn: OptimizerFactory, *, device: st
         with FakeTensorMode():
             _place(model.module, torch.device(device))
             batch = [_rows_of(value, rows, torch.device(device)) for value in (positional(inputs), target)]
-            return _Step(model, rows, batch, torch.device(device), optimizer_fn, fake=True).trace()
-    except DynamicOutputShapeException:
+            return _Step(model, rows, batch, torch.device(device), optimizer_fn, precision, fake=True).trace()
+    except NEEDS_NUMBERS:
+        if fake_only:
+            raise
         model = build()
         inputs, target = model.batch(rows, 0)
         batch = [positional(inputs), target]
-        return _Step(model, rows, batch, torch.device("cpu"), optimizer_fn, fake=False).trace()
+        return _Step(model, rows, batch, torch.device("cpu"), optimizer_fn, precision, fake=False).trace()
 
 
 def trace_optimizer(
@@ -151,8 +165,9 @@ class _Step:
 
     def __init__(
         self, model: Model, rows: int, batch: Sequence[Any], device: torch.device, optimizer_fn: OptimizerFactory,
-        *, fake: bool,
+        precision: Precision, *, fake: bool,
     ) -> None:  # fmt: skip
+        self._precision = precision
         self._model, self._module, self._rows, self._fake = model, model.module, rows, fake
         self._inputs, self._target = batch
         self._optimizer = optimizer_fn(self._module.parameters())
@@ -194,13 +209,13 @@ class _Step:
         self._ready.clear()
         saved = _Saved(record)
         hooks = torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack) if name else nullcontext()
-        with record.part(f"{name}forward", Phase.FORWARD), hooks:
+        with record.part(f"{name}forward", Phase.FORWARD), hooks, self._precision():
             output = self._module(*self._inputs)
         leaves, form = tree_flatten(output)
         cut = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in leaves]
         tensors = [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad]
         ends = [x for x in cut if isinstance(x, torch.Tensor) and x.requires_grad]
-        with record.part(f"{name}loss", Phase.LOSS):
+        with record.part(f"{name}loss", Phase.LOSS), self._precision():
             loss = self._model.loss(tree_unflatten(cut, form), self._target)
         with record.part(f"{name}loss_backward", Phase.BACKWARD):
             seed = torch.ones_like(loss)
