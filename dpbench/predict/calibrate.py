@@ -62,9 +62,15 @@ def _left_out(matched: Sequence[Matched]) -> Iterator[Scored]:
 
 
 def _one_for_all(matched: Sequence[Matched]) -> Iterator[Scored]:
-    """Yield rows as predicted with the bus that one model fits best: the one with the largest overhead."""
-    same = [one for one in matched if one.one_samples == one.row.batch]
-    for machine in _machines(same):
+    """Yield rows as predicted with the bus that one model fits best: the one with the largest overhead.
+
+    A bus is the same in any precision.
+    """
+    machines: dict[tuple[str, str], list[Matched]] = {}
+    for one in matched:
+        if not one.extrapolated:
+            machines.setdefault((one.row.gpu, one.row.interconnect), []).append(one)
+    for machine in machines.values():
         overhead: dict[str, float] = {}
         for one in machine:
             overhead[one.row.model] = max(overhead.get(one.row.model, 0.0), one.row.step_s / one.one_s)

@@ -92,6 +92,11 @@ class Matched:
     one_samples: float
     other: tuple[float, int] | None = None
 
+    @property
+    def extrapolated(self) -> bool:
+        """Tell whether one device's step at this row's batch is a guess from a single step at another batch."""
+        return self.other is None and self.row.batch > 0 and self.one_samples != self.row.batch
+
 
 @dataclass(frozen=True)
 class Excluded:

@@ -140,11 +140,15 @@ def score(path: Path, *, all_rows: bool = False) -> tuple[list[Scored], list[Exc
 
 
 def lines(scored: Iterable[Scored], excluded: Sequence[Excluded] = ()) -> list[Line]:
-    """Return one line a group and strategy and metric, in the order of the table."""
+    """Return one line a group and strategy and metric, in the order of the table.
+
+    Rows whose one-device row has another batch stand apart: a part of their error is that row's.
+    """
     found: dict[tuple[str, str, str], list[Scored]] = {}
     for one in scored:
         row = one.matched.row
-        found.setdefault((row.group, row.strategy, row.metric), []).append(one)
+        apart = ", one device at another batch" if one.matched.extrapolated else ""
+        found.setdefault((row.group, row.strategy + apart, row.metric), []).append(one)
     left: dict[str, int] = {}
     for aside in excluded:
         group = aside.id.rpartition("-")[0]
