@@ -10,7 +10,7 @@ from dpbench import ledger, machine
 from dpbench.machine import Gpu, Link, Machine, Unknown
 from dpbench.predict.cases import Predictor, most_devices, strategies
 from dpbench.predict.logical import ENGINE, Host, step
-from dpbench.records import Case, Cost, Profile
+from dpbench.records import UNATTRIBUTED, Case, Cost, Profile
 
 PROFILE = Profile(
     model="net", parameter_tensors=4, parameter_bytes=2**20, buffer_bytes=0, input_bytes=0, output_bytes=0,
@@ -18,7 +18,7 @@ PROFILE = Profile(
     backward=Cost(2.0, 0.2), optimizer=Cost(0.5, 0.0),
 )  # fmt: skip
 FIGURES = {
-    "tensor_copy_s": 0.0, "module_replica_s": 0.0, "op_s": 0.0, "op_graph_s": 0.0,
+    "tensor_copy_s": 0.0, "module_replica_s": 0.0,
     "copy_64_kib_bytes_per_s": 2.0**40, "copy_1024_kib_bytes_per_s": 2.0**20,
     "all_reduce_32_kib_s": 0.01, "all_reduce_1024_kib_s": 0.32,
     "resnet18_forward_2_threads_ratio": 1.2, "resnet18_forward_2_new_threads_ratio": 1.5,
@@ -30,6 +30,12 @@ FIGURES = {
         for phase in (*ENGINE, "backward_more", "optimizer_more")
         for part in ("s", "tensor_s")
     },
+    **{
+        f"ddp_{phase}_{part}": 0.0
+        for phase in ("scatter", "forward_more", "loss_more", "backward_more", "reduce", "optimizer_more", UNATTRIBUTED)
+        for part in ("s", "tensor_s")
+    },
+    "ddp_reduce_s": 0.01,  # a small all-reduce
 }  # fmt: skip
 HOST = Host(FIGURES)
 
@@ -72,6 +78,14 @@ def test_ddp_waits_for_its_last_bucket() -> None:
     assert found["reduce"] == pytest.approx(1.0 + 0.32), "the copies to and from the bucket, and an all-reduce of it"
     late = Host({**FIGURES, "resnet18_2_processes_in_step_ratio": 1.25})
     assert step(case("ddp"), PROFILE, late)["reduce"] == pytest.approx(1.32 + 0.25 * 6 - 0.01)
+
+
+def test_what_ddp_costs_beside_the_net_is_a_step_and_a_parameters() -> None:
+    host = Host({**FIGURES, "ddp_backward_more_tensor_s": 0.1, "ddp_forward_more_s": 0.5, "ddp_unattributed_s": 0.25})
+    found, plain = step(case("ddp"), PROFILE, host), step(case("ddp"), PROFILE, HOST)
+    assert found["backward"] - plain["backward"] == pytest.approx(4 * 0.1)
+    assert found["forward"] - plain["forward"] == pytest.approx(0.5)
+    assert found["unattributed"] == 0.25
 
 
 def test_buckets_but_the_last_are_hidden() -> None:

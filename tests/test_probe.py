@@ -13,8 +13,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from dpbench.probe import Probe, collective, gpu, host, to_toml
-from dpbench.probe.figures import Figure, figure, rate, ratio, summary, time_call, time_new_threads, time_together
+from dpbench.probe import Probe, collective, engine, gpu, host, to_toml
+from dpbench.probe.figures import (
+    Figure,
+    figure,
+    rate,
+    ratio,
+    summary,
+    time_call,
+    time_new_threads,
+    time_steps,
+    time_together,
+)  # fmt: skip
+from dpbench.records import UNATTRIBUTED
 
 ROOT = Path(__file__).parent.parent
 
@@ -124,3 +135,29 @@ def test_a_gpus_figures_are_those_of_a_gpu() -> None:
     assert found["fp32_flop_per_s"] > 1e12
     assert found["pinned_to_device_bytes_per_s"] > found["pageable_to_device_bytes_per_s"] * 0.8
     assert 1e-7 < found["kernel_s"] < 1e-4
+
+
+def test_steps_begin_together_and_the_slowest_counts() -> None:
+    meeting = threading.Barrier(2, timeout=10)
+
+    def step(forward_s: float, whole_s: float) -> tuple[float, float]:
+        meeting.wait()
+        return forward_s, whole_s
+
+    forward, whole = time_steps([lambda: step(1.0, 4.0), lambda: step(2.0, 3.0)], repeats=3)
+    assert (forward.median_s, whole.median_s) == (2.0, 4.0)
+
+
+def test_chains_cost_more_with_products_between() -> None:
+    plain, swept = (engine._phases("reference", 2, 1, 4, swept=swept)["forward"].best_s for swept in (False, True))
+    product_s = 2 * 2 * engine.SIDE**3 / 1e12  # two of them, on a core of a teraflop a second
+    assert swept > plain + product_s
+
+
+@pytest.mark.slow
+def test_ddp_on_tiny_chains_has_all_its_figures() -> None:
+    found = {one.name: one.value for one in collective.data_parallel()}
+    for phase in ("scatter", "forward_more", "loss_more", "backward_more", "reduce", "optimizer_more", UNATTRIBUTED):
+        assert found[f"ddp_{phase}_s"] >= 0
+        assert found[f"ddp_{phase}_tensor_s"] >= 0
+    assert found["ddp_reduce_s"] + found["ddp_backward_more_s"] > 1e-5, "an all-reduce between processes"

@@ -184,22 +184,26 @@ def _ddp(case: Case, profile: Profile, host: Host) -> dict[str, float]:
     rows, size, tensors = case.rows, profile.parameter_bytes, profile.parameter_tensors
     forward, backward = (max(_at(cost, n) for n in rows) for cost in (profile.forward, profile.backward))
     own = host.beside(case.model, "2_processes") if len(rows) > 1 else 1.0
-    copies = host.copy_s(tensors, size)
+    # a hook a parameter copies its gradient into a bucket, and what was reduced is copied back
+    move = host.move_s(size)
     found = {
-        Phase.SCATTER.value: host.copy_s(2, case.batch_size / len(rows) * profile.input_bytes),
+        Phase.SCATTER.value: host.engine_s("ddp", "scatter", tensors) + host.move_s(max(rows) * profile.input_bytes),
         Phase.FORWARD.value: forward * own,
-        Phase.LOSS.value: max(_at(profile.loss, n) for n in rows) * own + host["op_graph_s"],
-        # a hook a parameter, which copies into the bucket
-        Phase.BACKWARD.value: backward * own + copies + tensors * host["op_s"],
-        Phase.REDUCE.value: copies,
+        Phase.LOSS.value: max(_at(profile.loss, n) for n in rows) * own,
+        Phase.BACKWARD.value: backward * own + move,
+        Phase.REDUCE.value: host.engine_s("ddp", "reduce", tensors) + move,
         Phase.OPTIMIZER.value: _at(profile.optimizer, case.batch_size) * own,
+        UNATTRIBUTED: host.engine_s("ddp", UNATTRIBUTED, tensors),
     }
+    for phase in (Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.OPTIMIZER):
+        found[phase.value] += host.engine_s("ddp", f"{phase.value}_more", tensors)
     if len(rows) > 1:
         if profile.buffer_bytes:  # from rank 0, before forward
             found[Phase.FORWARD.value] += host.all_reduce_s(profile.buffer_bytes) / 2
         late = max(own, host.beside(case.model, "2_processes_in_step")) - own
         waiting = max(0.0, late * (forward + backward) - host.all_reduce_s(0))  # a barrier is a small all-reduce
-        found[Phase.REDUCE.value] += waiting + host.all_reduce_s(_last_bucket(profile))
+        # that of the tiny chains has waited for a small all-reduce already
+        found[Phase.REDUCE.value] += waiting + host.all_reduce_s(_last_bucket(profile)) - host.all_reduce_s(0)
     return found
 
 

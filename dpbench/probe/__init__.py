@@ -81,6 +81,7 @@ def _suite() -> Iterator[tuple[str, Callable[[], Iterator[Figure]]]]:
     yield "dpbench's engine on tiny nets", engine.figures
     yield "nets in two threads", host.nets
     yield "nets in two processes", lambda: collective.nets(host.NETS)
+    yield "DistributedDataParallel on tiny nets", collective.data_parallel
     count = torch.cuda.device_count()
     if count:
         yield "GPU 0", gpu.figures

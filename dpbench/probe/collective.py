@@ -14,7 +14,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from dpbench.probe.figures import Figure, Work, figure, ratio, summary
+from dpbench.probe.figures import Figure, Timing, Work, figure, ratio, summary
+from dpbench.records import UNATTRIBUTED
 
 KIB, MIB = 2**10, 2**20
 SIZES = tuple(32 * KIB * 2**i for i in range(12))
@@ -49,6 +50,19 @@ def nets(rows: dict[str, int], ranks: int = 2) -> Iterator[Figure]:
         # in step, as ranks that reduce gradients are: who is late makes all wait
         late = f"{how}, waiting for it each time"
         yield ratio(f"{name}_{ranks}_processes_in_step_ratio", summary(joint), summary(alone), late)
+
+
+def data_parallel(ranks: int = 2) -> Iterator[Figure]:
+    """Yield what torch's DistributedDataParallel costs the host beside a net: each phase's seconds on tiny chains."""
+    from dpbench.probe import engine
+
+    found: dict[str, dict[int, dict[str, Timing]]] = {"alone": {}, "plain": {}, "swept": {}}
+    for layers, sides in _measured(ranks, "gloo", "chains", *map(str, engine.LAYERS)):
+        for name, phases in sides.items():
+            found[name][layers] = {phase: summary(seconds) for phase, seconds in phases.items()}
+    more = engine.beyond(found["plain"], found["alone"], dict.fromkeys(("forward", "loss", "backward", "optimizer"), 1))
+    how = f"torch's DistributedDataParallel, {ranks} ranks, gloo"
+    yield from engine.of_chains("ddp", found["swept"], ("scatter", "reduce", UNATTRIBUTED), more, how)
 
 
 def _measured(ranks: int, *arguments: str) -> list[Any]:
@@ -88,7 +102,8 @@ def _rank(backend: str, what: str, *arguments: str) -> list[Any]:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group(backend)
-    found: list[Any] = _reduce([int(a) for a in arguments], device) if what == "reduce" else _nets(arguments)
+    measure = {"reduce": lambda names: _reduce([int(name) for name in names], device), "nets": _nets, "chains": _chains}
+    found: list[Any] = measure[what](arguments)
     dist.destroy_process_group()
     return found
 
@@ -135,6 +150,34 @@ def _nets(arguments: Sequence[str]) -> list[Any]:
             dist.barrier()
             joint.append(time.perf_counter() - begin)
         found.append((name, (alone, own, joint)))
+    return found
+
+
+def _chains(arguments: Sequence[str]) -> list[Any]:
+    """Time each chain's phases in rank 0 alone, and in all ranks at once under DistributedDataParallel."""
+    import torch.distributed as dist
+
+    from dpbench.clock import HostClock
+    from dpbench.engine.devices import open_devices
+    from dpbench.probe import engine
+    from dpbench.records import Case
+    from dpbench.strategies import ddp, single
+
+    devices, ranks, found = open_devices("cpu", 1), dist.get_world_size(), []
+    for layers in map(int, arguments):
+        sides = {}
+        one = Case(model="chain", strategy="single", batch_size=engine.ROWS // ranks)
+        clock = HostClock()
+        if dist.get_rank() == 0:
+            with single.start(one, engine.chain(layers, swept=False), devices, clock.mark) as step:
+                sides["alone"] = engine.seconds_of(step, clock, one.batch_size)
+        dist.barrier()
+        every = Case(model="chain", strategy="ddp", devices=ranks, batch_size=engine.ROWS)
+        for name in ("plain", "swept"):
+            clock, model = HostClock(), engine.chain(layers, swept=name == "swept")
+            with ddp.start(every, model, devices, clock.mark) as rank:
+                sides[name] = engine.seconds_of(rank, clock, every.batch_size, rank.observe)
+        found.append((layers, sides))
     return found
 
 

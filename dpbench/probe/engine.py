@@ -1,19 +1,24 @@
-"""What dpbench's engine costs the host beside the nets themselves: its phases on nets that compute next to nothing.
+"""What an engine costs the host beside the nets themselves: its phases on nets that compute next to nothing.
 
 Chains of tiny layers of two lengths give each phase a fixed part and a part per parameter; what a real net adds to
-them is bytes.
+them is bytes. Phases that are the engine's own are taken from chains with large products between their layers, which
+leave the caches as a real net would: without them that work would find its code and data there, and come out a third
+too fast. What other phases have beyond one device's is taken from chains without, since products take from each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import Function
 
 from dpbench import ledger
 from dpbench.clock import HostClock
 from dpbench.engine import TrainStep
+from dpbench.models import Model
 from dpbench.probe.figures import Figure, Timing, summary
 from dpbench.probe.host import line
 from dpbench.records import UNATTRIBUTED, Case, Phase, Trial
@@ -22,34 +27,54 @@ LAYERS = (6, 48)
 ROWS = 8
 WARMUP_STEPS, STEPS = 20, 60
 """`fastest` settles within the warm-up."""
-PHASES = (
+SIDE = 384
+"""Of the products between layers: 1.7 MB, about a millisecond."""
+OWN = (
     Phase.SCATTER.value, Phase.REPLICATE.value, Phase.GATHER.value, Phase.LOSS.value, Phase.REDUCE.value,
     Phase.OPTIMIZER.value, UNATTRIBUTED,
 )  # fmt: skip
 """All but forward and backward, which are the net's own."""
+Found = Mapping[int, Mapping[str, Timing]]
+"""By layers and phase."""
 
 
 def figures(schedules: tuple[str, ...] = ("reference", "fastest"), devices: int = 2) -> Iterator[Figure]:
     """Yield each phase's seconds on a schedule: for a step, and for each parameter of the module."""
-    alone = {layers: _phases("reference", layers, 1, ROWS // devices) for layers in LAYERS}
+    alone = {layers: _phases("reference", layers, 1, ROWS // devices, swept=False) for layers in LAYERS}
     for schedule in schedules:
-        found = {layers: _phases(schedule, layers, devices, ROWS) for layers in LAYERS}
+        swept, plain = (
+            {layers: _phases(schedule, layers, devices, ROWS, swept=swept) for layers in LAYERS}
+            for swept in (True, False)
+        )
         # what the replicas' own backwards and the optimizer take is the net's; the rest is the engine's
-        times = devices if schedule == "reference" else 1
-        for layers, seconds in found.items():
-            seconds["backward_more"] = _less(seconds[Phase.BACKWARD], alone[layers][Phase.BACKWARD], times)
-            seconds["optimizer_more"] = _less(seconds[Phase.OPTIMIZER], alone[layers][Phase.OPTIMIZER], 1)
-        for phase in (*PHASES, "backward_more", "optimizer_more"):
-            lines = [
-                line([(2.0 * layers, max(pick(found[layers][phase]), 1e-9)) for layers in LAYERS])
-                for pick in (_best, _median)
-            ]
-            how = f"dpbench's {schedule}, {devices} devices, SGD: chains of {LAYERS[0]} and {LAYERS[1]} Linear(4, 4)"
-            if phase.endswith("_more"):
-                how = f"{how}: beyond what one device takes for its rows"
-            (start_s, each_s), (start_median_s, each_median_s) = lines
-            yield Figure(f"{schedule}_{phase}_s", start_s, f"{how}: a step's fixed part", start_median_s)
-            yield Figure(f"{schedule}_{phase}_tensor_s", each_s, f"{how}: for each parameter", each_median_s)
+        times = {Phase.BACKWARD.value: devices if schedule == "reference" else 1, Phase.OPTIMIZER.value: 1}
+        how = f"dpbench's {schedule}, {devices} devices"
+        yield from of_chains(schedule, swept, OWN, beyond(plain, alone, times), how)
+
+
+def beyond(found: Found, alone: Found, times: Mapping[str, int]) -> Found:
+    """Return what phases take beyond so many times the same chain's alone."""
+    return {
+        layers: {phase: _less(seconds[phase], alone[layers][phase], count) for phase, count in times.items()}
+        for layers, seconds in found.items()
+    }
+
+
+def of_chains(name: str, found: Found, phases: Sequence[str], more: Found, how: str) -> Iterator[Figure]:
+    """Yield the two parts of each phase, and of what some phases have beyond one device's."""
+    how = f"{how}, SGD: chains of {LAYERS[0]} and {LAYERS[1]} Linear(4, 4)"
+    tables = [(phase, phase, found, f"{how} with large products between") for phase in phases]
+    tables += [
+        (f"{phase}_more", phase, more, f"{how}: beyond what one device takes for its rows")
+        for phase in next(iter(more.values()))
+    ]
+    for label, phase, table, said in tables:
+        (start_s, each_s), (start_median_s, each_median_s) = (
+            line([(2.0 * layers, max(pick(table[layers][phase]), 1e-9)) for layers in LAYERS])
+            for pick in (_best, _median)
+        )
+        yield Figure(f"{name}_{label}_s", start_s, f"{said}: a step's fixed part", start_median_s)
+        yield Figure(f"{name}_{label}_tensor_s", each_s, f"{said}: for each parameter", each_median_s)
 
 
 def _best(timing: Timing) -> float:
@@ -65,23 +90,68 @@ def _less(timing: Timing, other: Timing, times: int) -> Timing:
     return Timing(timing.best_s - times * other.best_s, timing.median_s - times * other.median_s)
 
 
-def _phases(schedule: str, layers: int, devices: int, rows: int) -> dict[str, Timing]:
+class _Product(Function):
+    """A product each way, and the value handed on."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, square: torch.Tensor) -> torch.Tensor:
+        ctx.square = square
+        torch.mm(square, square)
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        torch.mm(ctx.square, ctx.square)
+        return gradient, None
+
+
+class _Sweep(nn.Module):
+    """Hands its input on, and leaves the caches to something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._square = [torch.ones(SIDE, SIDE)]  # in a list: neither parameter nor buffer
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        swept: torch.Tensor = _Product.apply(value, self._square[0])  # type: ignore[no-untyped-call]
+        return swept
+
+
+def chain(layers: int, *, swept: bool) -> Model:
+    """Return a chain of so many tiny layers; if it is `swept`, with a product behind the first and the last."""
+    first, *others = (nn.Linear(4, 4) for _ in range(layers))
+
+    def batch(rows: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(rows, 4), torch.zeros(rows, dtype=torch.int64)
+
+    parts = (first, _Sweep(), *others, _Sweep()) if swept else (first, *others)
+    return Model("chain", nn.Sequential(*parts), batch, nn.functional.cross_entropy)
+
+
+def seconds_of(step: Callable[..., Any], clock: HostClock, rows: int, observe: Callable[[], Any] = tuple
+) -> dict[str, list[float]]:  # fmt: skip
+    """Return the seconds of each phase of each step; `observe` tells spans that only a library's own timer knows."""
+    batch = chain(1, swept=False).batch(rows, 0)
+    for i in range(WARMUP_STEPS + STEPS):
+        with clock.step(warmup=i < WARMUP_STEPS):
+            step(*batch)
+        for span in observe():
+            clock.add(*span)
+    case = Case(model="chain", strategy="single", batch_size=rows)
+    table = ledger.of_trial(Trial(case=case, steps=clock.steps(), spans=clock.spans()))[WARMUP_STEPS:]
+    phases = (*OWN, Phase.FORWARD.value, Phase.BACKWARD.value)
+    return {phase: [row.get(phase, 0.0) for row in table] for phase in phases}
+
+
+def _phases(schedule: str, layers: int, devices: int, rows: int, *, swept: bool) -> dict[str, Timing]:
     """Return the seconds of a chain's phases."""
-    module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
-    inputs, target = torch.randn(rows, 4), torch.zeros(rows, dtype=torch.int64)
-    clock = HostClock()
+    clock, model = HostClock(), chain(layers, swept=swept)
 
     def momentum(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.0, momentum=0.9)
 
     step = TrainStep(
-        module, nn.functional.cross_entropy, momentum, ["cpu"] * devices, schedule, mark=clock.mark  # type: ignore[arg-type]
+        model.module, model.loss, momentum, ["cpu"] * devices, schedule, mark=clock.mark  # type: ignore[arg-type]
     )  # fmt: skip
     with step:
-        for i in range(WARMUP_STEPS + STEPS):
-            with clock.step(warmup=i < WARMUP_STEPS):
-                step(inputs, target)
-    case = Case(model="chain", strategy="dp", schedule=schedule, batch_size=rows, devices=devices)
-    table = ledger.of_trial(Trial(case=case, steps=clock.steps(), spans=clock.spans()))[WARMUP_STEPS:]
-    phases = (*PHASES, Phase.BACKWARD.value)
-    return {phase: summary([row.get(phase, 0.0) for row in table]) for phase in phases}
+        return {phase: summary(seconds) for phase, seconds in seconds_of(step, clock, rows).items()}

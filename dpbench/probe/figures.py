@@ -12,8 +12,11 @@ from typing import Any
 
 Work = Callable[[], object]
 After = Callable[[list[Any]], object]
+Step = Callable[[], tuple[float, float]]
 Setting = Callable[[], AbstractContextManager[Any]]
 """What each thread enters before it works: grad mode, for one, is a thread's own."""
+WARM = 5
+"""Steps before those that are timed."""
 LOOP_S = 4e-3
 """A repetition repeats the work until it takes this long, so that the clock's own cost does not count."""
 
@@ -69,6 +72,29 @@ def time_together(works: Sequence[Work], repeats: int = 21, *, setting: Setting 
         loops = max(2 * loops, int(loops * LOOP_S / max(spent, 1e-9)))
     rounds = [_round(works, loops, setting) / loops for _ in range(repeats)]
     return summary(rounds)
+
+
+def time_steps(steps: Sequence[Step], repeats: int = 30) -> tuple[Timing, Timing]:
+    """Time steps that run at once in kept threads, all beginning each one together: their forwards, and the whole.
+
+    Each step returns the seconds of its forward and of all of it; the slowest thread's count.
+    """
+    barrier = threading.Barrier(len(steps))
+    found: list[list[tuple[float, float]]] = [[] for _ in steps]
+
+    def run(i: int) -> None:
+        for _ in range(WARM + repeats):
+            barrier.wait()
+            found[i].append(steps[i]())
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(steps))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    slowest = [[max(times) for times in zip(*together, strict=True)] for together in zip(*found, strict=True)][WARM:]
+    forward, whole = (summary(list(seconds)) for seconds in zip(*slowest, strict=True))
+    return forward, whole
 
 
 def time_new_threads(works: Sequence[Work], repeats: int = 21, after: After = lambda results: None) -> Timing:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from queue import SimpleQueue
 
@@ -18,6 +19,7 @@ from dpbench.engine.reduce import reduce
 from dpbench.engine.replicate import rebuild
 from dpbench.probe.figures import (
     Figure,
+    Step,
     Timing,
     Work,
     figure,
@@ -26,6 +28,7 @@ from dpbench.probe.figures import (
     time_before,
     time_call,
     time_new_threads,
+    time_steps,
     time_together,
 )
 
@@ -72,23 +75,21 @@ def nets() -> Iterator[Figure]:
     A thread that is new has no caches of the libraries that keep some per thread, and none of the allocator's.
     """
     for name, rows in NETS.items():
-        alone = time_call(_forward(name, rows), 15)
-        works = [_forward(name, rows), _forward(name, rows)]
+        (forward, whole), (forwards, wholes) = (
+            time_steps([_timed_training(name, rows) for _ in range(count)]) for count in (1, 2)
+        )
+        how = f"of {name} on {rows} rows beside another thread's, each step begun together, against alone"
         yield ratio(
-            f"{name}_forward_2_threads_ratio", time_together(works, 15), alone,
-            f"forward of {name} on {rows} rows beside another thread's, against alone: 1 shares nothing, 2 takes turns",
+            f"{name}_forward_2_threads_ratio", forwards, forward,
+            f"forward, in a step, {how}: 1 shares nothing, 2 takes turns",
         )  # fmt: skip
+        yield ratio(f"{name}_training_2_threads_ratio", wholes, whole, f"forward and backward {how}")
+        works = [_forward(name, rows), _forward(name, rows)]
         yield ratio(
             f"{name}_forward_2_new_threads_ratio", time_new_threads(works, 31, _backward),
             time_before(works[0], 31, _backward),
             "forward in two threads that are started for it, their start included, against one call in a kept thread; "
             "backward follows each, off the clock, so that activations live as long as in a step",
-        )  # fmt: skip
-        step = time_call(training(name, rows), 15)
-        both = time_together([training(name, rows), training(name, rows)], 15)
-        yield ratio(
-            f"{name}_training_2_threads_ratio", both, step,
-            f"forward and backward of {name} on {rows} rows beside another thread's, against alone",
         )  # fmt: skip
 
 
@@ -109,6 +110,22 @@ def training(name: str, rows: int) -> Work:
     inputs, target = model.batch(rows, 0)
     arguments = models.positional(inputs)
     return lambda: model.loss(model.module(*arguments), target).backward()
+
+
+def _timed_training(name: str, rows: int) -> Step:
+    """Return a step that tells its forward's seconds and its own, loss and backward included."""
+    model = models.load(name, "small", 0)
+    inputs, target = model.batch(rows, 0)
+    arguments = models.positional(inputs)
+
+    def step() -> tuple[float, float]:
+        began = time.perf_counter()
+        output = model.module(*arguments)
+        forward_s = time.perf_counter() - began
+        model.loss(output, target).backward()
+        return forward_s, time.perf_counter() - began
+
+    return step
 
 
 def replication() -> Iterator[Figure]:
