@@ -6,15 +6,18 @@ import csv
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dpbench import machine
 from dpbench.predict import calibrate, described, features, fit, fitted, published, quick, rows, score
+from dpbench.predict.cases import Predictor
 from dpbench.predict.constants import DEFAULT
 from dpbench.predict.published import Excluded
-from dpbench.records import Phase
+from dpbench.records import Case, Phase
 
 DATA = Path(__file__).parent / "data"
 TABLE, ACCURACY = DATA / "published.csv", DATA / "accuracy.json"
@@ -73,6 +76,25 @@ def test_hard_ddp_cases_from_a_description_and_from_one_workload(
     assert taught.hard_n > 100
     assert taught.hard_mape is not None
     assert taught.hard_mape <= 0.09
+
+
+@pytest.mark.parametrize(("gpu", "name"), [("RTX 2080 Ti", "rtx-2080-ti-x4"), ("TITAN RTX", "titan-rtx-x4")])
+@pytest.mark.parametrize("model", ["resnet18", "vgg16"])
+def test_traced_steps_of_one_device_are_within_a_third_of_published_ones(gpu: str, name: str, model: str) -> None:
+    with TABLE.open() as file:
+        (row,) = (
+            row for row in csv.DictReader(file)
+            if (row["gpu"], row["model"], row["n_gpu"], row["precision"]) == (gpu, model, "1", "fp32")
+            and row["group"].startswith("RYU") and "backward" in row["timed"]
+        )  # fmt: skip
+    on = machine.load(name)
+    slow = replace(on, host=replace(on.host, factor=rows.PUBLISHED_HOST))  # a host of 2019
+    batch = int(row["batch_per_gpu"])
+    case = Case(model=model, size="full", strategy="single", batch_size=batch, device_kind="cuda")
+    profile = Predictor(slow).profile(case)
+    assert profile.source == "traced"
+    timed = quick.seconds(case, profile, slow, phases=frozenset(Phase) - {Phase.OPTIMIZER})
+    assert 0.65 < timed / (float(row["value"]) / 1e3) < 1.35
 
 
 def test_resnet50_on_two_devices_orders_as_published(scored: tuple[list[score.Scored], list[Excluded]]) -> None:

@@ -41,7 +41,8 @@ class Constants:
     call_s: float = 28e-6
     """A message from one process that drives all devices (torch.cuda.nccl); fitted."""
     start_s: float = 38e-6
-    """A collective's start on one node: fitted to NCCL all-reduce curves of A100x8 and H200x8 (ml-engineering)."""
+    """A collective's start on one node: fitted to NCCL all-reduce curves of A100x8 (superbench-results) and
+    H200x8 (ml-engineering)."""
     root_s: float = 4.5e-3
     """The curve's second term, g * sqrt(W): 4.5 sqrt(us), from the same fit."""
     hop_s: float = 30e-6
@@ -53,7 +54,7 @@ class Constants:
     nvlink_efficiency: float = 0.98
     """What a collective gets of NVLink's rate by NCCL's own table (20 GB/s a link for Volta and Ampere)."""
     network_efficiency: float = 0.8
-    """What a collective gets of a network card: 0.74 on EFA (ml-engineering), 0.85 on InfiniBand."""
+    """What a collective gets of a network card: 0.74 on EFA, 0.85 on its first version (ml-engineering)."""
     staged_bytes_per_s: float = 6.5e9
     """What NCCL moves through host memory in an all-reduce, where GPUs do not reach each other's, links allowing."""
     staged_one_way: float = 1.57

@@ -24,8 +24,8 @@ STAGED_GB = {4: 18.0}
 """What all GPUs together move through host memory, by generation: 8 GeForce on hosts with two EPYC fall behind those
 on hosts with two Xeon, in two tables that know nothing of each other."""
 SOCKET_GB = {1: 10.0, 2: 10.0, 3: 10.0, 4: 40.0, 5: 60.0, 6: 60.0}
-"""The links between two processors, by the PCIe generation of their time (topo.h: 10 for a link of Skylake, 16 for one
-of AMD's three or four, 22 for one of Sapphire Rapids' three or four)."""
+"""The links between two processors, by the PCIe generation of their time (topo.h counts 10 for a pair of Skylake, 16
+for one of Zen 2, 22 for Sapphire Rapids, whatever the links, which are two, three and three or four)."""
 DESKTOP = (3.7 / 4.3) ** 0.5
 """A desktop's host factor to that of the mean of both kinds."""
 MESH = ("0-1:1", "0-2:1", "0-3:2", "0-4:2", "1-2:2", "1-3:1", "1-5:2", "2-3:2", "2-6:1", "3-7:1",

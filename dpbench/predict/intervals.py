@@ -29,7 +29,7 @@ ASSUMED = {"bus_scale": 0.6}
 ESTIMATED = {"features": 0.6}
 """The same for a model whose counts are estimated from its parameters."""
 RESIDUAL = {"measured": 0.02, "given": 0.03, "traced": 0.3, "counted": 0.6}
-"""What is wrong with one device's own step, by where it comes from. Traced: within 32 % on four published steps.
+"""What is wrong with one device's own step, by where it comes from. Traced: within 34 % on four published steps.
 Counted: of 161 published steps half are off by more than a factor of two (light nets on hosts of 2019-21, taken to be
 too fast), of 33 that keep a GPU busy a fifth by more than 32 %."""
 

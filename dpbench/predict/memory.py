@@ -23,11 +23,12 @@ from dpbench.strategies import optimizer_of, precision_of
 STEPS = 3
 """Steps to replay: the first makes the optimizer's state, the second is the first to find it, the third repeats it."""
 
-CONTEXT_BYTES = 400 * 2**20
-"""What a CUDA context takes beside the allocator: 0.25 to 0.55 GiB with kernels loaded lazily (CUDA 11.7 and later);
-S. Bekman, "Machine Learning Engineering Open Book"; a prior, not measured here."""
-NCCL_BYTES = 1000 * 2**20
-"""What NCCL's buffers take on every GPU after the first collective: 0.7 to 1.5 GiB; same source; a prior."""
+CONTEXT_BYTES = 500 * 2**20
+"""What a CUDA context takes beside the allocator: 0.47 to 0.55 GB at its start with kernels loaded lazily, up to 0.92
+in use; S. Bekman, "Machine Learning Engineering Open Book", training/performance; a prior, not measured here."""
+NCCL_BYTES = 1450 * 2**20
+"""What NCCL's buffers take on every GPU after the first collective: 1 to 2 GB, 1.45 in its example; same source; a
+prior."""
 
 
 @dataclass(frozen=True)

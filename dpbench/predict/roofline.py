@@ -14,10 +14,11 @@ from dpbench.predict.recorder import Op
 from dpbench.predict.trace import Trace
 from dpbench.records import Cost, Phase, Profile
 
-FOREACH_TENSORS = (110, 64, 48, 36, 30)
-"""How many tensors one multi-tensor launch takes, by how many lists it works on: `depth_to_max_tensors` in
-`aten/src/ATen/native/cuda/MultiTensorApply.cuh`, as its blocks (320 of 65,536 elements) below."""
-FOREACH_BLOCKS, FOREACH_ELEMENTS = 320, 65_536
+FOREACH_TENSORS = (770, 448, 336, 252, 210)
+"""How many tensors one multi-tensor launch takes, by how many lists it works on: `depth_to_max_tensors` in torch 2.13's
+`ATen/native/cuda/MultiTensorApply.cuh` for CUDA 13, as its blocks (2,240 of 65,536 elements) below; with CUDA 12 it is
+a seventh."""
+FOREACH_BLOCKS, FOREACH_ELEMENTS = 2240, 65_536
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,17 +27,17 @@ class Speed:
 
     `flop_share` is what the best bf16 matrix product reaches of the dense peak: A100 SXM 0.87, A100 PCIe 0.81, H100
     0.80, B200 0.78, MI300X 0.51 (S. Bekman, "Machine Learning Engineering Open Book", MAMF table). `half_flop` and
-    `half_bytes` are fitted to the efficiency tables of Calculon (0.6 at 1 GFLOP, 0.9 at 16; 0.75 at 10 MB, 0.9 at
-    100). None of these is measured here. `convolution_flop_per_s` is the peak for convolutions, which torch lets cuDNN
-    do in TF32 where there is such a thing (`torch.backends.cudnn.allow_tf32`, on by default; for products it is off).
+    `half_bytes` are fitted to the efficiency tables of Calculon: 0.6 at 1 GFLOP; 0.75 at 10 MB, 0.9 at 100. None of
+    these is measured here. `convolution_flop_per_s` is the peak for convolutions, which torch lets cuDNN do in TF32
+    where there is such a thing (`torch.backends.cudnn.allow_tf32`, on by default; for products it is off).
     """
 
     flop_per_s: float
     bytes_per_s: float
     flop_share: float = 0.85
     bytes_share: float = 0.92
-    half_flop: float = 6e8
-    half_bytes: float = 1.5e6
+    half_flop: float = 4.2e8
+    half_bytes: float = 2.25e6
     least_s: float = 2.5e-6
     convolution_flop_per_s: float = 0.0
 
