@@ -24,8 +24,8 @@ from dpbench.records import HOST, Phase, Sample, Span, Step
 BUSY = "busy_s"
 """The metric under which a step's busy seconds of a device are sampled."""
 
-READ_EACH_S = 0.05
-"""Seconds of steps from one whose spans have their CPU time read to the next."""
+READ_EACH_S, READ_EACH = 0.05, 32
+"""From a step whose spans have their CPU time read to the next: at most so many seconds, and steps."""
 
 
 class Clock(Protocol):
@@ -58,7 +58,8 @@ class HostClock:
 
     Beside each span it sums the CPU time of its thread: a device's busy time. Where a thread has several spans
     open (a joint backward works for all replicas), its CPU time is shared equally among them. To read a thread's CPU
-    time is a system call and makes a mark cost 2.1 µs, not 0.3: it is read in one step each `read_each_s` alone.
+    time is a system call and makes a mark cost 2.1 µs, not 0.3: it is read in one step each `read_each_s` alone,
+    a power of two apart, so that ranks that step alike read in the same steps.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class HostClock:
         self._spans: list[tuple[int, Phase, int, float, float]] = []
         self._busy: list[tuple[int, tuple[int, ...], float]] = []
         self._thread = threading.local()
-        self._reads, self._read_at = True, 0.0
+        self._reads = True
 
     def mark(self, phase: Phase, device: int) -> AbstractContextManager[None]:
         """Record the span, and its share of the thread's CPU time."""
@@ -118,16 +119,16 @@ class _HostStep:
         self._clock, self._warmup = clock, warmup
 
     def __enter__(self) -> None:
-        clock = self._clock
-        start = self._start = clock._now()
-        clock._reads = start - clock._read_at >= clock.read_each_s
-        if clock._reads:
-            clock._read_at = start
+        self._start = self._clock._now()
 
     def __exit__(self, kind: object, *error: object) -> None:
-        end = self._clock._now()
+        clock = self._clock
+        end = clock._now()
         if kind is None:
-            self._clock._steps.append((end - self._start, self._warmup, end))
+            seconds = end - self._start
+            clock._steps.append((seconds, self._warmup, end))
+            apart = int(clock.read_each_s / seconds) if seconds > 0 else READ_EACH
+            clock._reads = len(clock._steps) % min(READ_EACH, 1 << max(0, apart.bit_length() - 1)) == 0
 
 
 class _Share:

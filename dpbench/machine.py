@@ -154,7 +154,7 @@ def read(data: Mapping[str, Any], name: str) -> Machine:
         nodes=int(data.get("nodes", 1)), gpu=gpu, links=links, sources=dict(_sources(data)),
         host=_record(Host, data.get("host", {}), f"{name}: [host]"),
         collective=_record(Collective, data["collective"], f"{name}: [collective]") if "collective" in data else None,
-        probe={key: float(row.get("median", row["value"])) for key, row in data.get("probe", {}).items()},
+        probe={key: _figure(row, f"{name}: [probe.{key}]") for key, row in data.get("probe", {}).items()},
     )  # fmt: skip
     _check(machine)
     return machine
@@ -180,6 +180,13 @@ def _each(text: str) -> list[str]:
     if not match:
         return [text]
     return [f"{match[1]}{i}" for i in range(int(match[2]), int(match[3]) + 1)]
+
+
+def _figure(row: Any, where: str) -> float:
+    """Return a figure of the probe: its median if it has one."""
+    if not isinstance(row, Mapping) or "value" not in row:
+        raise Unknown(f"machine {where}: a table with value, and median if there is one; got {row!r}")
+    return float(row.get("median", row["value"]))
 
 
 def _record(kind: Any, data: Mapping[str, Any], where: str) -> Any:

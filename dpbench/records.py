@@ -340,6 +340,8 @@ class Profile:
     loss: Cost | None = None
     backward: Cost | None = None
     optimizer: Cost | None = None
+    rest: Cost | None = None
+    """What a host's step takes beside these: copies of the batch, and what no phase covers."""
 
 
 @dataclass(frozen=True)

@@ -136,7 +136,9 @@ def _cost(name: str, facts: Mapping[str, Any]) -> Cost:
         return Cost(name=name, ratio=ratio, cost_s=cost_s, share=share, detail=detail)
     if name == "samplers":
         share = Estimate(1 - 1 / ratio.value, 1 - 1 / ratio.low, 1 - 1 / ratio.high, ratio.n)
-        detail = f"at work in {facts['steps_touched']} steps, it keeps {facts['sampler_cpu_ratio']:.2%} of a core busy"
+        detail = f"it keeps {facts['sampler_cpu_ratio']:.2%} of a core busy"
+        if "steps_touched" in facts:  # a run of an earlier dpbench has none
+            detail = f"at work in {facts['steps_touched']} steps, {detail}"
         return Cost(name=name, ratio=ratio, cost_s=cost_s, share=share, detail=detail)
     return Cost(name=name, ratio=ratio, cost_s=cost_s)
 

@@ -129,14 +129,14 @@ def test_threads_have_their_own_cpu_time(time: Time, host: HostClock) -> None:
 
 def test_cpu_time_is_read_in_one_step_of_so_many_seconds(time: Time) -> None:
     host = HostClock(time.now, time.thread, read_each_s=1.0)
-    for seconds in [1.5] * 3 + [0.4] * 7:
+    for seconds in [1.5] * 3 + [0.4] * 6 + [0.001] * 60:
         with host.step(warmup=False), host.mark(F, 0):
             time.work(seconds)
     steps, spans = host.steps(), host.spans()
     at = [round(sample.time_s, 6) for sample in host.samples()]
     read = [number for number, step in enumerate(steps) if round(step.end_s, 6) in at]
-    # a long step each time; of the short ones, the first that begins a second or more after the last that was read
-    assert read == [0, 1, 2, 3, 6, 9]
+    # long steps each; of shorter ones each second, which is a power of two within a second; of the shortest each 32nd
+    assert read == [0, 1, 2, 3, 4, 6, 8, 32, 64]
     assert len(spans) == len(steps)
 
 

@@ -109,3 +109,13 @@ def test_predicting_loads_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
+
+
+@pytest.mark.parametrize("row", [1.0, {"median": 2.0}])
+def test_a_figure_of_the_probe_is_a_table_with_a_value(row: object) -> None:
+    table = {
+        "peer_access": False, "gpu": {"name": "x", "count": 1}, "probe": {"a_s": row},
+        "link": [{"between": ["gpu0", "cpu0"], "kind": "memory", "bytes_per_s": 1e10}],
+    }  # fmt: skip
+    with pytest.raises(Unknown, match=r"here: \[probe.a_s\]: a table with value"):
+        machine.read(table, "here")

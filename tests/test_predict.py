@@ -10,16 +10,29 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpbench import ledger, machine, registry
 from dpbench.machine import Link, Unknown
-from dpbench.predict import cases, collectives, costs, counts, features, intervals, network, profiles, quick, simulation
+from dpbench.predict import (
+    cases,
+    collectives,
+    costs,
+    counts,
+    features,
+    intervals,
+    network,
+    profiles,
+    quick,
+    remedies,
+    simulation,
+)  # fmt: skip
 from dpbench.predict.constants import DEFAULT
 from dpbench.predict.events import Job, simulate
 from dpbench.predict.sharing import rates
-from dpbench.records import Case, Phase, Profile, Source, Step
+from dpbench.records import Case, Cost, Phase, Profile, Source, Step
 from dpbench.schedule import TRAIN_STEP, climb
 
 # ---------------------------------------------------------------- sharing
@@ -200,6 +213,8 @@ def test_one_device_takes_what_was_given(strategy: str, step_s: float) -> None:
 def test_the_formula_and_the_simulation_agree(name: str, strategy: str, host: float) -> None:
     for step_s in (0.01, 0.05, 0.4):
         profile, on = known(name, step_s, host=host)
+        if step_s == 0.05:  # as a measured or traced profile has them
+            profile = replace(profile, loss=Cost(1e-4, 1e-5), optimizer=Cost(4e-3))
         for devices in (2, on.gpu.count):
             case = case_of(strategy, devices)
             assert seconds(case, profile, on) == pytest.approx(quick.seconds(case, profile, on), rel=0.005)
@@ -375,6 +390,56 @@ def test_intervals_are_the_same_every_time_and_grow_with_doubt() -> None:
 def test_a_model_nobody_knows_lists_the_known() -> None:
     with pytest.raises(LookupError, match=r"unknown model 'resnet5'; known: .*did you mean 'resnet50'.*--model"):
         counted("resnet5")
+
+
+def test_known_losses_and_optimizers_follow_the_work_that_is_done() -> None:
+    profile, on = known("dgx-a100")
+    profile = replace(profile, loss=Cost(0.0, 1e-4), optimizer=Cost(8e-3))
+
+    def phase_s(case: Case, phase: Phase) -> float:
+        line = simulation.step(case, profile, on)
+        found = [end - begin for task, (begin, end) in zip(line.tasks, line.times, strict=True)
+                 if task.phase is phase and task.unit == "bytes" and task.device == 0]  # fmt: skip
+        return sum(found)
+
+    single, gathered = case_of("single", 1), case_of("dp", 4, schedule="reference")
+    assert phase_s(gathered, Phase.LOSS) == pytest.approx(4 * phase_s(single, Phase.LOSS)), "GPU 0 has it all"
+    local = case_of("dp", 4, schedule="local_loss")
+    assert phase_s(local, Phase.LOSS) == pytest.approx(phase_s(single, Phase.LOSS))
+    whole, shared = (seconds(case_of("dp", 4, schedule=name), profile, on) for name in ("flat_optimizer", "zero1"))
+    assert whole - shared > 0.5 * 8e-3, "each has a quarter of the optimizer"
+
+
+class Weighted:
+    """A model that hides a tensor in its loss: fake tensors do not know it."""
+
+    weight = torch.ones(10)
+
+    @staticmethod
+    def build(size: str) -> torch.nn.Module:
+        return torch.nn.Linear(64, 10)
+
+    @staticmethod
+    def batch(n: int, seed: int, size: str) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros(n, 64), torch.zeros(n, dtype=torch.int64)
+
+    loss = torch.nn.CrossEntropyLoss(weight=weight)
+
+
+def test_a_model_that_cannot_be_traced_is_counted_and_said_to_be() -> None:
+    predictor = cases.Predictor(machine.load("dgx-a100"))
+    case = Case(model="tests.test_predict:Weighted", strategy="single", batch_size=8, device_kind="cuda")
+    assert predictor.predict(case).profile == "counted"
+    given = replace(predictor, given=(0.05, 8)).predict(case)
+    assert given.seconds == pytest.approx(0.05)
+
+
+def test_a_faster_host_helps_a_launch_bound_net_that_was_traced() -> None:
+    predictor = cases.Predictor(replace(machine.load("h100-sxm-x8"), host=machine.Host(factor=4.0)))
+    case = Case(model="resnet18", size="small", strategy="dp", schedule="reference", batch_size=8, devices=2,
+                device_kind="cuda")  # fmt: skip
+    gains = {one.what: one.gain for one in remedies.remedies(predictor, [case])}
+    assert gains["a host twice as fast"] > 1.6
 
 
 def test_a_machine_without_peaks_asks_for_the_step() -> None:

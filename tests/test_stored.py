@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from dpbench import machine
 from dpbench.machine import Unknown
-from dpbench.predict import stored
-from dpbench.records import Case, Phase, Span, Step, Trial
+from dpbench.predict import counts, stored
+from dpbench.predict.cases import Predictor, keep
+from dpbench.predict.measured import of_trials
+from dpbench.records import Case, Cost, Phase, Span, Step, Trial
 from dpbench.store import Store
 from tests.exported import command
 
@@ -74,18 +77,48 @@ def test_one_batch_size_leaves_a_tenth_fixed(tmp_path: Path) -> None:
 )
 def test_other_steps_do_not_stand_for_a_model(tmp_path: Path, other: dict[str, str]) -> None:
     path = write(tmp_path / "x.db", [(single(32, **other), 0.3)])
-    with pytest.raises(
-        Unknown, match=r"no steps of one device for mlp \(small, fp32, cuda\).*dpbench run --models mlp"
-    ):
+    with pytest.raises(Unknown, match=r"for mlp \(small, fp32, sgd, cuda\).*dpbench run --models mlp"):
         stored.read(path, ASKED, MACHINE)
 
 
-def test_a_users_model_has_one_size(tmp_path: Path) -> None:
-    own = "tests.commands:net"
-    path = write(tmp_path / "x.db", [(single(16, model=own), 0.2)])
-    with pytest.raises(Unknown, match=r"no steps of one device for tests\.other:net"):
-        stored.read(path, [single(32, model="tests.other:net", size="full")], MACHINE)
-    assert stored._fits(Store.read(path).trials()[0], single(32, model=own, size="full"))
+def test_a_prediction_in_the_same_file_is_no_measurement(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.db", [(single(32), 0.3)])
+    measured = stored.read(path, ASKED, MACHINE)
+    predictor = Predictor(MACHINE, measured={KEY: replace(measured[KEY].profile, forward=Cost(1.0))})
+    keep(path, [predictor.predict(single(32))], MACHINE)
+    assert stored.read(path, ASKED, MACHINE) == measured
+    other = tmp_path / "y.db"
+    keep(other, [predictor.predict(single(32))], MACHINE)
+    with pytest.raises(Unknown, match=r"no measured step"):
+        stored.read(other, ASKED, MACHINE)
+
+
+def test_the_way_out_is_a_command_that_measures_the_case() -> None:
+    case = single(3, model="vgg16", size="full", precision="bf16")
+    said = stored.way_out(case, "x.db")
+    assert "run --models vgg16 --size full --precision bf16 --device-kind cuda --strategies single" in said
+    assert "--batch-sizes 1,3 --store x.db" in said
+    assert "--model tests.net:net" in stored.way_out(single(3, model="tests.net:net"))
+    assert "cannot be measured" in stored.way_out(single(3, model="resnet50"))
+
+
+def test_another_gpus_steps_are_said_to_stand_badly(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.db", [(single(32), 0.3)])
+    assert "stands badly" not in stored.read(path, ASKED, MACHINE)[KEY].words
+    said = stored.read(path, ASKED, machine.load("dgx-a100"))[KEY].words
+    assert "the machine has A100" in said
+
+
+def test_all_of_a_measured_step_is_in_the_profile(tmp_path: Path) -> None:
+    """On a GPU what no phase covers counts to the phases; on the host it stands apart."""
+    for kind in ("cuda", "cpu"):
+        case = single(32, device_kind=kind)
+        steps = tuple(Step(0.3, False, 0.3 * (i + 1)) for i in range(10))
+        spans = [Span(i, Phase.FORWARD, 0, "host", 0.3 * i, 0.3 * i + 0.2) for i in range(10)]
+        found = of_trials(counts.of(case), [Trial(case=case, steps=steps, spans=tuple(spans))]).profile
+        assert found.forward is not None
+        assert found.forward.at(32) + (found.rest.at(32) if found.rest else 0.0) == pytest.approx(0.3)
+        assert (found.rest is None) == (kind == "cuda")
 
 
 def test_a_measured_step_is_what_a_prediction_starts_from(
@@ -103,3 +136,21 @@ def test_a_measured_step_is_what_a_prediction_starts_from(
     code, _, said = call(*options, "--step-s", "0.1")
     assert code != 0
     assert "give one of them" in said
+
+
+@pytest.mark.parametrize("flags", [("--step-s", "0.1"), ("--memory",), ("--quick",), ("--memory", "--max-batch")])
+def test_what_means_nothing_on_logical_devices_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], flags: tuple[str, ...]
+) -> None:
+    here = tmp_path / "here.toml"
+    here.write_text(
+        'peer_access = false\n[gpu]\nname = "x"\ncount = 4\n'
+        '[[link]]\nbetween = ["gpu0-3", "cpu0"]\nkind = "memory"\nbytes_per_s = 1e10\n'
+    )
+    call = command(tmp_path, monkeypatch, capfd)
+    code, _, said = call("predict", "--machine", here, "--models", "mlp", *flags)
+    assert code == 64
+    assert f"{', '.join(flag for flag in flags if flag.startswith('--'))}: for GPUs only" in said
+    code, _, said = call("predict", "--machine", here, "--models", "mlp", "--size", "small", "--devices", "4")
+    assert code != 0
+    assert "no device count" not in said

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
 from dpbench.cli.options import Names, Numbers, Schedules
+
+DEVICES = (1, 2, 4, 8)
 
 
 @click.command()
@@ -17,7 +20,7 @@ from dpbench.cli.options import Names, Numbers, Schedules
 @click.option("--model", "own", multiple=True, help="Your own model, package.module:name; may be repeated.")
 @click.option("--strategies", type=Names(), default=(), help="[default: single,torch_dp,dp,ddp]")
 @click.option("--schedules", type=Schedules(), multiple=True, help="Of the strategy dp.  [default: reference]")
-@click.option("--devices", type=Numbers(), default=(1, 2, 4, 8), help="Device counts.  [default: 1,2,4,8]")
+@click.option("--devices", type=Numbers(), default=(), help="Device counts.  [default: 1,2,4,8, as far as there are]")
 @click.option("--batch-sizes", type=Numbers(), default=(), help="Global (strong scaling).")
 @click.option(
     "--batch-per-device", type=Numbers(), default=(), help="Batch sizes per device (weak scaling).  [default: 32]"
@@ -63,15 +66,14 @@ def predict(table: Path | None, as_json: bool, all_rows: bool, **options: Any) -
     asked = cases.sweep(
         models, "cpu" if described.logical else "cuda",
         strategies=options["strategies"] or cases.strategies(described),
-        devices=tuple(count for count in options["devices"] if count <= cases.most_devices(described)),
+        devices=options["devices"] or tuple(n for n in DEVICES if n <= cases.most_devices(described)),
         schedules=tuple(one for given in options["schedules"] for one in given) or ("reference",),
         size=options["size"], precision=options["precision"], **batches,
     )  # fmt: skip
     asked = [case for case in asked if case.strategy == "ddp" or case.devices <= described.gpu.count]
+    _check(described, options)
     samples = next(iter(batches["batch_per_device"] or batches["batch_sizes"]))
     known = (options["step_s"], samples) if options["step_s"] else None
-    if known and options["measured"]:
-        raise click.UsageError("--step-s and --from both say what one device takes: give one of them")
     steps = stored.read(options["measured"], asked, described) if options["measured"] else {}
     predictor = cases.Predictor(
         described, given=known, by_formula=options["quick"], measured={key: one.profile for key, one in steps.items()}
@@ -90,6 +92,19 @@ def predict(table: Path | None, as_json: bool, all_rows: bool, **options: Any) -
     if options["store"]:
         run_id = cases.keep(options["store"], found, described)
         click.echo(f"store: {options['store']}   run: {run_id[:8]}", err=True)
+
+
+def _check(machine: Any, options: Mapping[str, Any]) -> None:
+    """Refuse options that contradict each other, or mean nothing on logical CPU devices."""
+    if options["step_s"] and options["measured"]:
+        raise click.UsageError("--step-s and --from both say what one device takes: give one of them")
+    given = [flag for flag in ("step_s", "quick", "memory", "max_batch") if options[flag]]
+    if machine.logical and given:
+        flags = ", ".join(f"--{flag.replace('_', '-')}" for flag in given)
+        raise click.UsageError(
+            f"{flags}: for GPUs only; {machine.name} has logical CPU devices, which share one memory and are predicted "
+            "from measured phases alone: --from FILE"
+        )
 
 
 def _score(path: Path, as_json: bool, all_rows: bool) -> None:

@@ -9,20 +9,14 @@ from pathlib import Path
 
 from dpbench import plan, registry
 from dpbench.machine import Machine, Unknown
-from dpbench.predict import counts, intervals, logical, profiles, quick, simulation
+from dpbench.predict import counts, intervals, logical, profiles, quick, simulation, stored
 from dpbench.predict.constants import DEFAULT, Constants
 from dpbench.predict.needs import Need
 from dpbench.records import Case, Profile, Source, Span, Status, Step, Trial
 
-SINGLE = "single"
 PRICED = ("traced", "counted")
 LAUNCHES = (intervals.HOST, "launch_s")
 """Priors that a priced profile depends on: a net of many small kernels takes as long as they take to launch."""
-
-
-def key_of(case: Case) -> tuple[str, str, str]:
-    """Return what a case's profile goes by: model, size and precision."""
-    return case.model, case.size, case.precision
 
 
 @dataclass(frozen=True)
@@ -63,8 +57,8 @@ class Predictor:
     constants: Constants = DEFAULT
     given: tuple[float, int] | None = None
     by_formula: bool = False
-    measured: Mapping[tuple[str, str, str], Profile] = field(default_factory=dict)
-    """Profiles that were measured on such a device: by model, size and precision."""
+    measured: Mapping[counts.Key, Profile] = field(default_factory=dict)
+    """Profiles that were measured on such a device."""
 
     def predict(self, case: Case) -> Prediction:
         """Return one case's prediction; raises Unknown for what the machine does not say."""
@@ -96,16 +90,16 @@ class Predictor:
 
     def _on_host(self, case: Case) -> Prediction:
         """Return a case's prediction on logical devices, which starts from measured steps alone."""
-        profile = self.measured.get(key_of(case))
+        profile = self.measured.get(counts.key(case))
         if profile is None:
             raise Unknown(
-                f"{case.label}: {self.machine.name} has logical CPU devices, whose steps are predicted from measured "
-                f"ones of one device: dpbench run --strategies {SINGLE} --models {case.model} --batch-sizes "
-                f"{case.batch_size // 2},{case.batch_size} --store FILE, then give --from FILE"
+                f"{case.label}: {self.machine.name} has logical CPU devices, whose steps are predicted from a measured "
+                f"one of one device: {stored.way_out(case)}, then give --from FILE"
             )
         phases = logical.step(case, profile, logical.Host(self.machine.probe))
         seconds = sum(phases.values())
-        low, high = intervals.interval(seconds, lambda *_: seconds, {}, intervals.ON_HOST)
+        doubt = intervals.RESIDUAL[profile.source] if len(case.rows) == 1 else intervals.ON_HOST
+        low, high = intervals.interval(seconds, lambda *_: seconds, {}, doubt)
         return Prediction(case, seconds, low, high, profile.source, tuple(logical.spans(phases)), self.machine.name)
 
     def _seconds(self, case: Case, machine: Machine, constants: Constants, profile: Profile) -> float:
@@ -115,7 +109,7 @@ class Predictor:
 
     def profile(self, case: Case) -> Profile:
         """Return what a case's model costs: as it was measured, from a known step, or from counts and peaks."""
-        if measured := self.measured.get(key_of(case)):
+        if measured := self.measured.get(counts.key(case)):
             return measured
         if self.given:
             seconds, samples = self.given
@@ -137,7 +131,7 @@ def sweep(models: Sequence[str], device_kind: str = "cuda", **axes: object) -> l
 
 def strategies(machine: Machine) -> tuple[str, ...]:
     """Return what is predicted on a machine when nobody asks for more: torch.nn.DataParallel needs GPUs."""
-    return (SINGLE, "dp", "ddp") if machine.logical else (SINGLE, "torch_dp", "dp", "ddp")
+    return (stored.SINGLE, "dp", "ddp") if machine.logical else (stored.SINGLE, "torch_dp", "dp", "ddp")
 
 
 def most_devices(machine: Machine) -> int:
@@ -151,7 +145,7 @@ def speedup(one: Prediction, others: Sequence[Prediction]) -> tuple[float, str]:
     for scaling, batch in (("strong", case.batch_size), ("weak", case.batch_size / case.devices)):
         for other in others:
             base = other.case
-            if base.strategy == SINGLE and base.batch_size == batch and base.model == case.model:
+            if base.strategy == stored.SINGLE and base.batch_size == batch and base.model == case.model:
                 return other.seconds / one.seconds * (case.batch_size / batch), scaling
     return 0.0, ""
 
@@ -161,7 +155,7 @@ def keep(path: Path, predictions: Sequence[Prediction], machine: Machine) -> str
     from dpbench.store import Store
 
     found = [one.case for one in predictions]
-    gpus = [{"name": machine.gpu.name}] * min(machine.devices, 64)
+    gpus = [] if machine.logical else [{"name": machine.gpu.name}] * min(machine.devices, 64)
     facts = {
         "host": {"name": f"{machine.name} (described, not here)", "cpu": machine.description}, "gpus": {"gpus": gpus},
         "sources": dict(machine.sources),

@@ -14,6 +14,7 @@ from dpbench.predict.collectives import Group
 from dpbench.predict.constants import Constants
 from dpbench.predict.events import Job
 from dpbench.records import Case, Cost, Phase, Profile, Task
+from dpbench.strategies import PASSES
 
 GIL = "gil"
 LOCAL = "local"
@@ -75,6 +76,7 @@ class _Prices:
             "wakes": factor * c.wake_s,
             "s": 1.0,
         }
+        self._update = self._update_scale()
         self._hand_off = _or(host.hand_off, c.hand_off)
         self._units: dict[str, Callable[[Task], Job]] = {"flop": self._flop, "bytes": self._bytes}
 
@@ -106,7 +108,7 @@ class _Prices:
             crowd = 0 if task.resource.startswith("host:") and self._case.strategy == "ddp" else len(self._rows) - 1
             return part * whole * (1 + self._c.contention * crowd)
         if task.phase is Phase.OPTIMIZER:
-            return task.amount * factor * self._c.update_s if profile.optimizer is None else 0.0
+            return self._update * task.amount * factor * self._c.update_s
         return spent
 
     def _flop(self, task: Task) -> Job:
@@ -141,10 +143,20 @@ class _Prices:
             name = kind.removesuffix("_coalesced")
             one = self._group.one_s(name, task.amount)
             return Job(one if name == kind else self._group.coalesced_s(name, task.amount), "collectives")
-        known = {Phase.LOSS: self._profile.loss, Phase.OPTIMIZER: self._profile.optimizer}.get(task.phase)
-        if known is not None:
-            return Job(known.at(self._rows[min(task.device, len(self._rows) - 1)]), task.resource)
-        return Job(task.amount / self.memory_bytes_per_s, task.resource)
+        loss, output = self._profile.loss, self._profile.output_bytes
+        if task.phase is Phase.LOSS and loss is not None and output:
+            return Job(loss.at(task.amount / output), task.resource)
+        scale = self._update if task.phase is Phase.OPTIMIZER else 1.0
+        return Job(scale * task.amount / self.memory_bytes_per_s, task.resource)
+
+    def _update_scale(self) -> float:
+        """Return what the optimizer's bytes and launches are multiplied with, to take what is known of a whole step."""
+        profile = self._profile
+        if profile.optimizer is None:
+            return 1.0
+        moved = PASSES.get(self._case.optimizer, 5) * profile.parameter_bytes / self.memory_bytes_per_s
+        launches = profile.parameter_tensors * self._machine.host.factor * self._c.update_s
+        return profile.optimizer.at(self._rows[0]) / max(moved, launches)
 
     def _copy(self, task: Task, source: str, target: str) -> Job:
         """Price a copy: over the links between two devices, or from memory that is not pinned."""

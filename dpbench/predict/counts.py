@@ -1,11 +1,12 @@
 """Counts: what a model is made of, and what its ops take on a described GPU.
 
-dpbench's own models and a user's are traced op by op, which loads torch; well-known ones are known by name. One whose
-shapes depend on numbers (packed sequences) is counted as a whole on a real step of two samples.
+dpbench's own models and a user's are traced op by op, which loads torch; well-known ones are known by name. One that
+cannot be traced, as where shapes depend on numbers, is counted as a whole on a real step of two samples.
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -19,8 +20,19 @@ from dpbench.records import Case, Profile
 if TYPE_CHECKING:
     from dpbench.predict.trace import Trace
 
+log = logging.getLogger(__name__)
+
 ROWS = (8, 64)
 """The two batch sizes that are traced: seconds are lines through them."""
+
+
+Key = tuple[str, str, str]
+"""What a profile goes by: model, size and precision."""
+
+
+def key(case: Case) -> Key:
+    """Return what a case's profile goes by."""
+    return case.model, case.size, case.precision
 
 
 def named(model: str) -> bool:
@@ -59,9 +71,8 @@ def priced(case: Case, machine: Machine, constants: Constants = DEFAULT) -> Prof
 
 @lru_cache(maxsize=64)
 def _traces(model: str, size: str, precision: str, optimizer: str) -> tuple[Trace, Trace] | None:
-    """Return a model's traces on shapes alone; None where its shapes depend on numbers."""
+    """Return a model's traces on shapes alone; None where that does not do, as with shapes that depend on numbers."""
     from dpbench.predict.memory import traces_of
-    from dpbench.predict.trace import NEEDS_NUMBERS
 
     case = Case(
         model=model, size=size, strategy="single", batch_size=1, precision=precision, optimizer=optimizer,
@@ -70,7 +81,8 @@ def _traces(model: str, size: str, precision: str, optimizer: str) -> tuple[Trac
     traces = traces_of(case, fake_only=True)
     try:
         few, many = (traces.of(rows) for rows in ROWS)
-    except NEEDS_NUMBERS:
+    except Exception as error:  # a user's model may do anything that fake tensors do not know
+        log.info("%s is counted as a whole: its ops cannot be traced: %s", model, error)
         return None
     return few, many
 

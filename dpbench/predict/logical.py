@@ -75,9 +75,10 @@ def step(case: Case, profile: Profile, host: Host) -> dict[str, float]:
     """
     if case.device_kind != "cpu" or case.devices > MOST:
         raise ValueError(f"{case.label}: one or two logical CPU devices are known: the probe measures pairs")
-    if case.strategy == "single" or (len(case.rows) == 1 and case.strategy != "ddp"):
+    if case.strategy == "single" or (case.strategy == "dp" and len(case.rows) == 1):
         phases = (Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.OPTIMIZER)
-        return {phase.value: _at(getattr(profile, phase.value), case.batch_size) for phase in phases}
+        found = {phase.value: _at(getattr(profile, phase.value), case.batch_size) for phase in phases}
+        return found | {UNATTRIBUTED: _at(profile.rest or Cost(), case.batch_size)}
     if case.strategy == "ddp":
         return _ddp(case, profile, host)
     if case.strategy == "dp" and case.schedule in ("", REFERENCE):
@@ -98,7 +99,7 @@ def spans(phases: Mapping[str, float]) -> Iterator[Span]:
 
 def _at(cost: Cost | None, rows: float) -> float:
     if cost is None:
-        raise ValueError("the profile has no seconds: measure `single` at two batch sizes")
+        raise ValueError("the profile has no seconds: measure the strategy single")
     return cost.at(rows)
 
 
@@ -191,7 +192,8 @@ def _ddp(case: Case, profile: Profile, host: Host) -> dict[str, float]:
         Phase.FORWARD.value: forward * own,
         Phase.LOSS.value: max(_at(profile.loss, n) for n in rows) * own,
         Phase.BACKWARD.value: backward * own + move,
-        Phase.REDUCE.value: host.engine_s("ddp", "reduce", tensors) + move,
+        # that of the tiny chains of two ranks has waited for a small all-reduce
+        Phase.REDUCE.value: max(0.0, host.engine_s("ddp", "reduce", tensors) - host.all_reduce_s(0)) + move,
         Phase.OPTIMIZER.value: _at(profile.optimizer, case.batch_size) * own,
         UNATTRIBUTED: host.engine_s("ddp", UNATTRIBUTED, tensors),
     }
@@ -202,8 +204,7 @@ def _ddp(case: Case, profile: Profile, host: Host) -> dict[str, float]:
             found[Phase.FORWARD.value] += host.all_reduce_s(profile.buffer_bytes) / 2
         late = max(own, host.beside(case.model, "2_processes_in_step")) - own
         waiting = max(0.0, late * (forward + backward) - host.all_reduce_s(0))  # a barrier is a small all-reduce
-        # that of the tiny chains has waited for a small all-reduce already
-        found[Phase.REDUCE.value] += waiting + host.all_reduce_s(_last_bucket(profile)) - host.all_reduce_s(0)
+        found[Phase.REDUCE.value] += waiting + host.all_reduce_s(_last_bucket(profile))
     return found
 
 

@@ -21,7 +21,7 @@ from dpbench import clock, ledger, models
 from dpbench.devices import Device
 from dpbench.engine.devices import open_devices
 from dpbench.predict.profiles import FIXED_SHARE
-from dpbench.records import Case, Cost, Phase, Profile, Trial
+from dpbench.records import UNATTRIBUTED, Case, Cost, Phase, Profile, Trial
 from dpbench.strategies import Step, single
 
 WARMUP_STEPS, STEPS, PROFILED_STEPS = 3, 15, 3
@@ -92,18 +92,26 @@ def measure(case: Case, batches: Sequence[int], *, with_ops: bool = True) -> Mea
 def of_trials(counted: Profile, trials: Sequence[Trial]) -> Measured:
     """Return the profile that stored trials of the strategy `single` at several batch sizes make; no torch is run.
 
-    A phase's seconds are the median over all steps after warm-up of all trials of one batch size.
+    A phase's seconds are the median over all steps after warm-up of all trials of one batch size. What no phase covers
+    is, on a GPU, time in which it waits for launches: it counts to the phases, in proportion.
     """
-    steps: dict[int, dict[Phase, list[float]]] = defaultdict(lambda: defaultdict(list))
+    steps: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for trial in trials:
         for step, seconds in zip(trial.steps, ledger.of_trial(trial), strict=True):
             if not step.warmup:
-                for phase in Phase:
-                    steps[trial.case.batch_size][phase].append(seconds.get(phase.value, 0.0))
-    phases = {
-        rows: {phase: statistics.median(values) for phase, values in found.items()} for rows, found in steps.items()
-    }
-    profile = fit_profile(counted, phases)
+                for part in (*(phase.value for phase in Phase), UNATTRIBUTED):
+                    steps[trial.case.batch_size][part].append(seconds.get(part, 0.0))
+    parts = {n: {part: statistics.median(values) for part, values in found.items()} for n, found in steps.items()}
+    phases = {n: {phase: seconds[phase.value] for phase in Phase} for n, seconds in parts.items()}
+    rest = {n: seconds[UNATTRIBUTED] for n, seconds in parts.items()}
+    if trials[0].case.device_kind == "cuda":
+        scale = {n: 1 + rest[n] / max(sum(phases[n].values()), 1e-12) for n in phases}
+        phases = {n: {phase: scale[n] * s for phase, s in found.items()} for n, found in phases.items()}
+        profile = fit_profile(counted, phases)
+    else:
+        rows = sorted(rest)
+        aside = fit_cost(rows, [rest[n] + phases[n][Phase.SCATTER] for n in rows])
+        profile = replace(fit_profile(counted, phases), rest=aside)
     return Measured(profile, (), phases, _residual(profile, phases))
 
 

@@ -117,7 +117,7 @@ class _Terms:
 
     def loss(self, rows: int) -> float:
         if self.p.loss is not None:
-            return self.on(Phase.LOSS, self.p.loss.at(self.rows))
+            return self.on(Phase.LOSS, self.p.loss.at(rows))
         return self.on(Phase.LOSS, rows * self.p.output_bytes / self.memory)
 
     def optimizer(self) -> float:

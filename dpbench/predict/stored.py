@@ -1,15 +1,15 @@
-"""Stored: what one device takes, from the trials of `single` in a results file; no torch but to count the model."""
+"""Stored: what one device takes, from the measured trials of `single` in a results file."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dpbench.machine import Machine, Unknown
 from dpbench.predict import counts
-from dpbench.records import Case, Profile, Status, Trial
+from dpbench.records import Case, Profile, Source, Status, Trial
 from dpbench.store import Store
 
 SINGLE = "single"
@@ -17,73 +17,87 @@ SINGLE = "single"
 
 @dataclass(frozen=True)
 class Stored:
-    """A measured profile, and on what: a GPU's or a processor's name, and the batch sizes."""
+    """A measured profile, on what it was measured (a GPU's or a processor's name), and at which batch sizes."""
 
     profile: Profile
     device: str
     batches: tuple[int, ...]
+    wanted: str
+    """The name of the machine's device."""
 
     @property
     def words(self) -> str:
-        """Say what was measured."""
+        """Say what was measured, and whether it is another device than the machine's."""
         sizes = ", ".join(map(str, self.batches))
-        return f"{self.profile.model}: one device's step MEASURED on {self.device}, batch {sizes}"
+        said = f"{self.profile.model}: one device's step MEASURED on {self.device}, batch {sizes}"
+        # what tells GPUs apart is the first word with a digit: 3090, A100, T4
+        mark = next((word for word in self.wanted.split() if any(c.isdigit() for c in word)), self.wanted)
+        other = mark.lower() not in self.device.lower()
+        return f"{said}; the machine has {self.wanted}, for which it stands badly" if other else said
 
 
-def read(path: Path, cases: Iterable[Case], machine: Machine) -> dict[tuple[str, str, str], Stored]:
-    """Return the profiles of the cases' models, from the newest run of a results file that has their steps.
+def read(path: Path, cases: Sequence[Case], machine: Machine) -> dict[counts.Key, Stored]:
+    """Return the profiles of the cases' models, each from the newest run of a results file that has its steps.
 
     Raises Unknown where a model has none, with the command that measures them.
     """
+    wanted = {counts.key(case): case for case in reversed(cases)}
+    found: dict[counts.Key, Stored] = {}
+    known: set[str] = set()
     with Store.read(path) as store:
-        runs = [(run.provenance, store.trials(run.id)) for run in store.runs()]
-    found: dict[tuple[str, str, str], Stored] = {}
-    for case in cases:
-        key = (case.model, case.size, case.precision)
-        if key not in found:
-            facts, trials = next(
-                ((facts, mine) for facts, trials in runs if (mine := [t for t in trials if _fits(t, case)])), ({}, [])
-            )
-            if not trials:
-                raise Unknown(_missing(path, case, [trial for _, every in runs for trial in every], machine))
-            found[key] = _stored(case, trials, _device(facts, case))
-    return found
+        for run in store.runs():
+            trials = [trial for trial in store.trials(run.id) if _usable(trial)]
+            known |= {_told(trial.case) for trial in trials}
+            for key, case in wanted.items():
+                if key not in found and (mine := [trial for trial in trials if _told(trial.case) == _told(case)]):
+                    found[key] = _stored(case, mine, _device(run.provenance, case), machine)
+            if len(found) == len(wanted):
+                return found
+    missing = next(case for key, case in wanted.items() if key not in found)
+    raise Unknown(
+        f"{path} has no measured step of one device for {_told(missing)}, from which {machine.name} is predicted; it "
+        f"has {', '.join(sorted(known)) or 'no steps of the strategy single'}; {way_out(missing, path)}"
+    )
 
 
-def _fits(trial: Trial, case: Case) -> bool:
-    """Tell whether a trial is a step of one device of a case's model."""
-    own = trial.case
-    names = ["model", "precision", "optimizer", "device_kind"]
-    if ":" not in case.model:  # a user's model has one size, whatever the case says
-        names.append("size")
-    same = all(getattr(own, name) == getattr(case, name) for name in names)
-    return same and own.strategy == SINGLE and trial.status is Status.OK and not own.options and trial.trusted
+def way_out(case: Case, path: Path | str = "FILE") -> str:
+    """Say how one device's step of a case's model gets into a results file."""
+    if counts.named(case.model):
+        return (
+            f"{case.model} is known here by its name alone and cannot be measured: give --step-s SECONDS, or your own "
+            "as --model package.module:name"
+        )
+    flag = "--model" if ":" in case.model else "--models"
+    precision = "" if case.precision == "fp32" else f" --precision {case.precision}"
+    rows = max(case.rows)
+    batches = ",".join(map(str, sorted({max(1, rows // 2), rows})))
+    return (
+        f"measure it: dpbench run {flag} {case.model} --size {case.size}{precision} --device-kind {case.device_kind} "
+        f"--strategies {SINGLE} --batch-sizes {batches} --store {path}"
+    )
 
 
-def _stored(case: Case, trials: Sequence[Trial], device: str) -> Stored:
+def _usable(trial: Trial) -> bool:
+    """Tell whether a trial is an ordinary measured step of one device; a prediction is none."""
+    case = trial.case
+    measured = trial.source is Source.MEASURED and trial.status is Status.OK and trial.trusted
+    return measured and case.strategy == SINGLE and not case.options
+
+
+def _told(case: Case) -> str:
+    """Say what a profile holds for."""
+    return f"{case.model} ({case.size}, {case.precision}, {case.optimizer}, {case.device_kind})"
+
+
+def _stored(case: Case, trials: Sequence[Trial], device: str, machine: Machine) -> Stored:
     from dpbench.predict.measured import of_trials
 
-    return Stored(
-        of_trials(counts.of(case), trials).profile, device, tuple(sorted({t.case.batch_size for t in trials}))
-    )
+    batches = tuple(sorted({trial.case.batch_size for trial in trials}))
+    return Stored(of_trials(counts.of(case), trials).profile, device, batches, machine.gpu.name)
 
 
 def _device(facts: Mapping[str, Any], case: Case) -> str:
     """Return the name of the device that a run was measured on."""
     if case.device_kind == "cuda":
         return str(next((gpu.get("name") for gpu in (facts.get("gpus") or {}).get("gpus") or ()), "a GPU"))
-    return str((facts.get("host") or {}).get("cpu") or "this processor")
-
-
-def _missing(path: Path, case: Case, trials: Sequence[Trial], machine: Machine) -> str:
-    single = {t.case for t in trials if t.case.strategy == SINGLE}
-    known = sorted({f"{c.model} ({c.size}, {c.precision}, {c.device_kind})" for c in single})
-    size = "" if ":" in case.model else f" --size {case.size}"
-    model = f"--model {case.model}" if ":" in case.model else f"--models {case.model}"
-    batch = max(2, case.batch_size // case.devices)
-    return (
-        f"{path} has no steps of one device for {case.model} ({case.size}, {case.precision}, {case.device_kind}), "
-        f"from which {machine.name} is predicted; it has {', '.join(known) or 'no steps of the strategy single'}; "
-        f"measure them: dpbench run {model}{size} --strategies {SINGLE} --batch-sizes {batch // 2},{batch} "
-        f"--store {path}"
-    )
+    return str((facts.get("host") or {}).get("cpu") or "a processor")

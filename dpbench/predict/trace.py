@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.function import Function
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -28,8 +28,6 @@ from dpbench.records import Phase
 Build = Callable[[], Model]
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Precision = Callable[[], AbstractContextManager[Any]]
-NEEDS_NUMBERS = (DynamicOutputShapeException, DataDependentOutputException)
-"""What is raised where a model's shapes, or its way, depend on numbers."""
 
 FEW = 3
 """Samples of the batch that shapes are taken from: a tensor of so many rows is taken to have one a sample."""
@@ -115,7 +113,7 @@ def trace(
     `device` is what the fake tensors say they are on, and decides which operators torch picks: "cpu" works anywhere,
     "lazy:0" picks as the emulated devices do (attention in plain operators), "cuda:0" needs a CUDA build of torch with
     a GPU. `precision` is the region that forward and loss run in. Raises what the model raises; with `fake_only`
-    one of NEEDS_NUMBERS where shapes alone do not do.
+    also what fake tensors raise where shapes alone do not do: numbers asked for, tensors that the module hides.
     """
     try:
         model = _shapes(build)
@@ -124,7 +122,7 @@ def trace(
             _place(model.module, torch.device(device))
             batch = [_rows_of(value, rows, torch.device(device)) for value in (positional(inputs), target)]
             return _Step(model, rows, batch, torch.device(device), optimizer_fn, precision, fake=True).trace()
-    except NEEDS_NUMBERS:
+    except Exception:  # whatever fake tensors do not know; if it is the model's own fault, it comes again
         if fake_only:
             raise
         model = build()
