@@ -8,6 +8,7 @@ import pytest
 
 from dpbench import machine
 from dpbench.predict.cases import Predictor
+from dpbench.predict.memory import CONTEXT_BYTES, NCCL_BYTES
 from dpbench.predict.needs import UNTRACED, needs
 from dpbench.predict.table import needs as told
 from dpbench.records import Case, Source, Status
@@ -25,7 +26,7 @@ def test_device_0_holds_more_and_the_whole_counts_context_and_communication() ->
     first, other = need.peaks("allocated")
     assert first > other > 4 * 67_210, "weights at least"
     assert all(r >= a for r, a in zip(need.peaks("reserved"), need.peaks("allocated"), strict=True))
-    assert need.process_bytes[0] == need.peaks("reserved")[0] + 1400 * 2**20
+    assert need.process_bytes[0] == need.peaks("reserved")[0] + CONTEXT_BYTES + NCCL_BYTES
     assert (need.fits, need.failed_device, need.largest) == (True, None, None)
 
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 
 from dpbench import models
 from dpbench.predict import holding
 from dpbench.predict.allocator import OutOfDeviceMemory
-from dpbench.predict.recorder import Op
 from dpbench.predict.tape import Peak, Tape, replay
 from dpbench.predict.theirs import TorchDataParallel
-from dpbench.predict.trace import Build, OptimizerFactory, Precision, Trace, trace, trace_optimizer
+from dpbench.predict.trace import Build, OptimizerFactory, trace, trace_optimizer
 from dpbench.records import Case
 from dpbench.schedule import REFERENCE, Schedule, parse
 from dpbench.strategies import optimizer_of, precision_of
@@ -49,28 +48,10 @@ class DeviceMemory:
 class Traces:
     """The traces of one model with one optimizer, made when they are asked for and kept."""
 
-    def __init__(
-        self,
-        build: Build,
-        optimizer_fn: OptimizerFactory,
-        *,
-        device: str = "cpu",
-        precision: Precision = nullcontext,
-        fake_only: bool = False,
-    ) -> None:
-        self._build, self._optimizer_fn, self._device = build, optimizer_fn, device
-        self._precision, self._fake_only = precision, fake_only
-        self.of = lru_cache(maxsize=64)(self._trace)
-        self.optimizer = lru_cache(maxsize=64)(self._optimizer)
-
-    def _trace(self, rows: int) -> Trace:
-        return trace(
-            self._build, rows, self._optimizer_fn, device=self._device, precision=self._precision,
-            fake_only=self._fake_only,
-        )  # fmt: skip
-
-    def _optimizer(self, sizes_bytes: tuple[int, ...]) -> tuple[Sequence[Op], Sequence[Op]]:
-        return trace_optimizer(self._optimizer_fn, sizes_bytes, device=self._device)
+    def __init__(self, build: Build, optimizer_fn: OptimizerFactory, *, device: str = "cpu", **how: Any) -> None:
+        """Keep traces made with `how`, which is `trace`'s to understand."""
+        self.of = lru_cache(maxsize=64)(lambda rows: trace(build, rows, optimizer_fn, device=device, **how))
+        self.optimizer = lru_cache(maxsize=64)(lambda sizes: trace_optimizer(optimizer_fn, sizes, device=device))
 
 
 def traces_of(case: Case, *, fake_only: bool = False) -> Traces:
