@@ -24,7 +24,7 @@ from dpbench.records import HOST, Phase, Sample, Span, Step
 BUSY = "busy_s"
 """The metric under which a step's busy seconds of a device are sampled."""
 
-READ_EACH_S, READ_EACH = 0.05, 32
+READ_EACH_S, READ_EACH = 0.1, 32
 """From a step whose spans have their CPU time read to the next: at most so many seconds, and steps."""
 
 
@@ -71,9 +71,8 @@ class HostClock:
         self._now, self._cpu, self.read_each_s = now, cpu, read_each_s
         self._steps: list[tuple[float, bool, float]] = []
         self._spans: list[tuple[int, Phase, int, float, float]] = []
-        self._busy: list[tuple[int, tuple[int, ...], float]] = []
-        self._thread = threading.local()
-        self._reads = True
+        self._turns: list[tuple[int, int, int, bool, float]] = []
+        self._reads, self._apart = True, 1
 
     def mark(self, phase: Phase, device: int) -> AbstractContextManager[None]:
         """Record the span, and its share of the thread's CPU time."""
@@ -101,13 +100,29 @@ class HostClock:
         return tuple(Span(step, phase, device, "host", start, end) for step, phase, device, start, end in self._spans)
 
     def samples(self) -> tuple[Sample, ...]:
-        """Return each step's CPU seconds per device."""
+        """Return the CPU seconds per device of each step in which they were read.
+
+        At each turn, a span's beginning or end, the thread's CPU time since its last one is that of the spans open
+        until then.
+        """
         total: dict[tuple[int, int], float] = {}
-        for step, devices, seconds in self._busy:
-            for device in devices:
-                if device != HOST and step < len(self._steps):
-                    total[step, device] = total.get((step, device), 0.0) + seconds / len(devices)
-        return tuple(Sample(self._steps[s][2], d, BUSY, value) for (s, d), value in sorted(total.items()))
+        threads: dict[int, tuple[tuple[int, ...], float]] = {}
+        for step, thread, device, opens, cpu_s in self._turns:
+            spans, at_s = threads.get(thread, ((), 0.0))
+            for one in spans:
+                total[step, one] = total.get((step, one), 0.0) + (cpu_s - at_s) / len(spans)
+            threads[thread] = (*spans, device) if opens else _without(spans, device), cpu_s
+        return tuple(
+            Sample(self._steps[step][2], device, BUSY, seconds)
+            for (step, device), seconds in sorted(total.items())
+            if device != HOST and step < len(self._steps)
+        )
+
+
+def _without(spans: tuple[int, ...], device: int) -> tuple[int, ...]:
+    """Return open spans but one of a device."""
+    at = spans.index(device)
+    return spans[:at] + spans[at + 1 :]
 
 
 class _HostStep:
@@ -125,30 +140,25 @@ class _HostStep:
         clock = self._clock
         end = clock._now()
         if kind is None:
-            seconds = end - self._start
-            clock._steps.append((seconds, self._warmup, end))
-            apart = int(clock.read_each_s / seconds) if seconds > 0 else READ_EACH
-            clock._reads = len(clock._steps) % min(READ_EACH, 1 << max(0, apart.bit_length() - 1)) == 0
+            clock._steps.append((end - self._start, self._warmup, end))
+            if clock._reads:
+                clock._apart = _apart(clock.read_each_s, end - self._start)
+            clock._reads = len(clock._steps) % clock._apart == 0
 
 
-class _Share:
-    """One thread's open spans, by device, and the CPU time at which they were last settled."""
-
-    __slots__ = ("at", "open")
-
-    def __init__(self) -> None:
-        self.open: tuple[int, ...] = ()
-        self.at = 0.0
+def _apart(each_s: float, step_s: float) -> int:
+    """Return how many steps apart CPU time is read."""
+    steps = int(each_s / step_s) if step_s > 0 else READ_EACH
+    return min(READ_EACH, 1 << max(0, steps.bit_length() - 1))
 
 
 class _HostMark:
     """One span in the making: a class, because a generator would cost the step half as much again.
 
-    At each end it gives the thread's CPU time since its last mark to the spans open until then. What it appends is
-    plain; records are made of it when the clock is asked, off the clock.
+    What it appends is plain; records are made of it when the clock is asked, off the clock.
     """
 
-    __slots__ = ("_clock", "_device", "_phase", "_share", "_start", "_step")
+    __slots__ = ("_clock", "_device", "_phase", "_start", "_step", "_thread")
 
     def __init__(self, clock: HostClock, phase: Phase, device: int) -> None:
         self._clock, self._phase, self._device = clock, phase, device
@@ -156,40 +166,17 @@ class _HostMark:
     def __enter__(self) -> None:
         clock = self._clock
         self._step = len(clock._steps)
-        self._share = self._opened() if clock._reads else None
+        self._thread = threading.get_ident() if clock._reads else 0
+        if self._thread:
+            clock._turns.append((self._step, self._thread, self._device, True, clock._cpu()))
         self._start = clock._now()
 
-    def _opened(self) -> _Share:
-        """Return this thread's share, with this span open in it."""
-        clock = self._clock
-        try:
-            share: _Share = clock._thread.share
-        except AttributeError:  # this thread's first mark
-            share = clock._thread.share = _Share()
-        cpu = clock._cpu()
-        if share.open:
-            clock._busy.append((self._step, share.open, cpu - share.at))
-        share.open, share.at = (*share.open, self._device), cpu
-        return share
-
     def __exit__(self, *error: object) -> None:
-        clock, share = self._clock, self._share
+        clock = self._clock
         end = clock._now()
-        if share is not None:
-            self._closed(share)
+        if self._thread:
+            clock._turns.append((self._step, self._thread, self._device, False, clock._cpu()))
         clock._spans.append((self._step, self._phase, self._device, self._start, end))
-
-    def _closed(self, share: _Share) -> None:
-        """Give the CPU time since the thread's last mark to its open spans, of which this one ends."""
-        cpu = self._clock._cpu()
-        self._clock._busy.append((self._step, share.open, cpu - share.at))
-        share.at = cpu
-        if share.open[-1] == self._device:
-            share.open = share.open[:-1]
-        else:  # spans of one thread that end in another order than they began
-            left = list(share.open)
-            left.remove(self._device)
-            share.open = tuple(left)
 
 
 @dataclass
