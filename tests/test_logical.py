@@ -157,3 +157,9 @@ def test_logical_devices_are_predicted_from_measured_steps_alone() -> None:
         Predictor(on_host(FIGURES)).predict(case("dp", "reference"))
     assert strategies(on_host(FIGURES)) == ("single", "dp", "ddp")
     assert most_devices(on_host(FIGURES)) == 2
+
+
+def test_an_all_reduce_that_was_held_up_is_bounded_by_a_larger_one() -> None:
+    host = Host({**FIGURES, "all_reduce_256_kib_s": 5.0})
+    assert host.all_reduce_s(256 * 2**10) == pytest.approx(0.32)
+    assert host.all_reduce_s(32 * 2**10) == 0.01

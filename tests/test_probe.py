@@ -137,21 +137,23 @@ def test_a_gpus_figures_are_those_of_a_gpu() -> None:
     assert 1e-7 < found["kernel_s"] < 1e-4
 
 
-def test_steps_begin_together_and_the_slowest_counts() -> None:
+def test_steps_run_at_once_and_count_from_the_first_to_begin_to_the_last_to_end() -> None:
     meeting = threading.Barrier(2, timeout=10)
 
-    def step(forward_s: float, whole_s: float) -> tuple[float, float]:
+    def step(*times: float) -> tuple[float, ...]:
         meeting.wait()
-        return forward_s, whole_s
+        return times
 
-    forward, whole = time_steps([lambda: step(1.0, 4.0), lambda: step(2.0, 3.0)], repeats=3)
-    assert (forward.median_s, whole.median_s) == (2.0, 4.0)
+    steps = [lambda: step(10.0, 11.0, 14.0), lambda: step(10.5, 12.5, 13.0)]
+    forward, whole = time_steps(steps, repeats=3)  # type: ignore[arg-type]
+    assert (forward.median_s, whole.median_s) == (2.5, 4.0)
 
 
-def test_chains_cost_more_with_products_between() -> None:
-    plain, swept = (engine._phases("reference", 2, 1, 4, swept=swept)["forward"].best_s for swept in (False, True))
-    product_s = 2 * 2 * engine.SIDE**3 / 1e12  # two of them, on a core of a teraflop a second
-    assert swept > plain + product_s
+def test_two_points_have_a_start_and_a_slope_that_are_not_negative() -> None:
+    assert engine._two_parts({12: 5.0, 96: 89.0}) == (0.0, pytest.approx(1.0))
+    assert engine._two_parts({12: 20.0, 96: 104.0}) == (pytest.approx(8.0), pytest.approx(1.0))
+    assert engine._two_parts({12: 20.0, 96: 10.0}) == (20.0, 0.0)
+    assert engine._two_parts({12: -1.0, 96: 84.0}) == (0.0, 1.0)
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """Predicted against measured steps on this machine's CPU: dpbench's own engine, and DistributedDataParallel on gloo.
 
-    python benchmarks/scripts/cpu_truth.py [--machine FILE.toml] [--rounds 5] [--batch 64] [--into reports/cpu-truth]
+    python benchmarks/scripts/cpu_truth.py [--machine FILE.toml] [--rounds 7] [--batch 64] [--into reports/cpu-truth]
 
 Predictions see two things alone: the strategy `single` at the batch and at half of it, and the file that `dpbench
 probe` writes (made first, if none is given). They are compared with medians of interleaved rounds: steps are to be
@@ -26,7 +26,7 @@ STEP, STEP_GOAL, PHASE_GOAL, PHASE_SHARE = "step", 0.10, 0.20, 0.05
 
 @dataclass(frozen=True)
 class Row:
-    """One step, or one phase of it: predicted, and the median, lowest and highest of the rounds' medians."""
+    """One step, or one phase of it: predicted, and the median and the quartiles of the rounds' medians."""
 
     model: str
     case: str
@@ -50,7 +50,7 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """Tell whether the goal is met, or the rounds differ by too much to tell."""
+        """Tell whether the goal is met, or the middle half of the rounds differs by too much to tell."""
         if self.high_s - self.low_s > 2 * self.goal * self.measured_s:
             return "undecided"
         return "met" if abs(self.error) <= self.goal else "MISSED"
@@ -119,12 +119,10 @@ def _rows(case: Any, predicted: Mapping[str, float], measured: Mapping[str, Sequ
     name = f"{case.strategy}[{case.schedule}]" if case.schedule else case.strategy
     for part in (STEP, *(part for part in measured if part != STEP)):
         seconds = measured[part]
-        middle = statistics.median(seconds)
+        low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
         mine = sum(predicted.values()) if part == STEP else predicted.get(part, 0.0)
         share = middle / whole
-        yield Row(
-            case.model, name, part, mine, middle, min(seconds), max(seconds), share, part == STEP or share > PHASE_SHARE
-        )
+        yield Row(case.model, name, part, mine, middle, low, high, share, part == STEP or share > PHASE_SHARE)
 
 
 def write(rows: Sequence[Row], into: Path, trials: Sequence[Any], rounds: int, command: str) -> None:
@@ -146,9 +144,9 @@ def write(rows: Sequence[Row], into: Path, trials: Sequence[Any], rounds: int, c
         f"    {command}",
         "",
         f"Steps within {STEP_GOAL:.0%}: {_count(steps)}. Phases above {PHASE_SHARE:.0%} of their step within "
-        f"{PHASE_GOAL:.0%}: {_count(phases)}. Undecided: the rounds differ by more than the goal.",
+        f"{PHASE_GOAL:.0%}: {_count(phases)}. Undecided: the middle half of the rounds spans more than the goal.",
         "",
-        "| model | case | part | predicted, ms | measured, ms | rounds, ms | error | goal |",
+        "| model | case | part | predicted, ms | measured, ms | middle rounds, ms | error | goal |",
         "|---|---|---|---|---|---|---|---|",
         *(
             f"| {r.model} | {r.case} | {r.part} | {r.predicted_s * 1e3:.3f} | {r.measured_s * 1e3:.3f} "
@@ -170,7 +168,7 @@ def main() -> None:
     """Probe, measure, predict, compare, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--machine", type=Path, help="a file of `dpbench probe`; measured first if there is none")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--into", type=Path, default=Path("reports/cpu-truth"))

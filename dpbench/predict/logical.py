@@ -57,12 +57,16 @@ class Host:
         return size_bytes / self[f"copy_{sizes[at] // KIB}_kib_bytes_per_s"]
 
     def all_reduce_s(self, size_bytes: float) -> float:
-        """Return the seconds of an all-reduce, between the sizes measured."""
-        points = sorted(
+        """Return the seconds of an all-reduce, between the sizes measured.
+
+        A size that took longer than a larger one did was held up: the larger one's seconds bound it.
+        """
+        measured = sorted(
             (int(name.split("_")[2]) * KIB, value)
             for name, value in self.figures.items()
             if name.startswith("all_reduce_") and name.endswith("_kib_s")
         )
+        points = [(size, min(seconds for _, seconds in measured[i:])) for i, (size, _) in enumerate(measured)]
         at = min(max(bisect.bisect_left([size for size, _ in points], size_bytes), 1), len(points) - 1)
         (low, first), (high, second) = points[at - 1], points[at]
         return max(0.0, first + (second - first) * (size_bytes - low) / (high - low)) if size_bytes > low else first
@@ -108,6 +112,8 @@ def _engine(case: Case, profile: Profile, host: Host, schedule: str) -> dict[str
     found = {phase: host.engine_s(schedule, phase, profile.parameter_tensors) for phase in ENGINE}
     # what no phase covers is replicas being looked after and let go: a matter of modules, two parameters each there
     found[UNATTRIBUTED] = host.engine_s(schedule, UNATTRIBUTED, max(profile.parameter_tensors, 2 * profile.modules))
+    # and what one device's own step does between its phases, such as letting go of what it made
+    found[UNATTRIBUTED] += (profile.rest or Cost()).at(max(case.rows))
     found[Phase.SCATTER.value] += host.move_s(case.batch_size * profile.input_bytes)
     found[Phase.REPLICATE.value] += host.copy_s(profile.buffer_tensors, profile.buffer_bytes)
     return found
@@ -195,7 +201,7 @@ def _ddp(case: Case, profile: Profile, host: Host) -> dict[str, float]:
         # that of the tiny chains of two ranks has waited for a small all-reduce
         Phase.REDUCE.value: max(0.0, host.engine_s("ddp", "reduce", tensors) - host.all_reduce_s(0)) + move,
         Phase.OPTIMIZER.value: _at(profile.optimizer, case.batch_size) * own,
-        UNATTRIBUTED: host.engine_s("ddp", UNATTRIBUTED, tensors),
+        UNATTRIBUTED: host.engine_s("ddp", UNATTRIBUTED, tensors) + (profile.rest or Cost()).at(max(rows)),
     }
     for phase in (Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.OPTIMIZER):
         found[phase.value] += host.engine_s("ddp", f"{phase.value}_more", tensors)

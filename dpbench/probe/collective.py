@@ -21,7 +21,6 @@ KIB, MIB = 2**10, 2**20
 SIZES = tuple(32 * KIB * 2**i for i in range(12))
 """32 KiB to 64 MiB."""
 LIMIT_S = 60.0
-NET_REPEATS = 25
 
 
 def all_reduce(ranks: int = 2, backend: str = "gloo", sizes: tuple[int, ...] = SIZES) -> Iterator[Figure]:
@@ -43,7 +42,9 @@ def all_reduce(ranks: int = 2, backend: str = "gloo", sizes: tuple[int, ...] = S
 
 def nets(rows: dict[str, int], ranks: int = 2) -> Iterator[Figure]:
     """Yield how much longer forward and backward of each net take while another process does the same."""
-    names = [f"{name}={count}" for name, count in rows.items()]
+    from dpbench.probe.host import repeats
+
+    names = [f"{name}={count}={repeats(name, count)}" for name, count in rows.items()]
     for name, (alone, own, joint) in _measured(ranks, "gloo", "nets", *names):
         how = f"forward and backward of {name} on {rows[name]} rows beside another process's, against alone"
         yield ratio(f"{name}_{ranks}_processes_ratio", summary(own), summary(alone), how)
@@ -56,13 +57,13 @@ def data_parallel(ranks: int = 2) -> Iterator[Figure]:
     """Yield what torch's DistributedDataParallel costs the host beside a net: each phase's seconds on tiny chains."""
     from dpbench.probe import engine
 
-    found: dict[str, dict[int, dict[str, Timing]]] = {"alone": {}, "plain": {}, "swept": {}}
+    found: dict[str, dict[int, dict[str, Timing]]] = {"alone": {}, "ddp": {}}
     for layers, sides in _measured(ranks, "gloo", "chains", *map(str, engine.LAYERS)):
         for name, phases in sides.items():
             found[name][layers] = {phase: summary(seconds) for phase, seconds in phases.items()}
-    more = engine.beyond(found["plain"], found["alone"], dict.fromkeys(("forward", "loss", "backward", "optimizer"), 1))
+    more = engine.beyond(found["ddp"], found["alone"], dict.fromkeys(("forward", "loss", "backward", "optimizer"), 1))
     how = f"torch's DistributedDataParallel, {ranks} ranks, gloo"
-    yield from engine.of_chains("ddp", found["swept"], ("scatter", "reduce", UNATTRIBUTED), more, how)
+    yield from engine.of_chains("ddp", found["ddp"], ("scatter", "reduce", UNATTRIBUTED), more, how)
 
 
 def _measured(ranks: int, *arguments: str) -> list[Any]:
@@ -137,13 +138,13 @@ def _nets(arguments: Sequence[str]) -> list[Any]:
 
     found = []
     for argument in arguments:
-        name, _, rows = argument.partition("=")
+        name, rows, count = argument.split("=")
         work = training(name, int(rows))
         work()
-        alone = [_spent(work) for _ in range(NET_REPEATS)] if dist.get_rank() == 0 else []
+        alone = [_spent(work) for _ in range(int(count))] if dist.get_rank() == 0 else []
         dist.barrier()
         own, joint = [], []
-        for _ in range(NET_REPEATS):
+        for _ in range(int(count)):
             begin = time.perf_counter()
             work()
             own.append(time.perf_counter() - begin)
@@ -169,14 +170,13 @@ def _chains(arguments: Sequence[str]) -> list[Any]:
         one = Case(model="chain", strategy="single", batch_size=engine.ROWS // ranks)
         clock = HostClock()
         if dist.get_rank() == 0:
-            with single.start(one, engine.chain(layers, swept=False), devices, clock.mark) as step:
+            with single.start(one, engine.chain(layers), devices, clock.mark) as step:
                 sides["alone"] = engine.seconds_of(step, clock, one.batch_size)
         dist.barrier()
         every = Case(model="chain", strategy="ddp", devices=ranks, batch_size=engine.ROWS)
-        for name in ("plain", "swept"):
-            clock, model = HostClock(), engine.chain(layers, swept=name == "swept")
-            with ddp.start(every, model, devices, clock.mark) as rank:
-                sides[name] = engine.seconds_of(rank, clock, every.batch_size, rank.observe)
+        clock = HostClock()
+        with ddp.start(every, engine.chain(layers), devices, clock.mark) as rank:
+            sides["ddp"] = engine.seconds_of(rank, clock, every.batch_size, rank.observe)
         found.append((layers, sides))
     return found
 

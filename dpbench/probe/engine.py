@@ -1,9 +1,7 @@
 """What an engine costs the host beside the nets themselves: its phases on nets that compute next to nothing.
 
 Chains of tiny layers of two lengths give each phase a fixed part and a part per parameter; what a real net adds to
-them is bytes. Phases that are the engine's own are taken from chains with large products between their layers, which
-leave the caches as a real net would: without them that work would find its code and data there, and come out a third
-too fast. What other phases have beyond one device's is taken from chains without, since products take from each other.
+them is bytes.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import Function
 
 from dpbench import ledger
 from dpbench.clock import HostClock
@@ -26,8 +23,6 @@ LAYERS = (6, 48)
 ROWS = 8
 WARMUP_STEPS, STEPS = 20, 60
 """`fastest` settles within the warm-up."""
-SIDE = 384
-"""Of the square matrices that are multiplied: 1.2 MB with the result, about a millisecond."""
 OWN = (
     Phase.SCATTER.value, Phase.REPLICATE.value, Phase.GATHER.value, Phase.LOSS.value, Phase.REDUCE.value,
     Phase.OPTIMIZER.value, UNATTRIBUTED,
@@ -39,16 +34,13 @@ Found = Mapping[int, Mapping[str, Timing]]
 
 def figures(schedules: tuple[str, ...] = ("reference", "fastest"), devices: int = 2) -> Iterator[Figure]:
     """Yield each phase's seconds on a schedule: for a step, and for each parameter of the module."""
-    alone = {layers: _phases("reference", layers, 1, ROWS // devices, swept=False) for layers in LAYERS}
+    alone = {layers: _phases("reference", layers, 1, ROWS // devices) for layers in LAYERS}
     for schedule in schedules:
-        swept, plain = (
-            {layers: _phases(schedule, layers, devices, ROWS, swept=swept) for layers in LAYERS}
-            for swept in (True, False)
-        )
+        found = {layers: _phases(schedule, layers, devices, ROWS) for layers in LAYERS}
         # what the replicas' own backwards and the optimizer take is the net's; the rest is the engine's
         times = {Phase.BACKWARD.value: devices if schedule == "reference" else 1, Phase.OPTIMIZER.value: 1}
         how = f"dpbench's {schedule}, {devices} devices"
-        yield from of_chains(schedule, swept, OWN, beyond(plain, alone, times), how)
+        yield from of_chains(schedule, found, OWN, beyond(found, alone, times), how)
 
 
 def beyond(found: Found, alone: Found, times: Mapping[str, int]) -> Found:
@@ -62,7 +54,7 @@ def beyond(found: Found, alone: Found, times: Mapping[str, int]) -> Found:
 def of_chains(name: str, found: Found, phases: Sequence[str], more: Found, how: str) -> Iterator[Figure]:
     """Yield the two parts of each phase, and of what some phases have beyond one device's."""
     how = f"{how}, SGD: chains of {LAYERS[0]} and {LAYERS[1]} Linear(4, 4)"
-    tables = [(phase, phase, found, f"{how} with large products between") for phase in phases]
+    tables = [(phase, phase, found, how) for phase in phases]
     tables += [
         (f"{phase}_more", phase, more, f"{how}: beyond what one device takes for its rows")
         for phase in next(iter(more.values()))
@@ -95,48 +87,20 @@ def _less(timing: Timing, other: Timing, times: int) -> Timing:
     return Timing(timing.best_s - times * other.best_s, timing.median_s - times * other.median_s)
 
 
-class _Product(Function):
-    """A product each way, and the value handed on."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, square: torch.Tensor) -> torch.Tensor:
-        ctx.square = square
-        torch.mm(square, square)
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        torch.mm(ctx.square, ctx.square)
-        return gradient, None
-
-
-class _Sweep(nn.Module):
-    """Hands its input on, and leaves the caches to something else."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._square = [torch.ones(SIDE, SIDE)]  # in a list: neither parameter nor buffer
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        swept: torch.Tensor = _Product.apply(value, self._square[0])  # type: ignore[no-untyped-call]
-        return swept
-
-
-def chain(layers: int, *, swept: bool) -> Model:
-    """Return a chain of so many tiny layers; if it is `swept`, with a product behind the first and the last."""
-    first, *others = (nn.Linear(4, 4) for _ in range(layers))
+def chain(layers: int) -> Model:
+    """Return a chain of so many tiny layers."""
 
     def batch(rows: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.randn(rows, 4), torch.zeros(rows, dtype=torch.int64)
 
-    parts = (first, _Sweep(), *others, _Sweep()) if swept else (first, *others)
-    return Model("chain", nn.Sequential(*parts), batch, nn.functional.cross_entropy)
+    module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
+    return Model("chain", module, batch, nn.functional.cross_entropy)
 
 
 def seconds_of(step: Callable[..., Any], clock: HostClock, rows: int, observe: Callable[[], Any] = tuple
 ) -> dict[str, list[float]]:  # fmt: skip
     """Return the seconds of each phase of each step; `observe` tells spans that only a library's own timer knows."""
-    batch = chain(1, swept=False).batch(rows, 0)
+    batch = chain(1).batch(rows, 0)
     for i in range(WARMUP_STEPS + STEPS):
         with clock.step(warmup=i < WARMUP_STEPS):
             step(*batch)
@@ -148,9 +112,9 @@ def seconds_of(step: Callable[..., Any], clock: HostClock, rows: int, observe: C
     return {phase: [row.get(phase, 0.0) for row in table] for phase in phases}
 
 
-def _phases(schedule: str, layers: int, devices: int, rows: int, *, swept: bool) -> dict[str, Timing]:
+def _phases(schedule: str, layers: int, devices: int, rows: int) -> dict[str, Timing]:
     """Return the seconds of a chain's phases."""
-    clock, model = HostClock(), chain(layers, swept=swept)
+    clock, model = HostClock(), chain(layers)
 
     def momentum(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.0, momentum=0.9)

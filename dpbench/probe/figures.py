@@ -12,7 +12,7 @@ from typing import Any
 
 Work = Callable[[], object]
 After = Callable[[list[Any]], object]
-Step = Callable[[], tuple[float, float]]
+Step = Callable[[], tuple[float, float, float]]
 Setting = Callable[[], AbstractContextManager[Any]]
 """What each thread enters before it works: grad mode, for one, is a thread's own."""
 WARM = 5
@@ -74,13 +74,14 @@ def time_together(works: Sequence[Work], repeats: int = 21, *, setting: Setting 
     return summary(rounds)
 
 
-def time_steps(steps: Sequence[Step], repeats: int = 30) -> tuple[Timing, Timing]:
-    """Time steps that run at once in kept threads, all beginning each one together: their forwards, and the whole.
+def time_steps(steps: Sequence[Step], repeats: int) -> tuple[Timing, Timing]:
+    """Time steps that run at once in kept threads, all woken for each one together: their forwards, and the whole.
 
-    Each step returns the seconds of its forward and of all of it; the slowest thread's count.
+    Each step returns when it began, when its forward ended and when all of it did; from the first to begin to the last
+    to end is what counts, as in a step's ledger.
     """
     barrier = threading.Barrier(len(steps))
-    found: list[list[tuple[float, float]]] = [[] for _ in steps]
+    found: list[list[tuple[float, float, float]]] = [[] for _ in steps]
 
     def run(i: int) -> None:
         for _ in range(WARM + repeats):
@@ -92,9 +93,11 @@ def time_steps(steps: Sequence[Step], repeats: int = 30) -> tuple[Timing, Timing
         thread.start()
     for thread in threads:
         thread.join()
-    slowest = [[max(times) for times in zip(*together, strict=True)] for together in zip(*found, strict=True)][WARM:]
-    forward, whole = (summary(list(seconds)) for seconds in zip(*slowest, strict=True))
-    return forward, whole
+    begins, forwards, ends = zip(*(zip(*together, strict=True) for together in zip(*found, strict=True)), strict=True)
+    forward_s, whole_s = (
+        [max(last) - min(first) for first, last in zip(begins, marks, strict=True)][WARM:] for marks in (forwards, ends)
+    )
+    return summary(forward_s), summary(whole_s)
 
 
 def time_new_threads(works: Sequence[Work], repeats: int = 21, after: After = lambda results: None) -> Timing:

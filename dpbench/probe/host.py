@@ -75,10 +75,11 @@ def nets() -> Iterator[Figure]:
     A thread that is new has no caches of the libraries that keep some per thread, and none of the allocator's.
     """
     for name, rows in NETS.items():
+        count = repeats(name, rows)
         (forward, whole), (forwards, wholes) = (
-            time_steps([_timed_training(name, rows) for _ in range(count)]) for count in (1, 2)
+            time_steps([_timed_training(name, rows) for _ in range(threads)], count) for threads in (1, 2)
         )
-        how = f"of {name} on {rows} rows beside another thread's, each step begun together, against alone"
+        how = f"of {name} on {rows} rows beside another thread's, woken for each step together, against alone"
         yield ratio(
             f"{name}_forward_2_threads_ratio", forwards, forward,
             f"forward, in a step, {how}: 1 shares nothing, 2 takes turns",
@@ -86,11 +87,20 @@ def nets() -> Iterator[Figure]:
         yield ratio(f"{name}_training_2_threads_ratio", wholes, whole, f"forward and backward {how}")
         works = [_forward(name, rows), _forward(name, rows)]
         yield ratio(
-            f"{name}_forward_2_new_threads_ratio", time_new_threads(works, 31, _backward),
-            time_before(works[0], 31, _backward),
+            f"{name}_forward_2_new_threads_ratio", time_new_threads(works, count, _backward),
+            time_before(works[0], count, _backward),
             "forward in two threads that are started for it, their start included, against one call in a kept thread; "
             "backward follows each, off the clock, so that activations live as long as in a step",
         )  # fmt: skip
+
+
+def repeats(name: str, rows: int) -> int:
+    """Return how often a net is timed: short ones more often, because what they meet differs more."""
+    work = training(name, rows)
+    work()
+    began = time.perf_counter()
+    work()
+    return min(300, max(30, int(0.5 / (time.perf_counter() - began))))
 
 
 def _backward(outputs: list[torch.Tensor]) -> None:
@@ -113,17 +123,17 @@ def training(name: str, rows: int) -> Work:
 
 
 def _timed_training(name: str, rows: int) -> Step:
-    """Return a step that tells its forward's seconds and its own, loss and backward included."""
+    """Return a step that tells when it began, when its forward ended, and when its backward did."""
     model = models.load(name, "small", 0)
     inputs, target = model.batch(rows, 0)
     arguments = models.positional(inputs)
 
-    def step() -> tuple[float, float]:
-        began = time.perf_counter()
+    def step() -> tuple[float, float, float]:
+        began_s = time.perf_counter()
         output = model.module(*arguments)
-        forward_s = time.perf_counter() - began
+        forward_s = time.perf_counter()
         model.loss(output, target).backward()
-        return forward_s, time.perf_counter() - began
+        return began_s, forward_s, time.perf_counter()
 
     return step
 
