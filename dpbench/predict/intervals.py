@@ -34,8 +34,8 @@ Counted: of 161 published steps half are off by more than a factor of two (light
 too fast), of 33 that keep a GPU busy a fifth by more than 32 %."""
 
 ON_HOST = 0.2
-"""The same for a whole step on logical CPU devices, whose phases are put together from measured figures: of nine steps of
-reports/cpu-truth six are within 10 %, two within 23 %, and one, of 3 ms, is off by 41 %."""
+"""The same for a whole step on logical CPU devices, whose phases are put together from measured figures: of nine steps
+in reports/cpu-truth six are within 10 %, two within 23 %, and one, of 3 ms, is off by 41 %."""
 
 
 @lru_cache(maxsize=8)
