@@ -157,8 +157,7 @@ def _fastest(case: Case, profile: Profile, host: Host) -> dict[str, float]:
     found[Phase.FORWARD.value] = forward * host.beside(case.model, "forward_2_threads")
     whole = training * host.beside(case.model, "training_2_threads")
     backward = max(training - forward, whole - found[Phase.FORWARD.value])
-    # what threads take from each other, tensor by tensor, is in the ratio already
-    found[Phase.BACKWARD.value] = backward + host["fastest_backward_more_s"]
+    found[Phase.BACKWARD.value] = backward + host.engine_s(FASTEST, "backward_more", profile.parameter_tensors)
     found[Phase.REDUCE.value] += 1.5 * host.move_s(share)
     found[Phase.OPTIMIZER.value] += host.move_s(OPTIMIZER_PASSES.get(case.optimizer, 8) / 2 * share)
     return found

@@ -20,6 +20,8 @@ from dpbench.records import UNATTRIBUTED
 KIB, MIB = 2**10, 2**20
 SIZES = tuple(32 * KIB * 2**i for i in range(12))
 """32 KiB to 64 MiB."""
+COMPUTED_S = 1e-3
+"""Of computing before each all-reduce."""
 LIMIT_S = 60.0
 
 
@@ -110,16 +112,18 @@ def _rank(backend: str, what: str, *arguments: str) -> list[Any]:
 
 
 def _reduce(sizes: Sequence[int], device: Any) -> list[Any]:
-    """Time each size often, all ranks together."""
+    """Time each size often, after a while of computing, as in a step: cores that idle, or wait, answer otherwise."""
     import torch
     import torch.distributed as dist
 
-    found = []
+    found, square = [], torch.ones(256, 256)
     for size in sizes:
         value = torch.zeros(size // 4, device=device)
         seconds = []
-        for i in range(24 if size <= MIB else 10):
-            dist.barrier()
+        for i in range(63 if size <= MIB else 23):
+            begin = time.perf_counter()
+            while time.perf_counter() < begin + COMPUTED_S:
+                torch.mm(square, square)
             begin = time.perf_counter()
             dist.all_reduce(value)
             if device.type == "cuda":

@@ -51,6 +51,7 @@ def launch(case: Case, entry: Callable[[int], Any], folder: Path) -> list[Any]:
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id=folder.name, rdzv_backend="c10d",
         rdzv_endpoint="localhost:0", start_method="fork", max_restarts=0, monitor_interval=0.02,
+        local_addr="127.0.0.1",  # a name is looked up with locks, which a fork may have left closed
     )  # fmt: skip
     results = elastic_launch(config, _rank)(case, entry, os.getpid())
     return [results[rank] for rank in range(ranks)]
