@@ -35,7 +35,7 @@ too fast), of 33 that keep a GPU busy a fifth by more than 32 %."""
 
 ON_HOST = 0.2
 """The same for a whole step on logical CPU devices, whose phases are put together from measured figures: of nine steps
-in reports/cpu-truth six are within 10 %, two within 23 %, and one, of 3 ms, is off by 41 %."""
+in reports/cpu-truth eight are within 19 %, and one, of 3 ms, is off by 33 %."""
 
 
 @lru_cache(maxsize=8)
