@@ -348,6 +348,8 @@ def test_predictions_are_a_table_with_their_labels_and_a_run_of_a_store(tmp_path
         (["--machine", "dgx-a100", "--models", "resnet50", "--schedules", "zero2"], "unknown schedule 'zero2'"),
         (["--machine", "dgx-a100", "--models", "resnet50", "--quick", "--strategies", "dp", "--schedules", "zero1"],
          "no formula for"),
+        (["--machine", "dgx-a100", "--models", "resnet50", "--strategies", "torch_dp", "--devices", "16"],
+         "dgx-a100 has 8 GPUs"),
     ],
 )  # fmt: skip
 def test_a_wrong_question_is_told_the_way_out(arguments: list[str], message: str) -> None:

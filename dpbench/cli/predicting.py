@@ -70,7 +70,8 @@ def predict(table: Path | None, as_json: bool, all_rows: bool, **options: Any) -
         schedules=tuple(one for given in options["schedules"] for one in given) or ("reference",),
         size=options["size"], precision=options["precision"], **batches,
     )  # fmt: skip
-    asked = [case for case in asked if case.strategy == "ddp" or case.devices <= described.gpu.count]
+    # of several nodes only ddp uses more than one; where nothing else was asked for, predicting says so
+    asked = [case for case in asked if case.strategy == "ddp" or case.devices <= described.gpu.count] or asked
     _check(described, options)
     samples = next(iter(batches["batch_per_device"] or batches["batch_sizes"]))
     known = (options["step_s"], samples) if options["step_s"] else None
