@@ -64,6 +64,7 @@ class Predictor:
         """Return one case's prediction; raises Unknown for what the machine does not say."""
         if self.machine.logical:
             return self._on_host(case)
+        simulation.check(case, self.machine)
         profile = self.profile(case)
         seconds = self._seconds(case, self.machine, self.constants, profile)
         spans: tuple[Span, ...] = ()

@@ -39,6 +39,20 @@ class Timeline:
         ]
 
 
+def check(case: Case, machine: Machine) -> None:
+    """Raise Unknown where a machine has too few devices for a case."""
+    if case.devices > machine.devices:
+        raise Unknown(
+            f"{case.label}: {machine.name} has {machine.devices} GPUs ({machine.nodes} nodes of {machine.gpu.count}), "
+            f"and the case wants {case.devices}; give --devices up to {machine.devices}, or a machine with more nodes"
+        )
+    if case.strategy in ONE_PROCESS and case.devices > machine.gpu.count:
+        raise Unknown(
+            f"{case.label}: {case.strategy} drives all devices from one process, and a node of {machine.name} has "
+            f"{machine.gpu.count} GPUs; give --devices up to {machine.gpu.count}, or --strategies ddp"
+        )
+
+
 def step(
     case: Case,
     profile: Profile,
@@ -51,16 +65,7 @@ def step(
 
     Raises Unknown where the machine has fewer devices than the case, or no way between two of them.
     """
-    if case.devices > machine.devices:
-        raise Unknown(
-            f"{case.label}: {machine.name} has {machine.devices} GPUs ({machine.nodes} nodes of {machine.gpu.count}), "
-            f"and the case wants {case.devices}; give --devices up to {machine.devices}, or a machine with more nodes"
-        )
-    if case.strategy in ONE_PROCESS and case.devices > machine.gpu.count:
-        raise Unknown(
-            f"{case.label}: {case.strategy} drives all devices from one process, and a node of {machine.name} has "
-            f"{machine.gpu.count} GPUs; give --devices up to {machine.gpu.count}, or --strategies ddp"
-        )
+    check(case, machine)
     tasks = only(_tasks(case, profile), phases)
     jobs, number, capacity = costs.jobs(tasks, case, profile, machine, constants)
     times = events.simulate(jobs, capacity)
