@@ -82,7 +82,8 @@ def rows(trials: Iterable[Trial]) -> list[Row]:
         groups.setdefault((trial.case, trial.source), []).append(trial)
     series = {key: measured(group) for key, group in groups.items()}
     table = [_row(case, group, series[case, source]) for (case, source), group in groups.items()]
-    return [_compared(row, series) for row in table]
+    steps = {(row.case, row.source): row.step for row in table if row.step}
+    return [_compared(row, series, steps) for row in table]
 
 
 def _order(trial: Trial) -> tuple[object, ...]:
@@ -114,7 +115,7 @@ def _row(case: Case, trials: Sequence[Trial], series: stats.Rounds) -> Row:
     )  # fmt: skip
     if not good:
         return row
-    step = stats.median(series)
+    step = _stated(good[-1]) or stats.median(series)
     busy, source = _busy(good)
     memory = _memory(good)
     others = [size for device, size in memory.items() if device > 0]
@@ -136,6 +137,15 @@ def _row(case: Case, trials: Sequence[Trial], series: stats.Rounds) -> Row:
     )
 
 
+def _stated(trial: Trial) -> Estimate | None:
+    """Return a predicted step with the interval that was stated with it, which is to hold 80 %."""
+    interval = trial.provenance.get("interval_80_s")
+    if trial.source is not Source.PREDICTED or not interval:
+        return None
+    low_s, high_s = interval
+    return Estimate(trial.steps[-1].seconds, low_s, high_s, 1)
+
+
 def _memory(trials: Sequence[Trial]) -> dict[int, int]:
     """Return each device's highest peak over the trials."""
     peaks: dict[int, int] = {}
@@ -155,7 +165,9 @@ def labels(trial: Trial) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _compared(row: Row, series: Mapping[tuple[Case, Source], stats.Rounds]) -> Row:
+def _compared(
+    row: Row, series: Mapping[tuple[Case, Source], stats.Rounds], steps: Mapping[tuple[Case, Source], Estimate]
+) -> Row:
     """Add speed-up and efficiency against `single`, at equal global work if that was run, else per device."""
     mine = series[row.case, row.source]
     if not mine:
@@ -164,7 +176,11 @@ def _compared(row: Row, series: Mapping[tuple[Case, Source], stats.Rounds]) -> R
     if base is None:
         return row
     strong = base.batch_size == row.case.batch_size
-    speedup = _scaled(stats.ratio(series[base, row.source], mine), row.case.batch_size / base.batch_size)
+    if row.source is Source.PREDICTED and row.step:
+        ratio = stats.quotient(steps[base, row.source], row.step)
+    else:
+        ratio = stats.ratio(series[base, row.source], mine)
+    speedup = _scaled(ratio, row.case.batch_size / base.batch_size)
     efficiency = None if row.case.strategy in ONE_DEVICE else _scaled(speedup, 1 / row.case.devices)
     return replace(row, speedup=speedup, scaling="strong" if strong else "weak", efficiency=efficiency)
 

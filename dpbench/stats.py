@@ -68,6 +68,14 @@ def ratio(numerator: Rounds, denominator: Rounds, *, paired: bool = True, seed: 
     return _exponential(value, draws, min(len(top), len(bottom)), widened=True)
 
 
+def quotient(numerator: Estimate, denominator: Estimate) -> Estimate:
+    """Return the ratio of two estimates of which only the intervals are known, as if they were independent."""
+    up = math.hypot(math.log(numerator.high / numerator.value), math.log(denominator.value / denominator.low))
+    down = math.hypot(math.log(numerator.value / numerator.low), math.log(denominator.high / denominator.value))
+    value = numerator.value / denominator.value
+    return Estimate(value, value * math.exp(-down), value * math.exp(up), min(numerator.n, denominator.n))
+
+
 def difference(first: Rounds, second: Rounds, *, seed: int = 0) -> Estimate:
     """Return median(first) - median(second) with its interval, by the rounds that both have."""
     generator = np.random.default_rng(seed)

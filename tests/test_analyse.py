@@ -348,3 +348,21 @@ def test_comparing_a_run_with_itself_is_the_same_and_with_a_slower_one_slower() 
     assert same.verdict == "same"
     assert (found.verdict, found.ratio.value) == ("slower", pytest.approx(2 / 3, rel=1e-3))
     assert analyse.compare(before, [failed(case())]) == []
+
+
+def test_a_prediction_keeps_the_interval_that_was_stated_with_it() -> None:
+    def predicted(case: Case, step_s: float, low_s: float, high_s: float) -> Trial:
+        return Trial(
+            case=case, source=Source.PREDICTED, steps=(Step(step_s, False, step_s),),
+            provenance={"interval_80_s": [low_s, high_s]},
+        )  # fmt: skip
+
+    single = Case(model="mlp", strategy="single", batch_size=8, device_kind="cuda")
+    ddp = Case(model="mlp", strategy="ddp", devices=2, batch_size=8, device_kind="cuda")
+    one, two = analyse.rows([predicted(single, 0.2, 0.1, 0.4), predicted(ddp, 0.1, 0.1, 0.2)])
+    assert one.step is not None
+    assert (one.step.low, one.step.value, one.step.high) == (0.1, 0.2, 0.4)
+    assert two.speedup is not None
+    assert two.speedup.value == pytest.approx(2.0)
+    # single may be half as long and ddp twice: together a factor of 2 ** sqrt(2) down, and of 2 up
+    assert (two.speedup.low, two.speedup.high) == (pytest.approx(2 / 2**2**0.5), pytest.approx(4.0))

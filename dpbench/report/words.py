@@ -92,7 +92,7 @@ def rounds(rows: Sequence[Row]) -> str:
     """Say how many rounds stand behind the numbers."""
     counts = sorted({row.rounds for row in rows if row.source is Source.MEASURED})
     if not counts:
-        return "Predicted: nothing here was measured."
+        return "Predicted, with 80% intervals: nothing here was measured."
     span = f"{counts[0]}–{counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
     return f"Medians with 95% intervals over {span} round{'' if counts[-1] == 1 else 's'}."
 
