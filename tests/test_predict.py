@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -408,30 +407,6 @@ def test_known_losses_and_optimizers_follow_the_work_that_is_done() -> None:
     assert phase_s(local, Phase.LOSS) == pytest.approx(phase_s(single, Phase.LOSS))
     whole, shared = (seconds(case_of("dp", 4, schedule=name), profile, on) for name in ("flat_optimizer", "zero1"))
     assert whole - shared > 0.5 * 8e-3, "each has a quarter of the optimizer"
-
-
-class Weighted:
-    """A model that hides a tensor in its loss: fake tensors do not know it."""
-
-    weight = torch.ones(10)
-
-    @staticmethod
-    def build(size: str) -> torch.nn.Module:
-        return torch.nn.Linear(64, 10)
-
-    @staticmethod
-    def batch(n: int, seed: int, size: str) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.zeros(n, 64), torch.zeros(n, dtype=torch.int64)
-
-    loss = torch.nn.CrossEntropyLoss(weight=weight)
-
-
-def test_a_model_that_cannot_be_traced_is_counted_and_said_to_be() -> None:
-    predictor = cases.Predictor(machine.load("dgx-a100"))
-    case = Case(model="tests.test_predict:Weighted", strategy="single", batch_size=8, device_kind="cuda")
-    assert predictor.predict(case).profile == "counted"
-    given = replace(predictor, given=(0.05, 8)).predict(case)
-    assert given.seconds == pytest.approx(0.05)
 
 
 def test_a_faster_host_helps_a_launch_bound_net_that_was_traced() -> None:
