@@ -75,6 +75,9 @@ class Device(Protocol):
     def guard(self) -> AbstractContextManager[Any]:
         """Make this device and its stream current in this thread."""
 
+    def settle(self) -> None:
+        """Keep the calling thread where this device is, if that is a place among the host's: a core."""
+
     def wait(self, other: Device) -> None:
         """Order what is queued here from now on after all that `other` has queued so far."""
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 FLOORS = (
-    {"records", "devices", "nvml", "machine", "registry", "lifeline", "schedule", "columns"},
+    {"records", "devices", "nvml", "machine", "registry", "lifeline", "schedule", "columns", "cores", "heap"},
     {
         "engine",
         "models",

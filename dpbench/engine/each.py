@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -31,8 +32,12 @@ def on_each(
     settings = capture(compat=compat)
     guards = [device.guard() for device in devices]
 
+    caller = threading.get_ident()
+
     def run(i: int) -> None:
         try:
+            if threading.get_ident() != caller:
+                devices[i].settle()
             with settings(), guards[i]:
                 results[i] = work(i)
         except BaseException as error:  # whatever it is, it belongs to the caller

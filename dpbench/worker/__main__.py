@@ -33,13 +33,14 @@ import torch._dynamo
 import torch.distributed.launcher.api
 import torch.optim
 
-from dpbench import registry
+from dpbench import heap, registry
 from dpbench.records import Case, Effort
 from dpbench.worker import trial as trials
 
 
 def serve() -> None:
     """Answer requests until stdin ends."""
+    heap.keep()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends us
     for folder in ("strategies", "models"):
         for name in registry.names(folder):

@@ -73,6 +73,8 @@ def prepare(case: Case, strategy: ModuleType, rank: int | None = None) -> Subjec
     threads = getattr(strategy, "threads", lambda case: 1)
     torch.set_num_threads(threads(case))
     devices = _devices(case, strategy, rank)
+    if threads(case) == 1:  # and not where one device is all cores
+        devices[0].settle()
     at = [time.perf_counter()]
     verified = _verify(case, strategy, devices, rank)
     at.append(time.perf_counter())

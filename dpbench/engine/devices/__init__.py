@@ -94,14 +94,14 @@ def open_devices(
     shared_stream: bool = False,
     own_processes: bool = False,
 ) -> list[Device]:
-    """Return `count` devices as a case describes them.
+    """Return `count` devices as a case describes them; a logical CPU device has a core of its own.
 
     Spread takes the first `count` of `ids` (or of all GPUs); colocated puts every replica on the first.
     `own_processes` says that each device will be used in another process. Raises ValueError where this machine
     has fewer.
     """
     if kind == "cpu":
-        return resolve(["cpu"] * count)
+        return [cast(Device, CpuDevice(index, core=index)) for index in range(count)]
     if kind == "emulated":
         return _emulated([0] * count if placement == "colocated" else list(ids[:count]) or list(range(count)))
     if kind != "cuda":

@@ -30,6 +30,9 @@ class HostDevice:
         """Do nothing: the host is always current, and has no streams."""
         return nullcontext()
 
+    def settle(self) -> None:
+        """Do nothing: where no core is the device's, threads run where they like."""
+
     def wait(self, other: Device) -> None:
         """Do nothing: host work is done when its call returns."""
 

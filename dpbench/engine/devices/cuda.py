@@ -65,6 +65,9 @@ class CudaDevice:
         device, stream = torch.cuda.device(self.ordinal), torch.cuda.stream(self.stream)
         return _Entered(stack, (device, stream))
 
+    def settle(self) -> None:
+        """Do nothing: the device is not one of the host's cores."""
+
     def wait(self, other: Device) -> None:
         """Let this stream wait for the other's."""
         stream = getattr(other, "stream", None)

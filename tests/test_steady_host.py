@@ -1,0 +1,127 @@
+"""What keeps host times steady: threads that stay on a core, and memory that stays with the process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from dpbench import cores, models
+from dpbench.engine import DataParallel, parallel_apply
+from dpbench.engine.devices import open_devices, resolve
+from dpbench.engine.workers import Pool, Serial, Spawn, Workers
+from dpbench.records import Case, Effort
+from dpbench.worker import trial
+
+ROOT = Path(__file__).parent.parent
+linux = pytest.mark.skipif(not cores.CORES, reason="threads cannot be bound to cores here")
+
+
+def here() -> set[int]:
+    return os.sched_getaffinity(0)
+
+
+def core(number: int) -> set[int]:
+    return {cores.CORES[number % len(cores.CORES)]}
+
+
+class Where(nn.Module):
+    """Tells in which thread, and on which cores, it ran."""
+
+    def forward(self, x: torch.Tensor) -> tuple[int, set[int]]:
+        return threading.get_ident(), here()
+
+
+@linux
+def test_a_thread_stays_and_roams_again() -> None:
+    with cores.staying(1):
+        assert here() == core(1)
+        cores.stay(len(cores.CORES))
+        assert here() == core(0), "they are counted round"
+    assert here() == set(cores.CORES)
+
+
+@linux
+@pytest.mark.parametrize("workers", [Spawn(), Pool()])
+def test_replicas_of_a_case_work_on_a_core_each_and_the_caller_stays_where_it_is(workers: Workers) -> None:
+    devices = open_devices("cpu", 2)
+    for _ in range(2):
+        found = parallel_apply([Where(), Where()], [torch.ones(1)] * 2, None, devices, workers=workers)
+        for i, (thread, where) in enumerate(found):
+            assert where == (set(cores.CORES) if thread == threading.get_ident() else core(i))
+    assert here() == set(cores.CORES)
+    workers.close()
+
+
+@linux
+def test_one_thread_for_all_replicas_is_not_moved_about() -> None:
+    found = parallel_apply([Where()] * 2, [torch.ones(1)] * 2, None, open_devices("cpu", 2), workers=Serial())
+    assert [where for _, where in found] == 2 * [set(cores.CORES)]
+
+
+@linux
+def test_a_users_own_threads_go_where_they_like() -> None:
+    found = parallel_apply([Where()] * 2, [torch.ones(1)] * 2, None, resolve(["cpu", "cpu"]))
+    assert [where for _, where in found] == 2 * [set(cores.CORES)]
+    assert DataParallel(nn.Linear(2, 2), ["cpu", "cpu"])(torch.ones(4, 2)).shape == (4, 2)
+    assert here() == set(cores.CORES)
+
+
+@linux
+@pytest.mark.parametrize(("strategy", "expected"), [("single", core(0)), ("single_all_cores", set(cores.CORES))])
+def test_a_worker_stays_on_its_devices_core_unless_the_device_is_all_cores(
+    strategy: str, expected: set[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[set[int]] = []
+    load = models.load
+
+    def watched(*arguments: object) -> models.Model:
+        seen.append(here())
+        return load(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(models, "load", watched)
+    try:
+        done = trial.run(Case(model="mlp", strategy=strategy, batch_size=4), Effort(budget_s=0.01), tmp_path)
+        assert done.status == "ok"
+        assert seen
+        assert all(where == expected for where in seen)
+    finally:
+        cores.roam()
+        torch.set_num_threads(1)
+
+
+FAULTS = """
+import resource, sys, threading
+from dpbench import heap
+if sys.argv[1] == "keep":
+    heap.keep()
+import torch
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        blocks = []
+        thread = threading.Thread(target=lambda: blocks.extend(torch.ones(2**18) for _ in range(16)))
+        thread.start()
+        thread.join()
+        blocks.clear()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+faults()
+print(faults())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
+def test_memory_that_is_kept_is_not_faulted_in_anew() -> None:
+    found = {}
+    for mode in ("keep", "default"):
+        command = [sys.executable, "-c", FAULTS, mode]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        found[mode] = int(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
+    assert found["keep"] < 100
+    assert found["default"] > 10 * found["keep"] + 1000
