@@ -6,9 +6,14 @@ that no span covers is `unattributed`: it comes from coverage, never from a subt
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TypeVar
 
 from dpbench.records import HOST, UNATTRIBUTED, Phase, Span, Step, Trial
+
+Value = TypeVar("Value")
 
 
 def charge(step: Step, spans: Iterable[Span]) -> dict[tuple[str, int], float]:
@@ -59,6 +64,41 @@ def of_trial(trial: Trial) -> list[dict[str, float]]:
     """Return `phases` of every step of a trial, warm-up included."""
     rows = by_step(trial.spans, len(trial.steps))
     return [phases(step, spans) for step, spans in zip(trial.steps, rows, strict=True)]
+
+
+def joined(parts: Sequence[Trial]) -> tuple[tuple[Step, ...], tuple[Span, ...]]:
+    """Return the steps and spans of ranks together: a step is that of the rank that finished it last.
+
+    A reduction begins when the last rank arrives, until when nothing is reduced: what the others wait is charged to
+    what the last one does.
+    """
+    steps = tuple(max(row, key=lambda step: step.end_s) for row in zip(*(part.steps for part in parts), strict=False))
+    spans = [span for part in parts for span in part.spans]
+    arrived: dict[int, float] = {}
+    for span in spans:
+        if span.phase is Phase.REDUCE:
+            arrived[span.step] = max(span.start_s, arrived.get(span.step, span.start_s))
+    return steps, tuple(
+        replace(span, start_s=min(span.end_s, arrived[span.step])) if span.phase is Phase.REDUCE else span
+        for span in spans
+    )
+
+
+def typical(trial: Trial) -> dict[str, float]:
+    """Return a typical step's seconds by part: means over the middle half of the timed steps, by their seconds.
+
+    Unlike medians of each part they sum to a step, and a step that something disturbed does not count either.
+    """
+    timed = [(step.seconds, parts) for step, parts in zip(trial.steps, of_trial(trial), strict=True) if not step.warmup]
+    rows = [parts for _, parts in middle_half(sorted(timed, key=lambda one: one[0]))]
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: statistics.mean(row.get(name, 0.0) for row in rows) for name in names}
+
+
+def middle_half(ordered: Sequence[Value]) -> Sequence[Value]:
+    """Return a sorted series without its lowest and its highest quarter; a short one is left as it is."""
+    aside = len(ordered) // 4
+    return ordered[aside : len(ordered) - aside]
 
 
 def occupied(trial: Trial) -> dict[int, list[float]]:

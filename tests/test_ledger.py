@@ -187,3 +187,41 @@ def test_a_planted_sleep_shows_where_it_was_planted(plant: str, where: tuple[str
         if abs(shares[-1] - 1) <= 0.1:
             return
     pytest.fail(f"of the planted sleep {shares} show under {where}")
+
+
+def test_a_typical_steps_parts_sum_to_it_and_a_disturbed_step_does_not_count() -> None:
+    """Two parts take turns in taking long: the medians of the parts, 1 and 1, would sum to no step that there was."""
+    each = [(1, 9), (9, 1), (1, 9), (9, 1), (1, 9), (9, 1), (1, 500), (0.5, 0.5)]
+    steps = tuple(Step(sum(pair), False, 100.0 + sum(pair)) for pair in each)
+    spans = tuple(
+        made
+        for n, (a, b) in enumerate(each)
+        for made in (span(0, a, "forward", step=n), span(a, a + b, "backward", step=n))
+    )
+    warm = Step(7.0, True, 107.0)
+    trial = Trial(case=Case(model="mlp", strategy="single", batch_size=2), steps=(*steps, warm), spans=spans)
+    found = ledger.typical(trial)
+    assert found["forward"] + found["backward"] == pytest.approx(10)
+    assert found["forward"] == pytest.approx(5)
+    assert found[UNATTRIBUTED] == 0
+
+
+def test_a_reduction_of_ranks_begins_when_the_last_one_arrives() -> None:
+    """Rank 0 waits from 2 to 6 for rank 1's backward: that is backward, not communication."""
+    case = Case(model="mlp", strategy="ddp", batch_size=2, devices=2)
+    early = Trial(case=case, steps=(Step(8.0, False, 108.0),), spans=(span(0, 2, "backward"), span(2, 8, "reduce")))
+    late = Trial(
+        case=case, steps=(Step(7.0, False, 107.5),),
+        spans=(span(0, 6, "backward", device=1), span(6, 7.5, "reduce", device=1)),
+    )  # fmt: skip
+    steps, spans = ledger.joined([early, late])
+    assert steps == (Step(8.0, False, 108.0),)
+    assert ledger.phases(steps[0], spans) == {"backward": 6.0, "reduce": 2.0, UNATTRIBUTED: 0.0}
+
+
+def test_a_rank_that_left_before_another_arrived_has_reduced_nothing() -> None:
+    case = Case(model="mlp", strategy="ddp", batch_size=2, devices=2)
+    gone = Trial(case=case, steps=(Step(4.0, False, 104.0),), spans=(span(2, 3, "reduce"),))
+    late = Trial(case=case, steps=(Step(8.0, False, 108.0),), spans=(span(6, 8, "reduce", device=1),))
+    _, spans = ledger.joined([gone, late])
+    assert [s.end_s - s.start_s for s in spans] == [0.0, 2.0]

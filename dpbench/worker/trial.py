@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from dpbench import registry
-from dpbench.records import HOST, Case, Effort, Memory, Status, Step, Trial, Verified
+from dpbench import ledger, registry
+from dpbench.records import HOST, Case, Effort, Memory, Status, Trial, Verified
 from dpbench.worker import selfcheck
 from dpbench.worker.loop import measure, measure_together, prepare
 
@@ -177,10 +177,10 @@ def _verified(reason: str) -> Verified:
 
 
 def merge(parts: Sequence[Trial]) -> Trial:
-    """Join the ranks' trials: a step is that of the rank that finished it last; spans and samples are all kept."""
+    """Join the ranks' trials; see `ledger.joined` for their steps and spans. Samples are all kept."""
     if len(parts) == 1:
         return parts[0]
-    steps: list[Step] = [max(row, key=lambda step: step.end_s) for row in zip(*(p.steps for p in parts), strict=False)]
+    steps, spans = ledger.joined(parts)
     resident = sum(m.peak_bytes for part in parts for m in part.memory if m.device == HOST)
     of_devices = tuple(m for part in parts for m in part.memory if m.device != HOST)
     order = list(Verified)
@@ -188,8 +188,8 @@ def merge(parts: Sequence[Trial]) -> Trial:
     return replace(
         parts[0],
         verified=max((part.verified for part in parts), key=order.index),
-        steps=tuple(steps),
-        spans=tuple(span for part in parts for span in part.spans),
+        steps=steps,
+        spans=spans,
         samples=tuple(sample for part in parts for sample in part.samples),
         memory=(*of_devices, Memory(HOST, resident, "rss")),
         setup={stage: slowest(stage) for stage in parts[0].setup},
