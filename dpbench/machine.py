@@ -88,7 +88,7 @@ class Machine:
     nodes: int = 1
     collective: Collective | None = None
     probe: Mapping[str, float] = field(default_factory=dict, compare=False)
-    """Figures of `dpbench probe` by name: medians where it took some, because steps are compared by theirs."""
+    """Figures of `dpbench probe` by name."""
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
@@ -183,10 +183,10 @@ def _each(text: str) -> list[str]:
 
 
 def _figure(row: Any, where: str) -> float:
-    """Return a figure of the probe: its median if it has one."""
+    """Return a figure of the probe."""
     if not isinstance(row, Mapping) or "value" not in row:
-        raise Unknown(f"machine {where}: a table with value, and median if there is one; got {row!r}")
-    return float(row.get("median", row["value"]))
+        raise Unknown(f"machine {where}: a table with a value; got {row!r}")
+    return float(row["value"])
 
 
 def _record(kind: Any, data: Mapping[str, Any], where: str) -> Any:

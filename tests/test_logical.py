@@ -22,12 +22,12 @@ FIGURES = {
     "copy_64_kib_bytes_per_s": 2.0**40, "copy_1024_kib_bytes_per_s": 2.0**20,
     "all_reduce_32_kib_s": 0.01, "all_reduce_1024_kib_s": 0.32,
     "resnet18_forward_2_threads_ratio": 1.2, "resnet18_forward_2_new_threads_ratio": 1.5,
-    "resnet18_training_2_threads_ratio": 1.1, "resnet18_2_processes_ratio": 1.0,
-    "resnet18_2_processes_in_step_ratio": 1.0,
+    "resnet18_training_2_threads_ratio": 1.1,
+    "resnet18_forward_2_processes_ratio": 1.0, "resnet18_training_2_processes_ratio": 1.0,
     **{
         f"{schedule}_{phase}_{part}": 0.0
-        for schedule in ("reference", "fastest")
-        for phase in (*ENGINE, "backward_more", "optimizer_more")
+        for schedule in ("reference", "fastest_pool", "fastest_serial")
+        for phase in (*ENGINE, "loss_more", "backward_more", "optimizer_more")
         for part in ("s", "tensor_s")
     },
     **{
@@ -64,8 +64,18 @@ def test_fastest_goes_forward_and_backward_in_kept_threads() -> None:
     assert found["forward"] + found["backward"] == pytest.approx(6.0 * 1.1)
 
 
+def test_fastest_does_without_threads_where_they_cost_more() -> None:
+    host = Host({**FIGURES, "resnet18_training_2_threads_ratio": 1.9, "fastest_pool_unattributed_s": 9.0})
+    found = step(case("dp", "fastest"), PROFILE, host)
+    assert found["forward"] == pytest.approx(2 * 2.0), "one replica after the other"
+    assert found["backward"] == pytest.approx(2 * 4.0)
+    assert found["loss"] == pytest.approx(2 * 0.01)
+    assert found["reduce"] == pytest.approx(1.5), "of all bytes: nobody else sums the other half"
+    assert found["unattributed"] == 0.0
+
+
 def test_the_device_with_most_small_gradients_is_waited_for() -> None:
-    host = Host({**FIGURES, "fastest_reduce_tensor_s": 0.1})
+    host = Host({**FIGURES, "fastest_pool_reduce_tensor_s": 0.1})
     even = step(case("dp", "fastest"), PROFILE, host)["reduce"]
     skewed = replace(PROFILE, gradient_bytes=(4, 4, 4, 2**20 - 12))
     assert even == pytest.approx(4 * 0.1 + 1.5 / 2, rel=0.01)
@@ -76,8 +86,13 @@ def test_ddp_waits_for_its_last_bucket() -> None:
     found = step(case("ddp"), PROFILE, HOST)
     assert found["forward"] == pytest.approx(2.0)
     assert found["reduce"] == pytest.approx(1.0 + 0.32), "the copies to and from the bucket, and an all-reduce of it"
-    late = Host({**FIGURES, "resnet18_2_processes_in_step_ratio": 1.25})
-    assert step(case("ddp"), PROFILE, late)["reduce"] == pytest.approx(1.32 + 0.25 * 6 - 0.01)
+
+
+def test_ranks_take_from_each_other_what_the_probe_saw() -> None:
+    beside = {"resnet18_forward_2_processes_ratio": 1.5, "resnet18_training_2_processes_ratio": 1.25}
+    found, plain = step(case("ddp"), PROFILE, Host({**FIGURES, **beside})), step(case("ddp"), PROFILE, HOST)
+    assert found["forward"] == pytest.approx(2.0 * 1.5)
+    assert found["forward"] + found["backward"] - plain["forward"] - plain["backward"] == pytest.approx(0.25 * 6.0)
 
 
 def test_what_ddp_costs_beside_the_net_is_a_step_and_a_parameters() -> None:
@@ -130,11 +145,11 @@ def test_a_file_without_a_figure_says_how_to_write_it_anew() -> None:
         predictor.predict(case("dp", "reference"))
 
 
-def test_figures_are_medians_where_the_probe_took_some() -> None:
+def test_figures_are_read_by_name() -> None:
     table = {
         "peer_access": False, "gpu": {"name": "x", "count": 1},
         "link": [{"between": ["gpu0", "cpu0"], "kind": "memory", "bytes_per_s": 1e10}],
-        "probe": {"a_s": {"value": 2.0, "median": 3.0, "how": ""}, "a_ratio": {"value": 2.0, "how": ""}},
+        "probe": {"a_s": {"value": 3.0, "low": 2.0, "high": 4.0, "how": ""}, "a_ratio": {"value": 2.0, "how": ""}},
     }  # fmt: skip
     assert machine.read(table, "here").probe == {"a_s": 3.0, "a_ratio": 2.0}
 

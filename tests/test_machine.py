@@ -117,5 +117,5 @@ def test_a_figure_of_the_probe_is_a_table_with_a_value(row: object) -> None:
         "peer_access": False, "gpu": {"name": "x", "count": 1}, "probe": {"a_s": row},
         "link": [{"between": ["gpu0", "cpu0"], "kind": "memory", "bytes_per_s": 1e10}],
     }  # fmt: skip
-    with pytest.raises(Unknown, match=r"here: \[probe.a_s\]: a table with value"):
+    with pytest.raises(Unknown, match=r"here: \[probe.a_s\]: a table with a value"):
         machine.read(table, "here")

@@ -1,10 +1,11 @@
 """Predicted against measured steps on this machine's CPU: dpbench's own engine, and DistributedDataParallel on gloo.
 
-    python benchmarks/scripts/cpu_truth.py [--machine FILE.toml] [--rounds 7] [--batch 64] [--into reports/cpu-truth]
+    python benchmarks/scripts/cpu_truth.py [--blocks 3] [--rounds 3] [--batch 64] [--into reports/cpu-truth]
 
-Predictions see two things alone: the strategy `single` at the batch and at half of it, and the file that `dpbench
-probe` writes (made first, if none is given). They are compared with medians of interleaved rounds: steps are to be
-within 10 %, phases above 5 % of a step within 20 %. Takes about five minutes; let nothing else run meanwhile.
+A block is a `dpbench probe`, then interleaved rounds. Its predictions see two things alone: its own machine file, and
+its own steps of the strategy `single` at the batch and at half of it. The median of the blocks' predictions is compared
+with the median of all rounds' typical steps: steps are to be within 10 %, phases above 5 % of a step within 20 %.
+Takes about seven minutes; let nothing else run meanwhile.
 """
 
 from __future__ import annotations
@@ -26,17 +27,22 @@ STEP, STEP_GOAL, PHASE_GOAL, PHASE_SHARE = "step", 0.10, 0.20, 0.05
 
 @dataclass(frozen=True)
 class Row:
-    """One step, or one phase of it: predicted, and the median and the quartiles of the rounds' medians."""
+    """One step, or one phase of it: predicted in each block, and the median and the quartiles of the rounds."""
 
     model: str
     case: str
     part: str
-    predicted_s: float
+    predictions_s: tuple[float, ...]
     measured_s: float
     low_s: float
     high_s: float
     share: float
     counts: bool
+
+    @property
+    def predicted_s(self) -> float:
+        """Return the median of the blocks' predictions."""
+        return statistics.median(self.predictions_s)
 
     @property
     def error(self) -> float:
@@ -72,7 +78,7 @@ def cases(models: Sequence[str], batch: int) -> list[Any]:
 
 
 def measure(planned: Sequence[Any], store: Path, rounds: int) -> list[Any]:
-    """Return the trials of all rounds, interleaved; a store that has them already is read."""
+    """Return the trials of a block's rounds, interleaved; a store that has them already is read."""
     from dpbench import run
     from dpbench.store import Store
 
@@ -82,52 +88,62 @@ def measure(planned: Sequence[Any], store: Path, rounds: int) -> list[Any]:
 
 
 def parts_of(trials: Iterable[Any]) -> dict[str, list[float]]:
-    """Return the median of each phase, and of the step, of every round."""
+    """Return the phases, and their sum, of every round's typical step."""
     from dpbench import ledger
 
     found: dict[str, list[float]] = {}
     for trial in trials:
-        table = [
-            {STEP: step.seconds, **seconds}
-            for step, seconds in zip(trial.steps, ledger.of_trial(trial), strict=True)
-            if not step.warmup
-        ]
-        for part in {name for row in table for name in row}:
-            found.setdefault(part, []).append(statistics.median(row.get(part, 0.0) for row in table))
+        parts = ledger.typical(trial)
+        for part, seconds in {STEP: sum(parts.values()), **parts}.items():
+            found.setdefault(part, []).append(seconds)
     return found
 
 
-def compare(trials: Sequence[Any], store: Path, machine: Path) -> Iterator[Row]:
-    """Yield every prediction beside what was measured."""
+def predict(asked: Sequence[Any], store: Path, machine: Path) -> dict[Any, dict[str, float]]:
+    """Return what one block's probe and steps of one device say of each case: its phases and their sum."""
     from dpbench import ledger
     from dpbench import machine as machines
     from dpbench.predict import stored
     from dpbench.predict.cases import Predictor
 
     described = machines.load(str(machine))
-    good = [trial for trial in trials if trial.status == "ok"]
-    asked = sorted({trial.case for trial in good if trial.case.strategy != "single"}, key=lambda case: case.label)
     steps = stored.read(store, asked, described)
     predictor = Predictor(described, measured={key: one.profile for key, one in steps.items()})
+    found = {}
     for case in asked:
         (phases,) = ledger.of_trial(predictor.predict(case).trial())
-        yield from _rows(case, phases, parts_of(trial for trial in good if trial.case == case))
+        found[case] = {STEP: sum(phases.values()), **phases}
+    return found
 
 
-def _rows(case: Any, predicted: Mapping[str, float], measured: Mapping[str, Sequence[float]]) -> Iterator[Row]:
+def compare(blocks: Sequence[tuple[Path, Path, Sequence[Any]]]) -> Iterator[Row]:
+    """Yield every prediction beside what was measured; a block is its machine file, its store and its trials."""
+    good = [trial for _, _, trials in blocks for trial in trials if trial.status == "ok"]
+    asked = sorted({trial.case for trial in good if trial.case.strategy != "single"}, key=lambda case: case.label)
+    predicted = [predict(asked, store, machine) for machine, store, _ in blocks]
+    for case in asked:
+        measured = parts_of(trial for trial in good if trial.case == case)
+        yield from _rows(case, [one[case] for one in predicted], measured)
+
+
+def _rows(
+    case: Any, predicted: Sequence[Mapping[str, float]], measured: Mapping[str, Sequence[float]]
+) -> Iterator[Row]:
     whole = statistics.median(measured[STEP])
     name = f"{case.strategy}[{case.schedule}]" if case.schedule else case.strategy
-    for part in (STEP, *(part for part in measured if part != STEP)):
-        seconds = measured[part]
+    for part, seconds in measured.items():
         low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
-        mine = sum(predicted.values()) if part == STEP else predicted.get(part, 0.0)
         share = middle / whole
-        yield Row(case.model, name, part, mine, middle, low, high, share, part == STEP or share > PHASE_SHARE)
+        predictions = tuple(one.get(part, 0.0) for one in predicted)
+        yield Row(case.model, name, part, predictions, middle, low, high, share, part == STEP or share > PHASE_SHARE)
 
 
-def write(rows: Sequence[Row], into: Path, trials: Sequence[Any], rounds: int, command: str) -> None:
+def write(rows: Sequence[Row], into: Path, trials: Sequence[Any], blocks: int, rounds: int, command: str) -> None:
     """Write results.jsonl and README.md."""
-    lines = [json.dumps({**vars(row), "error": row.error, "verdict": row.verdict}) for row in rows]
+    lines = [
+        json.dumps({**vars(row), "predicted_s": row.predicted_s, "error": row.error, "verdict": row.verdict})
+        for row in rows
+    ]
     (into / "results.jsonl").write_text("\n".join(lines) + "\n")
     counted = [row for row in rows if row.counts]
     steps, phases = [r for r in counted if r.part == STEP], [r for r in counted if r.part != STEP]
@@ -136,20 +152,22 @@ def write(rows: Sequence[Row], into: Path, trials: Sequence[Any], rounds: int, c
     text = [
         "# Predicted against measured on two CPU cores",
         "",
-        f"PREDICTED and MEASURED, CPU-ONLY: two logical CPU devices, one intra-op thread each, gloo for ddp; {rounds} "
-        f"interleaved rounds, torch {facts.get('torch', '?')}"
+        f"PREDICTED and MEASURED, CPU-ONLY: two logical CPU devices, one intra-op thread each, gloo for ddp; {blocks} "
+        f"blocks of a probe and {rounds} interleaved rounds, torch {facts.get('torch', '?')}"
         + (f", other processes on {statistics.median(busy):.1f} cores." if busy else "."),
-        "Predictions see the strategy `single` at the batch and at half of it, and the file of `dpbench probe`.",
+        "A block's predictions see its own steps of `single`, at the batch and at half of it, and its probe's file.",
+        "A round's figure is its typical step: the mean of the middle half of its steps.",
         "",
         f"    {command}",
         "",
         f"Steps within {STEP_GOAL:.0%}: {_count(steps)}. Phases above {PHASE_SHARE:.0%} of their step within "
         f"{PHASE_GOAL:.0%}: {_count(phases)}. Undecided: the middle half of the rounds spans more than the goal.",
         "",
-        "| model | case | part | predicted, ms | measured, ms | middle rounds, ms | error | goal |",
-        "|---|---|---|---|---|---|---|---|",
+        "| model | case | part | predicted, ms | blocks, ms | measured, ms | middle rounds, ms | error | goal |",
+        "|---|---|---|---|---|---|---|---|---|",
         *(
-            f"| {r.model} | {r.case} | {r.part} | {r.predicted_s * 1e3:.3f} | {r.measured_s * 1e3:.3f} "
+            f"| {r.model} | {r.case} | {r.part} | {r.predicted_s * 1e3:.3f} "
+            f"| {min(r.predictions_s) * 1e3:.3f} - {max(r.predictions_s) * 1e3:.3f} | {r.measured_s * 1e3:.3f} "
             f"| {r.low_s * 1e3:.3f} - {r.high_s * 1e3:.3f} | {r.error:+.0%} | {r.verdict} |"
             for r in counted
         ),
@@ -167,35 +185,29 @@ def _count(rows: Sequence[Row]) -> str:
 def main() -> None:
     """Probe, measure, predict, compare, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--machine", type=Path, help="a file of `dpbench probe`; measured first if there is none")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--blocks", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="in each block")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--into", type=Path, default=Path("reports/cpu-truth"))
-    parser.add_argument(
-        "--store", type=Path, help="where trials are kept  [default: INTO/trials.db, deleted at the end]"
-    )
+    parser.add_argument("--keep", action="store_true", help="keep the stores of the trials")
     given = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"  # this process counts models, and measures nothing
     given.into.mkdir(parents=True, exist_ok=True)
-    machine = given.machine or given.into / "machine.toml"
-    if not machine.exists():
-        subprocess.run([sys.executable, "-m", "dpbench.cli", "probe", "--output", str(machine)], check=True)
-    store = given.store or given.into / "trials.db"
-    trials = measure(cases(given.models.split(","), given.batch), store, given.rounds)
+    blocks = []
+    for number in range(1, given.blocks + 1):
+        machine, store = given.into / f"machine-{number}.toml", given.into / f"trials-{number}.db"
+        if not machine.exists():
+            subprocess.run([sys.executable, "-m", "dpbench.cli", "probe", "--output", str(machine)], check=True)
+        blocks.append((machine, store, measure(cases(given.models.split(","), given.batch), store, given.rounds)))
+    trials = [trial for _, _, found in blocks for trial in found]
     for trial in trials:
         if trial.status != "ok":
             print(f"{trial.case.label}: {trial.status}: {trial.reason}", file=sys.stderr)
-    rows = list(compare(trials, store, machine))
-    write(
-        rows,
-        given.into,
-        trials,
-        given.rounds,
-        f"python benchmarks/scripts/cpu_truth.py {' '.join(sys.argv[1:])}".strip(),
-    )
-    if given.store is None:
-        for path in given.into.glob("trials.db*"):
+    command = f"python benchmarks/scripts/cpu_truth.py {' '.join(sys.argv[1:])}".strip()
+    write(list(compare(blocks)), given.into, trials, given.blocks, given.rounds, command)
+    if not given.keep:
+        for path in given.into.glob("trials-*.db*"):
             path.unlink()
     print((given.into / "README.md").read_text())
 

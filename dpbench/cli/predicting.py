@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -131,7 +130,6 @@ def _score(path: Path, as_json: bool, all_rows: bool) -> None:
 @click.option("--output", type=click.Path(path_type=Path), help="A file that ends in .toml.  [default: stdout]")
 def probe(output: Path | None) -> None:
     """Measure this machine in a minute, with nothing else running, and write it as a machine file for predictions."""
-    os.environ["OMP_NUM_THREADS"] = "1"  # before torch is loaded: the figures are those of one thread
     from dpbench.probe import measure_toml
 
     text = measure_toml(lambda what: click.echo(f"measuring {what} ...", err=True))

@@ -120,8 +120,8 @@ def _engine(case: Case, profile: Profile, host: Host, schedule: str) -> dict[str
 
 
 ENGINE = (
-    Phase.SCATTER.value, Phase.REPLICATE.value, Phase.GATHER.value, Phase.LOSS.value, Phase.REDUCE.value,
-    Phase.OPTIMIZER.value, UNATTRIBUTED,
+    Phase.SCATTER.value, Phase.REPLICATE.value, Phase.GATHER.value, Phase.REDUCE.value, Phase.OPTIMIZER.value,
+    UNATTRIBUTED,
 )  # fmt: skip
 
 
@@ -145,26 +145,39 @@ def _reference(case: Case, profile: Profile, host: Host) -> dict[str, float]:
 
 
 def _fastest(case: Case, profile: Profile, host: Host) -> dict[str, float]:
-    """A kept thread a replica, for everything; weights stay, each device sums and steps its share of one buffer."""
-    rows, share = case.rows, profile.parameter_bytes / len(case.rows)
-    forward = max(_at(profile.forward, n) for n in rows)
-    training = forward + max(_at(profile.backward, n) for n in rows)
-    found = _engine(case, profile, host, FASTEST)
+    """What `fastest` settles for: a kept thread a replica, or one thread for all, whichever takes less."""
+    ways = [_kept(case, profile, host, pool=True), _kept(case, profile, host, pool=False)]
+    return min(ways, key=lambda phases: sum(phases.values()))
+
+
+def _kept(case: Case, profile: Profile, host: Host, *, pool: bool) -> dict[str, float]:
+    """Weights stay; each device sums and steps its share of one buffer. In threads together, or one after the other."""
+    rows, schedule = case.rows, "fastest_pool" if pool else "fastest_serial"
+    share = profile.parameter_bytes / (len(rows) if pool else 1)
+    found = _engine(case, profile, host, schedule)
     found[Phase.REPLICATE.value] += host.move_s(share)
     # the tiny nets' gradients are shared out evenly; large ones leave most of the small ones to one device
-    pieces = len(rows) * _most_pieces(profile, len(rows))
-    found[Phase.REDUCE.value] = host.engine_s(FASTEST, Phase.REDUCE.value, pieces)
-    found[Phase.FORWARD.value] = forward * host.beside(case.model, "forward_2_threads")
-    whole = training * host.beside(case.model, "training_2_threads")
-    backward = max(training - forward, whole - found[Phase.FORWARD.value])
-    found[Phase.BACKWARD.value] = backward + host.engine_s(FASTEST, "backward_more", profile.parameter_tensors)
-    found[Phase.REDUCE.value] += 1.5 * host.move_s(share)
+    pieces = _pieces(profile, len(rows))
+    most = len(rows) * max(pieces) if pool else sum(pieces)
+    found[Phase.REDUCE.value] = host.engine_s(schedule, Phase.REDUCE.value, most) + 1.5 * host.move_s(share)
+    forward, loss, backward = (
+        [_at(cost, n) for n in rows] for cost in (profile.forward, profile.loss, profile.backward)
+    )
+    found[Phase.LOSS.value] = max(loss) if pool else sum(loss)
+    found[Phase.LOSS.value] += host.engine_s(schedule, "loss_more", profile.parameter_tensors)
+    if pool:
+        found[Phase.FORWARD.value] = max(forward) * host.beside(case.model, "forward_2_threads")
+        whole = (max(forward) + max(backward)) * host.beside(case.model, "training_2_threads")
+        found[Phase.BACKWARD.value] = max(*backward, whole - found[Phase.FORWARD.value])
+    else:
+        found[Phase.FORWARD.value], found[Phase.BACKWARD.value] = sum(forward), sum(backward)
+    found[Phase.BACKWARD.value] += host.engine_s(schedule, "backward_more", profile.parameter_tensors)
     found[Phase.OPTIMIZER.value] += host.move_s(OPTIMIZER_PASSES.get(case.optimizer, 8) / 2 * share)
     return found
 
 
-def _most_pieces(profile: Profile, owners: int) -> int:
-    """Return how many parameters lie, whole or in part, in the share that has most of them."""
+def _pieces(profile: Profile, owners: int) -> list[int]:
+    """Return how many parameters lie, whole or in part, in each share."""
     counts, at = [0] * owners, 0.0
     share = max(1.0, profile.parameter_bytes / owners)
     for size in _sizes(profile):
@@ -172,7 +185,7 @@ def _most_pieces(profile: Profile, owners: int) -> int:
         for owner in range(first, min(last, owners - 1) + 1):
             counts[owner] += 1
         at += size
-    return max(counts)
+    return counts
 
 
 def _sizes(profile: Profile) -> tuple[float, ...]:
@@ -189,17 +202,18 @@ def _ddp(case: Case, profile: Profile, host: Host) -> dict[str, float]:
     """A process a rank; gradients are copied to buckets, reduced, and copied back, what backward does not cover."""
     rows, size, tensors = case.rows, profile.parameter_bytes, profile.parameter_tensors
     forward, backward = (max(_at(cost, n) for n in rows) for cost in (profile.forward, profile.backward))
-    own = host.beside(case.model, "2_processes") if len(rows) > 1 else 1.0
+    late, later = (host.beside(case.model, f"{what}_2_processes") for what in ("forward", "training"))
+    if len(rows) == 1:
+        late = later = 1.0
     # a hook a parameter copies its gradient into a bucket, and what was reduced is copied back
     move = host.move_s(size)
     found = {
         Phase.SCATTER.value: host.engine_s("ddp", "scatter", tensors) + host.move_s(max(rows) * profile.input_bytes),
-        Phase.FORWARD.value: forward * own,
-        Phase.LOSS.value: max(_at(profile.loss, n) for n in rows) * own,
-        Phase.BACKWARD.value: backward * own + move,
-        # that of the tiny chains of two ranks has waited for a small all-reduce
-        Phase.REDUCE.value: max(0.0, host.engine_s("ddp", "reduce", tensors) - host.all_reduce_s(0)) + move,
-        Phase.OPTIMIZER.value: _at(profile.optimizer, case.batch_size) * own,
+        Phase.FORWARD.value: forward * late,
+        Phase.LOSS.value: max(_at(profile.loss, n) for n in rows),
+        Phase.BACKWARD.value: max(backward, (forward + backward) * later - forward * late) + move,
+        Phase.REDUCE.value: host.engine_s("ddp", "reduce", tensors) + move,
+        Phase.OPTIMIZER.value: _at(profile.optimizer, case.batch_size),
         UNATTRIBUTED: host.engine_s("ddp", UNATTRIBUTED, tensors) + (profile.rest or Cost()).at(max(rows)),
     }
     for phase in (Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.OPTIMIZER):
@@ -207,9 +221,8 @@ def _ddp(case: Case, profile: Profile, host: Host) -> dict[str, float]:
     if len(rows) > 1:
         if profile.buffer_bytes:  # from rank 0, before forward
             found[Phase.FORWARD.value] += host.all_reduce_s(profile.buffer_bytes) / 2
-        late = max(own, host.beside(case.model, "2_processes_in_step")) - own
-        waiting = max(0.0, late * (forward + backward) - host.all_reduce_s(0))  # a barrier is a small all-reduce
-        found[Phase.REDUCE.value] += waiting + host.all_reduce_s(_last_bucket(profile))
+        # those of the tiny chains are of a few bytes
+        found[Phase.REDUCE.value] += host.all_reduce_s(_last_bucket(profile)) - host.all_reduce_s(0)
     return found
 
 

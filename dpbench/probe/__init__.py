@@ -1,7 +1,7 @@
 """Probe: measure what this machine costs and reaches, and write it down as a machine file.
 
-Everything runs with one thread an operation, as in the workers, so `OMP_NUM_THREADS=1` must be set before torch is
-loaded: the command does so.
+It goes over all figures several times, each time in a fresh process: what two threads make of one interpreter lock
+differs from process to process, and what else a machine does from one moment to the next.
 """
 
 from __future__ import annotations
@@ -9,6 +9,9 @@ from __future__ import annotations
 import json
 import os
 import platform
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,9 +20,11 @@ from pathlib import Path
 import psutil
 import torch
 
+from dpbench import cores, heap
 from dpbench.probe import collective, engine, gpu, host
-from dpbench.probe.figures import Figure
+from dpbench.probe.figures import Figure, over_passes
 
+PASSES = 3
 Say = Callable[[str], None]
 MODULE_S = 16e-6
 """What a module copied for a replica costs where the host's factor is 1; the factor is this machine's against it."""
@@ -48,22 +53,47 @@ class Probe:
 def probe(say: Say = lambda _: None) -> Probe:
     """Measure this machine, its GPUs if it has some; `say` hears what is being measured.
 
-    Raises RuntimeError where more than one thread would work for each operation.
+    Raises RuntimeError, with what it said last, when a pass fails.
     """
-    if os.environ.get("OMP_NUM_THREADS") != "1":
-        raise RuntimeError("the probe measures single threads: set OMP_NUM_THREADS=1 before torch is loaded")
-    torch.set_num_threads(1)
     begin = time.perf_counter()
-    figures: list[Figure] = []
-    for what, part in _suite():
-        say(what)
-        figures += part()
+    passes = [_pass(f"pass {number} of {PASSES}", say) for number in range(1, PASSES + 1)]
     names = tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
     return Probe(
         name=_processor(), cores=os.cpu_count() or 1, memory_bytes=psutil.virtual_memory().total, gpus=names,
         gpu_memory_bytes=torch.cuda.get_device_properties(0).total_memory if names else 0,
-        figures=tuple(figures), seconds=time.perf_counter() - begin,
+        figures=over_passes(passes), seconds=time.perf_counter() - begin,
     )  # fmt: skip
+
+
+def _pass(name: str, say: Say) -> list[Figure]:
+    """Measure all figures once, in a process of its own with one thread an operation, as in the workers."""
+    command, environment = [sys.executable, "-m", "dpbench.probe"], {**os.environ, "OMP_NUM_THREADS": "1"}
+    figures: list[Figure] = []
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+    ):
+        assert process.stdout is not None
+        for line in process.stdout:
+            found = json.loads(line)
+            if isinstance(found, str):
+                say(f"{found}, {name}")
+            else:
+                figures.append(Figure(**found))
+        if process.wait():
+            errors.seek(0)
+            raise RuntimeError(f"a pass of the probe ended with {process.returncode}: {errors.read()[-500:]}")
+    return figures
+
+
+def measure() -> Iterator[str | Figure]:
+    """Measure all figures in this process; yield what comes next, and each figure."""
+    torch.set_num_threads(1)
+    heap.keep()
+    for what, part in _suite():
+        yield what
+        with cores.staying(0):
+            yield from part()
 
 
 def measure_toml(say: Say = lambda _: None) -> str:
@@ -80,15 +110,12 @@ def _suite() -> Iterator[tuple[str, Callable[[], Iterator[Figure]]]]:
     yield "memory", host.memory
     yield "dpbench's engine on tiny nets", engine.figures
     yield "nets in two threads", host.nets
-    yield "nets in two processes", lambda: collective.nets(host.NETS)
-    yield "DistributedDataParallel on tiny nets", collective.data_parallel
+    yield "two processes", lambda: collective.figures(host.NETS)
     count = torch.cuda.device_count()
     if count:
         yield "GPU 0", gpu.figures
     if count > 1:
         yield "all-reduce between GPUs", lambda: collective.all_reduce(count, "nccl")
-    else:
-        yield "all-reduce between processes", collective.all_reduce
 
 
 def _processor() -> str:
@@ -148,8 +175,9 @@ def to_toml(found: Probe) -> str:
 def _table(one: Figure) -> Iterator[str]:
     """Yield one figure as a table."""
     yield from ("", f"[probe.{one.name}]", f"value = {_number(one.value)}")
-    if one.median is not None:
-        yield f"median = {_number(one.median)}"
+    for edge, value in (("low", one.low), ("high", one.high)):
+        if value is not None:
+            yield f"{edge} = {_number(value)}"
     yield f"how = {_text(one.how)}"
 
 

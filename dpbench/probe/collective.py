@@ -11,70 +11,79 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from dpbench.probe.figures import Figure, Timing, Work, figure, ratio, summary
-from dpbench.records import UNATTRIBUTED
+import torch
+import torch.distributed as dist
+
+from dpbench import cores, heap, ledger
+from dpbench.clock import HostClock
+from dpbench.engine.devices import open_devices
+from dpbench.probe import engine, host
+from dpbench.probe.figures import WARM, Figure, figure, makespans, ratio, typical
+from dpbench.records import UNATTRIBUTED, Case
+from dpbench.strategies import ddp, single
 
 KIB, MIB = 2**10, 2**20
 SIZES = tuple(32 * KIB * 2**i for i in range(12))
 """32 KiB to 64 MiB."""
 COMPUTED_S = 1e-3
-"""Of computing before each all-reduce."""
+"""Of computing before each all-reduce, and after each barrier."""
 LIMIT_S = 60.0
 
 
-def all_reduce(ranks: int = 2, backend: str = "gloo", sizes: tuple[int, ...] = SIZES) -> Iterator[Figure]:
-    """Yield the seconds of an all-reduce of each size, and the line through them.
+def figures(rows: Mapping[str, int], ranks: int = 2) -> Iterator[Figure]:
+    """Yield all figures of processes on the host, measured by ranks that are started once."""
+    found = _measured(ranks, "gloo", {"nets": dict(rows), "chains": engine.LAYERS, "reduce": SIZES})
+    yield from _of_nets(found["nets"], rows, ranks)
+    yield from _of_chains(found["chains"], ranks)
+    yield from _of_reductions(found["reduce"], ranks, "gloo")
 
-    The line is over W, the bytes that a ring sends on each link: 2 (n - 1) / n of the size.
-    """
-    from dpbench.probe.host import line
 
-    found = [(size, summary(seconds)) for size, seconds in _measured(ranks, backend, "reduce", *map(str, sizes))]
-    for size, timing in found:
-        how = f"all_reduce of {size // KIB} KiB, {ranks} ranks, {backend}"
-        yield figure(f"all_reduce_{size // KIB}_kib_s", timing, how)
+def all_reduce(ranks: int = 2, backend: str = "gloo", sizes: Sequence[int] = SIZES) -> Iterator[Figure]:
+    """Yield the seconds of an all-reduce of each size, and the line through them."""
+    yield from _of_reductions(_measured(ranks, backend, {"reduce": sizes})["reduce"], ranks, backend)
+
+
+def _of_reductions(found: Sequence[tuple[int, float]], ranks: int, backend: str) -> Iterator[Figure]:
+    """Yield each size's seconds; the line is over W, the bytes that a ring sends on each link: 2 (n - 1) / n of it."""
+    for size, seconds in found:
+        how = f"all_reduce of {size // KIB} KiB, {ranks} ranks, {backend}, after a while of computing"
+        yield figure(f"all_reduce_{size // KIB}_kib_s", seconds, how)
     sent = 2 * (ranks - 1) / ranks
-    start_s, per_byte = line([(sent * size, timing.best_s) for size, timing in found])
+    start_s, per_byte = host.line([(sent * size, seconds) for size, seconds in found])
     yield Figure("all_reduce_start_s", start_s, "the start of the line through all sizes")
     yield Figure("all_reduce_bytes_per_s", 1 / per_byte, "its slope: bytes sent by each rank a second")
 
 
-def nets(rows: dict[str, int], ranks: int = 2) -> Iterator[Figure]:
-    """Yield how much longer forward and backward of each net take while another process does the same."""
-    from dpbench.probe.host import repeats
-
-    names = [f"{name}={count}={repeats(name, count)}" for name, count in rows.items()]
-    for name, (alone, own, joint) in _measured(ranks, "gloo", "nets", *names):
-        how = f"forward and backward of {name} on {rows[name]} rows beside another process's, against alone"
-        yield ratio(f"{name}_{ranks}_processes_ratio", summary(own), summary(alone), how)
-        # in step, as ranks that reduce gradients are: who is late makes all wait
-        late = f"{how}, waiting for it each time"
-        yield ratio(f"{name}_{ranks}_processes_in_step_ratio", summary(joint), summary(alone), late)
+def _of_nets(found: Mapping[str, Any], rows: Mapping[str, int], ranks: int) -> Iterator[Figure]:
+    """Yield how much longer forward, and training, of each net take beside another process that does the same."""
+    for name, (alone, together) in found.items():
+        beside = "beside another process's, begun together each time, in whoever ends last, against alone"
+        how = f"of {name} on {rows[name]} rows {beside}"
+        for what, whole_s, one_s in zip(("forward", "training"), together, alone, strict=True):
+            said = {"forward": "forward, in a step,", "training": "forward and backward"}[what]
+            yield ratio(f"{name}_{what}_{ranks}_processes_ratio", whole_s, one_s, f"{said} {how}")
 
 
-def data_parallel(ranks: int = 2) -> Iterator[Figure]:
-    """Yield what torch's DistributedDataParallel costs the host beside a net: each phase's seconds on tiny chains."""
-    from dpbench.probe import engine
-
-    found: dict[str, dict[int, dict[str, Timing]]] = {"alone": {}, "ddp": {}}
-    for layers, sides in _measured(ranks, "gloo", "chains", *map(str, engine.LAYERS)):
-        for name, phases in sides.items():
-            found[name][layers] = {phase: summary(seconds) for phase, seconds in phases.items()}
-    more = engine.beyond(found["ddp"], found["alone"], dict.fromkeys(("forward", "loss", "backward", "optimizer"), 1))
+def _of_chains(found: Sequence[tuple[int, Mapping[str, Mapping[str, float]]]], ranks: int) -> Iterator[Figure]:
+    """Yield what DistributedDataParallel costs the host beside a net: each phase's seconds on tiny chains."""
+    alone, joint = ({layers: sides[side] for layers, sides in found} for side in ("alone", "ddp"))
+    more = engine.beyond(joint, alone, dict.fromkeys(("forward", "loss", "backward", "optimizer"), 1))
     how = f"torch's DistributedDataParallel, {ranks} ranks, gloo"
-    yield from engine.of_chains("ddp", found["ddp"], ("scatter", "reduce", UNATTRIBUTED), more, how)
+    yield from engine.of_chains("ddp", joint, ("scatter", "reduce", UNATTRIBUTED), more, how)
 
 
-def _measured(ranks: int, *arguments: str) -> list[Any]:
+def _measured(ranks: int, backend: str, wanted: Mapping[str, Any]) -> dict[str, Any]:
     """Start the ranks; return what rank 0 measured. Raises RuntimeError with what a rank said when it failed."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
     environment = {**os.environ, "MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
-    command = [sys.executable, "-m", "dpbench.probe.collective", *arguments]
+    cores.roam()  # each rank keeps to a core of its own
+    command = [sys.executable, "-m", "dpbench.probe.collective", backend, json.dumps(wanted)]
     processes = [
         subprocess.Popen(
             command, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}, text=True,
@@ -90,106 +99,111 @@ def _measured(ranks: int, *arguments: str) -> list[Any]:
     for rank, (process, (_, error)) in enumerate(zip(processes, answers, strict=True)):
         if process.returncode:
             raise RuntimeError(f"rank {rank} of the probe ended with {process.returncode}: {error[-500:]}")
-    found: list[Any] = json.loads(answers[0][0].splitlines()[-1])
+    found: dict[str, Any] = json.loads(answers[0][0].splitlines()[-1])
     return found
 
 
-def _rank(backend: str, what: str, *arguments: str) -> list[Any]:
+def _rank(backend: str, wanted: Mapping[str, Any]) -> dict[str, Any]:
     """Be one rank."""
-    import torch
-    import torch.distributed as dist
-
     torch.set_num_threads(1)
+    heap.keep()
     device = torch.device("cpu")
     if backend == "nccl":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group(backend)
-    measure = {"reduce": lambda names: _reduce([int(name) for name in names], device), "nets": _nets, "chains": _chains}
-    found: list[Any] = measure[what](arguments)
+    cores.stay(int(os.environ["RANK"]))  # after gloo's own threads have started, as in the workers
+    measure: dict[str, Callable[[Any], Any]]
+    measure = {"reduce": lambda sizes: _reduce(sizes, device), "nets": _nets, "chains": _chains}
+    found = {what: measure[what](arguments) for what, arguments in wanted.items()}
     dist.destroy_process_group()
     return found
 
 
-def _reduce(sizes: Sequence[int], device: Any) -> list[Any]:
-    """Time each size often, after a while of computing, as in a step: cores that idle, or wait, answer otherwise."""
-    import torch
-    import torch.distributed as dist
+def _reduce(sizes: Sequence[int], device: torch.device) -> list[tuple[int, float]]:
+    """Time each size often, after a while of computing, as in a step: cores that idle, or wait, answer otherwise.
 
-    found, square = [], torch.ones(256, 256)
+    It begins when the last rank arrives, and ends when the last one leaves.
+    """
+    found = []
     for size in sizes:
         value = torch.zeros(size // 4, device=device)
-        seconds = []
-        for i in range(63 if size <= MIB else 23):
-            begin = time.perf_counter()
-            while time.perf_counter() < begin + COMPUTED_S:
-                torch.mm(square, square)
+        mine = []
+        for _ in range(WARM + (20 if size <= MIB else 8)):  # the first ones connect, and fault pages in
+            _compute()
             begin = time.perf_counter()
             dist.all_reduce(value)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            if i >= 3:  # the first ones connect, and fault pages in
-                seconds.append(time.perf_counter() - begin)
-        found.append((size, seconds))
+            mine.append((begin, time.perf_counter()))
+        ranks = list(zip(*_gathered(mine), strict=True))[WARM:]
+        found.append((size, typical([max(end for _, end in one) - max(begin for begin, _ in one) for one in ranks])))
     return found
 
 
-def _nets(arguments: Sequence[str]) -> list[Any]:
-    """Time each net in rank 0 alone, while the others wait, and in all ranks at once."""
-    import torch.distributed as dist
-
-    from dpbench.probe.host import training
-
-    found = []
-    for argument in arguments:
-        name, rows, count = argument.split("=")
-        work = training(name, int(rows))
-        work()
-        alone = [_spent(work) for _ in range(int(count))] if dist.get_rank() == 0 else []
+def _nets(rows: Mapping[str, int]) -> dict[str, Any]:
+    """Time each net in rank 0 alone, while the others wait, and in all ranks at once: forwards, and the whole."""
+    found = {}
+    for name, count in rows.items():
+        step, times = host.timed_training(name, count), _agreed(host.repeats(name, count))
+        alone, joint = [], []
+        for _ in range(WARM + times if dist.get_rank() == 0 else 0):
+            _compute()
+            alone.append(step())
         dist.barrier()
-        own, joint = [], []
-        for _ in range(int(count)):
-            begin = time.perf_counter()
-            work()
-            own.append(time.perf_counter() - begin)
+        for _ in range(WARM + times):
             dist.barrier()
-            joint.append(time.perf_counter() - begin)
-        found.append((name, (alone, own, joint)))
+            _compute()  # until gloo's threads have gone to sleep
+            joint.append(step())
+        # a step of several ranks is that of the rank that finishes it last
+        last = [max(ranks, key=lambda times: times[-1]) for ranks in zip(*_gathered(joint), strict=True)]
+        found[name] = (makespans([alone]) if alone else None, makespans([last]))
     return found
 
 
-def _chains(arguments: Sequence[str]) -> list[Any]:
+def _compute() -> None:
+    """Keep the core busy for a while."""
+    square, begin = torch.ones(64, 64), time.perf_counter()
+    while time.perf_counter() < begin + COMPUTED_S:
+        torch.mm(square, square)
+
+
+def _agreed(count: int) -> int:
+    """Return rank 0's number."""
+    number = torch.tensor(count)
+    dist.broadcast(number, 0)
+    return int(number)
+
+
+def _gathered(mine: Any) -> list[Any]:
+    """Return what every rank has."""
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    return every
+
+
+def _chains(lengths: Sequence[int]) -> list[Any]:
     """Time each chain's phases in rank 0 alone, and in all ranks at once under DistributedDataParallel."""
-    import torch.distributed as dist
-
-    from dpbench.clock import HostClock
-    from dpbench.engine.devices import open_devices
-    from dpbench.probe import engine
-    from dpbench.records import Case
-    from dpbench.strategies import ddp, single
-
-    devices, ranks, found = open_devices("cpu", 1), dist.get_world_size(), []
-    for layers in map(int, arguments):
+    ranks, rank, found = dist.get_world_size(), dist.get_rank(), []
+    devices = open_devices("cpu", ranks)[rank : rank + 1]
+    for layers in lengths:
         sides = {}
         one = Case(model="chain", strategy="single", batch_size=engine.ROWS // ranks)
         clock = HostClock()
-        if dist.get_rank() == 0:
+        if rank == 0:
             with single.start(one, engine.chain(layers), devices, clock.mark) as step:
-                sides["alone"] = engine.seconds_of(step, clock, one.batch_size)
+                sides["alone"] = engine.seconds_of(engine.trial_of(step, clock, one.batch_size))
         dist.barrier()
         every = Case(model="chain", strategy="ddp", devices=ranks, batch_size=engine.ROWS)
         clock = HostClock()
-        with ddp.start(every, engine.chain(layers), devices, clock.mark) as rank:
-            sides["ddp"] = engine.seconds_of(rank, clock, every.batch_size, rank.observe)
+        with ddp.start(every, engine.chain(layers), devices, clock.mark) as one_rank:
+            mine = engine.trial_of(one_rank, clock, every.batch_size, one_rank.observe)
+        steps, spans = ledger.joined(_gathered(mine))
+        sides["ddp"] = engine.seconds_of(replace(mine, steps=steps, spans=spans))
         found.append((layers, sides))
     return found
 
 
-def _spent(work: Work) -> float:
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin
-
-
 if __name__ == "__main__":
-    print(json.dumps(_rank(*sys.argv[1:])))
+    print(json.dumps(_rank(sys.argv[1], json.loads(sys.argv[2]))), flush=True)
+    os._exit(0)  # what gloo leaves running would now and then abort an orderly end

@@ -7,6 +7,7 @@ them is bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,38 +16,46 @@ from torch import nn
 from dpbench import ledger
 from dpbench.clock import HostClock
 from dpbench.engine import TrainStep
+from dpbench.engine.devices import open_devices
+from dpbench.engine.fastest import BEST
 from dpbench.models import Model
-from dpbench.probe.figures import Figure, Timing, summary
+from dpbench.probe.figures import Figure
 from dpbench.records import UNATTRIBUTED, Case, Phase, Trial
+from dpbench.schedule import REFERENCE, Schedule
 
 LAYERS = (6, 48)
 ROWS = 8
-WARMUP_STEPS, STEPS = 20, 60
-"""`fastest` settles within the warm-up."""
+WARMUP_STEPS, STEPS = 5, 40
 OWN = (
     Phase.SCATTER.value, Phase.REPLICATE.value, Phase.GATHER.value, Phase.LOSS.value, Phase.REDUCE.value,
     Phase.OPTIMIZER.value, UNATTRIBUTED,
 )  # fmt: skip
 """All but forward and backward, which are the net's own."""
-Found = Mapping[int, Mapping[str, Timing]]
-"""By layers and phase."""
+Found = Mapping[int, Mapping[str, float]]
+"""Seconds by layers and phase."""
+SCHEDULES = {REFERENCE: Schedule(), "fastest_pool": BEST, "fastest_serial": replace(BEST, workers="serial")}
+"""What `fastest` settles for, it decides for each net: short kernels, such as these chains', do without threads."""
 
 
-def figures(schedules: tuple[str, ...] = ("reference", "fastest"), devices: int = 2) -> Iterator[Figure]:
-    """Yield each phase's seconds on a schedule: for a step, and for each parameter of the module."""
-    alone = {layers: _phases("reference", layers, 1, ROWS // devices) for layers in LAYERS}
-    for schedule in schedules:
+def figures(devices: int = 2) -> Iterator[Figure]:
+    """Yield each phase's seconds on each schedule: for a step, and for each parameter of the module."""
+    alone = {layers: _phases(Schedule(), layers, 1, ROWS // devices) for layers in LAYERS}
+    for name, schedule in SCHEDULES.items():
         found = {layers: _phases(schedule, layers, devices, ROWS) for layers in LAYERS}
-        # what the replicas' own backwards and the optimizer take is the net's; the rest is the engine's
-        times = {Phase.BACKWARD.value: devices if schedule == "reference" else 1, Phase.OPTIMIZER.value: 1}
-        how = f"dpbench's {schedule}, {devices} devices"
-        yield from of_chains(schedule, found, OWN, beyond(found, alone, times), how)
+        # what the replicas' own losses, backwards and the optimizer take is the net's; the rest is the engine's
+        times = {
+            Phase.LOSS.value: devices if name == "fastest_serial" else 1,
+            Phase.BACKWARD.value: 1 if name == "fastest_pool" else devices,
+            Phase.OPTIMIZER.value: 1,
+        }
+        how = f"dpbench's {name.replace('_', ' with workers=')}, {devices} devices"
+        yield from of_chains(name, found, OWN, beyond(found, alone, times), how)
 
 
 def beyond(found: Found, alone: Found, times: Mapping[str, int]) -> Found:
     """Return what phases take beyond so many times the same chain's alone."""
     return {
-        layers: {phase: _less(seconds[phase], alone[layers][phase], count) for phase, count in times.items()}
+        layers: {phase: seconds[phase] - count * alone[layers][phase] for phase, count in times.items()}
         for layers, seconds in found.items()
     }
 
@@ -60,11 +69,9 @@ def of_chains(name: str, found: Found, phases: Sequence[str], more: Found, how: 
         for phase in next(iter(more.values()))
     ]
     for label, phase, table, said in tables:
-        (start_s, each_s), (start_median_s, each_median_s) = (
-            _two_parts({2 * layers: pick(table[layers][phase]) for layers in LAYERS}) for pick in (_best, _median)
-        )
-        yield Figure(f"{name}_{label}_s", start_s, f"{said}: a step's fixed part", start_median_s)
-        yield Figure(f"{name}_{label}_tensor_s", each_s, f"{said}: for each parameter", each_median_s)
+        start_s, each_s = _two_parts({2 * layers: table[layers][phase] for layers in LAYERS})
+        yield Figure(f"{name}_{label}_s", start_s, f"{said}: a step's fixed part")
+        yield Figure(f"{name}_{label}_tensor_s", each_s, f"{said}: for each parameter")
 
 
 def _two_parts(seconds: Mapping[int, float]) -> tuple[float, float]:
@@ -72,19 +79,6 @@ def _two_parts(seconds: Mapping[int, float]) -> tuple[float, float]:
     (few, low), (many, high) = ((count, max(0.0, s)) for count, s in sorted(seconds.items()))
     slope = max(0.0, (high - low) / (many - few))
     return max(0.0, low - slope * few), slope
-
-
-def _best(timing: Timing) -> float:
-    return timing.best_s
-
-
-def _median(timing: Timing) -> float:
-    return timing.median_s
-
-
-def _less(timing: Timing, other: Timing, times: int) -> Timing:
-    """Return what one timing has beyond so many of another."""
-    return Timing(timing.best_s - times * other.best_s, timing.median_s - times * other.median_s)
 
 
 def chain(layers: int) -> Model:
@@ -97,9 +91,8 @@ def chain(layers: int) -> Model:
     return Model("chain", module, batch, nn.functional.cross_entropy)
 
 
-def seconds_of(step: Callable[..., Any], clock: HostClock, rows: int, observe: Callable[[], Any] = tuple
-) -> dict[str, list[float]]:  # fmt: skip
-    """Return the seconds of each phase of each step; `observe` tells spans that only a library's own timer knows."""
+def trial_of(step: Callable[..., Any], clock: HostClock, rows: int, observe: Callable[[], Any] = tuple) -> Trial:
+    """Take a chain's steps; `observe` tells spans that only a library's own timer knows."""
     batch = chain(1).batch(rows, 0)
     for i in range(WARMUP_STEPS + STEPS):
         with clock.step(warmup=i < WARMUP_STEPS):
@@ -107,12 +100,16 @@ def seconds_of(step: Callable[..., Any], clock: HostClock, rows: int, observe: C
         for span in observe():
             clock.add(*span)
     case = Case(model="chain", strategy="single", batch_size=rows)
-    table = ledger.of_trial(Trial(case=case, steps=clock.steps(), spans=clock.spans()))[WARMUP_STEPS:]
+    return Trial(case=case, steps=clock.steps(), spans=clock.spans())
+
+
+def seconds_of(trial: Trial) -> dict[str, float]:
+    """Return a chain's typical seconds by phase, every phase named."""
     phases = (*OWN, Phase.FORWARD.value, Phase.BACKWARD.value)
-    return {phase: [row.get(phase, 0.0) for row in table] for phase in phases}
+    return dict.fromkeys(phases, 0.0) | ledger.typical(trial)
 
 
-def _phases(schedule: str, layers: int, devices: int, rows: int) -> dict[str, Timing]:
+def _phases(schedule: Schedule, layers: int, devices: int, rows: int) -> dict[str, float]:
     """Return the seconds of a chain's phases."""
     clock, model = HostClock(), chain(layers)
 
@@ -120,7 +117,7 @@ def _phases(schedule: str, layers: int, devices: int, rows: int) -> dict[str, Ti
         return torch.optim.SGD(parameters, lr=0.0, momentum=0.9)
 
     step = TrainStep(
-        model.module, model.loss, momentum, ["cpu"] * devices, schedule, mark=clock.mark  # type: ignore[arg-type]
+        model.module, model.loss, momentum, open_devices("cpu", devices), schedule, mark=clock.mark  # type: ignore[arg-type]
     )  # fmt: skip
     with step:
-        return {phase: summary(seconds) for phase, seconds in seconds_of(step, clock, rows).items()}
+        return seconds_of(trial_of(step, clock, rows))

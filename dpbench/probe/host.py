@@ -20,7 +20,6 @@ from dpbench.engine.replicate import rebuild
 from dpbench.probe.figures import (
     Figure,
     Step,
-    Timing,
     Work,
     figure,
     rate,
@@ -56,7 +55,7 @@ def calls() -> Iterator[Figure]:
             several = time_together([_adder(value.clone()) for _ in range(count)], setting=quiet)
             yield ratio(
                 f"{name}_ops_{count}_threads_ratio", several, one,
-                f"{count} threads of torch.add of {value.numel()} elements ({one.best_s * 1e6:.1f} us alone), each "
+                f"{count} threads of torch.add of {value.numel()} elements, each "
                 "against as many calls in one thread: what the hand-over of the interpreter's lock adds",
                 share=count,
             )  # fmt: skip
@@ -77,7 +76,7 @@ def nets() -> Iterator[Figure]:
     for name, rows in NETS.items():
         count = repeats(name, rows)
         (forward, whole), (forwards, wholes) = (
-            time_steps([_timed_training(name, rows) for _ in range(threads)], count) for threads in (1, 2)
+            time_steps([timed_training(name, rows) for _ in range(threads)], count) for threads in (1, 2)
         )
         how = f"of {name} on {rows} rows beside another thread's, woken for each step together, against alone"
         yield ratio(
@@ -96,11 +95,10 @@ def nets() -> Iterator[Figure]:
 
 def repeats(name: str, rows: int) -> int:
     """Return how often a net is timed: short ones more often, because what they meet differs more."""
-    work = training(name, rows)
-    work()
-    began = time.perf_counter()
-    work()
-    return min(300, max(30, int(0.5 / (time.perf_counter() - began))))
+    step = timed_training(name, rows)
+    step()
+    began_s, _, ended_s = step()
+    return min(80, max(10, int(0.25 / (ended_s - began_s))))
 
 
 def _backward(outputs: list[torch.Tensor]) -> None:
@@ -114,16 +112,8 @@ def _forward(name: str, rows: int) -> Work:
     return lambda: model.module(*arguments)
 
 
-def training(name: str, rows: int) -> Work:
-    """Return a call that goes forward and backward."""
-    model = models.load(name, "small", 0)
-    inputs, target = model.batch(rows, 0)
-    arguments = models.positional(inputs)
-    return lambda: model.loss(model.module(*arguments), target).backward()
-
-
-def _timed_training(name: str, rows: int) -> Step:
-    """Return a step that tells when it began, when its forward ended, and when its backward did."""
+def timed_training(name: str, rows: int) -> Step:
+    """Return forward and backward as a step that tells when it began, when forward ended, and when all of it did."""
     model = models.load(name, "small", 0)
     inputs, target = model.batch(rows, 0)
     arguments = models.positional(inputs)
@@ -192,16 +182,16 @@ def arithmetic() -> Iterator[Figure]:
     """Yield the rate of matrix products, the work at which half of it is reached, and what two threads lose."""
     times: list[tuple[float, float]] = []
     for side in SIDES:
-        spent = time_call(_product(side), 11, setting=torch.inference_mode)
-        times.append((2.0 * side**3, spent.best_s))
+        spent = time_call(_product(side), setting=torch.inference_mode)
+        times.append((2.0 * side**3, spent))
         yield rate(
             f"gemm_{side}_flop_per_s", spent, f"a {side} x {side} product, fp32, one thread", amount=2.0 * side**3
         )
     start_s, per_flop = line(times)
     yield Figure("flop_per_s", 1 / per_flop, "the slope of seconds over FLOP through all products, one thread")
     yield Figure("half_flop", start_s / per_flop, "the FLOP at which half of that rate is reached, from the same line")
-    alone = time_call(_product(512), 11, setting=torch.inference_mode)
-    both = time_together([_product(512), _product(512)], 11, setting=torch.inference_mode)
+    alone = time_call(_product(512), setting=torch.inference_mode)
+    both = time_together([_product(512), _product(512)], setting=torch.inference_mode)
     yield ratio("gemm_2_threads_ratio", both, alone, "a 512 x 512 product beside another, against alone")
 
 
@@ -213,11 +203,11 @@ def _product(side: int) -> Work:
 def memory() -> Iterator[Figure]:
     """Yield the rates of copies and additions, and what two threads take from each other."""
     for size in COPIES:
-        spent = time_call(_copy(size), 11)
+        spent = time_call(_copy(size))
         how = f"copy_ of {size // KIB} KiB, one thread: bytes of the copy, each read and written"
         yield rate(f"copy_{size // KIB}_kib_bytes_per_s", spent, how, amount=size)
     for name, size in (("cache", SMALL), ("memory", LARGE)):
-        alone, both = time_call(_copy(size), 11), time_together([_copy(size), _copy(size)], 11)
+        alone, both = time_call(_copy(size)), time_together([_copy(size), _copy(size)])
         yield ratio(
             f"{name}_2_threads_ratio", both, alone,
             f"copy_ of {size // KIB} KiB beside another thread's, against alone: 1 shares nothing, 2 takes turns",
@@ -230,9 +220,9 @@ def _copy(size: int) -> Work:
     return lambda: target.copy_(source)
 
 
-def _add(size: int) -> Timing:
+def _add(size: int) -> float:
     a, b, out = torch.ones(size // 4), torch.ones(size // 4), torch.empty(size // 4)
-    return time_call(lambda: torch.add(a, b, out=out), 11, setting=torch.no_grad)
+    return time_call(lambda: torch.add(a, b, out=out), setting=torch.no_grad)
 
 
 def line(points: list[tuple[float, float]]) -> tuple[float, float]:
