@@ -212,13 +212,7 @@ def _phases(trials: Sequence[Trial], step_s: float) -> dict[str, float]:
     """Return the ledger of the middle half of the timed steps, scaled to sum to the median step."""
     total: dict[str, float] = {}
     for trial in trials:
-        timed = [
-            (step.seconds, phases)
-            for step, phases in zip(trial.steps, ledger.of_trial(trial), strict=True)
-            if not step.warmup
-        ]
-        middle = sorted(timed, key=lambda pair: pair[0])[len(timed) // 4 : len(timed) - len(timed) // 4]
-        for _, phases in middle:
+        for phases in ledger.middle(trial):
             for name, seconds in phases.items():
                 total[name] = total.get(name, 0.0) + seconds
     whole = sum(total.values())

@@ -85,14 +85,19 @@ def joined(parts: Sequence[Trial]) -> tuple[tuple[Step, ...], tuple[Span, ...]]:
 
 
 def typical(trial: Trial) -> dict[str, float]:
-    """Return a typical step's seconds by part: means over the middle half of the timed steps, by their seconds.
+    """Return a typical step's seconds by part: means over the middle half of the timed steps.
 
     Unlike medians of each part they sum to a step, and a step that something disturbed does not count either.
     """
-    timed = [(step.seconds, parts) for step, parts in zip(trial.steps, of_trial(trial), strict=True) if not step.warmup]
-    rows = [parts for _, parts in middle_half(sorted(timed, key=lambda one: one[0]))]
+    rows = middle(trial)
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: statistics.mean(row.get(name, 0.0) for row in rows) for name in names}
+
+
+def middle(trial: Trial) -> list[dict[str, float]]:
+    """Return `phases` of the middle half of a trial's timed steps, by their seconds."""
+    timed = [(step.seconds, parts) for step, parts in zip(trial.steps, of_trial(trial), strict=True) if not step.warmup]
+    return [parts for _, parts in middle_half(sorted(timed, key=lambda one: one[0]))]
 
 
 def middle_half(ordered: Sequence[Value]) -> Sequence[Value]:
