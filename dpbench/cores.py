@@ -4,12 +4,30 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
-CORES: tuple[int, ...] = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
-"""The cores of this process when it started, in order; none where the system does not say, or cannot bind threads."""
+_TOPOLOGY = Path("/sys/devices/system/cpu")
 _here = threading.local()
+
+
+def spread(cores: Sequence[int], topology: Path = _TOPOLOGY) -> tuple[int, ...]:
+    """Order logical cores so that those which share a physical one with an earlier one come last."""
+    seen: Counter[str] = Counter()
+    turn = {}
+    for core in sorted(cores):
+        whole = str(core)
+        with suppress(OSError):  # not every system tells
+            whole = (topology / f"cpu{core}" / "topology" / "thread_siblings_list").read_text()
+        turn[core] = seen[whole]
+        seen[whole] += 1
+    return tuple(sorted(turn, key=lambda core: (turn[core], core)))
+
+
+CORES: tuple[int, ...] = spread([*os.sched_getaffinity(0)]) if hasattr(os, "sched_getaffinity") else ()
+"""The cores of this process when it started; none where the system does not say, or cannot bind threads."""
 
 
 def stay(number: int) -> None:

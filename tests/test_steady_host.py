@@ -38,6 +38,24 @@ class Where(nn.Module):
         return threading.get_ident(), here()
 
 
+@pytest.mark.parametrize(
+    ("siblings", "expected"),
+    [
+        ({0: "0-1", 1: "0-1", 2: "2-3", 3: "2-3"}, (0, 2, 1, 3)),
+        ({0: "0,2", 1: "1,3", 2: "0,2", 3: "1,3"}, (0, 1, 2, 3)),
+        ({}, (0, 1, 2, 3)),
+    ],
+)
+def test_devices_get_physical_cores_before_they_share_one(
+    siblings: dict[int, str], expected: tuple[int, ...], tmp_path: Path
+) -> None:
+    for number, text in siblings.items():
+        folder = tmp_path / f"cpu{number}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(text + "\n")
+    assert cores.spread([3, 2, 1, 0], tmp_path) == expected
+
+
 @linux
 def test_a_thread_stays_and_roams_again() -> None:
     with cores.staying(1):
