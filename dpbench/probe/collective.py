@@ -27,8 +27,8 @@ from dpbench.records import UNATTRIBUTED, Case
 from dpbench.strategies import ddp, single
 
 KIB, MIB = 2**10, 2**20
-SIZES = tuple(32 * KIB * 2**i for i in range(12))
-"""32 KiB to 64 MiB."""
+SIZES = tuple(32 * KIB * 4**i for i in range(6))
+"""32 KiB to 32 MiB."""
 COMPUTED_S = 1e-3
 """Of computing before each all-reduce, and after each barrier."""
 LIMIT_S = 60.0

@@ -25,6 +25,8 @@ from dpbench.schedule import REFERENCE, Schedule
 
 LAYERS = (6, 48)
 ROWS = 8
+SWEPT_BYTES = 2**21
+"""Twice the cache that a core of a present server has to itself."""
 WARMUP_STEPS, STEPS = 5, 40
 OWN = (
     Phase.SCATTER.value, Phase.REPLICATE.value, Phase.GATHER.value, Phase.LOSS.value, Phase.REDUCE.value,
@@ -81,13 +83,41 @@ def _two_parts(seconds: Mapping[int, float]) -> tuple[float, float]:
     return max(0.0, low - slope * few), slope
 
 
+class _Read(torch.autograd.Function):
+    """Pass a tensor on, and read a block of memory on the way there and on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+        ctx.block = block
+        block.sum()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.block.sum()
+        return gradient, None
+
+
+class _Sweep(nn.Module):
+    """What real nets do and tiny ones do not: leave little of the interpreter in a core's own cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = [torch.ones(SWEPT_BYTES // 4)]  # in a list: no replica has a copy of its own
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `x`."""
+        found: torch.Tensor = _Read.apply(x, self.block[0])  # type: ignore[no-untyped-call]
+        return found
+
+
 def chain(layers: int) -> Model:
-    """Return a chain of so many tiny layers."""
+    """Return a chain of so many tiny layers between two sweeps."""
 
     def batch(rows: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.randn(rows, 4), torch.zeros(rows, dtype=torch.int64)
 
-    module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
+    module = nn.Sequential(_Sweep(), *(nn.Linear(4, 4) for _ in range(layers)), _Sweep())
     return Model("chain", module, batch, nn.functional.cross_entropy)
 
 

@@ -98,7 +98,7 @@ def repeats(name: str, rows: int) -> int:
     step = timed_training(name, rows)
     step()
     began_s, _, ended_s = step()
-    return min(80, max(10, int(0.25 / (ended_s - began_s))))
+    return min(80, max(20, int(0.4 / (ended_s - began_s))))
 
 
 def _backward(outputs: list[torch.Tensor]) -> None:
