@@ -27,7 +27,7 @@ def spread(cores: Sequence[int], topology: Path = _TOPOLOGY) -> tuple[int, ...]:
 
 
 CORES: tuple[int, ...] = spread([*os.sched_getaffinity(0)]) if hasattr(os, "sched_getaffinity") else ()
-"""The cores of this process when it started; none where the system does not say, or cannot bind threads."""
+"""The cores that this process might use when it loaded this module; none where the system cannot bind threads."""
 
 
 def stay(number: int) -> None:
@@ -36,16 +36,21 @@ def stay(number: int) -> None:
     Schedulers that gather threads on few cores leave two of them on one for milliseconds after they wake.
     """
     core = CORES[number % len(CORES)] if CORES else None
-    if core is not None and getattr(_here, "core", None) != core:
+    if core is None or getattr(_here, "core", None) == core:
+        return
+    with suppress(OSError):  # where binding is forbidden, or the core was taken away, threads run where they can
+        if getattr(_here, "before", None) is None:
+            _here.before = os.sched_getaffinity(0)
         os.sched_setaffinity(0, {core})
         _here.core = core
 
 
 def roam() -> None:
-    """Let the calling thread use every core again."""
-    if CORES:
-        os.sched_setaffinity(0, CORES)
-    _here.core = None
+    """Let the calling thread use the cores again that it used before it stayed on one."""
+    if (before := getattr(_here, "before", None)) is not None:
+        with suppress(OSError):
+            os.sched_setaffinity(0, before)
+    _here.core = _here.before = None
 
 
 @contextmanager

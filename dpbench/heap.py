@@ -13,13 +13,23 @@ _OPTIONS = {
 }
 
 
+def _libc() -> ctypes.CDLL | None:
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    return libc if hasattr(libc, "mallopt") else None
+
+
 def keep() -> None:
     """Keep freed memory in this process, and in those that it forks; nothing happens where malloc is not glibc's.
 
     By default blocks of a step's size go back to the system when they are freed, and every page of the next ones is
     faulted in anew: a sixth of a small transformer's step on two threads here, and most of its noise.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is not None:
+    if libc := _libc():
         for option, value in _OPTIONS.items():
-            mallopt(ctypes.c_int(option), ctypes.c_int(value))
+            libc.mallopt(ctypes.c_int(option), ctypes.c_int(value))
+
+
+def release() -> None:
+    """Give back, once, what is kept and not in use."""
+    if libc := _libc():
+        libc.malloc_trim(ctypes.c_size_t(0))

@@ -186,6 +186,8 @@ def _figure(row: Any, where: str) -> float:
     """Return a figure of the probe."""
     if not isinstance(row, Mapping) or "value" not in row:
         raise Unknown(f"machine {where}: a table with a value; got {row!r}")
+    if "median" in row:
+        raise Unknown(f"machine {where}: written by an older probe; write it anew: dpbench probe --output FILE.toml")
     return float(row["value"])
 
 

@@ -25,7 +25,7 @@ START_LIMIT_S = 120.0
 STACKS_S = 0.5
 """How long a hung worker is given to write its Python stacks."""
 TAIL = 4000
-_THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+THREADS = {"OMP_NUMTHREADS": "1", "MKL_NUMTHREADS": "1"}
 """torch.set_num_threads(1) alone does not reach MKL in the engine's new threads: each would start a team of its own,
 which costs 5-10 ms a step here. The strategy that wants all cores asks torch for them."""
 
@@ -110,7 +110,7 @@ class Server:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "dpbench.worker", str(os.getpid())],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, cwd=Path.cwd(),
-                env=os.environ | _THREADS | self._environment(),
+                env=os.environ | THREADS | self._environment(),
             )  # fmt: skip
             self._buffer = b""
             try:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
+
+from dpbench import cores
 
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # before torch is loaded: later has no effect
 
@@ -15,11 +18,13 @@ hypothesis.settings.load_profile("dpbench")
 
 
 @pytest.fixture(autouse=True)
-def _one_thread_and_seed() -> None:
+def _one_thread_and_seed() -> Iterator[None]:
     import torch
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    yield
+    cores.roam()  # a trial in this process stays on its device's core
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

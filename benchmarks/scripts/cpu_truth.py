@@ -186,7 +186,7 @@ def main() -> None:
     """Probe, measure, predict, compare, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=3, help="in each block")
+    parser.add_argument("--rounds", type=int, default=3, help="in each block, at least 2")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--into", type=Path, default=Path("reports/cpu-truth"))
@@ -197,7 +197,7 @@ def main() -> None:
     blocks = []
     for number in range(1, given.blocks + 1):
         machine, store = given.into / f"machine-{number}.toml", given.into / f"trials-{number}.db"
-        if not machine.exists():
+        if not (machine.exists() and store.exists()):  # those of an earlier run are of another day
             subprocess.run([sys.executable, "-m", "dpbench.cli", "probe", "--output", str(machine)], check=True)
         blocks.append((machine, store, measure(cases(given.models.split(","), given.batch), store, given.rounds)))
     trials = [trial for _, _, found in blocks for trial in found]

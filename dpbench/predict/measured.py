@@ -92,15 +92,14 @@ def measure(case: Case, batches: Sequence[int], *, with_ops: bool = True) -> Mea
 def of_trials(counted: Profile, trials: Sequence[Trial]) -> Measured:
     """Return the profile that stored trials of the strategy `single` at several batch sizes make; no torch is run.
 
-    A phase's seconds are the median over all steps after warm-up of all trials of one batch size. What no phase covers
-    is, on a GPU, time in which it waits for launches: it counts to the phases, in proportion.
+    A phase's seconds are the median over all trials of one batch size of those of their typical steps. What no phase
+    covers is, on a GPU, time in which it waits for launches: it counts to the phases, in proportion.
     """
     steps: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for trial in trials:
-        for step, seconds in zip(trial.steps, ledger.of_trial(trial), strict=True):
-            if not step.warmup:
-                for part in (*(phase.value for phase in Phase), UNATTRIBUTED):
-                    steps[trial.case.batch_size][part].append(seconds.get(part, 0.0))
+        typical = ledger.typical(trial)
+        for part in (*(phase.value for phase in Phase), UNATTRIBUTED):
+            steps[trial.case.batch_size][part].append(typical.get(part, 0.0))
     parts = {n: {part: statistics.median(values) for part, values in found.items()} for n, found in steps.items()}
     phases = {n: {phase: seconds[phase.value] for phase in Phase} for n, seconds in parts.items()}
     rest = {n: seconds[UNATTRIBUTED] for n, seconds in parts.items()}

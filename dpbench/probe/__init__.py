@@ -23,6 +23,7 @@ import torch
 from dpbench import cores, heap
 from dpbench.probe import collective, engine, gpu, host
 from dpbench.probe.figures import Figure, over_passes
+from dpbench.server import THREADS
 
 PASSES, BUDGET_S = 3, 58.0
 """A pass that would not end within the budget, if it took as long as the one before, is not begun."""
@@ -73,7 +74,9 @@ def probe(say: Say = lambda _: None) -> Probe:
 
 def _pass(name: str, say: Say) -> list[Figure]:
     """Measure all figures once, in a process of its own with one thread an operation, as in the workers."""
-    command, environment = [sys.executable, "-m", "dpbench.probe"], {**os.environ, "OMP_NUM_THREADS": "1"}
+    paths = [str(Path(__file__).parent.parent.parent), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, **THREADS, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    command = [sys.executable, "-m", "dpbench.probe", str(os.getpid())]
     figures: list[Figure] = []
     with (
         tempfile.TemporaryFile("w+") as errors,
@@ -96,10 +99,13 @@ def measure() -> Iterator[str | Figure]:
     """Measure all figures in this process; yield what comes next, and each figure."""
     torch.set_num_threads(1)
     heap.keep()
-    for what, part in _suite():
+    for what, part in _on_the_host():
         yield what
         with cores.staying(0):
             yield from part()
+    for what, part in _on_gpus():
+        yield what
+        yield from part()
 
 
 def measure_toml(say: Say = lambda _: None) -> str:
@@ -107,8 +113,12 @@ def measure_toml(say: Say = lambda _: None) -> str:
     return to_toml(probe(say))
 
 
-def _suite() -> Iterator[tuple[str, Callable[[], Iterator[Figure]]]]:
-    """Yield the parts of the probe by what they measure."""
+Parts = Iterator[tuple[str, Callable[[], Iterator[Figure]]]]
+"""What is measured, in words, and what measures it."""
+
+
+def _on_the_host() -> Parts:
+    """Yield what is measured by threads that keep to a core each."""
     yield "operations and the interpreter's lock", host.calls
     yield "modules and tensors", host.replication
     yield "threads", host.threads
@@ -116,7 +126,13 @@ def _suite() -> Iterator[tuple[str, Callable[[], Iterator[Figure]]]]:
     yield "memory", host.memory
     yield "dpbench's engine on tiny nets", engine.figures
     yield "nets in two threads", host.nets
-    yield "two processes", lambda: collective.figures(host.NETS)
+    # where GPUs reduce, their figures have these names
+    sizes = collective.SIZES if torch.cuda.device_count() < 2 else ()
+    yield "two processes", lambda: collective.figures(host.NETS, sizes)
+
+
+def _on_gpus() -> Parts:
+    """Yield what is measured on GPUs, from threads that run where they like, as the workers' do."""
     count = torch.cuda.device_count()
     if count:
         yield "GPU 0", gpu.figures

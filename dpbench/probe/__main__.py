@@ -1,12 +1,19 @@
-"""One pass of the probe: a JSON line for each part that begins, and for each figure."""
+"""One pass of the probe, for the process that started it: a JSON line for each part that begins, for each figure."""
 
 from __future__ import annotations
 
 import json
+import os
+import sys
 from dataclasses import asdict
 
-from dpbench.probe import measure
+from dpbench import lifeline
 
 if __name__ == "__main__":
+    lifeline.die_with_parent(int(sys.argv[1]))
+    from dpbench.probe import measure
+
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever else prints must not look like a figure
     for found in measure():
-        print(json.dumps(found if isinstance(found, str) else asdict(found)), flush=True)
+        print(json.dumps(found if isinstance(found, str) else asdict(found)), file=answers, flush=True)

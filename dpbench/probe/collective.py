@@ -34,12 +34,13 @@ COMPUTED_S = 1e-3
 LIMIT_S = 60.0
 
 
-def figures(rows: Mapping[str, int], ranks: int = 2) -> Iterator[Figure]:
-    """Yield all figures of processes on the host, measured by ranks that are started once."""
-    found = _measured(ranks, "gloo", {"nets": dict(rows), "chains": engine.LAYERS, "reduce": SIZES})
+def figures(rows: Mapping[str, int], sizes: Sequence[int] = SIZES, ranks: int = 2) -> Iterator[Figure]:
+    """Yield all figures of processes on the host, measured by ranks that are started once; no sizes, no all-reduce."""
+    found = _measured(ranks, "gloo", {"nets": dict(rows), "chains": engine.LAYERS, "reduce": sizes})
     yield from _of_nets(found["nets"], rows, ranks)
     yield from _of_chains(found["chains"], ranks)
-    yield from _of_reductions(found["reduce"], ranks, "gloo")
+    if sizes:
+        yield from _of_reductions(found["reduce"], ranks, "gloo")
 
 
 def all_reduce(ranks: int = 2, backend: str = "gloo", sizes: Sequence[int] = SIZES) -> Iterator[Figure]:
@@ -112,7 +113,8 @@ def _rank(backend: str, wanted: Mapping[str, Any]) -> dict[str, Any]:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group(backend)
-    cores.stay(int(os.environ["RANK"]))  # after gloo's own threads have started, as in the workers
+    if device.type == "cpu":
+        cores.stay(int(os.environ["RANK"]))  # after gloo's own threads have started, as in the workers
     measure: dict[str, Callable[[Any], Any]]
     measure = {"reduce": lambda sizes: _reduce(sizes, device), "nets": _nets, "chains": _chains}
     found = {what: measure[what](arguments) for what, arguments in wanted.items()}

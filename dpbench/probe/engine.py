@@ -26,13 +26,13 @@ from dpbench.schedule import REFERENCE, Schedule
 LAYERS = (6, 48)
 ROWS = 8
 SWEPT_BYTES = 2**21
-"""Twice the cache that a core of a present server has to itself."""
+"""As much as, or twice, the cache that a core of a present server has to itself."""
 WARMUP_STEPS, STEPS = 5, 40
 OWN = (
-    Phase.SCATTER.value, Phase.REPLICATE.value, Phase.GATHER.value, Phase.LOSS.value, Phase.REDUCE.value,
-    Phase.OPTIMIZER.value, UNATTRIBUTED,
+    Phase.SCATTER.value, Phase.REPLICATE.value, Phase.GATHER.value, Phase.REDUCE.value, Phase.OPTIMIZER.value,
+    UNATTRIBUTED,
 )  # fmt: skip
-"""All but forward and backward, which are the net's own."""
+"""All but forward, loss and backward, which are the net's own."""
 Found = Mapping[int, Mapping[str, float]]
 """Seconds by layers and phase."""
 SCHEDULES = {REFERENCE: Schedule(), "fastest_pool": BEST, "fastest_serial": replace(BEST, workers="serial")}
@@ -44,12 +44,12 @@ def figures(devices: int = 2) -> Iterator[Figure]:
     alone = {layers: _phases(Schedule(), layers, 1, ROWS // devices) for layers in LAYERS}
     for name, schedule in SCHEDULES.items():
         found = {layers: _phases(schedule, layers, devices, ROWS) for layers in LAYERS}
-        # what the replicas' own losses, backwards and the optimizer take is the net's; the rest is the engine's
-        times = {
-            Phase.LOSS.value: devices if name == "fastest_serial" else 1,
-            Phase.BACKWARD.value: 1 if name == "fastest_pool" else devices,
-            Phase.OPTIMIZER.value: 1,
-        }
+        # what the replicas' own losses and backwards, and the optimizer, take is the net's; the rest is the engine's
+        times = {Phase.BACKWARD.value: 1 if name == "fastest_pool" else devices}
+        if name == REFERENCE:
+            times[Phase.OPTIMIZER.value] = 1
+        else:
+            times[Phase.LOSS.value] = times[Phase.BACKWARD.value]
         how = f"dpbench's {name.replace('_', ' with workers=')}, {devices} devices"
         yield from of_chains(name, found, OWN, beyond(found, alone, times), how)
 
@@ -84,40 +84,43 @@ def _two_parts(seconds: Mapping[int, float]) -> tuple[float, float]:
 
 
 class _Read(torch.autograd.Function):
-    """Pass a tensor on, and read a block of memory on the way there and on the way back."""
+    """Pass a tensor on; read one block of memory on the way there, and another on the way back."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
-        ctx.block = block
-        block.sum()
+    def forward(ctx: Any, x: torch.Tensor, there: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
+        ctx.back = back
+        there.sum()
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.block.sum()
-        return gradient, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        ctx.back.sum()
+        return gradient, None, None
 
 
 class _Sweep(nn.Module):
     """What real nets do and tiny ones do not: leave little of the interpreter in a core's own cache."""
 
-    def __init__(self) -> None:
+    def __init__(self, there_bytes: int = 0, back_bytes: int = 0) -> None:
         super().__init__()
-        self.block = [torch.ones(SWEPT_BYTES // 4)]  # in a list: no replica has a copy of its own
+        # in a list: no replica has a copy of its own
+        self.blocks = [torch.ones(size // 4) for size in (there_bytes, back_bytes)]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return `x`."""
-        found: torch.Tensor = _Read.apply(x, self.block[0])  # type: ignore[no-untyped-call]
+        found: torch.Tensor = _Read.apply(x, *self.blocks)  # type: ignore[no-untyped-call]
         return found
 
 
 def chain(layers: int) -> Model:
-    """Return a chain of so many tiny layers between two sweeps."""
+    """Return a chain of so many tiny layers, with a sweep where forward ends, and one where backward does."""
 
     def batch(rows: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.randn(rows, 4), torch.zeros(rows, dtype=torch.int64)
 
-    module = nn.Sequential(_Sweep(), *(nn.Linear(4, 4) for _ in range(layers)), _Sweep())
+    first, *rest = (nn.Linear(4, 4) for _ in range(layers))
+    # behind the first layer, because what needs no gradient is not met on the way back
+    module = nn.Sequential(first, _Sweep(back_bytes=SWEPT_BYTES), *rest, _Sweep(there_bytes=SWEPT_BYTES))
     return Model("chain", module, batch, nn.functional.cross_entropy)
 
 
@@ -135,8 +138,7 @@ def trial_of(step: Callable[..., Any], clock: HostClock, rows: int, observe: Cal
 
 def seconds_of(trial: Trial) -> dict[str, float]:
     """Return a chain's typical seconds by phase, every phase named."""
-    phases = (*OWN, Phase.FORWARD.value, Phase.BACKWARD.value)
-    return dict.fromkeys(phases, 0.0) | ledger.typical(trial)
+    return dict.fromkeys([*(phase.value for phase in Phase), UNATTRIBUTED], 0.0) | ledger.typical(trial)
 
 
 def _phases(schedule: Schedule, layers: int, devices: int, rows: int) -> dict[str, float]:

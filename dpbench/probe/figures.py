@@ -47,9 +47,8 @@ def over_passes(passes: Sequence[Sequence[Figure]]) -> tuple[Figure, ...]:
         for one in figures:
             values.setdefault(one.name, []).append(one.value)
     return tuple(
-        replace(one, value=statistics.median(found), low=min(found), high=max(found))
+        replace(one, value=statistics.median(values[one.name]), low=min(values[one.name]), high=max(values[one.name]))
         for one in passes[0]
-        if (found := values[one.name])
     )
 
 

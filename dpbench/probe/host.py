@@ -13,7 +13,7 @@ from scipy.optimize import nnls
 from torch import nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from dpbench import models
+from dpbench import cores, models
 from dpbench.engine.devices import resolve
 from dpbench.engine.reduce import reduce
 from dpbench.engine.replicate import rebuild
@@ -154,15 +154,16 @@ def threads() -> Iterator[Figure]:
     """Yield what it costs to start threads, and to wake kept ones."""
 
     def start() -> None:
-        thread = threading.Thread(target=int)
+        thread = threading.Thread(target=cores.stay, args=(1,))
         thread.start()
         thread.join()
 
-    yield figure("thread_s", time_call(start), "a Python thread started and joined")
+    yield figure("thread_s", time_call(start), "a Python thread started, on another core, and joined")
     inbox: SimpleQueue[object] = SimpleQueue()
     outbox: SimpleQueue[object] = SimpleQueue()
 
     def serve() -> None:
+        cores.stay(1)
         while inbox.get() is not None:
             outbox.put(1)
 

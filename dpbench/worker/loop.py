@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dpbench import models, verify
+from dpbench import heap, models, verify
 from dpbench.devices import Device
 from dpbench.engine.devices import open_devices
 from dpbench.records import HOST, Case, Effort, Memory, Trial, Verified
@@ -114,6 +114,7 @@ def _verify(case: Case, strategy: ModuleType, devices: Sequence[Device], rank: i
 def _forget(devices: Sequence[Device]) -> None:
     """Drop what verification left behind, and its peaks."""
     gc.collect()
+    heap.release()
     for device in devices:
         device.reset_memory()
     with suppress(OSError):  # Linux: 5 resets the peak of the resident set

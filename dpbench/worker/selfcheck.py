@@ -47,6 +47,7 @@ def measure(case: Case, effort: Effort) -> Trial:
     options = dict(case.options)
     torch.set_num_threads(1)
     devices = open_devices(case.device_kind, case.devices, ids=case.device_ids, placement=case.placement)
+    devices[0].settle()
     model = models.load(case.model, case.size, case.seed)
     batch = model.batch(case.batch_size, case.seed)
     listener = clock.choose(devices)
