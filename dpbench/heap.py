@@ -22,7 +22,7 @@ def keep() -> None:
     """Keep freed memory in this process, and in those that it forks; nothing happens where malloc is not glibc's.
 
     By default blocks of a step's size go back to the system when they are freed, and every page of the next ones is
-    faulted in anew: a sixth of a small transformer's step on two threads here, and most of its noise.
+    faulted in anew: a tenth of a small transformer's step on two threads here.
     """
     if libc := _libc():
         for option, value in _OPTIONS.items():

@@ -34,8 +34,8 @@ Counted: of 161 published steps half are off by more than a factor of two (light
 too fast), of 33 that keep a GPU busy a fifth by more than 32 %."""
 
 ON_HOST = 0.2
-"""The same for a whole step on logical CPU devices, whose phases are put together from measured figures: of nine steps
-in reports/cpu-truth eight are within 19 %, and one, of 3 ms, is off by 33 %."""
+"""The same for a whole step on logical CPU devices, whose phases are put together from measured figures: nine steps in
+reports/cpu-truth are off by 11 % at most, in the median of four probes; one probe alone by up to half."""
 
 
 @lru_cache(maxsize=8)
