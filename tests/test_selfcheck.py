@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from dpbench import clock, samplers, selfcheck
+from dpbench import clock, cores, samplers, selfcheck
 from dpbench.records import Case, Effort, Phase, Status
 from dpbench.report import header
 from dpbench.server import Server
@@ -146,6 +146,7 @@ def one_core() -> Iterator[None]:
     try:
         yield
     finally:
+        cores.roam()  # first what the check itself has bound
         os.sched_setaffinity(0, before)
 
 
