@@ -25,7 +25,7 @@ START_LIMIT_S = 120.0
 STACKS_S = 0.5
 """How long a hung worker is given to write its Python stacks."""
 TAIL = 4000
-THREADS = {"OMP_NUMTHREADS": "1", "MKL_NUMTHREADS": "1"}
+THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """torch.set_num_threads(1) alone does not reach MKL in the engine's new threads: each would start a team of its own,
 which costs 5-10 ms a step here. The strategy that wants all cores asks torch for them."""
 

@@ -216,3 +216,18 @@ def test_gpus_reduce_in_the_place_of_processes(monkeypatch: pytest.MonkeyPatch) 
     list(parts["two processes"]())
     assert given == [()]
     assert "all-reduce between GPUs" in dict(probe._on_gpus())
+
+
+def test_a_pass_has_one_thread_an_operation_whatever_the_parent_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the place of Python, a script that says what it was given."""
+    script = tmp_path / "python"
+    script.write_text('#!/bin/sh\necho "\\"$OMP_NUM_THREADS $MKL_NUM_THREADS\\""\n')
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    monkeypatch.delenv("MKL_NUM_THREADS")
+    said: list[str] = []
+    assert probe._pass("pass 1", said.append) == []
+    assert said == ["1 1, pass 1"]

@@ -406,6 +406,16 @@ def test_the_server_has_run_no_tensor_operation_and_touched_no_cuda(tmp_path):
     assert plugs <= set(result["loaded"]), "every plug is loaded before the first fork"
 
 
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="no /proc")
+def test_workers_have_one_thread_an_operation_whatever_the_parent_has(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    monkeypatch.delenv("MKL_NUM_THREADS")
+    with Server(tmp_path) as one:
+        assert works(one)
+        variables = Path(f"/proc/{one._process.pid}/environ").read_text().split("\0")
+    assert {"OMP_NUM_THREADS=1", "MKL_NUM_THREADS=1"} <= set(variables)
+
+
 def test_servers_one_after_the_other_share_a_scratch_folder(tmp_path):
     for _ in range(3):  # a new server often has the address, and so the id, of the last one
         with Server(tmp_path) as one:
