@@ -149,7 +149,7 @@ def test_memory_that_is_kept_is_not_faulted_in_anew() -> None:
     assert found["keep"] < each
     huge = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not (huge.exists() and "[always]" in huge.read_text()):  # a fault then brings in 512 pages
-        assert found["default"] > 3 * each
+        assert found["default"] > each
 
 
 @linux
