@@ -25,7 +25,7 @@ START_LIMIT_S = 120.0
 STACKS_S = 0.5
 """How long a hung worker is given to write its Python stacks."""
 TAIL = 4000
-THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+_THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """torch.set_num_threads(1) alone does not reach MKL in the engine's new threads: each would start a team of its own,
 which costs 5-10 ms a step here. The strategy that wants all cores asks torch for them."""
 
@@ -110,7 +110,7 @@ class Server:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "dpbench.worker", str(os.getpid())],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, cwd=Path.cwd(),
-                env=os.environ | THREADS | self._environment(),
+                env=environment() | {"TMPDIR": str(self._scratch)},
             )  # fmt: skip
             self._buffer = b""
             try:
@@ -118,11 +118,6 @@ class Server:
             except TimeoutError as error:
                 raise _ServerDied(f"the worker server was not ready after {START_LIMIT_S:.0f} s") from error
         return self._process
-
-    def _environment(self) -> dict[str, str]:
-        """Let the server import dpbench from where this process did; keep temporary files in the scratch folder."""
-        paths = [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
-        return {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONSAFEPATH": "1", "TMPDIR": str(self._scratch)}
 
     def _answer(self, limit_s: float) -> dict[str, Any]:
         """Return the server's next line; TimeoutError when none comes, _ServerDied when none can."""
@@ -158,6 +153,12 @@ class Server:
                     if pipe is not None:
                         pipe.close()
             self._process = None
+
+
+def environment() -> dict[str, str]:
+    """Return the variables of a process that measures: one thread an operation, dpbench from where this one has it."""
+    paths = [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, **_THREADS, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONSAFEPATH": "1"}
 
 
 class _ServerDied(RuntimeError):

@@ -119,3 +119,13 @@ def test_a_figure_of_the_probe_is_a_table_with_a_value(row: object) -> None:
     }  # fmt: skip
     with pytest.raises(Unknown, match=r"here: \[probe.a_s\]: a table with a value"):
         machine.read(table, "here")
+
+
+def test_a_file_of_an_older_probe_is_refused() -> None:
+    """Its `value` was the fastest tenth; what steps were compared with was its `median`."""
+    table = {
+        "peer_access": False, "gpu": {"name": "x", "count": 1}, "probe": {"a_s": {"value": 1.0, "median": 2.0}},
+        "link": [{"between": ["gpu0", "cpu0"], "kind": "memory", "bytes_per_s": 1e10}],
+    }  # fmt: skip
+    with pytest.raises(Unknown, match=r"\[probe.a_s\]: written by an older probe; write it anew: dpbench probe"):
+        machine.read(table, "here")

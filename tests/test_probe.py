@@ -134,6 +134,7 @@ def test_the_command_measures_this_machine(tmp_path: Path, monkeypatch: pytest.M
     assert "measuring memory, pass 1 of 3" in done.stderr
     assert "pass 2" not in done.stderr
     data = tomllib.loads(path.read_text())
+    assert int(data["source"].partition(" in ")[2].split()[0]) < 60
     assert data["gpu"]["memory_bytes_per_s"] > 1e8
     for name in ("gemm_2_threads_ratio", "memory_2_threads_ratio", "mlp_forward_2_threads_ratio"):
         assert 0.5 < data["probe"][name]["value"] < 4, name

@@ -91,12 +91,12 @@ def parts_of(trials: Iterable[Any]) -> dict[str, list[float]]:
     """Return the phases, and their sum, of every round's typical step."""
     from dpbench import ledger
 
-    found: dict[str, list[float]] = {}
-    for trial in trials:
-        parts = ledger.typical(trial)
-        for part, seconds in {STEP: sum(parts.values()), **parts}.items():
-            found.setdefault(part, []).append(seconds)
-    return found
+    rounds = [ledger.typical(trial) for trial in trials]
+    names = dict.fromkeys(name for parts in rounds for name in parts)
+    return {
+        STEP: [sum(parts.values()) for parts in rounds],
+        **{name: [parts.get(name, 0.0) for parts in rounds] for name in names},
+    }
 
 
 def predict(asked: Sequence[Any], store: Path, machine: Path) -> dict[Any, dict[str, float]]:

@@ -31,7 +31,6 @@ def on_each(
     errors: dict[int, BaseException] = {}
     settings = capture(compat=compat)
     guards = [device.guard() for device in devices]
-
     caller = threading.get_ident()
 
     def run(i: int) -> None:

@@ -23,7 +23,7 @@ import torch
 from dpbench import cores, heap
 from dpbench.probe import collective, engine, gpu, host
 from dpbench.probe.figures import Figure, over_passes
-from dpbench.server import THREADS
+from dpbench.server import environment
 
 PASSES, BUDGET_S = 3, 58.0
 """A pass that would not end within the budget, if it took as long as the one before, is not begun."""
@@ -74,13 +74,11 @@ def probe(say: Say = lambda _: None) -> Probe:
 
 def _pass(name: str, say: Say) -> list[Figure]:
     """Measure all figures once, in a process of its own with one thread an operation, as in the workers."""
-    paths = [str(Path(__file__).parent.parent.parent), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, **THREADS, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     command = [sys.executable, "-m", "dpbench.probe", str(os.getpid())]
     figures: list[Figure] = []
     with (
         tempfile.TemporaryFile("w+") as errors,
-        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+        subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=errors, text=True) as process,
     ):
         assert process.stdout is not None
         for line in process.stdout:

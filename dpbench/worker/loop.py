@@ -70,10 +70,10 @@ def _with_memory(timed: Trial, subject: Subject) -> Trial:
 
 def prepare(case: Case, strategy: ModuleType, rank: int | None = None) -> Subject:
     """Return a case that is verified and built."""
-    threads = getattr(strategy, "threads", lambda case: 1)
-    torch.set_num_threads(threads(case))
+    threads = getattr(strategy, "threads", lambda case: 1)(case)
+    torch.set_num_threads(threads)
     devices = _devices(case, strategy, rank)
-    if threads(case) == 1:  # and not where one device is all cores
+    if threads == 1:  # and not where one device is all cores
         devices[0].settle()
     at = [time.perf_counter()]
     verified = _verify(case, strategy, devices, rank)
