@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,32 @@ class Unit:
     group: int
     pieces: tuple[Piece, ...]
     twins: tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Sum:
+    """Where the sum of one piece's gradients goes: `target`, in the parameter's own shape if the piece is all of it."""
+
+    piece: Piece
+    target: torch.Tensor
+    whole: bool
+
+    def of(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the elements of a dense gradient, of the parameter's layout, that are summed here."""
+        return gradient if self.whole else line(gradient)[self.piece.start : self.piece.stop]
+
+
+def sums(unit: Unit, parameters: Sequence[torch.Tensor]) -> Iterator[Sum]:
+    """Yield where each piece of a unit is summed: views made once, since cutting one takes longer than adding two."""
+    for piece in unit.pieces:
+        like, gradient = parameters[piece.parameter], unit.gradient
+        if piece.stop - piece.start < like.numel():
+            yield Sum(piece, piece.of(gradient), whole=False)
+        elif gradient.shape == like.shape:  # it may have holes
+            yield Sum(piece, gradient, whole=True)
+        else:
+            at = gradient.storage_offset() + piece.at
+            yield Sum(piece, gradient.as_strided(like.size(), like.stride(), at), whole=True)
 
 
 def gathered(states: Sequence[tuple[Sequence[Unit], Any]], parameters: Sequence[torch.Tensor]) -> State:

@@ -19,7 +19,7 @@ from dpbench.engine.persistent import Persistent
 from dpbench.engine.reduce import arrive
 from dpbench.engine.stepper import Stepper, groups_of, mirror
 from dpbench.engine.storage import FlatWeights, line
-from dpbench.engine.units import Piece, Unit, cut, gathered
+from dpbench.engine.units import Piece, Sum, Unit, cut, gathered, sums
 from dpbench.engine.workers import Workers
 from dpbench.records import Mark, Phase
 from dpbench.schedule import Schedule
@@ -52,6 +52,7 @@ class Update:
             self._units = [self._slices(flat, i) for i in self.owners]
         else:
             self._units = [self._whole(i) for i in self.owners]
+        self._sums = [[one for unit in units for one in sums(unit, replicas.parameters[0])] for units in self._units]
         self._steppers = [
             Stepper(
                 optimizer if i == 0 else mirror(optimizer), optimizer, [(u.weight, u.gradient, u.group) for u in units]
@@ -131,31 +132,22 @@ class Update:
             for other, gradients in sources:
                 device.wait(other)
                 device.borrow([g for g in gradients if g is not None])
-            for unit in self._units[i]:
-                for piece in unit.pieces:
-                    if wanted is None or piece.parameter in wanted:
-                        self._sum(device, unit, piece, [gradients[piece.parameter] for _, gradients in sources])
+            for one in self._sums[i]:
+                if wanted is None or one.piece.parameter in wanted:
+                    self._sum(device, one, [gradients[one.piece.parameter] for _, gradients in sources])
 
-    def _sum(self, device: Device, unit: Unit, piece: Piece, found: Sequence[torch.Tensor | None]) -> None:
+    def _sum(self, device: Device, one: Sum, found: Sequence[torch.Tensor | None]) -> None:
         """Write the sum of one piece; a replica that did not use the parameter adds nothing."""
-        whole = len(unit.pieces) == 1 and unit.gradient.numel() == piece.stop - piece.start == unit.weight.numel()
-        separate = whole and unit.gradient.dim() != 1
-        target = unit.gradient if separate else line(unit.gradient)[piece.at : piece.at + piece.stop - piece.start]
         comm = self.comm_dtype if len(found) > 1 else None
-        parts = []
-        for part in found:
-            if part is None:
-                continue
-            mine = dense(part) if separate else line(dense(part))[piece.start : piece.stop]
-            parts.append(arrive(mine, device, comm))
+        parts = [arrive(one.of(dense(part)), device, comm) for part in found if part is not None]
         if not parts:
-            target.zero_()
+            one.target.zero_()
         elif len(parts) == 1:
-            target.copy_(parts[0])
+            one.target.copy_(parts[0])
         else:
-            torch.add(parts[0], parts[1], out=target)
+            torch.add(parts[0], parts[1], out=one.target)
             for part in parts[2:]:
-                target.add_(part)
+                one.target.add_(part)
 
     def show(self) -> None:
         """Put the reduced gradients where the module's user looks for them, as far as device 0 has them whole."""
@@ -165,13 +157,7 @@ class Update:
 
     def _shown(self) -> dict[int, torch.Tensor | None]:
         shown: dict[int, torch.Tensor | None] = {n: None for numbers in self._groups for n in numbers}
-        for unit in self._units[0]:
-            for piece in unit.pieces:
-                like = self._replicas.parameters[0][piece.parameter]
-                if piece.stop - piece.start == like.numel():
-                    at = unit.gradient.storage_offset() + piece.at
-                    shown[piece.parameter] = unit.gradient.as_strided(like.size(), like.stride(), at)
-        return shown
+        return shown | {one.piece.parameter: one.target for one in self._sums[0] if one.whole}
 
     def step(self, i: int) -> None:
         """Let device i's optimizer step its units."""
