@@ -36,6 +36,7 @@ FIGURES = {
         for part in ("s", "tensor_s")
     },
     "ddp_reduce_s": 0.01,  # a small all-reduce
+    "ddp_long_reduce_s": 0.01, "ddp_long_reduce_tensor_s": 0.0,
 }  # fmt: skip
 HOST = Host(FIGURES)
 
@@ -86,6 +87,18 @@ def test_ddp_waits_for_its_last_bucket() -> None:
     found = step(case("ddp"), PROFILE, HOST)
     assert found["forward"] == pytest.approx(2.0)
     assert found["reduce"] == pytest.approx(1.0 + 0.32), "the copies to and from the bucket, and an all-reduce of it"
+
+
+def test_ranks_that_compute_for_long_wake_up_later() -> None:
+    host = Host({**FIGURES, "ddp_long_reduce_s": 0.02, "ddp_long_reduce_tensor_s": 0.001})
+    short = replace(PROFILE, forward=Cost(1e-4), backward=Cost(2e-4))
+    assert step(case("ddp"), PROFILE, host)["reduce"] == pytest.approx(1.0 + 0.32 + 0.01 + 4 * 0.001)
+    assert step(case("ddp"), short, host)["reduce"] == pytest.approx(1.0 + 0.32)
+
+
+def test_one_rank_reduces_with_nobody() -> None:
+    found = step(case("ddp", devices=1), PROFILE, Host({**FIGURES, "ddp_long_reduce_s": 9.0, "ddp_reduce_s": 0.012}))
+    assert found["reduce"] == pytest.approx(1.0 + 0.002)
 
 
 def test_ranks_take_from_each_other_what_the_probe_saw() -> None:

@@ -206,7 +206,7 @@ def test_chains_sweep_once_on_the_way_there_and_once_on_the_way_back(monkeypatch
     monkeypatch.setattr(torch.Tensor, "sum", lambda self: (swept.append(self.numel() * 4), total(self))[1])
     inputs, target = model.batch(4, 0)
     model.loss(model.module(inputs), target).backward()
-    assert [size for size in swept if size] == [engine.SWEPT_BYTES] * 2
+    assert [size for size in swept if size] == [engine.SHORT] * 2
 
 
 def test_gpus_reduce_in_the_place_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,8 @@ from dpbench.schedule import FASTEST, REFERENCE
 KIB = 2**10
 MOST = 2
 """Devices: the probe measures one replica beside another, no more."""
+LONG_S = 2e-3
+"""Forward and backward of a replica from which its kernels count as long: ranks go to sleep while they wait."""
 OTHERS = "resnet18"
 """The net whose ratios stand for models that the probe did not measure."""
 
@@ -203,8 +205,9 @@ def _ddp(case: Case, profile: Profile, host: Host) -> dict[str, float]:
     rows, size, tensors = case.rows, profile.parameter_bytes, profile.parameter_tensors
     forward, backward = (max(_at(cost, n) for n in rows) for cost in (profile.forward, profile.backward))
     late, later = (host.beside(case.model, f"{what}_2_processes") for what in ("forward", "training"))
+    reduction = "ddp_long" if forward + backward > LONG_S else "ddp"
     if len(rows) == 1:
-        late = later = 1.0
+        late, later, reduction = 1.0, 1.0, "ddp"
     # a hook a parameter copies its gradient into a bucket, and what was reduced is copied back
     move = host.move_s(size)
     found = {
@@ -212,17 +215,17 @@ def _ddp(case: Case, profile: Profile, host: Host) -> dict[str, float]:
         Phase.FORWARD.value: forward * late,
         Phase.LOSS.value: max(_at(profile.loss, n) for n in rows),
         Phase.BACKWARD.value: max(backward, (forward + backward) * later - forward * late) + move,
-        Phase.REDUCE.value: host.engine_s("ddp", "reduce", tensors) + move,
+        Phase.REDUCE.value: host.engine_s(reduction, "reduce", tensors) + move,
         Phase.OPTIMIZER.value: _at(profile.optimizer, case.batch_size),
         UNATTRIBUTED: host.engine_s("ddp", UNATTRIBUTED, tensors) + (profile.rest or Cost()).at(max(rows)),
     }
     for phase in (Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.OPTIMIZER):
         found[phase.value] += host.engine_s("ddp", f"{phase.value}_more", tensors)
-    if len(rows) > 1:
-        if profile.buffer_bytes:  # from rank 0, before forward
-            found[Phase.FORWARD.value] += host.all_reduce_s(profile.buffer_bytes) / 2
-        # those of the tiny chains are of a few bytes
-        found[Phase.REDUCE.value] += host.all_reduce_s(_last_bucket(profile)) - host.all_reduce_s(0)
+    if len(rows) > 1 and profile.buffer_bytes:  # from rank 0, before forward
+        found[Phase.FORWARD.value] += host.all_reduce_s(profile.buffer_bytes) / 2
+    # the tiny chains have all-reduces of a few bytes
+    own = host.all_reduce_s(_last_bucket(profile)) if len(rows) > 1 else 0.0
+    found[Phase.REDUCE.value] = max(0.0, found[Phase.REDUCE.value] + own - host.all_reduce_s(0))
     return found
 
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from dpbench import cores, heap, ledger
 from dpbench.clock import HostClock
+from dpbench.devices import Device
 from dpbench.engine.devices import open_devices
 from dpbench.probe import engine, host
 from dpbench.probe.figures import WARM, Figure, figure, makespans, ratio, typical
@@ -71,10 +72,11 @@ def _of_nets(found: Mapping[str, Any], rows: Mapping[str, int], ranks: int) -> I
 
 def _of_chains(found: Sequence[tuple[int, Mapping[str, Mapping[str, float]]]], ranks: int) -> Iterator[Figure]:
     """Yield what DistributedDataParallel costs the host beside a net: each phase's seconds on tiny chains."""
-    alone, joint = ({layers: sides[side] for layers, sides in found} for side in ("alone", "ddp"))
+    alone, joint, late = ({layers: sides[side] for layers, sides in found} for side in ("alone", "ddp", "ddp_long"))
     more = engine.beyond(joint, alone, dict.fromkeys(("forward", "loss", "backward", "optimizer"), 1))
     how = f"torch's DistributedDataParallel, {ranks} ranks, gloo"
     yield from engine.of_chains("ddp", joint, ("scatter", "reduce", UNATTRIBUTED), more, how)
+    yield from engine.of_chains("ddp_long", late, ("reduce",), {}, f"{how}, kernels of milliseconds")
 
 
 def _measured(ranks: int, backend: str, wanted: Mapping[str, Any]) -> dict[str, Any]:
@@ -196,14 +198,20 @@ def _chains(lengths: Sequence[int]) -> list[Any]:
             with single.start(one, engine.chain(layers), devices, clock.mark) as step:
                 sides["alone"] = engine.seconds_of(engine.trial_of(step, clock, one.batch_size))
         dist.barrier()
-        every = Case(model="chain", strategy="ddp", devices=ranks, batch_size=engine.ROWS)
-        clock = HostClock()
-        with ddp.start(every, engine.chain(layers), devices, clock.mark) as one_rank:
-            mine = engine.trial_of(one_rank, clock, every.batch_size, one_rank.observe)
-        steps, spans = ledger.joined(_gathered(mine))
-        sides["ddp"] = engine.seconds_of(replace(mine, steps=steps, spans=spans))
+        for name, swept in (("ddp", engine.SHORT), ("ddp_long", engine.LONG)):
+            sides[name] = _joint(layers, swept, devices)
         found.append((layers, sides))
     return found
+
+
+def _joint(layers: int, swept: int, devices: Sequence[Device]) -> dict[str, float]:
+    """Return a chain's phases under DistributedDataParallel, all ranks together."""
+    clock = HostClock()
+    case = Case(model="chain", strategy="ddp", devices=dist.get_world_size(), batch_size=engine.ROWS)
+    with ddp.start(case, engine.chain(layers, swept), devices, clock.mark) as step:
+        mine = engine.trial_of(step, clock, case.batch_size, step.observe)
+    steps, spans = ledger.joined(_gathered(mine))
+    return engine.seconds_of(replace(mine, steps=steps, spans=spans))
 
 
 if __name__ == "__main__":

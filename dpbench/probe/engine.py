@@ -25,8 +25,9 @@ from dpbench.schedule import REFERENCE, Schedule
 
 LAYERS = (6, 48)
 ROWS = 8
-SWEPT_BYTES = 2**21
-"""As much as, or twice, the cache that a core of a present server has to itself."""
+SHORT, LONG = 2**21, 2**25
+"""Bytes that a chain's sweep reads: about what a core's own cache holds; and what takes milliseconds, so that a core
+whose replica is done goes to sleep before the others are, and takes longer to be woken."""
 WARMUP_STEPS, STEPS = 5, 40
 OWN = (
     Phase.SCATTER.value, Phase.REPLICATE.value, Phase.GATHER.value, Phase.REDUCE.value, Phase.OPTIMIZER.value,
@@ -35,15 +36,22 @@ OWN = (
 """All but forward, loss and backward, which are the net's own."""
 Found = Mapping[int, Mapping[str, float]]
 """Seconds by layers and phase."""
-SCHEDULES = {REFERENCE: Schedule(), "fastest_pool": BEST, "fastest_serial": replace(BEST, workers="serial")}
-"""What `fastest` settles for, it decides for each net: short kernels, such as these chains', do without threads."""
+SCHEDULES = {
+    REFERENCE: (Schedule(), SHORT),
+    "fastest_pool": (BEST, LONG),
+    "fastest_serial": (replace(BEST, workers="serial"), SHORT),
+}
+"""What `fastest` settles for, it decides for each net: long kernels are worth threads, short ones do without."""
 
 
 def figures(devices: int = 2) -> Iterator[Figure]:
     """Yield each phase's seconds on each schedule: for a step, and for each parameter of the module."""
-    alone = {layers: _phases(Schedule(), layers, 1, ROWS // devices) for layers in LAYERS}
-    for name, schedule in SCHEDULES.items():
-        found = {layers: _phases(schedule, layers, devices, ROWS) for layers in LAYERS}
+    singles = {
+        swept: {layers: _phases(Schedule(), layers, swept, 1, ROWS // devices) for layers in LAYERS}
+        for swept in (SHORT, LONG)
+    }
+    for name, (schedule, swept) in SCHEDULES.items():
+        found = {layers: _phases(schedule, layers, swept, devices, ROWS) for layers in LAYERS}
         # what the replicas' own losses and backwards, and the optimizer, take is the net's; the rest is the engine's
         times = {Phase.BACKWARD.value: 1 if name == "fastest_pool" else devices}
         if name == REFERENCE:
@@ -51,7 +59,7 @@ def figures(devices: int = 2) -> Iterator[Figure]:
         else:
             times[Phase.LOSS.value] = times[Phase.BACKWARD.value]
         how = f"dpbench's {name.replace('_', ' with workers=')}, {devices} devices"
-        yield from of_chains(name, found, OWN, beyond(found, alone, times), how)
+        yield from of_chains(name, found, OWN, beyond(found, singles[swept], times), how)
 
 
 def beyond(found: Found, alone: Found, times: Mapping[str, int]) -> Found:
@@ -68,7 +76,7 @@ def of_chains(name: str, found: Found, phases: Sequence[str], more: Found, how: 
     tables = [(phase, phase, found, how) for phase in phases]
     tables += [
         (f"{phase}_more", phase, more, f"{how}: beyond what one device takes for its rows")
-        for phase in next(iter(more.values()))
+        for phase in next(iter(more.values()), ())
     ]
     for label, phase, table, said in tables:
         start_s, each_s = _two_parts({2 * layers: table[layers][phase] for layers in LAYERS})
@@ -112,7 +120,7 @@ class _Sweep(nn.Module):
         return found
 
 
-def chain(layers: int) -> Model:
+def chain(layers: int, swept: int = SHORT) -> Model:
     """Return a chain of so many tiny layers, with a sweep where forward ends, and one where backward does."""
 
     def batch(rows: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,7 +128,7 @@ def chain(layers: int) -> Model:
 
     first, *rest = (nn.Linear(4, 4) for _ in range(layers))
     # behind the first layer, because what needs no gradient is not met on the way back
-    module = nn.Sequential(first, _Sweep(back_bytes=SWEPT_BYTES), *rest, _Sweep(there_bytes=SWEPT_BYTES))
+    module = nn.Sequential(first, _Sweep(back_bytes=swept), *rest, _Sweep(there_bytes=swept))
     return Model("chain", module, batch, nn.functional.cross_entropy)
 
 
@@ -141,9 +149,9 @@ def seconds_of(trial: Trial) -> dict[str, float]:
     return dict.fromkeys([*(phase.value for phase in Phase), UNATTRIBUTED], 0.0) | ledger.typical(trial)
 
 
-def _phases(schedule: Schedule, layers: int, devices: int, rows: int) -> dict[str, float]:
+def _phases(schedule: Schedule, layers: int, swept: int, devices: int, rows: int) -> dict[str, float]:
     """Return the seconds of a chain's phases."""
-    clock, model = HostClock(), chain(layers)
+    clock, model = HostClock(), chain(layers, swept)
 
     def momentum(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.0, momentum=0.9)
