@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -37,6 +38,8 @@ NETS = {"mlp": 32, "resnet18": 32, "transformer": 32}
 """Nets of short matrix products, of convolutions and of many small operations, and the rows that a replica has."""
 SIDES = (64, 128, 256, 512, 1024)
 COPIES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
+POOL = 16 * MIB
+"""Blocks to be copied come from here in turn: what a step copies, a core's own cache has not just had."""
 SMALL, LARGE = 256 * KIB, 64 * MIB
 """A block that a core's own cache holds, and one that only memory does."""
 
@@ -204,8 +207,9 @@ def _product(side: int) -> Work:
 def memory() -> Iterator[Figure]:
     """Yield the rates of copies and additions, and what two threads take from each other."""
     for size in COPIES:
-        spent = time_call(_copy(size))
-        how = f"copy_ of {size // KIB} KiB, one thread: bytes of the copy, each read and written"
+        spent = time_call(_copy_in_turn(size))
+        how = f"copy_ of {size // KIB} KiB, in turn from {max(size, POOL) // MIB} MiB, one thread: bytes of the copy, "
+        how += "each read and written"
         yield rate(f"copy_{size // KIB}_kib_bytes_per_s", spent, how, amount=size)
     for name, size in (("cache", SMALL), ("memory", LARGE)):
         alone, both = time_call(_copy(size)), time_together([_copy(size), _copy(size)])
@@ -219,6 +223,18 @@ def memory() -> Iterator[Figure]:
 def _copy(size: int) -> Work:
     source, target = torch.ones(size // 4), torch.empty(size // 4)
     return lambda: target.copy_(source)
+
+
+def _copy_in_turn(size: int) -> Work:
+    """Return the copy of one block after the other."""
+    source, target = (torch.ones(max(size, POOL) // 4).split(size // 4) for _ in range(2))
+    pairs = itertools.cycle(zip(source, target, strict=True))
+
+    def work() -> None:
+        block, into = next(pairs)
+        into.copy_(block)
+
+    return work
 
 
 def _add(size: int) -> float:
