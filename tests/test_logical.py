@@ -89,6 +89,23 @@ def test_ddp_waits_for_its_last_bucket() -> None:
     assert found["reduce"] == pytest.approx(1.0 + 0.32), "the copies to and from the bucket, and an all-reduce of it"
 
 
+def test_copies_have_the_rates_of_their_own_sizes() -> None:
+    sizes = (2**10, 64 * 2**10, 2**20)
+    assert HOST.moves_s(sizes) == pytest.approx(2**-30 + 2**-24 + 1.0)
+    whole = replace(PROFILE, gradient_bytes=(2**20,))
+    small = replace(PROFILE, gradient_bytes=(2**16,) * 16)
+    copied = step(case("dp", "reference"), whole, HOST)["replicate"]
+    assert copied == pytest.approx(1.0)
+    assert step(case("dp", "reference"), small, HOST)["replicate"] < 1e-5
+
+
+def test_modules_that_the_chains_have_too_cost_nothing_more() -> None:
+    host = Host({**FIGURES, "module_replica_s": 1.0, "reference_unattributed_tensor_s": 0.1})
+    found = [step(case("dp", "reference"), replace(PROFILE, modules=count), host) for count in (5, 7)]
+    assert [one["replicate"] - 1.0 for one in found] == pytest.approx([0.0, 2 * 2.0]), "two more, in two replicas"
+    assert [one[UNATTRIBUTED] for one in found] == pytest.approx([4 * 0.1, 8 * 0.1]), "two parameters for a module"
+
+
 def test_ranks_that_compute_for_long_wake_up_later() -> None:
     host = Host({**FIGURES, "ddp_long_reduce_s": 0.02, "ddp_long_reduce_tensor_s": 0.001})
     short = replace(PROFILE, forward=Cost(1e-4), backward=Cost(2e-4))
@@ -120,7 +137,7 @@ def test_buckets_but_the_last_are_hidden() -> None:
     sizes = (2**20, 26 * 2**20, 512 * 2**10)
     found = step(case("ddp"), replace(PROFILE, gradient_bytes=sizes), HOST)
     small = 0.01 + (0.32 - 0.01) * (512 - 32) / (1024 - 32)
-    assert found["reduce"] == pytest.approx(1.0 + small)
+    assert found["reduce"] == pytest.approx(27.5 + small), "every gradient is copied, and one bucket waited for"
 
 
 def test_all_reduces_are_interpolated_and_extrapolated() -> None:

@@ -18,6 +18,7 @@ from click.testing import CliRunner
 from dpbench import heap, probe
 from dpbench.cli import cli
 from dpbench.cores import CORES
+from dpbench.predict import logical
 from dpbench.probe import Probe, collective, engine, gpu, host, to_toml
 from dpbench.probe.figures import (
     Figure,
@@ -203,6 +204,7 @@ def test_chains_sweep_once_on_the_way_there_and_once_on_the_way_back(monkeypatch
     swept: list[int] = []
     total = torch.Tensor.sum
     model = engine.chain(6)
+    assert len(list(model.module.modules())) == 6 + logical.CHAIN_MODULES
     monkeypatch.setattr(torch.Tensor, "sum", lambda self: (swept.append(self.numel() * 4), total(self))[1])
     inputs, target = model.batch(4, 0)
     model.loss(model.module(inputs), target).backward()

@@ -50,7 +50,10 @@ class Sum:
 
     def of(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return the elements of a dense gradient, of the parameter's layout, that are summed here."""
-        return gradient if self.whole else line(gradient)[self.piece.start : self.piece.stop]
+        if self.whole:
+            return gradient
+        start, stop = self.piece.start, self.piece.stop
+        return gradient.as_strided((stop - start,), (1,), gradient.storage_offset() + start)
 
 
 def sums(unit: Unit, parameters: Sequence[torch.Tensor]) -> Iterator[Sum]:

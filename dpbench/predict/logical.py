@@ -10,7 +10,7 @@ Known: the strategies single, ddp (on gloo) and dp on `reference` and on what `f
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from dpbench.machine import Unknown
@@ -20,6 +20,8 @@ from dpbench.schedule import FASTEST, REFERENCE
 KIB = 2**10
 MOST = 2
 """Devices: the probe measures one replica beside another, no more."""
+CHAIN_MODULES = 3
+"""What the chains that the engine was measured on have beside a module for every two parameters."""
 LONG_S = 2e-3
 """Forward and backward of a replica from which its kernels count as long: ranks go to sleep while they wait."""
 OTHERS = "resnet18"
@@ -57,6 +59,10 @@ class Host:
         )
         at = min(bisect.bisect_left(sizes, size_bytes), len(sizes) - 1)
         return size_bytes / self[f"copy_{sizes[at] // KIB}_kib_bytes_per_s"]
+
+    def moves_s(self, sizes: Iterable[float]) -> float:
+        """Return the seconds of copies of so many bytes each, one after the other."""
+        return sum(self.move_s(size) for size in sizes)
 
     def all_reduce_s(self, size_bytes: float) -> float:
         """Return the seconds of an all-reduce, between the sizes measured.
@@ -112,8 +118,9 @@ def _at(cost: Cost | None, rows: float) -> float:
 def _engine(case: Case, profile: Profile, host: Host, schedule: str) -> dict[str, float]:
     """Return the engine's own work, by phase, with the bytes of inputs and buffers."""
     found = {phase: host.engine_s(schedule, phase, profile.parameter_tensors) for phase in ENGINE}
-    # what no phase covers is replicas being looked after and let go: a matter of modules, two parameters each there
-    found[UNATTRIBUTED] = host.engine_s(schedule, UNATTRIBUTED, max(profile.parameter_tensors, 2 * profile.modules))
+    # what no phase covers is replicas being looked after and let go: a matter of modules
+    modules = max(profile.parameter_tensors, 2 * (profile.modules - CHAIN_MODULES))
+    found[UNATTRIBUTED] = host.engine_s(schedule, UNATTRIBUTED, modules)
     # and what one device's own step does between its phases, such as letting go of what it made
     found[UNATTRIBUTED] += (profile.rest or Cost()).at(max(case.rows))
     found[Phase.SCATTER.value] += host.move_s(case.batch_size * profile.input_bytes)
@@ -129,18 +136,18 @@ ENGINE = (
 
 def _reference(case: Case, profile: Profile, host: Host) -> dict[str, float]:
     """A new thread a replica in forward; backward of all replicas in the calling thread, one after the other."""
-    rows, size = case.rows, profile.parameter_bytes
+    rows = case.rows
     forward = max(_at(profile.forward, n) for n in rows)
     found = _engine(case, profile, host, REFERENCE)
-    # the chains that the engine was measured on have a module for every two parameters
-    more = max(0.0, profile.modules - profile.parameter_tensors / 2) * host["module_replica_s"]
-    found[Phase.REPLICATE.value] += len(rows) * more + host.move_s(size)
+    moved = host.moves_s(_sizes(profile))
+    more = max(0.0, profile.modules - CHAIN_MODULES - profile.parameter_tensors / 2) * host["module_replica_s"]
+    found[Phase.REPLICATE.value] += len(rows) * more + moved
     found[Phase.FORWARD.value] = forward * host.beside(case.model, "forward_2_new_threads")
     found[Phase.GATHER.value] += host.move_s(case.batch_size * profile.output_bytes)
     found[Phase.LOSS.value] = _at(profile.loss, case.batch_size)
     backward = host.engine_s(REFERENCE, "backward_more", profile.parameter_tensors)
     found[Phase.BACKWARD.value] = sum(_at(profile.backward, n) for n in rows) + backward
-    found[Phase.REDUCE.value] += 1.5 * host.move_s(size)  # two tensors read, a new one written
+    found[Phase.REDUCE.value] += 1.5 * moved  # two tensors read, a new one written
     more = host.engine_s(REFERENCE, "optimizer_more", profile.parameter_tensors)
     found[Phase.OPTIMIZER.value] = _at(profile.optimizer, case.batch_size) + more
     return found
@@ -161,7 +168,8 @@ def _kept(case: Case, profile: Profile, host: Host, *, pool: bool) -> dict[str, 
     # the tiny nets' gradients are shared out evenly; large ones leave most of the small ones to one device
     pieces = _pieces(profile, len(rows))
     most = len(rows) * max(pieces) if pool else sum(pieces)
-    found[Phase.REDUCE.value] = host.engine_s(schedule, Phase.REDUCE.value, most) + 1.5 * host.move_s(share)
+    found[Phase.REDUCE.value] = host.engine_s(schedule, Phase.REDUCE.value, most)
+    found[Phase.REDUCE.value] += 1.5 * host.moves_s(_sizes(profile)) / (len(rows) if pool else 1)
     forward, loss, backward = (
         [_at(cost, n) for n in rows] for cost in (profile.forward, profile.loss, profile.backward)
     )
@@ -202,14 +210,14 @@ OPTIMIZER_PASSES = {"sgd": 8, "adam": 18}
 
 def _ddp(case: Case, profile: Profile, host: Host) -> dict[str, float]:
     """A process a rank; gradients are copied to buckets, reduced, and copied back, what backward does not cover."""
-    rows, size, tensors = case.rows, profile.parameter_bytes, profile.parameter_tensors
+    rows, tensors = case.rows, profile.parameter_tensors
     forward, backward = (max(_at(cost, n) for n in rows) for cost in (profile.forward, profile.backward))
     late, later = (host.beside(case.model, f"{what}_2_processes") for what in ("forward", "training"))
     reduction = "ddp_long" if forward + backward > LONG_S else "ddp"
     if len(rows) == 1:
         late, later, reduction = 1.0, 1.0, "ddp"
     # a hook a parameter copies its gradient into a bucket, and what was reduced is copied back
-    move = host.move_s(size)
+    move = host.moves_s(_sizes(profile))
     found = {
         Phase.SCATTER.value: host.engine_s("ddp", "scatter", tensors) + host.move_s(max(rows) * profile.input_bytes),
         Phase.FORWARD.value: forward * late,
