@@ -234,3 +234,15 @@ def test_a_pass_has_one_thread_an_operation_whatever_the_parent_has(
     said: list[str] = []
     assert probe._pass("pass 1", said.append) == []
     assert said == ["1 1, pass 1"]
+
+
+def test_what_ranks_take_from_each_other_is_not_charged_to_ddp_again() -> None:
+    """Forward and backward are compared with ranks that step at once, short phases with a rank alone."""
+    names = ("scatter", "forward", "loss", "backward", "reduce", "optimizer", UNATTRIBUTED)
+    sides = {"alone": 1.0, "beside": 2.0, "ddp": 5.0, "ddp_long": 9.0}
+    found = [(layers, {side: dict.fromkeys(names, value) for side, value in sides.items()}) for layers in (6, 48)]
+    figures = {one.name: one.value for one in collective._of_chains(found, 2)}
+    assert (figures["ddp_forward_more_s"], figures["ddp_backward_more_s"]) == (3.0, 3.0)
+    assert (figures["ddp_loss_more_s"], figures["ddp_optimizer_more_s"]) == (4.0, 4.0)
+    assert (figures["ddp_reduce_s"], figures["ddp_long_reduce_s"]) == (5.0, 9.0)
+    assert figures["ddp_forward_more_tensor_s"] == 0.0

@@ -24,7 +24,7 @@ from dpbench.devices import Device
 from dpbench.engine.devices import open_devices
 from dpbench.probe import engine, host
 from dpbench.probe.figures import WARM, Figure, figure, makespans, ratio, typical
-from dpbench.records import UNATTRIBUTED, Case
+from dpbench.records import UNATTRIBUTED, Case, Trial
 from dpbench.strategies import ddp, single
 
 KIB, MIB = 2**10, 2**20
@@ -72,8 +72,13 @@ def _of_nets(found: Mapping[str, Any], rows: Mapping[str, int], ranks: int) -> I
 
 def _of_chains(found: Sequence[tuple[int, Mapping[str, Mapping[str, float]]]], ranks: int) -> Iterator[Figure]:
     """Yield what DistributedDataParallel costs the host beside a net: each phase's seconds on tiny chains."""
-    alone, joint, late = ({layers: sides[side] for layers, sides in found} for side in ("alone", "ddp", "ddp_long"))
-    more = engine.beyond(joint, alone, dict.fromkeys(("forward", "loss", "backward", "optimizer"), 1))
+    alone, beside, joint, late = (
+        {layers: sides[side] for layers, sides in found} for side in ("alone", "beside", "ddp", "ddp_long")
+    )
+    # what ranks take from each other in forward and backward, the nets' own ratios say
+    net = engine.beyond(joint, beside, dict.fromkeys(("forward", "backward"), 1))
+    rest = engine.beyond(joint, alone, dict.fromkeys(("loss", "optimizer"), 1))
+    more = {layers: {**net[layers], **rest[layers]} for layers in net}
     how = f"torch's DistributedDataParallel, {ranks} ranks, gloo"
     yield from engine.of_chains("ddp", joint, ("scatter", "reduce", UNATTRIBUTED), more, how)
     yield from engine.of_chains("ddp_long", late, ("reduce",), {}, f"{how}, kernels of milliseconds")
@@ -187,29 +192,42 @@ def _gathered(mine: Any) -> list[Any]:
 
 
 def _chains(lengths: Sequence[int]) -> list[Any]:
-    """Time each chain's phases in rank 0 alone, and in all ranks at once under DistributedDataParallel."""
+    """Time each chain's phases in rank 0 alone, in all ranks at once, and in all under DistributedDataParallel."""
     ranks, rank, found = dist.get_world_size(), dist.get_rank(), []
     devices = open_devices("cpu", ranks)[rank : rank + 1]
     for layers in lengths:
         sides = {}
-        one = Case(model="chain", strategy="single", batch_size=engine.ROWS // ranks)
-        clock = HostClock()
         if rank == 0:
-            with single.start(one, engine.chain(layers), devices, clock.mark) as step:
-                sides["alone"] = engine.seconds_of(engine.trial_of(step, clock, one.batch_size))
+            sides["alone"] = engine.seconds_of(_alone(layers, devices, ranks))
         dist.barrier()
+        sides["beside"] = _together(_alone(layers, devices, ranks, before=dist.barrier))
         for name, swept in (("ddp", engine.SHORT), ("ddp_long", engine.LONG)):
-            sides[name] = _joint(layers, swept, devices)
+            sides[name] = _together(_joint(layers, swept, devices, ranks))
         found.append((layers, sides))
     return found
 
 
-def _joint(layers: int, swept: int, devices: Sequence[Device]) -> dict[str, float]:
-    """Return a chain's phases under DistributedDataParallel, all ranks together."""
-    clock = HostClock()
-    case = Case(model="chain", strategy="ddp", devices=dist.get_world_size(), batch_size=engine.ROWS)
+def _alone(layers: int, devices: Sequence[Device], ranks: int, before: Callable[[], Any] = tuple) -> Trial:
+    """Take a chain's steps without the other ranks; `before` each one, it may meet them."""
+    case, clock = Case(model="chain", strategy="single", batch_size=engine.ROWS // ranks), HostClock()
+    with single.start(case, engine.chain(layers), devices, clock.mark) as step:
+
+        def met(*batch: Any) -> None:
+            before()
+            step(*batch)
+
+        return engine.trial_of(met, clock, case.batch_size)
+
+
+def _joint(layers: int, swept: int, devices: Sequence[Device], ranks: int) -> Trial:
+    """Take a chain's steps under DistributedDataParallel."""
+    case, clock = Case(model="chain", strategy="ddp", devices=ranks, batch_size=engine.ROWS), HostClock()
     with ddp.start(case, engine.chain(layers, swept), devices, clock.mark) as step:
-        mine = engine.trial_of(step, clock, case.batch_size, step.observe)
+        return engine.trial_of(step, clock, case.batch_size, step.observe)
+
+
+def _together(mine: Trial) -> dict[str, float]:
+    """Return the seconds by phase of the steps of all ranks."""
     steps, spans = ledger.joined(_gathered(mine))
     return engine.seconds_of(replace(mine, steps=steps, spans=spans))
 
