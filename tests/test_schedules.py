@@ -287,6 +287,27 @@ def test_changes_of_weights_modules_and_attributes_between_steps_are_seen(rung: 
     assert not differing(run("reference"), run(rung))
 
 
+@pytest.mark.parametrize("rung", EXACT)
+def test_a_module_that_moves_between_steps_takes_its_gradients_along(rung: str) -> None:
+    """`Module.to` gives the parameters, and the gradients it finds on them, other storage."""
+
+    def run(schedule: str) -> nn.Module:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 2))
+        x, y = torch.randn(8, 3, 4, 4), torch.randn(8, 2)
+        with TrainStep(module, F.mse_loss, OPTIMIZERS["sgd"], ["cpu", "cpu"], schedule) as step:
+            step(x, y)
+            module.double().float()
+            step(x, y)
+            for parameter in module.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.data = parameter.grad.data.clamp(-1, 1)
+            step(x, y)
+        return module
+
+    assert not differing(run("reference"), run(rung))
+
+
 class Stateful(nn.Module):
     """A forward that depends on an attribute it writes: torch's replicas forget it after every call."""
 

@@ -157,7 +157,8 @@ class Update:
 
     def _shown(self) -> dict[int, torch.Tensor | None]:
         shown: dict[int, torch.Tensor | None] = {n: None for numbers in self._groups for n in numbers}
-        return shown | {one.piece.parameter: one.target for one in self._sums[0] if one.whole}
+        # a tensor of its own: `module.to()` gives what it finds as a parameter's gradient other storage
+        return shown | {one.piece.parameter: one.target.detach() for one in self._sums[0] if one.whole}
 
     def step(self, i: int) -> None:
         """Let device i's optimizer step its units."""
