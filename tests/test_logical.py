@@ -116,6 +116,8 @@ def test_ranks_that_compute_for_long_wake_up_later() -> None:
 def test_one_rank_reduces_with_nobody() -> None:
     found = step(case("ddp", devices=1), PROFILE, Host({**FIGURES, "ddp_long_reduce_s": 9.0, "ddp_reduce_s": 0.012}))
     assert found["reduce"] == pytest.approx(1.0 + 0.002)
+    found = step(case("ddp", devices=1), PROFILE, Host({**FIGURES, "ddp_reduce_s": 0.001}))
+    assert found["reduce"] == pytest.approx(1.0), "its copies remain"
 
 
 def test_ranks_take_from_each_other_what_the_probe_saw() -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -24,10 +25,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from scipy.stats import bootstrap
-
 MODELS = ("mlp", "resnet18", "transformer")
 DERIVED = ("predicted_s", "measured_s", "error", "interval", "verdict")
+RESAMPLES = 2000
 STEP, STEP_GOAL, PHASE_GOAL, PHASE_SHARE = "step", 0.10, 0.20, 0.05
 
 
@@ -63,11 +63,10 @@ class Row:
         blocks = range(len(self.predicted))
         if len(blocks) < 2:
             return self.error, self.error
-        found = bootstrap(
-            (blocks,), lambda drawn: self._of(drawn.tolist()), vectorized=False, method="percentile",
-            n_resamples=2000, confidence_level=0.9, rng=0,
-        ).confidence_interval  # fmt: skip
-        return float(found.low), float(found.high)
+        generator = random.Random(0)
+        errors = sorted(self._of(generator.choices(blocks, k=len(blocks))) for _ in range(RESAMPLES))
+        aside = RESAMPLES // 20
+        return errors[aside], errors[-aside - 1]
 
     def _of(self, blocks: Sequence[int]) -> float:
         drawn = replace(
@@ -168,6 +167,8 @@ def _rows(
     case: Any, predicted: Sequence[Mapping[str, float]], measured: Sequence[Mapping[str, Sequence[float]]]
 ) -> Iterator[Row]:
     name = f"{case.strategy}[{case.schedule}]" if case.schedule else case.strategy
+    pairs = [(one, found) for one, found in zip(predicted, measured, strict=True) if found[STEP]]  # not if all failed
+    predicted, measured = [one for one, _ in pairs], [found for _, found in pairs]
     whole_s = 0.0
     for part in dict.fromkeys(part for one in measured for part in one):
         seconds = tuple(tuple(one.get(part, [0.0] * len(one[STEP]))) for one in measured)

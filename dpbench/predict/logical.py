@@ -231,9 +231,14 @@ def _ddp(case: Case, profile: Profile, host: Host) -> dict[str, float]:
         found[phase.value] += host.engine_s("ddp", f"{phase.value}_more", tensors)
     if len(rows) > 1 and profile.buffer_bytes:  # from rank 0, before forward
         found[Phase.FORWARD.value] += host.all_reduce_s(profile.buffer_bytes) / 2
-    # the tiny chains have all-reduces of a few bytes
-    own = host.all_reduce_s(_last_bucket(profile)) if len(rows) > 1 else 0.0
-    found[Phase.REDUCE.value] = max(0.0, found[Phase.REDUCE.value] + own - host.all_reduce_s(0))
+    # the tiny chains have all-reduces of a few bytes; one rank has none
+    small = host.all_reduce_s(0)
+    if len(rows) > 1:
+        found[Phase.REDUCE.value] = max(
+            0.0, found[Phase.REDUCE.value] + host.all_reduce_s(_last_bucket(profile)) - small
+        )
+    else:
+        found[Phase.REDUCE.value] = max(move, found[Phase.REDUCE.value] - small)
     return found
 
 

@@ -81,7 +81,7 @@ def _of_chains(found: Sequence[tuple[int, Mapping[str, Mapping[str, float]]]], r
     more = {layers: {**net[layers], **rest[layers]} for layers in net}
     how = f"torch's DistributedDataParallel, {ranks} ranks, gloo"
     yield from engine.of_chains("ddp", joint, ("scatter", "reduce", UNATTRIBUTED), more, how)
-    yield from engine.of_chains("ddp_long", late, ("reduce",), {}, f"{how}, kernels of milliseconds")
+    yield from engine.of_chains("ddp_long", late, ("reduce",), {}, f"{how}{engine.LATE}")
 
 
 def _measured(ranks: int, backend: str, wanted: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,6 +28,7 @@ ROWS = 8
 SHORT, LONG = 2**21, 2**25
 """Bytes that a chain's sweep reads: about what a core's own cache holds; and what takes milliseconds, so that a core
 whose replica is done goes to sleep before the others are, and takes longer to be woken."""
+LATE = ", kernels of milliseconds"
 WARMUP_STEPS, STEPS = 5, 40
 OWN = (
     Phase.SCATTER.value, Phase.REPLICATE.value, Phase.GATHER.value, Phase.REDUCE.value, Phase.OPTIMIZER.value,
@@ -58,7 +59,7 @@ def figures(devices: int = 2) -> Iterator[Figure]:
             times[Phase.OPTIMIZER.value] = 1
         else:
             times[Phase.LOSS.value] = times[Phase.BACKWARD.value]
-        how = f"dpbench's {name.replace('_', ' with workers=')}, {devices} devices"
+        how = f"dpbench's {name.replace('_', ' with workers=')}, {devices} devices{LATE if swept == LONG else ''}"
         yield from of_chains(name, found, OWN, beyond(found, singles[swept], times), how)
 
 
@@ -75,7 +76,7 @@ def of_chains(name: str, found: Found, phases: Sequence[str], more: Found, how: 
     how = f"{how}, SGD: chains of {LAYERS[0]} and {LAYERS[1]} Linear(4, 4)"
     tables = [(phase, phase, found, how) for phase in phases]
     tables += [
-        (f"{phase}_more", phase, more, f"{how}: beyond what one device takes for its rows")
+        (f"{phase}_more", phase, more, f"{how}: beyond the same chain's without it")
         for phase in next(iter(more.values()), ())
     ]
     for label, phase, table, said in tables:
