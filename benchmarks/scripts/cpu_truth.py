@@ -112,7 +112,7 @@ def cases(models: Sequence[str], batch: int) -> list[Any]:
 
 
 def measure(planned: Sequence[Any], store: Path, rounds: int) -> list[Any]:
-    """Return the trials of a block's rounds, interleaved; a store that has them already is read."""
+    """Return the trials of a block's rounds, interleaved; rounds that an earlier run of the same code kept are read."""
     from dpbench import run
     from dpbench.store import Store
 

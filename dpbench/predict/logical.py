@@ -214,8 +214,9 @@ def _ddp(case: Case, profile: Profile, host: Host) -> dict[str, float]:
     forward, backward = (max(_at(cost, n) for n in rows) for cost in (profile.forward, profile.backward))
     late, later = (host.beside(case.model, f"{what}_2_processes") for what in ("forward", "training"))
     reduction = "ddp_long" if forward + backward > LONG_S else "ddp"
+    bucket = host.all_reduce_s(_last_bucket(profile))  # in the place of the chains' own, which has a few bytes
     if len(rows) == 1:
-        late, later, reduction = 1.0, 1.0, "ddp"
+        late, later, reduction, bucket = 1.0, 1.0, "ddp", 0.0
     # a hook a parameter copies its gradient into a bucket, and what was reduced is copied back
     move = host.moves_s(_sizes(profile))
     found = {
@@ -223,7 +224,8 @@ def _ddp(case: Case, profile: Profile, host: Host) -> dict[str, float]:
         Phase.FORWARD.value: forward * late,
         Phase.LOSS.value: max(_at(profile.loss, n) for n in rows),
         Phase.BACKWARD.value: max(backward, (forward + backward) * later - forward * late) + move,
-        Phase.REDUCE.value: host.engine_s(reduction, "reduce", tensors) + move,
+        Phase.REDUCE.value: max(0.0, host.engine_s(reduction, "reduce", tensors) + bucket - host.all_reduce_s(0))
+        + move,
         Phase.OPTIMIZER.value: _at(profile.optimizer, case.batch_size),
         UNATTRIBUTED: host.engine_s("ddp", UNATTRIBUTED, tensors) + (profile.rest or Cost()).at(max(rows)),
     }
@@ -231,14 +233,6 @@ def _ddp(case: Case, profile: Profile, host: Host) -> dict[str, float]:
         found[phase.value] += host.engine_s("ddp", f"{phase.value}_more", tensors)
     if len(rows) > 1 and profile.buffer_bytes:  # from rank 0, before forward
         found[Phase.FORWARD.value] += host.all_reduce_s(profile.buffer_bytes) / 2
-    # the tiny chains have all-reduces of a few bytes; one rank has none
-    small = host.all_reduce_s(0)
-    if len(rows) > 1:
-        found[Phase.REDUCE.value] = max(
-            0.0, found[Phase.REDUCE.value] + host.all_reduce_s(_last_bucket(profile)) - small
-        )
-    else:
-        found[Phase.REDUCE.value] = max(move, found[Phase.REDUCE.value] - small)
     return found
 
 

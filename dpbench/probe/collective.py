@@ -72,7 +72,7 @@ def _of_nets(found: Mapping[str, Any], rows: Mapping[str, int], ranks: int) -> I
 
 def _of_chains(found: Sequence[tuple[int, Mapping[str, Mapping[str, float]]]], ranks: int) -> Iterator[Figure]:
     """Yield what DistributedDataParallel costs the host beside a net: each phase's seconds on tiny chains."""
-    alone, beside, joint, late = (
+    alone, beside, joint, joint_long = (
         {layers: sides[side] for layers, sides in found} for side in ("alone", "beside", "ddp", "ddp_long")
     )
     # what ranks take from each other in forward and backward, the nets' own ratios say
@@ -81,7 +81,7 @@ def _of_chains(found: Sequence[tuple[int, Mapping[str, Mapping[str, float]]]], r
     more = {layers: {**net[layers], **rest[layers]} for layers in net}
     how = f"torch's DistributedDataParallel, {ranks} ranks, gloo"
     yield from engine.of_chains("ddp", joint, ("scatter", "reduce", UNATTRIBUTED), more, how)
-    yield from engine.of_chains("ddp_long", late, ("reduce",), {}, f"{how}{engine.LATE}")
+    yield from engine.of_chains("ddp_long", joint_long, ("reduce",), {}, f"{how}{engine.OF_LONG}")
 
 
 def _measured(ranks: int, backend: str, wanted: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ ROWS = 8
 SHORT, LONG = 2**21, 2**25
 """Bytes that a chain's sweep reads: about what a core's own cache holds; and what takes milliseconds, so that a core
 whose replica is done goes to sleep before the others are, and takes longer to be woken."""
-LATE = ", kernels of milliseconds"
+OF_LONG = ", kernels of milliseconds"
 WARMUP_STEPS, STEPS = 5, 40
 OWN = (
     Phase.SCATTER.value, Phase.REPLICATE.value, Phase.GATHER.value, Phase.REDUCE.value, Phase.OPTIMIZER.value,
@@ -59,7 +59,7 @@ def figures(devices: int = 2) -> Iterator[Figure]:
             times[Phase.OPTIMIZER.value] = 1
         else:
             times[Phase.LOSS.value] = times[Phase.BACKWARD.value]
-        how = f"dpbench's {name.replace('_', ' with workers=')}, {devices} devices{LATE if swept == LONG else ''}"
+        how = f"dpbench's {name.replace('_', ' with workers=')}, {devices} devices{OF_LONG if swept == LONG else ''}"
         yield from of_chains(name, found, OWN, beyond(found, singles[swept], times), how)
 
 

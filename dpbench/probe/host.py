@@ -207,7 +207,7 @@ def _product(side: int) -> Work:
 def memory() -> Iterator[Figure]:
     """Yield the rates of copies and additions, and what two threads take from each other."""
     for size in COPIES:
-        spent = time_call(_copy_in_turn(size))
+        spent = time_call(_copy(size, POOL))
         how = f"copy_ of {size // KIB} KiB, in turn from {max(size, POOL) // MIB} MiB, one thread: bytes of the copy, "
         how += "each read and written"
         yield rate(f"copy_{size // KIB}_kib_bytes_per_s", spent, how, amount=size)
@@ -220,14 +220,9 @@ def memory() -> Iterator[Figure]:
     yield rate("memory_bytes_per_s", _add(LARGE), "torch.add of two tensors of 64 MiB: 3 x 64 MiB", amount=3 * LARGE)
 
 
-def _copy(size: int) -> Work:
-    source, target = torch.ones(size // 4), torch.empty(size // 4)
-    return lambda: target.copy_(source)
-
-
-def _copy_in_turn(size: int) -> Work:
-    """Return the copy of one block after the other."""
-    source, target = (torch.ones(max(size, POOL) // 4).split(size // 4) for _ in range(2))
+def _copy(size: int, pool: int = 0) -> Work:
+    """Return the copy of a block, or of one block of a larger pool after the other."""
+    source, target = (torch.ones(max(size, pool) // 4).split(size // 4) for _ in range(2))
     pairs = itertools.cycle(zip(source, target, strict=True))
 
     def work() -> None:
