@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from dpbench import clock, ledger, models
 from dpbench.engine import DataParallel, TrainStep
@@ -245,14 +246,10 @@ def test_graphs_record_every_model_and_its_buffers(model: str) -> None:
         torch.backends.cudnn.deterministic = before
 
 
-def _mse(output: torch.Tensor, target: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
-    return torch.nn.functional.mse_loss(output, target, reduction=reduction)
-
-
 def test_graphs_are_replayed_for_shapes_they_know_and_draw_anew() -> None:
     module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5)).cuda()
     x = torch.randn(12, 8)
-    with TrainStep(module, _mse, lambda p: torch.optim.SGD(p, lr=0.0), [0, 0], "graphs") as step:
+    with TrainStep(module, F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.0), [0, 0], "graphs") as step:
         losses = {float(step(x[:rows], x[:rows])) for rows in (12, 12, 12, 6, 6, 12)}
         assert step._graphs is not None
         assert len(step._graphs._recorded) == 2
@@ -270,7 +267,7 @@ def test_a_module_that_waits_for_the_gpu_is_refused_with_the_way_out() -> None:
             return out
 
     x = torch.randn(12, 8)
-    with TrainStep(Waits().cuda(), _mse, lambda p: torch.optim.SGD(p, lr=0.1), [0, 0], "graphs") as step:
+    with TrainStep(Waits().cuda(), F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1), [0, 0], "graphs") as step:
         with pytest.raises(RuntimeError) as caught:
             step(x, x)
         assert any("replica 0 on device cuda:0" in note and "graphs=off" in note for note in caught.value.__notes__)

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from dpbench import DataParallel, models, registry
 from dpbench.engine.cached import Trees
 from dpbench.engine.devices._host import HostDevice
-from dpbench.engine.fastest import BEST, Trials
+from dpbench.engine.errors import Refused
+from dpbench.engine.fastest import Trials
+from dpbench.engine.legal import BEST
 from dpbench.engine.train_step import TrainStep
 from dpbench.engine.update import Update
 from dpbench.records import Phase
@@ -424,10 +426,12 @@ def test_losses_without_a_sum_are_refused_or_left_gathered() -> None:
         return (output @ output.T).pow(2).sum() / len(output)
 
     x, module = torch.randn(6, 4), nn.Linear(4, 4)
-    with pytest.raises(ValueError, match="loss=local needs a loss that can sum"):
+    with pytest.raises(Refused, match="loss=local needs a loss whose mean has a known divisor"):
         TrainStep(module, lambda o, t: (o - t).square().mean(), OPTIMIZERS["sgd"], ["cpu", "cpu"], "local_loss")
-    with pytest.raises(ValueError, match="no sum over rows"):
-        TrainStep(module, contrastive, OPTIMIZERS["sgd"], ["cpu", "cpu"], "local_loss")(x, x)
+    with pytest.raises(Refused, match="known divisor"):
+        TrainStep(module, contrastive, OPTIMIZERS["sgd"], ["cpu", "cpu"], "local_loss")
+    with pytest.raises(ValueError, match="not a sum over rows"):
+        TrainStep(module, (contrastive, lambda o, t: len(o)), OPTIMIZERS["sgd"], ["cpu", "cpu"], "local_loss")(x, x)
     step = TrainStep(module, lambda o, t: (o - t).square().mean(), OPTIMIZERS["sgd"], ["cpu", "cpu"])
     assert (step.schedule.loss, step.schedule.backward) == ("gathered", "joint")
     with pytest.raises(ValueError, match="LBFGS"):
@@ -483,7 +487,8 @@ def test_fastest_settles_within_twenty_steps() -> None:
         for batch in batches:
             step(*batch)
         assert step.schedule.workers in ("pool", "serial")
-        assert step._trials is None
+        assert step._trials is not None
+        assert step._trials.settled
         assert step.schedule.exact
 
 

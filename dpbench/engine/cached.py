@@ -7,32 +7,35 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import chain
-from operator import itemgetter, setitem
+from itertools import chain, repeat
+from operator import is_, itemgetter, setitem
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as module_hooks
 
 from dpbench.devices import Device
 from dpbench.engine.replicate import check_placed, rebuild, unique
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GLOBAL_HOOKS = [getattr(module_hooks, f"_global{name}") for name in _HOOKS]
+
 
 class Trees:
-    """One kept copy of a module's tree per replica.
+    """Kept copies of a module's tree, one per replica: one set for training, one for calls without gradients.
 
-    What the trees were copied from is compared before every use: a module whose parameters, submodules or plain
-    attributes have changed (`eval()`, `dropout.p = 0.1`) is copied anew. So is, every time, one whose forward writes
-    attributes: what torch's replicas forget after each forward must not live on in a kept one.
+    Two sets, because a checkpoint recomputes its forward in backward, and calls without gradients may come between.
+
+    Before every use the module is compared with what the trees were copied from: one whose parameters, submodules or
+    plain attributes have changed (`eval()`, `dropout.p = 0.1`) is copied anew. So is a tree whose own attributes a
+    forward has written: torch's replicas forget them after each forward.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self._trees: list[_Tree] = []
-        self._checked = False
-        self._forgets = True
-        self._order: list[int] = []
         self._read()
+        self._unchecked = True
 
     def _read(self) -> None:
         """Take down the module as it is now."""
@@ -41,22 +44,30 @@ class Trees:
         self._seen = [dict(watched) for watched in self._watched]
         self._holders: list[dict[str, Any]] = [d for m in modules for d in (m._parameters, m._buffers)]
         self._ids = [id(tensor) for holder in self._holders for tensor in holder.values()]
+        self._hooks = [*_GLOBAL_HOOKS, *(getattr(m, name) for m in modules for name in _HOOKS)]
+        self._library = all(_is_library(m) for m in modules)
         self.parameters: list[torch.Tensor] = unique(self.module.parameters())
         self.buffers: list[torch.Tensor] = unique(self.module.buffers())
-        self._trees = []
+        self._trees: dict[bool, list[_Tree]] = {}
+        self._orders: dict[bool, list[int]] = {}
 
-    def refresh(self, root: Device) -> bool:
-        """Read the module again if it has changed, and check that it is on `root`; return whether it had changed."""
+    def refresh(self) -> bool:
+        """Read the module again if it has changed; return whether it had."""
         changed = self._changed()
         if changed:
             self._read()
-        home = root.torch_device
-        if changed or not all(tensor.device == home for tensor in chain(self.parameters, self.buffers)):
-            check_placed(chain(self.parameters, self.buffers), root)
+            self._unchecked = True
         return changed
 
+    def check_placed(self, root: Device) -> None:
+        """Raise RuntimeError unless all tensors are on `root`, and have shapes."""
+        home = root.torch_device
+        if self._unchecked or not all(tensor.device == home for tensor in self.parameters):
+            check_placed(chain(self.parameters, self.buffers), root)
+            self._unchecked = False
+
     def _changed(self) -> bool:
-        """Tell whether the module is no longer what was read."""
+        """Return whether the module differs from what was read."""
         if [id(tensor) for holder in self._holders for tensor in holder.values()] != self._ids:
             return True
         try:
@@ -64,68 +75,99 @@ class Trees:
         except (RuntimeError, ValueError):  # tensors and arrays that are not the same object refuse to be compared
             return True
 
-    def bind(self, sources: Sequence[torch.Tensor], copies: Sequence[Sequence[torch.Tensor]]) -> list[nn.Module]:
+    def bind(
+        self, sources: Sequence[torch.Tensor], copies: Sequence[Sequence[torch.Tensor]], *, detached: bool = False
+    ) -> list[nn.Module]:
         """Return one replica per list of `copies`, which stand for the module's tensors in the order of `sources`."""
-        order = [id(source) for source in sources]
-        if len(self._trees) < len(copies) or order != self._order or not self._may_stay():
-            self._order = order
-            self._trees = [_Tree(self.module, sources, one) for one in copies]
+        order, trees = [id(source) for source in sources], self._trees.get(detached, [])
+        watching = not self._library or any(self._hooks)
+        if (
+            len(trees) < len(copies)
+            or order != self._orders[detached]
+            or any(tree.watching != watching or tree.written() for tree in trees)
+        ):
+            self._orders[detached] = order
+            trees = self._trees[detached] = [_Tree(self.module, sources, one, watching=watching) for one in copies]
         else:
-            for tree, tensors in zip(self._trees, copies, strict=False):
+            for tree, tensors in zip(trees, copies, strict=False):
                 tree.bind(tensors)
-        return [tree.root for tree in self._trees[: len(copies)]]
+        return [tree.root for tree in trees[: len(copies)]]
 
-    def _may_stay(self) -> bool:
-        """Tell whether the trees are as they were built, which is looked at once: after their first forward."""
-        if not self._checked:
-            self._checked = True
-            self._forgets = not any(tree.written() for tree in self._trees)
-        return self._forgets
+
+def _is_library(module: nn.Module) -> bool:
+    """Return whether a module's forward is torch's own code, which writes no attributes unless hooks do."""
+    return type(module).__module__.startswith("torch.nn.modules.") and "forward" not in module.__dict__
 
 
 class _Tree:
-    """One replica: its root module, and every place in it that holds a tensor of the original."""
+    """One replica: its root module, and every place in it that holds a tensor of the original.
 
-    def __init__(self, module: nn.Module, sources: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+    `watching` keeps what `written` compares: only code that torch does not ship, or a hook, can write attributes.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        sources: Sequence[torch.Tensor],
+        tensors: Sequence[torch.Tensor],
+        *,
+        watching: bool,
+    ) -> None:
         self.root = rebuild(module, {id(s): t for s, t in zip(sources, tensors, strict=True)})
+        self.watching = watching
         numbers = {id(tensor): i for i, tensor in enumerate(tensors)}
+        self._containers = list(_containers(self.root))
+        entries = [(holder, key, value) for holder in self._containers for key, value in _items(holder)]
         places = [
-            (holder, key, numbers[id(value)]) for holder, key, value in _entries(self.root) if id(value) in numbers
+            (at, holder, key, numbers[id(value)])
+            for at, (holder, key, value) in enumerate(entries)
+            if id(value) in numbers
         ]
-        self._holders = [holder for holder, _, _ in places]
-        self._keys = [key for _, key, _ in places]
-        self._pick = _picker([number for _, _, number in places])
-        self._plain = self._attributes()
+        self._at = [at for at, _, _, _ in places]
+        self._holders = [holder for _, holder, _, _ in places]
+        self._keys = [key for _, _, key, _ in places]
+        self._pick = _picker([number for _, _, _, number in places])
+        self._seen = self._values() if watching else []
 
     def bind(self, tensors: Sequence[torch.Tensor]) -> None:
         """Put each tensor wherever the replica holds it, a loop that never enters Python code."""
-        deque(map(setitem, self._holders, self._keys, self._pick(tensors)), maxlen=0)
+        picked = self._pick(tensors)
+        deque(map(setitem, self._holders, self._keys, picked), maxlen=0)
+        if self.watching:
+            deque(map(setitem, repeat(self._seen), self._at, picked), maxlen=0)
 
     def written(self) -> bool:
-        """Tell whether a forward has bound attributes anew, tensors of the original apart."""
-        now = self._attributes()
-        return now.keys() != self._plain.keys() or any(now[key] is not value for key, value in self._plain.items())
+        """Return whether a forward has bound attributes since the tree was built or bound."""
+        if not self.watching:
+            return False
+        values = self._values()
+        return len(values) != len(self._seen) or not all(map(is_, values, self._seen))
 
-    def _attributes(self) -> dict[tuple[int, Any], Any]:
-        """Return every entry that binding does not write; the values are kept, so that no id is reused."""
-        bound = {(id(holder), key) for holder, key in zip(self._holders, self._keys, strict=True)}
-        return {
-            (id(holder), key): value for holder, key, value in _entries(self.root) if (id(holder), key) not in bound
-        }
+    def _values(self) -> list[Any]:
+        """Return all entries of all containers, in order; the values are kept, so that no id is reused."""
+        return list(chain.from_iterable(map(_parts, self._containers)))
 
 
-def _entries(root: nn.Module) -> Iterable[tuple[Any, Any, Any]]:
-    """Yield (holder, key, value) of all that a tree's modules have, one level into their own dicts and lists.
+def _containers(root: nn.Module) -> Iterable[Any]:
+    """Yield the dicts and lists of all modules of a tree: attributes, and what these hold one level down.
 
     Modules that keep tensors in containers of their own (RNNs keep `_flat_weights`) are so found without knowing them.
     """
     for module in root.modules():
+        yield module.__dict__
         for name, value in module.__dict__.items():
-            yield module.__dict__, name, value
-            if type(value) is list:
-                yield from ((value, i, part) for i, part in enumerate(value))
-            elif type(value) is dict and name in ("_parameters", "_buffers", "_modules", "_former_parameters"):
-                yield from ((value, key, part) for key, part in value.items())
+            if type(value) is list or (
+                type(value) is dict and name in ("_parameters", "_buffers", "_modules", "_former_parameters")
+            ):
+                yield value
+
+
+def _items(container: Any) -> Iterable[tuple[Any, Any]]:
+    return enumerate(container) if type(container) is list else container.items()
+
+
+def _parts(container: Any) -> Iterable[Any]:
+    return container if type(container) is list else container.values()
 
 
 def _picker(numbers: Sequence[int]) -> Any:

@@ -10,9 +10,12 @@ import torch
 from torch import nn
 
 from dpbench.devices import Device
+from dpbench.engine import legal
 from dpbench.engine.apply import parallel_apply
 from dpbench.engine.devices import DeviceId, resolve
+from dpbench.engine.errors import Refused
 from dpbench.engine.gather import gather, target_of
+from dpbench.engine.identity import Identity
 from dpbench.engine.replicas import Maker, flat_weights, maker
 from dpbench.engine.replicate import check_placement, replicate
 from dpbench.engine.scatter import scatter
@@ -163,6 +166,7 @@ class DataParallel(nn.Module):
         self.compat = compat
         self._workers = choose(self.schedule.workers)
         self._make: Maker | None = None
+        self._identity: Identity | None = None
         self.output_device: DeviceId | None = None
         if self.devices:
             self._output = output_of(self.devices, output_device)
@@ -194,9 +198,17 @@ class DataParallel(nn.Module):
         devices = self.devices[: len(device_ids)]
         if module is not self.module:
             return replicate(module, devices, detach=not torch.is_grad_enabled())
-        if self._make is None:  # not in the constructor: users wrap first and move the module later
-            self._make = maker(module, self.schedule, flat_weights(module, None, self.schedule, devices[0]))
+        if self._make is None or (self._identity is not None and self._identity.changed()):
+            self._make = self._maker(devices)
         return self._make(devices, not torch.is_grad_enabled(), no_mark, lambda: None)
+
+    def _maker(self, devices: Sequence[Device]) -> Maker:
+        """Return how to replicate the module as it is now: users wrap first, and move or convert it later."""
+        if reason := legal.storage(self.schedule, self.module, devices):
+            raise Refused(reason)
+        flat = flat_weights(self.module, None, self.schedule, devices[0])
+        self._identity = Identity(flat.parameters) if flat else None
+        return maker(self.module, self.schedule, flat)
 
     def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
         """Return the replicas' outputs."""
@@ -210,7 +222,7 @@ class DataParallel(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy and pickle without what is kept from call to call: it belongs to this wrapper's module."""
-        return {**self.__dict__, "_make": None}
+        return {**self.__dict__, "_make": None, "_identity": None}
 
     def __getattr__(self, name: str) -> Any:
         """Look up what nn.Module holds; point at `.module` for what the wrapped module has."""

@@ -8,6 +8,13 @@ from typing import Any
 from dpbench.devices import Device
 
 
+class Refused(ValueError):
+    """A schedule cannot train this module, loss or optimizer as they are; raised before anything has changed.
+
+    The message names the reason and the way out.
+    """
+
+
 def in_replica(error: BaseException, replica: int, device: Device) -> BaseException:
     """Return the exception to raise in the caller, with a note "in replica i on device NAME".
 

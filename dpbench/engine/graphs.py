@@ -10,7 +10,7 @@ that has changed makes all graphs void.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ class Recorded:
         device: Device,
         module: nn.Module,
         parameters: Sequence[torch.Tensor],
-        loss: Loss,
+        total: Callable[[Any, Any, Device], torch.Tensor],
         piece: tuple[Any, Any],
     ) -> None:
         inputs, target = static = mapped(piece, torch.clone)
@@ -64,7 +64,7 @@ class Recorded:
 
         def forward() -> tuple[Any, torch.Tensor]:
             output = module(*inputs)
-            live[:] = [loss.total(output, target, device)]
+            live[:] = [total(output, target, device)]
             return mapped(output, torch.Tensor.detach), live[0].detach()
 
         def backward() -> list[torch.Tensor | None]:
@@ -127,19 +127,21 @@ class Graphs:
         return self._recorded[key]
 
     def _now(self) -> Hashable:
-        """Return what graphs are bound to besides shapes: the module's version, addresses, and autocast."""
+        """Return what graphs are bound to besides shapes: the module's version, the loss, addresses, and autocast."""
         tensors = [t for of in (self._kept.parameters, self._kept.buffers) for one in of for t in one]
         kind = self._devices[0].torch_device.type
         autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-        return self._kept.version, autocast, tuple(tensor.data_ptr() for tensor in tensors)
+        return self._kept.version, autocast, self._loss.key(), tuple(tensor.data_ptr() for tensor in tensors)
 
     def _record(self, i: int, piece: tuple[Any, Any], replica: nn.Module) -> Recorded:
         """Record one replica, in the calling thread and one after the other: captures must not meet."""
         device, buffers = self._devices[i], self._kept.buffers[i]
         with device.guard():
             before = [buffer.detach().clone() for buffer in buffers]
+            summed = self._loss.summed()
+            assert summed is not None
             try:
-                return Recorded(self._recorders[i], device, replica, self._kept.parameters[i], self._loss, piece)
+                return Recorded(self._recorders[i], device, replica, self._kept.parameters[i], summed.total, piece)
             except Exception as error:
                 error.add_note(
                     f"graphs=on: replica {i} on device {device.name} cannot be recorded as a CUDA graph (it may wait "

@@ -13,6 +13,7 @@ from dpbench.engine.broadcast import buckets_of
 from dpbench.engine.each import on_each
 from dpbench.engine.finish import finish
 from dpbench.engine.graphs import Graphs
+from dpbench.engine.identity import Identity
 from dpbench.engine.losses import Loss
 from dpbench.engine.persistent import Overlap, Persistent
 from dpbench.engine.reduce import reduce
@@ -24,7 +25,11 @@ from dpbench.schedule import Schedule
 
 
 class Kept:
-    """Replicas whose weights stay on their devices, with gradients of their own that are reduced explicitly."""
+    """Replicas whose weights stay on their devices, with gradients of their own that are reduced explicitly.
+
+    Gradients are brought whole to the module's parameters where something wants to see them before the optimizer
+    steps: an accumulation, a clipping, a scaler, or a hook of a parameter or of the optimizer.
+    """
 
     def __init__(
         self,
@@ -38,22 +43,44 @@ class Kept:
         mark: Mark,
     ) -> None:
         self._module, self._devices, self._flat, self._mark = module, devices, flat, mark
-        self._kept = Persistent(module, devices, self._flat, mark, fixed=schedule.graphs == "on")
-        self._update = Update(optimizer, self._kept, self._flat, devices, schedule, mark)
-        self._whole = whole_gradient
-        self._total: list[torch.Tensor | None] = []
+        self._optimizer = optimizer
+        self._kept = Persistent(module, devices, flat, mark, fixed=schedule.graphs == "on")
+        self._identity = Identity(self._kept.originals, optimizer)
+        self._update = Update(optimizer, self._kept, flat, devices, schedule, mark)
+        self._watched = self._identity.watched and not self._update.natural
+        self._stepped = [p for group in optimizer.param_groups for p in group["params"]]
+        self._whole = whole_gradient or self._identity.hooked or self._watched or self._has_unstepped()
+        self._before: list[torch.Tensor | None] = []
         self._used = len(devices)
         self._seen: list[int] = []
         self._root_only = schedule.update == "root"
+        self.unusual, self._closed = "", False
         self._overlap: Overlap | None = None
-        if schedule.reduce == "overlap" and not whole_gradient:
+        if schedule.reduce == "overlap" and not self._whole:
             self._overlap = Overlap(self._kept, self._buckets(), self._ready, self._stage)
+
+    def _has_unstepped(self) -> bool:
+        """Return whether gradients add up over steps, because no optimizer clears them."""
+        stepped = set(map(id, self._stepped))
+        return any(p.requires_grad and id(p) not in stepped for p in self._kept.originals)
+
+    def changed(self) -> bool:
+        """Return whether the module's parameters or the optimizer are not those any more that this was built for."""
+        return not self._kept.notice() or self._identity.changed() or self._update.regrouped
+
+    def stale(self) -> list[int]:
+        """Return the numbers of the parameters whose replicas hold other values than the module."""
+        return [] if self._root_only or self._kept.versions() != self._seen else self._kept.stale()
 
     def modules(self, count: int, workers: Workers, on_reduce: Callable[[], None] = lambda: None) -> list[nn.Module]:
         """Return the first replicas, with current weights and buffers."""
         self._used = count
+        self._update.begin()
         if self._root_only or self._kept.versions() != self._seen:
             self._refresh(workers)
+        if self._whole:  # the calls before are added when this one's gradients are whole
+            self._before = [p.grad for p in self._kept.originals]
+            _set_gradients(self._kept.originals, [None] * len(self._before))
         if self._overlap:
             self._overlap.begin(count)
             if exchange := self._update.exchange:
@@ -61,6 +88,12 @@ class Kept:
                 for i in range(count, len(self._devices)):
                     exchange.stage(i, None)
         return self._kept.modules(count)
+
+    def abandon(self) -> None:
+        """Give the module's parameters the gradients of the calls before the one that failed."""
+        if self._before:
+            _set_gradients(self._kept.originals, self._before)
+            self._before = []
 
     def _refresh(self, workers: Workers) -> None:
         """Bring replica 0's weights to those that run, and, where all step for themselves, to all."""
@@ -78,9 +111,9 @@ class Kept:
         return Graphs(self._module, self._devices, self._kept, loss)
 
     def clear(self) -> None:
-        """Drop the gradients, the accumulated ones included."""
-        self._kept.clear()
-        self._total = []
+        """Drop the gradients of what the optimizer steps."""
+        for parameter in self._stepped:
+            parameter.grad = None
 
     def _sources(self) -> list[tuple[Device, list[torch.Tensor | None]]]:
         return list(zip(self._devices, self._kept.gradients(self._used), strict=False))
@@ -120,9 +153,13 @@ class Kept:
             exchange.wait()
 
     def reduce(self, workers: Workers) -> None:
-        """Where gradients are needed whole, add this call's to those of the calls before, in the order of torch."""
-        if not self._whole:
-            return
+        """Where gradients are needed whole, add this call's to the module's, in the order of torch."""
+        if self._whole:
+            self._bring()
+            self._before = []
+
+    def _bring(self) -> None:
+        """Leave the whole gradient in the module's parameters, and nothing in the replicas."""
         root, each = self._devices[0], self._kept.gradients(self._used)
         with torch.no_grad():
             found = [n for n, column in enumerate(zip(*each, strict=True)) if any(g is not None for g in column)]
@@ -130,39 +167,61 @@ class Kept:
             filled = [[self._zeros(i, n) if (g := one[n]) is None else g for n in found] for i, one in enumerate(each)]
             sums = reduce(filled, self._devices[: self._used], comm_dtype=self._update.comm_dtype, mark=self._mark)
             with self._mark(Phase.REDUCE, root.index), root.guard():
-                self._add(dict(zip(found, sums, strict=True)))
+                self._deliver(dict(zip(found, sums, strict=True)))
         self._kept.clear()
 
     def _zeros(self, i: int, number: int) -> torch.Tensor:
         with self._devices[i].guard():
             return torch.zeros_like(self._kept.parameters[i][number], requires_grad=False)
 
-    def _add(self, sums: Mapping[int, torch.Tensor]) -> None:
-        """Add one call's gradients to those of the calls before; zeros for what no replica has used."""
-        total = []
-        for n, parameter in enumerate(self._kept.parameters[0]):
-            gradient = sums.get(n)
+    def _deliver(self, sums: Mapping[int, torch.Tensor]) -> None:
+        """Give each of the module's parameters its sum, as autograd would; zeros for what no replica has used."""
+        for n, parameter in enumerate(self._kept.originals):
+            gradient, outside = sums.get(n), parameter.grad
             if gradient is None and parameter.requires_grad and len(self._devices) > 1:
                 gradient = self._zeros(0, n)
-            before = self._total[n] if self._total else None
-            total.append(gradient if before is None else before if gradient is None else before + gradient)
-        self._total = total
+            if outside is not None and gradient is not None:
+                gradient = outside + gradient
+            parameter.grad = self._before[n] if self._before else None
+            if (gradient := outside if gradient is None else gradient) is not None:
+                _accumulate(parameter, gradient)
 
     def update(self, workers: Workers, clip_norm: float | None, scaler: torch.amp.GradScaler | None) -> None:
-        """Bring the gradients to whoever steps, let them step, and exchange what they stepped."""
-        if self._whole:
-            root = self._devices[0]
-            for parameter, gradient in zip(self._kept.parameters[0], self._total, strict=True):
-                parameter.grad = gradient
-            with self._mark(Phase.OPTIMIZER, root.index):
-                finish(self._update.optimizer, self._module, clip_norm, scaler, _Everywhere(self, workers))
-            return
-        self._step(workers, self._sources(), self._overlap.rest() if self._overlap else None)
+        """Bring the gradients to the devices that step, let them step, and exchange what they stepped."""
+        if not self._whole and self._is_unusual():
+            self._bring()
+            self._step_plainly()
+        elif self._whole:
+            with self._mark(Phase.OPTIMIZER, self._devices[0].index):
+                stepper = self._optimizer if self._update.natural else _Everywhere(self, workers)
+                finish(self._optimizer, self._module, clip_norm, scaler, stepper)
+        else:
+            self._step(workers, self._sources(), self._overlap.rest() if self._overlap else None)
+        self._update.end()
+
+    def _is_unusual(self) -> bool:
+        """Return whether gradients came that units cannot hold.
+
+        Sparse ones; one from outside of the replicas (a penalty on `module.parameters()` within the loss); one that is
+        missing on a single device, where the optimizer leaves the parameter as it is.
+        """
+        (first,) = self._kept.gradients(1)
+        return (
+            any(g is not None and g.is_sparse for g in first)
+            or any(p.grad is not None for p in self._kept.originals)
+            or (len(self._devices) == 1 and any(g is None for g in first))
+        )
+
+    def _step_plainly(self) -> None:
+        """Let the user's own optimizer step the module's own parameters, from their whole gradients."""
+        with self._mark(Phase.OPTIMIZER, self._devices[0].index), self._devices[0].guard():
+            self._update.step_plainly()
+        self.unusual = "gradients came that only the optimizer itself can step: sparse, missing, or of the loss alone"
+        self._seen = []
 
     def _step(self, workers: Workers, sources: Any, numbers: Sequence[int] | None) -> None:
         """Collect, step and spread, on all owners at once."""
         update, owners = self._update, [self._devices[i] for i in self._update.owners]
-        self._check_used(sources)
         together = update.exchange is not None and len(sources) > 1
         if together:
             self._together(workers, sources, numbers)
@@ -179,25 +238,18 @@ class Kept:
             update.spread(workers)
         self._seen = self._kept.versions()
 
-    def _check_used(self, sources: Any) -> None:
-        """Refuse to step, with one device, a parameter that got no gradient: torch would leave it where it is."""
-        if len(self._devices) == 1 and any(
-            g is None and p.requires_grad for g, p in zip(sources[0][1], self._kept.parameters[0], strict=True)
-        ):
-            raise RuntimeError(
-                "a parameter got no gradient, and on one device persistent replicas cannot leave it out as torch does; "
-                "use schedule='reference'"
-            )
-
     def sync(self) -> None:
         """Refresh all replicas before the next step."""
         self._seen = []
 
     def close(self) -> None:
         """Leave module and optimizer as an ordinary loop would."""
+        if self._closed:
+            return
+        self._closed = True
         if self._overlap:
             self._overlap.close()
-        if self._update.shared and self._seen:
+        if self._update.shared and self._seen and not self._whole:
             self._update.gather_gradients()
         self._update.close()
         if self._flat:
@@ -209,12 +261,28 @@ class _Everywhere:
 
     def __init__(self, kept: Kept, workers: Workers) -> None:
         self._kept, self._workers = kept, workers
-        self.param_groups = kept._update.optimizer.param_groups
+        self.param_groups = kept._optimizer.param_groups
 
     def step(self) -> None:
         """Step everywhere from the whole gradient on the first device."""
         kept = self._kept
-        root = [p.grad for p in kept._kept.parameters[0]]
-        kept._step(self._workers, [(kept._devices[0], root)], None)
-        for parameter, gradient in zip(kept._kept.parameters[0], root, strict=True):
-            parameter.grad = gradient
+        wanted = [p.grad for p in kept._kept.originals if p.requires_grad]
+        if kept._watched or any(g is None or g.is_sparse for g in wanted):
+            kept._step_plainly()
+            return
+        gradients = [p.grad for p in kept._kept.originals]
+        kept._step(self._workers, [(kept._devices[0], gradients)], None)
+        _set_gradients(kept._kept.originals, gradients)
+
+
+def _accumulate(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Add a gradient to a parameter's as autograd does: through the parameter's hooks if it has any."""
+    if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        torch.autograd.backward([parameter], [gradient])
+    else:
+        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
+def _set_gradients(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient

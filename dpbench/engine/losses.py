@@ -1,113 +1,214 @@
-"""Losses: one number over the gathered batch, or sums that each replica takes of its own rows."""
+"""Losses: one number over the gathered batch, or sums that each replica takes over its rows.
+
+A replica may take its part of the loss only where the divisor of the mean is known: for torch's own losses, whose
+rules are written down here, and for a pair `(sum_fn, weight_fn)`. The divisor of any other function would be a guess.
+"""
 
 from __future__ import annotations
 
-import copy
-import inspect
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules import module as module_hooks
 
 from dpbench.devices import Device
 
 Function = Callable[..., Any]
-IGNORED = -100
-"""The class number that torch's losses leave out unless told otherwise."""
+Divisor = Callable[[torch.Tensor, torch.Tensor, Mapping[str, Any]], Any]
+"""Rows' share of the divisor of a mean, from output, target and the loss function's keywords."""
 
 
-class Loss:
-    """A loss as a whole, and as a sum over rows with the weight to divide the total by, where it has one.
+def _elements(output: torch.Tensor, target: torch.Tensor, keywords: Mapping[str, Any]) -> int:
+    """Count the elements that an elementwise loss averages over; both arguments may be broadcast."""
+    if output.shape == target.shape:
+        return output.numel()
+    return math.prod(torch.broadcast_shapes(output.shape, target.shape))
 
-    `loss_fn(output, target)` returns the mean (or sum) over the batch. It has a sum if it takes `reduction=`, if it is
-    a module with the attribute `reduction` and no parameters, as torch's losses are, or if it is a pair
-    `(sum_fn, weight_fn)` of functions of output and target, whose quotient is then the loss.
-    """
 
-    def __init__(self, loss_fn: Any) -> None:
-        self._pair = loss_fn if isinstance(loss_fn, tuple) else None
-        self._function = None if self._pair else loss_fn
-        self._reduction = "sum" if self._pair else _reduction(loss_fn)
-        self._placed: dict[str, Function] = {}
-        self._per_row: dict[Any, float] = {}
+def _classes(output: torch.Tensor, target: torch.Tensor, keywords: Mapping[str, Any]) -> Any:
+    """Count the targets that are not ignored, by the weights of their classes if there are such."""
+    if target.is_floating_point():  # probabilities of classes: ignore_index and weight are not in the divisor
+        return output.numel() // output.shape[1]
+    counted = target != keywords.get("ignore_index", -100)
+    weight = keywords.get("weight")
+    if weight is not None:
+        return weight[target[counted]].sum()
+    return int(counted.sum()) if target.device.type == "cpu" else counted.sum()
 
-    @property
-    def has_sum(self) -> bool:
-        """Tell whether replicas can take their own part of the loss."""
-        return self._reduction in ("mean", "sum")
 
-    def whole(self, output: Any, target: Any) -> torch.Tensor:
-        """Return the loss of the whole batch."""
-        if self._pair:
-            return self._pair[0](output, target) / self._pair[1](output, target)  # type: ignore[no-any-return]
-        assert self._function is not None
-        return self._function(output, target)  # type: ignore[no-any-return]
+class Bits(Enum):
+    """Which gradients the replicas' sums leave, compared with the mean over the whole batch."""
+
+    SAME = "the same bits"
+    SAME_UNSCALED = "the same bits if the loss is scaled by powers of two only"
+    ROUNDED = "equal within rounding"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one of torch's losses becomes a sum: its function, the settings of its module, the divisor of its mean."""
+
+    function: Function
+    settings: tuple[str, ...]
+    divisor: Divisor
+    bits: Bits = Bits.ROUNDED
+
+    def splits(self, output: torch.Tensor, target: torch.Tensor) -> bool:
+        """Return whether rows of output and target meet one to one, so that no broadcasting couples rows."""
+        return target.shape[:1] == output.shape[:1] and (
+            target.dim() == output.dim() or (self.divisor is _classes and target.dim() == output.dim() - 1)
+        )
+
+
+_RULES = {
+    nn.CrossEntropyLoss: Rule(F.cross_entropy, ("weight", "ignore_index", "label_smoothing"), _classes, Bits.SAME),
+    nn.NLLLoss: Rule(F.nll_loss, ("weight", "ignore_index"), _classes, Bits.SAME),
+    nn.MSELoss: Rule(F.mse_loss, (), _elements, Bits.SAME_UNSCALED),
+    nn.L1Loss: Rule(F.l1_loss, (), _elements, Bits.SAME),
+    nn.SmoothL1Loss: Rule(F.smooth_l1_loss, ("beta",), _elements),
+    nn.HuberLoss: Rule(F.huber_loss, ("delta",), _elements),
+    nn.BCELoss: Rule(F.binary_cross_entropy, ("weight",), _elements),
+    nn.BCEWithLogitsLoss: Rule(F.binary_cross_entropy_with_logits, ("weight", "pos_weight"), _elements),
+}
+"""`bits` was found by comparing gradients over many sizes and scales: tests/test_losses.py."""
+_BY_FUNCTION = {rule.function: rule for rule in _RULES.values()}
+_ROUNDING = ("weight", "pos_weight", "label_smoothing")
+"""Settings that divide by other numbers than counts, or add terms with divisors: they leave no loss its bits."""
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
+
+
+@dataclass(frozen=True)
+class Summed:
+    """A loss that replicas can take over their rows, as it is configured in this step."""
+
+    sum_fn: Function
+    weight_fn: Function | None
+    bits: Bits
+    rule: Rule | None = None
+
+    def keeps_bits(self, *, powers: bool) -> bool:
+        """Return whether gradients keep their bits, with a loss scaled by `powers` of two only or by anything."""
+        return self.bits is Bits.SAME or (powers and self.bits is Bits.SAME_UNSCALED)
+
+    def splits(self, output: Any, target: Any) -> bool:
+        """Return whether the rows of these arguments can be summed apart; a pair's functions promise it."""
+        if self.rule is None:
+            return True
+        tensors = isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)
+        return tensors and self.rule.splits(output, target)
 
     def total(self, output: Any, target: Any, device: Device) -> torch.Tensor:
         """Return the sum over the rows that `device` holds."""
-        if self._pair:
-            return self._pair[0](output, target)  # type: ignore[no-any-return]
-        return self._on(device, "sum")(output, target)  # type: ignore[no-any-return]
+        return self.sum_fn(output, target)  # type: ignore[no-any-return]
 
     def weight(self, output: Any, target: Any, device: Device) -> Any:
-        """Return what the rows count: all replicas' weights add up to the divisor of all sums; 1 for none."""
-        if self._pair:
-            return self._pair[1](output, target)
-        if self._reduction == "sum":
+        """Return the rows' share of the divisor: the sum over all replicas divides the sum of totals; None for none."""
+        return None if self.weight_fn is None else self.weight_fn(output, target)
+
+
+class Loss:
+    """A loss as a whole, and as a sum over rows where the divisor of its mean is known.
+
+    `loss_fn(output, target)` returns the mean (or sum) over the batch, or it is a pair `(sum_fn, weight_fn)` of
+    functions of output and target, whose quotient is then the loss. Nothing about it is kept from step to step.
+    """
+
+    def __init__(self, loss_fn: Any) -> None:
+        self.loss_fn = loss_fn
+        self.pair = loss_fn if isinstance(loss_fn, tuple) else None
+
+    def whole(self, output: Any, target: Any) -> torch.Tensor:
+        """Return the loss of the whole batch."""
+        if self.pair:
+            return self.pair[0](output, target) / self.pair[1](output, target)  # type: ignore[no-any-return]
+        return self.loss_fn(output, target)  # type: ignore[no-any-return]
+
+    def summed(self) -> Summed | None:
+        """Return how replicas take their own parts, from the loss's present settings; None where they cannot."""
+        if self.pair:
+            sum_fn, weight_fn = self.pair
+            return Summed(sum_fn, weight_fn, Bits.SAME)
+        found = _settings(self.loss_fn)
+        if found is None:
             return None
-        if not target.is_floating_point() and target.dim() == output.dim() - 1:
-            return self._classes(target, device)
-        shape = (output.shape[1:], target.shape[1:])
-        if shape not in self._per_row:
-            with torch.no_grad():
-                each = self._on(device, "none")(output.detach(), target)
-            self._per_row[shape] = each.numel() / max(output.shape[0], 1)
-        return self._per_row[shape] * output.shape[0]
+        rule, keywords = found
+        reduction = keywords.pop("reduction", "mean")
+        if reduction not in ("mean", "sum"):
+            return None
+        rounding = any(isinstance(value := keywords.get(name), torch.Tensor) or value for name in _ROUNDING)
+        return Summed(
+            functools.partial(_on_device, rule.function, keywords),
+            functools.partial(_weigh, rule.divisor, keywords) if reduction == "mean" else None,
+            Bits.ROUNDED if rounding else rule.bits,
+            rule,
+        )
 
-    def _classes(self, target: torch.Tensor, device: Device) -> Any:
-        """Count the rows of a target of class numbers, by their classes' weights if the loss has such."""
-        counted = target != getattr(self._function, "ignore_index", IGNORED)
-        weights = getattr(self._on(device, "sum"), "weight", None)
-        if isinstance(weights, torch.Tensor):
-            return weights[target[counted]].sum()
-        return int(counted.sum()) if target.device.type == "cpu" else counted.sum()
-
-    def _on(self, device: Device, reduction: str) -> Function:
-        """Return the loss with another reduction, its tensors on `device`."""
-        key = f"{device.name} {reduction}"
-        if key not in self._placed:
-            if isinstance(self._function, nn.Module):
-                module: Any = copy.deepcopy(self._function).to(device.torch_device)
-                module.reduction = reduction
-                self._placed[key] = module
-            else:
-                function: Any = self._function
-                self._placed[key] = lambda output, target: function(output, target, reduction=reduction)
-        return self._placed[key]
+    def key(self) -> Hashable:
+        """Return what recorded work depends on: the present settings, of tensors their addresses."""
+        found = None if self.pair else _settings(self.loss_fn)
+        return tuple(
+            (name, value.data_ptr() if isinstance(value, torch.Tensor) else value)
+            for name, value in (found[1] if found else {}).items()
+        )
 
 
-def _reduction(loss_fn: Any) -> str:
-    """Return how a loss reduces ("mean", "sum"), or "" where it cannot be made to sum instead."""
+def _settings(loss_fn: Any) -> tuple[Rule, dict[str, Any]] | None:
+    """Return a torch loss's rule and its present keywords; None for any other function, and for what hooks watch."""
+    if isinstance(loss_fn, functools.partial):
+        rule = _BY_FUNCTION.get(loss_fn.func) if not loss_fn.args else None
+        known = {"reduction", *(rule.settings if rule else ())}
+        return (rule, dict(loss_fn.keywords)) if rule and known.issuperset(loss_fn.keywords) else None
     if isinstance(loss_fn, nn.Module):
-        learns = any(True for _ in loss_fn.parameters())
-        return "" if learns else str(getattr(loss_fn, "reduction", ""))
+        rule = _RULES.get(type(loss_fn))
+        hooked = any(getattr(loss_fn, name) for name in _HOOKS) or any(getattr(module_hooks, n) for n in _GLOBAL_HOOKS)
+        if rule is None or hooked or "forward" in loss_fn.__dict__:
+            return None
+        return rule, {name: getattr(loss_fn, name) for name in ("reduction", *rule.settings)}
     try:
-        parameter = inspect.signature(loss_fn).parameters.get("reduction")
-    except (TypeError, ValueError):
-        return ""
-    return str(parameter.default) if parameter else ""
+        rule = _BY_FUNCTION.get(loss_fn)
+    except TypeError:  # a callable object that cannot be hashed
+        return None
+    return (rule, {}) if rule else None
 
 
-def check(loss: Loss, parts: torch.Tensor, output: Any, target: Any) -> None:
-    """Raise ValueError unless the replicas' `parts` make the loss of the whole batch: some losses couple rows."""
+def _placed(keywords: Mapping[str, Any], output: torch.Tensor) -> dict[str, Any]:
+    """Return the keywords with their tensors where the output is."""
+    return {
+        name: value.to(output.device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+        for name, value in keywords.items()
+    }
+
+
+def _on_device(function: Function, keywords: Mapping[str, Any], output: Any, target: Any) -> Any:
+    return function(output, target, reduction="sum", **_placed(keywords, output))
+
+
+def _weigh(divisor: Divisor, keywords: Mapping[str, Any], output: Any, target: Any) -> Any:
+    return divisor(output, target, _placed(keywords, output))
+
+
+def check(loss: Loss, parts: torch.Tensor, output: Any, target: Any) -> bool:
+    """Return whether a pair could be checked; raise ValueError where its parts do not make the loss of the batch.
+
+    A loss that is not finite proves nothing.
+    """
     with torch.no_grad():
         whole = float(loss.whole(output, target))
     mine = float(parts)
+    if not math.isfinite(whole):
+        return False
     half = isinstance(output, torch.Tensor) and output.dtype in (torch.float16, torch.bfloat16)
-    if not abs(mine - whole) <= (3e-2 if half else 1e-3) * max(abs(whole), 1e-3) and not math.isnan(whole):
+    if not abs(mine - whole) <= (3e-2 if half else 1e-3) * max(abs(whole), 1e-3):
         raise ValueError(
-            f"loss=local: the replicas' sums make {mine:.6g}, but the loss of the whole batch is {whole:.6g}: it is no "
-            "sum over rows; give a pair (sum_fn, weight_fn), or use a schedule with loss=gathered"
+            f"loss=local: the replicas' sums make {mine:.6g}, but the loss of the whole batch is {whole:.6g}: it is "
+            "not a sum over rows; give another pair (sum_fn, weight_fn), or use a schedule with loss=gathered"
         )
+    return True

@@ -20,9 +20,11 @@ from dpbench.records import Mark, Phase
 
 
 class Persistent:
-    """One kept replica a device; replica 0 has the module's own parameters and buffers.
+    """One kept replica per device, each with leaf parameters whose gradients belong to that replica alone.
 
-    The others' buffers are new in every step, or, `fixed`, written where they are. `version` counts the module's
+    Replica 0's parameters share the memory of the module's, and its buffers are the module's. The module's own
+    parameters (`originals`) take no part in forward, so that their `.grad` and their hooks see reduced gradients only.
+    The other replicas' buffers are new in every step, or, `fixed`, written in place. `version` counts the module's
     changes.
     """
 
@@ -33,54 +35,52 @@ class Persistent:
         self.version = 0
         self.buffers: list[list[torch.Tensor]] = []
         self._trees = Trees(module)
-        self._trees.refresh(devices[0])
-        check_hooks(module)
-        originals = self._trees.parameters
-        self.parameters: list[list[torch.Tensor]] = [list(originals)]
+        self._trees.check_placed(devices[0])
+        self.originals = list(self._trees.parameters)
         self.flats: list[list[torch.Tensor]] = [flat.buffers] if flat else [[] for _ in devices]
+        self.parameters: list[list[torch.Tensor]] = [
+            [nn.Parameter(p.detach(), p.requires_grad) for p in self.originals]
+        ]
         for device in devices[1:]:
             views: dict[int, torch.Tensor] = {}
             if flat:
                 self.flats.append([device.put(buffer) for buffer in flat.buffers])
-                views = flat.layout.views(self.flats[-1], originals)
+                views = flat.layout.views(self.flats[-1], self.originals)
             with device.guard():
                 self.parameters.append(
                     [
                         nn.Parameter(views[i] if i in views else device.put(p.detach()), p.requires_grad)
-                        for i, p in enumerate(originals)
+                        for i, p in enumerate(self.originals)
                     ]
                 )
         held = set(flat.views) if flat else set()
-        outside = [i for i in range(len(originals)) if i not in held]
+        outside = [i for i in range(len(self.originals)) if i not in held]
         self._outside = [[parameters[i].data for i in outside] for parameters in self.parameters]
 
+    def notice(self) -> bool:
+        """Read the module again if it has changed; return whether its parameters are still the same objects."""
+        if not self._trees.refresh():
+            return True
+        self.version += 1
+        self._trees.check_placed(self._devices[0])
+        return _same(self._trees.parameters, self.originals)
+
     def modules(self, count: int) -> list[nn.Module]:
-        """Return the first replicas, their buffers restarted from replica 0's."""
-        root = self._devices[0]
+        """Return the first replicas, their buffers restarted from replica 0's. Call `notice` before."""
+        root, trees = self._devices[0], self._trees
         with self._mark(Phase.REPLICATE, root.index):
-            changed = self._trees.refresh(root)
-            self.version += changed
-            if changed and not _same(self._trees.parameters, self.parameters[0]):
-                raise RuntimeError(
-                    "the module has other parameters than when TrainStep was made, and the optimizer does not know "
-                    "them: make a new TrainStep"
-                )
-            if self._flat:
-                self._flat.adopt()
-            self._copy_buffers(count, anew=changed)
+            self._copy_buffers(count)
             for device in self._devices[1:count]:  # replica 0 writes its buffers while others may still copy them
                 root.wait(device)
-            order = [*self._trees.parameters, *self._trees.buffers]
-            return self._trees.bind(
-                order, [[*p, *b] for p, b in zip(self.parameters, self.buffers[:count], strict=False)]
-            )
+            order = [*trees.parameters, *trees.buffers]
+            return trees.bind(order, [[*p, *b] for p, b in zip(self.parameters, self.buffers[:count], strict=False)])
 
-    def _copy_buffers(self, count: int, *, anew: bool) -> None:
+    def _copy_buffers(self, count: int) -> None:
         """Bring replica 0's buffers to the others."""
         originals = self._trees.buffers
         if not self._fixed:
             self.buffers = copies_of(originals, self._devices[:count], self._mark)
-        elif anew or not self.buffers or not _same(originals, self.buffers[0]):
+        elif not self.buffers or not _same(originals, self.buffers[0]):
             self.buffers = copies_of(originals, self._devices, self._mark)
         else:
             for device, own in zip(self._devices[1:count], self.buffers[1:count], strict=True):
@@ -102,14 +102,23 @@ class Persistent:
         return [[p.grad for p in one] for one in self.parameters[:count]]
 
     def clear(self) -> None:
-        """Drop all gradients."""
+        """Drop the replicas' gradients."""
         for one in self.parameters:
             for parameter in one:
                 parameter.grad = None
 
     def versions(self) -> list[int]:
-        """Return what changes when somebody writes the module's weights by torch's own operations."""
-        return [p._version for p in self.parameters[0]]
+        """Return the counts of torch's own in-place writes to the module's parameters."""
+        return [p._version for p in self.originals]
+
+    def stale(self) -> list[int]:
+        """Return the numbers of the parameters that differ between the module and one of the replicas."""
+        with torch.no_grad():
+            return [
+                n
+                for n, original in enumerate(self.originals)
+                if any(not torch.equal(original, one[n].to(original.device)) for one in self.parameters[1:])
+            ]
 
 
 class Overlap:
@@ -183,12 +192,3 @@ class Overlap:
 def _same(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
     """Tell whether two lists hold the same objects."""
     return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
-
-
-def check_hooks(module: nn.Module) -> None:
-    """Refuse parameters with hooks: they are promised the reduced gradient, and would see one replica's."""
-    for name, parameter in module.named_parameters():
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise ValueError(
-                f"replicas=persistent needs parameters without hooks, and {name} has one; use schedule='cached'"
-            )

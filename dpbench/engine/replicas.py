@@ -11,9 +11,10 @@ from dpbench.devices import Device
 from dpbench.engine.broadcast import Copier, copies_of
 from dpbench.engine.cached import Trees
 from dpbench.engine.finish import finish
+from dpbench.engine.identity import Identity
 from dpbench.engine.kept import Kept
 from dpbench.engine.replicate import check_placement, replicate, unique
-from dpbench.engine.stepper import groups_of, why_not
+from dpbench.engine.stepper import groups_of
 from dpbench.engine.storage import FlatWeights
 from dpbench.engine.workers import Workers
 from dpbench.records import Mark, Phase
@@ -26,14 +27,9 @@ def flat_weights(
     """Move the module's trainable parameters into flat buffers, one a group and dtype, if the schedule says so."""
     if schedule.storage != "flat":
         return None
-    kind = root.torch_device.type
-    if kind not in ("cpu", "cuda"):
-        raise ValueError(f"storage=flat needs CPU or CUDA devices: parameters on {kind} cannot be views of one buffer")
-    if kind == "cuda" and any(isinstance(part, nn.RNNBase) for part in module.modules()):
-        raise ValueError("storage=flat needs a module without RNNs on CUDA: cuDNN packs their weights itself")
     check_placement(module, root)
     parameters = unique(module.parameters())
-    groups = groups_of(optimizer, parameters) if optimizer else []
+    groups = [group.parameters for group in groups_of(optimizer, parameters)] if optimizer else []
     taken = {number for group in groups for number in group}
     rest = [n for n, p in enumerate(parameters) if p.requires_grad and n not in taken]
     return FlatWeights(parameters, [*groups, rest], root, shares)
@@ -44,7 +40,6 @@ def flat_copier(flat: FlatWeights) -> Copier:
     number = {id(parameter): n for n, parameter in enumerate(flat.parameters)}
 
     def copier(tensors: Sequence[torch.Tensor], devices: Sequence[Device], mark: Mark) -> list[list[torch.Tensor]]:
-        flat.adopt()
         copies = [list(tensors)]
         held = [number.get(id(tensor), -1) in flat.views for tensor in tensors]
         for device in devices[1:]:
@@ -92,6 +87,8 @@ def maker(module: nn.Module, schedule: Schedule, flat: FlatWeights | None) -> Ma
 class Autograd:
     """Replicas made of copies that a Broadcast node joins to the module: its backward leaves the sum in `.grad`."""
 
+    unusual = ""
+
     def __init__(
         self,
         module: nn.Module,
@@ -103,6 +100,18 @@ class Autograd:
     ) -> None:
         self._module, self._optimizer, self._devices, self._mark = module, optimizer, devices, mark
         self._make, self._flat = make, flat
+        self._identity = Identity(flat.parameters, optimizer) if flat else None
+
+    def changed(self) -> bool:
+        """Return whether parameters have left the flat buffers, or may no longer be in them."""
+        return self._identity is not None and self._identity.changed()
+
+    def stale(self) -> list[int]:
+        """Return nothing: every step copies the weights."""
+        return []
+
+    def abandon(self) -> None:
+        """Do nothing: gradients of a step that failed have not reached the module."""
 
     def modules(self, count: int, workers: Workers, on_reduce: Callable[[], None] = lambda: None) -> list[nn.Module]:
         """Return the first replicas; one device alone runs the module itself."""
@@ -141,12 +150,10 @@ def replicas_of(
     whole_gradient: bool,
     mark: Mark,
 ) -> Autograd | Kept:
-    """Return the replicas that a schedule asks for; ValueError where module or optimizer forbid it.
+    """Return the replicas that a schedule asks for, which `legal.check` has found legal.
 
-    With `whole_gradient` somebody wants to see the whole of it before the optimizer steps.
+    With `whole_gradient` the module's parameters get the whole of it before the optimizer steps.
     """
-    if reason := why_not(optimizer, schedule):
-        raise ValueError(reason)
     flat = flat_weights(module, optimizer, schedule, devices[0], len(devices))
     if schedule.replicas == "persistent":
         return Kept(module, optimizer, devices, schedule, flat, whole_gradient=whole_gradient, mark=mark)

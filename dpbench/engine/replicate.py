@@ -48,7 +48,8 @@ def replicate(
             parameters, buffers = unique(module.parameters()), unique(module.buffers())
             check_placed((*parameters, *buffers), devices[0])  # not of the module: walking it is what costs
         else:
-            trees.refresh(devices[0])
+            trees.refresh()
+            trees.check_placed(devices[0])
             parameters, buffers = trees.parameters, trees.buffers
     sources = [*parameters, *(b for b in buffers if b.requires_grad and not detach)]
     plain = [b for b in buffers if detach or not b.requires_grad]
@@ -66,7 +67,7 @@ def replicate(
     each = [[*weights, *statistics] for weights, statistics in zip(copies, shared, strict=True)]
     if trees is not None:
         with mark(Phase.REPLICATE, devices[0].index):
-            return trees.bind(order, each)
+            return trees.bind(order, each, detached=detach)
     replicas = []
     for device, tensors in zip(devices, each, strict=True):
         with mark(Phase.REPLICATE, device.index):

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
-from dpbench.schedule import Schedule
+from dpbench.engine.errors import Refused
 
 ELEMENTWISE = (Adam, AdamW, SGD, RMSprop, Adagrad)
 """Optimizers that treat every element by itself, so that parameters may be joined and cut."""
@@ -20,26 +21,15 @@ Stepped = tuple[torch.Tensor, torch.Tensor, int]
 
 
 class Stepper:
-    """One device's optimizer over the weights that are its to step."""
+    """One device's optimizer over the weights that it steps, with their state by unit.
 
-    def __init__(self, optimizer: Optimizer, leader: Optimizer, units: Sequence[Stepped]) -> None:
-        self._optimizer, self._leader, self._units = optimizer, leader, units
+    A `natural` one is the user's optimizer, which steps its own parameters with its own state.
+    """
+
+    def __init__(self, optimizer: Optimizer, leader: Optimizer, units: Sequence[Stepped], *, natural: bool) -> None:
+        self._optimizer, self._leader, self._units, self._natural = optimizer, leader, units, natural
         self._params = [[weight for weight, _, group in units if group == g] for g in range(len(leader.param_groups))]
-        given = [p for group in leader.param_groups for p in group["params"]]
-        mine = [p for params in self._params for p in params]
-        self.natural = (
-            optimizer is leader and len(given) == len(mine) and all(a is b for a, b in zip(given, mine, strict=True))
-        )
-        self._state: Any = defaultdict(dict)
-
-    @property
-    def state(self) -> Any:
-        """Return the optimizer's state by unit."""
-        return self._optimizer.state if self.natural else self._state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self._state = state
+        self.state: Any = defaultdict(dict)
 
     def step(self) -> None:
         """Step the units with the leader's present options."""
@@ -51,7 +41,7 @@ class Stepper:
     @contextmanager
     def _swapped(self) -> Iterator[None]:
         """Put the units and their state in the place of the optimizer's own."""
-        if self.natural:
+        if self._natural:
             yield
             return
         groups, leaders = self._optimizer.param_groups, self._leader.param_groups
@@ -61,40 +51,61 @@ class Stepper:
                 group.update({name: value for name, value in leader.items() if name != "params"})
         for group, params in zip(groups, self._params, strict=True):
             group["params"] = params
-        self._optimizer.state = self._state
+        self._optimizer.state = self.state
         try:
             yield
         finally:
-            self._state = self._optimizer.state
+            self.state = self._optimizer.state
             for group, params in zip(groups, kept[0], strict=True):
                 group["params"] = params
             self._optimizer.state = kept[1]
 
 
-def groups_of(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Return the numbers of each group's parameters; those that need no gradient are never stepped."""
+@dataclass(frozen=True)
+class Group:
+    """Parameters, by number, that may be stepped as one tensor: of one of the optimizer's groups, with alike state."""
+
+    number: int
+    parameters: tuple[int, ...]
+
+
+def groups_of(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> list[Group]:
+    """Return the optimizer's groups, cut where states differ in more than elements (a parameter that joined later).
+
+    Parameters that need no gradient are never stepped. Raises Refused for tensors that the module does not have.
+    """
     number = {id(p): n for n, p in enumerate(parameters)}
-    for group in optimizer.param_groups:
+    found = []
+    for g, group in enumerate(optimizer.param_groups):
+        alike: dict[Hashable, list[int]] = {}
         for parameter in group["params"]:
             if id(parameter) not in number:
-                raise ValueError(
-                    f"the optimizer steps a tensor of shape {tuple(parameter.shape)} that is no parameter of the "
-                    "module; schedules with persistent replicas cannot carry it: use schedule='cached'"
+                raise Refused(
+                    f"the optimizer steps a tensor of shape {tuple(parameter.shape)} that the module does not have as "
+                    "a parameter; schedules with replicas=persistent cannot carry it: use schedule='cached'"
                 )
-    return [[number[id(p)] for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
+            if parameter.requires_grad:
+                alike.setdefault(_form(optimizer.state.get(parameter, {}), parameter), []).append(number[id(parameter)])
+        found += [Group(g, tuple(numbers)) for numbers in alike.values()]
+    return found
 
 
-def why_not(optimizer: Optimizer, schedule: Schedule) -> str:
-    """Return what forbids this optimizer on a schedule, or "" if nothing does."""
-    kind = type(optimizer).__name__
-    if isinstance(optimizer, torch.optim.LBFGS):
-        return "LBFGS asks for the loss several times a step, through a closure; TrainStep takes one step at a time"
-    if schedule.optimizer == "flat" and type(optimizer) not in ELEMENTWISE:
-        names = ", ".join(one.__name__ for one in ELEMENTWISE)
-        return f"optimizer=flat needs an elementwise optimizer ({names}), not {kind}"
-    if schedule.update == "sharded" and type(optimizer) not in ELEMENTWISE:
-        return f"update=sharded needs an optimizer that treats parameters one by one, and does not know {kind}"
-    return ""
+def _form(state: Mapping[str, Any], parameter: torch.Tensor) -> Hashable:
+    """Return what two parameters' states have in common if one tensor can stand for both."""
+    return tuple(
+        (name, "" if is_elementwise(name, value, parameter) else _plain(value)) for name, value in sorted(state.items())
+    )
+
+
+def is_elementwise(name: str, value: Any, parameter: torch.Tensor) -> bool:
+    """Return whether an entry of an optimizer's state has a number for each element of the parameter."""
+    return isinstance(value, torch.Tensor) and name != "step" and value.shape == parameter.shape
+
+
+def _plain(value: Any) -> Hashable:
+    if isinstance(value, torch.Tensor):
+        return (tuple(value.shape), *value.flatten().tolist())
+    return value if isinstance(value, Hashable) else id(value)
 
 
 def mirror(optimizer: Optimizer) -> Optimizer:

@@ -112,22 +112,16 @@ class FlatWeights:
         self.parameters = list(parameters)
         self.buffers = self.layout.allocate(root)
         self.views = self.layout.views(self.buffers, self.parameters)
-        self._root = root
-        self.adopt()
-
-    def adopt(self) -> None:
-        """Move into the buffers every parameter that is not in its slot: `.to()` or `p.data =` have taken it out."""
         for number, view in self.views.items():
-            parameter = self.parameters[number]
-            if parameter.data_ptr() != view.data_ptr():
-                view.copy_(parameter.detach())
-                parameter.data = view
+            view.copy_(self.parameters[number].detach())
+            self.parameters[number].data = view
 
     def copies(self, device: Device) -> dict[int, torch.Tensor]:
         """Return fresh copies on `device` of all that the buffers hold, one transfer a buffer."""
         return self.layout.views([device.put(buffer) for buffer in self.buffers], self.parameters)
 
     def release(self) -> None:
-        """Give each parameter storage of its own again."""
-        for number in self.views:
-            self.parameters[number].data = self.parameters[number].detach().clone()
+        """Give each parameter that is still in its slot storage of its own again."""
+        for number, view in self.views.items():
+            if self.parameters[number].is_set_to(view):
+                self.parameters[number].data = self.parameters[number].detach().clone()

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
 from torch import nn
 
 from dpbench.devices import Device
-from dpbench.engine import balance, losses
+from dpbench.engine import balance, legal, losses
 from dpbench.engine.apply import parallel_apply
 from dpbench.engine.containers import device_of, mapped
 from dpbench.engine.data_parallel import check_prefix
 from dpbench.engine.devices import Devices, as_devices, resolve
 from dpbench.engine.each import on_each
-from dpbench.engine.fastest import Trials, best_legal
+from dpbench.engine.errors import Refused
+from dpbench.engine.fastest import Trials
 from dpbench.engine.gather import gather
 from dpbench.engine.kept import Kept
-from dpbench.engine.losses import Loss
+from dpbench.engine.legal import Subject
+from dpbench.engine.losses import Loss, Summed
 from dpbench.engine.replicas import replicas_of
 from dpbench.engine.scatter import scatter
 from dpbench.engine.workers import choose
@@ -44,8 +47,13 @@ class TrainStep:
     `scaler` is a torch.amp.GradScaler; `chunk_sizes` are the devices' shares of a batch, as weights, or "auto".
 
     Inputs that are a tuple are positional arguments. Inputs may come from any device; a target from the host is
-    copied to the output's device, one from another accelerator raises RuntimeError. A schedule that cannot run here
-    raises ValueError naming what it needs. Weights written past torch (`p.data`, numpy) need `sync()`. Used as a
+    copied to the output's device, one from another accelerator raises RuntimeError.
+
+    Between two steps a loop may change what it likes: options, `requires_grad`, weights, hooks, the loss, the
+    optimizer's groups and state. The next step sees it, on every schedule. A schedule that cannot run here, or no
+    longer, raises `Refused` (a ValueError) with the reason; "fastest" takes another one, and `note` says why. Weights
+    that are written past torch (`p.data.mul_()`, numpy) need `sync()` where devices step for themselves
+    (`update=each`, `sharded`); `debug` compares all weights before each step, and refuses what needs it. Used as a
     context manager it leaves module and optimizer as an ordinary loop would; without, call `close()`.
     """
 
@@ -61,6 +69,7 @@ class TrainStep:
         clip_norm: float | None = None,
         scaler: torch.amp.GradScaler | None = None,
         chunk_sizes: Sequence[float] | str | None = None,
+        debug: bool = False,
         mark: Mark = no_mark,
     ) -> None:
         if accumulate < 1:
@@ -69,30 +78,45 @@ class TrainStep:
         self.loss_fn = loss_fn
         self.optimizer = optimizer_fn(module.parameters())
         self.devices = as_devices(device_ids or ()) or resolve(None) or resolve(["cpu"])
-        self._loss = Loss(loss_fn)
+        self.note = ""
         self._accumulate, self._clip_norm, self._scaler, self._mark = accumulate, clip_norm, scaler, mark
         self._shares = balance.Shares(chunk_sizes, self.devices)
-        self._calls, self._checked = 0, False
+        self._debug = debug
+        self._calls, self._failed, self._closed = 0, False, False
         conditions = [TRAIN_STEP, *([CUDA] if self.devices[0].torch_device.type == "cuda" else [])]
-        self._trials = None
-        if schedule == FASTEST:
-            self.schedule = best_legal(module, self._loss, self.optimizer, self.devices, conditions)
-            self._trials = Trials(self.schedule, self.devices)
+        self._wanted = None if schedule == FASTEST else parse(schedule).check(*conditions)
+        self._trials: Trials | None = None
+        self._unfit = ""
+        self._build()
+
+    def _build(self) -> None:
+        """Make everything that is kept from step to step, for the module, loss and optimizer as they are now."""
+        self._loss, self._checked = Loss(self.loss_fn), False
+        subject = Subject(self.module, self._loss, self.optimizer, self.devices, powers=self._powers())
+        if self._wanted is not None:
+            legal.check(self._wanted, subject)
+            schedule, notes = self._wanted, []
+        elif self._unfit:
+            schedule, notes = legal.CACHED, [self._unfit]
         else:
-            self.schedule = parse(schedule).check(*conditions)
-        if self.schedule.loss == "local" and not self._loss.has_sum:
-            raise ValueError(
-                "loss=local needs a loss that can sum: give it a parameter or attribute `reduction`, or give a pair "
-                "(sum_fn, weight_fn)"
-            )
-        whole = accumulate > 1 or clip_norm is not None or scaler is not None
+            schedule, notes = legal.best_legal(subject)
+        whole = self._accumulate > 1 or self._clip_norm is not None or self._scaler is not None
         self._replicas = replicas_of(
-            module, self.optimizer, self.devices, self.schedule, whole_gradient=whole, mark=mark
+            self.module, self.optimizer, self.devices, schedule, whole_gradient=whole, mark=self._mark
         )
+        self._built = (self.module, self.loss_fn, self.optimizer, self._unfit)
+        self._best, self._why = schedule, "; ".join(notes)
+        if self._wanted is None and (self._trials is None or self._trials.schedule != schedule):
+            self._trials = Trials(schedule, self.devices)
+        self.schedule, self.note = schedule, self._why
         self._graphs = None
-        if self.schedule.graphs == "on" and isinstance(self._replicas, Kept):
+        if schedule.graphs == "on" and isinstance(self._replicas, Kept):
             self._graphs = self._replicas.graphs(self._loss)
-        self._workers = choose(self.schedule.workers)
+        self._workers = choose(schedule.workers)
+
+    def _powers(self) -> bool:
+        """Return whether the loss is scaled by powers of two only."""
+        return self._scaler is None and self._accumulate & (self._accumulate - 1) == 0
 
     def __enter__(self) -> Self:
         return self
@@ -102,24 +126,64 @@ class TrainStep:
 
     def close(self) -> None:
         """End the threads; give the parameters storage, gradients and optimizer state of an ordinary loop."""
-        self._workers.close()
-        self._replicas.close()
+        if not self._closed:
+            self._closed = True
+            self._workers.close()
+            self._replicas.close()
 
     def sync(self) -> None:
-        """Tell that the module's weights were written past torch's own operations."""
+        """Bring weights that were written past torch's own operations to all devices before the next step."""
         self._replicas.sync()
 
     def __call__(self, inputs: Any, target: Any) -> torch.Tensor:
         """Take one training step on a global batch; return the loss, detached, on the first device."""
+        self._prepare()
+        try:
+            loss = self._step(inputs if isinstance(inputs, tuple) else (inputs,), target)
+        except BaseException:
+            self._failed = True
+            raise
+        return loss
+
+    def _prepare(self) -> None:
+        """Notice what the loop has changed since the last step; raise before anything depends on it."""
+        if self._closed:
+            raise RuntimeError("this TrainStep is closed; make a new one to train on, with the same module")
+        if self._failed:
+            self._replicas.abandon()
+        if self._wanted is None:
+            self._unfit = self._unfit or self._replicas.unusual
+        if (
+            self._failed
+            or self._built != (self.module, self.loss_fn, self.optimizer, self._unfit)
+            or self._replicas.changed()
+        ):
+            self._rebuild()
+        if self._debug and (stale := self._replicas.stale()):
+            names = [name for name, _ in self.module.named_parameters()]
+            raise Refused(
+                f"{names[stale[0]]} (and {len(stale) - 1} more) was written past torch's operations, and the replicas "
+                "on the other devices do not know: call sync() after such writes"
+            )
+
+    def _rebuild(self) -> None:
+        """Give back what was kept, and make it anew. What may not go on is refused, and stays as it was given back."""
+        self._workers.close()
+        self._replicas.close()
+        self._failed = True  # until all is made
+        self._build()
+        self._failed = False
+
+    def _step(self, arguments: tuple[Any, ...], target: Any) -> torch.Tensor:
         if self._trials is not None:
             self._next_trial()
-        root = self.devices[0]
+        self.schedule, self.note = self._best, self._why
+        summed = self._summed(target) if self._best.loss == "local" else None
         if self._calls % self._accumulate == 0:
-            with self._mark(Phase.OPTIMIZER, root.index):
+            with self._mark(Phase.OPTIMIZER, self.devices[0].index):
                 self._replicas.clear()
-        arguments = inputs if isinstance(inputs, tuple) else (inputs,)
         with self._shares.timed(self._mark) as mark:
-            loss = self._backward(arguments, target, mark)
+            loss = self._local(arguments, target, summed, mark) if summed else self._backward(arguments, target, mark)
         self._calls += 1
         self._replicas.reduce(self._workers)
         if self._calls % self._accumulate == 0:
@@ -130,34 +194,57 @@ class TrainStep:
         """Let the trials of `fastest` say which workers to use next."""
         assert self._trials is not None
         schedule = self._trials.next()
-        if schedule.workers != self.schedule.workers:
+        if schedule.workers != self._best.workers:
             self._workers.close()
             self._workers = choose(schedule.workers)
-        self.schedule = schedule
-        if self._trials.settled:
-            self._trials = None
+        self._best = schedule
 
     def _backward(self, arguments: tuple[Any, ...], target: Any, mark: Mark) -> torch.Tensor:
-        """Leave gradients with the replicas; return the loss."""
-        if self.schedule.loss == "local":
-            return self._local(arguments, target, mark)
-        root = self.devices[0]
+        """Take the loss over the gathered batch, and leave gradients with the replicas; return the loss."""
         with ExitStack() as running:  # the backward phase ends where the reduction begins, deep inside autograd
             pieces = self._scatter(arguments, mark)
             devices = self.devices[: len(pieces)]
             replicas = self._replicas.modules(len(pieces), self._workers, on_reduce=running.close)
             outputs = parallel_apply(replicas, pieces, None, devices, workers=self._workers, mark=mark)
-            output = gather(outputs, root, devices, mark=mark) if len(self.devices) > 1 else outputs[0]
-            placed = self._place(target, device_of(output), root)
-            with mark(Phase.LOSS, root.index):
-                loss = self._loss.whole(output, placed)
-                scaled = self._scaled(loss)
-            for device in devices:
-                running.enter_context(mark(Phase.BACKWARD, device.index))
-            scaled.backward()
+            return self._joint(outputs, target, devices, running, mark)
+
+    def _joint(
+        self, outputs: Sequence[Any], target: Any, devices: Sequence[Device], running: ExitStack, mark: Mark
+    ) -> torch.Tensor:
+        """Gather the outputs, take the loss of the whole batch, and run one backward through all replicas."""
+        root = self.devices[0]
+        output = gather(outputs, root, devices, mark=mark) if len(self.devices) > 1 else outputs[0]
+        placed = self._place(target, device_of(output), root)
+        with mark(Phase.LOSS, root.index):
+            loss = self._loss.whole(output, placed)
+            scaled = self._scaled(loss)
+        for device in devices:
+            running.enter_context(mark(Phase.BACKWARD, device.index))
+        scaled.backward()
         return loss.detach()
 
-    def _local(self, arguments: tuple[Any, ...], target: Any, mark: Mark) -> torch.Tensor:
+    def _summed(self, target: Any) -> Summed | None:
+        """Return how replicas take their parts of the loss in this step; None for a loss over the gathered batch."""
+        summed = self._loss.summed()
+        if summed is None:
+            reason = "loss=local: the loss has settings or hooks now that leave its divisor unknown"
+        elif summed.rule is not None and not isinstance(target, torch.Tensor):
+            reason = f"loss=local: the target is of type {type(target).__name__}, not a tensor"
+        elif self._wanted is None and not summed.keeps_bits(powers=self._powers()):
+            reason = "by parts, the gradients of this loss would differ in the last bits"
+        else:
+            return summed
+        self._gather_loss(reason)
+        return None
+
+    def _gather_loss(self, reason: str) -> None:
+        """Take this step's loss over the gathered batch, as `fastest` may; refuse it on any other schedule."""
+        if self._wanted is not None:
+            raise Refused(f"schedule {str(self._wanted)!r}: {reason}; use a schedule with loss=gathered")
+        self.schedule = replace(self._best, **legal.FALLBACKS["loss"])
+        self.note = "; ".join(filter(None, [self._why, reason]))
+
+    def _local(self, arguments: tuple[Any, ...], target: Any, summed: Summed, mark: Mark) -> torch.Tensor:
         """Let each replica take the loss of its own rows; gather nothing but numbers."""
         root = self.devices[0]
         pieces = self._scatter((arguments, self._on_host_or(root, target)), mark)
@@ -165,26 +252,31 @@ class TrainStep:
         replicas = self._replicas.modules(len(pieces), self._workers)
         recorded = self._graphs.prepare(pieces, replicas) if self._graphs else None
 
-        def forward(i: int) -> tuple[Any, torch.Tensor, Any]:
+        def forward(i: int) -> tuple[Any, torch.Tensor | None, Any]:
             inputs, wanted = pieces[i]
             with mark(Phase.FORWARD, devices[i].index):
                 output, total = recorded[i].forward(pieces[i]) if recorded else (replicas[i](*inputs), None)
+            if not summed.splits(output, wanted):
+                return output, None, None
             with mark(Phase.LOSS, devices[i].index):
                 if total is None:
-                    total = self._loss.total(output, wanted, devices[i])
-                return output, total, self._loss.weight(output, wanted, devices[i])
+                    total = summed.total(output, wanted, devices[i])
+                return output, total, summed.weight(output, wanted, devices[i])
 
         outputs, totals, weights = zip(*on_each(forward, devices, self._workers), strict=True)
+        if None in totals:
+            self._gather_loss("loss=local: rows of output and target do not meet one to one")
+            with ExitStack() as running:
+                return self._joint(outputs, target, devices, running, mark)
         for device in devices[1:]:  # replicas that share a GPU have streams of their own
             root.wait(device)
         root.borrow([one for one in (*totals, *weights) if isinstance(one, torch.Tensor)])
         with mark(Phase.LOSS, root.index):
             weight = None if weights[0] is None else sum(_here(w, root) for w in weights)
             loss: torch.Tensor = _divided(sum(_here(total.detach(), root) for total in totals), weight)
-        if not self._checked:
+        if summed.rule is None and not self._checked:
             whole = gather([mapped(output, torch.Tensor.detach) for output in outputs], root, devices)
-            losses.check(self._loss, loss, whole, self._place(target, device_of(whole), root))
-            self._checked = True
+            self._checked = losses.check(self._loss, loss, whole, self._place(target, device_of(whole), root))
         del outputs
         if self.schedule.backward == "local":
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from dpbench.engine.state import State
+from dpbench.engine.stepper import is_elementwise
 from dpbench.engine.storage import line
-
-State = defaultdict[Any, Any]
-"""An optimizer's state, as torch keeps it: a dict by name, for each tensor that is stepped."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ def sums(unit: Unit, parameters: Sequence[torch.Tensor]) -> Iterator[Sum]:
 
 def gathered(states: Sequence[tuple[Sequence[Unit], Any]], parameters: Sequence[torch.Tensor]) -> State:
     """Return the state by parameter, from units and the state of each."""
-    found: State = defaultdict(dict)
+    found: State = State(dict)
     with torch.no_grad():
         for units, state in states:
             for unit in units:
@@ -93,7 +91,7 @@ def _put(own: dict[str, Any], like: torch.Tensor, unit: Unit, piece: Piece, name
 
 def cut(given: Mapping[Any, Any], units: Sequence[Unit], parameters: Sequence[torch.Tensor]) -> State:
     """Return the state by unit, from that by parameter."""
-    found: State = defaultdict(dict)
+    found: State = State(dict)
     with torch.no_grad():
         for unit in units:
             for piece in unit.pieces:
@@ -104,7 +102,7 @@ def cut(given: Mapping[Any, Any], units: Sequence[Unit], parameters: Sequence[to
 
 def _take(own: dict[str, Any], like: torch.Tensor, unit: Unit, piece: Piece, name: str, value: Any) -> None:
     """Write a parameter's state into one piece of a unit's."""
-    if not isinstance(value, torch.Tensor) or name == "step" or value.shape != like.shape:
+    if not is_elementwise(name, value, like):
         if name not in own:
             own[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
         return

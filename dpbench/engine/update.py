@@ -8,15 +8,17 @@ devices' optimizers follow its options.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from dpbench.devices import Device
-from dpbench.engine.comm import Exchange, choose, dense
+from dpbench.engine.comm import Exchange, choose
 from dpbench.engine.each import on_each
 from dpbench.engine.persistent import Persistent
 from dpbench.engine.reduce import arrive
+from dpbench.engine.state import FetchedState, State
 from dpbench.engine.stepper import Stepper, groups_of, mirror
 from dpbench.engine.storage import FlatWeights, line
 from dpbench.engine.units import Piece, Sum, Unit, cut, gathered, sums
@@ -42,7 +44,9 @@ class Update:
     ) -> None:
         self.optimizer, self._replicas, self._devices, self._mark = optimizer, replicas, devices, mark
         self.comm_dtype = torch.bfloat16 if schedule.comm_dtype == "bf16" else None
-        self._groups = groups_of(optimizer, replicas.parameters[0])
+        self._groups = groups_of(optimizer, replicas.originals)
+        # the optimizer steps the module's own parameters, whose memory replica 0 shares
+        self._weights: list[list[torch.Tensor]] = [replicas.originals, *replicas.parameters[1:]]
         self._sharded = schedule.update == "sharded"
         self.owners = range(1 if schedule.update == "root" else len(devices))
         self._owner = self._shared_out() if self._sharded and schedule.optimizer == "per_parameter" else {}
@@ -53,42 +57,59 @@ class Update:
         else:
             self._units = [self._whole(i) for i in self.owners]
         self._sums = [[one for unit in units for one in sums(unit, replicas.parameters[0])] for units in self._units]
+        self.natural = schedule.update == "root" and schedule.optimizer == "per_parameter"
         self._steppers = [
             Stepper(
-                optimizer if i == 0 else mirror(optimizer), optimizer, [(u.weight, u.gradient, u.group) for u in units]
+                optimizer if i == 0 else mirror(optimizer),
+                optimizer,
+                [(u.weight, u.gradient, u.group) for u in units],
+                natural=self.natural,
             )
             for i, units in enumerate(self._units)
         ]
+        self._hooks: list[Any] = []
+        if not self.natural:
+            self._keep_state()
+
+    def _keep_state(self) -> None:
+        """Take over the optimizer's state by unit; leave in its place what fetches it, or entries that loops hold."""
+        state: Any = self.optimizer.state
+        stepped = {self._replicas.originals[n] for group in self._groups for n in group.parameters}
+        self._rest = {key: entry for key, entry in state.items() if key not in stepped}
+        self._import(state)
+        kept = isinstance(state, FetchedState) and state.fetched
+        self._state: FetchedState = state if kept else FetchedState(self._gathered)
+        self.optimizer.state = self._state
         self._hooks = [
-            optimizer.register_state_dict_pre_hook(lambda _: self._export()),
-            optimizer.register_load_state_dict_post_hook(lambda _: self._import()),
+            self.optimizer.register_state_dict_pre_hook(lambda _: self._open()),
+            self.optimizer.register_state_dict_post_hook(lambda *_: self._shut()),
         ]
-        self._import()
 
     def _shared_out(self) -> dict[int, int]:
         """Return which device steps each parameter, where every device steps whole ones, about as many elements."""
-        numbers = [n for group in self._groups for n in group]
-        sizes = [self._replicas.parameters[0][n].numel() for n in numbers]
+        numbers = [n for group in self._groups for n in group.parameters]
+        sizes = [self._replicas.originals[n].numel() for n in numbers]
         return dict(zip(numbers, _shares(sizes, len(self._devices)), strict=True))
 
     def _exchange(self, schedule: Schedule) -> Exchange | None:
         """Return what sums gradients by collectives, where the devices have such; its buffers are the units' own."""
         parameters, count = self._replicas.parameters, len(self._devices)
-        stepped = [parameters[0][n] for group in self._groups for n in group]
+        stepped = [parameters[0][n] for group in self._groups for n in group.parameters]
         collectives = choose(self._devices, schedule, stepped)
         if collectives is None:
             return None
-        groups, owners = self._groups, [None if self._sharded else 0 for _ in self._groups]
+        groups = [group.parameters for group in self._groups]
+        owners = [None if self._sharded else 0 for _ in self._groups]
         if self._owner:
-            groups = [[n for n in group if self._owner[n] == i] for group in self._groups for i in range(count)]
+            groups = [tuple(n for n in group if self._owner[n] == i) for group in groups for i in range(count)]
             owners = [*range(count)] * len(self._groups)
         everyone = schedule.update == "each"
         return Exchange(collectives, self._devices, parameters, groups, owners, everyone=everyone, mark=self._mark)
 
     def _whole(self, i: int) -> list[Unit]:
         """Return a unit for every parameter that device i steps: all, or its share by size."""
-        parameters = self._replicas.parameters
-        mine = [(g, n) for g, numbers in enumerate(self._groups) for n in numbers if self._owner.get(n, i) == i]
+        parameters = self._weights
+        mine = [(g.number, n) for g in self._groups for n in g.parameters if self._owner.get(n, i) == i]
         units = []
         for group, n in mine:
             weight = parameters[i][n]
@@ -104,7 +125,7 @@ class Update:
     def _slices(self, flat: FlatWeights, i: int) -> list[Unit]:
         """Return a unit for every flat buffer that an optimizer's group fills, or for device i's slice of it."""
         units = []
-        group_of = {n: g for g, numbers in enumerate(self._groups) for n in numbers}
+        group_of = {n: group.number for group in self._groups for n in group.parameters}
         for f, plan in enumerate(flat.layout.flats):
             group = group_of.get(plan.slots[0].parameter)
             if group is None:
@@ -139,7 +160,7 @@ class Update:
     def _sum(self, device: Device, one: Sum, found: Sequence[torch.Tensor | None]) -> None:
         """Write the sum of one piece; a replica that did not use the parameter adds nothing."""
         comm = self.comm_dtype if len(found) > 1 else None
-        parts = [arrive(one.of(dense(part)), device, comm) for part in found if part is not None]
+        parts = [arrive(one.of(part), device, comm) for part in found if part is not None]
         if not parts:
             one.target.zero_()
         elif len(parts) == 1:
@@ -151,12 +172,12 @@ class Update:
 
     def show(self) -> None:
         """Put the reduced gradients where the module's user looks for them, as far as device 0 has them whole."""
-        parameters = self._replicas.parameters[0]
+        parameters = self._replicas.originals
         for n, view in self._shown().items():
             parameters[n].grad = view
 
     def _shown(self) -> dict[int, torch.Tensor | None]:
-        shown: dict[int, torch.Tensor | None] = {n: None for numbers in self._groups for n in numbers}
+        shown: dict[int, torch.Tensor | None] = {n: None for group in self._groups for n in group.parameters}
         # a tensor of its own: `module.to()` gives what it finds as a parameter's gradient other storage
         return shown | {one.piece.parameter: one.target.detach() for one in self._sums[0] if one.whole}
 
@@ -194,28 +215,66 @@ class Update:
         """Bring the whole reduced gradient to device 0, after a last step of sharded updates."""
         for unit in (unit for units in self._units for unit in units):
             for piece in unit.pieces:
-                p = self._replicas.parameters[0][piece.parameter]
+                p = self._replicas.originals[piece.parameter]
                 if p.grad is None:
                     p.grad = torch.zeros_like(p)
                 line(p.grad)[piece.start : piece.stop].copy_(piece.of(unit.gradient))
 
-    def _export(self) -> None:
-        """Put every parameter's optimizer state, gathered from all units, where `optimizer.state_dict` reads it."""
-        owners = self.owners if self._sharded else self.owners[:1]
-        states = [(self._units[i], self._steppers[i].state) for i in owners]
-        by_parameter = gathered(states, self._replicas.parameters[0])
-        if not self._steppers[0].natural:
-            self.optimizer.state = by_parameter
+    @property
+    def regrouped(self) -> bool:
+        """Return whether the optimizer has got other state than units can take over as they are cut."""
+        if self.natural:
+            return False
+        if self.optimizer.state is not self._state:
+            return True
+        return self._state.fetched and groups_of(self.optimizer, self._replicas.originals) != self._groups
 
-    def _import(self) -> None:
-        """Take every unit's state from the parameters' in the user's optimizer."""
+    def begin(self) -> None:
+        """Take over what a training loop has written into `optimizer.state` since the last step."""
+        if not self.natural and self._state.fetched:
+            self._import(self._state)
+
+    def end(self) -> None:
+        """Write the units' state into the entries of `optimizer.state` that have been looked at."""
+        if not self.natural and self._state.fetched:
+            self._state.store(self._gathered())
+
+    def step_plainly(self) -> None:
+        """Step the module's own parameters by the user's own optimizer and state, as an ordinary loop does."""
+        if self.natural:
+            self.optimizer.step()
+            return
+        self._open()
+        try:
+            self.optimizer.step()
+            self._import(self.optimizer.state)
+        finally:
+            self._shut()
+
+    def _gathered(self) -> State:
+        """Return every parameter's optimizer state, gathered from all units; frozen parameters keep theirs."""
+        owners = self.owners if self._sharded else self.owners[:1]
+        found = gathered([(self._units[i], self._steppers[i].state) for i in owners], self._replicas.originals)
+        return State(dict, {**self._rest, **found})
+
+    def _import(self, state: State) -> None:
+        """Give the steppers the state of their units, cut from the state by parameter."""
         for i in self.owners:
-            if not self._steppers[i].natural:
-                self._steppers[i].state = cut(self.optimizer.state, self._units[i], self._replicas.parameters[0])
+            self._steppers[i].state = cut(state, self._units[i], self._replicas.originals)
+
+    def _open(self) -> None:
+        """Put the state by parameter where torch's own code reads it; entries that are held elsewhere stay those."""
+        if not self._state.fetched:
+            self.optimizer.state = self._gathered()
+
+    def _shut(self) -> None:
+        """Undo `_open`."""
+        self.optimizer.state = self._state
 
     def close(self) -> None:
         """Leave the user's optimizer as an ordinary loop would: state complete, no hooks."""
-        self._export()
+        if not self.natural and self.optimizer.state is self._state and not self._state.fetched:
+            self.optimizer.state = self._gathered()
         for hook in self._hooks:
             hook.remove()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
 from typing import Any, Protocol
@@ -37,8 +37,7 @@ class Spawn:
             threads = [threading.Thread(target=job, args=(i,), name=f"replica-{i}") for i in range(count)]
             for thread in threads:
                 thread.start()
-        for thread in threads:
-            thread.join()
+        _all(thread.join for thread in threads)
         return None
 
     def close(self) -> None:
@@ -78,9 +77,14 @@ class Pool:
         with starting if count > 1 else NOTHING:
             for i in range(1, count):
                 self._inboxes[i - 1].put((job, i, done))
-        job(0)
-        for _ in range(1, count):
-            done.get()
+        try:
+            job(0)
+        finally:
+            try:
+                _all(done.get for _ in range(1, count))
+            except BaseException:
+                self._inboxes = []  # a thread may still be at work: it gets nothing more to do
+                raise
 
     def _start(self) -> None:
         """Start the next thread; it knows its inbox but not the pool, which can so be collected."""
@@ -99,6 +103,24 @@ class Pool:
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle as a new pool: threads belong to one process and one owner."""
         return Pool, ()
+
+
+def _all(waits: Iterable[Callable[[], object]]) -> None:
+    """Wait for all, even when interrupted: work that goes on beside the next step would write into it.
+
+    The interrupt is raised at the end. A second one ends the waiting at once.
+    """
+    interrupt: BaseException | None = None
+    for wait in waits:
+        try:
+            wait()
+        except BaseException as error:
+            if interrupt is not None:
+                raise
+            interrupt = error
+            wait()
+    if interrupt is not None:
+        raise interrupt
 
 
 def _serve(inbox: SimpleQueue[Any]) -> None:

@@ -4,7 +4,7 @@ A plug is a file (or, given as `package.module:name`, an object) with three func
 
     build(size) -> Module
     batch(n, seed, size) -> (inputs, target)      inputs: a tensor, or a tuple of positional arguments
-    loss(output, target) -> 0-dim tensor          a `reduction=` argument makes local loss possible
+    loss(output, target) -> 0-dim tensor          one of torch's own (`loss = F.cross_entropy`) makes loss=local possible
 """
 
 from __future__ import annotations

@@ -77,6 +77,4 @@ def batch(n: int, seed: int, size: str) -> tuple[tuple[Tensor, Tensor], Tensor]:
     return (tokens, lengths), torch.randint(dims.classes, (n,), generator=generator)
 
 
-def loss(output: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
-    """Return the cross entropy over the rows."""
-    return F.cross_entropy(output, target, reduction=reduction)
+loss = F.cross_entropy

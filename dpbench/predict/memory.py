@@ -112,7 +112,7 @@ def _schedule(case: Case) -> Schedule:
     if case.strategy == "torch_dp" or not case.schedule:
         return parse(REFERENCE)
     if case.schedule == "fastest":
-        from dpbench.engine.fastest import BEST
+        from dpbench.engine.legal import BEST
 
         return BEST
     return parse(case.schedule)

@@ -17,7 +17,7 @@ from dpbench import ledger
 from dpbench.clock import HostClock
 from dpbench.engine import TrainStep
 from dpbench.engine.devices import open_devices
-from dpbench.engine.fastest import BEST
+from dpbench.engine.legal import BEST
 from dpbench.models import Model
 from dpbench.probe.figures import Figure
 from dpbench.records import UNATTRIBUTED, Case, Phase, Trial
