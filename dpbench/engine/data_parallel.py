@@ -204,6 +204,7 @@ class DataParallel(nn.Module):
 
     def _maker(self, devices: Sequence[Device]) -> Maker:
         """Return how to replicate the module as it is now: users wrap first, and move or convert it later."""
+        check_placement(self.module, devices[0])
         if reason := legal.storage(self.schedule, self.module, devices):
             raise Refused(reason)
         flat = flat_weights(self.module, None, self.schedule, devices[0])

@@ -127,17 +127,23 @@ class Kept:
 
     def _stage(self, i: int, numbers: Sequence[int]) -> None:
         """Take one replica's part of a bucket out of the way of its backward, which may go on."""
-        if self._update.exchange and self._used > 1:
+        if self._update.exchange and self._used > 1 and not self._has_sparse(numbers):
             self._update.exchange.stage(i, [p.grad for p in self._kept.parameters[i]], numbers)
 
     def _ready(self, numbers: Sequence[int]) -> None:
-        """Reduce one bucket, from inside backward."""
+        """Reduce one bucket, from inside backward; one with sparse gradients is left to the end of the step."""
+        if self._has_sparse(numbers):
+            return
         if self._update.exchange and self._used > 1:
             self._update.exchange.reduce(numbers)
             return
         sources = self._sources()
         for i in self._update.owners:
             self._update.collect(i, sources, numbers)
+
+    def _has_sparse(self, numbers: Sequence[int]) -> bool:
+        first = self._kept.parameters[0]
+        return any((g := first[n].grad) is not None and g.is_sparse for n in numbers)
 
     def _together(self, workers: Workers, sources: Any, numbers: Sequence[int] | None) -> None:
         """Reduce by collectives what has not been reduced during backward."""

@@ -154,6 +154,8 @@ def replicas_of(
 
     With `whole_gradient` the module's parameters get the whole of it before the optimizer steps.
     """
+    if len(devices) == 1 and schedule.graphs == "off":  # the module itself runs, and nothing is kept apart from it
+        return Autograd(module, optimizer, devices, maker(module, Schedule(), None), None, mark)
     flat = flat_weights(module, optimizer, schedule, devices[0], len(devices))
     if schedule.replicas == "persistent":
         return Kept(module, optimizer, devices, schedule, flat, whole_gradient=whole_gradient, mark=mark)

@@ -67,15 +67,18 @@ def sums(unit: Unit, parameters: Sequence[torch.Tensor]) -> Iterator[Sum]:
             yield Sum(piece, gradient.as_strided(like.size(), like.stride(), at), whole=True)
 
 
-def gathered(states: Sequence[tuple[Sequence[Unit], Any]], parameters: Sequence[torch.Tensor]) -> State:
-    """Return the state by parameter, from units and the state of each."""
+def gathered(
+    states: Sequence[tuple[Sequence[Unit], Any]], parameters: Sequence[torch.Tensor], like: Sequence[torch.Tensor]
+) -> State:
+    """Return the state by parameter, from units and the state of each, laid out as `like`: what units were cut from."""
     found: State = State(dict)
     with torch.no_grad():
         for units, state in states:
             for unit in units:
                 for name, value in state.get(unit.weight, {}).items():
                     for piece in unit.pieces:
-                        _put(found[parameters[piece.parameter]], parameters[piece.parameter], unit, piece, name, value)
+                        n = piece.parameter
+                        _put(found[parameters[n]], like[n], unit, piece, name, value)
     return found
 
 

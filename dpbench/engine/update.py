@@ -213,12 +213,17 @@ class Update:
 
     def gather_gradients(self) -> None:
         """Bring the whole reduced gradient to device 0, after a last step of sharded updates."""
+        found: dict[int, torch.Tensor] = {}
         for unit in (unit for units in self._units for unit in units):
             for piece in unit.pieces:
-                p = self._replicas.originals[piece.parameter]
-                if p.grad is None:
-                    p.grad = torch.zeros_like(p)
-                line(p.grad)[piece.start : piece.stop].copy_(piece.of(unit.gradient))
+                n = piece.parameter
+                if n not in found:
+                    found[n] = torch.zeros_like(self._replicas.parameters[0][n], requires_grad=False)
+                line(found[n])[piece.start : piece.stop].copy_(piece.of(unit.gradient))
+        for n, gradient in found.items():
+            parameter = self._replicas.originals[n]
+            if parameter.shape == gradient.shape and parameter.dtype == gradient.dtype:
+                parameter.grad = gradient
 
     @property
     def regrouped(self) -> bool:
@@ -254,7 +259,8 @@ class Update:
     def _gathered(self) -> State:
         """Return every parameter's optimizer state, gathered from all units; frozen parameters keep theirs."""
         owners = self.owners if self._sharded else self.owners[:1]
-        found = gathered([(self._units[i], self._steppers[i].state) for i in owners], self._replicas.originals)
+        states = [(self._units[i], self._steppers[i].state) for i in owners]
+        found = gathered(states, self._replicas.originals, self._replicas.parameters[0])
         return State(dict, {**self._rest, **found})
 
     def _import(self, state: State) -> None:
@@ -263,13 +269,15 @@ class Update:
             self._steppers[i].state = cut(state, self._units[i], self._replicas.originals)
 
     def _open(self) -> None:
-        """Put the state by parameter where torch's own code reads it; entries that are held elsewhere stay those."""
-        if not self._state.fetched:
+        """Put the state by parameter where torch's own code reads it; what a loop has put there stays."""
+        self._opened = self.optimizer.state is self._state and not self._state.fetched
+        if self._opened:
             self.optimizer.state = self._gathered()
 
     def _shut(self) -> None:
         """Undo `_open`."""
-        self.optimizer.state = self._state
+        if self._opened:
+            self.optimizer.state = self._state
 
     def close(self) -> None:
         """Leave the user's optimizer as an ordinary loop would: state complete, no hooks."""

@@ -1,0 +1,73 @@
+"""Identity: the facts that a kept schedule was built for, and whether a training loop has changed one of them.
+
+They are compared at the start of each step, so that a change has its effect, or an error, before it could be missed.
+Values that are written in place change no fact: `Persistent.versions` and `TrainStep.sync` are for those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+
+_requires_grad = attrgetter("requires_grad")
+_tensor_hooks = attrgetter("_backward_hooks")
+_accumulate_hooks = attrgetter("_post_accumulate_grad_hooks")
+
+
+class Identity:
+    """The parameters' memory, shapes, gradient flags and hooks, and the optimizer's groups and hooks."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor], optimizer: Optimizer | None = None) -> None:
+        self._parameters, self._optimizer = parameters, optimizer
+        self._memory = [p.detach() for p in parameters]
+        self._wanted = list(map(_requires_grad, parameters))
+        self._groups = [list(group["params"]) for group in optimizer.param_groups] if optimizer else []
+        self.hooked = has_hooks(parameters)
+        self.watched = optimizer is not None and is_watched(optimizer)
+
+    def changed(self) -> bool:
+        """Return whether one of the facts has changed."""
+        return (
+            not all(map(torch.Tensor.is_set_to, self._parameters, self._memory))
+            or list(map(_requires_grad, self._parameters)) != self._wanted
+            or has_hooks(self._parameters) != self.hooked
+            or (self._optimizer is not None and self._stepped_otherwise(self._optimizer))
+        )
+
+    def _stepped_otherwise(self, optimizer: Optimizer) -> bool:
+        groups = optimizer.param_groups
+        return (
+            is_watched(optimizer) != self.watched
+            or len(groups) != len(self._groups)
+            or not all(_same(group["params"], seen) for group, seen in zip(groups, self._groups, strict=True))
+        )
+
+
+def has_hooks(parameters: Sequence[torch.Tensor]) -> bool:
+    """Return whether one of the parameters has a hook on its gradient."""
+    return any(map(_tensor_hooks, parameters)) or any(map(_accumulate_hooks, parameters))
+
+
+def is_watched(optimizer: Optimizer) -> bool:
+    """Return whether the optimizer's step is hooked or replaced: such code must meet the user's own parameters.
+
+    torch's learning rate schedulers replace `step` too, by a function that only counts.
+    """
+    step: Any = optimizer.__dict__.get("step")
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or torch_optimizer._global_optimizer_pre_hooks
+        or torch_optimizer._global_optimizer_post_hooks
+        or (step is not None and not getattr(step, "_wrapped_by_lr_sched", False))
+    )
+
+
+def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Return whether two lists hold the same objects."""
+    return len(some) == len(others) and all(map(is_, some, others))

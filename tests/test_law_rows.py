@@ -1,0 +1,611 @@
+"""The changes between two steps that the engine once took no notice of, or took wrongly, each under its name."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dpbench import DataParallel
+from dpbench.engine.errors import Refused
+from dpbench.engine.train_step import TrainStep
+from dpbench.schedule import FASTEST, RUNGS, TRAIN_STEP, Schedule, climb
+from tests import law_changes
+from tests.law import Loop, Pair, assert_same
+from tests.law_nets import OPTIMIZERS, Net, Regularised, Table, Trapped, Writer, batch
+
+# a parameter whose data was replaced by a transposed tensor gets gradients of another layout; torch warns of it once
+pytestmark = pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
+
+EXACT = [name for name in climb(TRAIN_STEP) if RUNGS[name].exact]
+
+
+def rungs(lowest: str) -> Any:
+    """Parametrize over the exact rungs from `lowest` up, and `fastest`."""
+    return pytest.mark.parametrize("rung", [*EXACT[EXACT.index(lowest) :], FASTEST])
+
+
+def pair(rung: str | Schedule, module: Callable[[], nn.Module] = Net, criterion: Any = nn.MSELoss, **more: Any) -> Pair:
+    """Return both sides; the optimizer's state is compared where a test asks for it."""
+    return Pair(module, lambda _: criterion(), schedule=rung, **{"watch": False, **more})
+
+
+def explicit(rung: str | Schedule) -> bool:
+    """Tell whether a schedule may refuse: one that was asked for by name."""
+    return rung != FASTEST
+
+
+# ---------------------------------------------------------------- a, b: the criterion
+
+EDITS: dict[str, tuple[Any, Any]] = {
+    "weight": (nn.CrossEntropyLoss, torch.tensor([1.0, 3.0, 0.5])),
+    "label_smoothing": (nn.CrossEntropyLoss, 0.2),
+    "ignore_index": (nn.CrossEntropyLoss, 1),
+    "beta": (nn.SmoothL1Loss, 0.1),
+    "reduction": (nn.MSELoss, "sum"),
+}
+
+
+@pytest.mark.parametrize("name", list(EDITS))
+@rungs("local_loss")
+def test_an_edit_of_the_criterion_is_seen(rung: str, name: str) -> None:
+    kind, value = EDITS[name]
+    with pair(rung, criterion=kind) as both:
+        both.step(*batch(1, 8, kind()))
+        both.do(lambda loop: setattr(loop.criterion, name, value))
+        both.step(*batch(2, 8, kind()))
+        both.step(*batch(4, 8, kind()))
+
+
+def padded(number: int, rows: int, padding: Callable[[Tensor], Any]) -> Any:
+    """Return a batch of classes in which `padding` has written zeros, and no other zeros."""
+    inputs, target = batch(number, rows)
+    classes = target[:, 1:].argmax(1) + 1
+    padding(classes)
+    return inputs, classes
+
+
+PADDINGS: dict[str, list[Callable[[Tensor], Any]]] = {
+    "from step 2 on": [lambda t: t, lambda t: t[:3].zero_(), lambda t: t[2:6].zero_()],
+    "all in step 1": [lambda t: t.zero_(), lambda t: t, lambda t: t[:3].zero_()],
+    "one replica's rows": [lambda t: t[:4].zero_(), lambda t: t[4:].zero_()],
+}
+
+
+@pytest.mark.parametrize("padding", list(PADDINGS))
+@rungs("local_loss")
+def test_a_partial_that_ignores_padding_divides_by_what_is_left(rung: str, padding: str) -> None:
+    made = None
+    try:
+        made = pair(rung, criterion=lambda: partial(F.cross_entropy, ignore_index=0))
+        for number, pad in enumerate(PADDINGS[padding]):
+            made.step(*padded(number, 8, pad))
+    except Refused:
+        assert explicit(rung)
+    finally:
+        if made:
+            made.ours.close()
+
+
+# ---------------------------------------------------------------- c, d: parameters
+
+
+@rungs("persistent")
+@pytest.mark.parametrize("freeze", [law_changes.freeze_layer, law_changes.freeze_all_but_one, law_changes.freeze_one])
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+def test_freezing_and_unfreezing_are_seen(rung: str, freeze: law_changes.Change, optimizer: str) -> None:
+    with pair(rung, optimizer=OPTIMIZERS[optimizer]) as both:
+        both.step(*batch(1, 8))
+        both.do(freeze, 0)
+        both.step(*batch(2, 8))
+        both.step(*batch(3, 7))
+        both.do(law_changes.thaw, 0)
+        both.step(*batch(4, 8))
+        both.step(*batch(5, 8))
+
+
+@rungs("persistent")
+@pytest.mark.parametrize("sync", [False, True])
+@pytest.mark.parametrize("change", [law_changes.assign_data, law_changes.assign_transposed, law_changes.assign_resized])
+def test_data_that_is_assigned_is_seen_with_and_without_sync(rung: str, sync: bool, change: law_changes.Change) -> None:
+    with pair(rung, Table) as both:
+        for number in range(3):
+            both.step(*batch(number, 8))
+            both.do(change, number)
+            if sync:
+                both.do(law_changes.sync, 0)
+        both.step(*batch(3, 8))
+
+
+@rungs("persistent")
+@pytest.mark.parametrize("change", [law_changes.clamp_data, law_changes.write_numpy])
+def test_writes_past_torch_are_seen_after_sync_or_where_the_root_steps(rung: str, change: law_changes.Change) -> None:
+    with pair(rung) as both:
+        for number in range(3):
+            both.step(*batch(number, 8))
+            both.do(change, number)
+        both.step(*batch(3, 8))
+
+
+@pytest.mark.parametrize("rung", ["allreduce", "flat_optimizer", "zero1"])
+def test_debug_refuses_replicas_that_differ_from_the_module(rung: str) -> None:
+    inputs, target = batch(1, 8)
+    module = Net()
+    with TrainStep(module, nn.MSELoss(), lambda p: OPTIMIZERS["sgd"](list(p)), ["cpu"] * 2, rung, debug=True) as step:
+        step(inputs, target)
+        module.first.weight.data.clamp_(-0.1, 0.1)
+        before = copy.deepcopy(module.state_dict())
+        with pytest.raises(Refused, match=r"first\.weight") as error:
+            step(inputs, target)
+        assert "sync()" in str(error.value)
+        assert_same(dict(module.state_dict()), dict(before), "module")
+        step.sync()
+        step(inputs, target)
+
+
+# ---------------------------------------------------------------- e: hooks
+
+
+@rungs("persistent")
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("hook", [law_changes.hook_parameter, law_changes.hook_accumulation])
+@pytest.mark.parametrize("k", [0, 1])
+def test_hooks_on_parameters_see_the_reduced_gradient_once(
+    rung: str, accumulate: int, hook: law_changes.Change, k: int
+) -> None:
+    with pair(rung, accumulate=accumulate, between=False) as both:
+        for number in range(2):
+            both.step(*batch(number, 8))
+        both.do(hook, k)
+        for number in range(2, 6):
+            both.step(*batch(number, 8))
+        both.do(law_changes.remove_hooks, 0)
+        both.step(*batch(6, 8))
+
+
+@rungs("persistent")
+@pytest.mark.parametrize("k", [0, 1])
+def test_hooks_of_the_optimizers_step_run_once_or_are_refused(rung: str, k: int) -> None:
+    with pair(rung) as both:
+        both.step(*batch(1, 8))
+        both.do(law_changes.hook_the_optimizer, k)
+        both.step(*batch(2, 8))
+        both.step(*batch(3, 8))
+
+
+# ---------------------------------------------------------------- f: the optimizer
+
+
+@rungs("persistent")
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+@pytest.mark.parametrize(
+    "change",
+    [law_changes.clear_state, law_changes.write_state, law_changes.replace_state, law_changes.read_state],
+)
+def test_the_optimizers_state_is_cleared_edited_and_read(rung: str, optimizer: str, change: law_changes.Change) -> None:
+    with pair(rung, optimizer=OPTIMIZERS[optimizer]) as both:
+        for number in range(2):
+            both.step(*batch(number, 8))
+        both.do(change, 0)
+        for number in range(2, 4):
+            both.step(*batch(number, 8))
+        both.check(state=True)
+
+
+@rungs("persistent")
+def test_a_group_that_is_added_is_stepped(rung: str) -> None:
+    with pair(rung, hold=True) as both:
+        both.step(*batch(1, 8))
+        both.do(law_changes.add_group, 0)
+        both.step(*batch(2, 8))
+        both.step(*batch(3, 8))
+
+
+@rungs("reference")
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_step_after_close_is_refused(rung: str, devices: int) -> None:
+    inputs, target = batch(1, 8)
+    module = Writer()
+    step = TrainStep(module, nn.MSELoss(), lambda p: OPTIMIZERS["sgd"](list(p)), ["cpu"] * devices, rung)
+    step(inputs, target)
+    step.close()
+    before = copy.deepcopy(module.state_dict())
+    with pytest.raises(RuntimeError):
+        step(inputs, target)
+    assert_same(dict(module.state_dict()), dict(before), "module")
+
+
+# ---------------------------------------------------------------- g: interrupts and errors
+
+
+@rungs("persistent")
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("row", [0, 7])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, Trapped])
+def test_a_step_that_failed_in_one_replica_leaves_nothing_to_the_next(
+    rung: str, accumulate: int, row: int, error: type[BaseException]
+) -> None:
+    def trap(loop: Loop) -> None:
+        loop.module.trap.row, loop.module.trap.backward, loop.module.trap.error = 100 * number + row, True, error
+
+    with pair(rung, accumulate=accumulate, between=False) as both:
+        for number in (1, 2, 3):  # with two calls an update, the first and the second of them fail
+            both.fail(*batch(number, 8), trap, error)
+            both.step(*batch(number + 10, 8))
+        for number in (20, 21, 22):
+            both.step(*batch(number, 8))
+
+
+@rungs("reference")
+def test_gradients_can_be_read_between_the_calls_of_one_update(rung: str) -> None:
+    with pair(rung, accumulate=2) as both:
+        for number in range(4):
+            both.step(*batch(number, 8))
+
+
+# ---------------------------------------------------------------- h: attributes that forward writes
+
+
+BATCHES = {"from step 2 on": [2, 3, 5, 7], "from step 3 on": [2, 4, 3, 5, 7], "in some steps": [2, 3, 4, 6, 5, 8, 7]}
+"""Numbers of batches: a Writer writes attributes in the odd ones."""
+
+
+@rungs("cached")
+@pytest.mark.parametrize("when", list(BATCHES))
+def test_a_forward_that_writes_attributes_in_some_steps_is_forgotten(rung: str, when: str) -> None:
+    with pair(rung, Writer) as both:
+        for number in BATCHES[when]:
+            both.step(*batch(number, 8))
+
+
+@pytest.mark.parametrize("when", list(BATCHES))
+@pytest.mark.parametrize("schedule", ["cached", "flat_storage", FASTEST])
+def test_a_wrapper_forgets_what_forward_writes_in_some_calls(schedule: str, when: str) -> None:
+    torch.manual_seed(0)
+    module, plain = Writer(), Writer()
+    plain.load_state_dict(module.state_dict())
+    wrapped = DataParallel(module, ["cpu", "cpu"], schedule=schedule)
+    for number in BATCHES[when]:
+        pieces = [t.chunk(2) for t in batch(number, 8)[0]]
+        expected = torch.cat([copy.deepcopy(plain)(*piece) for piece in zip(*pieces, strict=True)])
+        assert_same(wrapped(*batch(number, 8)[0]), expected, "output")
+
+
+# ---------------------------------------------------------------- i: checkpoints inside a wrapped module
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.use_reentrant = nn.Linear(4, 4), nn.Linear(4, 3), use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = checkpoint(lambda x: torch.tanh(self.first(x)), x, use_reentrant=self.use_reentrant)
+        out: Tensor = self.last(h)
+        return out
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # as without any wrapper
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("schedule", ["reference", "cached", "flat_storage", FASTEST])
+def test_a_forward_without_gradients_may_come_between_forward_and_backward(schedule: str, use_reentrant: bool) -> None:
+    torch.manual_seed(0)
+    module, x = Checkpointed(use_reentrant), torch.randn(8, 4, requires_grad=True)
+    copies, pieces = [copy.deepcopy(module) for _ in range(2)], [p.detach().requires_grad_() for p in x.chunk(2)]
+    torch.cat([one(piece) for one, piece in zip(copies, pieces, strict=True)]).square().sum().backward()
+    wrapped = DataParallel(module, ["cpu", "cpu"], schedule=schedule)
+    loss = wrapped(x).square().sum()
+    with torch.no_grad():
+        wrapped(torch.ones(8, 4))
+    loss.backward()
+    for p, first, second in zip(module.parameters(), copies[0].parameters(), copies[1].parameters(), strict=True):
+        assert_same(p.grad, first.grad + second.grad, "gradient")
+    assert_same(x.grad, torch.cat([piece.grad for piece in pieces]), "gradient of the inputs")
+
+
+# ---------------------------------------------------------------- j: other dtypes and shapes on flat storage
+
+
+def widen(module: Table) -> Table:
+    module.table.weight.data = torch.cat([module.table.weight.data] * 2)
+    return module
+
+
+CONVERSIONS: dict[str, tuple[Callable[[Any], nn.Module], torch.dtype]] = {
+    "bfloat16": (nn.Module.bfloat16, torch.bfloat16),
+    "double": (nn.Module.double, torch.float64),
+    "resized": (widen, torch.float32),
+}
+
+
+def near(ours: dict[str, Tensor], plain: dict[str, Tensor], dtype: torch.dtype) -> None:
+    """Compare exactly, or bf16 within rounding."""
+    rtol = 2e-2 if dtype is torch.bfloat16 else 0.0
+    torch.testing.assert_close(ours, plain, rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize("name", list(CONVERSIONS))
+@rungs("flat_storage")
+def test_a_module_that_is_converted_between_steps_stays_converted(rung: str, name: str) -> None:
+    convert, dtype = CONVERSIONS[name]
+    made = pair(rung, Table, optimizer=lambda p: torch.optim.SGD(p, lr=0.05))
+    made.step(*batch(1, 8))
+    for side in (made.plain, made.ours):
+        convert(side.module)
+        side.optimizer.zero_grad()
+    converted = copy.deepcopy(made.ours.module.state_dict())
+    (x, ids), target = batch(2, 8)
+    inputs = ((x.to(dtype), ids), target.to(dtype))
+    try:
+        made.ours.step(*inputs)
+        made.plain.step(*inputs)
+        near(made.ours.module.state_dict(), made.plain.module.state_dict(), dtype)
+    except Refused:
+        assert explicit(rung)
+        assert_same(dict(made.ours.module.state_dict()), dict(converted), "module")
+    made.ours.close()
+    assert all(p.dtype is dtype for p in made.ours.module.parameters())
+
+
+@pytest.mark.parametrize("name", list(CONVERSIONS))
+def test_a_wrapped_module_that_is_converted_stays_converted(name: str) -> None:
+    convert, dtype = CONVERSIONS[name]
+    torch.manual_seed(0)
+    module = Table()
+    wrapped = DataParallel(module, ["cpu", "cpu"], schedule="flat_storage")
+    (x, ids), _ = batch(1, 8)
+    wrapped(x, ids)
+    convert(module)
+    plain = copy.deepcopy(module)
+    try:
+        out = wrapped(x.to(dtype), ids)
+        assert_same(
+            out, torch.cat([plain(*piece) for piece in zip(x.to(dtype).chunk(2), ids.chunk(2), strict=True)]), "output"
+        )
+    except Refused:
+        pass
+    assert_same(dict(module.named_parameters()), dict(plain.named_parameters()), "parameters")
+
+
+# ---------------------------------------------------------------- k, l: what fastest must avoid
+
+
+def plain_best(devices: int = 2) -> Schedule:
+    """Return the schedule that fastest takes where nothing forbids one."""
+    with pair(FASTEST, devices=devices) as both:
+        both.step(*batch(1, 8))
+        assert both.ours.train.note == ""
+        return both.ours.train.schedule
+
+
+def assert_avoided(step: TrainStep) -> None:
+    """Check that fastest did not take the best schedule, and says why."""
+    best = plain_best()
+    assert replace(step.schedule, workers=best.workers) != best
+    assert step.note
+
+
+def test_fastest_stays_exact_with_bf16_parameters() -> None:
+    with pair(FASTEST, lambda: Table().bfloat16()) as both:
+        for number in range(6):
+            both.step(*batch(number, 8, dtype=torch.bfloat16))
+        assert_avoided(both.ours.train)
+
+
+def test_fastest_stays_exact_with_a_fused_optimizer() -> None:
+    with pair(FASTEST, Large, optimizer=lambda p: torch.optim.Adam(p, lr=1e-2, fused=True)) as both:
+        for number in range(6):
+            both.step(*batch(number, 8))
+        assert_avoided(both.ours.train)
+
+
+class Large(Net):
+    """A layer whose size is no multiple of a vector register."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.again = nn.Linear(4, 4)
+        self.wide, self.back = nn.Linear(4, 37), nn.Linear(37, 4)
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        return super().forward(self.back(torch.tanh(self.wide(x))), ids)
+
+
+@pytest.mark.parametrize(
+    "criterion",
+    [
+        lambda: nn.BCEWithLogitsLoss(pos_weight=torch.tensor([1.7, 0.3, 2.9])),
+        lambda: nn.CrossEntropyLoss(weight=torch.tensor([1.7, 0.3, 2.9])),
+        lambda: nn.CrossEntropyLoss(label_smoothing=0.1),
+    ],
+    ids=["pos_weight", "weighted", "smoothed"],
+)
+def test_fastest_stays_exact_with_weighted_losses(criterion: Any) -> None:
+    with pair(FASTEST, criterion=criterion, devices=3) as both:
+        for number in range(8):
+            inputs, target = batch(number, 11, both.plain.criterion)
+            both.step(inputs, target if target.dim() == 1 else (target > 0).float())
+
+
+def contrastive(output: Tensor, target: Any, reduction: str = "mean") -> Tensor:
+    """Couple all rows, whatever the reduction."""
+    return (output @ output.T).pow(2).sum() / len(output)
+
+
+def of_a_dict(output: Tensor, target: dict[str, Tensor], reduction: str = "mean") -> Tensor:
+    return F.mse_loss(output, target["y"], reduction=reduction)
+
+
+def without_target(output: Tensor, target: None, reduction: str = "mean") -> Tensor:
+    return F.mse_loss(output, torch.zeros_like(output), reduction=reduction)
+
+
+def ctc(output: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
+    """Divide each row by its own length before the mean, as CTC does."""
+    logs = output.view(len(output), -1, 1).expand(-1, 3, 4).transpose(0, 1).log_softmax(2)
+    lengths = torch.full((len(output),), 3), target.ne(0).sum(1)
+    return F.ctc_loss(logs * torch.arange(1, 5), target, *lengths, reduction=reduction, zero_infinity=True)
+
+
+def own_mean(output: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
+    """Take the mean over the positive targets alone."""
+    chosen = (output - target).square()[target > 0]
+    return chosen.mean() if reduction == "mean" else chosen.sum() if reduction == "sum" else chosen
+
+
+LOSSES: dict[str, tuple[Any, Callable[[Tensor], Any]]] = {
+    "weighted partial": (partial(F.cross_entropy, weight=torch.tensor([1.7, 0.3, 2.9])), lambda t: t.argmax(1)),
+    "dict": (of_a_dict, lambda t: {"y": t}),
+    "none": (without_target, lambda t: None),
+    "ctc": (ctc, lambda t: torch.tensor([[1, 2], [3, 0]]).repeat(len(t), 1)[: len(t)]),
+    "contrastive": (contrastive, lambda t: t),
+    "own mean": (own_mean, lambda t: t),
+    "one": (lambda o, t: (o - t).square().mean(), lambda t: t),
+}
+
+
+@pytest.mark.parametrize("name", list(LOSSES))
+def test_fastest_trains_any_loss_that_reference_trains(name: str) -> None:
+    function, target_of = LOSSES[name]
+    module = OneColumn if name == "ctc" else Net
+    with pair(FASTEST, module, criterion=lambda: function) as both:
+        for number in range(4):
+            inputs, target = batch(number, 8)
+            both.step(inputs, target_of(target))
+        assert_avoided(both.ours.train)
+
+
+class OneColumn(Net):
+    """A net with one output a row."""
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        return super().forward(x, ids)[:, :1]
+
+
+@rungs("local_loss")
+def test_a_loss_that_couples_rows_is_refused_before_anything_changed(rung: str) -> None:
+    inputs, target = batch(1, 8)
+    module = Net()
+    before = copy.deepcopy(module.state_dict())
+    made = lambda p: OPTIMIZERS["sgd"](list(p))  # noqa: E731
+    try:
+        with TrainStep(module, contrastive, made, ["cpu"] * 2, rung) as step:
+            step(inputs, target)
+            assert not explicit(rung)
+    except Refused:
+        assert explicit(rung)
+        assert_same(dict(module.state_dict()), dict(before), "module")
+
+
+class Holed(Net):
+    """A parameter with holes between its elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.weight = nn.Parameter(torch.randn(4, 8)[:, ::2])
+
+
+class SparseTable(nn.Module):
+    """Sparse gradients from a function, which no attribute shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.last = nn.Parameter(torch.randn(6, 4)), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        out: Tensor = self.last(F.embedding((x[:, :2] * 9).long() % 6, self.weight, sparse=True).mean(1))
+        return out
+
+
+class Lookahead(torch.optim.Adam):
+    """An optimizer whose step reads an attribute that only its constructor sets."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr=lr)
+        self.pace = 0.5
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["lr"] = 1e-2 * self.pace
+        return super().step(closure)
+
+
+PROBLEMS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], torch.optim.Optimizer]]] = {
+    "holes": (Holed, OPTIMIZERS["sgd"]),
+    "sparse function": (SparseTable, lambda p: torch.optim.SGD(p, lr=0.05)),
+    "subclass": (Net, lambda p: Lookahead(p, lr=1e-2)),
+}
+
+
+@pytest.mark.parametrize("name", list(PROBLEMS))
+def test_fastest_trains_any_module_and_optimizer_that_reference_trains(name: str) -> None:
+    module, optimizer = PROBLEMS[name]
+    with pair(FASTEST, module, optimizer=optimizer) as both:
+        for number in range(4):
+            both.step(*batch(number, 8))
+        assert_avoided(both.ours.train)
+
+
+@rungs("allreduce")
+@pytest.mark.parametrize("name", list(PROBLEMS))
+def test_a_schedule_by_name_trains_it_too_or_refuses_it(rung: str, name: str) -> None:
+    module, optimizer = PROBLEMS[name]
+    try:
+        with pair(rung, module, optimizer=optimizer) as both:
+            for number in range(3):
+                both.step(*batch(number, 8))
+    except Refused:
+        assert explicit(rung)
+
+
+# ---------------------------------------------------------------- m, n: lazy parameters, regularisers
+
+
+@pytest.mark.parametrize("schedule", ["reference", "pool", "cached", "flat_storage", FASTEST])
+def test_lazy_parameters_are_refused_in_torchs_words(schedule: str) -> None:
+    wrapped = DataParallel(nn.Sequential(nn.LazyLinear(3)), ["cpu", "cpu"], schedule=schedule)
+    with pytest.raises(RuntimeError, match="Modules with uninitialized parameters can't be used"):
+        wrapped(torch.zeros(4, 2))
+
+
+GATHERED = [
+    "persistent",
+    "workers=serial,replicas=persistent",
+    "replicas=persistent,reduce=overlap",
+    "replicas=persistent,update=each",
+    "replicas=persistent,update=sharded",
+    "replicas=persistent,storage=flat,optimizer=flat",
+    "replicas=persistent,storage=flat,optimizer=flat,update=each",
+    "workers=pool,replicas=persistent,storage=flat,reduce=overlap,update=sharded,optimizer=flat",
+    FASTEST,
+]
+
+
+@pytest.mark.parametrize("schedule", GATHERED)
+@pytest.mark.parametrize("devices", [1, 2, 3])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_penalty_on_the_parameters_reaches_their_gradients_once(schedule: str, devices: int, accumulate: int) -> None:
+    with Pair(
+        Net, Regularised, watch=False, schedule=schedule, devices=devices, accumulate=accumulate, between=False
+    ) as both:
+        for number in range(4):
+            both.step(*batch(number, 8))
+
+
+@rungs("local_loss")
+def test_a_penalty_is_refused_where_replicas_take_their_own_loss(rung: str) -> None:
+    if explicit(rung):
+        with pytest.raises(Refused):
+            Pair(Net, Regularised, watch=False, schedule=rung)
+    else:
+        with Pair(Net, Regularised, watch=False, schedule=rung) as both:
+            both.step(*batch(1, 8))
+            assert_avoided(both.ours.train)
