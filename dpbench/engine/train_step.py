@@ -142,6 +142,7 @@ class TrainStep:
             loss = self._step(inputs if isinstance(inputs, tuple) else (inputs,), target)
         except BaseException:
             self._failed = True
+            self._replicas.abandon()
             raise
         return loss
 
@@ -149,8 +150,6 @@ class TrainStep:
         """Notice what the loop has changed since the last step; raise before anything depends on it."""
         if self._closed:
             raise RuntimeError("this TrainStep is closed; make a new one to train on, with the same module")
-        if self._failed:
-            self._replicas.abandon()
         if self._wanted is None:
             self._unfit = self._unfit or self._replicas.unusual
         if (
