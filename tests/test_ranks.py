@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,9 +42,9 @@ def preset() -> dict[str, str]:
     return {**dict.fromkeys(names, name), "MASTER_ADDR": address, "MASTER_PORT": "29500"} if REAL else {}
 
 
-def seen(work: str, prefix: Sequence[str] = ()) -> Seen:
+def seen(work: str, variables: Mapping[str, str], prefix: Sequence[str] = ()) -> Seen:
     """Watch the sockets of a trial, or of the probe, in a process of its own."""
-    env = os.environ | preset() | {"PYTHONPATH": str(ROOT)}
+    env = os.environ | variables | {"PYTHONPATH": str(ROOT)}
     command = [*prefix, sys.executable, "-m", "tests.listening", work]
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
@@ -61,7 +61,7 @@ def check(found: Seen) -> None:
 
 @pytest.mark.parametrize("work", ["trial", "probe"])
 def test_no_process_listens_outside_loopback_whatever_the_interface_variables_say(work: str) -> None:
-    check(seen(work))
+    check(seen(work, preset()))
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def own_host_name(tmp_path: Path) -> list[str]:
 
 
 def test_no_process_listens_outside_loopback_whatever_the_host_name_resolves_to(own_host_name: list[str]) -> None:
-    check(seen("trial", own_host_name))
+    check(seen("trial", {}, own_host_name))
 
 
 @needs_a_real_address
@@ -210,6 +210,36 @@ def test_the_rank_that_failed_first_is_raised_when_others_fail_later(tmp_path: P
     found = called(entry, tmp_path, mark)
     assert [failure.exception for failure in found.failures] in (["Told", "ValueError"], ["Told"])
     assert found.text.startswith("rank 1: Told: first")
+
+
+def test_a_rank_that_raised_keeps_its_connections_until_its_peers_are_ended(tmp_path: Path, mark: Mark) -> None:
+    entry = WAIT + textwrap.dedent("""
+    def entry(rank):
+        wait()
+        if rank == 1:
+            raise RuntimeError("planted")
+        try:
+            wait()
+        finally:
+            os.abort()  # as NCCL's watchdog does when a connection is lost
+    """)
+    (failure,) = called(entry, tmp_path, mark).failures
+    assert (failure.rank, failure.exception) == (1, "RuntimeError")
+
+
+def test_a_rank_that_dies_within_its_report_is_a_failure(tmp_path: Path, mark: Mark) -> None:
+    entry = """
+    from multiprocessing.connection import Connection
+    def entry(rank):
+        def cut(pipe, data):
+            os.write(pipe.fileno(), len(data).to_bytes(4, "big") + data[:4])
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 1:
+            Connection.send_bytes = cut
+        return "a result"
+    """
+    (failure,) = called(entry, tmp_path, mark).failures
+    assert (failure.rank, failure.exit_status) == (1, -signal.SIGKILL)
 
 
 @pytest.mark.parametrize(("name", "advice"), [("SIGKILL", "use a smaller batch"), ("SIGSEGV", "")])

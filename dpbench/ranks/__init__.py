@@ -139,7 +139,7 @@ class _Rank:
     def _receive(self) -> None:
         try:
             kind, _, text = self.pipe.recv_bytes().decode().partition(" ")
-        except EOFError:
+        except (EOFError, OSError):  # OSError: the rank died within its message
             self._died()
             return
         if kind == "result":
