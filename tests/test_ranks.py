@@ -262,6 +262,22 @@ def test_a_rank_that_a_signal_ends_is_the_cause_of_its_peers_lost_connection(
     assert mark.settles(0) == ""
 
 
+def test_a_rank_that_is_found_dead_after_its_peers_report_is_the_cause(tmp_path: Path, mark: Mark) -> None:
+    entry = """
+    def entry(rank):
+        if rank == 0:
+            (folder / "lost").touch()
+            raise RuntimeError("as torch raises for a lost connection")
+        while not (folder / "lost").exists():
+            time.sleep(0.001)
+        time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    failures = called(entry, tmp_path, mark).failures
+    assert [failure.rank for failure in failures] == [1, 0]
+    assert failures[0].exit_status == -signal.SIGKILL
+
+
 def test_a_rank_is_found_dead_while_its_own_child_holds_its_pipe(tmp_path: Path, mark: Mark) -> None:
     entry = """
     def entry(rank):
@@ -290,10 +306,10 @@ def test_a_rank_that_ignores_sigterm_is_killed(tmp_path: Path, mark: Mark) -> No
     entry = """
     def entry(rank):
         if rank == 0:
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-            (folder / "masked").touch()
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            (folder / "ignored").touch()
             time.sleep(3600)
-        while not (folder / "masked").exists():
+        while not (folder / "ignored").exists():
             time.sleep(0.001)
         raise ArithmeticError("planted")
     """

@@ -33,7 +33,7 @@ TIMEOUT = timedelta(seconds=60)
 """How long a rank waits for its peers, when it joins them and in each collective."""
 POLL_S = 0.1
 """A rank's own children may hold its pipe open, so its end is also looked for at this interval."""
-SETTLE_S = 0.25
+SETTLE_S = 0.5
 """How long the death of a rank may take to show after a peer has reported the lost connection."""
 GRACE_S = 1.0
 """How long a rank has to end after SIGTERM, before it gets SIGKILL."""
@@ -125,7 +125,7 @@ class _Rank:
 
     @property
     def pending(self) -> bool:
-        """Tell whether the rank has reported nothing so far and lives."""
+        """Return whether neither a result, nor a failure, nor the end of the rank is known."""
         return self.result is None and self.failure is None
 
     def look(self) -> None:
