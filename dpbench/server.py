@@ -19,6 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
+from dpbench import lifeline
 from dpbench.records import Case, Effort, Status, Trial
 
 START_LIMIT_S = 120.0
@@ -141,7 +142,7 @@ class Server:
         assert self._process is not None
         self._process.wait(timeout=10)
         log = (self._scratch / "server.log").read_text(errors="replace")[-TAIL:].strip()
-        return f"the worker server ended ({_how(self._process.returncode)}): {log or 'it left no message'}"
+        return f"the worker server ended ({lifeline.ending(self._process.returncode)}): {log or 'it left no message'}"
 
     def _stop(self) -> None:
         """End the server and reap it."""
@@ -175,15 +176,8 @@ def _reason(exit_status: int | None, pid: int, limit_s: float, folder: Path) -> 
     stacks, log = _stacks(folder), _tail(folder / "log")
     if exit_status is None:
         return f"ran past the limit of {limit_s:g} s a trial (--limit); Python stacks:\n{stacks or 'none came'}"
-    cause = "; the kernel kills so when memory runs out: use a smaller batch" if exit_status == -signal.SIGKILL else ""
-    return f"the worker ended without a result ({_how(exit_status)}){cause}; its last words: {log or stacks or 'none'}"
-
-
-def _how(status: int | None) -> str:
-    if status is None or status >= 0:
-        return f"exit status {status}"
-    known = {each.value: each.name for each in signal.Signals}
-    return f"killed by {known.get(-status, f'signal {-status}')}"
+    how = f"{lifeline.ending(exit_status)}){lifeline.advice(exit_status)}"
+    return f"the worker ended without a result ({how}; its last words: {log or stacks or 'none'}"
 
 
 def _stacks(folder: Path) -> str:

@@ -43,7 +43,7 @@ RAISES = _plug(lambda x: (_ for _ in ()).throw(ArithmeticError("planted in forwa
 
 
 def _rank() -> str | None:
-    """Return the rank of this process as torch's launcher names it; None outside of one."""
+    """Return the rank of this process from its environment; None outside a process group."""
     return os.environ.get("RANK")
 
 

@@ -31,6 +31,7 @@ FLOORS = (
         "listing",
         "links",
         "peaks",
+        "ranks",
     },
     {
         "strategies",
@@ -50,7 +51,7 @@ FLOORS = (
 )
 FLOOR = {unit: number for number, units in enumerate(FLOORS) for unit in units}
 HOMES = {
-    "torch": {"engine", "models", "strategies", "clock", "busy", "worker", "verify", "predict", "probe"},
+    "torch": {"engine", "models", "strategies", "clock", "busy", "worker", "verify", "predict", "probe", "ranks"},
     "pynvml": {"nvml"},
     "matplotlib": {"report"},
     "pandas": {"analyse", "diagnose", "report"},

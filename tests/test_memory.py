@@ -19,9 +19,10 @@ from dpbench.engine.devices import open_devices
 from dpbench.engine.devices.emulated import EmulatedDevice, bounded, bytes_only
 from dpbench.links import FACT, Shapes
 from dpbench.peaks import Peaks
+from dpbench.ranks.failures import explain
 from dpbench.records import UNATTRIBUTED, Case, Effort, Memory, Phase, Status, Trial, Verified
 from dpbench.worker import facts, memory
-from dpbench.worker.trial import explain, failed_device, merge, run
+from dpbench.worker.trial import failed_device, merge, run
 
 TINY = Effort(budget_s=0.0, warmup_steps=2, min_steps=2, max_steps=2, block_steps=2)
 DP = Case(model="mlp", strategy="dp", schedule="reference", batch_size=16, devices=2)

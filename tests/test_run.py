@@ -302,7 +302,7 @@ def test_however_it_is_ended_the_same_command_completes_the_run_without_repeatin
 @pytest.mark.parametrize("how", ["interrupt group", "terminate", "kill", "kill group"])
 def test_ranks_that_hang_do_not_outlive_the_command(folder, how):
     process = folder.start("run", "--model", "tests.hungry:STUBBORN_IN_RANK_1", "--strategies", "ddp", "--devices", "2")
-    # the command, its sampler, the server, the launcher, two ranks
+    # the command, its sampler, the server, the worker, two ranks
     commands.poll(lambda: len(folder.mark.alive()) >= 6, 30)
     assert len(folder.mark.alive()) >= 6, folder.err
     time.sleep(0.5)  # so that the ranks are at work

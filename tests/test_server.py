@@ -296,7 +296,7 @@ def test_a_server_killed_in_the_middle_is_a_failed_trial_and_the_next_gets_a_new
     killed = []
 
     def kill():
-        expected = 3 if strategy == "ddp" else 1  # the launcher and its ranks
+        expected = 3 if strategy == "ddp" else 1  # the worker and its ranks
         killed.append(poll(lambda: len(old.children(recursive=True)) >= expected))
         time.sleep(0.3)  # so that the ranks are at work
         old.kill()
@@ -364,7 +364,7 @@ def test_the_server_dies_with_its_parent_and_so_do_workers_and_ranks(tmp_path):
     with marked() as own:
         env = os.environ | own.env | {"PYTHONPATH": str(ROOT)}
         parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code), str(tmp_path)], env=env, cwd=ROOT)
-        # the parent, its server, the launcher, two ranks
+        # the parent, its server, the worker, two ranks
         poll(lambda: len(own.alive()) >= 5, 30)
         assert len(own.alive()) >= 5
         time.sleep(0.5)  # so that the ranks are at work

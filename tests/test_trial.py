@@ -1,41 +1,13 @@
-"""How the reasons of failed ranks are put together."""
+"""The status and the reason of an error."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 import torch
 
 from dpbench.engine import parallel_apply
+from dpbench.ranks.failures import explain
 from dpbench.records import Status
-from dpbench.worker.trial import _of_ranks, explain
-
-LOST = "failed\nRuntimeError: Read error: Connection reset by peer"
-
-
-def test_a_rank_that_ended_without_a_word_is_named_with_its_signal(tmp_path: Path) -> None:
-    (tmp_path / "error-0.txt").write_text(LOST)
-    (tmp_path / "log").write_text("Fatal Python error: Aborted")
-    status, reason = _of_ranks(tmp_path, 2) or ("", "")
-    assert status == Status.FAILED
-    assert reason.startswith("rank 1 ended without a word (killed by SIGABRT)")
-
-
-def test_a_ranks_own_error_goes_before_its_peers_lost_connections(tmp_path: Path) -> None:
-    (tmp_path / "error-0.txt").write_text(LOST)
-    (tmp_path / "error-1.txt").write_text("failed\nArithmeticError: planted")
-    assert _of_ranks(tmp_path, 2) == (Status.FAILED, "rank 1: ArithmeticError: planted")
-
-
-def test_no_memory_goes_before_all(tmp_path: Path) -> None:
-    (tmp_path / "error-0.txt").write_text("failed\nArithmeticError: planted")
-    (tmp_path / "error-1.txt").write_text("oom\nout of memory on device cpu:1")
-    assert _of_ranks(tmp_path, 2) == (Status.OOM, "rank 1: out of memory on device cpu:1")
-
-
-def test_without_errors_of_ranks_there_is_nothing_to_tell(tmp_path: Path) -> None:
-    assert _of_ranks(tmp_path, 2) is None
 
 
 @pytest.mark.parametrize(

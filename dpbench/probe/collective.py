@@ -1,29 +1,32 @@
 """Between processes: an all-reduce of several sizes, and what two processes that train take from each other.
 
-The ranks are processes of their own, started afresh, because a process that has run tensor operations must not fork.
+The ranks are forked from a fresh process, because a process that has run tensor operations must not fork.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from dpbench import cores, heap, ledger
+from dpbench import cores, heap, ledger, lifeline
 from dpbench.clock import HostClock
 from dpbench.devices import Device
 from dpbench.engine.devices import open_devices
 from dpbench.probe import engine, host
 from dpbench.probe.figures import WARM, Figure, figure, makespans, ratio, typical
+from dpbench.ranks import run
 from dpbench.records import UNATTRIBUTED, Case, Trial
 from dpbench.strategies import ddp, single
 
@@ -85,48 +88,39 @@ def _of_chains(found: Sequence[tuple[int, Mapping[str, Mapping[str, float]]]], r
 
 
 def _measured(ranks: int, backend: str, wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Start the ranks; return what rank 0 measured. Raises RuntimeError with what a rank said when it failed."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    environment = {**os.environ, "MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
+    """Start the ranks from a fresh process; return what rank 0 measured. Raises RuntimeError when a rank failed."""
     cores.roam()  # each rank keeps to a core of its own
-    command = [sys.executable, "-m", "dpbench.probe.collective", backend, json.dumps(wanted)]
-    processes = [
-        subprocess.Popen(
-            command, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    with tempfile.TemporaryDirectory(prefix="dpbench-") as folder:
+        command = [sys.executable, "-m", "dpbench.probe.collective", str(os.getpid()), folder, str(ranks), backend]
+        done = subprocess.run(
+            [*command, json.dumps(wanted)], timeout=LIMIT_S, capture_output=True, text=True, check=False
         )
-        for rank in range(ranks)
-    ]  # fmt: skip
-    try:
-        answers = [process.communicate(timeout=LIMIT_S) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for rank, (process, (_, error)) in enumerate(zip(processes, answers, strict=True)):
-        if process.returncode:
-            raise RuntimeError(f"rank {rank} of the probe ended with {process.returncode}: {error[-500:]}")
-    found: dict[str, Any] = json.loads(answers[0][0].splitlines()[-1])
+    if done.returncode:
+        raise RuntimeError(f"the probe's ranks ended with exit status {done.returncode}: {done.stderr[-500:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-def _rank(backend: str, wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Be one rank."""
+def _start(parent: int, folder: Path, ranks: int, backend: str, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Start the ranks from this process, and return what rank 0 measured; end when `parent` does."""
+    lifeline.die_with_parent(parent)
+    measured: dict[str, Any] = run(partial(_rank, backend, wanted), ranks, folder, backend)[0]
+    return measured
+
+
+def _rank(backend: str, wanted: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    """Measure as one rank."""
     torch.set_num_threads(1)
     heap.keep()
     device = torch.device("cpu")
     if backend == "nccl":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
-    dist.init_process_group(backend)
-    if device.type == "cpu":
-        cores.stay(int(os.environ["RANK"]))  # after gloo's own threads have started, as in the workers
+    else:
+        cores.stay(rank)  # after gloo's own threads have started, as in the workers
     measure: dict[str, Callable[[Any], Any]]
     measure = {"reduce": lambda sizes: _reduce(sizes, device), "nets": _nets, "chains": _chains}
-    found = {what: measure[what](arguments) for what, arguments in wanted.items()}
-    dist.destroy_process_group()
-    return found
+    return {what: measure[what](arguments) for what, arguments in wanted.items()}
 
 
 def _reduce(sizes: Sequence[int], device: torch.device) -> list[tuple[int, float]]:
@@ -233,5 +227,5 @@ def _together(mine: Trial) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(_rank(sys.argv[1], json.loads(sys.argv[2]))), flush=True)
-    os._exit(0)  # what gloo leaves running would now and then abort an orderly end
+    parent, folder, ranks, backend, wanted = sys.argv[1:]
+    print(json.dumps(_start(int(parent), Path(folder), int(ranks), backend, json.loads(wanted))), flush=True)

@@ -1,24 +1,21 @@
 """torch's DistributedDataParallel: one process per device, gradients averaged by all-reduce beside backward.
 
-Ranks are started by torch's elastic launcher. No communication hook is installed, since it would change what is
-measured; the private DDP logger (`_set_ddp_runtime_logging_sample_rate`, `_get_ddp_logging_data`,
-`logger.set_runtime_stats_and_log`), used in this file alone, tells when backward's compute ended. The rest of
-backward is the exposed part of the reduction. DDP synchronises buffers inside its forward, which contains them.
+The ranks are forked processes on this machine, which connect over the loopback interface alone. No communication hook
+is installed, since it would change what is measured; the private DDP logger (`_set_ddp_runtime_logging_sample_rate`,
+`_get_ddp_logging_data`, `logger.set_runtime_stats_and_log`), used in this file alone, tells when backward's compute
+ended. The rest of backward is the exposed part of the reduction. DDP synchronises buffers inside its forward, which
+contains them.
 """
 
 from __future__ import annotations
 
-import logging
-import os
-import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpbench import lifeline
+from dpbench import ranks
 from dpbench.devices import Device
 from dpbench.records import Case, Mark, Phase, Profile, Task
 from dpbench.strategies import Graph, buckets, optimizer_of, precision_of
@@ -30,7 +27,6 @@ if TYPE_CHECKING:
     from dpbench.models import Model
 
 SHARED_STREAM = True  # every rank has a process, and so a stream, of its own
-TIMEOUT = timedelta(seconds=60)
 
 
 def skip(case: Case) -> str:
@@ -43,34 +39,13 @@ def skip(case: Case) -> str:
 
 
 def launch(case: Case, entry: Callable[[int], Any], folder: Path) -> list[Any]:
-    """Call `entry(rank)` in one forked process per rank that has rows; return the results in rank order."""
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    """Call `entry(rank)` in one forked process per rank that has rows; return the results in rank order.
 
-    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
-    ranks = len(case.rows)
-    config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id=folder.name, rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0", start_method="fork", max_restarts=0, monitor_interval=0.02,
-        local_addr="127.0.0.1",  # a name is looked up with locks, which a fork may have left closed
-    )  # fmt: skip
-    results = elastic_launch(config, _rank)(case, entry, os.getpid())
-    return [results[rank] for rank in range(ranks)]
-
-
-def _rank(case: Case, entry: Callable[[int], Any], launcher: int) -> Any:
-    """Join the process group, run, and leave it."""
-    import torch.distributed as dist
-
-    # the launcher's own lifeline is a SIGINT, which a rank that hangs in native code never hears
-    lifeline.die_with_parent(launcher)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # inherited handlers do not run inside a collective
-    rank = int(os.environ["RANK"])
+    Raises ranks.RanksFailed when a rank raises or dies.
+    """
     # NCCL refuses two ranks on one GPU; gloo reduces through the host, which colocated ranks can do
     spread = case.device_kind == "cuda" and case.placement == "spread"
-    dist.init_process_group("cpu:gloo,cuda:nccl" if spread else "gloo", timeout=TIMEOUT)
-    result = entry(rank)
-    dist.destroy_process_group()  # only after success: with peers in trouble it would wait for them
-    return result
+    return ranks.run(entry, len(case.rows), folder, "cpu:gloo,cuda:nccl" if spread else "gloo")
 
 
 class _Step:

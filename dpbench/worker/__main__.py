@@ -30,7 +30,7 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import torch
 import torch._dynamo
-import torch.distributed.launcher.api
+import torch.distributed
 import torch.optim
 
 from dpbench import heap, registry

@@ -5,29 +5,18 @@ from __future__ import annotations
 import faulthandler
 import re
 import signal
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
-
 from dpbench import ledger, registry
+from dpbench.ranks import RanksFailed
+from dpbench.ranks.failures import explain
 from dpbench.records import HOST, Case, Effort, Memory, Status, Trial, Verified
 from dpbench.worker import selfcheck
 from dpbench.worker.loop import measure, measure_together, prepare
-
-NO_MEMORY = (
-    "can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED",
-)  # fmt: skip
-"""What lack of memory says where it is no OutOfMemoryError: the host's allocator, contexts, libraries."""
-LOST_PEER = ("Connection reset by peer", "Connection closed by peer", "Broken pipe")
-"""What a rank says when another one is gone: never the cause."""
-FATAL = {"Aborted": "SIGABRT", "Segmentation fault": "SIGSEGV", "Bus error": "SIGBUS", "Illegal instruction": "SIGILL"}
-"""What Python's fault handler writes into the log for each signal."""
-ERROR_FILE = "error-{rank}.txt"
 
 
 def run(case: Case, effort: Effort, folder: Path) -> Trial:
@@ -44,16 +33,14 @@ def run(case: Case, effort: Effort, folder: Path) -> Trial:
         def entry(rank: int) -> dict[str, Any]:
             # its own file: ranks that write their stacks into one overwrite each other
             faulthandler.register(signal.SIGUSR1, file=(folder / f"stacks-{rank}").open("w"), all_threads=True)
-            try:
-                return measure(case, effort, strategy, rank).to_dict()
-            except BaseException as error:
-                (folder / ERROR_FILE.format(rank=rank)).write_text("\n".join(explain(error)))
-                raise
+            return measure(case, effort, strategy, rank).to_dict()
 
         parts = strategy.launch(case, entry, folder)
         return merge([Trial.from_dict(part) for part in parts])
+    except RanksFailed as failed:
+        return _failed(case, failed.failures[0].status, str(failed))
     except BaseException as error:
-        return _failed(case, *(_killed(error) or _of_ranks(folder, len(case.rows)) or explain(error)))
+        return _failed(case, *explain(error))
 
 
 def run_together(cases: Sequence[Case], effort: Effort, folder: Path) -> list[Trial]:
@@ -85,41 +72,12 @@ def _skip(strategy: ModuleType, case: Case) -> str:
     return reason
 
 
-def _failed(case: Case, status: str, reason: str) -> Trial:
+def _failed(case: Case, status: Status, reason: str) -> Trial:
     """Return the trial of a case that ended in an error."""
     return Trial(
-        case=case, status=Status(status), reason=reason, verified=_verified(reason),
+        case=case, status=status, reason=reason, verified=_verified(reason),
         failed_device=failed_device(case, reason) if status == Status.OOM else None,
     )  # fmt: skip
-
-
-def explain(error: BaseException) -> tuple[str, str]:
-    """Return status and reason of an error: what, where, the numbers, and the last lines of its traceback."""
-    notes = getattr(error, "__notes__", [])
-    in_replica = any(note.startswith("in replica") for note in notes)
-    error = error.__cause__ if in_replica and error.__cause__ else error  # what a replica raised, before it was retold
-    text = "; ".join([f"{type(error).__name__}: {error}", *notes])
-    if out_of_memory(error):
-        where = notes[-1].removeprefix("in ") if notes else _device_in(str(error))
-        return Status.OOM, f"out of memory on {where}; use a smaller batch, or more devices; {text}"
-    frames = traceback.extract_tb(error.__traceback__)[-3:]
-    trace = " <- ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in reversed(frames))
-    return Status.FAILED, f"{text} [{trace}]"
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Tell whether an error is a device's, or the host's, lack of memory."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in NO_MEMORY)
-
-
-def _device_in(message: str) -> str:
-    """Return the device that torch's message names."""
-    named = re.search(r"(GPU|emulated device) (\d+) has a total capacity", message)
-    if named:
-        return f"device {'cuda' if named.group(1) == 'GPU' else 'emulated'}:{named.group(2)}"
-    return "device cuda" if "CU" in message else "device cpu"
 
 
 def failed_device(case: Case, reason: str) -> int | None:
@@ -132,44 +90,6 @@ def failed_device(case: Case, reason: str) -> int | None:
         return None
     ordinal = int(found.group(1))
     return case.device_ids.index(ordinal) if ordinal in case.device_ids else ordinal
-
-
-def _killed(error: BaseException) -> tuple[str, str] | None:
-    """Return status and reason when a signal ended a rank; the launcher itself ends the others by SIGTERM."""
-    for rank, failure in sorted(getattr(error, "failures", {}).items()):
-        if failure.exitcode < 0 and -failure.exitcode not in (signal.SIGTERM, signal.SIGINT):
-            return Status.FAILED, f"rank {rank} was killed by {signal.Signals(-failure.exitcode).name}"
-    return None
-
-
-def _of_ranks(folder: Path, ranks: int) -> tuple[str, str] | None:
-    """Return status and reason that the lowest failed rank wrote; its own error, not its peers' broken links."""
-    found = []
-    for file in sorted(folder.glob(ERROR_FILE.format(rank="*"))):
-        status, _, reason = file.read_text().partition("\n")
-        rank = file.stem.rpartition("-")[2]
-        found.append((file.stat().st_mtime_ns, status, f"rank {rank}: {reason}"))
-    # an out-of-memory kills the others' connections: it is the cause, then whoever failed first
-    found.sort(key=lambda row: (row[1] != Status.OOM, _lost_peer(row[2]), row[0]))
-    if found and _lost_peer(found[0][2]):
-        return Status.FAILED, _silent(folder, ranks)
-    return found[0][1:] if found else None
-
-
-def _lost_peer(reason: str) -> bool:
-    return any(sign in reason for sign in LOST_PEER)
-
-
-def _silent(folder: Path, ranks: int) -> str:
-    """Say which ranks ended without a word, their peers' connections with them, and by which signal if any told."""
-    left = [rank for rank in range(ranks) if not (folder / ERROR_FILE.format(rank=rank)).exists()]
-    log = (folder / "log").read_text(errors="replace") if (folder / "log").exists() else ""
-    told = next(
-        (f"killed by {name}" for words, name in FATAL.items() if f"Fatal Python error: {words}" in log), "killed"
-    )
-    return (
-        f"rank {', '.join(map(str, left)) or '?'} ended without a word ({told}), and its peers lost their connections"
-    )
 
 
 def _verified(reason: str) -> Verified:

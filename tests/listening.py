@@ -1,0 +1,105 @@
+"""List the sockets at which the processes of a trial, or of the probe, listen: `python -m tests.listening trial`.
+
+Prints JSON: how the work ended, every address that was listened at, and those of them that a client reached by one of
+the machine's own addresses outside loopback.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import psutil
+
+from dpbench.probe import collective
+from dpbench.records import Case, Effort
+from dpbench.server import Server
+
+LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
+Address = tuple[str, int]
+
+
+def real_address() -> Address | None:
+    """Return an interface's name and IPv4 address outside loopback; None where the machine has none."""
+    for name, addresses in psutil.net_if_addrs().items():
+        for one in addresses:
+            if one.family is socket.AF_INET and not one.address.startswith("127."):
+                return name, one.address  # type: ignore[return-value]
+    return None
+
+
+@dataclass
+class Seen:
+    """What a watch saw."""
+
+    ended: str = ""
+    listening: set[Address] = field(default_factory=set)
+    reached: set[Address] = field(default_factory=set)
+
+    def outside(self) -> set[Address]:
+        """Return the addresses outside loopback."""
+        return {one for one in self.listening if one[0] not in LOOPBACK}
+
+    def look(self) -> None:
+        """Add the addresses at which the processes below this one listen now, and try to connect to the new ones."""
+        pids = {process.pid for process in psutil.Process().children(recursive=True)}
+        now = {
+            (one.laddr.ip, one.laddr.port)
+            for one in psutil.net_connections("inet")
+            if one.pid in pids and one.status == psutil.CONN_LISTEN
+        }
+        for address in now - self.listening:
+            self._connect(address)
+        self.listening |= now
+
+    def _connect(self, address: Address) -> None:
+        here = real_address()
+        if here is not None:
+            with suppress(OSError), socket.create_connection((here[1], address[1]), timeout=5):
+                self.reached.add(address)
+
+
+def watch(work: Callable[[], str]) -> Seen:
+    """Do the work, and look at its processes' sockets all the while."""
+    seen, over = Seen(), threading.Event()
+
+    def look() -> None:
+        while not over.is_set():
+            seen.look()
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    try:
+        seen.ended = work()
+    finally:
+        over.set()
+        watcher.join()
+    return seen
+
+
+def trial() -> str:
+    """Run a trial of ddp with two ranks; return its status and reason."""
+    case = Case(model="mlp", strategy="ddp", devices=2, batch_size=8)
+    effort = Effort(budget_s=1.0, warmup_steps=1, min_steps=4, max_steps=10**6, block_steps=2)
+    with tempfile.TemporaryDirectory() as folder, Server(Path(folder)) as server:
+        done = server.run(case, effort, 0, 120)
+    return done.status.value if done.steps else done.reason
+
+
+def probe() -> str:
+    """Let the probe's ranks measure an all-reduce."""
+    return "ok" if collective._measured(2, "gloo", {"reduce": [32 * 1024, 2**20]})["reduce"] else "no figures"
+
+
+if __name__ == "__main__":
+    found = asdict(watch({"trial": trial, "probe": probe}[sys.argv[1]]))
+    print(json.dumps({name: value if name == "ended" else sorted(value) for name, value in found.items()}))
+    os._exit(0)

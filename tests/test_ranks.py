@@ -1,0 +1,375 @@
+"""Ranks: they listen on loopback alone, report typed failures, and do not outlive the call that starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+import dpbench
+from dpbench import ranks
+from dpbench.ranks.failures import Failure, in_order
+from dpbench.records import Status
+from tests.listening import Seen, real_address
+from tests.marked import NAME, Mark, marked
+
+ROOT = Path(dpbench.__file__).parent.parent
+REAL = real_address()
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's /proc")
+needs_a_real_address = pytest.mark.skipif(REAL is None, reason="no interface has an IPv4 address outside loopback")
+pytestmark = linux
+
+
+# ---------------------------------------------------------------- sockets
+
+
+def preset() -> dict[str, str]:
+    """Return the variables of a user whose ranks use a real interface."""
+    name, address = REAL or ("", "")
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+    return {**dict.fromkeys(names, name), "MASTER_ADDR": address, "MASTER_PORT": "29500"} if REAL else {}
+
+
+def seen(work: str, variables: Mapping[str, str], prefix: Sequence[str] = ()) -> Seen:
+    """Watch the sockets of a trial, or of the probe, in a process of its own."""
+    env = os.environ | variables | {"PYTHONPATH": str(ROOT)}
+    command = [*prefix, sys.executable, "-m", "tests.listening", work]
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return Seen(found["ended"], *({(ip, port) for ip, port in found[name]} for name in ("listening", "reached")))
+
+
+def check(found: Seen) -> None:
+    assert found.ended == "ok"
+    assert len({port for _, port in found.listening}) >= 2, "each rank listens for its peer: the watch was blind"
+    assert found.outside() == set()
+    assert found.reached == set(), "reached by an address outside loopback"
+
+
+@pytest.mark.parametrize("work", ["trial", "probe"])
+def test_no_process_listens_outside_loopback_whatever_the_interface_variables_say(work: str) -> None:
+    check(seen(work, preset()))
+
+
+@pytest.fixture
+def own_host_name(tmp_path: Path) -> list[str]:
+    """Return a command's prefix: in its mount namespace, this machine's name resolves to a real interface's address."""
+    if REAL is None:
+        pytest.skip("no interface has an IPv4 address outside loopback")
+    hosts = tmp_path / "hosts"
+    hosts.write_text(f"127.0.0.1 localhost\n{REAL[1]} {socket.gethostname()}\n")
+    prefix = ["unshare", "-rm", "sh", "-c", f'mount --bind {hosts} /etc/hosts && exec "$@"', "sh"]
+    asked = [*prefix, sys.executable, "-c", "import socket; print(socket.gethostbyname(socket.gethostname()))"]
+    try:
+        done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("no unshare command")
+    if done.stdout.strip() != REAL[1]:
+        pytest.skip(f"no mount namespace with another /etc/hosts: {done.stderr.strip() or done.stdout.strip()}")
+    return prefix
+
+
+def test_no_process_listens_outside_loopback_whatever_the_host_name_resolves_to(own_host_name: list[str]) -> None:
+    check(seen("trial", {}, own_host_name))
+
+
+@needs_a_real_address
+def test_the_watch_sees_a_listener_outside_loopback_and_reaches_it() -> None:
+    code = "import socket; s = socket.create_server(('0.0.0.0', 0)); print(s.getsockname()[1], flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        port = int(child.stdout.readline())
+        found = Seen()
+        found.look()
+        child.communicate("\n")
+    assert found.outside() == found.reached == {("0.0.0.0", port)}
+
+
+def test_the_loopback_interface_is_found_by_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    named = {"en0": [SimpleNamespace(address="192.0.2.7")], "lo0": [SimpleNamespace(address="127.0.0.1")]}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: named)
+    assert ranks.loopback() == "lo0"
+    del named["lo0"]
+    with pytest.raises(OSError, match=r"127\.0\.0\.1.*ip link set lo up"):
+        ranks.loopback()
+
+
+# ---------------------------------------------------------------- calls
+
+
+@pytest.fixture
+def mark() -> Iterator[Mark]:
+    with marked() as mark:
+        yield mark
+
+
+PROGRAM = """
+import json, os, signal, sys, time
+from pathlib import Path
+import psutil, torch
+import torch.distributed as dist
+from dpbench import ranks
+folder = Path(sys.argv[1])
+{entry}
+found = {{}}
+try:
+    found["results"] = ranks.run(entry, 2, folder, "gloo")
+except ranks.RanksFailed as failed:
+    found["text"], found["failures"] = str(failed), [one.to_json() for one in failed.failures]
+found["left"] = [process.pid for process in psutil.Process().children()]
+found["files"] = [path.name for path in folder.iterdir() if path.name.startswith("ranks-")]
+print(json.dumps(found))
+"""
+
+
+def called(entry: str, folder: Path, mark: Mark, **variables: str) -> SimpleNamespace:
+    """Run `entry` in two ranks of a fresh process; return the results or the failures, and what was left behind."""
+    code = PROGRAM.format(entry=textwrap.dedent(entry))
+    env = os.environ | {"PYTHONPATH": str(ROOT), NAME: mark.value} | variables
+    command = [sys.executable, "-c", code, str(folder)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    found = SimpleNamespace(**json.loads(done.stdout.splitlines()[-1]))
+    found.failures = [Failure.from_json(one) for one in getattr(found, "failures", [])]
+    assert found.left == [], "a rank has outlived the call"
+    assert found.files == [], "the ranks' folder has outlived the call"
+    return found
+
+
+WAIT = """
+def wait():
+    dist.all_reduce(torch.zeros(1))
+"""
+
+
+def test_results_come_in_rank_order_from_one_group_in_a_private_folder(tmp_path: Path, mark: Mark) -> None:
+    entry = """
+    def entry(rank):
+        total = torch.tensor(rank + 1)
+        dist.all_reduce(total)
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+        unset = [name for name in ("MASTER_ADDR", "MASTER_PORT", "NCCL_COMM_ID") if name not in os.environ]
+        private, = folder.glob("ranks-*")
+        mode = private.stat().st_mode & 0o777
+        return [rank, int(total), [os.environ[name] for name in names], unset, mode, "x" * 10**6]
+    """
+    found = called(entry, tmp_path, mark, **preset(), NCCL_COMM_ID="192.0.2.1:4000").results
+    lo = ranks.loopback()
+    assert [one[:3] for one in found] == [[rank, 3, [str(rank), str(rank), "2", lo, f"={lo}", lo]] for rank in range(2)]
+    assert found[0][3] == ["MASTER_ADDR", "MASTER_PORT", "NCCL_COMM_ID"]
+    assert found[0][4] == 0o700
+    assert len(found[1][5]) == 10**6
+
+
+def test_a_rank_that_raises_is_reported_and_its_waiting_peer_is_ended(tmp_path: Path, mark: Mark) -> None:
+    entry = WAIT + textwrap.dedent("""
+    def entry(rank):
+        if rank == 1:
+            raise ArithmeticError("planted \\udcff")
+        wait()
+    """)
+    found = called(entry, tmp_path, mark)
+    (failure,) = found.failures
+    assert (failure.rank, failure.exception, failure.status) == (1, "ArithmeticError", Status.FAILED)
+    assert failure.reason.startswith("ArithmeticError: planted \udcff [")
+    assert "raise ArithmeticError" not in failure.reason
+    assert "in entry" in failure.traceback
+    assert failure.exit_status is None
+    assert found.text == f"rank 1: {failure.reason}"
+    assert mark.settles(0) == ""
+
+
+def test_the_rank_that_failed_first_is_raised_when_others_fail_later(tmp_path: Path, mark: Mark) -> None:
+    entry = """
+    class Told(RuntimeError):
+        def __str__(self):  # asked for once the time of the failure is taken
+            (folder / "raised").touch()
+            return "first"
+    def entry(rank):
+        if rank == 1:
+            raise Told
+        while not (folder / "raised").exists():
+            time.sleep(0.001)
+        raise ValueError("second")
+    """
+    found = called(entry, tmp_path, mark)
+    assert [failure.exception for failure in found.failures] in (["Told", "ValueError"], ["Told"])
+    assert found.text.startswith("rank 1: Told: first")
+
+
+def test_a_rank_that_raised_keeps_its_connections_until_its_peers_are_ended(tmp_path: Path, mark: Mark) -> None:
+    entry = WAIT + textwrap.dedent("""
+    def entry(rank):
+        wait()
+        if rank == 1:
+            raise RuntimeError("planted")
+        try:
+            wait()
+        finally:
+            os.abort()  # as NCCL's watchdog does when a connection is lost
+    """)
+    (failure,) = called(entry, tmp_path, mark).failures
+    assert (failure.rank, failure.exception) == (1, "RuntimeError")
+
+
+def test_a_rank_that_dies_within_its_report_is_a_failure(tmp_path: Path, mark: Mark) -> None:
+    entry = """
+    from multiprocessing.connection import Connection
+    def entry(rank):
+        def cut(pipe, data):
+            os.write(pipe.fileno(), len(data).to_bytes(4, "big") + data[:4])
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 1:
+            Connection.send_bytes = cut
+        return "a result"
+    """
+    (failure,) = called(entry, tmp_path, mark).failures
+    assert (failure.rank, failure.exit_status) == (1, -signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("name", "advice"), [("SIGKILL", "use a smaller batch"), ("SIGSEGV", "")])
+def test_a_rank_that_a_signal_ends_is_the_cause_of_its_peers_lost_connection(
+    tmp_path: Path, mark: Mark, name: str, advice: str
+) -> None:
+    entry = WAIT + textwrap.dedent(f"""
+    def entry(rank):
+        wait()
+        if rank == 1:
+            os.kill(os.getpid(), signal.{name})
+        wait()
+    """)
+    failures = called(entry, tmp_path, mark).failures
+    assert (failures[0].rank, failures[0].exception) == (1, "")
+    assert failures[0].exit_status == -getattr(signal, name)
+    assert f"killed by {name}" in failures[0].reason
+    assert advice in failures[0].reason
+    assert all(later.perhaps_secondary for later in failures[1:])
+    assert mark.settles(0) == ""
+
+
+def test_a_rank_that_is_found_dead_after_its_peers_report_is_the_cause(tmp_path: Path, mark: Mark) -> None:
+    entry = """
+    def entry(rank):
+        if rank == 0:
+            (folder / "lost").touch()
+            raise RuntimeError("as torch raises for a lost connection")
+        while not (folder / "lost").exists():
+            time.sleep(0.001)
+        time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    failures = called(entry, tmp_path, mark).failures
+    assert [failure.rank for failure in failures] == [1, 0]
+    assert failures[0].exit_status == -signal.SIGKILL
+
+
+def test_a_rank_is_found_dead_while_its_own_child_holds_its_pipe(tmp_path: Path, mark: Mark) -> None:
+    entry = """
+    def entry(rank):
+        if rank == 0:
+            time.sleep(3600)
+        if os.fork() == 0:
+            os.closerange(0, 3)  # but not the pipe
+            time.sleep(3600)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    (failure,) = called(entry, tmp_path, mark).failures
+    assert (failure.rank, failure.exit_status) == (1, -signal.SIGKILL)
+
+
+def test_a_rank_that_leaves_without_a_result_is_a_failure(tmp_path: Path, mark: Mark) -> None:
+    entry = WAIT + textwrap.dedent("""
+    def entry(rank):
+        os._exit(0) if rank == 0 else wait()
+    """)
+    failures = called(entry, tmp_path, mark).failures
+    assert (failures[0].rank, failures[0].exit_status) == (0, 0)
+    assert failures[0].reason == "ended without a result (exit status 0)"
+
+
+def test_a_rank_that_ignores_sigterm_is_killed(tmp_path: Path, mark: Mark) -> None:
+    entry = """
+    def entry(rank):
+        if rank == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            (folder / "ignored").touch()
+            time.sleep(3600)
+        while not (folder / "ignored").exists():
+            time.sleep(0.001)
+        raise ArithmeticError("planted")
+    """
+    (failure,) = called(entry, tmp_path, mark).failures
+    assert failure.rank == 1
+    assert mark.settles(0) == ""
+
+
+def test_ranks_die_with_the_process_that_started_them(tmp_path: Path, mark: Mark) -> None:
+    code = PROGRAM.format(entry="def entry(rank):\n    print('here', flush=True)\n    time.sleep(3600)")
+    env = os.environ | {"PYTHONPATH": str(ROOT), NAME: mark.value}
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], env=env, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        assert [parent.stdout.readline() for _ in range(2)] == [b"here\n"] * 2
+        parent.kill()
+    assert mark.settles(0) == ""
+
+
+# ---------------------------------------------------------------- records
+
+
+def failure(rank: int, at_s: float, error: BaseException) -> Failure:
+    return Failure.of(error, rank, at_s)
+
+
+LOST = RuntimeError("Connection closed by peer")
+DIED = Failure.of_end(-signal.SIGABRT, 1, 2.0)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [failure(0, 1.5, KeyError("a\n\udcff")), failure(1, 2.5, torch.OutOfMemoryError("GPU 1 has")), DIED],
+    ids=lambda record: record.exception or "death",
+)
+def test_a_record_survives_its_way_between_processes(record: Failure) -> None:
+    assert Failure.from_json(record.to_json()) == record
+    assert "\n" not in record.to_json()
+    assert isinstance(Failure.from_json(record.to_json()).status, Status)
+
+
+@pytest.mark.parametrize(
+    ("records", "first"),
+    [
+        ([failure(0, 1.0, LOST), DIED], 1),  # found dead after its peer has reported the lost connection
+        ([failure(0, 1.0, LOST), failure(1, 1.1, MemoryError())], 1),
+        ([failure(0, 1.0, ArithmeticError()), DIED], 0),  # which no death of a peer causes
+        ([failure(0, 3.0, ArithmeticError()), DIED], 1),
+        ([failure(1, 1.1, LOST), failure(0, 1.0, LOST)], 0),
+        ([failure(1, 1.0, LOST), failure(0, 1.1, ArithmeticError())], 1),
+        ([failure(0, 1.0, ArithmeticError()), failure(1, 1.1, MemoryError())], 0),
+    ],
+)
+def test_the_cause_is_the_first_record(records: list[Failure], first: int) -> None:
+    ordered = in_order(records)
+    assert ordered[0].rank == first
+    assert sorted(map(id, ordered)) == sorted(map(id, records))
+
+
+def test_lack_of_memory_and_lost_peers_are_told_apart_by_type() -> None:
+    assert failure(0, 0.0, MemoryError()).status is Status.OOM
+    assert not failure(0, 0.0, torch.OutOfMemoryError("GPU 0 has")).perhaps_secondary
+    assert failure(0, 0.0, LOST).perhaps_secondary
+    assert not failure(0, 0.0, ValueError("Connection closed by peer")).perhaps_secondary
