@@ -329,10 +329,11 @@ class Pair:
             self.check()
 
     def _weighs(self) -> bool:
-        """Tell whether a named schedule with loss=local rounds otherwise: a mean over weights, or a smoothed one."""
+        """Return whether a named schedule with loss=local rounds otherwise: weights, smoothing, and a smooth L1 loss."""
         criterion = self.plain.criterion
         weights = [getattr(criterion, name, None) for name in ("weight", "pos_weight")]
         weighted = any(w is not None for w in weights) or getattr(criterion, "label_smoothing", 0.0) > 0.0
+        weighted = weighted or isinstance(criterion, nn.SmoothL1Loss)
         return weighted and self.ours.asked != FASTEST
 
     def _check_nearly(self) -> None:

@@ -71,3 +71,22 @@ def is_watched(optimizer: Optimizer) -> bool:
 def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
     """Return whether two lists hold the same objects."""
     return len(some) == len(others) and all(map(is_, some, others))
+
+
+class Muted:
+    """Parameters' hooks, taken off while a backward may reach the parameters past the replicas.
+
+    The gradient that comes so is a part; hooks are to see the whole, once.
+    """
+
+    def __init__(self, parameters: Sequence[Any]) -> None:
+        found = (getattr(p, name, None) for p in parameters for name in ("_backward_hooks", "_post_accumulate_grad_hooks"))
+        self._hooks = [(hooks, dict(hooks)) for hooks in found if hooks]
+        for hooks, _ in self._hooks:
+            hooks.clear()  # in place: handles that remove hooks know these dicts
+
+    def restore(self) -> None:
+        """Put the hooks back, before those that were added meanwhile."""
+        while self._hooks:
+            hooks, taken = self._hooks.pop()
+            hooks.update({**taken, **hooks})

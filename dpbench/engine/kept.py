@@ -13,7 +13,7 @@ from dpbench.engine.broadcast import buckets_of
 from dpbench.engine.each import on_each
 from dpbench.engine.finish import finish
 from dpbench.engine.graphs import Graphs
-from dpbench.engine.identity import Identity
+from dpbench.engine.identity import Identity, Muted
 from dpbench.engine.losses import Loss
 from dpbench.engine.persistent import Overlap, Persistent
 from dpbench.engine.reduce import reduce
@@ -51,6 +51,7 @@ class Kept:
         self._stepped = [p for group in optimizer.param_groups for p in group["params"]]
         self._whole = whole_gradient or self._identity.hooked or self._watched or self._has_unstepped()
         self._before: list[torch.Tensor | None] = []
+        self._muted = Muted([])
         self._used = len(devices)
         self._seen: list[int] = []
         self._root_only = schedule.update == "root"
@@ -81,6 +82,7 @@ class Kept:
         if self._whole:  # the calls before are added when this one's gradients are whole
             self._before = [p.grad for p in self._kept.originals]
             _set_gradients(self._kept.originals, [None] * len(self._before))
+            self._muted = Muted(self._kept.originals)
         if self._overlap:
             self._overlap.begin(count)
             if exchange := self._update.exchange:
@@ -92,6 +94,7 @@ class Kept:
     def abandon(self) -> None:
         """Give the module's parameters the gradients of the calls before the one that failed."""
         if self._before:
+            self._muted.restore()
             _set_gradients(self._kept.originals, self._before)
             self._before = []
 
@@ -161,6 +164,7 @@ class Kept:
     def reduce(self, workers: Workers) -> None:
         """Where gradients are needed whole, add this call's to the module's, in the order of torch."""
         if self._whole:
+            self._muted.restore()
             self._bring()
             self._before = []
 
@@ -255,6 +259,7 @@ class Kept:
         self._closed = True
         if self._overlap:
             self._overlap.close()
+            self._overlap = None
         if self._update.shared and self._seen and not self._whole:
             self._update.gather_gradients()
         self._update.close()

@@ -167,6 +167,8 @@ class TrainStep:
 
     def _rebuild(self) -> None:
         """Give back what was kept, and make it anew. What may not go on is refused, and stays as it was given back."""
+        if self._failed:  # nodes of a backward that failed wait in this thread, and keep its graph, until the next one
+            torch.zeros((), requires_grad=True).clone().backward()
         self._workers.close()
         self._replicas.close()
         self._failed = True  # until all is made

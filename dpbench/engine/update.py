@@ -285,6 +285,7 @@ class Update:
             self.optimizer.state = self._gathered()
         for hook in self._hooks:
             hook.remove()
+        self._state = FetchedState(State)  # the other one knows this object: leave no cycle behind
 
 
 def _shares(sizes: Sequence[int], devices: int) -> list[int]:
