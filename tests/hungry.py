@@ -110,3 +110,6 @@ def in_replica_1(act: Callable[[Tensor], object]) -> Callable[[Tensor], object]:
 
 CPU_IN_REPLICA_1 = _plug(in_replica_1(lambda x: torch.empty(PETABYTE, dtype=torch.uint8)))
 SLEEPS_IN_REPLICA_1 = _plug(in_replica_1(_hang))
+TWICE_THE_ROWS = SimpleNamespace(
+    build=mlp.build, batch=lambda n, seed, size: mlp.batch(2 * n, seed, size), loss=mlp.loss
+)
