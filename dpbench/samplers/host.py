@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from dpbench.records import HOST, Sample
 from dpbench.samplers._cadence import every
@@ -27,7 +28,7 @@ CLOCK_INTERVAL_S = 0.5
 SHORTEST_INTERVAL_S = 0.2
 """The kernel counts a core's time in steps of 10 ms: a shorter interval would show little but those steps."""
 
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 _CPU_CLOCK = 2  # CPUCLOCK_SCHED of the kernel's posix-timers.h: what clock_getcpuclockid(3) puts together
 
@@ -76,12 +77,20 @@ def cpu_clock_hz(folder: str = "/sys/devices/system/cpu") -> float | None:
     return max(found, default=None)
 
 
+class Ticks(NamedTuple):
+    """How long a core was busy, how long a hypervisor gave it to others, and all of its time; in the kernel's ticks."""
+
+    busy: int
+    steal: int
+    total: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """Cumulative CPU times at one moment; `core_ticks` maps a core to its (busy, total) ticks."""
+    """Cumulative CPU times at one moment, the ticks by core."""
 
     time_s: float
-    core_ticks: Mapping[int, tuple[int, int]]
+    core_ticks: Mapping[int, Ticks]
     process_s: Mapping[int, float]
     own_s: float
     rss_bytes: int
@@ -107,9 +116,9 @@ def take_reading(pids: Collection[int]) -> Reading:
     )
 
 
-def parse_cores(stat: bytes) -> dict[int, tuple[int, int]]:
-    """Return the (busy, total) ticks of each core from the text of /proc/stat."""
-    cores: dict[int, tuple[int, int]] = {}
+def parse_cores(stat: bytes) -> dict[int, Ticks]:
+    """Return the ticks of each core from the text of /proc/stat."""
+    cores: dict[int, Ticks] = {}
     for line in stat.splitlines()[1:]:  # the first line is the sum
         if not line.startswith(b"cpu"):
             break
@@ -117,7 +126,7 @@ def parse_cores(stat: bytes) -> dict[int, tuple[int, int]]:
         # user nice system idle iowait irq softirq steal; guest time is already in user
         user, nice, system, idle, iowait, irq, softirq, steal = map(int, columns[:8])
         busy = user + nice + system + irq + softirq
-        cores[int(name[3:])] = busy, busy + idle + iowait + steal
+        cores[int(name[3:])] = Ticks(busy, steal, busy + idle + iowait + steal)
     return cores
 
 
@@ -138,13 +147,14 @@ def rates(before: Reading, now: Reading) -> dict[str, float]:
     process_s = sum(max(0.0, now.process_s[pid] - before.process_s[pid]) for pid in known)
     found: dict[str, float] = {}
     all_busy = 0
-    for core, (busy, total) in now.core_ticks.items():
-        busy_before, total_before = before.core_ticks.get(core, (busy, total))
-        all_busy += busy - busy_before
-        if total > total_before:  # the kernel's counts may stand still or step back
-            found[f"core{core}_utilization_ratio"] = max(0, busy - busy_before) / (total - total_before)
+    for core, ticks in now.core_ticks.items():
+        earlier = before.core_ticks.get(core, ticks)
+        busy, total = ticks.busy - earlier.busy, ticks.total - earlier.total
+        all_busy += busy
+        if total > 0:  # the kernel's counts may stand still or step back
+            found[f"core{core}_utilization_ratio"] = max(0, busy) / total
     if now.process_s:
         found["process_cpu_ratio"] = process_s / elapsed_s
     own_s = now.own_s - before.own_s
-    found["foreign_cpu_ratio"] = max(0.0, all_busy / _TICKS_PER_S - process_s - own_s) / elapsed_s
+    found["foreign_cpu_ratio"] = max(0.0, all_busy / TICKS_PER_S - process_s - own_s) / elapsed_s
     return found
