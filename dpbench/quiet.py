@@ -20,6 +20,8 @@ from dpbench.samplers.host import TICKS_PER_S, Ticks, parse_cores
 LIMIT = 0.10
 """The share of the cores' capacity that others may take, above which a measurement is NOISY."""
 WINDOW_S = 0.5
+SHORTEST_S = 0.2
+"""The kernel counts in ticks of 10 ms: a shorter time would show little but those."""
 PATIENCE_S = 30.0
 PATIENCE = "DPBENCH_PATIENCE"
 """The environment variable for the default of --patience, in seconds."""
@@ -53,7 +55,7 @@ def wait(patience_s: float, say: Callable[[str], None]) -> Measured:
     deadline_s = time.monotonic() + patience_s
     load = measure()
     if busy(load) and patience_s > 0:
-        say(f"busy machine: {load}; waiting for quiet up to {patience_s:g} s (--patience)")
+        say(f"busy machine: {load}; waiting up to {patience_s:.0f} s for quiet (--patience)")
     while busy(load) and time.monotonic() < deadline_s:
         load = measure()
     return load
@@ -104,6 +106,8 @@ def between(before: Snapshot, now: Snapshot) -> Measured:
     def passed_s(count: Callable[[Ticks], int]) -> float:
         return sum(max(0, count(now.ticks[core]) - count(before.ticks[core])) for core in cores) / TICKS_PER_S
 
+    if seconds < SHORTEST_S:
+        return Unknown(f"{seconds:.2f} s are too short to tell")
     counted_s = passed_s(lambda ticks: ticks.total)
     if counted_s <= COUNTED * capacity_s:
         return Unknown(f"the kernel accounts for {counted_s:.2f} of {capacity_s:.2f} core-seconds")

@@ -11,18 +11,21 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from dpbench import plan, provenance, registry, samplers, validity
+from dpbench import plan, provenance, quiet, registry, samplers, validity
 from dpbench.nvml import describe
 from dpbench.records import HOST, Case, Effort, Sample, Status, Trial
 from dpbench.server import Server
 from dpbench.store import FINAL, Store
 
+Slot = tuple[Case, int]
+"""A case and the number of a round."""
 OVERHEAD_S = 1.0
 """What a trial costs beside its timed steps, until the run has seen its own."""
 
@@ -48,7 +51,14 @@ class Ended:
     seconds: float
 
 
-Listener = Callable[[Started | Ended], None]
+@dataclass(frozen=True)
+class Note:
+    """One line for whoever watches the run."""
+
+    text: str
+
+
+Listener = Callable[[Started | Ended | Note], None]
 
 
 class Rule(Protocol):
@@ -105,6 +115,7 @@ def run(
     budget_s: float | None = None,
     limit_s: float = 120.0,
     retry: Iterable[str] = (),
+    patience_s: float | None = None,
     traces: Path | None = None,
     listen: Listener = lambda event: None,
 ) -> Outcome:
@@ -114,28 +125,46 @@ def run(
     round in a fresh worker of one server; otherwise each round has a server of its own.
     `budget_s` bounds the whole run: it shortens the trials' timed parts, and what has not begun when it is spent
     is stored as skipped. `limit_s` bounds one trial. `retry` names final statuses to measure again, in the latest
-    such run even if it finished. `traces` is a folder for profiles of one step of each trial, taken after its
+    such run even if it finished. `patience_s` is how long to wait for a quiet machine before the first trial, on top of
+    the budget; None takes the environment's or the default. Trials beside which other processes took too much of the
+    cores are measured once more at the end, as long as the budget lasts; with a patience of 0 they are labelled only.
+    `traces` is a folder for profiles of one step of each trial, taken after its
     timing: traces/<run>/<case>-r<round>.json, one a rank. A KeyboardInterrupt leaves an unfinished run that the same
     call resumes.
     """
     facts = provenance.collect(describe())
     keys = {"host": provenance.host_key(facts), "code": provenance.code_key(facts)}
-    again = statuses(retry)
+    again, patience_s = statuses(retry), quiet.patience(patience_s)
     rule = Fixed(rounds) if isinstance(rounds, int) else rounds
     run_id, resumed = store.begin_run(
         plan=plan.plan_hash(cases, rule.name, *["paired"] * paired), rounds=rounds if isinstance(rounds, int) else 0,
         provenance=facts, reopen=bool(again), **keys,
     )  # fmt: skip
-    session = _Session(store, run_id, rule, effort or Effort(), budget_s, limit_s, listen, traces)
     finished = False
     try:
+        load = quiet.wait(patience_s, lambda words: listen(Note(words)))
+        store.annotate(run_id, "foreign_load", _plain(load))
+        store.annotate(run_id, "noisy", _noise(load, ()))
+        session = _Session(store, run_id, rule, effort or Effort(), budget_s, limit_s, patience_s, listen, traces)
         session.measure(cases, store.done(run_id, retry=again), paired=paired)
+        store.annotate(run_id, "noisy", _noise(load, session.noisy))
         finished = True
     finally:
         if reasons := rule.reasons(cases):
             store.annotate(run_id, "rounds", reasons)
         store.end_run(run_id, "finished" if finished else "interrupted")
     return Outcome(run_id, resumed, store.counts(run_id))
+
+
+def _plain(load: quiet.Measured) -> dict[str, float | str]:
+    """Return the foreign load before a run as facts."""
+    return {"unknown": load.reason} if isinstance(load, quiet.Unknown) else asdict(load)
+
+
+def _noise(load: quiet.Measured, trials: Collection[Slot]) -> dict[str, str]:
+    """Return why a run is NOISY; nothing if it is not known to be."""
+    found = {"before": str(load)} if quiet.busy(load) else {}
+    return found | ({"during": f"{len(trials)} trial(s) ran beside too much foreign load"} if trials else {})
 
 
 def statuses(names: Iterable[str]) -> tuple[str, ...]:
@@ -162,14 +191,19 @@ class _Session:
 
     def __init__(
         self, store: Store, run_id: str, rule: Rule, effort: Effort, budget_s: float | None, limit_s: float,
-        listen: Listener, traces: Path | None,
+        patience_s: float, listen: Listener, traces: Path | None,
     ) -> None:  # fmt: skip
-        self._traces = traces
+        self._traces, self._patience_s = traces, patience_s
         self._store, self._run_id, self._rule, self._effort, self._limit_s = store, run_id, rule, effort, limit_s
         self._listen = listen
         self._deadline = None if budget_s is None else time.perf_counter() + budget_s
         self._overhead_s = OVERHEAD_S
         self._done = self._total = 0
+        self._verdicts: dict[Case, Trial] = {}
+        """The checks of the models so far, by the case that was checked."""
+        self._times: Counter[Slot] = Counter()
+        self.noisy: set[Slot] = set()
+        """The slots whose last trial ran beside too much foreign load."""
 
     def measure(self, cases: Sequence[Case], done: set[tuple[str, int]], *, paired: bool) -> None:
         """Go through the rounds that the rule wants, leaving out the slots that are done."""
@@ -177,8 +211,8 @@ class _Session:
         self._total = max(len(done), len(cases) * fixed)
         self._done = len(done)
         self._listen(Started(self._run_id, self._total, self._done))
-        for trial in self._store.trials(self._run_id) if done and not fixed else ():
-            self._rule.add(trial)
+        for trial in self._store.trials(self._run_id, superseded=True) if done else ():
+            self._take(trial)
         scratch = Path(tempfile.mkdtemp(prefix="dpbench-"))
         try:
             with ExitStack() as stack:
@@ -189,14 +223,78 @@ class _Session:
                     if number and not fixed and self._spent():
                         break  # what nobody asked for is not skipped
                     pending = [case for case in wanted if (case.fingerprint, number) not in done]
-                    self._total = max(self._total, self._done + len(pending))
                     # what a server does to its workers is in the interval, or cancels between cases side by side
                     if pending:
                         with nullcontext(lasting) if lasting else Server(scratch) as server:
+                            refused = self._refuse(pending, number, server)
+                            cases, pending = (
+                                [case for case in some if case not in refused] for some in (cases, pending)
+                            )
+                            left = {(case.fingerprint, n) for case in cases for n in range(number, fixed)} - done
+                            self._total = self._done + max(len(left), len(pending))
                             self._round(pending, number, server, watched, paired=paired)
                     number += 1
+                if self._patience_s > 0 and self._repeatable():
+                    self._wait()
+                    with nullcontext(lasting) if lasting else Server(scratch) as server:
+                        self._repeat(cases, server, watched, paired=paired)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
+
+    def _refuse(self, cases: Sequence[Case], number: int, server: Server) -> set[Case]:
+        """Check the models that were not checked yet; store one trial for each case whose model fails, and return them.
+
+        A model is checked with the largest batch of its cases, in a worker that measures nothing.
+        """
+        models: dict[Case, list[Case]] = {}
+        for case in () if self._spent() else cases:
+            models.setdefault(plan.model_check(case), []).append(case)
+        refused: set[Case] = set()
+        for model, group in models.items():
+            if model not in self._verdicts:
+                largest = max(case.batch_size for case in group)
+                self._verdicts[model] = server.check(replace(model, batch_size=largest), self._limit_s)
+                if self._verdicts[model].status is not Status.OK:
+                    self._listen(Note(_refusal(self._verdicts[model], len(group))))
+            verdict = self._verdicts[model]
+            if verdict.status is not Status.OK:
+                refused.update(group)
+        for case in refused:
+            verdict = self._verdicts[plan.model_check(case)]
+            trial = replace(verdict, case=case, round=number, reason=f"the model's check failed: {verdict.reason}")
+            self._store.end_trial(self._store.begin_trial(self._run_id, case, number), trial)
+        return refused
+
+    def _take(self, trial: Trial) -> None:
+        """Take a trial into account that ended now or in an earlier session."""
+        self._rule.add(trial)
+        slot = trial.case, trial.round
+        self._times[slot] += trial.trusted
+        if trial.trusted:
+            (self.noisy.add if validity.noisy(trial) else self.noisy.discard)(slot)
+
+    def _repeatable(self) -> list[Slot]:
+        """Return the slots that were measured once, beside too much foreign load, if there is budget left for them."""
+        return [] if self._spent() else [slot for slot in self.noisy if self._times[slot] == 1]
+
+    def _wait(self) -> None:
+        """Wait for quiet, but no longer than the budget lasts."""
+        left_s = float("inf") if self._deadline is None else self._deadline - time.perf_counter()
+        quiet.wait(min(self._patience_s, left_s), lambda words: self._listen(Note(words)))
+
+    def _repeat(self, cases: Sequence[Case], server: Server, watched: samplers.Series, *, paired: bool) -> None:
+        """Measure noisy slots once more while the budget lasts: the new trials count, the old ones are kept."""
+        groups = plan.side_by_side(cases) if paired else [(case,) for case in cases]
+        slots = set(self._repeatable())
+        numbers = sorted({number for _, number in slots})
+        again = [
+            (group, number) for number in numbers for group in groups if slots & {(case, number) for case in group}
+        ]
+        self._total += sum(len(group) for group, _ in again)
+        for group, number in again:
+            if self._spent():
+                return
+            self._group(server, group, number, watched)
 
     def _round(
         self, cases: Sequence[Case], number: int, server: Server, watched: samplers.Series, *, paired: bool
@@ -211,7 +309,7 @@ class _Session:
         """Measure and store the trials of one worker."""
         self._listen(Started(self._run_id, self._total, self._done, group[0], number))
         ids = [self._store.begin_trial(self._run_id, case, number) for case in group]
-        began = time.perf_counter()
+        began, before = time.perf_counter(), quiet.snapshot()
         effort = self._affordable()
         if effort is None:
             reason = "the run's budget was spent before this trial; give a larger --budget"
@@ -222,11 +320,15 @@ class _Session:
             trace = self._trace(group[0], number) if len(group) == 1 else ""
             effort = replace(effort, trace=trace, memory_by_phase=by_phase)
             trials = server.run_together(group, effort, number, self._limit_s)
-        ended = time.perf_counter()
+        ended, load = time.perf_counter(), quiet.since(before)
         for trial_id, trial in zip(ids, trials, strict=True):
-            seen = _checked(replace(trial, samples=trial.samples + _watched(watched, began, ended, trial)))
+            samples = trial.samples + _watched(watched, began, ended, trial)
+            facts = (
+                {**trial.provenance, "foreign_load": asdict(load)} if isinstance(load, quiet.Load) else trial.provenance
+            )
+            seen = _checked(replace(trial, samples=samples, provenance=facts))
             self._store.end_trial(trial_id, seen)
-            self._rule.add(seen)
+            self._take(seen)
             self._done += 1
             self._listen(Ended(seen, self._done, self._total, (ended - began) / len(group)))
         if all(trial.status is Status.OK for trial in trials):
@@ -253,6 +355,12 @@ class _Session:
             return None
         share_s = left_s / max(1, self._total - self._done) - self._overhead_s
         return replace(self._effort, budget_s=min(self._effort.budget_s, max(0.05, share_s)))
+
+
+def _refusal(verdict: Trial, cases: int) -> str:
+    """Say which model failed its check, and why."""
+    what = f"{verdict.case.model} ({verdict.case.size})"
+    return f"{what} is not measured, {cases} case(s) {verdict.status}: {verdict.reason.strip().partition(chr(10))[0]}"
 
 
 def _checked(trial: Trial) -> Trial:

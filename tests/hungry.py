@@ -39,6 +39,7 @@ CPU = _plug(lambda x: torch.empty(PETABYTE, dtype=torch.uint8))
 GPU = _plug(lambda x: torch.empty(PETABYTE, dtype=torch.uint8, device=x.device))
 HANGS = _plug(lambda x: time.sleep(3600))
 DIES = _plug(lambda x: os.abort())
+KILLED = _plug(lambda x: os.kill(os.getpid(), signal.SIGKILL))
 RAISES = _plug(lambda x: (_ for _ in ()).throw(ArithmeticError("planted in forward")))
 
 

@@ -63,6 +63,10 @@ def test_counts_that_stand_still_are_not_quiet_but_unknown() -> None:
     assert isinstance(between(at(10, 0.0), at(11, 0.0)), Unknown), "no core at all"
 
 
+def test_too_short_a_time_is_unknown() -> None:
+    assert isinstance(between(at(10, 0.0, c0=(1.0, 0.0)), at(10.1, 0.0, c0=(1.1, 0.0))), Unknown)
+
+
 @pytest.mark.parametrize(
     ("files", "quota"),
     [
@@ -152,6 +156,6 @@ def test_our_own_time_holds_children_that_run_and_those_that_were_reaped() -> No
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_counts_of_this_machine_give_a_load_or_a_reason() -> None:
-    found = quiet.measure(0.1)
+    found = quiet.measure(0.3)
     assert isinstance(found, Unknown) or 0 <= found.taken <= 1.5
     assert isinstance(found, Unknown) or found.cores == len(os.sched_getaffinity(0))

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from dpbench import ledger, registry
+from dpbench import ledger, plan, registry
 from dpbench.records import HOST, Case, Effort, Memory, Status, Trial, Verified
-from dpbench.worker import selfcheck
+from dpbench.worker import modelcheck, selfcheck
 from dpbench.worker.loop import measure, measure_together, prepare
 
 NO_MEMORY = (
@@ -36,6 +36,8 @@ def run(case: Case, effort: Effort, folder: Path) -> Trial:
     if reason := _skip(strategy, case):
         return Trial(case=case, status=Status.SKIPPED, reason=reason)
     try:
+        if case.options == plan.CHECK:
+            return modelcheck.check(case)
         if dict(case.options).get("role") == selfcheck.ROLE:
             return selfcheck.measure(case, effort)
         if not hasattr(strategy, "launch"):
