@@ -14,8 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from dpbench.cores import CORES
-from dpbench.samplers.host import TICKS_PER_S, Ticks, parse_cores
+from dpbench.cores import CORES, TICKS_PER_S, Ticks, parse_ticks
+from dpbench.records import Trial
 
 LIMIT = 0.10
 """The share of the cores' capacity that others may take, above which a measurement is NOISY."""
@@ -28,6 +28,8 @@ PATIENCE = "DPBENCH_PATIENCE"
 COUNTED = 0.5
 """The share of the elapsed core-seconds that the kernel must account for, or its counts tell nothing."""
 NOISY = "NOISY"
+FACT = "foreign_load"
+"""The name of the load in the provenance of a run and of a trial."""
 
 _QUOTAS = (
     ("/sys/fs/cgroup/cpu.max", None),
@@ -78,6 +80,17 @@ def busy(load: Measured) -> bool:
     return isinstance(load, Load) and load.taken > LIMIT
 
 
+def beside(trial: Trial) -> Measured:
+    """Return the foreign load while a trial ran, as stored with it."""
+    facts = trial.provenance.get(FACT)
+    return Unknown("no load is stored with the trial") if facts is None else Load(**facts)
+
+
+def noisy(trial: Trial) -> bool:
+    """Tell whether others are known to have taken more than the limit while a trial ran."""
+    return busy(beside(trial))
+
+
 def snapshot() -> Snapshot | Unknown:
     """Return the CPU time so far of our cores and of our process tree."""
     if not CORES:
@@ -86,7 +99,7 @@ def snapshot() -> Snapshot | Unknown:
     if quota is not None and quota < len(CORES):
         return Unknown(f"a quota of {quota:g} CPUs limits this container; /proc/stat counts all {len(CORES)} cores")
     try:
-        ticks = parse_cores(Path("/proc/stat").read_bytes())
+        ticks = parse_ticks(Path("/proc/stat").read_bytes())
     except (OSError, ValueError) as error:
         return Unknown(f"/proc/stat cannot be read: {error}")
     mine = {core: ticks[core] for core in CORES if core in ticks}

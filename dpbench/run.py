@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from dpbench import plan, provenance, quiet, registry, samplers, validity
+from dpbench import plan, preflight, provenance, quiet, registry, samplers, validity
 from dpbench.nvml import describe
 from dpbench.records import HOST, Case, Effort, Sample, Status, Trial
 from dpbench.server import Server
@@ -143,7 +143,7 @@ def run(
     finished = False
     try:
         load = quiet.wait(patience_s, lambda words: listen(Note(words)))
-        store.annotate(run_id, "foreign_load", _plain(load))
+        store.annotate(run_id, quiet.FACT, _plain(load))
         store.annotate(run_id, "noisy", _noise(load, ()))
         session = _Session(store, run_id, rule, effort or Effort(), budget_s, limit_s, patience_s, listen, traces)
         session.measure(cases, store.done(run_id, retry=again), paired=paired)
@@ -199,8 +199,7 @@ class _Session:
         self._deadline = None if budget_s is None else time.perf_counter() + budget_s
         self._overhead_s = OVERHEAD_S
         self._done = self._total = 0
-        self._verdicts: dict[Case, Trial] = {}
-        """The checks of the models so far, by the case that was checked."""
+        self._models = preflight.Models(limit_s)
         self._times: Counter[Slot] = Counter()
         self.noisy: set[Slot] = set()
         """The slots whose last trial ran beside too much foreign load."""
@@ -227,10 +226,9 @@ class _Session:
                     if pending:
                         with nullcontext(lasting) if lasting else Server(scratch) as server:
                             refused = self._refuse(pending, number, server)
-                            cases, pending = (
-                                [case for case in some if case not in refused] for some in (cases, pending)
-                            )
+                            cases = [case for case in cases if case not in refused]
                             left = {(case.fingerprint, n) for case in cases for n in range(number, fixed)} - done
+                            pending = [case for case in pending if case not in refused]
                             self._total = self._done + max(len(left), len(pending))
                             self._round(pending, number, server, watched, paired=paired)
                     number += 1
@@ -242,28 +240,13 @@ class _Session:
             shutil.rmtree(scratch, ignore_errors=True)
 
     def _refuse(self, cases: Sequence[Case], number: int, server: Server) -> set[Case]:
-        """Check the models that were not checked yet; store one trial for each case whose model fails, and return them.
-
-        A model is checked with the largest batch of its cases, in a worker that measures nothing.
-        """
-        models: dict[Case, list[Case]] = {}
-        for case in () if self._spent() else cases:
-            models.setdefault(plan.model_check(case), []).append(case)
-        refused: set[Case] = set()
-        for model, group in models.items():
-            if model not in self._verdicts:
-                largest = max(case.batch_size for case in group)
-                self._verdicts[model] = server.check(replace(model, batch_size=largest), self._limit_s)
-                if self._verdicts[model].status is not Status.OK:
-                    self._listen(Note(_refusal(self._verdicts[model], len(group))))
-            verdict = self._verdicts[model]
-            if verdict.status is not Status.OK:
-                refused.update(group)
-        for case in refused:
-            verdict = self._verdicts[plan.model_check(case)]
-            trial = replace(verdict, case=case, round=number, reason=f"the model's check failed: {verdict.reason}")
+        """Check the models of these cases; store one trial for each case whose model fails, and return those cases."""
+        for line in () if self._spent() else self._models.check(cases, server):
+            self._listen(Note(line))
+        failed = {case: trial for case in cases if (trial := self._models.failed(case, number))}
+        for case, trial in failed.items():
             self._store.end_trial(self._store.begin_trial(self._run_id, case, number), trial)
-        return refused
+        return {*failed}
 
     def _take(self, trial: Trial) -> None:
         """Take a trial into account that ended now or in an earlier session."""
@@ -271,7 +254,7 @@ class _Session:
         slot = trial.case, trial.round
         self._times[slot] += trial.trusted
         if trial.trusted:
-            (self.noisy.add if validity.noisy(trial) else self.noisy.discard)(slot)
+            (self.noisy.add if quiet.noisy(trial) else self.noisy.discard)(slot)
 
     def _repeatable(self) -> list[Slot]:
         """Return the slots that were measured once, beside too much foreign load, if there is budget left for them."""
@@ -284,17 +267,13 @@ class _Session:
 
     def _repeat(self, cases: Sequence[Case], server: Server, watched: samplers.Series, *, paired: bool) -> None:
         """Measure noisy slots once more while the budget lasts: the new trials count, the old ones are kept."""
-        groups = plan.side_by_side(cases) if paired else [(case,) for case in cases]
         slots = set(self._repeatable())
-        numbers = sorted({number for _, number in slots})
-        again = [
-            (group, number) for number in numbers for group in groups if slots & {(case, number) for case in group}
-        ]
-        self._total += sum(len(group) for group, _ in again)
-        for group, number in again:
-            if self._spent():
-                return
-            self._group(server, group, number, watched)
+        for number in sorted({number for _, number in slots}):
+            measured = [case for case in cases if self._times[case, number]]
+            for group in plan.side_by_side(measured) if paired else [(case,) for case in measured]:
+                if slots & {(case, number) for case in group} and not self._spent():
+                    self._total += len(group)
+                    self._group(server, group, number, watched)
 
     def _round(
         self, cases: Sequence[Case], number: int, server: Server, watched: samplers.Series, *, paired: bool
@@ -309,7 +288,7 @@ class _Session:
         """Measure and store the trials of one worker."""
         self._listen(Started(self._run_id, self._total, self._done, group[0], number))
         ids = [self._store.begin_trial(self._run_id, case, number) for case in group]
-        began, before = time.perf_counter(), quiet.snapshot()
+        began, load = time.perf_counter(), None
         effort = self._affordable()
         if effort is None:
             reason = "the run's budget was spent before this trial; give a larger --budget"
@@ -319,13 +298,13 @@ class _Session:
             by_phase = effort.memory_by_phase and number == 0
             trace = self._trace(group[0], number) if len(group) == 1 else ""
             effort = replace(effort, trace=trace, memory_by_phase=by_phase)
+            before = quiet.snapshot()
             trials = server.run_together(group, effort, number, self._limit_s)
-        ended, load = time.perf_counter(), quiet.since(before)
+            load = quiet.since(before)
+        ended = time.perf_counter()
         for trial_id, trial in zip(ids, trials, strict=True):
             samples = trial.samples + _watched(watched, began, ended, trial)
-            facts = (
-                {**trial.provenance, "foreign_load": asdict(load)} if isinstance(load, quiet.Load) else trial.provenance
-            )
+            facts = {**trial.provenance, **({quiet.FACT: asdict(load)} if isinstance(load, quiet.Load) else {})}
             seen = _checked(replace(trial, samples=samples, provenance=facts))
             self._store.end_trial(trial_id, seen)
             self._take(seen)
@@ -355,12 +334,6 @@ class _Session:
             return None
         share_s = left_s / max(1, self._total - self._done) - self._overhead_s
         return replace(self._effort, budget_s=min(self._effort.budget_s, max(0.05, share_s)))
-
-
-def _refusal(verdict: Trial, cases: int) -> str:
-    """Say which model failed its check, and why."""
-    what = f"{verdict.case.model} ({verdict.case.size})"
-    return f"{what} is not measured, {cases} case(s) {verdict.status}: {verdict.reason.strip().partition(chr(10))[0]}"
 
 
 def _checked(trial: Trial) -> Trial:

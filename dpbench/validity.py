@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dpbench import ledger
-from dpbench.quiet import LIMIT, NOISY, Load
+from dpbench import ledger, quiet
 from dpbench.records import HOST, UNATTRIBUTED, Case, Source, Status, Trial, Verified
 
 SIGNIFICANT = 0.01
@@ -24,7 +23,6 @@ READINGS = 3
 LONG_S = 1.0
 """Seconds of steps that a trial must have to tell of other processes on a GPU: a new worker counts as foreign at
 first."""
-FOREIGN_CPU = "foreign_cpu"
 
 SLOWDOWNS = {
     0x04: "power cap", 0x08: "hardware slowdown", 0x10: "sync boost", 0x20: "heat (driver)", 0x40: "heat (hardware)",
@@ -99,11 +97,6 @@ def of(trial: Trial, cores: int) -> list[Check]:
         for name, one in stored.items()
         if name in known
     ]
-
-
-def noisy(trial: Trial) -> bool:
-    """Tell whether other processes are known to have taken too much of the cores while the trial ran."""
-    return any(one.name == FOREIGN_CPU and not one.ok for one in of(trial, 0))
 
 
 def troubles(trials: Iterable[Trial], cores: int) -> dict[str, dict[Case, str]]:
@@ -184,10 +177,9 @@ def _foreign_gpu(trial: Trial, cores: int) -> Finding | None:
 
 def _foreign_cpu(trial: Trial, cores: int) -> Finding | None:
     """Return the cores that other processes and the hypervisor took while the trial ran."""
-    facts = trial.provenance.get("foreign_load")
-    if facts is None:
+    load = quiet.beside(trial)
+    if isinstance(load, quiet.Unknown):
         return None
-    load = Load(**facts)
     return load.taken * load.cores, {"cores": load.cores, "steal": load.steal * load.cores}
 
 
@@ -270,8 +262,8 @@ RULES: Sequence[Rule] = (
         item=lambda check: f"{check.value / 2**20:.0f} MiB{_on(check)}",
     ),
     Rule(
-        name=FOREIGN_CPU, limit=LIMIT, per_core=True, measure=_foreign_cpu,
-        headline=f"{NOISY}: other processes took more than {LIMIT:.0%} of the cores while a trial ran",
+        name="foreign_cpu", limit=quiet.LIMIT, per_core=True, measure=_foreign_cpu,
+        headline=f"{quiet.NOISY}: other processes took more than {quiet.LIMIT:.0%} of the cores while a trial ran",
         item=lambda check: f"{check.value:.1f} of {check.about['cores'] or '?'} cores",
     ),
     Rule(

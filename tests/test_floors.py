@@ -31,6 +31,7 @@ FLOORS = (
         "listing",
         "links",
         "peaks",
+        "quiet",
     },
     {
         "strategies",
@@ -43,6 +44,7 @@ FLOORS = (
         "imbalance",
         "footprint",
         "traffic",
+        "preflight",
     },
     {"worker", "predict", "probe", "diagnose", "findings", "rounds"},
     {"run", "report", "progress", "find_batch"},

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from dpbench import quiet
+from dpbench.cores import TICKS_PER_S, Ticks
 from dpbench.quiet import Load, Snapshot, Unknown, between
-from dpbench.samplers.host import TICKS_PER_S, Ticks
 
 SECOND = TICKS_PER_S
 QUIET = Load(foreign=0.0, steal=0.0, cores=2, seconds=0.5)

