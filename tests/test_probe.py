@@ -35,7 +35,7 @@ from dpbench.probe.figures import (
     timing,
     typical,
 )  # fmt: skip
-from dpbench.records import UNATTRIBUTED
+from dpbench.records import UNATTRIBUTED, Case, Step, Trial
 
 
 def test_a_call_takes_as_long_as_it_does() -> None:
@@ -295,6 +295,16 @@ def test_what_ranks_take_from_each_other_is_not_charged_to_ddp_again() -> None:
     assert (figures["ddp_loss_more_s"], figures["ddp_optimizer_more_s"]) == (4.0, 4.0)
     assert (figures["ddp_reduce_s"], figures["ddp_long_reduce_s"]) == (5.0, 9.0)
     assert figures["ddp_forward_more_tensor_s"] == 0.0
+
+
+def test_a_chain_has_the_seconds_of_all_its_timed_steps_and_of_each_block_of_them() -> None:
+    """Steps of 1, 2, 3 and 4 seconds in blocks, after one of warm-up that does not count."""
+    steps = [Step(99.0, True, 99.0)]
+    for block in range(engine.BLOCKS):
+        steps += [Step(block + 1.0, False, steps[-1].end_s + (block + 1) * (i + 1)) for i in range(10)]
+    case = Case(model="chain", strategy="single", batch_size=8)
+    found = engine.seconds_of(Trial(case=case, steps=tuple(steps)))
+    assert [one[UNATTRIBUTED] for one in found] == [pytest.approx(2.5), 1.0, 2.0, 3.0, 4.0]
 
 
 # -- a busy machine, and passes that are not made

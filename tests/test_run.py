@@ -360,16 +360,36 @@ def test_a_resumed_run_repeats_what_the_earlier_session_found_noisy(store, crowd
     assert measured(outcome, store) == (5, 3, {})
 
 
-def test_side_by_side_the_whole_group_is_measured_again(store, crowded):
+def test_what_was_noisy_twice_is_not_repeated_when_the_run_is_opened_again(store, crowded):
+    crowded.update({0, 3})
+    first = run(CASES[:3], store, rounds=1, patience_s=1)
+    again = run(CASES[:3], store, rounds=1, patience_s=1, retry=["failed"])
+    assert (again.run_id, again.resumed) == (first.run_id, True)
+    assert measured(again, store) == (4, 3, {"during": "1 trial(s) ran beside too much foreign load"})
+
+
+def test_repeats_end_with_the_budget(store, crowded, monkeypatch):
+    crowded.update({0, 1, 2})
+    monkeypatch.setattr(module._Session, "_spent", lambda self: self._times.total() >= 4)
+    outcome = run(CASES[:3], store, rounds=1, patience_s=1, budget_s=1000)
+    assert measured(outcome, store) == (4, 3, {"during": "2 trial(s) ran beside too much foreign load"})
+
+
+def test_side_by_side_the_whole_group_is_measured_again(store, crowded, monkeypatch):
     """Their ratio needs both from one process."""
     cases = [Case(model="mlp", strategy=name, batch_size=8) for name in ("single", "dp")]
     crowded.add(1)
+    groups, together = [], Server.run_together
+
+    def remembered(self, asked, effort, number, limit_s):
+        groups.append(({case.strategy for case in asked}, number))
+        return together(self, asked, effort, number, limit_s)
+
+    monkeypatch.setattr(Server, "run_together", remembered)
     outcome = run(cases, store, rounds=2, paired=True, patience_s=1)
-    every = store.trials(outcome.run_id, superseded=True)
-    assert [(one.case.strategy, one.round) for one in every[4:]] in (
-        [("single", 1), ("dp", 1)],
-        [("dp", 1), ("single", 1)],
-    )
+    both = {"single", "dp"}
+    assert groups == [(both, 0), (both, 1), (both, 1)]
+    assert measured(outcome, store) == (6, 4, {})
 
 
 @pytest.mark.usefixtures("quick")
