@@ -123,14 +123,14 @@ def run(
 
     `paired` measures the cases that can share a worker side by side in one, their blocks of steps in turn, every
     round in a fresh worker of one server; otherwise each round has a server of its own.
-    `budget_s` bounds the whole run: it shortens the trials' timed parts, and what has not begun when it is spent
-    is stored as skipped. `limit_s` bounds one trial. `retry` names final statuses to measure again, in the latest
-    such run even if it finished. `patience_s` is how long to wait for a quiet machine before the first trial, on top of
-    the budget; None takes the environment's or the default. Trials beside which other processes took too much of the
-    cores are measured once more at the end, as long as the budget lasts; with a patience of 0 they are labelled only.
-    `traces` is a folder for profiles of one step of each trial, taken after its
-    timing: traces/<run>/<case>-r<round>.json, one a rank. A KeyboardInterrupt leaves an unfinished run that the same
-    call resumes.
+    `budget_s` bounds the trials: it shortens their timed parts, and what has not begun when it is spent is stored as
+    skipped. Two things come on top of it: the checks of the models, and `patience_s` seconds at most of waiting for a
+    quiet machine before the first trial (None: the environment's, or the default). Trials beside which other processes
+    took too much of the cores are measured once more at the end, as long as the budget lasts; with a patience of 0 they
+    are labelled only. `limit_s` bounds one trial. `retry` names final statuses to measure again, in the latest such run
+    even if it finished. `traces` is a folder for profiles of one step of each trial, taken after its timing:
+    traces/<run>/<case>-r<round>.json, one a rank. A KeyboardInterrupt leaves an unfinished run that the same call
+    resumes.
     """
     facts = provenance.collect(describe())
     keys = {"host": provenance.host_key(facts), "code": provenance.code_key(facts)}
@@ -240,9 +240,15 @@ class _Session:
             shutil.rmtree(scratch, ignore_errors=True)
 
     def _refuse(self, cases: Sequence[Case], number: int, server: Server) -> set[Case]:
-        """Check the models of these cases; store one trial for each case whose model fails, and return those cases."""
+        """Check the models of these cases; store one trial for each case whose model fails, and return those cases.
+
+        The budget is for trials: the checks, and the start of the server that they wait for, do not count.
+        """
+        began = time.perf_counter()
         for line in () if self._spent() else self._models.check(cases, server):
             self._listen(Note(line))
+        if self._deadline is not None:
+            self._deadline += time.perf_counter() - began
         failed = {case: trial for case in cases if (trial := self._models.failed(case, number))}
         for case, trial in failed.items():
             self._store.end_trial(self._store.begin_trial(self._run_id, case, number), trial)

@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections import Counter
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -449,6 +450,21 @@ def test_a_model_that_fails_its_check_is_told_once_and_stored_once_a_case_while_
     ]  # fmt: skip
     assert all(case.options == plan.CHECK for case in Server.checked)
     assert store.runs()[0].status == "finished"
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_check_of_a_model_takes_nothing_of_the_budget(store, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def check(case):
+        now[0] += 10
+        return {}
+
+    monkeypatch.setattr(Server, "verdict", staticmethod(check))
+    outcome = run(CASES[:2], store, rounds=1, budget_s=1.0)
+    assert len(Server.checked) == 2
+    assert outcome.counts == {Status.OK: 2}
 
 
 @pytest.mark.usefixtures("quick")
