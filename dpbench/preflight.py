@@ -1,6 +1,6 @@
 """Preflight: each model of a run is checked once, in a worker that measures nothing, before its first trial.
 
-What cannot be imported, built or stepped would fail in every trial, at the price of one each time.
+A model that cannot be imported, built or stepped would fail in every trial, and each failure costs a trial's time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dpbench.server import Server
 
 
 class Models:
-    """The models that were checked so far, and what came of it."""
+    """The models that were checked so far, with their results."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -45,6 +45,6 @@ class Models:
 
 
 def _refusal(verdict: Trial, cases: int) -> str:
-    """Say which model failed its check, and why."""
+    """Return which model failed its check, and why, in words."""
     what = f"{verdict.case.model} ({verdict.case.size})"
     return f"{what} is not measured, {cases} case(s) {verdict.status}: {verdict.reason.strip().partition(chr(10))[0]}"

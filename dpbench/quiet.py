@@ -1,8 +1,8 @@
 """Quiet: how much of our cores other processes take, and waiting until it is little.
 
-The kernel counts the CPU time of each core, and of each process with the children that it has reaped. What the cores
-were busy with, less the CPU time of our own process tree, is foreign; what a hypervisor gave to others is steal. Where
-the counts do not exist, or do not describe the capacity that we have, the load is unknown, never low.
+The kernel counts the CPU time of each core, and of each process with the children that it has reaped. The foreign load
+is the busy time of the cores less the CPU time of our own process tree; steal is the time that a hypervisor gave to
+others. Where the counts do not exist, or do not describe our capacity, the load is unknown, never low.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PATIENCE_S = 30.0
 PATIENCE = "DPBENCH_PATIENCE"
 """The environment variable for the default of --patience, in seconds."""
 COUNTED = 0.5
-"""The share of the elapsed core-seconds that the kernel must account for, or its counts tell nothing."""
+"""The share of the elapsed core-seconds that the kernel must account for, or its counts are useless."""
 NOISY = "NOISY"
 FACT = "foreign_load"
 """The name of the load in the provenance of a run and of a trial."""
@@ -76,25 +76,25 @@ def since(before: Snapshot | Unknown) -> Measured:
 
 
 def busy(load: Measured) -> bool:
-    """Tell whether others are known to take more than the limit."""
+    """Return whether others are known to take more than the limit."""
     return isinstance(load, Load) and load.taken > LIMIT
 
 
-def beside(trial: Trial) -> Measured:
+def during(trial: Trial) -> Measured:
     """Return the foreign load while a trial ran, as stored with it."""
     facts = trial.provenance.get(FACT)
     return Unknown("no load is stored with the trial") if facts is None else Load(**facts)
 
 
 def noisy(trial: Trial) -> bool:
-    """Tell whether others are known to have taken more than the limit while a trial ran."""
-    return busy(beside(trial))
+    """Return whether others are known to have taken more than the limit while a trial ran."""
+    return busy(during(trial))
 
 
 def snapshot() -> Snapshot | Unknown:
     """Return the CPU time so far of our cores and of our process tree."""
     if not CORES:
-        return Unknown("this system does not tell which cores the process may use")
+        return Unknown("this system does not list the cores that a process may use")
     quota = _quota()
     if quota is not None and quota < len(CORES):
         return Unknown(f"a quota of {quota:g} CPUs limits this container; /proc/stat counts all {len(CORES)} cores")
@@ -120,7 +120,7 @@ def between(before: Snapshot, now: Snapshot) -> Measured:
         return sum(max(0, count(now.ticks[core]) - count(before.ticks[core])) for core in cores) / TICKS_PER_S
 
     if seconds < SHORTEST_S:
-        return Unknown(f"{seconds:.2f} s are too short to tell")
+        return Unknown(f"{seconds:.2f} s are too short a time")
     counted_s = passed_s(lambda ticks: ticks.total)
     if counted_s <= COUNTED * capacity_s:
         return Unknown(f"the kernel accounts for {counted_s:.2f} of {capacity_s:.2f} core-seconds")
@@ -163,7 +163,7 @@ class Snapshot:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What others took of our cores for some seconds: shares of the capacity of all of them, 0 to 1."""
+    """The shares of our cores' capacity that others took for some seconds, 0 to 1."""
 
     foreign: float
     steal: float
@@ -172,7 +172,7 @@ class Load:
 
     @property
     def taken(self) -> float:
-        """Return the share that was not ours to use."""
+        """Return the share of both."""
         return self.foreign + self.steal
 
     def __str__(self) -> str:
@@ -184,12 +184,12 @@ class Load:
 
 @dataclass(frozen=True)
 class Unknown:
-    """Why the foreign load cannot be told here."""
+    """Why the foreign load is unknown."""
 
     reason: str
 
     def __str__(self) -> str:
-        return f"the load of other processes cannot be told: {self.reason}"
+        return f"the load of other processes is unknown: {self.reason}"
 
 
 Measured = Load | Unknown

@@ -53,7 +53,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Note:
-    """One line for whoever watches the run."""
+    """One line for the user who watches the run."""
 
     text: str
 
@@ -125,7 +125,7 @@ def run(
     round in a fresh worker of one server; otherwise each round has a server of its own.
     `budget_s` bounds the trials: it shortens their timed parts, and what has not begun when it is spent is stored as
     skipped. Two things come on top of it: the checks of the models, and `patience_s` seconds at most of waiting for a
-    quiet machine before the first trial (None: the environment's, or the default). Trials beside which other processes
+    quiet machine before the first trial (None: the environment's, or the default). Trials during which other processes
     took too much of the cores are measured once more at the end, as long as the budget lasts; with a patience of 0 they
     are labelled only. `limit_s` bounds one trial. `retry` names final statuses to measure again, in the latest such run
     even if it finished. `traces` is a folder for profiles of one step of each trial, taken after its timing:
@@ -164,7 +164,7 @@ def _plain(load: quiet.Measured) -> dict[str, float | str]:
 def _noise(load: quiet.Measured, trials: Collection[Slot]) -> dict[str, str]:
     """Return why a run is NOISY; nothing if it is not known to be."""
     found = {"before": str(load)} if quiet.busy(load) else {}
-    return found | ({"during": f"{len(trials)} trial(s) ran beside too much foreign load"} if trials else {})
+    return found | ({"during": f"{len(trials)} trial(s) ran under too much foreign load"} if trials else {})
 
 
 def statuses(names: Iterable[str]) -> tuple[str, ...]:
@@ -202,7 +202,7 @@ class _Session:
         self._models = preflight.Models(limit_s)
         self._times: Counter[Slot] = Counter()
         self.noisy: set[Slot] = set()
-        """The slots whose last trial ran beside too much foreign load."""
+        """The slots whose last trial ran under too much foreign load."""
 
     def measure(self, cases: Sequence[Case], done: set[tuple[str, int]], *, paired: bool) -> None:
         """Go through the rounds that the rule wants, leaving out the slots that are done."""
@@ -263,7 +263,7 @@ class _Session:
             (self.noisy.add if quiet.noisy(trial) else self.noisy.discard)(slot)
 
     def _repeatable(self) -> list[Slot]:
-        """Return the slots that were measured once, beside too much foreign load, if there is budget left for them."""
+        """Return the slots that were measured once, under too much foreign load, if there is budget left for them."""
         return [] if self._spent() else [slot for slot in self.noisy if self._times[slot] == 1]
 
     def _wait(self) -> None:

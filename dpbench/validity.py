@@ -177,7 +177,7 @@ def _foreign_gpu(trial: Trial, cores: int) -> Finding | None:
 
 def _foreign_cpu(trial: Trial, cores: int) -> Finding | None:
     """Return the cores that other processes and the hypervisor took while the trial ran."""
-    load = quiet.beside(trial)
+    load = quiet.during(trial)
     if isinstance(load, quiet.Unknown):
         return None
     return load.taken * load.cores, {"cores": load.cores, "steal": load.steal * load.cores}

@@ -120,7 +120,7 @@ def test_other_processes_on_a_gpu_count_when_they_stay(held: list[float], found:
 
 
 def beside(foreign: float, steal: float = 0.0, cores: int = 4) -> dict[str, Any]:
-    """Return the provenance of a trial beside which others took these shares of the cores."""
+    """Return the provenance of a trial during which others took these shares of the cores."""
     return {"foreign_load": {"foreign": foreign, "steal": steal, "cores": cores, "seconds": 2.0}}
 
 

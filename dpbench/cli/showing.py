@@ -63,9 +63,9 @@ def _noisy(chosen: Run) -> str:
 
 
 def _untold(chosen: Run) -> list[str]:
-    """Warn of a run for which nothing tells whether the machine was quiet."""
+    """Warn of a run of which it is unknown whether the machine was quiet."""
     reason = chosen.provenance.get("foreign_load", {}).get("unknown")
-    return [f"nothing tells whether other processes used the cores: {reason}"] if reason else []
+    return [f"it is unknown whether other processes used the cores: {reason}"] if reason else []
 
 
 def write_report(path: Path, content: dict[str, Any]) -> None:

@@ -59,7 +59,7 @@ class Busy(RuntimeError):
 
 
 def probe(say: Say = lambda _: None, *, patience_s: float | None = None, anyway: bool = False) -> Probe:
-    """Measure this machine, its GPUs if it has some; `say` hears what is being measured, a line each.
+    """Measure this machine, its GPUs if it has some; `say` gets a line for each part.
 
     A busy machine is waited for, up to `patience_s` seconds; None takes the environment's or the default. Raises Busy
     if it stays busy, unless `anyway`. Raises RuntimeError, with what it said last, when a pass fails.
@@ -98,7 +98,7 @@ def _worst(loads: Sequence[quiet.Measured]) -> quiet.Measured:
 
 
 def _endings(found: Probe) -> Iterator[str]:
-    """Yield what a reader must know of the figures: those of fewer passes, and noise."""
+    """Yield the limits of the figures, a line each: fewer passes than planned, and noise."""
     for passes in range(1, PASSES):
         early = [one for one in found.figures if one.passes == passes]
         if early:
@@ -110,7 +110,7 @@ def _endings(found: Probe) -> Iterator[str]:
 
 
 def _noise(load: quiet.Measured) -> Iterator[str]:
-    """Yield that the figures are NOISY, or that nothing tells whether they are."""
+    """Yield that the figures are NOISY, or that this is unknown."""
     if quiet.busy(load):
         yield f"{quiet.NOISY}: {load}"
     elif isinstance(load, quiet.Unknown):

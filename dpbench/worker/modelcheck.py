@@ -1,4 +1,4 @@
-"""The check of a model before a run: what fails here would fail in every trial."""
+"""The check of a model before a run: an error here would be one in every trial."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROWS = 2
 def check(case: Case) -> Trial:
     """Build the case's model, draw its batch, and take one step of a few rows on its one device.
 
-    Returns a trial without steps. Raises whatever the model raises.
+    Returns a trial without steps. Raises any error of the model.
     """
     torch.set_num_threads(1)
     model = models.load(case.model, case.size, case.seed)
