@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 import pandas as pd
 
-from dpbench import ledger, plan, stats
+from dpbench import ledger, plan, quiet, stats
 from dpbench.records import HOST, UNATTRIBUTED, Case, Estimate, Phase, Source, Status, Trial, Verified
 
 BASELINES = ("single",)
@@ -122,6 +122,7 @@ def _row(case: Case, trials: Sequence[Trial], series: stats.Rounds) -> Row:
     return replace(
         row,
         series=series,
+        labels=(*row.labels, *[quiet.NOISY] * any(map(quiet.noisy, good))),
         verified=max((trial.verified for trial in good), key=list(Verified).index),
         step=step,
         throughput=_inverse(step, case.batch_size),

@@ -1,4 +1,4 @@
-"""Cores: which ones this process was given, and threads that stay on one of them."""
+"""Cores: which ones this process was given, threads that stay on one of them, and how long each core was busy."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 _TOPOLOGY = Path("/sys/devices/system/cpu")
+TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+"""The kernel's ticks, in which it counts the time of cores."""
 _here = threading.local()
 
 
@@ -61,3 +64,25 @@ def staying(number: int) -> Iterator[None]:
         yield
     finally:
         roam()
+
+
+def parse_ticks(stat: bytes) -> dict[int, Ticks]:
+    """Return the ticks of each core from the text of /proc/stat."""
+    cores: dict[int, Ticks] = {}
+    for line in stat.splitlines()[1:]:  # the first line is the sum
+        if not line.startswith(b"cpu"):
+            break
+        name, *columns = line.split()
+        # user nice system idle iowait irq softirq steal; guest time is already in user
+        user, nice, system, idle, iowait, irq, softirq, steal = map(int, columns[:8])
+        busy = user + nice + system + irq + softirq
+        cores[int(name[3:])] = Ticks(busy, steal, busy + idle + iowait + steal)
+    return cores
+
+
+class Ticks(NamedTuple):
+    """How long a core was busy, how long a hypervisor gave it to others, and all of its time; in the kernel's ticks."""
+
+    busy: int
+    steal: int
+    total: int

@@ -26,6 +26,9 @@ LIMIT = (("role", "limit"),)
 It is a case of its own, so that no other comparison takes it for a baseline.
 """
 
+CHECK = (("role", "check"),)
+"""The options of a case that is no measurement: its model is built, its batch drawn, and one step taken."""
+
 
 def sweep(
     *,
@@ -93,6 +96,18 @@ def limit(case: Case) -> Case | None:
         return None
     alone = replace(case, strategy="single", schedule="", devices=1, batch_size=share, placement="spread")
     return replace(alone, options=LIMIT)
+
+
+def model_check(case: Case) -> Case:
+    """Return what is checked of a case's model before a run: one device, one row; the same for all cases of it.
+
+    Emulated devices compute on the CPU.
+    """
+    return Case(
+        model=case.model, strategy="single", batch_size=1, size=case.size, precision=case.precision, seed=case.seed,
+        optimizer=case.optimizer, mode=case.mode, options=CHECK, device_ids=case.device_ids[:1],
+        device_kind="cuda" if case.device_kind == "cuda" else "cpu",
+    )  # fmt: skip
 
 
 def normalise(case: Case, *, weak_batches: Sequence[int] = ()) -> Case:

@@ -44,12 +44,14 @@ class Progress:
         """Show a run's event."""
         from rich.markup import escape
 
-        if hasattr(event, "trial"):
+        if hasattr(event, "text"):
+            self._console.print(escape(event.text))
+        elif hasattr(event, "trial"):
             trial = event.trial
             words = "" if trial.status is Status.OK else f": {trial.reason.splitlines()[0] if trial.reason else ''}"
             what = f"{ladder.label(trial.case)} round {trial.round + 1}: {trial.status}{words}"
             self._console.print(escape(f"[{event.done}/{event.total}] {what}"))
-            self._bar.update(self._task, completed=event.done)
+            self._bar.update(self._task, completed=event.done, total=event.total)
         elif event.case is None:
             self._task = self._bar.add_task("starting", total=event.total, completed=event.done)
             if event.done:

@@ -11,18 +11,21 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from dpbench import plan, provenance, registry, samplers, validity
+from dpbench import plan, preflight, provenance, quiet, registry, samplers, validity
 from dpbench.nvml import describe
 from dpbench.records import HOST, Case, Effort, Sample, Status, Trial
 from dpbench.server import Server
 from dpbench.store import FINAL, Store
 
+Slot = tuple[Case, int]
+"""A case and the number of a round."""
 OVERHEAD_S = 1.0
 """What a trial costs beside its timed steps, until the run has seen its own."""
 
@@ -48,7 +51,14 @@ class Ended:
     seconds: float
 
 
-Listener = Callable[[Started | Ended], None]
+@dataclass(frozen=True)
+class Note:
+    """One line for the user who watches the run."""
+
+    text: str
+
+
+Listener = Callable[[Started | Ended | Note], None]
 
 
 class Rule(Protocol):
@@ -105,6 +115,7 @@ def run(
     budget_s: float | None = None,
     limit_s: float = 120.0,
     retry: Iterable[str] = (),
+    patience_s: float | None = None,
     traces: Path | None = None,
     listen: Listener = lambda event: None,
 ) -> Outcome:
@@ -112,30 +123,48 @@ def run(
 
     `paired` measures the cases that can share a worker side by side in one, their blocks of steps in turn, every
     round in a fresh worker of one server; otherwise each round has a server of its own.
-    `budget_s` bounds the whole run: it shortens the trials' timed parts, and what has not begun when it is spent
-    is stored as skipped. `limit_s` bounds one trial. `retry` names final statuses to measure again, in the latest
-    such run even if it finished. `traces` is a folder for profiles of one step of each trial, taken after its
-    timing: traces/<run>/<case>-r<round>.json, one a rank. A KeyboardInterrupt leaves an unfinished run that the same
-    call resumes.
+    `budget_s` bounds the trials: it shortens their timed parts, and what has not begun when it is spent is stored as
+    skipped. Two things come on top of it: the checks of the models, and `patience_s` seconds at most of waiting for a
+    quiet machine before the first trial (None: the environment's, or the default). Trials during which other processes
+    took too much of the cores are measured once more at the end, as long as the budget lasts; with a patience of 0 they
+    are labelled only. `limit_s` bounds one trial. `retry` names final statuses to measure again, in the latest such run
+    even if it finished. `traces` is a folder for profiles of one step of each trial, taken after its timing:
+    traces/<run>/<case>-r<round>.json, one a rank. A KeyboardInterrupt leaves an unfinished run that the same call
+    resumes.
     """
     facts = provenance.collect(describe())
     keys = {"host": provenance.host_key(facts), "code": provenance.code_key(facts)}
-    again = statuses(retry)
+    again, patience_s = statuses(retry), quiet.patience(patience_s)
     rule = Fixed(rounds) if isinstance(rounds, int) else rounds
     run_id, resumed = store.begin_run(
         plan=plan.plan_hash(cases, rule.name, *["paired"] * paired), rounds=rounds if isinstance(rounds, int) else 0,
         provenance=facts, reopen=bool(again), **keys,
     )  # fmt: skip
-    session = _Session(store, run_id, rule, effort or Effort(), budget_s, limit_s, listen, traces)
     finished = False
     try:
+        load = quiet.wait(patience_s, lambda words: listen(Note(words)))
+        store.annotate(run_id, quiet.FACT, _plain(load))
+        store.annotate(run_id, "noisy", _noise(load, ()))
+        session = _Session(store, run_id, rule, effort or Effort(), budget_s, limit_s, patience_s, listen, traces)
         session.measure(cases, store.done(run_id, retry=again), paired=paired)
+        store.annotate(run_id, "noisy", _noise(load, session.noisy))
         finished = True
     finally:
         if reasons := rule.reasons(cases):
             store.annotate(run_id, "rounds", reasons)
         store.end_run(run_id, "finished" if finished else "interrupted")
     return Outcome(run_id, resumed, store.counts(run_id))
+
+
+def _plain(load: quiet.Measured) -> dict[str, float | str]:
+    """Return the foreign load before a run as facts."""
+    return {"unknown": load.reason} if isinstance(load, quiet.Unknown) else asdict(load)
+
+
+def _noise(load: quiet.Measured, trials: Collection[Slot]) -> dict[str, str]:
+    """Return why a run is NOISY; nothing if it is not known to be."""
+    found = {"before": str(load)} if quiet.busy(load) else {}
+    return found | ({"during": f"{len(trials)} trial(s) ran under too much foreign load"} if trials else {})
 
 
 def statuses(names: Iterable[str]) -> tuple[str, ...]:
@@ -162,14 +191,18 @@ class _Session:
 
     def __init__(
         self, store: Store, run_id: str, rule: Rule, effort: Effort, budget_s: float | None, limit_s: float,
-        listen: Listener, traces: Path | None,
+        patience_s: float, listen: Listener, traces: Path | None,
     ) -> None:  # fmt: skip
-        self._traces = traces
+        self._traces, self._patience_s = traces, patience_s
         self._store, self._run_id, self._rule, self._effort, self._limit_s = store, run_id, rule, effort, limit_s
         self._listen = listen
         self._deadline = None if budget_s is None else time.perf_counter() + budget_s
         self._overhead_s = OVERHEAD_S
         self._done = self._total = 0
+        self._models = preflight.Models(limit_s)
+        self._times: Counter[Slot] = Counter()
+        self.noisy: set[Slot] = set()
+        """The slots whose last trial ran under too much foreign load."""
 
     def measure(self, cases: Sequence[Case], done: set[tuple[str, int]], *, paired: bool) -> None:
         """Go through the rounds that the rule wants, leaving out the slots that are done."""
@@ -177,8 +210,8 @@ class _Session:
         self._total = max(len(done), len(cases) * fixed)
         self._done = len(done)
         self._listen(Started(self._run_id, self._total, self._done))
-        for trial in self._store.trials(self._run_id) if done and not fixed else ():
-            self._rule.add(trial)
+        for trial in self._store.trials(self._run_id, superseded=True) if done else ():
+            self._take(trial)
         scratch = Path(tempfile.mkdtemp(prefix="dpbench-"))
         try:
             with ExitStack() as stack:
@@ -189,14 +222,64 @@ class _Session:
                     if number and not fixed and self._spent():
                         break  # what nobody asked for is not skipped
                     pending = [case for case in wanted if (case.fingerprint, number) not in done]
-                    self._total = max(self._total, self._done + len(pending))
                     # what a server does to its workers is in the interval, or cancels between cases side by side
                     if pending:
                         with nullcontext(lasting) if lasting else Server(scratch) as server:
+                            refused = self._refuse(pending, number, server)
+                            cases = [case for case in cases if case not in refused]
+                            left = {(case.fingerprint, n) for case in cases for n in range(number, fixed)} - done
+                            pending = [case for case in pending if case not in refused]
+                            self._total = self._done + max(len(left), len(pending))
                             self._round(pending, number, server, watched, paired=paired)
                     number += 1
+                if self._patience_s > 0 and self._repeatable():
+                    self._wait()
+                    with nullcontext(lasting) if lasting else Server(scratch) as server:
+                        self._repeat(cases, server, watched, paired=paired)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
+
+    def _refuse(self, cases: Sequence[Case], number: int, server: Server) -> set[Case]:
+        """Check the models of these cases; store one trial for each case whose model fails, and return those cases.
+
+        The budget is for trials: the checks, and the start of the server that they wait for, do not count.
+        """
+        began = time.perf_counter()
+        for line in () if self._spent() else self._models.check(cases, server):
+            self._listen(Note(line))
+        if self._deadline is not None:
+            self._deadline += time.perf_counter() - began
+        failed = {case: trial for case in cases if (trial := self._models.failed(case, number))}
+        for case, trial in failed.items():
+            self._store.end_trial(self._store.begin_trial(self._run_id, case, number), trial)
+        return {*failed}
+
+    def _take(self, trial: Trial) -> None:
+        """Take a trial into account that ended now or in an earlier session."""
+        self._rule.add(trial)
+        slot = trial.case, trial.round
+        self._times[slot] += trial.trusted
+        if trial.trusted:
+            (self.noisy.add if quiet.noisy(trial) else self.noisy.discard)(slot)
+
+    def _repeatable(self) -> list[Slot]:
+        """Return the slots that were measured once, under too much foreign load, if there is budget left for them."""
+        return [] if self._spent() else [slot for slot in self.noisy if self._times[slot] == 1]
+
+    def _wait(self) -> None:
+        """Wait for quiet, but no longer than the budget lasts."""
+        left_s = float("inf") if self._deadline is None else self._deadline - time.perf_counter()
+        quiet.wait(min(self._patience_s, left_s), lambda words: self._listen(Note(words)))
+
+    def _repeat(self, cases: Sequence[Case], server: Server, watched: samplers.Series, *, paired: bool) -> None:
+        """Measure noisy slots once more while the budget lasts: the new trials count, the old ones are kept."""
+        slots = set(self._repeatable())
+        for number in sorted({number for _, number in slots}):
+            measured = [case for case in cases if self._times[case, number]]
+            for group in plan.side_by_side(measured) if paired else [(case,) for case in measured]:
+                if slots & {(case, number) for case in group} and not self._spent():
+                    self._total += len(group)
+                    self._group(server, group, number, watched)
 
     def _round(
         self, cases: Sequence[Case], number: int, server: Server, watched: samplers.Series, *, paired: bool
@@ -211,7 +294,7 @@ class _Session:
         """Measure and store the trials of one worker."""
         self._listen(Started(self._run_id, self._total, self._done, group[0], number))
         ids = [self._store.begin_trial(self._run_id, case, number) for case in group]
-        began = time.perf_counter()
+        began, load = time.perf_counter(), None
         effort = self._affordable()
         if effort is None:
             reason = "the run's budget was spent before this trial; give a larger --budget"
@@ -221,12 +304,16 @@ class _Session:
             by_phase = effort.memory_by_phase and number == 0
             trace = self._trace(group[0], number) if len(group) == 1 else ""
             effort = replace(effort, trace=trace, memory_by_phase=by_phase)
+            before = quiet.snapshot()
             trials = server.run_together(group, effort, number, self._limit_s)
+            load = quiet.since(before)
         ended = time.perf_counter()
         for trial_id, trial in zip(ids, trials, strict=True):
-            seen = _checked(replace(trial, samples=trial.samples + _watched(watched, began, ended, trial)))
+            samples = trial.samples + _watched(watched, began, ended, trial)
+            facts = {**trial.provenance, **({quiet.FACT: asdict(load)} if isinstance(load, quiet.Load) else {})}
+            seen = _checked(replace(trial, samples=samples, provenance=facts))
             self._store.end_trial(trial_id, seen)
-            self._rule.add(seen)
+            self._take(seen)
             self._done += 1
             self._listen(Ended(seen, self._done, self._total, (ended - began) / len(group)))
         if all(trial.status is Status.OK for trial in trials):

@@ -48,6 +48,10 @@ class Server:
         """Run one trial in a fresh worker; whatever becomes of it, return a trial."""
         return self.run_together([case], effort, number, limit_s)[0]
 
+    def check(self, case: Case, limit_s: float) -> Trial:
+        """Check a case's model in a fresh worker, as `plan.model_check` asks; return a trial without steps."""
+        return self.run(case, Effort(), 0, limit_s)
+
     def run_together(self, cases: Sequence[Case], effort: Effort, number: int, limit_s: float) -> list[Trial]:
         """Run cases side by side in one fresh worker; whatever becomes of it, return a trial for each.
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dpbench import ledger
+from dpbench import ledger, quiet
 from dpbench.records import HOST, UNATTRIBUTED, Case, Source, Status, Trial, Verified
 
 SIGNIFICANT = 0.01
@@ -21,7 +21,8 @@ TREND_FROM = 10
 READINGS = 3
 """Readings of a clock that its change needs."""
 LONG_S = 1.0
-"""Seconds of steps that a trial must have to tell of other processes: a new worker counts as foreign at first."""
+"""Seconds of steps that a trial must have to tell of other processes on a GPU: a new worker counts as foreign at
+first."""
 
 SLOWDOWNS = {
     0x04: "power cap", 0x08: "hardware slowdown", 0x10: "sync boost", 0x20: "heat (driver)", 0x40: "heat (hardware)",
@@ -58,6 +59,8 @@ class Rule:
     measure: Callable[[Trial, int], Finding | None]
     headline: str
     item: Callable[[Check], str]
+    per_core: bool = False
+    """Whether the limit is one for each of the cores that the check names."""
     doubted: Callable[[Mapping[str, Any]], bool] = lambda about: False
 
 
@@ -70,8 +73,9 @@ def check(trial: Trial, cores: int) -> list[Check]:
         measured = rule.measure(trial, cores)
         if measured is not None:
             value, about = measured
-            ok = abs(value) <= rule.limit or rule.doubted(about)
-            found.append(Check(name=rule.name, value=value, limit=rule.limit, ok=ok, about=about))
+            limit = rule.limit * (about["cores"] if rule.per_core else 1)
+            ok = abs(value) <= limit or rule.doubted(about)
+            found.append(Check(name=rule.name, value=value, limit=limit, ok=ok, about=about))
     return found
 
 
@@ -172,9 +176,11 @@ def _foreign_gpu(trial: Trial, cores: int) -> Finding | None:
 
 
 def _foreign_cpu(trial: Trial, cores: int) -> Finding | None:
-    """Return the cores that other processes kept busy."""
-    readings = trial.readings("foreign_cpu_ratio").get(HOST, [])
-    return (statistics.mean(readings), {"cores": cores}) if readings and sum(_timed(trial)) >= LONG_S else None
+    """Return the cores that other processes and the hypervisor took while the trial ran."""
+    load = quiet.during(trial)
+    if isinstance(load, quiet.Unknown):
+        return None
+    return load.taken * load.cores, {"cores": load.cores, "steal": load.steal * load.cores}
 
 
 def _oversubscribed(trial: Trial, cores: int) -> Finding | None:
@@ -256,8 +262,8 @@ RULES: Sequence[Rule] = (
         item=lambda check: f"{check.value / 2**20:.0f} MiB{_on(check)}",
     ),
     Rule(
-        name="foreign_cpu", limit=0.1, measure=_foreign_cpu,
-        headline="other processes kept more than 0.1 cores busy while steps were timed",
+        name="foreign_cpu", limit=quiet.LIMIT, per_core=True, measure=_foreign_cpu,
+        headline=f"{quiet.NOISY}: other processes took more than {quiet.LIMIT:.0%} of the cores while a trial ran",
         item=lambda check: f"{check.value:.1f} of {check.about['cores'] or '?'} cores",
     ),
     Rule(

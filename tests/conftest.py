@@ -12,6 +12,7 @@ import pytest
 from dpbench import cores
 
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # before torch is loaded: later has no effect
+os.environ["DPBENCH_PATIENCE"] = "0"  # runs neither wait for a quiet machine nor repeat trials
 
 hypothesis.settings.register_profile("dpbench", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("dpbench")

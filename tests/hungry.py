@@ -39,6 +39,7 @@ CPU = _plug(lambda x: torch.empty(PETABYTE, dtype=torch.uint8))
 GPU = _plug(lambda x: torch.empty(PETABYTE, dtype=torch.uint8, device=x.device))
 HANGS = _plug(lambda x: time.sleep(3600))
 DIES = _plug(lambda x: os.abort())
+KILLED = _plug(lambda x: os.kill(os.getpid(), signal.SIGKILL))
 RAISES = _plug(lambda x: (_ for _ in ()).throw(ArithmeticError("planted in forward")))
 
 
@@ -110,3 +111,6 @@ def in_replica_1(act: Callable[[Tensor], object]) -> Callable[[Tensor], object]:
 
 CPU_IN_REPLICA_1 = _plug(in_replica_1(lambda x: torch.empty(PETABYTE, dtype=torch.uint8)))
 SLEEPS_IN_REPLICA_1 = _plug(in_replica_1(_hang))
+TWICE_THE_ROWS = SimpleNamespace(
+    build=mlp.build, batch=lambda n, seed, size: mlp.batch(2 * n, seed, size), loss=mlp.loss
+)

@@ -329,7 +329,7 @@ class Pair:
             self.check()
 
     def _weighs(self) -> bool:
-        """Return whether a named schedule with loss=local rounds otherwise: weights, smoothing, and a smooth L1 loss."""
+        """Return whether a named schedule with loss=local rounds otherwise: weights, smoothing, smooth L1."""
         criterion = self.plain.criterion
         weights = [getattr(criterion, name, None) for name in ("weight", "pos_weight")]
         weighted = any(w is not None for w in weights) or getattr(criterion, "label_smoothing", 0.0) > 0.0

@@ -41,7 +41,7 @@ def dpbench(tmp_path, monkeypatch, capfd):
 def weak(tmp_path_factory):
     """A finished weak-scaling run, and what the command printed."""
     with commands.folder(tmp_path_factory.mktemp("weak")) as folder:
-        yield folder, folder.do(*WEAK, "--rounds", "2", "--budget", "20")
+        yield folder, folder.do(*WEAK, "--rounds", "2", "--budget", "60")
 
 
 def is_error(code, out, err, expected=64):
@@ -112,10 +112,31 @@ def test_a_case_that_fails_is_stored_shown_and_makes_the_exit_code_2(folder):
     assert "planted in forward" in done.stderr
     assert sorted(status for (status,) in folder.query("SELECT status FROM trial")) == [
         "failed",
+        "failed",
         "ok",
         "skipped",
-        "skipped",
     ]
+
+
+def test_models_that_cannot_be_imported_built_or_stepped_fail_once_before_the_run(folder):
+    (folder.path / "broken.py").write_text("import no_such_module\n")
+    done = folder.do(
+        "run", "--model", "broken:NET", "--model", "tests.hungry:RAISES", "--model", "tests.hungry:KILLED",
+        "--model", "tests.hungry:TWICE_THE_ROWS", "--strategies", "single,dp", "--batch-sizes", "8", "--devices", "2",
+    )  # fmt: skip
+    assert done.returncode == 2
+    told = [line for line in done.stderr.splitlines() if "is not measured" in line]
+    assert len(told) == 4
+    for model, why in (
+        ("broken:NET", "No module named 'no_such_module'"),
+        ("tests.hungry:RAISES", "planted in forward"),
+        ("tests.hungry:KILLED", "killed by SIGKILL"),
+        ("tests.hungry:TWICE_THE_ROWS", "must return 8 rows"),
+    ):
+        assert any(
+            line.startswith(f"{model} (small) is not measured, 2 case(s) failed: ") and why in line for line in told
+        )
+    assert folder.query("SELECT status, round, count(*) FROM trial GROUP BY status, round") == [("failed", 0, 8)]
 
 
 def test_a_model_of_the_current_directory_is_found_by_package_module_and_name(folder):

@@ -32,6 +32,7 @@ FLOORS = (
         "links",
         "peaks",
         "ranks",
+        "quiet",
     },
     {
         "strategies",
@@ -44,6 +45,7 @@ FLOORS = (
         "imbalance",
         "footprint",
         "traffic",
+        "preflight",
     },
     {"worker", "predict", "probe", "diagnose", "findings", "rounds"},
     {"run", "report", "progress", "find_batch"},

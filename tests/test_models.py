@@ -350,3 +350,39 @@ def test_an_unknown_name_lists_the_known_ones_and_suggests_the_near_one():
 def test_a_new_file_is_a_new_model():
     assert set(COUNTS) <= set(NAMES)
     assert isinstance(registry.load("models", NAMES[0]), ModuleType)
+
+
+# -- the rows of a batch
+
+
+def drawn(inputs: Any, target: Any) -> models.Model:
+    return models.Model("mine:net", nn.Linear(4, 2), lambda n, seed: (inputs, target), nn.functional.cross_entropy)
+
+
+ROWS, OTHER = torch.zeros(8, 4), torch.zeros(16, 4)
+NUMBERS = torch.zeros(8, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "target", "told"),
+    [
+        (OTHER, NUMBERS, "inputs has 16 (shape (16, 4))"),
+        (ROWS, torch.zeros(16, dtype=torch.int64), "target has 16 (shape (16,))"),
+        ((ROWS, {"mask": [OTHER]}), NUMBERS, "inputs[1]['mask'][0] has 16 (shape (16, 4))"),
+        (ROWS, torch.zeros(()), "target has no dimension"),
+        (torch.zeros(0, 4), NUMBERS, "inputs has 0 (shape (0, 4))"),
+    ],
+)
+def test_a_batch_of_another_number_of_rows_than_asked_is_refused(inputs: Any, target: Any, told: str) -> None:
+    with pytest.raises(ValueError, match="must return 8 rows") as caught:
+        drawn(inputs, target).batch(8, 0)
+    assert "model mine:net: batch(8, ...)" in str(caught.value)
+    assert told in str(caught.value)
+    assert "first dimension" in str(caught.value), "the way out"
+
+
+def test_a_batch_of_as_many_rows_as_asked_is_returned_as_it_was_drawn() -> None:
+    inputs = (ROWS, 3, "words", {"mask": [ROWS.bool()], "none": None})
+    got = drawn(inputs, NUMBERS).batch(8, 0)
+    assert got[0] is inputs
+    assert got[1] is NUMBERS

@@ -9,19 +9,21 @@ import threading
 import time
 import tomllib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
 
-from dpbench import heap, probe
+from dpbench import heap, machine, probe, quiet
 from dpbench.cli import cli
 from dpbench.cores import CORES
 from dpbench.predict import logical
 from dpbench.probe import Probe, collective, engine, gpu, host, to_toml
 from dpbench.probe.figures import (
     Figure,
+    Timing,
     figure,
     over_passes,
     rate,
@@ -30,27 +32,30 @@ from dpbench.probe.figures import (
     time_new_threads,
     time_steps,
     time_together,
+    timing,
     typical,
 )  # fmt: skip
-from dpbench.records import UNATTRIBUTED
+from dpbench.records import UNATTRIBUTED, Case, Step, Trial
 
 
 def test_a_call_takes_as_long_as_it_does() -> None:
-    assert 0.01 <= time_call(lambda: time.sleep(0.01), 5) < 0.03
+    spent = time_call(lambda: time.sleep(0.01), 5)
+    assert 0.01 <= spent.low_s <= spent.seconds <= spent.high_s
+    assert spent.seconds < 0.03
 
 
 def test_short_calls_are_repeated_within_a_reading_of_the_clock() -> None:
     calls = []
-    seconds = time_call(lambda: calls.append(1), 3)
+    spent = time_call(lambda: calls.append(1), 3)
     assert len(calls) > 1000
-    assert seconds < 1e-5
+    assert spent.seconds < 1e-5
 
 
 def test_works_run_at_once() -> None:
     """Each waits for the other: one after the other they would never end."""
     meeting = threading.Barrier(2, timeout=10)
-    assert time_together([meeting.wait, meeting.wait], 3) > 0
-    assert time_new_threads([meeting.wait, meeting.wait], 3) > 0
+    assert time_together([meeting.wait, meeting.wait], 3).seconds > 0
+    assert time_new_threads([meeting.wait, meeting.wait], 3).seconds > 0
 
 
 def test_settings_are_entered_in_every_thread() -> None:
@@ -60,9 +65,22 @@ def test_settings_are_entered_in_every_thread() -> None:
 
 
 def test_figures_know_their_amounts() -> None:
-    assert figure("a_s", 2.0, "how", per=4).value == 0.5
-    assert rate("b", 2.0, "how", amount=6).value == 3
-    assert ratio("c", 2.0, 1.0, "how", share=2).value == 1
+    spent, alone = Timing(2.0, 1.0, 3.0), Timing(1.0, 0.5, 2.0)
+    assert figure("a_s", spent, "how", per=4) == Figure("a_s", 0.5, "how", 0.25, 0.75)
+    assert rate("b", spent, "how", amount=6) == Figure("b", 3, "how", 2, 6)
+    assert ratio("c", spent, alone, "how", share=2) == Figure("c", 1.0, "how", 0.25, 3.0)
+
+
+def test_a_timing_has_the_spread_of_its_repetitions() -> None:
+    assert timing([float(n) for n in range(101)]) == Timing(50.0, 10.0, 90.0)
+    assert timing([3.0]) == Timing(3.0, 3.0, 3.0)
+
+
+def test_a_line_has_the_spread_of_the_lines_through_low_and_high_timings() -> None:
+    points = [(work, Timing(1 + work, 0.5 + work, 1 + 2 * work)) for work in (1.0, 100.0, 10_000.0)]
+    starts, slopes = host.lines(points)
+    assert starts == pytest.approx((1.0, 0.5, 1.0))
+    assert slopes == pytest.approx((1.0, 1.0, 2.0))
 
 
 def test_a_few_disturbed_repetitions_do_not_count() -> None:
@@ -72,7 +90,22 @@ def test_a_few_disturbed_repetitions_do_not_count() -> None:
 
 def test_a_figure_is_the_median_of_the_passes_with_their_range() -> None:
     passes = [[Figure("a_s", value, "how"), Figure("b_s", 1.0, "how")] for value in (3.0, 1.0, 2.0)]
-    assert over_passes(passes) == (Figure("a_s", 2.0, "how", 1.0, 3.0), Figure("b_s", 1.0, "how", 1.0, 1.0))
+    assert over_passes(passes) == (Figure("a_s", 2.0, "how", 1.0, 3.0, 3), Figure("b_s", 1.0, "how", 1.0, 1.0, 3))
+
+
+def test_the_spread_within_passes_is_in_the_range_over_them() -> None:
+    passes = [[Figure("a_s", value, "how", value - 0.5, value + 2.0)] for value in (3.0, 1.0)]
+    assert over_passes(passes) == (Figure("a_s", 2.0, "how", 0.5, 5.0, 2),)
+
+
+def test_a_figure_that_one_pass_measured_once_has_no_range_and_one_that_it_repeated_has_that() -> None:
+    once, repeated = Figure("a_s", 2.0, "how"), Figure("b_s", 1.0, "how", 0.5, 1.5)
+    assert over_passes([[once, repeated]]) == (once, repeated)
+    lines = list(probe._table(once))
+    assert not [line for line in lines if line.startswith(("low", "high"))]
+    assert "passes = 1" in lines
+    assert "stopped_early = true" in lines
+    assert "stopped_early = true" not in list(probe._table(replace(once, passes=probe.PASSES)))
 
 
 def test_a_line_is_found_again() -> None:
@@ -85,6 +118,8 @@ def test_every_figure_of_the_host_is_a_positive_number(part: object) -> None:
     found = list(part())  # type: ignore[operator]
     assert found
     assert all(one.value > 0 and one.how for one in found)
+    assert all(one.low < one.value < one.high for one in found if one.low is not None)
+    assert all(one.low is not None for one in found)
 
 
 def test_an_all_reduce_takes_longer_for_more() -> None:
@@ -98,8 +133,11 @@ def test_a_rank_that_fails_says_why() -> None:
         collective._measured(2, "magic", {"reduce": [4]})
 
 
+QUIET = quiet.Load(foreign=0.01, steal=0.0, cores=2, seconds=0.5)
+BUSY = quiet.Load(foreign=0.4, steal=0.0, cores=2, seconds=0.5)
 FAKE = Probe(
     name='A "quoted" processor', cores=2, memory_bytes=8 * 2**30, gpus=(), gpu_memory_bytes=0, seconds=12.0,
+    load=QUIET,
     figures=tuple(
         Figure(name, 0.00002 * (n + 1), "how", 0.00001, 0.00003)
         for n, name in enumerate(
@@ -129,13 +167,17 @@ def test_the_command_measures_this_machine(tmp_path: Path, monkeypatch: pytest.M
     """One pass of it: a second one would not fit into this budget."""
     monkeypatch.setattr(probe, "BUDGET_S", 1.0)
     path = tmp_path / "here.toml"
-    done = CliRunner().invoke(cli, ["probe", "--output", str(path)], catch_exceptions=False)
+    done = CliRunner().invoke(cli, ["probe", "--anyway", "--output", str(path)], catch_exceptions=False)
     assert done.exit_code == 0
     assert done.stdout == ""
     assert "measuring memory, pass 1 of 3" in done.stderr
     assert "pass 2" not in done.stderr
     data = tomllib.loads(path.read_text())
-    assert int(data["source"].partition(" in ")[2].split()[0]) < 60
+    assert f"stopped early: {len(data['probe'])} of {len(data['probe'])} figures rest on 1 of 3 passes" in done.stderr
+    assert all(row["passes"] == 1 and row["stopped_early"] for row in data["probe"].values())
+    alike = [name for name, row in data["probe"].items() if row["value"] and row["low"] == row["high"]]
+    assert alike == [], "a range that is none"
+    assert data["source"].startswith("measured by dpbench probe in ")
     assert data["gpu"]["memory_bytes_per_s"] > 1e8
     for name in ("gemm_2_threads_ratio", "memory_2_threads_ratio", "mlp_forward_2_threads_ratio"):
         assert 0.5 < data["probe"][name]["value"] < 4, name
@@ -165,7 +207,7 @@ def test_steps_run_at_once_and_count_from_the_first_to_begin_to_the_last_to_end(
 
     steps = [lambda: step(10.0, 11.0, 14.0), lambda: step(10.5, 12.5, 13.0)]
     forward, whole = time_steps(steps, repeats=3)  # type: ignore[arg-type]
-    assert (forward, whole) == (2.5, 4.0)
+    assert (forward, whole) == (Timing(2.5, 2.5, 2.5), Timing(4.0, 4.0, 4.0))
 
 
 def test_two_points_have_a_start_and_a_slope_that_are_not_negative() -> None:
@@ -176,6 +218,7 @@ def test_two_points_have_a_start_and_a_slope_that_are_not_negative() -> None:
 
 
 def test_a_pass_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quiet, "measure", lambda: QUIET)
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
     with pytest.raises(RuntimeError, match="a pass of the probe ended with 1"):
         probe.probe()
@@ -233,16 +276,98 @@ def test_a_pass_has_one_thread_an_operation_whatever_the_parent_has(
     monkeypatch.delenv("MKL_NUM_THREADS")
     said: list[str] = []
     assert probe._pass("pass 1", said.append) == []
-    assert said == ["1 1, pass 1"]
+    assert said == ["measuring 1 1, pass 1 ..."]
 
 
 def test_what_ranks_take_from_each_other_is_not_charged_to_ddp_again() -> None:
     """Forward and backward are compared with ranks that step at once, short phases with a rank alone."""
     names = ("scatter", "forward", "loss", "backward", "reduce", "optimizer", UNATTRIBUTED)
     sides = {"alone": 1.0, "beside": 2.0, "ddp": 5.0, "ddp_long": 9.0}
-    found = [(layers, {side: dict.fromkeys(names, value) for side, value in sides.items()}) for layers in (6, 48)]
-    figures = {one.name: one.value for one in collective._of_chains(found, 2)}
+    blocks = (1.0, 0.5, 1.5)  # of all steps, and of two parts of them
+    found = [
+        (layers, {side: [dict.fromkeys(names, value * part) for part in blocks] for side, value in sides.items()})
+        for layers in (6, 48)
+    ]
+    every = {one.name: one for one in collective._of_chains(found, 2)}
+    figures = {name: one.value for name, one in every.items()}
+    assert (every["ddp_reduce_s"].low, every["ddp_reduce_s"].high) == (2.5, 7.5)
     assert (figures["ddp_forward_more_s"], figures["ddp_backward_more_s"]) == (3.0, 3.0)
     assert (figures["ddp_loss_more_s"], figures["ddp_optimizer_more_s"]) == (4.0, 4.0)
     assert (figures["ddp_reduce_s"], figures["ddp_long_reduce_s"]) == (5.0, 9.0)
     assert figures["ddp_forward_more_tensor_s"] == 0.0
+
+
+def test_a_chain_has_the_seconds_of_all_its_timed_steps_and_of_each_block_of_them() -> None:
+    """Steps of 1, 2, 3 and 4 seconds in blocks, after one of warm-up that does not count."""
+    steps = [Step(99.0, True, 99.0)]
+    for block in range(engine.BLOCKS):
+        steps += [Step(block + 1.0, False, steps[-1].end_s + (block + 1) * (i + 1)) for i in range(10)]
+    case = Case(model="chain", strategy="single", batch_size=8)
+    found = engine.seconds_of(Trial(case=case, steps=tuple(steps)))
+    assert [one[UNATTRIBUTED] for one in found] == [pytest.approx(2.5), 1.0, 2.0, 3.0, 4.0]
+
+
+# -- a busy machine, and passes that are not made
+
+
+def passing(monkeypatch: pytest.MonkeyPatch, before: quiet.Measured, during: quiet.Measured) -> list[str]:
+    """Replace passes by figures made up, and the load by these; return where what was said goes."""
+    monkeypatch.setattr(quiet, "measure", lambda: before)
+    monkeypatch.setattr(quiet, "since", lambda snapshot: during)
+    monkeypatch.setattr(probe, "_pass", lambda name, say: list(FAKE.figures))
+    return []
+
+
+def test_a_busy_machine_is_not_probed_and_the_way_out_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    passing(monkeypatch, BUSY, QUIET)
+    done = CliRunner().invoke(cli, ["probe", "--patience", "0", "--output", str(tmp_path / "here.toml")])
+    assert done.exit_code == 2
+    assert done.stderr.startswith("error: busy machine: other processes took 40%")
+    assert "--patience" in done.stderr
+    assert "--anyway" in done.stderr
+    assert not (tmp_path / "here.toml").exists()
+
+
+@pytest.mark.parametrize("when", ["before", "during"])
+def test_a_file_of_a_busy_machine_is_labelled_and_read_back(
+    when: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    passing(monkeypatch, BUSY if when == "before" else QUIET, BUSY if when == "during" else QUIET)
+    path = tmp_path / "here.toml"
+    options = ["--anyway"] if when == "before" else []
+    done = CliRunner().invoke(cli, ["probe", "--patience", "0", *options, "--output", str(path)])
+    assert done.exit_code == 0
+    assert "NOISY: other processes took 40%" in done.stderr
+    data = tomllib.loads(path.read_text())
+    assert "NOISY: other processes took 40%" in data["source"]
+    assert "(NOISY)" in machine.load(str(path)).description, "predictions print it"
+
+
+def test_a_quiet_machine_is_waited_for_and_its_file_has_no_label(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    said, loads = passing(monkeypatch, QUIET, QUIET), [BUSY, QUIET]
+    monkeypatch.setattr(quiet, "measure", lambda: loads.pop(0))
+    text = to_toml(probe.probe(said.append, patience_s=1e6))
+    assert said[0].startswith("busy machine: ")
+    assert "NOISY" not in text
+    assert "stopped_early" not in text, "three passes"
+
+
+def test_a_load_that_cannot_be_told_is_not_called_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = passing(monkeypatch, quiet.Unknown("no counts here"), QUIET)
+    text = to_toml(probe.probe(said.append))
+    assert "is unknown: no counts here" in tomllib.loads(text)["source"]
+    assert any("no counts here" in line for line in said)
+
+
+def test_passes_that_the_budget_leaves_out_are_told_for_each_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = passing(monkeypatch, QUIET, QUIET)
+    clock = iter(range(0, 1000, 10))
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr(probe, "BUDGET_S", 60.0)
+    data = tomllib.loads(to_toml(probe.probe(said.append)))
+    assert said == [
+        "stopped early: 10 of 10 figures rest on 2 of 3 passes, because another would not have ended within 60 s"
+    ]
+    assert all(row["passes"] == 2 and row["stopped_early"] for row in data["probe"].values())

@@ -6,18 +6,23 @@ import tempfile
 import time
 from collections import Counter
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
 
+from dpbench import plan, quiet, samplers
 from dpbench import run as module
-from dpbench import samplers
-from dpbench.records import Case, Effort, Sample, Status, Step, Trial
-from dpbench.run import Ended, Started, run
+from dpbench.cli import showing
+from dpbench.quiet import Load, Unknown
+from dpbench.records import Case, Effort, Sample, Status, Step, Trial, Verified
+from dpbench.run import Ended, Note, Started, run
 from dpbench.store import Store
 from tests import commands
 
 CASES = [Case(model=f"m{i}", strategy="single", batch_size=8) for i in range(9)]
+QUIET = Load(foreign=0.0, steal=0.0, cores=2, seconds=1.0)
+BUSY = Load(foreign=0.5, steal=0.0, cores=2, seconds=1.0)
 ONLY_MLP = ("run", "--models", "mlp", "--strategies", "single,dp,ddp", "--devices", "1,2", "--batch-sizes", "32")
 
 
@@ -25,7 +30,9 @@ class Server:
     """Stands in for a server: answers at once, remembers what it was asked, and may be told to misbehave."""
 
     made: ClassVar[list] = []
+    checked: ClassVar[list] = []
     act = staticmethod(lambda case, effort: {})
+    verdict = staticmethod(lambda case: {})
 
     def __init__(self, scratch):
         assert scratch.is_dir()
@@ -39,6 +46,11 @@ class Server:
 
     def __exit__(self, *error):
         self.open = False
+
+    def check(self, case, limit_s):
+        assert self.open
+        Server.checked.append(case)
+        return Trial(**({"case": case} | Server.verdict(case)))
 
     def run_together(self, cases, effort, number, limit_s):
         return [self.run(case, effort, number, limit_s) for case in cases]
@@ -70,7 +82,11 @@ def quick(monkeypatch, tmp_path):
     monkeypatch.setattr(module, "Server", Server)
     monkeypatch.setattr(samplers, "sampling", sampling)
     monkeypatch.setattr(Server, "made", [])
+    monkeypatch.setattr(Server, "checked", [])
     monkeypatch.setattr(Server, "act", staticmethod(lambda case, effort: {}))
+    monkeypatch.setattr(Server, "verdict", staticmethod(lambda case: {}))
+    monkeypatch.setattr(quiet, "measure", lambda: QUIET)
+    monkeypatch.setattr(quiet, "since", lambda before: QUIET)
     yield
     assert list(temporary.iterdir()) == [], "nothing is left in the folder of temporary files"
 
@@ -253,7 +269,224 @@ def test_whatever_a_worker_returns_is_stored_and_ends_nothing(store, monkeypatch
     assert len(store.trials(outcome.run_id)) == len(odd)
 
 
-@pytest.mark.parametrize("name", ["run", "plan", "store", "server", "provenance", "progress", "cli"])
+# -- a busy machine
+
+
+@pytest.fixture
+def crowded(quick, monkeypatch):
+    """Have others use the cores during the trials of these numbers, counted from the first on."""
+    numbers: set[int] = set()
+    began = []
+
+    def since(before):
+        began.append(before)
+        return BUSY if len(began) - 1 in numbers else QUIET
+
+    monkeypatch.setattr(quiet, "since", since)
+    monkeypatch.setattr(Server, "act", staticmethod(lambda case, effort: {"verified": Verified.BITWISE}))
+    return numbers
+
+
+def measured(outcome, store):
+    """Return how many trials the run has, how many of them count, and the reasons to call it noisy."""
+    (found,) = [one for one in store.runs() if one.id == outcome.run_id]
+    every = store.trials(outcome.run_id, superseded=True)
+    return len(every), len(store.trials(outcome.run_id)), found.provenance["noisy"]
+
+
+def test_a_trial_beside_others_is_measured_once_more_at_the_end_and_that_one_counts(store, crowded):
+    crowded.update({1, 4})
+    heard = []
+    outcome = run(CASES[:3], store, rounds=2, patience_s=1, listen=heard.append)
+    assert measured(outcome, store) == (8, 6, {})
+    every = store.trials(outcome.run_id, superseded=True)
+    assert [(one.case, one.round) for one in every[6:]] == [(every[i].case, every[i].round) for i in (1, 4)]
+    assert set(slots(store.trials(outcome.run_id)).values()) == {1}
+    assert every[1] not in store.trials(outcome.run_id)
+    assert outcome.counts == {Status.OK: 6}
+    assert [event.done for event in heard if isinstance(event, Ended)] == [*range(1, 9)]
+
+
+def test_a_trial_that_is_noisy_again_is_kept_and_labelled_and_not_measured_a_third_time(store, crowded):
+    crowded.update({1, 6})
+    outcome = run(CASES[:3], store, rounds=2, patience_s=1)
+    assert measured(outcome, store) == (7, 6, {"during": "1 trial(s) ran under too much foreign load"})
+    content = showing.content_of(store.runs()[0], store.trials(outcome.run_id))
+    assert content["verdict"].endswith("NOISY: 1 trial(s) ran under too much foreign load.")
+    assert ["NOISY" in row.labels for row in content["rows"]].count(True) == 1
+
+
+def test_without_patience_noisy_trials_are_labelled_and_not_repeated(store, crowded):
+    crowded.update({1, 4})
+    outcome = run(CASES[:3], store, rounds=2, patience_s=0)
+    assert measured(outcome, store) == (6, 6, {"during": "2 trial(s) ran under too much foreign load"})
+
+
+def test_when_the_budget_is_spent_nothing_is_repeated(store, crowded, monkeypatch):
+    crowded.update({0, 1, 2})
+    monkeypatch.setattr(module._Session, "_spent", lambda self: len(self._times) >= 3)
+    outcome = run(CASES[:3], store, rounds=1, patience_s=1, budget_s=1000)
+    assert measured(outcome, store) == (3, 3, {"during": "3 trial(s) ran under too much foreign load"})
+
+
+def test_a_repeat_that_fails_replaces_nothing(store, crowded, monkeypatch):
+    crowded.add(0)
+    done = []
+
+    def act(case, effort):
+        done.append(case)
+        return {"status": Status.FAILED} if len(done) == 4 else {"verified": Verified.BITWISE}
+
+    monkeypatch.setattr(Server, "act", staticmethod(act))
+    outcome = run(CASES[:3], store, rounds=1, patience_s=1)
+    assert measured(outcome, store) == (4, 3, {"during": "1 trial(s) ran under too much foreign load"})
+    assert outcome.counts == {Status.OK: 3}
+
+
+def test_a_resumed_run_repeats_what_the_earlier_session_found_noisy(store, crowded, monkeypatch):
+    crowded.update({0, 1})
+    calm, done = Server.act, []
+
+    def act(case, effort):
+        done.append(case)
+        if len(done) == 3:
+            raise KeyboardInterrupt
+        return calm(case, effort)
+
+    monkeypatch.setattr(Server, "act", staticmethod(act))
+    with pytest.raises(KeyboardInterrupt):
+        run(CASES[:3], store, rounds=1, patience_s=1)
+    outcome = run(CASES[:3], store, rounds=1, patience_s=1)
+    assert outcome.resumed
+    assert measured(outcome, store) == (5, 3, {})
+
+
+def test_what_was_noisy_twice_is_not_repeated_when_the_run_is_opened_again(store, crowded):
+    crowded.update({0, 3})
+    first = run(CASES[:3], store, rounds=1, patience_s=1)
+    again = run(CASES[:3], store, rounds=1, patience_s=1, retry=["failed"])
+    assert (again.run_id, again.resumed) == (first.run_id, True)
+    assert measured(again, store) == (4, 3, {"during": "1 trial(s) ran under too much foreign load"})
+
+
+def test_repeats_end_with_the_budget(store, crowded, monkeypatch):
+    crowded.update({0, 1, 2})
+    monkeypatch.setattr(module._Session, "_spent", lambda self: self._times.total() >= 4)
+    outcome = run(CASES[:3], store, rounds=1, patience_s=1, budget_s=1000)
+    assert measured(outcome, store) == (4, 3, {"during": "2 trial(s) ran under too much foreign load"})
+
+
+def test_side_by_side_the_whole_group_is_measured_again(store, crowded, monkeypatch):
+    """Their ratio needs both from one process."""
+    cases = [Case(model="mlp", strategy=name, batch_size=8) for name in ("single", "dp")]
+    crowded.add(1)
+    groups, together = [], Server.run_together
+
+    def remembered(self, asked, effort, number, limit_s):
+        groups.append(({case.strategy for case in asked}, number))
+        return together(self, asked, effort, number, limit_s)
+
+    monkeypatch.setattr(Server, "run_together", remembered)
+    outcome = run(cases, store, rounds=2, paired=True, patience_s=1)
+    both = {"single", "dp"}
+    assert groups == [(both, 0), (both, 1), (both, 1)]
+    assert measured(outcome, store) == (6, 4, {})
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_busy_machine_is_waited_for_and_the_run_labelled_when_it_stays_busy(store, monkeypatch):
+    loads, heard = [BUSY, BUSY, QUIET], []
+    monkeypatch.setattr(quiet, "measure", lambda: loads.pop(0))
+    outcome = run(CASES[:1], store, rounds=1, patience_s=1e6, listen=heard.append)
+    (note,) = [event for event in heard if isinstance(event, Note)]
+    assert note.text.startswith("busy machine: other processes took 50%")
+    assert measured(outcome, store) == (1, 1, {})
+    monkeypatch.setattr(quiet, "measure", lambda: BUSY)
+    outcome = run(CASES[:1], store, rounds=1, patience_s=0)
+    assert list(measured(outcome, store)[2]) == ["before"]
+    content = showing.content_of(store.runs()[0], store.trials(outcome.run_id))
+    assert "NOISY: other processes took 50%" in content["verdict"]
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_load_that_cannot_be_told_is_not_called_quiet(store, monkeypatch):
+    monkeypatch.setattr(quiet, "measure", lambda: Unknown("no counts here"))
+    outcome = run(CASES[:1], store, rounds=1)
+    content = showing.content_of(store.runs()[0], store.trials(outcome.run_id))
+    assert "it is unknown whether other processes used the cores: no counts here" in content["warnings"]
+    assert "NOISY" not in content["verdict"]
+
+
+# -- models that fail their check
+
+
+def refuse(model):
+    return lambda case: {"status": Status.FAILED, "reason": "planted\nmore"} if case.model == model else {}
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_model_that_fails_its_check_is_told_once_and_stored_once_a_case_while_the_others_are_measured(
+    store, monkeypatch
+):
+    monkeypatch.setattr(Server, "verdict", staticmethod(refuse("bad")))
+    cases = [
+        Case(model=model, strategy=strategy, batch_size=size, devices=devices)
+        for model in ("bad", "good") for strategy, devices in (("single", 1), ("ddp", 2)) for size in (8, 32)
+    ]  # fmt: skip
+    heard = []
+    outcome = run(cases, store, rounds=3, listen=heard.append)
+    trials = store.trials(outcome.run_id)
+    assert Counter((one.case.model, one.round, one.status) for one in trials) == {
+        ("bad", 0, Status.FAILED): 4, ("good", 0, Status.OK): 4, ("good", 1, Status.OK): 4, ("good", 2, Status.OK): 4,
+    }  # fmt: skip
+    assert all("planted" in one.reason for one in trials if one.case.model == "bad")
+    assert [event.text for event in heard if isinstance(event, Note)] == [
+        "bad (small) is not measured, 4 case(s) failed: planted"
+    ]
+    ended = [event for event in heard if isinstance(event, Ended)]
+    assert (ended[0].done, ended[0].total, ended[-1].done, ended[-1].total) == (1, 12, 12, 12)
+    assert sorted((case.model, case.strategy, case.devices, case.batch_size) for case in Server.checked) == [
+        ("bad", "single", 1, 32), ("good", "single", 1, 32),
+    ]  # fmt: skip
+    assert all(case.options == plan.CHECK for case in Server.checked)
+    assert store.runs()[0].status == "finished"
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_check_of_a_model_takes_nothing_of_the_budget(store, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def check(case):
+        now[0] += 10
+        return {}
+
+    monkeypatch.setattr(Server, "verdict", staticmethod(check))
+    outcome = run(CASES[:2], store, rounds=1, budget_s=1.0)
+    assert len(Server.checked) == 2
+    assert outcome.counts == {Status.OK: 2}
+
+
+@pytest.mark.usefixtures("quick")
+def test_where_no_model_passes_nothing_is_measured(store, monkeypatch):
+    monkeypatch.setattr(Server, "verdict", staticmethod(refuse("m0")))
+    outcome = run(CASES[:1], store, rounds=3)
+    assert outcome.counts == {Status.FAILED: 1}
+    assert [server.asked for server in Server.made] == [[]]
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_model_that_failed_its_check_is_measured_when_it_is_retried_and_passes(store, monkeypatch):
+    monkeypatch.setattr(Server, "verdict", staticmethod(refuse("m0")))
+    run(CASES[:2], store, rounds=2)
+    monkeypatch.setattr(Server, "verdict", staticmethod(lambda case: {}))
+    outcome = run(CASES[:2], store, rounds=2, retry=["failed"])
+    assert outcome.counts == {Status.OK: 4}
+
+
+@pytest.mark.parametrize(
+    "name", ["run", "plan", "store", "server", "provenance", "progress", "cli", "quiet", "preflight"]
+)
 def test_the_parent_of_the_workers_never_loads_torch(name):
     code = f"import sys, dpbench.{name}; sys.exit(int('torch' in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], cwd=commands.ROOT, check=False).returncode == 0

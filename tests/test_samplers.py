@@ -17,6 +17,7 @@ import pytest
 
 from dpbench import registry
 from dpbench import samplers as package
+from dpbench.cores import Ticks, parse_ticks
 from dpbench.nvml import open_nvml
 from dpbench.records import HOST, Sample
 from dpbench.samplers import Series, _cadence, _tree, host, sampling
@@ -358,16 +359,20 @@ intr 12345
 
 
 def test_cores_are_parsed_by_their_numbers():
-    assert host.parse_cores(STAT) == {0: (126, 1135), 2: (0, 7)}
+    assert parse_ticks(STAT) == {0: Ticks(busy=126, steal=4, total=1135), 2: Ticks(0, 0, 7)}
 
 
 def test_rates_follow_from_two_readings():
     before = host.Reading(
-        time_s=10.0, core_ticks={0: (0, 0), 1: (50, 90)}, process_s={1: 1.0, 2: 5.0}, own_s=0.0, rss_bytes=0
+        time_s=10.0,
+        core_ticks={0: Ticks(0, 0, 0), 1: Ticks(50, 0, 90)},
+        process_s={1: 1.0, 2: 5.0},
+        own_s=0.0,
+        rss_bytes=0,
     )
     now = host.Reading(
         time_s=12.0,
-        core_ticks={0: (200, 200), 1: (100, 190)},
+        core_ticks={0: Ticks(200, 0, 200), 1: Ticks(100, 0, 190)},
         process_s={1: 2.5, 3: 99.0},
         own_s=0.1,
         rss_bytes=0,

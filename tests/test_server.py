@@ -146,6 +146,13 @@ def _():
 # -- workers that misbehave
 
 
+def test_a_model_whose_batches_have_other_rows_than_asked_is_not_timed(server):
+    found = trial(server, case("tests.hungry:TWICE_THE_ROWS"))
+    assert (found.status, found.steps) == (Status.FAILED, ())
+    assert "model tests.hungry:TWICE_THE_ROWS: batch(" in found.reason
+    assert "first dimension" in found.reason
+
+
 def test_a_worker_that_aborts_is_a_failed_trial_naming_the_signal(server):
     found = trial(server, case("tests.hungry:DIES"))
     assert found.status is Status.FAILED

@@ -648,3 +648,31 @@ def test_what_a_trial_stores_is_plain_to_sql(path):
     assert Case.from_dict(json.loads(case)) == CASE
     assert query(path, "SELECT sum(seconds) FROM step WHERE warmup=0") == [(3.0,)]
     assert query(path, "SELECT n, peak FROM series WHERE device=1 AND metric='power_w'") == [(9, 8.1)]
+
+
+@pytest.mark.parametrize(
+    ("ends", "counted"),
+    [
+        ([(Status.OK, "bitwise"), (Status.OK, "bitwise")], 1),
+        ([(Status.OK, "bitwise"), (Status.FAILED, "not_applicable")], 0),
+        ([(Status.OK, "bitwise"), (Status.FAILED, "no")], 0),
+        ([(Status.FAILED, "not_applicable"), (Status.OK, "bitwise")], 1),
+        ([(Status.FAILED, "not_applicable"), (Status.OOM, "not_applicable")], 1),
+        ([(Status.OK, "bitwise"), (Status.OK, "bitwise"), (Status.KILLED, "")], 1),
+    ],
+)
+def test_of_a_slot_that_was_measured_again_the_last_trusted_trial_counts_and_all_are_kept(path, ends, counted):
+    case = Case(model="mlp", strategy="single", batch_size=8)
+    with Store.create(path) as store:
+        run_id, _ = store.begin_run(plan="p", host="h", code="c", rounds=1, provenance={})
+        for number, (status, verified) in enumerate(ends):
+            trial_id = store.begin_trial(run_id, case, 0)
+            if status is not Status.KILLED:  # left as running: the end of the run kills it
+                store.end_trial(trial_id, Trial(case=case, status=status, reason=str(number), verified=verified))
+        store.end_run(run_id)
+        (found,) = store.trials(run_id)
+        assert found.reason == str(counted)
+        assert store.trials() == [found]
+        everything = [status for status, _ in ends if status is not Status.KILLED]
+        assert [one.status for one in store.trials(run_id, superseded=True)] == everything
+        assert store.counts(run_id) == {ends[counted][0]: 1}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dpbench import analyse, diagnose, validity
+from dpbench import analyse, diagnose, quiet, validity
 from dpbench.records import HOST, Case, Phase, Sample, Source, Span, Status, Step, Trial, Verified
 
 CASE = Case(model="mlp", strategy="dp", schedule="reference", batch_size=64, devices=2)
@@ -119,14 +119,44 @@ def test_other_processes_on_a_gpu_count_when_they_stay(held: list[float], found:
     assert ("foreign_gpu" in bad(one)) is found
 
 
-@pytest.mark.parametrize(("ratio", "found"), [(0.1, False), (0.11, True)])
-def test_other_processes_on_the_cpu_count_from_a_tenth_of_a_core(ratio: float, found: bool) -> None:
-    assert ("foreign_cpu" in bad(trial(metrics={("foreign_cpu_ratio", HOST): [ratio] * 3}))) is found
+def beside(foreign: float, steal: float = 0.0, cores: int = 4) -> dict[str, Any]:
+    """Return the provenance of a trial during which others took these shares of the cores."""
+    return {"foreign_load": {"foreign": foreign, "steal": steal, "cores": cores, "seconds": 2.0}}
 
 
-def test_a_short_trial_tells_nothing_of_other_processes() -> None:
-    readings = {("foreign_cpu_ratio", HOST): [1.0], ("foreign_memory_bytes", 0): [2.0**30]}
-    assert not {"foreign_cpu", "foreign_gpu"} & set(checks(trial([0.05] * 19, metrics=readings)))
+@pytest.mark.parametrize(
+    ("foreign", "steal", "found"), [(0.1, 0.0, False), (0.11, 0.0, True), (0.06, 0.05, True), (0.0, 0.11, True)]
+)
+def test_what_others_take_of_the_cores_counts_from_a_tenth_of_them(foreign: float, steal: float, found: bool) -> None:
+    one = trial(provenance=beside(foreign, steal))
+    assert ("foreign_cpu" in bad(one)) is found
+    assert quiet.noisy(one) is found
+    assert checks(one)["foreign_cpu"].value == pytest.approx((foreign + steal) * 4)
+    assert checks(one)["foreign_cpu"].limit == pytest.approx(0.4)
+
+
+def test_a_trial_whose_foreign_load_is_unknown_is_not_called_quiet() -> None:
+    assert "foreign_cpu" not in checks(trial())
+    assert not quiet.noisy(trial())
+
+
+def test_a_case_with_a_noisy_round_is_labelled_in_its_row() -> None:
+    rounds = [trial(round=number, provenance=beside(foreign)) for number, foreign in enumerate([0.0, 0.5, 0.0])]
+    (row,) = analyse.rows(rounds)
+    assert row.labels == ("MEASURED", "CPU-ONLY", "NOISY")
+    (row,) = analyse.rows([rounds[0], rounds[2]])
+    assert "NOISY" not in row.labels
+
+
+def test_facts_that_an_older_dpbench_stored_are_said_as_they_were() -> None:
+    older = {"foreign_cpu": {"value": 0.7, "limit": 0.1, "ok": False, "cores": 2}}
+    one = trial(provenance={"validity": older})
+    assert next(iter(validity.troubles([one], 2).values())) == {CASE: "0.7 of 2 cores"}
+
+
+def test_a_short_trial_tells_nothing_of_other_processes_on_a_gpu() -> None:
+    readings = {("foreign_memory_bytes", 0): [2.0**30]}
+    assert "foreign_gpu" not in checks(trial([0.05] * 19, of=GPU, metrics=readings))
 
 
 @pytest.mark.parametrize(

@@ -249,7 +249,9 @@ def main() -> None:
     for number in range(1, given.blocks + 1):
         machine, store = given.into / f"machine-{number}.toml", given.into / f"trials-{number}.db"
         if not (machine.exists() and store.exists()):  # those of an earlier run are of another day
-            subprocess.run([sys.executable, "-m", "dpbench.cli", "probe", "--output", str(machine)], check=True)
+            subprocess.run(
+                [sys.executable, "-m", "dpbench.cli", "probe", "--anyway", "--output", str(machine)], check=True
+            )
         blocks.append((machine, store, measure(cases(given.models.split(","), given.batch), store, given.rounds)))
     trials = [trial for _, _, found in blocks for trial in found]
     for trial in trials:

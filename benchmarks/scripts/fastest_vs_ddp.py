@@ -1,4 +1,4 @@
-"""Compare `fastest` with DistributedDataParallel on gloo, in a user's process: two logical CPU devices against two ranks.
+"""Compare `fastest` in a user's process, on two logical CPU devices, with two ranks of DistributedDataParallel on gloo.
 
     python benchmarks/scripts/fastest_vs_ddp.py [--runs 5] [--nets wide,conv,tiny] [--out reports/...]
 
@@ -133,7 +133,6 @@ class Ranks:
 
 def one_run(name: str) -> dict[str, Any]:
     """Return the seconds per step of each side, by block, and the schedule that `fastest` chose."""
-    import torch
     import torch.nn.functional as F
 
     import dpbench
@@ -154,7 +153,7 @@ def one_run(name: str) -> dict[str, Any]:
             for block in range(BLOCKS):
                 for side in SIDES if block % 2 == 0 else SIDES[::-1]:
                     seconds[side].append(sides[side](counts[side]))
-            found = {"net": name, "seconds": seconds, "schedule": str(train.schedule), "threads": torch.get_num_threads()}
+            found = {"net": name, "seconds": seconds, "schedule": str(train.schedule)}
         for ranks in others:
             ranks.close()
     return found

@@ -13,6 +13,11 @@ store_option = click.option(
     "--store", type=click.Path(path_type=Path), default=Path("dpbench.db"), show_default=True, help="The results file."
 )
 run_option = click.option("--run", "run_id", help="The run to take, by the beginning of its id.  [default: the newest]")
+patience_option = click.option(
+    "--patience",
+    type=click.FloatRange(0),
+    help="Seconds to wait, at most, until other processes leave the cores alone.  [default: $DPBENCH_PATIENCE, or 30]",
+)
 
 QUICK_BUDGET_S = {"cpu": 60.0, "cuda": 180.0, "emulated": 60.0}
 """What `dpbench run` without arguments spends on measuring, so that it ends within 90 s on two cores; every trial on

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
-from dpbench.cli.options import Names, Numbers, Schedules
+from dpbench.cli.ending import EXIT_FAILED
+from dpbench.cli.options import Names, Numbers, Schedules, patience_option
 
 DEVICES = (1, 2, 4, 8)
 
@@ -128,9 +130,15 @@ def _score(path: Path, as_json: bool, all_rows: bool) -> None:
 
 @click.command()
 @click.option("--output", type=click.Path(path_type=Path), help="A file that ends in .toml.  [default: stdout]")
-def probe(output: Path | None) -> None:
+@patience_option
+@click.option("--anyway", is_flag=True, help="Measure on a busy machine too, and label the file NOISY.")
+def probe(output: Path | None, patience: float | None, anyway: bool) -> None:
     """Measure this machine in a minute, with nothing else running, and write it as a machine file for predictions."""
-    from dpbench.probe import measure_toml
+    from dpbench.probe import Busy, measure_toml
 
-    text = measure_toml(lambda what: click.echo(f"measuring {what} ...", err=True))
+    try:
+        text = measure_toml(lambda line: click.echo(line, err=True), patience_s=patience, anyway=anyway)
+    except Busy as busy:
+        click.echo(f"error: {busy}", err=True)
+        sys.exit(EXIT_FAILED)
     click.echo(text, nl=False) if output is None else output.write_text(text)

@@ -18,6 +18,7 @@ from dpbench.cli.options import (
     Rounds,
     Schedules,
     cases_of,
+    patience_option,
     store_option,
 )  # fmt: skip
 from dpbench.cli.showing import choose, content_of, print_table, print_verdict, write_report
@@ -83,6 +84,7 @@ SELF_CHECK_SCALE = 1.0
     help="Seconds for the whole run.  [without axes: 60, or 180 on GPUs; with --rounds auto: 300]",
 )
 @click.option("--limit", type=click.FloatRange(1), default=120.0, show_default=True, help="Seconds a trial may take.")
+@patience_option
 @click.option("--retry", type=Names(), default=(), help="Final statuses to measure again on resume: failed,oom,...")
 @click.option("--profile", is_flag=True, help="Profile one more step of each trial, as Chrome traces beside the store.")
 @click.option("--find-max-batch", is_flag=True, help="Search each case's largest batch that fits, measure nothing.")
@@ -119,7 +121,7 @@ def run(store: Path, report: Path, **options: Any) -> None:
                 outcome = runner.run(
                     cases, opened, rounds=UntilPrecise(options["within"]) if auto else options["rounds"],
                     paired=options["paired"], budget_s=AUTO_BUDGET_S if auto and not budget_s else budget_s,
-                    limit_s=options["limit"], retry=retry, listen=progress.listen,
+                    limit_s=options["limit"], retry=retry, patience_s=options["patience"], listen=progress.listen,
                     traces=store.with_name(f"{store.name}.traces") if options["profile"] else None,
                 )  # fmt: skip
         except KeyboardInterrupt:

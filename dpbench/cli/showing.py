@@ -41,9 +41,9 @@ def content_of(chosen: Run, trials: Any) -> dict[str, Any]:
     ladders = ladder.ladders(table)
     return {
         "rows": table, "trials": trials, "provenance": chosen.provenance, "run_id": chosen.id,
-        "started": chosen.started, "ladders": ladders, "verdict": diagnose.verdict(table, ladders),
+        "started": chosen.started, "ladders": ladders, "verdict": diagnose.verdict(table, ladders) + _noisy(chosen),
         "tiles": diagnose.tiles(table, ladders), "diagnoses": findings.diagnose(table, trials, cores),
-        "warnings": [*_unfinished(chosen), *diagnose.warnings(table, trials, chosen.provenance)],
+        "warnings": [*_unfinished(chosen), *_untold(chosen), *diagnose.warnings(table, trials, chosen.provenance)],
     }  # fmt: skip
 
 
@@ -52,6 +52,20 @@ def _unfinished(chosen: Run) -> list[str]:
     if chosen.status == "finished":
         return []
     return [f"incomplete: this run is {chosen.status}; the same `dpbench run` command goes on where it is"]
+
+
+def _noisy(chosen: Run) -> str:
+    """Label a run during or before which other processes took too much of the cores."""
+    from dpbench.quiet import NOISY
+
+    reasons = chosen.provenance.get("noisy")
+    return f" {NOISY}: {'; '.join(reasons.values())}." if reasons else ""
+
+
+def _untold(chosen: Run) -> list[str]:
+    """Warn of a run of which it is unknown whether the machine was quiet."""
+    reason = chosen.provenance.get("foreign_load", {}).get("unknown")
+    return [f"it is unknown whether other processes used the cores: {reason}"] if reason else []
 
 
 def write_report(path: Path, content: dict[str, Any]) -> None:

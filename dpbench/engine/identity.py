@@ -80,7 +80,8 @@ class Muted:
     """
 
     def __init__(self, parameters: Sequence[Any]) -> None:
-        found = (getattr(p, name, None) for p in parameters for name in ("_backward_hooks", "_post_accumulate_grad_hooks"))
+        kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
+        found = (getattr(parameter, kind, None) for parameter in parameters for kind in kinds)
         self._hooks = [(hooks, dict(hooks)) for hooks in found if hooks]
         for hooks, _ in self._hooks:
             hooks.clear()  # in place: handles that remove hooks know these dicts

@@ -4,7 +4,7 @@ A plug is a file (or, given as `package.module:name`, an object) with three func
 
     build(size) -> Module
     batch(n, seed, size) -> (inputs, target)      inputs: a tensor, or a tuple of positional arguments
-    loss(output, target) -> 0-dim tensor          one of torch's own (`loss = F.cross_entropy`) makes loss=local possible
+    loss(output, target) -> 0-dim tensor          one of torch's own losses makes loss=local possible
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from __future__ import annotations
 import copy
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from dpbench import registry
 from dpbench.records import Profile
@@ -36,8 +37,32 @@ class Model:
     loss: Callable[..., torch.Tensor]
 
     def batch(self, n: int, seed: int) -> tuple[Any, Any]:
-        """Return `n` samples of made-up inputs and targets, the same for the same seed."""
-        return self.make_batch(n, seed)
+        """Return `n` samples of made-up inputs and targets, the same for the same seed.
+
+        Raises ValueError when a tensor of the inputs or of the target has another first dimension than `n`: a step
+        would be timed on other work than its case says.
+        """
+        inputs, target = self.make_batch(n, seed)
+        wrong = [f"{where} has {_shape(one)}" for where, one in _tensors((inputs, target)) if one.shape[:1] != (n,)]
+        if wrong:
+            raise ValueError(
+                f"model {self.name}: batch({n}, ...) must return {n} rows, but {', '.join(wrong)}; make the first "
+                "dimension of each tensor of the inputs and of the target the number of rows that batch() is asked for"
+            )
+        return inputs, target
+
+
+def _tensors(batch: tuple[Any, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a batch, however deeply its inputs are nested, each with its place in words."""
+    for name, part in zip(("inputs", "target"), batch, strict=True):
+        for path, leaf in tree_flatten_with_path(part)[0]:
+            if isinstance(leaf, torch.Tensor):
+                yield f"{name}{keystr(path)}", leaf
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    """Return the rows of a tensor and its shape in words."""
+    return f"{len(tensor)} (shape {tuple(tensor.shape)})" if tensor.dim() else "no dimension"
 
 
 def load(name: str, size: str, seed: int) -> Model:

@@ -13,14 +13,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import torch
 
-from dpbench import cores, heap
+from dpbench import cores, heap, quiet
 from dpbench.probe import collective, engine, gpu, host
 from dpbench.probe.figures import Figure, over_passes
 from dpbench.server import environment
@@ -43,6 +43,8 @@ class Probe:
     gpu_memory_bytes: int
     figures: tuple[Figure, ...]
     seconds: float
+    load: quiet.Measured
+    """The most that other processes took of the cores, before it and in each pass."""
 
     def __getitem__(self, name: str) -> float:
         """Return a figure's value."""
@@ -52,24 +54,67 @@ class Probe:
         raise LookupError(f"no figure {name!r}; known: {', '.join(one.name for one in self.figures)}")
 
 
-def probe(say: Say = lambda _: None) -> Probe:
-    """Measure this machine, its GPUs if it has some; `say` hears what is being measured.
+class Busy(RuntimeError):
+    """Other processes take too much of the cores for a probe."""
 
-    Raises RuntimeError, with what it said last, when a pass fails.
+
+def probe(say: Say = lambda _: None, *, patience_s: float | None = None, anyway: bool = False) -> Probe:
+    """Measure this machine, its GPUs if it has some; `say` gets a line for each part.
+
+    A busy machine is waited for, up to `patience_s` seconds; None takes the environment's or the default. Raises Busy
+    if it stays busy, unless `anyway`. Raises RuntimeError, with what it said last, when a pass fails.
     """
+    loads = [quiet.wait(quiet.patience(patience_s), say)]
+    if quiet.busy(loads[0]) and not anyway:
+        raise Busy(
+            f"busy machine: {loads[0]}; end what runs there, wait longer (--patience SECONDS), or measure all the same "
+            f"and label the file {quiet.NOISY} (--anyway)"
+        )
     begin = time.perf_counter()
     passes: list[list[Figure]] = []
     last_s = 0.0
     while len(passes) < PASSES and time.perf_counter() - begin + last_s < BUDGET_S:
-        began = time.perf_counter()
+        began, before = time.perf_counter(), quiet.snapshot()
         passes.append(_pass(f"pass {len(passes) + 1} of {PASSES}", say))
+        loads.append(quiet.since(before))
         last_s = time.perf_counter() - began
     names = tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
-    return Probe(
+    found = Probe(
         name=_processor(), cores=os.cpu_count() or 1, memory_bytes=psutil.virtual_memory().total, gpus=names,
         gpu_memory_bytes=torch.cuda.get_device_properties(0).total_memory if names else 0,
-        figures=over_passes(passes), seconds=time.perf_counter() - begin,
+        figures=over_passes(passes), seconds=time.perf_counter() - begin, load=_worst(loads),
     )  # fmt: skip
+    for line in _endings(found):
+        say(line)
+    return found
+
+
+def _worst(loads: Sequence[quiet.Measured]) -> quiet.Measured:
+    """Return the highest load; an unknown one where none is too high, so that it is not called quiet."""
+    known = [load for load in loads if isinstance(load, quiet.Load)]
+    unknown = [load for load in loads if isinstance(load, quiet.Unknown)]
+    highest = max(known, key=lambda load: load.taken, default=None)
+    return highest if highest and (quiet.busy(highest) or not unknown) else unknown[0]
+
+
+def _endings(found: Probe) -> Iterator[str]:
+    """Yield the limits of the figures, a line each: fewer passes than planned, and noise."""
+    for passes in range(1, PASSES):
+        early = [one for one in found.figures if one.passes == passes]
+        if early:
+            yield (
+                f"stopped early: {len(early)} of {len(found.figures)} figures rest on {passes} of {PASSES} passes, "
+                f"because another would not have ended within {BUDGET_S:.0f} s"
+            )
+    yield from _noise(found.load)
+
+
+def _noise(load: quiet.Measured) -> Iterator[str]:
+    """Yield that the figures are NOISY, or that this is unknown."""
+    if quiet.busy(load):
+        yield f"{quiet.NOISY}: {load}"
+    elif isinstance(load, quiet.Unknown):
+        yield str(load)
 
 
 def _pass(name: str, say: Say) -> list[Figure]:
@@ -84,7 +129,7 @@ def _pass(name: str, say: Say) -> list[Figure]:
         for line in process.stdout:
             found = json.loads(line)
             if isinstance(found, str):
-                say(f"{found}, {name}")
+                say(f"measuring {found}, {name} ...")
             else:
                 figures.append(Figure(**found))
         if process.wait():
@@ -106,9 +151,9 @@ def measure() -> Iterator[str | Figure]:
         yield from part()
 
 
-def measure_toml(say: Say = lambda _: None) -> str:
-    """Measure this machine and return its file."""
-    return to_toml(probe(say))
+def measure_toml(say: Say = lambda _: None, *, patience_s: float | None = None, anyway: bool = False) -> str:
+    """Measure this machine and return its file; see `probe`."""
+    return to_toml(probe(say, patience_s=patience_s, anyway=anyway))
 
 
 Parts = Iterator[tuple[str, Callable[[], Iterator[Figure]]]]
@@ -152,11 +197,13 @@ def to_toml(found: Probe) -> str:
     Links between GPUs are not measured by this suite: the file says which lines to add for them.
     """
     how = f"measured by dpbench probe in {found.seconds:.0f} s, torch {torch.__version__}"
+    how = "; ".join([how, *_noise(found.load)])
+    noisy = f" ({quiet.NOISY})" if quiet.busy(found.load) else ""
     logical = not found.gpus
     what = f"{len(found.gpus)} x {found.gpus[0]}" if found.gpus else "logical CPU devices"
     devices = len(found.gpus) or found.cores
     lines = [
-        f"description = {_text(f'{found.name}, {found.cores} cores: {what}')}",
+        f"description = {_text(f'{found.name}, {found.cores} cores: {what}{noisy}')}",
         f"source = {_text(how)}",
         "peer_access = false",
         "",
@@ -198,6 +245,9 @@ def _table(one: Figure) -> Iterator[str]:
     for edge, value in (("low", one.low), ("high", one.high)):
         if value is not None:
             yield f"{edge} = {_number(value)}"
+    yield f"passes = {one.passes}"
+    if one.passes < PASSES:
+        yield "stopped_early = true"
     yield f"how = {_text(one.how)}"
 
 

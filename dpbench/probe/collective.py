@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from dpbench.clock import HostClock
 from dpbench.devices import Device
 from dpbench.engine.devices import open_devices
 from dpbench.probe import engine, host
-from dpbench.probe.figures import WARM, Figure, figure, makespans, ratio, typical
+from dpbench.probe.figures import WARM, Figure, Timing, figure, makespans, ratio, spread, timing
 from dpbench.ranks import run
 from dpbench.records import UNATTRIBUTED, Case, Trial
 from dpbench.strategies import ddp, single
@@ -52,15 +52,17 @@ def all_reduce(ranks: int = 2, backend: str = "gloo", sizes: Sequence[int] = SIZ
     yield from _of_reductions(_measured(ranks, backend, {"reduce": sizes})["reduce"], ranks, backend)
 
 
-def _of_reductions(found: Sequence[tuple[int, float]], ranks: int, backend: str) -> Iterator[Figure]:
+def _of_reductions(found: Sequence[tuple[int, Mapping[str, float]]], ranks: int, backend: str) -> Iterator[Figure]:
     """Yield each size's seconds; the line is over W, the bytes that a ring sends on each link: 2 (n - 1) / n of it."""
-    for size, seconds in found:
+    timed = [(size, Timing(**seconds)) for size, seconds in found]
+    for size, spent in timed:
         how = f"all_reduce of {size // KIB} KiB, {ranks} ranks, {backend}, after a while of computing"
-        yield figure(f"all_reduce_{size // KIB}_kib_s", seconds, how)
+        yield figure(f"all_reduce_{size // KIB}_kib_s", spent, how)
     sent = 2 * (ranks - 1) / ranks
-    start_s, per_byte = host.line([(sent * size, seconds) for size, seconds in found])
-    yield Figure("all_reduce_start_s", start_s, "the start of the line through all sizes")
-    yield Figure("all_reduce_bytes_per_s", 1 / per_byte, "its slope: bytes sent by each rank a second")
+    starts_s, per_bytes = host.lines([(sent * size, spent) for size, spent in timed])
+    yield spread("all_reduce_start_s", starts_s, "the start of the line through all sizes")
+    rates = [1 / per_byte for per_byte in per_bytes]
+    yield spread("all_reduce_bytes_per_s", rates, "its slope: bytes sent by each rank a second")
 
 
 def _of_nets(found: Mapping[str, Any], rows: Mapping[str, int], ranks: int) -> Iterator[Figure]:
@@ -68,12 +70,13 @@ def _of_nets(found: Mapping[str, Any], rows: Mapping[str, int], ranks: int) -> I
     for name, (alone, together) in found.items():
         beside = "beside another process's, begun together each time, in whoever ends last, against alone"
         how = f"of {name} on {rows[name]} rows {beside}"
-        for what, whole_s, one_s in zip(("forward", "training"), together, alone, strict=True):
+        for what, whole, one in zip(("forward", "training"), together, alone, strict=True):
             said = {"forward": "forward, in a step,", "training": "forward and backward"}[what]
-            yield ratio(f"{name}_{what}_{ranks}_processes_ratio", whole_s, one_s, f"{said} {how}")
+            label = f"{name}_{what}_{ranks}_processes_ratio"
+            yield ratio(label, Timing(**whole), Timing(**one), f"{said} {how}")
 
 
-def _of_chains(found: Sequence[tuple[int, Mapping[str, Mapping[str, float]]]], ranks: int) -> Iterator[Figure]:
+def _of_chains(found: Sequence[tuple[int, Mapping[str, engine.Phases]]], ranks: int) -> Iterator[Figure]:
     """Yield what DistributedDataParallel costs the host beside a net: each phase's seconds on tiny chains."""
     alone, beside, joint, joint_long = (
         {layers: sides[side] for layers, sides in found} for side in ("alone", "beside", "ddp", "ddp_long")
@@ -81,7 +84,7 @@ def _of_chains(found: Sequence[tuple[int, Mapping[str, Mapping[str, float]]]], r
     # what ranks take from each other in forward and backward, the nets' own ratios say
     net = engine.beyond(joint, beside, dict.fromkeys(("forward", "backward"), 1))
     rest = engine.beyond(joint, alone, dict.fromkeys(("loss", "optimizer"), 1))
-    more = {layers: {**net[layers], **rest[layers]} for layers in net}
+    more = {layers: [{**a, **b} for a, b in zip(net[layers], rest[layers], strict=True)] for layers in net}
     how = f"torch's DistributedDataParallel, {ranks} ranks, gloo"
     yield from engine.of_chains("ddp", joint, ("scatter", "reduce", UNATTRIBUTED), more, how)
     yield from engine.of_chains("ddp_long", joint_long, ("reduce",), {}, f"{how}{engine.OF_LONG}")
@@ -123,7 +126,7 @@ def _rank(backend: str, wanted: Mapping[str, Any], rank: int) -> dict[str, Any]:
     return {what: measure[what](arguments) for what, arguments in wanted.items()}
 
 
-def _reduce(sizes: Sequence[int], device: torch.device) -> list[tuple[int, float]]:
+def _reduce(sizes: Sequence[int], device: torch.device) -> list[tuple[int, dict[str, float]]]:
     """Time each size often, after a while of computing, as in a step: cores that idle, or wait, answer otherwise.
 
     It begins when the last rank arrives, and ends when the last one leaves.
@@ -140,7 +143,8 @@ def _reduce(sizes: Sequence[int], device: torch.device) -> list[tuple[int, float
                 torch.cuda.synchronize(device)
             mine.append((begin, time.perf_counter()))
         ranks = list(zip(*_gathered(mine), strict=True))[WARM:]
-        found.append((size, typical([max(end for _, end in one) - max(begin for begin, _ in one) for one in ranks])))
+        spent = timing([max(end for _, end in one) - max(begin for begin, _ in one) for one in ranks])
+        found.append((size, asdict(spent)))
     return found
 
 
@@ -160,7 +164,7 @@ def _nets(rows: Mapping[str, int]) -> dict[str, Any]:
             joint.append(step())
         # a step of several ranks is that of the rank that finishes it last
         last = [max(ranks, key=lambda times: times[-1]) for ranks in zip(*_gathered(joint), strict=True)]
-        found[name] = (makespans([alone]) if alone else None, makespans([last]))
+        found[name] = tuple([asdict(one) for one in makespans([each])] if each else None for each in (alone, last))
     return found
 
 
@@ -220,7 +224,7 @@ def _joint(layers: int, swept: int, devices: Sequence[Device], ranks: int) -> Tr
         return engine.trial_of(step, clock, case.batch_size, step.observe)
 
 
-def _together(mine: Trial) -> dict[str, float]:
+def _together(mine: Trial) -> engine.Phases:
     """Return the seconds by phase of the steps of all ranks."""
     steps, spans = ledger.joined(_gathered(mine))
     return engine.seconds_of(replace(mine, steps=steps, spans=spans))

@@ -19,7 +19,7 @@ from dpbench.engine import TrainStep
 from dpbench.engine.devices import open_devices
 from dpbench.engine.legal import BEST
 from dpbench.models import Model
-from dpbench.probe.figures import Figure
+from dpbench.probe.figures import Figure, spread
 from dpbench.records import UNATTRIBUTED, Case, Phase, Trial
 from dpbench.schedule import REFERENCE, Schedule
 
@@ -35,8 +35,12 @@ OWN = (
     UNATTRIBUTED,
 )  # fmt: skip
 """All but forward, loss and backward, which are the net's own."""
-Found = Mapping[int, Mapping[str, float]]
-"""Seconds by layers and phase."""
+BLOCKS = 4
+"""Parts of a chain's steps: how far they are apart is the spread of its figures."""
+Phases = Sequence[Mapping[str, float]]
+"""Seconds by phase: of all timed steps, then of each block of them."""
+Found = Mapping[int, Phases]
+"""Those of each number of layers."""
 SCHEDULES = {
     REFERENCE: (Schedule(), SHORT),
     "fastest_pool": (BEST, LONG),
@@ -66,8 +70,11 @@ def figures(devices: int = 2) -> Iterator[Figure]:
 def beyond(found: Found, alone: Found, times: Mapping[str, int]) -> Found:
     """Return what phases take beyond so many times the same chain's alone."""
     return {
-        layers: {phase: seconds[phase] - count * alone[layers][phase] for phase, count in times.items()}
-        for layers, seconds in found.items()
+        layers: [
+            {phase: seconds[phase] - count * single[phase] for phase, count in times.items()}
+            for seconds, single in zip(blocks, alone[layers], strict=True)
+        ]
+        for layers, blocks in found.items()
     }
 
 
@@ -77,12 +84,13 @@ def of_chains(name: str, found: Found, phases: Sequence[str], more: Found, how: 
     tables = [(phase, phase, found, how) for phase in phases]
     tables += [
         (f"{phase}_more", phase, more, f"{how}: beyond the same chain's without it")
-        for phase in next(iter(more.values()), ())
+        for phase in next((blocks[0] for blocks in more.values()), ())
     ]
     for label, phase, table, said in tables:
-        start_s, each_s = _two_parts({2 * layers: table[layers][phase] for layers in LAYERS})
-        yield Figure(f"{name}_{label}_s", start_s, f"{said}: a step's fixed part")
-        yield Figure(f"{name}_{label}_tensor_s", each_s, f"{said}: for each parameter")
+        blocks = zip(*(table[layers] for layers in LAYERS), strict=True)
+        parts = [_two_parts({2 * n: one[phase] for n, one in zip(LAYERS, block, strict=True)}) for block in blocks]
+        yield spread(f"{name}_{label}_s", [start_s for start_s, _ in parts], f"{said}: a step's fixed part")
+        yield spread(f"{name}_{label}_tensor_s", [each_s for _, each_s in parts], f"{said}: for each parameter")
 
 
 def _two_parts(seconds: Mapping[int, float]) -> tuple[float, float]:
@@ -145,12 +153,21 @@ def trial_of(step: Callable[..., Any], clock: HostClock, rows: int, observe: Cal
     return Trial(case=case, steps=clock.steps(), spans=clock.spans())
 
 
-def seconds_of(trial: Trial) -> dict[str, float]:
-    """Return a chain's typical seconds by phase, every phase named."""
-    return dict.fromkeys([*(phase.value for phase in Phase), UNATTRIBUTED], 0.0) | ledger.typical(trial)
+def seconds_of(trial: Trial) -> Phases:
+    """Return a chain's typical seconds by phase, every phase named: over all timed steps, and over each block."""
+    every = dict.fromkeys([*(phase.value for phase in Phase), UNATTRIBUTED], 0.0)
+    return [every | ledger.typical(part) for part in (trial, *(_block(trial, i) for i in range(BLOCKS)))]
 
 
-def _phases(schedule: Schedule, layers: int, swept: int, devices: int, rows: int) -> dict[str, float]:
+def _block(trial: Trial, number: int) -> Trial:
+    """Return the trial with all steps but those of one block as warm-up."""
+    timed = [i for i, step in enumerate(trial.steps) if not step.warmup]
+    size = len(timed) // BLOCKS
+    kept = timed[number * size : (number + 1) * size]
+    return replace(trial, steps=tuple(replace(step, warmup=i not in kept) for i, step in enumerate(trial.steps)))
+
+
+def _phases(schedule: Schedule, layers: int, swept: int, devices: int, rows: int) -> Phases:
     """Return the seconds of a chain's phases."""
     clock, model = HostClock(), chain(layers, swept)
 

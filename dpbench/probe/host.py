@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple
 from queue import SimpleQueue
 
 import numpy as np
@@ -21,10 +22,12 @@ from dpbench.engine.replicate import rebuild
 from dpbench.probe.figures import (
     Figure,
     Step,
+    Timing,
     Work,
     figure,
     rate,
     ratio,
+    spread,
     time_before,
     time_call,
     time_new_threads,
@@ -184,16 +187,18 @@ def threads() -> Iterator[Figure]:
 
 def arithmetic() -> Iterator[Figure]:
     """Yield the rate of matrix products, the work at which half of it is reached, and what two threads lose."""
-    times: list[tuple[float, float]] = []
+    times: list[tuple[float, Timing]] = []
     for side in SIDES:
         spent = time_call(_product(side), setting=torch.inference_mode)
         times.append((2.0 * side**3, spent))
         yield rate(
             f"gemm_{side}_flop_per_s", spent, f"a {side} x {side} product, fp32, one thread", amount=2.0 * side**3
         )
-    start_s, per_flop = line(times)
-    yield Figure("flop_per_s", 1 / per_flop, "the slope of seconds over FLOP through all products, one thread")
-    yield Figure("half_flop", start_s / per_flop, "the FLOP at which half of that rate is reached, from the same line")
+    starts_s, per_flops = lines(times)
+    how = "the slope of seconds over FLOP through all products, one thread"
+    yield spread("flop_per_s", [1 / per_flop for per_flop in per_flops], how)
+    halves = [start_s / per_flop for start_s, per_flop in zip(starts_s, per_flops, strict=True)]
+    yield spread("half_flop", halves, "the FLOP at which half of that rate is reached, from the same line")
     alone = time_call(_product(512), setting=torch.inference_mode)
     both = time_together([_product(512), _product(512)], setting=torch.inference_mode)
     yield ratio("gemm_2_threads_ratio", both, alone, "a 512 x 512 product beside another, against alone")
@@ -232,9 +237,17 @@ def _copy(size: int, pool: int = 0) -> Work:
     return work
 
 
-def _add(size: int) -> float:
+def _add(size: int) -> Timing:
     a, b, out = torch.ones(size // 4), torch.ones(size // 4), torch.empty(size // 4)
     return time_call(lambda: torch.add(a, b, out=out), setting=torch.no_grad)
+
+
+def lines(points: Sequence[tuple[float, Timing]]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the starts and the slopes of the lines through the typical seconds, the low ones and the high ones."""
+    edges = zip(*(astuple(spent) for _, spent in points), strict=True)
+    found = [line([(work, seconds) for (work, _), seconds in zip(points, edge, strict=True)]) for edge in edges]
+    starts, slopes = zip(*found, strict=True)
+    return starts, slopes
 
 
 def line(points: list[tuple[float, float]]) -> tuple[float, float]:

@@ -54,7 +54,7 @@ def environment(provenance: Mapping[str, Any], trials: Sequence[Trial]) -> list[
     workers: dict[str, dict[str, None]] = {}
     for trial in trials:
         # what a trial's checks found differs in every one, and stands in the warnings
-        same = {name: value for name, value in trial.provenance.items() if name != "validity"}
+        same = {name: value for name, value in trial.provenance.items() if name not in ("validity", "foreign_load")}
         for name, value in _flat(same, "worker."):
             workers.setdefault(name, {})[value] = None
     return found + [(name, ", ".join(values)) for name, values in workers.items()]

@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from dpbench.cores import TICKS_PER_S, Ticks, parse_ticks
 from dpbench.records import HOST, Sample
 from dpbench.samplers._cadence import every
 from dpbench.samplers._tree import ProcessTree, read_file, root_pid
@@ -27,7 +28,6 @@ CLOCK_INTERVAL_S = 0.5
 SHORTEST_INTERVAL_S = 0.2
 """The kernel counts a core's time in steps of 10 ms: a shorter interval would show little but those steps."""
 
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 _CPU_CLOCK = 2  # CPUCLOCK_SCHED of the kernel's posix-timers.h: what clock_getcpuclockid(3) puts together
 
@@ -78,10 +78,10 @@ def cpu_clock_hz(folder: str = "/sys/devices/system/cpu") -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """Cumulative CPU times at one moment; `core_ticks` maps a core to its (busy, total) ticks."""
+    """Cumulative CPU times at one moment, the ticks by core."""
 
     time_s: float
-    core_ticks: Mapping[int, tuple[int, int]]
+    core_ticks: Mapping[int, Ticks]
     process_s: Mapping[int, float]
     own_s: float
     rss_bytes: int
@@ -97,7 +97,7 @@ def take_reading(pids: Collection[int]) -> Reading:
             # one system call, to the nanosecond; /proc/PID/stat counts in steps of 10 ms
             process_s[pid] = time.clock_gettime((~pid << 3) | _CPU_CLOCK)
             rss_bytes += int(read_file(f"/proc/{pid}/statm").split()[1]) * _PAGE_BYTES
-    core_ticks = parse_cores(read_file("/proc/stat", 1 << 18))
+    core_ticks = parse_ticks(read_file("/proc/stat", 1 << 18))
     return Reading(
         time_s=(before_s + time.perf_counter()) / 2,
         core_ticks=core_ticks,
@@ -105,20 +105,6 @@ def take_reading(pids: Collection[int]) -> Reading:
         own_s=time.process_time(),
         rss_bytes=rss_bytes,
     )
-
-
-def parse_cores(stat: bytes) -> dict[int, tuple[int, int]]:
-    """Return the (busy, total) ticks of each core from the text of /proc/stat."""
-    cores: dict[int, tuple[int, int]] = {}
-    for line in stat.splitlines()[1:]:  # the first line is the sum
-        if not line.startswith(b"cpu"):
-            break
-        name, *columns = line.split()
-        # user nice system idle iowait irq softirq steal; guest time is already in user
-        user, nice, system, idle, iowait, irq, softirq, steal = map(int, columns[:8])
-        busy = user + nice + system + irq + softirq
-        cores[int(name[3:])] = busy, busy + idle + iowait + steal
-    return cores
 
 
 def levels(now: Reading) -> dict[str, float]:
@@ -138,13 +124,14 @@ def rates(before: Reading, now: Reading) -> dict[str, float]:
     process_s = sum(max(0.0, now.process_s[pid] - before.process_s[pid]) for pid in known)
     found: dict[str, float] = {}
     all_busy = 0
-    for core, (busy, total) in now.core_ticks.items():
-        busy_before, total_before = before.core_ticks.get(core, (busy, total))
-        all_busy += busy - busy_before
-        if total > total_before:  # the kernel's counts may stand still or step back
-            found[f"core{core}_utilization_ratio"] = max(0, busy - busy_before) / (total - total_before)
+    for core, ticks in now.core_ticks.items():
+        earlier = before.core_ticks.get(core, ticks)
+        busy, total = ticks.busy - earlier.busy, ticks.total - earlier.total
+        all_busy += busy
+        if total > 0:  # the kernel's counts may stand still or step back
+            found[f"core{core}_utilization_ratio"] = max(0, busy) / total
     if now.process_s:
         found["process_cpu_ratio"] = process_s / elapsed_s
     own_s = now.own_s - before.own_s
-    found["foreign_cpu_ratio"] = max(0.0, all_busy / _TICKS_PER_S - process_s - own_s) / elapsed_s
+    found["foreign_cpu_ratio"] = max(0.0, all_busy / TICKS_PER_S - process_s - own_s) / elapsed_s
     return found

@@ -30,6 +30,11 @@ RUNNING = "running"
 FINISHED = "finished"
 FINAL = frozenset({Status.OK, Status.OOM, Status.FAILED, Status.TIMEOUT, Status.SKIPPED})
 """What a resumed run does not repeat."""
+_RANKED = (
+    "SELECT *, row_number() OVER (PARTITION BY run_id, fingerprint, round ORDER BY "
+    "status IN ('running', 'killed'), status='ok' AND verified<>'no' DESC, id DESC) AS place FROM trial"
+)
+"""The trials of each slot, the one that counts first."""
 
 
 @dataclass(frozen=True)
@@ -133,9 +138,8 @@ class Store:
         return {(fingerprint, number) for fingerprint, number in self._db.execute(query, (run_id, *final))}
 
     def counts(self, run_id: str) -> dict[str, int]:
-        """Return how many of a run's slots ended in each status; a slot measured again counts by its last trial."""
-        latest = "SELECT max(id) FROM trial WHERE run_id=? GROUP BY fingerprint, round"
-        query = f"SELECT status, count(*) FROM trial WHERE id IN ({latest}) GROUP BY status"
+        """Return how many of a run's slots ended in each status; a slot measured again has one trial that counts."""
+        query = f"SELECT status, count(*) FROM ({_RANKED}) WHERE run_id=? AND place=1 GROUP BY status"
         return dict(self._db.execute(query, (run_id,)).fetchall())
 
     def cases(self, run_id: str) -> int:
@@ -183,13 +187,17 @@ class Store:
         with suppress(sqlite3.OperationalError):  # it is committed; a later checkpoint does as well
             self._db.execute("PRAGMA wal_checkpoint(PASSIVE)")
 
-    def trials(self, run_id: str | None = None) -> list[Trial]:
-        """Return the ended trials of one run, or of all, in the order they were started."""
+    def trials(self, run_id: str | None = None, *, superseded: bool = False) -> list[Trial]:
+        """Return the ended trials of one run, or of all, in the order they were started.
+
+        Of a slot that was measured again the last trusted trial counts, else the last; the others are `superseded`.
+        """
         where, values = ("run_id=? AND ", (run_id,)) if run_id else ("", ())
+        where += "" if superseded else "place=1 AND "
         failed = "failed_device" if "failed_device" in file.columns_of(self._db, "trial") else "NULL"
         rows = self._db.execute(
             "SELECT id, case_json, status, reason, verified, source, started, schema, setup, provenance, round, "
-            f"{failed} FROM trial WHERE {where}status NOT IN (?,?) ORDER BY id",
+            f"{failed} FROM ({_RANKED}) WHERE {where}status NOT IN (?,?) ORDER BY id",
             (*values, RUNNING, Status.KILLED),
         ).fetchall()
         return [self._trial(row) for row in rows]

@@ -11,11 +11,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from dpbench import ledger, registry
+from dpbench import ledger, plan, registry
 from dpbench.ranks import RanksFailed
 from dpbench.ranks.failures import explain
 from dpbench.records import HOST, Case, Effort, Memory, Status, Trial, Verified
-from dpbench.worker import selfcheck
+from dpbench.worker import modelcheck, selfcheck
 from dpbench.worker.loop import measure, measure_together, prepare
 
 
@@ -25,22 +25,28 @@ def run(case: Case, effort: Effort, folder: Path) -> Trial:
     if reason := _skip(strategy, case):
         return Trial(case=case, status=Status.SKIPPED, reason=reason)
     try:
-        if dict(case.options).get("role") == selfcheck.ROLE:
-            return selfcheck.measure(case, effort)
-        if not hasattr(strategy, "launch"):
-            return measure(case, effort, strategy)
-
-        def entry(rank: int) -> dict[str, Any]:
-            # its own file: ranks that write their stacks into one overwrite each other
-            faulthandler.register(signal.SIGUSR1, file=(folder / f"stacks-{rank}").open("w"), all_threads=True)
-            return measure(case, effort, strategy, rank).to_dict()
-
-        parts = strategy.launch(case, entry, folder)
-        return merge([Trial.from_dict(part) for part in parts])
+        return _run(case, effort, strategy, folder)
     except RanksFailed as failed:
         return _failed(case, failed.failures[0].status, str(failed))
     except BaseException as error:
         return _failed(case, *explain(error))
+
+
+def _run(case: Case, effort: Effort, strategy: ModuleType, folder: Path) -> Trial:
+    """Measure a case, or do what its options ask for in its place."""
+    if case.options == plan.CHECK:
+        return modelcheck.check(case)
+    if dict(case.options).get("role") == selfcheck.ROLE:
+        return selfcheck.measure(case, effort)
+    if not hasattr(strategy, "launch"):
+        return measure(case, effort, strategy)
+
+    def entry(rank: int) -> dict[str, Any]:
+        # one file for each rank: ranks that write their stacks into the same file overwrite each other
+        faulthandler.register(signal.SIGUSR1, file=(folder / f"stacks-{rank}").open("w"), all_threads=True)
+        return measure(case, effort, strategy, rank).to_dict()
+
+    return merge([Trial.from_dict(part) for part in strategy.launch(case, entry, folder)])
 
 
 def run_together(cases: Sequence[Case], effort: Effort, folder: Path) -> list[Trial]:
