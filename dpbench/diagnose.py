@@ -127,8 +127,9 @@ def _cause(rows: Sequence[Row]) -> str:
         return ""
     worst = min(engine, key=lambda row: row.speedup.value if row.speedup else 0.0)
     compute = {Phase.FORWARD.value, Phase.BACKWARD.value, UNATTRIBUTED}
-    name, seconds = max(((n, s) for n, s in worst.phases.items() if n not in compute), key=lambda pair: pair[1])
-    share = seconds / sum(worst.phases.values())
+    rest = {name: seconds for name, seconds in worst.phases.items() if name not in compute}
+    name = max(rest, key=lambda phase: rest[phase], default="")
+    share = rest.get(name, 0.0) / sum(worst.phases.values())
     return f"; {share:.0%} of dp's step on {worst.case.model} is {name}" if share >= 0.1 else ""
 
 
@@ -163,7 +164,7 @@ def _decided(rows: Sequence[Row]) -> str:
 def tiles(rows: Sequence[Row], ladders: Sequence[Ladder] = ()) -> list[Tile]:
     """Return the four numbers of the page's top row, from the engine's case on the most devices: its best rung."""
     best = [found.fastest.row for found in ladders if found.fastest.row.speedup]
-    done = best or [row for row in rows if row.speedup and row.case.devices > 1]
+    done = best or [row for row in rows if row.speedup and row.efficiency and row.case.devices > 1]
     engine = [row for row in done if row.case.strategy == "dp"] or done
     if not engine:
         return []
@@ -198,8 +199,10 @@ def _of_rows(rows: Sequence[Row], trials: Sequence[Trial], cores: int) -> Iterat
     for row in rows:
         name = label(row.case)
         first = row.reason.partition("\n")[0] or "no reason given"
-        if row.status is not Status.OK:
-            troubles.setdefault(f"{row.status.value}: {first}", []).append(name)
+        if row.outcome != Status.OK:
+            troubles.setdefault(f"{row.outcome}: {first}", []).append(name)
+        elif row.reason:
+            troubles.setdefault(f"some rounds gave no result: {first}", []).append(name)
         if row.step and row.rounds < ROUNDS_LIMIT:
             few = f"fewer than {ROUNDS_LIMIT} rounds, so that the interval says little"
             troubles.setdefault(few, []).append(name)

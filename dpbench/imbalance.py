@@ -70,7 +70,7 @@ def indexes(trials: Iterable[Trial]) -> list[Index]:
     """Return every quantity's index of every case with several devices, in the order in which cases came."""
     groups: dict[tuple[Case, Source], dict[int, Trial]] = {}
     for trial in trials:
-        if trial.trusted and any(not step.warmup for step in trial.steps):
+        if trial.trusted and trial.timed:
             # a round that was measured again counts by its last trial
             groups.setdefault((trial.case, trial.source), {})[trial.round] = trial
     found = []
@@ -99,9 +99,9 @@ def _figures(quantity: Quantity, trials: Iterable[Trial]) -> _Found | None:
 
 
 def _several(found: _Found) -> bool:
-    """Tell whether there is something to compare: device 0, and others that have an amount in every step."""
+    """Tell whether device 0 and others can be compared: each has an amount in every step."""
     others = found.columns[:1] == (0,) and len(found.columns) > 1
-    return others and all(min(row[1:]) > 0 for rows in found.vectors.values() for row in rows)
+    return others and all(min(row) > 0 for rows in found.vectors.values() for row in rows)
 
 
 def _index(
@@ -186,7 +186,7 @@ def _used(trial: Trial) -> Figures:
 
 def _energy(trial: Trial) -> Figures:
     """Read the joules a timed step: what the counter rose by while they ran."""
-    steps = sum(not step.warmup for step in trial.steps)
+    steps = len(trial.timed)
     rises = {device: values[-1] - values[0] for device, values in _steps_of("energy_j")(trial).items()}
     return {device: [rise / steps] for device, rise in rises.items() if rise > 0}
 

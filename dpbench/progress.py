@@ -80,7 +80,7 @@ def _cells(row: Any, best: bool) -> tuple[str, ...]:
     name += ", limit" if case.options == plan.LIMIT else " (best rung)" if best else ""
     head = (case.model, name, str(case.devices), str(case.batch_size))
     if row.step is None:
-        return (*head, row.status.value, *[""] * (len(COLUMNS) - 6), " ".join(row.labels))
+        return (*head, row.outcome, *[""] * (len(COLUMNS) - 6), " ".join(row.labels))
     step, speed, efficiency = row.step, row.speedup, row.efficiency
     return (
         *head,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dpbench import ledger
-from dpbench.records import HOST, UNATTRIBUTED, Case, Source, Status, Trial, Verified
+from dpbench.records import HOST, UNATTRIBUTED, Case, Fault, Source, Status, Trial, Verified
 
 SIGNIFICANT = 0.01
 """The chance, by Spearman's test, of a trend in a series without any, below which a trend is one."""
@@ -63,7 +63,7 @@ class Rule:
 
 def check(trial: Trial, cores: int) -> list[Check]:
     """Return every check that the trial has data for; `cores` are those that the run may use, 0 for unknown."""
-    if trial.status is not Status.OK or trial.source is not Source.MEASURED:
+    if trial.status is not Status.OK or trial.source is not Source.MEASURED or trial.fault is Fault.CLOCK:
         return []
     found = []
     for rule in RULES:

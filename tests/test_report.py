@@ -14,6 +14,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from dpbench import analyse
 from dpbench.analyse import Row, labels
 from dpbench.diagnose import Tile
 from dpbench.records import UNATTRIBUTED, Case, Estimate, Memory, Sample, Source, Status, Step, Trial, Verified
@@ -288,8 +289,8 @@ def test_a_failure_in_one_round_is_told_beside_the_result_of_the_others() -> Non
 
 def test_an_unverified_case_is_never_shown_as_a_result() -> None:
     case = Case(model="mlp", strategy="dp", batch_size=8)
-    row = Row(case=case, source=Source.MEASURED, status=Status.OK, labels=("MEASURED",))
     trials = [dataclasses.replace(trial, verified=Verified.NO, reason="differs") for trial in ran(made(case, 0.1))]
+    (row,) = analyse.rows(trials)
     (line,) = table.lines([row], trials)
     assert line.status == "unverified"
     assert line.notes[0][1] == "differs"

@@ -46,7 +46,8 @@ def explain(store: Path, run_id: str | None) -> None:
     from dpbench.findings import text
 
     chosen, trials = read(store, run_id)
-    click.echo(text.render(content_of(chosen, trials)["diagnoses"]))
+    content = content_of(chosen, trials)
+    click.echo(text.render(content["diagnoses"], content["rows"]))
 
 
 @click.command("list")
@@ -125,13 +126,17 @@ def compare(before: str, after: str, margin: float, store: Path) -> None:
 
     first, second = (_side(store, name) for name in (before, after))
     lines = analyse.compare(first, second, margin=margin)
+    lost = analyse.uncompared(first, second)
     if not lines:
-        raise click.UsageError(f"{before} and {after} have no measured case in common")
+        reasons = "".join(f"; {case.label}: {reason}" for case, reason in lost.items())
+        raise click.UsageError(f"{before} and {after} have no measured case in common{reasons}")
     for line in lines:
         e = line.ratio
         moved = "" if line.verdict in ("same", "undecided") else f"; {line.phase} {line.phase_s * 1e3:+.2f} ms"
         click.echo(f"{line.verdict:<9}  {e.value:6.3f}x [{e.low:.3f}-{e.high:.3f}]  {line.case.label}{moved}")
-    verdicts = {line.verdict for line in lines}
+    for case, reason in lost.items():
+        click.echo(f"undecided  {case.label}: {reason}")
+    verdicts = {line.verdict for line in lines} | {"undecided" for _ in lost}
     sys.exit(EXIT_WORSE if "slower" in verdicts else EXIT_UNDECIDED if "undecided" in verdicts else 0)
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 
-from dpbench import ledger
+from dpbench import ledger, strictjson
 from dpbench.records import Trial, as_plain
 
 
@@ -16,7 +15,7 @@ def jsonl(run_id: str, trials: Iterable[Trial]) -> Iterator[str]:
             {"seconds": step.seconds, "warmup": step.warmup, "phases": phases}
             for step, phases in zip(trial.steps, ledger.of_trial(trial), strict=True)
         ]
-        line = json.dumps(
+        line = strictjson.dumps(
             {
                 "run_id": run_id,
                 "case": {**trial.case.to_dict(), "devices": trial.case.devices},

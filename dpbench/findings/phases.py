@@ -29,7 +29,7 @@ def _heavy(phase: Phase, detail: Callable[[Bench, Estimate], str]) -> Callable[[
 def _per_tensor(bench: Bench, seconds: Estimate) -> str:
     """Break time down by parameter tensors, which cost DataParallel more than their bytes do."""
     model = bench.model
-    if not model:
+    if not model.get("parameter_tensors"):
         return ms(seconds.value)
     tensors = model["parameter_tensors"] + model["buffer_tensors"]
     copies = len(bench.case.rows) - 1
@@ -43,7 +43,7 @@ def _per_tensor(bench: Bench, seconds: Estimate) -> str:
 
 def _per_gradient(bench: Bench, seconds: Estimate) -> str:
     model, copies = bench.model, len(bench.case.rows) - 1
-    if not model:
+    if not model.get("parameter_tensors"):
         return ms(seconds.value)
     count = model["parameter_tensors"]
     return (

@@ -12,7 +12,7 @@ from matplotlib.path import Path
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from dpbench.analyse import Row
-from dpbench.records import Case, Estimate, Source, Status, Trial, Verified
+from dpbench.records import Case, Estimate, Source, Trial
 from dpbench.report import facets, svg, words
 from dpbench.report.svg import Panel, Section
 
@@ -102,8 +102,7 @@ def steps(rows: Sequence[Row], trials: Sequence[Trial]) -> Section:
     """Draw every case's steps, one line of ticks a round, with warm-up apart."""
     series: dict[Case, list[Trial]] = {}
     for trial in trials:
-        good = trial.status is Status.OK and trial.verified is not Verified.NO
-        if good and trial.source is Source.MEASURED and any(not step.warmup for step in trial.steps):
+        if trial.trusted and trial.source is Source.MEASURED and trial.timed:
             series.setdefault(trial.case, []).append(trial)
     measured = [row for row in rows if row.source is Source.MEASURED and row.case in series]
     drawn = [row for row in measured if words.finite(row.step)]
@@ -121,7 +120,7 @@ def _steps(facet: facets.Facet, series: Mapping[Case, Sequence[Trial]], key: str
     shown = [series[row.case][:ROUNDS] for row in facet.rows]
     values = [words.ms(row.step) if row.step else "" for row in facet.rows]
     figure, axes, tops = svg.lanes(facet.names, values, [22 + 9 * len(group) for group in shown], keys=1)
-    timed = [s.seconds * 1e3 for group in shown for t in group for s in t.steps if not s.warmup]
+    timed = [seconds * 1e3 for group in shown for trial in group for seconds in trial.timed]
     low, high = _scale(axes, min(timed), max(timed))
     for row, group, top in zip(facet.rows, shown, tops, strict=True):
         if row.step:
@@ -162,7 +161,7 @@ def _scale(axes: Axes, low: float, high: float) -> tuple[float, float]:
 
 def _round(axes: Axes, trial: Trial, y: float, low: float, high: float) -> None:
     """Draw one round's steps as one path, and its warm-up as circles, at the edge where they are beyond it."""
-    timed = sorted(step.seconds * 1e3 for step in trial.steps if not step.warmup)
+    timed = sorted(seconds * 1e3 for seconds in trial.timed)
     count = min(TICKS, len(timed))
     chosen = [timed[round(i * (len(timed) - 1) / max(1, count - 1))] for i in range(count)]
     vertices = [point for x in chosen for point in ((x, y), (x, y + 7))]
@@ -197,7 +196,7 @@ def _thinned(facet: facets.Facet, series: Mapping[Case, Sequence[Trial]]) -> str
     """Say what of the steps is not drawn."""
     groups = [series[row.case] for row in facet.rows]
     said = []
-    if any(sum(not step.warmup for step in trial.steps) > TICKS for group in groups for trial in group):
+    if any(len(trial.timed) > TICKS for group in groups for trial in group):
         said.append(
             f"Of longer series {TICKS} steps a round, evenly by rank; the fastest and the slowest are among them."
         )

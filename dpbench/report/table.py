@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from dpbench import plan
+from dpbench import plan, strictjson
 from dpbench.analyse import Row, frame
-from dpbench.records import Case, Estimate, Phase, Source, Status, Trial, Verified
+from dpbench.records import Case, Estimate, Fault, Phase, Source, Status, Trial
 from dpbench.report import facets, words
 
 COLUMNS = (
@@ -59,8 +57,6 @@ def lines(rows: Iterable[Row], trials: Sequence[Trial]) -> list[Line]:
 
 def _line(row: Row, trials: Sequence[Trial]) -> Line:
     case, measured = row.case, row.step is not None
-    wrong = any(trial.verified is Verified.NO for trial in trials if trial.status is Status.OK)
-    status = "unverified" if row.status is Status.OK and not measured and wrong else row.status.value
     about = [*words.strategy(case).partition("[")[1:], *(f" {name}={value}" for name, value in case.options)]
     placed = "" if case.placement == "spread" else f" {case.placement}"
     cells = (
@@ -75,11 +71,11 @@ def _line(row: Row, trials: Sequence[Trial]) -> Line:
         Cell(words.percent(row.efficiency.value), sort=repr(row.efficiency.value)) if row.efficiency else Cell(""),
         _estimate(row.imbalance, unit="×"),
         _memory(row),
-        Cell(row.verified.value.replace("_", " ") if row.verified else ("no" if wrong else "")),
+        Cell(row.verified.value.replace("_", " ") if row.verified else "no" if row.fault is Fault.UNVERIFIED else ""),
         Cell("\n".join(row.labels)),
-        Cell(status),
+        Cell(row.outcome),
     )
-    return Line(cells, status, _notes(row, trials, status))
+    return Line(cells, row.outcome, _notes(row, trials))
 
 
 def _estimate(estimate: Estimate | None, scale: float = 1.0, unit: str = "") -> Cell:
@@ -108,19 +104,17 @@ def _memory(row: Row) -> Cell:
     return Cell(words.size(row.host_bytes), "host", str(row.host_bytes)) if row.host_bytes else Cell("")
 
 
-def _notes(row: Row, trials: Sequence[Trial], status: str) -> tuple[tuple[str, str], ...]:
-    """Return each different thing that went wrong, with the rounds it happened in."""
+def _notes(row: Row, trials: Sequence[Trial]) -> tuple[tuple[str, str], ...]:
+    """Return each different thing that went wrong, with the rounds in which it did."""
     found: dict[tuple[str, str], list[int]] = {}
     for trial in trials:
-        if trial.status is not Status.OK:
-            found.setdefault((trial.status.value, trial.reason), []).append(trial.round)
-        elif trial.verified is Verified.NO:
-            found.setdefault(("unverified", trial.reason), []).append(trial.round)
-    if not found and row.status is not Status.OK:
-        return ((status, row.reason or "no reason given"),)
+        if trial.refusal:
+            found.setdefault(((trial.fault or trial.status).value, trial.refusal), []).append(trial.round)
+    if not found and row.outcome != Status.OK:
+        return ((row.outcome, row.reason or "no reason given"),)
     return tuple(
-        (f"{what} in round {', '.join(str(number + 1) for number in rounds)}", reason or "no reason given")
-        for (what, reason), rounds in found.items()
+        (f"{outcome} in round {', '.join(str(number + 1) for number in rounds)}", reason)
+        for (outcome, reason), rounds in found.items()
     )
 
 
@@ -140,11 +134,5 @@ def phase_lines(rows: Iterable[Row]) -> list[tuple[str, list[str]]]:
 def as_json(rows: Sequence[Row]) -> str:
     """Return the rows' numbers as JSON that is safe inside a script element."""
     records = frame(facets.order(rows)).to_dict("records")
-    plain = [{str(name): _plain(value) for name, value in record.items()} for record in records]
-    text = json.dumps(plain, default=str, allow_nan=False, separators=(",", ":"))
+    text = strictjson.dumps(records, default=str, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def _plain(value: object) -> object:
-    """JSON knows neither NaN nor infinity."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
