@@ -13,7 +13,7 @@ from types import MappingProxyType
 import pandas as pd
 
 from dpbench import ledger, plan, stats
-from dpbench.records import HOST, UNATTRIBUTED, Case, Estimate, Fault, Phase, Source, Status, Trial, Verified
+from dpbench.records import HOST, UNATTRIBUTED, Case, Doubt, Estimate, Fault, Phase, Source, Status, Trial, Verified
 
 BASELINES = ("single",)
 ONE_DEVICE = ("single", "single_all_cores")
@@ -65,6 +65,11 @@ class Row:
     def outcome(self) -> str:
         """Return how the case ended: `ok` where it has a result."""
         return (self.fault or self.status).value
+
+    @property
+    def doubt(self) -> Doubt | None:
+        """Return why the step must not be shown as a result; None where it may, and where there is none."""
+        return self.step.doubt if self.step else None
 
     @property
     def moving_share(self) -> float:
@@ -119,6 +124,7 @@ def _row(case: Case, trials: Sequence[Trial], series: stats.Rounds) -> Row:
     if not good:
         return row
     step = _stated(good[-1]) or stats.median(series)
+    step = replace(step, n=0) if row.source is Source.PREDICTED else step
     busy, source = _busy(good)
     memory = _memory(good)
     return replace(
@@ -145,7 +151,7 @@ def _stated(trial: Trial) -> Estimate | None:
     if trial.source is not Source.PREDICTED or not interval:
         return None
     low_s, high_s = interval
-    return Estimate(trial.steps[-1].seconds, low_s, high_s, 1)
+    return Estimate(trial.steps[-1].seconds, low_s, high_s, 0)
 
 
 def _memory(trials: Sequence[Trial]) -> dict[int, int]:
@@ -209,11 +215,11 @@ def baseline(case: Case, batch: int) -> Case:
 
 
 def _scaled(estimate: Estimate, factor: float) -> Estimate:
-    return Estimate(estimate.value * factor, estimate.low * factor, estimate.high * factor, estimate.n)
+    return replace(estimate, value=estimate.value * factor, low=estimate.low * factor, high=estimate.high * factor)
 
 
 def _inverse(estimate: Estimate, work: float) -> Estimate:
-    return Estimate(work / estimate.value, work / estimate.high, work / estimate.low, estimate.n)
+    return replace(estimate, value=work / estimate.value, low=work / estimate.high, high=work / estimate.low)
 
 
 def _phases(trials: Sequence[Trial], step_s: float) -> dict[str, float]:
@@ -266,7 +272,9 @@ def frame(
     run_ids: Sequence[str] = (),
     beside: Mapping[str, Sequence[object]] = MappingProxyType({}),
 ) -> pd.DataFrame:
-    """Return the rows as a flat table: case fields, then estimates as value, low and high columns.
+    """Return the rows as a flat table: case fields, then estimates as value, low, high and withheld columns.
+
+    `withheld` is why the reports do not show an estimate; it is empty where they do.
 
     The columns are the same for every run, but for devices beyond the first eight; `run_ids`, one a row, come first,
     the columns of `beside`, one value a row, last.
@@ -289,6 +297,7 @@ def _record(row: Row, devices: int) -> dict[str, object]:
         estimate: Estimate | None = getattr(row, name)
         for part in ("value", "low", "high"):
             record[f"{name}_{part}"] = getattr(estimate, part) if estimate else None
+        record[f"{name}_withheld"] = estimate.doubt if estimate else None
     record |= {f"phase_{name}_s": row.phases.get(name) for name in (*Phase, UNATTRIBUTED)}
     record |= {f"busy_{device}_s": row.busy.get(device) for device in range(devices)}
     record |= {f"memory_{device}_bytes": row.memory.get(device) for device in range(devices)}

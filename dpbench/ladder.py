@@ -141,7 +141,7 @@ def _climb(steps: Mapping[str, Row], ddp: Row | None) -> Iterator[Rung]:
 
 def _fastest(rungs: Sequence[Rung]) -> Rung:
     exact = [rung for rung in rungs if schedule.RUNGS[rung.name].exact]
-    return min(exact or rungs, key=lambda rung: rung.step.value)
+    return min(exact or rungs, key=lambda rung: (rung.step.doubt is not None, rung.step.value))
 
 
 def _change(name: str, before: Row, after: Row, *, over: str) -> Change:

@@ -14,11 +14,11 @@ from html.parser import HTMLParser
 
 import pytest
 
-from dpbench import analyse
+from dpbench import analyse, words
 from dpbench.analyse import Row, labels
 from dpbench.diagnose import Tile
 from dpbench.records import UNATTRIBUTED, Case, Estimate, Memory, Sample, Source, Status, Step, Trial, Verified
-from dpbench.report import facets, figures, heat, markdown, page, table, words
+from dpbench.report import facets, figures, heat, markdown, naming, page, table
 
 PROVENANCE = {
     "host": {"name": "bench-07", "cpu": "AMD EPYC 7763", "cores": 64},
@@ -381,7 +381,7 @@ def test_sixty_cases_stay_readable_and_what_is_left_out_is_said() -> None:
     ]
     sections = figures.sections(crowd, [])
     assert len(sections[1].panels) == facets.PANELS
-    assert sections[1].note == "48 more cases are not drawn; they are in the table."
+    assert sections[1].note == "48 more cases are not drawn; the table has all."
 
 
 def test_measured_and_predicted_of_one_case_stay_apart() -> None:
@@ -499,5 +499,5 @@ def test_sizes_are_binary_and_lines_are_cut_with_wide_letters_counted_twice() ->
     assert words.size(6 * 2**30) == "6.00 GiB"
     assert words.size(0) == "0 B"
     assert words.size(2**50 * 5.0) == "5,120 TiB"
-    assert words.clip("模型模型", 5) == "模…"
-    assert words.clip("a\n b\x00", 5) == "a b"
+    assert naming.clip("模型模型", 5) == "模…"
+    assert naming.clip("a\n b\x00", 5) == "a b"

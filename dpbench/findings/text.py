@@ -6,9 +6,10 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from dpbench.findings.naming import strategy
 from dpbench.findings.rule import Cure, Finding
-from dpbench.findings.words import interval, ms, percent, strategy, times
 from dpbench.ladder import label
+from dpbench.words import NOT_ENOUGH, duration, percent, time, times
 
 if TYPE_CHECKING:
     from dpbench.analyse import Row
@@ -60,7 +61,7 @@ def headline(finding: Finding) -> str:
     if size is None:
         return f"{finding.evidence.says} (memory, no time)"
     kind = "saves" if finding.evidence.measured else "costs at most"
-    return f"{finding.evidence.says}: {kind} {interval(size)}, {percent(finding.share)} of the step"
+    return f"{finding.evidence.says}: {kind} {duration(size)}, {percent(finding.share)} of the step"
 
 
 def parts(finding: Finding) -> list[tuple[str, str]]:
@@ -77,7 +78,9 @@ def parts(finding: Finding) -> list[tuple[str, str]]:
 def _cure(cure: Cure) -> str:
     """Say what a remedy gave as a whole, which may hold more than this one change."""
     name = strategy(cure.row.case)
+    if cure.ratio.doubt:
+        return f"{name}: {NOT_ENOUGH}"
     said = {"faster": "as fast", "slower": "as fast: slower", "same": "as fast: the same"}
     verdict = said.get(cure.verdict, "as fast: undecided")
-    saved = f", saves {ms(cure.gain_s.value)}" if cure.verdict == "faster" else ""
+    saved = f", saves {time(cure.gain_s.value)}" if cure.verdict == "faster" else ""
     return f"{name} {times(cure.ratio)} {verdict}{saved}"

@@ -11,9 +11,10 @@ from matplotlib.patches import PathPatch
 from matplotlib.path import Path
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
+from dpbench import words
 from dpbench.analyse import Row
 from dpbench.records import Case, Estimate, Source, Trial
-from dpbench.report import facets, svg, words
+from dpbench.report import facets, naming, svg
 from dpbench.report.svg import Panel, Section
 
 TICKS = 80
@@ -105,8 +106,7 @@ def steps(rows: Sequence[Row], trials: Sequence[Trial]) -> Section:
         if trial.trusted and trial.source is Source.MEASURED and trial.timed:
             series.setdefault(trial.case, []).append(trial)
     measured = [row for row in rows if row.source is Source.MEASURED and row.case in series]
-    drawn = [row for row in measured if words.finite(row.step)]
-    panels, left_out = facets.split(drawn, per=12)
+    panels, left_out = facets.split([row for row in measured if row.step], per=12)
     return Section(
         "steps", "Every step that was timed",
         "One tick a step and one line of ticks a round (a fresh process). The band is the 95% interval of the "
@@ -123,7 +123,7 @@ def _steps(facet: facets.Facet, series: Mapping[Case, Sequence[Trial]], key: str
     timed = [seconds * 1e3 for group in shown for trial in group for seconds in trial.timed]
     low, high = _scale(axes, min(timed), max(timed))
     for row, group, top in zip(facet.rows, shown, tops, strict=True):
-        if row.step:
+        if row.step and naming.drawable(row.step):
             _interval(axes, row.step, top + 17, top + 17 + 9 * len(group))
         for number, trial in enumerate(group):
             _round(axes, trial, top + 18 + 9 * number, low, high)
@@ -150,7 +150,7 @@ def _scale(axes: Axes, low: float, high: float) -> tuple[float, float]:
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(FixedLocator([m * 10.0**d for d in decades for m in leading]))
         axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: words.exact(value)))
     else:
         room = (high - low) * 0.06 or high * 0.05 or 1.0
         edges = max(0.0, low - room), high + room
@@ -201,5 +201,5 @@ def _thinned(facet: facets.Facet, series: Mapping[Case, Sequence[Trial]]) -> str
             f"Of longer series {TICKS} steps a round, evenly by rank; the fastest and the slowest are among them."
         )
     if any(len(group) > ROUNDS for group in groups):
-        said.append(f"The first {ROUNDS} rounds.")
+        said.append(f"The first {words.count(ROUNDS, 'round')}.")
     return " ".join(said) or "All timed steps."

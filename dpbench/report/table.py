@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from dpbench import plan, strictjson
+from dpbench import plan, strictjson, words
 from dpbench.analyse import Row, frame
 from dpbench.records import Case, Estimate, Fault, Phase, Source, Status, Trial
-from dpbench.report import facets, words
+from dpbench.report import facets, naming
 
 COLUMNS = (
     "model", "strategy", "devices", "batch", "rounds, steps", "median ms", "samples/s", "speed-up", "efficiency",
@@ -57,18 +57,18 @@ def lines(rows: Iterable[Row], trials: Sequence[Trial]) -> list[Line]:
 
 def _line(row: Row, trials: Sequence[Trial]) -> Line:
     case, measured = row.case, row.step is not None
-    about = [*words.strategy(case).partition("[")[1:], *(f" {name}={value}" for name, value in case.options)]
+    about = [*naming.strategy(case).partition("[")[1:], *(f" {name}={value}" for name, value in case.options)]
     placed = "" if case.placement == "spread" else f" {case.placement}"
     cells = (
-        Cell(words.plain(case.model), ", ".join(words.setting(case))),
-        Cell(words.plain(words.strategy(case).partition("[")[0]), words.plain("".join(about) + placed)),
+        Cell(naming.plain(case.model), ", ".join(naming.setting(case))),
+        Cell(naming.plain(naming.strategy(case).partition("[")[0]), naming.plain("".join(about) + placed)),
         Cell(str(case.devices), case.device_kind, str(case.devices)),
         Cell(str(case.batch_size), sort=str(case.batch_size)),
         Cell(f"{row.rounds}, {row.steps}" if measured else "", sort=str(row.steps)),
         _estimate(row.step, 1e3),
         _estimate(row.throughput),
         _speedup(row),
-        Cell(words.percent(row.efficiency.value), sort=repr(row.efficiency.value)) if row.efficiency else Cell(""),
+        _efficiency(row.efficiency),
         _estimate(row.imbalance, unit="×"),
         _memory(row),
         Cell(row.verified.value.replace("_", " ") if row.verified else "no" if row.fault is Fault.UNVERIFIED else ""),
@@ -81,7 +81,15 @@ def _line(row: Row, trials: Sequence[Trial]) -> Line:
 def _estimate(estimate: Estimate | None, scale: float = 1.0, unit: str = "") -> Cell:
     if estimate is None:
         return Cell("")
+    if estimate.doubt:
+        return Cell(words.NOT_ENOUGH, words.count(estimate.n, "round"))
     return Cell(words.number(estimate.value * scale) + unit, words.interval(estimate, scale), repr(estimate.value))
+
+
+def _efficiency(estimate: Estimate | None) -> Cell:
+    if estimate is None or estimate.doubt:
+        return Cell(words.NOT_ENOUGH if estimate else "")
+    return Cell(words.percent(estimate.value), sort=repr(estimate.value))
 
 
 def _speedup(row: Row) -> Cell:
@@ -120,10 +128,10 @@ def _notes(row: Row, trials: Sequence[Trial]) -> tuple[tuple[str, str], ...]:
 
 def phase_lines(rows: Iterable[Row]) -> list[tuple[str, list[str]]]:
     """Return the milliseconds of each phase of each case, and of the step."""
-    measured = [row for row in facets.order(rows) if row.step and row.phases]
+    measured = [row for row in facets.order(rows) if row.step and row.phases and not row.doubt]
     return [
         (
-            f"{words.plain(row.case.model)}, {name}",
+            f"{naming.plain(row.case.model)}, {name}",
             [words.number(row.phases.get(phase, 0.0) * 1e3) for phase in PHASE_COLUMNS]
             + [words.number(row.step.value * 1e3) if row.step else ""],
         )
