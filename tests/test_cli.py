@@ -118,6 +118,25 @@ def test_a_case_that_fails_is_stored_shown_and_makes_the_exit_code_2(folder):
     ]
 
 
+def test_a_run_in_which_nothing_was_measured_says_why_and_makes_the_exit_code_2(folder):
+    done = folder.do(
+        "run", "--models", "mlp", "--strategies", "torch_dp", "--batch-sizes", "8", "--devices", "2", "--rounds", "1",
+        "--device-kind", "cpu",
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "Nothing was measured: 1 case without a verified result." in done.stdout
+    assert "torch.nn.DataParallel needs an accelerator" in done.stderr
+    assert folder.query("SELECT DISTINCT status FROM trial") == [("skipped",)]
+
+
+def test_more_devices_than_rows_are_measured_and_shown_by_every_reader(folder):
+    done = folder.do("run", "--models", "mlp", "--devices", "2", "--batch-sizes", "1", "--strategies", "single,dp,ddp")
+    assert done.returncode == 0, done.stderr
+    assert len([line for line in done.stdout.splitlines() if line.startswith("mlp ")]) == 3
+    for reader in (("report",), ("explain",), ("export", "csv"), ("export", "pyperf"), ("list", "runs")):
+        assert folder.do(*reader).returncode == 0, reader
+
+
 def test_a_model_of_the_current_directory_is_found_by_package_module_and_name(folder):
     package = folder.path / "mine" / "nets"
     package.mkdir(parents=True)
@@ -219,12 +238,23 @@ def test_a_run_whose_stdout_is_closed_still_leaves_its_report_and_says_where_it_
 # -- usage
 
 CHEAP = ("--models", "mlp", "--strategies", "single", "--batch-sizes", "8", "--rounds", "1")
-COMMANDS = ("run", "rnu", "list", "export", "compare")
+COMMANDS = ("run", "rnu", "list", "export", "compare", "predict")
+LISTS = {
+    "run": ("--models", "--strategies", "--schedules", "--devices", "--device-ids", "--batch-sizes",
+            "--batch-per-device", "--retry"),
+    "predict": ("--models", "--strategies", "--schedules", "--devices", "--batch-sizes", "--batch-per-device"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        *(
+            ([command, option, empty], [option, "empty list", "at least one"])
+            for command, options in LISTS.items()
+            for option in options
+            for empty in ("", " , ")
+        ),
         (["run", "--models", "resnet81"], ["resnet81", "did you mean 'resnet18'", "mlp"]),
         (["run", "--strategies", "dpp"], ["dpp", "did you mean 'dp'", "ddp"]),
         (["run", "--devices", "0"], ["devices", "0"]),
