@@ -13,7 +13,8 @@ from types import MappingProxyType
 import pandas as pd
 
 from dpbench import ledger, plan, stats
-from dpbench.records import HOST, UNATTRIBUTED, Case, Doubt, Estimate, Fault, Phase, Source, Status, Trial, Verified
+from dpbench.estimate import Doubt, Estimate
+from dpbench.records import HOST, UNATTRIBUTED, Case, Fault, Phase, Source, Status, Trial, Verified
 
 BASELINES = ("single",)
 ONE_DEVICE = ("single", "single_all_cores")

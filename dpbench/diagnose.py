@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dpbench import stats, validity, words
+from dpbench import shown, stats, validity, words
 from dpbench.analyse import Row
+from dpbench.estimate import Estimate
 from dpbench.ladder import Ladder, label, notable, short
-from dpbench.records import UNATTRIBUTED, Estimate, Phase, Status, Trial
+from dpbench.records import UNATTRIBUTED, Phase, Status, Trial
 
 ROUNDS_MOST = 50
 """Rounds that a reader may be told to add; where more are needed, measuring side by side is the better way."""
@@ -31,8 +32,8 @@ def verdict(rows: Sequence[Row], ladders: Sequence[Ladder] = ()) -> str:
 
     Of a ladder its reference stands there, and then how far the climb leads, and its biggest step.
     """
-    shown = [row for row in notable(rows, ladders) if not _inside(row, ladders)]
-    several = [row for row in shown if row.speedup and row.case.devices > 1]
+    kept = [row for row in notable(rows, ladders) if not _inside(row, ladders)]
+    several = [row for row in kept if row.speedup and row.case.devices > 1]
     done = [row for row in several if _shown(row.speedup)]
     climbs, open_ = _climbs(ladders), _in_doubt([*several, *_of_all_cores(rows, several)])
     if not done:
@@ -90,9 +91,9 @@ def _climbs(ladders: Sequence[Ladder]) -> str:
             parts.append(f"on {where} there are {words.NOT_ENOUGH} to name the best rung")
             continue
         doubt = " (undecided)" if found.whole.verdict == "undecided" else ""
-        first = f"{words.times(found.whole.ratio)} over {found.whole.over}{doubt}"
+        first = f"{shown.times(found.whole.ratio)} over {found.whole.over}{doubt}"
         big = found.biggest
-        step = f", its biggest step {big.name}: {words.times(big.ratio)} over {big.over}" if big else ""
+        step = f", its biggest step {big.name}: {shown.times(big.ratio)} over {big.over}" if big else ""
         parts.append(f"on {where} the best rung is {found.fastest.name}, {first}{step}")
     kind = "Of host time alone, c" if ladders[0].case.device_kind == "emulated" else "C"
     return f"{kind}limbing the ladder, {'; '.join(parts)}."
@@ -111,10 +112,10 @@ def _nothing(rows: Sequence[Row]) -> str:
 
 def _of_strategy(name: str, rows: Sequence[Row]) -> str:
     """Return one strategy's speed-ups, a model each; only those that are interesting when there are many."""
-    shown = sorted(rows, key=lambda row: row.speedup.value if row.speedup else 0.0)
-    if len(shown) > 3:
-        shown = [shown[0], shown[-1]]
-    parts = [f"{words.times(row.speedup)} on {row.case.model}{_batch(row, rows)}" for row in shown if row.speedup]
+    kept = sorted(rows, key=lambda row: row.speedup.value if row.speedup else 0.0)
+    if len(kept) > 3:
+        kept = [kept[0], kept[-1]]
+    parts = [f"{shown.times(row.speedup)} on {row.case.model}{_batch(row, rows)}" for row in kept if row.speedup]
     joiner = " to " if len(rows) > 3 else ", "
     return f"{name} gives {joiner.join(parts)}"
 

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dpbench import ledger, links, stats, words
-from dpbench.records import HOST, Case, Estimate, Source, Trial
+from dpbench.estimate import Estimate
+from dpbench.records import HOST, Case, Source, Trial
 
 Figures = Mapping[int, Sequence[float]]
 """By device, a figure for each timed step, or one for the trial."""

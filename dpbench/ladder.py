@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from dpbench import plan, schedule, stats
-from dpbench.records import Case, Estimate, Source
+from dpbench.estimate import Estimate
+from dpbench.records import Case, Source
 
 if TYPE_CHECKING:
     from dpbench.analyse import Row

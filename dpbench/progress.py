@@ -10,9 +10,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
-from dpbench import ladder, plan, words
+from dpbench import ladder, plan, shown, words
 from dpbench.columns import aligned
-from dpbench.records import Estimate, Status
+from dpbench.estimate import Estimate
+from dpbench.records import Status
 
 
 class _Console(Console):
@@ -101,4 +102,4 @@ def _estimate(estimate: Estimate | None, scale: float = 1.0, unit: str = "") -> 
         return "", ""
     if estimate.doubt:
         return words.NOT_ENOUGH, ""
-    return words.number(estimate.value * scale) + unit, words.interval(estimate, scale)
+    return words.number(estimate.value * scale) + unit, shown.interval(estimate, scale)

@@ -13,9 +13,9 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from enum import StrEnum
-from typing import Any, ClassVar
+from typing import Any
 
 SCHEMA = 2
 HOST = -1
@@ -329,42 +329,6 @@ class Effort:
     """Whether two more steps tell what each device holds in each phase."""
 
 
-class Doubt(StrEnum):
-    """Why an estimate is not shown as a result."""
-
-    ROUNDS = "too few rounds"
-    WIDTH = "interval too wide"
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A number with its 95 % interval and the count of rounds behind it.
-
-    A prediction has no rounds: its `n` is 0, and its interval is the one that was stated. A `signed` estimate is a
-    difference, which may be 0 or negative: no factor lies between the ends of its interval.
-    """
-
-    value: float
-    low: float
-    high: float
-    n: int
-    signed: bool = False
-    ROUNDS: ClassVar[int] = 3
-    """Rounds below which nothing is shown: two do not tell how rounds differ."""
-    WIDEST: ClassVar[float] = 4.0
-    """The factor from low to high beyond which nothing is shown."""
-
-    @property
-    def doubt(self) -> Doubt | None:
-        """Return why the estimate must not be shown as a result; None where it may."""
-        if self.n == 0:
-            return None
-        if self.n < self.ROUNDS:
-            return Doubt.ROUNDS
-        # also true of a low end at 0 and of what is not a number
-        return None if self.signed or self.high <= self.WIDEST * self.low else Doubt.WIDTH
-
-
 @dataclass(frozen=True)
 class Cost:
     """Seconds of work on one device: so much whatever the batch, and so much a sample; never less than the least."""
@@ -434,13 +398,3 @@ class Task:
     unit: str
     after: tuple[int, ...] = ()
     overlap: tuple[int, ...] = ()
-
-
-def case_defaults() -> dict[str, Any]:
-    """Return the default of each field of `Case` that has one."""
-    return {f.name: f.default for f in fields(Case) if f.default is not MISSING}
-
-
-def as_plain(record: Any) -> dict[str, Any]:
-    """Turn any record of this module into a dict."""
-    return asdict(record)

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from dpbench import samplers, stats
-from dpbench.records import Case, Effort, Estimate, Status, Trial
+from dpbench.estimate import Estimate
+from dpbench.records import Case, Effort, Status, Trial
 from dpbench.server import Server
 from dpbench.words import count
 

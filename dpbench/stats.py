@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import stdtr, stdtrit
 
-from dpbench.records import Estimate
+from dpbench.estimate import Estimate
 
 Rounds = Mapping[int, Sequence[float]]
 """The measured step seconds of one case, by round."""

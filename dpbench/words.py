@@ -1,7 +1,6 @@
 """Words: numbers as text, for terminals, pages and messages alike.
 
-This module alone rounds, scales and picks units: three significant digits, never an exponent. It also decides nothing:
-whether an estimate may be shown is `Estimate.doubt`.
+No other module rounds, scales or picks units for a reader: three significant digits, never an exponent.
 """
 
 from __future__ import annotations
@@ -9,20 +8,10 @@ from __future__ import annotations
 import math
 from decimal import Decimal
 
-from dpbench.records import Doubt, Estimate
-
 MISSING = "–"
 NOT_ENOUGH = "not enough rounds"
-"""What stands in the place of an estimate that may not be shown."""
+"""The text in the place of an estimate that may not be shown."""
 REMEDY = "more rounds (--rounds N, or --rounds auto) and a machine without other work"
-INTERVALS = (
-    "Intervals of measurements are 95% intervals by Student's t over the rounds; their spread comes from a "
-    "hierarchical bootstrap, which resamples rounds and then the steps in each."
-)
-WITHHELD = (
-    f"An estimate of fewer than {Estimate.ROUNDS} rounds, or whose interval spans more than a factor of "
-    f"{Estimate.WIDEST:.0f}, is replaced by “{NOT_ENOUGH}” and drawn nowhere: {REMEDY} would help."
-)
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
 _TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 
@@ -67,7 +56,7 @@ def percent(share: float) -> str:
 
 def time(value: float) -> str:
     """Say a duration in the unit that fits it, from ns to s."""
-    scale, unit = _time_unit(value)
+    scale, unit = time_unit(value)
     return f"{number(value / scale)} {unit}" if math.isfinite(value) else MISSING
 
 
@@ -76,7 +65,7 @@ def signed_time(value: float) -> str:
     return f"{'−' if value < 0 else '+'}{time(abs(value))}"
 
 
-def _time_unit(value: float) -> tuple[float, str]:
+def time_unit(value: float) -> tuple[float, str]:
     """Return the largest unit in which a duration, rounded, is not below 1; the smallest for anything below 1 ns."""
     rounded = float(f"{abs(value):.3g}") if value else 1e-3
     return next((pair for pair in _TIMES if rounded >= pair[0]), _TIMES[-1])
@@ -92,35 +81,3 @@ def binary(most: float) -> tuple[str, float]:
     """Return the binary unit that fits a number of bytes, and how many bytes it is."""
     power = next((p for p in range(len(_BINARY) - 1, 0, -1) if most >= 1024**p), 0)
     return _BINARY[power], 1024.0**power
-
-
-def interval(estimate: Estimate, scale: float = 1.0) -> str:
-    """Say the interval from its low to its high end."""
-    return f"{number(estimate.low * scale)}–{number(estimate.high * scale)}"
-
-
-def duration(estimate: Estimate) -> str:
-    """Say a duration in seconds with its interval, both in one unit; or that there are not enough rounds."""
-    if estimate.doubt:
-        return NOT_ENOUGH
-    scale, unit = _time_unit(estimate.value)
-    return f"{number(estimate.value / scale)} {unit} ({interval(estimate, 1 / scale)})"
-
-
-def ms(estimate: Estimate) -> str:
-    """Say a duration in seconds as milliseconds with its interval; or that there are not enough rounds."""
-    return NOT_ENOUGH if estimate.doubt else f"{number(estimate.value * 1e3)} ms ({interval(estimate, 1e3)})"
-
-
-def times(estimate: Estimate) -> str:
-    """Say a ratio with its interval; or that there are not enough rounds."""
-    return NOT_ENOUGH if estimate.doubt else f"{number(estimate.value)}× ({interval(estimate)})"
-
-
-def doubt(estimate: Estimate) -> str:
-    """Say why an estimate is not shown; empty where it is."""
-    if estimate.doubt is Doubt.ROUNDS:
-        return f"{count(estimate.n, 'round')}, and fewer than {Estimate.ROUNDS} do not tell how rounds differ"
-    if estimate.doubt is Doubt.WIDTH:
-        return f"its interval spans more than a factor of {exact(Estimate.WIDEST)}"
-    return ""

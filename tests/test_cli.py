@@ -410,8 +410,10 @@ def test_compare_tells_slower_faster_same_and_undecided_by_words_and_exit_code(
     assert code == expected, out + err
     (line,) = out.splitlines()
     assert line.split()[0] == verdict
-    ratio = float(re.search(r"([\d.]+)x", line).group(1))
-    assert ratio == pytest.approx(before / after, rel=0.01 + 2 * noise)
+    if noise > 0.1:
+        assert "not enough rounds (its interval spans more than a factor of 4; more rounds" in line
+    else:
+        assert float(re.search(r"([\d.]+)x", line).group(1)) == pytest.approx(before / after, rel=0.01 + 2 * noise)
     assert "mlp dp[reference] x2 batch 64" in line
 
 

@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 from dpbench import cli, models, validity
 from dpbench.cli import running
-from dpbench.records import Estimate
+from dpbench.estimate import Estimate
 from dpbench.store import Store
 
 RUN = (

@@ -17,7 +17,8 @@ import pytest
 from dpbench import analyse, words
 from dpbench.analyse import Row, labels
 from dpbench.diagnose import Tile
-from dpbench.records import UNATTRIBUTED, Case, Estimate, Memory, Sample, Source, Status, Step, Trial, Verified
+from dpbench.estimate import Estimate
+from dpbench.records import UNATTRIBUTED, Case, Memory, Sample, Source, Status, Step, Trial, Verified
 from dpbench.report import facets, figures, heat, markdown, naming, page, table
 
 PROVENANCE = {

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dpbench import shown
 from dpbench.cli.ending import EXIT_UNDECIDED, EXIT_WORSE, last_words
 from dpbench.cli.options import REPORT, run_option, store_option
 from dpbench.cli.showing import choose, content_of, read, write_report
 
 if TYPE_CHECKING:
-    from dpbench.records import Estimate
+    from dpbench.estimate import Estimate
     from dpbench.store import Run
 
 
@@ -146,7 +147,7 @@ def _ratio(estimate: Estimate) -> str:
     from dpbench import words
 
     if estimate.doubt:
-        return f"{words.NOT_ENOUGH} ({words.doubt(estimate)}; {words.REMEDY} would help)"
+        return f"{words.NOT_ENOUGH} ({shown.doubt(estimate)}; {words.REMEDY} would help)"
     value, low, high = (words.number(part, 4) for part in (estimate.value, estimate.low, estimate.high))
     return f"{value:>6}x [{low}-{high}]"
 

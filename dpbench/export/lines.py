@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 
 from dpbench import ledger, strictjson
-from dpbench.records import Trial, as_plain
+from dpbench.records import Trial
 
 
 def jsonl(run_id: str, trials: Iterable[Trial]) -> Iterator[str]:
@@ -25,7 +26,7 @@ def jsonl(run_id: str, trials: Iterable[Trial]) -> Iterator[str]:
                 "verified": trial.verified,
                 "round": trial.round,
                 "steps": steps,
-                "memory": [as_plain(peak) for peak in trial.memory],
+                "memory": [asdict(peak) for peak in trial.memory],
                 "failed_device": trial.failed_device,
                 "setup": dict(trial.setup),
                 "provenance": dict(trial.provenance),

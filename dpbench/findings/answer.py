@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 
 from dpbench import schedule, stats
 from dpbench.analyse import Row
+from dpbench.estimate import Estimate
 from dpbench.findings.bench import Bench, scaled
 from dpbench.findings.naming import devices, strategy
 from dpbench.findings.rule import Finding
-from dpbench.records import UNATTRIBUTED, Estimate
-from dpbench.words import NOT_ENOUGH, REMEDY, count, doubt, exact, percent, time, times
+from dpbench.records import UNATTRIBUTED
+from dpbench.shown import doubt, times
+from dpbench.words import NOT_ENOUGH, REMEDY, count, exact, percent, time
 
 _REMEDY = f"What would help: {REMEDY}."
 LARGEST = 3

@@ -8,7 +8,8 @@ from functools import cached_property
 
 from dpbench import ledger, plan, schedule, stats
 from dpbench.analyse import Row, baseline
-from dpbench.records import HOST, Case, Estimate, Phase, Source, Trial
+from dpbench.estimate import Estimate
+from dpbench.records import HOST, Case, Phase, Source, Trial
 
 ENGINES = ("torch_dp", "dp")
 """DataParallel's strategies, the one that users have first."""

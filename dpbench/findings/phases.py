@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from dpbench.estimate import Estimate
 from dpbench.findings.bench import Bench, overlap, share_of
 from dpbench.findings.rule import Evidence, Judgement, Missing, Rule
-from dpbench.records import UNATTRIBUTED, Estimate, Phase
+from dpbench.records import UNATTRIBUTED, Phase
 from dpbench.words import count, percent, size, time, verb
 
 SERIAL = 1.25

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dpbench import schedule, stats
 from dpbench.analyse import Row
+from dpbench.estimate import Estimate
 from dpbench.findings.bench import COMPUTE, Bench, scaled, share_of
 from dpbench.findings.naming import devices, strategy
 from dpbench.findings.rule import Evidence, Judgement, Missing, Rule
-from dpbench.records import Estimate
-from dpbench.words import NOT_ENOUGH, REMEDY, count, duration, exact, number, percent, size, time, times, verb
+from dpbench.shown import duration, times
+from dpbench.words import NOT_ENOUGH, REMEDY, count, exact, number, percent, size, time, verb
 
 LEVEL = 1.1
 """Device 0's memory over the others', up to which they are alike."""

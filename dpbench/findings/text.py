@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from dpbench.findings.naming import strategy
 from dpbench.findings.rule import Cure, Finding
 from dpbench.ladder import label
-from dpbench.words import NOT_ENOUGH, duration, percent, time, times
+from dpbench.shown import duration, times
+from dpbench.words import NOT_ENOUGH, percent, time
 
 if TYPE_CHECKING:
     from dpbench.analyse import Row

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from dpbench import words
+from dpbench import shown, words
+from dpbench.estimate import Estimate
 from dpbench.footprint import PHASES, Footprint, footprints
 from dpbench.imbalance import Index, indexes
-from dpbench.records import HOST, Case, Estimate, Trial
+from dpbench.records import HOST, Case, Trial
 from dpbench.report import facets, naming
 from dpbench.report.table import Cell, Table
 from dpbench.traffic import Counted, Flow, counted, flows
@@ -108,7 +109,7 @@ def _index(index: Index) -> tuple[Cell, ...]:
 def _estimate(estimate: Estimate) -> Cell:
     if estimate.doubt:
         return Cell(words.NOT_ENOUGH, words.count(estimate.n, "round"))
-    return Cell(words.number(estimate.value) + "×", words.interval(estimate))
+    return Cell(words.number(estimate.value) + "×", shown.interval(estimate))
 
 
 def _memory(found: Sequence[Footprint]) -> tuple[Table, list[Case]]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-from dpbench import words
+from dpbench import shown, words
 from dpbench.analyse import Row
 from dpbench.ladder import Ladder, notable
 from dpbench.records import UNATTRIBUTED, Phase, Trial
@@ -62,7 +62,7 @@ def throughput(rows: Sequence[Row]) -> Section:
 
 def _throughput(facet: facets.Facet, key: str) -> Panel:
     found = [row.throughput for row in facet.rows if row.throughput]
-    values = [f"{words.number(e.value)}/s ({words.interval(e)})" for e in found]
+    values = [f"{words.number(e.value)}/s ({shown.interval(e)})" for e in found]
     figure, axes, tops = svg.lanes(facet.names, values, [38] * len(values))
     for row, e, y in zip(facet.rows, found, (top + 24 for top in tops), strict=True):
         colour = svg.colour(row.case)

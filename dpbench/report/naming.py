@@ -8,8 +8,9 @@ from collections.abc import Iterable, Sequence
 
 from dpbench import words
 from dpbench.analyse import Row
+from dpbench.estimate import Estimate
 from dpbench.ladder import short
-from dpbench.records import Case, Estimate, Source
+from dpbench.records import Case, Source
 
 _PLAIN = Case(model="", strategy="", batch_size=0)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dpbench import schedule, words
+from dpbench import schedule, shown, words
+from dpbench.estimate import Estimate
 from dpbench.ladder import Change, Ladder, Rung, short
-from dpbench.records import Estimate
 from dpbench.report import naming
 from dpbench.report.table import Cell, Table
 
@@ -89,7 +89,7 @@ def tables(ladder: Ladder) -> Sequence[Table]:
 def _estimate(estimate: Estimate, scale: float = 1.0, unit: str = "") -> Cell:
     if estimate.doubt:
         return Cell(words.NOT_ENOUGH)
-    return Cell(words.number(estimate.value * scale) + unit, words.interval(estimate, scale))
+    return Cell(words.number(estimate.value * scale) + unit, shown.interval(estimate, scale))
 
 
 def _saved(change: Change) -> Cell:

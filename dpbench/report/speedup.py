@@ -11,9 +11,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from dpbench import words
+from dpbench import shown
 from dpbench.analyse import Row
-from dpbench.records import Case, Estimate
+from dpbench.estimate import Estimate
+from dpbench.records import Case
 from dpbench.report import facets, naming, svg
 from dpbench.report.svg import Panel, Section
 
@@ -130,7 +131,7 @@ def _level(axes: Axes, line: Points) -> Line2D:
     row, last = line[-1]
     colour = svg.ROLES[LEVEL]
     axes.axhspan(last.low, last.high, color=colour, alpha=0.15, linewidth=0)
-    label = _name(row.case, row.labels, words.times(last))
+    label = _name(row.case, row.labels, shown.times(last))
     return axes.axhline(last.value, color=colour, linewidth=1.6, dashes=(8, 3), label=label)
 
 
@@ -148,5 +149,5 @@ def _line(axes: Axes, line: Points, nth: int, shift: float) -> Line2D:
     above = [estimate.high - estimate.value for _, estimate in line]
     places, values = [row.case.devices + shift for row, _ in line], [estimate.value for _, estimate in line]
     axes.errorbar(places, values, yerr=(below, above), capsize=3.5, **look)  # type: ignore[arg-type]
-    value = f"{words.times(last)} on {row.case.devices}"
+    value = f"{shown.times(last)} on {row.case.devices}"
     return Line2D([], [], label=_name(row.case, row.labels, value), **look)  # type: ignore[arg-type]

@@ -11,9 +11,10 @@ from matplotlib.patches import PathPatch
 from matplotlib.path import Path
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from dpbench import words
+from dpbench import shown, words
 from dpbench.analyse import Row
-from dpbench.records import Case, Estimate, Source, Trial
+from dpbench.estimate import Estimate
+from dpbench.records import Case, Source, Trial
 from dpbench.report import facets, naming, svg
 from dpbench.report.svg import Panel, Section
 
@@ -45,7 +46,7 @@ def imbalance(rows: Sequence[Row]) -> Section:
 
 def _busy(facet: facets.Facet, key: str) -> Panel:
     """Draw busy time, and below it the time in which a device had a phase open."""
-    values = [words.times(row.imbalance) if row.imbalance else "" for row in facet.rows]
+    values = [shown.times(row.imbalance) if row.imbalance else "" for row in facet.rows]
     figure, axes, tops = svg.lanes(facet.names, values, [46] * len(values), keys=2)
     for row, top in zip(facet.rows, tops, strict=True):
         _dumbbell(axes, {d: s * 1e3 for d, s in row.busy.items()}, top + 24, "D", svg.ROLES["dp"])
@@ -117,12 +118,12 @@ def steps(rows: Sequence[Row], trials: Sequence[Trial]) -> Section:
 
 
 def _steps(facet: facets.Facet, series: Mapping[Case, Sequence[Trial]], key: str) -> Panel:
-    shown = [series[row.case][:ROUNDS] for row in facet.rows]
-    values = [words.ms(row.step) if row.step else "" for row in facet.rows]
-    figure, axes, tops = svg.lanes(facet.names, values, [22 + 9 * len(group) for group in shown], keys=1)
-    timed = [seconds * 1e3 for group in shown for trial in group for seconds in trial.timed]
+    groups = [series[row.case][:ROUNDS] for row in facet.rows]
+    values = [shown.ms(row.step) if row.step else "" for row in facet.rows]
+    figure, axes, tops = svg.lanes(facet.names, values, [22 + 9 * len(group) for group in groups], keys=1)
+    timed = [seconds * 1e3 for group in groups for trial in group for seconds in trial.timed]
     low, high = _scale(axes, min(timed), max(timed))
-    for row, group, top in zip(facet.rows, shown, tops, strict=True):
+    for row, group, top in zip(facet.rows, groups, tops, strict=True):
         if row.step and naming.drawable(row.step):
             _interval(axes, row.step, top + 17, top + 17 + 9 * len(group))
         for number, trial in enumerate(group):

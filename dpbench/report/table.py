@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from dpbench import plan, strictjson, words
+from dpbench import plan, shown, strictjson, words
 from dpbench.analyse import Row, frame
-from dpbench.records import Case, Estimate, Fault, Phase, Source, Status, Trial
+from dpbench.estimate import Estimate
+from dpbench.records import Case, Fault, Phase, Source, Status, Trial
 from dpbench.report import facets, naming
 
 COLUMNS = (
@@ -83,7 +84,7 @@ def _estimate(estimate: Estimate | None, scale: float = 1.0, unit: str = "") -> 
         return Cell("")
     if estimate.doubt:
         return Cell(words.NOT_ENOUGH, words.count(estimate.n, "round"))
-    return Cell(words.number(estimate.value * scale) + unit, words.interval(estimate, scale), repr(estimate.value))
+    return Cell(words.number(estimate.value * scale) + unit, shown.interval(estimate, scale), repr(estimate.value))
 
 
 def _efficiency(estimate: Estimate | None) -> Cell:

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from dpbench import words
+from dpbench import shown, words
 from dpbench.ladder import Change, Ladder, Rung
 from dpbench.report import facets, naming, rungs, svg
 from dpbench.report.svg import Panel, Section
@@ -31,7 +31,7 @@ def section(ladders: Sequence[Ladder]) -> Section:
 
 def _panel(ladder: Ladder, key: str) -> Panel:
     names = [_name(rung) for rung in ladder.rungs]
-    values = [words.times(r.change.ratio) if r.change else words.ms(r.step) for r in ladder.rungs]
+    values = [shown.times(r.change.ratio) if r.change else shown.ms(r.step) for r in ladder.rungs]
     handles = list(_handles(ladder))
     figure, axes, tops = svg.lanes(names, values, [36] * len(names), keys=-(-len(handles) // 2))
     steps = {rung.name: rung.step.value * 1e3 for rung in ladder.rungs if not rung.step.doubt}
@@ -120,7 +120,7 @@ def _caption(ladder: Ladder) -> str:
         said.append(f"Limit: one device's share alone, {share}: what the computing takes.")
     drawn = {name for name, _, _ in _rivals(ladder)}
     if ladder.ddp and ladder.ddp.step and "ddp" not in drawn:
-        said.append(f"ddp takes {words.ms(ladder.ddp.step)}: beyond the axis.")
+        said.append(f"ddp takes {shown.ms(ladder.ddp.step)}: beyond the axis.")
     if ladder.case.device_kind == "emulated":
         said.append("Host cost only, no speed-up.")
     return " ".join(said)
