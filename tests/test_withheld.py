@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from dpbench import analyse, diagnose, findings, imbalance, ladder, progress, stats
+from dpbench import shown as explained
 from dpbench.cli.showing import content_of
 from dpbench.findings import text
 from dpbench.records import Case, Phase, Sample, Source, Span, Step, Trial, Verified
@@ -55,7 +56,7 @@ def terminal(shown: dict) -> str:
 
 def test_three_sound_rounds_are_shown_in_full() -> None:
     for rendered in (terminal(SOUND), page.render(**SOUND), markdown.render(**SOUND), text.render(SOUND["diagnoses"])):
-        assert "not enough rounds" not in re.sub(r'<p class="lead">Small.*?</p>', "", rendered)
+        assert "not enough rounds" not in rendered.replace(explained.WITHHELD, "")
         assert "1.50" in rendered  # the speed-up of dp
     assert len(SOUND["tiles"]) == 4
     assert [len(section.panels) for section in figures.sections(SOUND["rows"], SOUND["trials"])[:3]] == [1, 1, 1]
@@ -196,3 +197,11 @@ def test_weak_scaling_is_named_beside_a_speed_up_that_is_shown() -> None:
     (line,) = [line for line in progress.table(shown["rows"]).splitlines() if re.match(r"mlp +dp ", line)]
     assert "1.33x weak" in line
     assert shown["verdict"].startswith("On 2 logical CPU devices (weak scaling), dp gives 1.33× ")
+
+
+def test_the_page_and_the_documents_describe_one_kind_of_interval() -> None:
+    documents = " ".join((Path(__file__).parents[1] / "docs" / "measuring.md").read_text().split())
+    assert explained.INTERVALS in page.render(**SOUND).replace("&#39;", "'")
+    for clause in explained.INTERVALS.removesuffix(".").split("; "):
+        assert clause.replace("95%", "95 %").partition(", which")[0] in documents
+    assert "percentile" not in documents
