@@ -13,7 +13,8 @@ from types import MappingProxyType
 import pandas as pd
 
 from dpbench import ledger, plan, quiet, stats
-from dpbench.records import HOST, UNATTRIBUTED, Case, Estimate, Phase, Source, Status, Trial, Verified
+from dpbench.estimate import Doubt, Estimate
+from dpbench.records import HOST, UNATTRIBUTED, Case, Fault, Phase, Source, Status, Trial, Verified
 
 BASELINES = ("single",)
 ONE_DEVICE = ("single", "single_all_cores")
@@ -32,13 +33,15 @@ class Row:
 
     `phases` are seconds of the ledger that sum to `step.value`. `speedup` compares with `single` at equal global
     work (scaling "strong") or equal work per device ("weak"). `imbalance` is device 0's busy time over the mean of
-    the others'. `series` are the timed steps' seconds by round.
+    the others'. `series` are the timed steps' seconds by round. `reason` is why a round gave no result, `fault` why
+    none did although the last trial ended well.
     """
 
     case: Case
     source: Source
     status: Status
     reason: str = ""
+    fault: Fault | None = None
     rounds: int = 0
     steps: int = 0
     verified: Verified | None = None
@@ -58,6 +61,16 @@ class Row:
     imbalance: Estimate | None = None
     memory_imbalance: float | None = None
     labels: tuple[str, ...] = ()
+
+    @property
+    def outcome(self) -> str:
+        """Return how the case ended: `ok` where it has a result."""
+        return (self.fault or self.status).value
+
+    @property
+    def doubt(self) -> Doubt | None:
+        """Return why the step must not be shown as a result; None where it may, and where there is none."""
+        return self.step.doubt if self.step else None
 
     @property
     def moving_share(self) -> float:
@@ -96,29 +109,25 @@ def _order(trial: Trial) -> tuple[object, ...]:
 
 def measured(trials: Iterable[Trial]) -> dict[int, list[float]]:
     """Return the timed steps' seconds by round, of verified trials alone; a case's last trial of a round counts."""
-    return {
-        trial.round: [step.seconds for step in trial.steps if not step.warmup]
-        for trial in trials
-        if trial.trusted and any(not step.warmup for step in trial.steps)
-    }
+    return {trial.round: list(trial.timed) for trial in trials if trial.trusted and trial.timed}
 
 
 def _row(case: Case, trials: Sequence[Trial], series: stats.Rounds) -> Row:
     """Return what the case's own trials tell."""
     # a round that was measured again counts by its last trial
     good = list({trial.round: trial for trial in trials if trial.round in series and trial.trusted}.values())
-    bad = next((trial for trial in trials if trial.status is not Status.OK), None)
     last = (good or trials)[-1]
     row = Row(
-        case=case, source=last.source, status=last.status, reason=bad.reason if bad else "",
-        rounds=len(series), steps=sum(map(len, series.values())), labels=labels(last),
+        case=case, source=last.source, status=last.status, fault=last.fault,
+        reason=next((why for trial in trials if (why := trial.refusal)), ""), rounds=len(series),
+        steps=sum(map(len, series.values())), labels=labels(last),
     )  # fmt: skip
     if not good:
         return row
     step = _stated(good[-1]) or stats.median(series)
+    step = replace(step, n=0) if row.source is Source.PREDICTED else step
     busy, source = _busy(good)
     memory = _memory(good)
-    others = [size for device, size in memory.items() if device > 0]
     return replace(
         row,
         series=series,
@@ -134,7 +143,7 @@ def _row(case: Case, trials: Sequence[Trial], series: stats.Rounds) -> Row:
         memory_source=next((m.source for t in good for m in t.memory if m.device != HOST), ""),
         host_bytes=memory.get(HOST, 0),
         imbalance=_imbalance(good, source) if source else None,
-        memory_imbalance=memory[0] / statistics.mean(others) if others and 0 in memory else None,
+        memory_imbalance=_memory_imbalance(case, memory),
     )
 
 
@@ -144,7 +153,7 @@ def _stated(trial: Trial) -> Estimate | None:
     if trial.source is not Source.PREDICTED or not interval:
         return None
     low_s, high_s = interval
-    return Estimate(trial.steps[-1].seconds, low_s, high_s, 1)
+    return Estimate(trial.steps[-1].seconds, low_s, high_s, 0)
 
 
 def _memory(trials: Sequence[Trial]) -> dict[int, int]:
@@ -153,6 +162,12 @@ def _memory(trials: Sequence[Trial]) -> dict[int, int]:
     for memory in (m for trial in trials for m in trial.memory if m.kind == "allocated" and not m.phase):
         peaks[memory.device] = max(peaks.get(memory.device, 0), memory.peak_bytes)
     return dict(sorted(peaks.items()))
+
+
+def _memory_imbalance(case: Case, memory: Mapping[int, int]) -> float | None:
+    """Return device 0's peak over the mean of the others' that have rows of the batch; None without such others."""
+    others = [memory.get(device, 0) for device in range(1, len(case.rows))]
+    return memory[0] / statistics.mean(others) if 0 in memory and any(others) else None
 
 
 def labels(trial: Trial) -> tuple[str, ...]:
@@ -202,11 +217,11 @@ def baseline(case: Case, batch: int) -> Case:
 
 
 def _scaled(estimate: Estimate, factor: float) -> Estimate:
-    return Estimate(estimate.value * factor, estimate.low * factor, estimate.high * factor, estimate.n)
+    return replace(estimate, value=estimate.value * factor, low=estimate.low * factor, high=estimate.high * factor)
 
 
 def _inverse(estimate: Estimate, work: float) -> Estimate:
-    return Estimate(work / estimate.value, work / estimate.high, work / estimate.low, estimate.n)
+    return replace(estimate, value=work / estimate.value, low=work / estimate.high, high=work / estimate.low)
 
 
 def _phases(trials: Sequence[Trial], step_s: float) -> dict[str, float]:
@@ -237,10 +252,11 @@ def _imbalance(trials: Sequence[Trial], source: str) -> Estimate | None:
     metric = next(name for name, words in BUSY_METRICS.items() if words == source)
     vectors: dict[int, list[tuple[float, ...]]] = {}
     for trial in trials:
-        values = trial.readings(metric, timed=True)
+        # a device without rows of the batch works for none of them
+        values = {d: v for d, v in trial.readings(metric, timed=True).items() if 0 <= d < len(trial.case.rows)}
         if 0 in values and len(values) > 1:
             vectors[trial.round] = list(zip(*(values[device] for device in sorted(values)), strict=False))
-    idle = any(min(row[1:]) <= 0 for rows in vectors.values() for row in rows)
+    idle = any(min(row) <= 0 for rows in vectors.values() for row in rows)
     alike = len({len(rows[0]) for rows in vectors.values()}) == 1
     return stats.first_over_rest(vectors) if alike and not idle else None
 
@@ -258,7 +274,9 @@ def frame(
     run_ids: Sequence[str] = (),
     beside: Mapping[str, Sequence[object]] = MappingProxyType({}),
 ) -> pd.DataFrame:
-    """Return the rows as a flat table: case fields, then estimates as value, low and high columns.
+    """Return the rows as a flat table: case fields, then estimates as value, low, high and withheld columns.
+
+    `withheld` is why the reports do not show an estimate; it is empty where they do.
 
     The columns are the same for every run, but for devices beyond the first eight; `run_ids`, one a row, come first,
     the columns of `beside`, one value a row, last.
@@ -276,11 +294,12 @@ def frame(
 def _record(row: Row, devices: int) -> dict[str, object]:
     """Return one line of the flat table."""
     record: dict[str, object] = {f.name: getattr(row.case, f.name) for f in fields(Case)}
-    record |= {"status": row.status.value, "verified": row.verified, "rounds": row.rounds, "steps": row.steps}
+    record |= {"status": row.outcome, "verified": row.verified, "rounds": row.rounds, "steps": row.steps}
     for name in ("step", "throughput", "speedup", "efficiency", "imbalance"):
         estimate: Estimate | None = getattr(row, name)
         for part in ("value", "low", "high"):
             record[f"{name}_{part}"] = getattr(estimate, part) if estimate else None
+        record[f"{name}_withheld"] = estimate.doubt if estimate else None
     record |= {f"phase_{name}_s": row.phases.get(name) for name in (*Phase, UNATTRIBUTED)}
     record |= {f"busy_{device}_s": row.busy.get(device) for device in range(devices)}
     record |= {f"memory_{device}_bytes": row.memory.get(device) for device in range(devices)}
@@ -316,6 +335,17 @@ def compare(before: Sequence[Trial], after: Sequence[Trial], *, margin: float = 
         Comparison(case, ratio, verdict, *blame(*both[case]))
         for case, ratio, verdict in zip(both, ratios, stats.verdicts(ratios, margin=margin), strict=True)
     ]
+
+
+def uncompared(before: Sequence[Trial], after: Sequence[Trial]) -> dict[Case, str]:
+    """Return the cases that both runs have and one of them has no result of, each with the reason."""
+    found = {}
+    for case in dict.fromkeys(trial.case for trial in before):
+        for name, side in (("before", before), ("after", after)):
+            mine = [trial for trial in side if trial.case == case]
+            if not measured(mine) and any(trial.case == case for trial in after):
+                found[case] = f"no result {name}: {mine[-1].refusal.partition(chr(10))[0]}"
+    return found
 
 
 def blame(before: Sequence[Trial], after: Sequence[Trial]) -> tuple[str, float]:

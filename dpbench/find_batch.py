@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dpbench import plan, provenance
+from dpbench import plan, provenance, words
 from dpbench.columns import aligned
 from dpbench.nvml import describe
 from dpbench.records import Case, Effort, Status, Trial
@@ -190,7 +190,7 @@ def table(found: Sequence[Found]) -> str:
 def _cells(one: Found) -> tuple[str, ...]:
     case = one.case
     name = case.strategy + (f"[{case.schedule}]" if case.schedule not in ("", "reference") else "")
-    per_device = "" if one.largest is None else f"{one.largest / case.devices:g}"
+    per_device = "" if one.largest is None else words.exact(one.largest / case.devices)
     failed_first = "" if one.failed is None else "unknown" if one.device is None else f"device {one.device}"
     return (
         case.model, name, str(case.devices), "none" if one.largest is None else str(one.largest), per_device,

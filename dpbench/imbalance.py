@@ -10,8 +10,9 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from dpbench import ledger, links, stats
-from dpbench.records import HOST, Case, Estimate, Source, Trial
+from dpbench import ledger, links, stats, words
+from dpbench.estimate import Estimate
+from dpbench.records import HOST, Case, Source, Trial
 
 Figures = Mapping[int, Sequence[float]]
 """By device, a figure for each timed step, or one for the trial."""
@@ -55,7 +56,6 @@ class _Found:
     vectors: stats.Vectors
     columns: tuple[int, ...]
     basis: str
-    series: bool
 
     def medians(self) -> dict[int, float]:
         """Return each device's median over rounds of each round's median."""
@@ -70,7 +70,7 @@ def indexes(trials: Iterable[Trial]) -> list[Index]:
     """Return every quantity's index of every case with several devices, in the order in which cases came."""
     groups: dict[tuple[Case, Source], dict[int, Trial]] = {}
     for trial in trials:
-        if trial.trusted and any(not step.warmup for step in trial.steps):
+        if trial.trusted and trial.timed:
             # a round that was measured again counts by its last trial
             groups.setdefault((trial.case, trial.source), {})[trial.round] = trial
     found = []
@@ -94,14 +94,14 @@ def _figures(quantity: Quantity, trials: Iterable[Trial]) -> _Found | None:
         # ranks may differ by a step at the end of a series
         vectors = {n: list(zip(*(figures[d] for d in columns), strict=False)) for n, figures in whole.items()}
         if vectors:
-            return _Found(vectors, columns, basis, any(len(rows) > 1 for rows in vectors.values()))
+            return _Found(vectors, columns, basis)
     return None
 
 
 def _several(found: _Found) -> bool:
-    """Tell whether there is something to compare: device 0, and others that have an amount in every step."""
+    """Tell whether device 0 and others can be compared: each has an amount in every step."""
     others = found.columns[:1] == (0,) and len(found.columns) > 1
-    return others and all(min(row[1:]) > 0 for rows in found.vectors.values() for row in rows)
+    return others and all(min(row) > 0 for rows in found.vectors.values() for row in rows)
 
 
 def _index(
@@ -114,11 +114,10 @@ def _index(
     beside = alike.get((control_of(case), source)) if case.strategy != "ddp" else None
     control = stats.first_over_rest(beside.vectors) if beside and _several(beside) else None
     alone = alike.get((floor_of(case), source))
-    told = mine.series and (beside is None or beside.series)
     return Index(
         case=case, source=source, quantity=quantity.name, unit=quantity.unit, basis=mine.basis,
         devices=mine.medians(), first=first, most=stats.most_over_mean(mine.vectors), control=control,
-        verdict="the control" if case.strategy == "ddp" else _verdict(first, control, told),
+        verdict="the control" if case.strategy == "ddp" else _verdict(first, control),
         floor=alone.medians().get(0) if alone else None,
     )  # fmt: skip
 
@@ -133,12 +132,12 @@ def floor_of(case: Case) -> Case:
     return replace(case, strategy="single", schedule="", devices=1, placement="spread", options=())
 
 
-def _verdict(first: Estimate, control: Estimate | None, series: bool) -> str:
+def _verdict(first: Estimate, control: Estimate | None) -> str:
     """Say whether an index lies beyond the control's, by their intervals."""
     if control is None:
         return "no control"
-    if not series and min(first.n, control.n) < 2:
-        return "undecided: one figure has no interval"
+    if first.doubt or control.doubt:
+        return f"undecided: {words.NOT_ENOUGH}"
     if first.low > control.high:
         return "above the control"
     return "below the control" if first.high < control.low else "not told from the control"
@@ -155,8 +154,8 @@ def columns(
         mine = [known.get((*row, quantity.name)) for row in rows]
         for kind in ("first", "most"):
             estimates: list[Estimate | None] = [getattr(index, kind, None) for index in mine]
-            for part in ("value", "low", "high"):
-                found[f"{name}_{kind}_{part}"] = [getattr(estimate, part, None) for estimate in estimates]
+            for part, column in (("value", "value"), ("low", "low"), ("high", "high"), ("doubt", "withheld")):
+                found[f"{name}_{kind}_{column}"] = [getattr(estimate, part, None) for estimate in estimates]
         found[f"{name}_verdict"] = [index.verdict if index else None for index in mine]
     return found
 
@@ -186,7 +185,7 @@ def _used(trial: Trial) -> Figures:
 
 def _energy(trial: Trial) -> Figures:
     """Read the joules a timed step: what the counter rose by while they ran."""
-    steps = sum(not step.warmup for step in trial.steps)
+    steps = len(trial.timed)
     rises = {device: values[-1] - values[0] for device, values in _steps_of("energy_j")(trial).items()}
     return {device: [rise / steps] for device, rise in rises.items() if rise > 0}
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from dpbench import plan, schedule, stats
-from dpbench.records import Case, Estimate, Source
+from dpbench.estimate import Estimate
+from dpbench.records import Case, Source
 
 if TYPE_CHECKING:
     from dpbench.analyse import Row
@@ -141,7 +142,7 @@ def _climb(steps: Mapping[str, Row], ddp: Row | None) -> Iterator[Rung]:
 
 def _fastest(rungs: Sequence[Rung]) -> Rung:
     exact = [rung for rung in rungs if schedule.RUNGS[rung.name].exact]
-    return min(exact or rungs, key=lambda rung: rung.step.value)
+    return min(exact or rungs, key=lambda rung: (rung.step.doubt is not None, rung.step.value))
 
 
 def _change(name: str, before: Row, after: Row, *, over: str) -> Change:

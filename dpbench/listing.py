@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dpbench import machine, registry
+from dpbench import machine, registry, words
 from dpbench.schedule import FASTEST, LADDER, REFERENCE, RUNGS, TRAIN_STEP
 
 if TYPE_CHECKING:
@@ -58,8 +58,8 @@ REMOVES = {
 def rows(kind: str) -> list[tuple[str, str]]:
     """Return (name, one line of words) for each model, strategy, schedule, machine or metric."""
     if kind == "machines":
-        return [(name, f"{found.description} ({found.devices} GPUs)") for name in machine.names() for found in
-                [machine.load(name)]]  # fmt: skip
+        found = {name: machine.load(name) for name in machine.names()}
+        return [(name, f"{one.description} ({words.count(one.devices, 'GPU')})") for name, one in found.items()]
     if kind == "metrics":
         return sorted(METRICS.items())
     if kind == "schedules":
@@ -84,7 +84,7 @@ def runs(found: Iterable[tuple[Run, int]]) -> list[tuple[str, str]]:
         code = run.provenance.get("dpbench") or {}
         commit = f"{str(code.get('commit') or 'no commit')[:9]}{'+' if code.get('dirty') else ''}"
         started = datetime.fromtimestamp(run.started, UTC).strftime("%Y-%m-%d %H:%M UTC")
-        lines.append((run.id[:12], f"{started}  {commit:<10}  {cases} case{'s' if cases != 1 else ''}  {run.status}"))
+        lines.append((run.id[:12], f"{started}  {commit:<10}  {words.count(cases, 'case')}  {run.status}"))
     return lines
 
 

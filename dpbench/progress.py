@@ -10,8 +10,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
-from dpbench import ladder, plan
+from dpbench import ladder, plan, shown, words
 from dpbench.columns import aligned
+from dpbench.estimate import Estimate
 from dpbench.records import Status
 
 
@@ -48,8 +49,8 @@ class Progress:
             self._console.print(escape(event.text))
         elif hasattr(event, "trial"):
             trial = event.trial
-            words = "" if trial.status is Status.OK else f": {trial.reason.splitlines()[0] if trial.reason else ''}"
-            what = f"{ladder.label(trial.case)} round {trial.round + 1}: {trial.status}{words}"
+            why = "" if trial.status is Status.OK else f": {trial.reason.partition(chr(10))[0]}"
+            what = f"{ladder.label(trial.case)} round {trial.round + 1}: {trial.status}{why}"
             self._console.print(escape(f"[{event.done}/{event.total}] {what}"))
             self._bar.update(self._task, completed=event.done, total=event.total)
         elif event.case is None:
@@ -82,18 +83,25 @@ def _cells(row: Any, best: bool) -> tuple[str, ...]:
     name += ", limit" if case.options == plan.LIMIT else " (best rung)" if best else ""
     head = (case.model, name, str(case.devices), str(case.batch_size))
     if row.step is None:
-        return (*head, row.status.value, *[""] * (len(COLUMNS) - 6), " ".join(row.labels))
-    step, speed, efficiency = row.step, row.speedup, row.efficiency
+        return (*head, row.outcome, *[""] * (len(COLUMNS) - 6), " ".join(row.labels))
+    efficiency, weak = row.efficiency, " weak" if row.scaling == "weak" else ""
     return (
         *head,
-        f"{step.value * 1e3:.2f}",
-        f"{step.low * 1e3:.2f}-{step.high * 1e3:.2f}",
-        f"{row.throughput.value:.0f}",
-        f"{speed.value:.2f}x{' weak' if row.scaling == 'weak' else ''}" if speed else "",
-        f"{speed.low:.2f}-{speed.high:.2f}" if speed else "",
-        f"{efficiency.value:.0%}" if efficiency else "",
-        f"{row.imbalance.value:.2f}" if row.imbalance else "",
-        f"{row.unattributed_share:.1%}",
+        *_estimate(row.step, 1e3),
+        words.number(row.throughput.value) if not row.throughput.doubt else "",
+        *_estimate(row.speedup, unit=f"x{weak}"),
+        words.percent(efficiency.value) if efficiency and not efficiency.doubt else "",
+        _estimate(row.imbalance)[0],
+        words.percent(row.unattributed_share),
         row.verified.value if row.verified else "",
         " ".join(row.labels),
     )
+
+
+def _estimate(estimate: Estimate | None, scale: float = 1.0, unit: str = "") -> tuple[str, str]:
+    """Return an estimate's value and interval as two cells; both are empty where there is none."""
+    if estimate is None:
+        return "", ""
+    if estimate.doubt:
+        return words.NOT_ENOUGH, ""
+    return words.number(estimate.value * scale) + unit, shown.interval(estimate, scale)

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
@@ -66,6 +67,14 @@ class Status(StrEnum):
     TIMEOUT = "timeout"
     KILLED = "killed"
     SKIPPED = "skipped"
+
+
+class Fault(StrEnum):
+    """Why a trial that ended well has no usable step seconds."""
+
+    UNVERIFIED = "unverified"
+    CLOCK = "bad clock"
+    UNTIMED = "untimed"
 
 
 class Verified(StrEnum):
@@ -231,9 +240,41 @@ class Trial:
         return found
 
     @property
+    def timed(self) -> tuple[float, ...]:
+        """Return the seconds of the steps that are not warm-up, in order."""
+        return tuple(step.seconds for step in self.steps if not step.warmup)
+
+    @property
+    def fault(self) -> Fault | None:
+        """Return why a trial of status `ok` has no usable step seconds; None where it has them, or another status."""
+        if self.status is not Status.OK:
+            return None
+        if self.verified is Verified.NO:
+            return Fault.UNVERIFIED
+        if self._impossible_s is not None:
+            return Fault.CLOCK
+        return None if self.timed else Fault.UNTIMED
+
+    @property
+    def refusal(self) -> str:
+        """Say why the trial has no usable step seconds; empty where it has them."""
+        if self.status is Status.OK and self.fault is None:
+            return ""
+        said = {
+            Fault.CLOCK: f"the clock is wrong: a timed step took {self._impossible_s} s; it must be above 0 and finite",
+            Fault.UNTIMED: "no step was timed",
+        }
+        return said.get(self.fault or Fault.UNVERIFIED) or self.reason or "no reason given"
+
+    @property
+    def _impossible_s(self) -> float | None:
+        """Return the first timed seconds that no step can take: not finite, or not above 0."""
+        return next((seconds for seconds in self.timed if not (math.isfinite(seconds) and seconds > 0)), None)
+
+    @property
     def trusted(self) -> bool:
-        """Tell whether the numbers may be shown."""
-        return self.status is Status.OK and self.verified is not Verified.NO
+        """Tell whether the numbers may be shown; a trial without timed steps may still have others."""
+        return self.status is Status.OK and self.fault in (None, Fault.UNTIMED)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON; long series are columns, not rows."""
@@ -286,16 +327,6 @@ class Effort:
     """The file for a Chrome trace of one more step, profiled after all else was measured; empty for none."""
     memory_by_phase: bool = True
     """Whether two more steps tell what each device holds in each phase."""
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A number with its 95 % interval and the count of observations behind it."""
-
-    value: float
-    low: float
-    high: float
-    n: int
 
 
 @dataclass(frozen=True)
@@ -367,13 +398,3 @@ class Task:
     unit: str
     after: tuple[int, ...] = ()
     overlap: tuple[int, ...] = ()
-
-
-def case_defaults() -> dict[str, Any]:
-    """Return the default of each field of `Case` that has one."""
-    return {f.name: f.default for f in fields(Case) if f.default is not MISSING}
-
-
-def as_plain(record: Any) -> dict[str, Any]:
-    """Turn any record of this module into a dict."""
-    return asdict(record)

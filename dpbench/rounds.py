@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from dpbench import analyse, stats
-from dpbench.records import Case, Estimate, Trial
+from dpbench.estimate import Estimate
+from dpbench.records import Case, Trial
 
 AUTO = "auto"
 LEAST, MOST = 3, 200

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from dpbench import samplers, stats
-from dpbench.records import Case, Effort, Estimate, Status, Trial
+from dpbench.estimate import Estimate
+from dpbench.records import Case, Effort, Status, Trial
 from dpbench.server import Server
+from dpbench.words import count
 
 STEP_S = 0.010
 """The step that costs are held against."""
@@ -132,13 +134,13 @@ def _cost(name: str, facts: Mapping[str, Any]) -> Cost:
         if "on_cpu_s" in facts:
             cost_s = _median([on - off for on, off in zip(facts["on_cpu_s"], facts["off_cpu_s"], strict=True)])
         share = Estimate(cost_s.value / STEP_S, cost_s.low / STEP_S, cost_s.high / STEP_S, cost_s.n)
-        detail = f"{facts['marks_per_step']:.0f} marks a step"
+        detail = f"{count(round(facts['marks_per_step']), 'mark')} a step"
         return Cost(name=name, ratio=ratio, cost_s=cost_s, share=share, detail=detail)
     if name == "samplers":
         share = Estimate(1 - 1 / ratio.value, 1 - 1 / ratio.low, 1 - 1 / ratio.high, ratio.n)
         detail = f"it keeps {facts['sampler_cpu_ratio']:.2%} of a core busy"
         if "steps_touched" in facts:  # a run of an earlier dpbench has none
-            detail = f"at work in {facts['steps_touched']} steps, {detail}"
+            detail = f"at work in {count(facts['steps_touched'], 'step')}, {detail}"
         return Cost(name=name, ratio=ratio, cost_s=cost_s, share=share, detail=detail)
     return Cost(name=name, ratio=ratio, cost_s=cost_s)
 
@@ -167,7 +169,7 @@ def _said(cost: Cost, facts: Mapping[str, Any]) -> str:
     e, ratio, of_what = cost.cost_s, cost.ratio, _of_what(cost.name, facts)
     said = (
         f"{name}: {ratio.value:.4f}× ({ratio.low:.4f}–{ratio.high:.4f}) the step without, "
-        f"{e.value * 1e6:+.0f} µs{of_what} a step ({e.low * 1e6:+.0f} to {e.high * 1e6:+.0f}; {ratio.n} pairs)"
+        f"{e.value * 1e6:+.0f} µs{of_what} a step ({e.low * 1e6:+.0f} to {e.high * 1e6:+.0f}; {count(ratio.n, 'pair')})"
     )
     detail = f"; {cost.detail}" if cost.detail else ""
     if cost.share is None:

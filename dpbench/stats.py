@@ -3,8 +3,9 @@
 Rounds are fresh processes, and differ from each other more than the steps within one do; so resampling takes rounds
 first, then the steps inside each. A few rounds resampled vary less than a few rounds measured: the bootstrap's spread
 is widened by sqrt(n / (n - 1)), and the interval taken from Student's t with n - 1 degrees of freedom (Hesterberg,
-"What Teachers Should Know About the Bootstrap", 2015, section 5.3). With one round there is nothing to tell what
-another would give: the interval is that of the steps alone, and no verdict follows.
+"What Teachers Should Know About the Bootstrap", 2015, section 5.3). One round shows nothing about other rounds: its
+interval covers the steps alone. An estimate of fewer than three rounds, or with an interval that spans more than a
+factor of 4, is computed but not shown (`Estimate.doubt`), and its verdict is undecided.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import stdtr, stdtrit
 
-from dpbench.records import Estimate
+from dpbench.estimate import Estimate
 
 Rounds = Mapping[int, Sequence[float]]
 """The measured step seconds of one case, by round."""
@@ -88,7 +89,7 @@ def difference(first: Rounds, second: Rounds, *, seed: int = 0) -> Estimate:
     count = min(len(ones), len(others))
     draws = np.median(ones[:count], axis=1) - np.median(others[:count], axis=1)
     low, high = _interval(value, draws, n)
-    return Estimate(value, low, high, n)
+    return Estimate(value, low, high, n, signed=True)
 
 
 def first_over_rest(vectors: Vectors, *, seed: int = 0) -> Estimate:
@@ -168,8 +169,8 @@ def _interval(value: float, draws: Array, n: int, *, widened: bool = False) -> t
 
 
 def p_value(estimate: Estimate) -> float:
-    """Return how likely so great a ratio is between equals; 1 for a single round, which cannot tell."""
-    if estimate.n < 2:
+    """Return how likely so great a ratio is between equals; 1 for a prediction and for an estimate in doubt."""
+    if estimate.n < 2 or estimate.doubt:
         return 1.0
     spread = math.log(estimate.high / estimate.low) / 2 / stdtrit(estimate.n - 1, (1 + CONFIDENCE) / 2)
     away = abs(math.log(estimate.value))
@@ -180,7 +181,7 @@ def p_value(estimate: Estimate) -> float:
 
 def verdict(estimate: Estimate, *, margin: float = MARGIN, alpha: float = ALPHA) -> str:
     """Say what a ratio decides: faster (above 1), slower, same (95 % interval within the margin) or undecided."""
-    if 1 - margin <= estimate.low and estimate.high <= 1 + margin and estimate.n > 1:
+    if 1 - margin <= estimate.low and estimate.high <= 1 + margin and estimate.n > 1 and not estimate.doubt:
         return "same"
     if p_value(estimate) <= alpha:
         return "faster" if estimate.value > 1 else "slower"

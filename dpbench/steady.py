@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from dpbench import words
+
 WINDOW = 64
 """Steps over which the noise of a series must have stayed as it is to count as known."""
 STABLE = 0.05
@@ -70,7 +72,7 @@ class Stopping:
             elif self._is_known(len(timed)):
                 self.reason = f"noise is known: the median to {half_width(timed):.1%}, unchanged over {WINDOW} steps"
             elif sum(timed) >= self.budget_s:
-                self.reason = f"budget: {self.budget_s:.3g} s of steps"
+                self.reason = f"budget: {words.exact(self.budget_s)} s of steps"
         if not self.reason and len(timed) >= self.max_steps:
             self.reason = f"steps: {self.max_steps}"
         return bool(self.reason)

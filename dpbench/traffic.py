@@ -97,7 +97,7 @@ def _grouped(trials: Iterable[Trial]) -> dict[tuple[Case, Source], list[Trial]]:
     """Return the trials that may be shown, by case."""
     groups: dict[tuple[Case, Source], list[Trial]] = {}
     for trial in trials:
-        if trial.trusted and any(not step.warmup for step in trial.steps):
+        if trial.trusted and trial.timed:
             groups.setdefault((trial.case, trial.source), []).append(trial)
     return groups
 

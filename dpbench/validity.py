@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dpbench import ledger, quiet
-from dpbench.records import HOST, UNATTRIBUTED, Case, Source, Status, Trial, Verified
+from dpbench import ledger, quiet, words
+from dpbench.records import HOST, UNATTRIBUTED, Case, Fault, Source, Status, Trial, Verified
 
 SIGNIFICANT = 0.01
 """The chance, by Spearman's test, of a trend in a series without any, below which a trend is one."""
@@ -66,7 +66,7 @@ class Rule:
 
 def check(trial: Trial, cores: int) -> list[Check]:
     """Return every check that the trial has data for; `cores` are those that the run may use, 0 for unknown."""
-    if trial.status is not Status.OK or trial.source is not Source.MEASURED:
+    if trial.status is not Status.OK or trial.source is not Source.MEASURED or trial.fault is Fault.CLOCK:
         return []
     found = []
     for rule in RULES:
@@ -111,7 +111,7 @@ def troubles(trials: Iterable[Trial], cores: int) -> dict[str, dict[Case, str]]:
             bad = [one for one in checks if not one.ok]
             if name == rule.name and bad:
                 said = rule.item(max(bad, key=lambda one: abs(one.value)))
-                rounds = f", {len(bad)} of {len(checks)} rounds" if len(bad) < len(checks) else ""
+                rounds = f", {len(bad)} of {words.count(len(checks), 'round')}" if len(bad) < len(checks) else ""
                 found.setdefault(rule.headline, {})[case] = said + rounds
     return found
 
@@ -144,7 +144,7 @@ def _throttled(trial: Trial, cores: int) -> Finding | None:
     for device, readings in trial.readings("throttle_reasons").items():
         bits = [int(value) for value in readings]
         slowed = [one for one in bits if any(one & bit for bit in SLOWDOWNS)]
-        causes = [words for bit, words in SLOWDOWNS.items() if any(one & bit for one in slowed)]
+        causes = [cause for bit, cause in SLOWDOWNS.items() if any(one & bit for one in slowed)]
         share = len(slowed) / len(bits)
         if worst is None or share > worst[0]:
             worst = share, {"device": device, "readings": len(bits), "causes": causes}
@@ -225,6 +225,12 @@ def _on(check: Check) -> str:
     return "" if device == HOST else f" on GPU {device}"
 
 
+def _cores(check: Check) -> str:
+    """Say how many cores the run may use; 0 is unknown."""
+    cores = int(check.about["cores"])
+    return words.count(cores, "core") if cores else "? cores"
+
+
 def _fell(check: Check) -> str:
     low, high = (check.about[name] / 1e6 for name in ("low_hz", "high_hz"))
     return f"{check.value:.0%}{_on(check)}: {low:.0f} to {high:.0f} MHz"
@@ -242,7 +248,7 @@ RULES: Sequence[Rule] = (
     Rule(
         name="drift", limit=0.05, measure=_drift, doubted=lambda about: bool(about["p"] >= SIGNIFICANT),
         headline="the step drifted by more than 5% while it was timed, so that its median depends on when that was",
-        item=lambda check: f"{check.value:+.0%} over {check.about['steps']} steps",
+        item=lambda check: f"{check.value:+.0%} over {words.count(check.about['steps'], 'step')}",
     ),
     Rule(
         name="throttling", limit=0.05, measure=_throttled,
@@ -259,7 +265,7 @@ RULES: Sequence[Rule] = (
     ),
     Rule(
         name="foreign_gpu", limit=0.0, measure=_foreign_gpu, headline="other processes were using a GPU",
-        item=lambda check: f"{check.value / 2**20:.0f} MiB{_on(check)}",
+        item=lambda check: f"{words.size(check.value)}{_on(check)}",
     ),
     Rule(
         name="foreign_cpu", limit=quiet.LIMIT, per_core=True, measure=_foreign_cpu,
@@ -269,7 +275,7 @@ RULES: Sequence[Rule] = (
     Rule(
         name="oversubscribed", limit=0.0, measure=_oversubscribed,
         headline="oversubscribed: more devices than cores, which take turns, so that the speed-ups are too low",
-        item=lambda check: f"{check.about['devices']} devices on {check.about['cores']} cores",
+        item=lambda check: f"{words.count(check.about['devices'], 'device')} on {_cores(check)}",
     ),
     Rule(
         name="peer_access", limit=0.0, measure=_peers,

@@ -14,7 +14,21 @@ from pathlib import Path
 import pytest
 
 FLOORS = (
-    {"records", "devices", "nvml", "machine", "registry", "lifeline", "schedule", "columns", "cores", "heap"},
+    {
+        "records",
+        "estimate",
+        "devices",
+        "nvml",
+        "machine",
+        "registry",
+        "lifeline",
+        "schedule",
+        "columns",
+        "words",
+        "strictjson",
+        "cores",
+        "heap",
+    },
     {
         "engine",
         "models",
@@ -22,6 +36,7 @@ FLOORS = (
         "clock",
         "busy",
         "stats",
+        "shown",
         "steady",
         "store",
         "plan",

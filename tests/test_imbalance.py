@@ -185,7 +185,7 @@ def test_single_figures_of_one_round_decide_nothing() -> None:
     often = index([*memory(DP, 300, 3), *memory(DDP, 100, 3)], "memory, allocated")
     assert once is not None
     assert often is not None
-    assert once.verdict == "undecided: one figure has no interval"
+    assert once.verdict == "undecided: not enough rounds"
     assert (often.verdict, often.first.value) == ("above the control", pytest.approx(3.0))
 
 
@@ -238,7 +238,7 @@ def test_columns_are_the_same_for_every_table_and_frames_carry_them() -> None:
     table = analyse.rows([*trials, trial(SINGLE, [[1.0]] * 3)])
     columns = imbalance.columns([("a", trials)], [("a", row.case, row.source) for row in table])
     assert list(columns) == list(imbalance.columns([], []))
-    assert len(columns) == 7 * len(imbalance.QUANTITIES)
+    assert len(columns) == 9 * len(imbalance.QUANTITIES)
     framed = analyse.frame(table, beside=columns).set_index("strategy")
     assert framed.loc["dp", "imbalance_busy_time_first_value"] == pytest.approx(1.5)
     assert framed.loc["dp", "imbalance_busy_time_verdict"] == "no control"

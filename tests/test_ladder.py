@@ -284,7 +284,7 @@ def test_the_verdict_and_the_plain_table_name_the_best_rung_and_the_biggest_step
     assert "the best rung is overlap, 3.0" in verdict
     assert "its biggest step local_backward: 1.5" in verdict
     assert "over local_loss" in verdict
-    assert "dp[reference] gives 0.50×" in verdict
+    assert "dp[reference] gives 0.500×" in verdict
     lines = progress.table(content()["rows"], content()["ladders"]).splitlines()
     assert [line.split()[1:4] for line in lines if "best rung" in line] == [["dp[overlap]", "(best", "rung)"]]
     assert [line.split()[1:3] for line in lines if "limit" in line] == [["single,", "limit"]]

@@ -14,10 +14,12 @@ from html.parser import HTMLParser
 
 import pytest
 
+from dpbench import analyse, words
 from dpbench.analyse import Row, labels
 from dpbench.diagnose import Tile
-from dpbench.records import UNATTRIBUTED, Case, Estimate, Memory, Sample, Source, Status, Step, Trial, Verified
-from dpbench.report import facets, figures, heat, markdown, page, table, words
+from dpbench.estimate import Estimate
+from dpbench.records import UNATTRIBUTED, Case, Memory, Sample, Source, Status, Step, Trial, Verified
+from dpbench.report import facets, figures, heat, markdown, naming, page, table
 
 PROVENANCE = {
     "host": {"name": "bench-07", "cpu": "AMD EPYC 7763", "cores": 64},
@@ -288,8 +290,8 @@ def test_a_failure_in_one_round_is_told_beside_the_result_of_the_others() -> Non
 
 def test_an_unverified_case_is_never_shown_as_a_result() -> None:
     case = Case(model="mlp", strategy="dp", batch_size=8)
-    row = Row(case=case, source=Source.MEASURED, status=Status.OK, labels=("MEASURED",))
     trials = [dataclasses.replace(trial, verified=Verified.NO, reason="differs") for trial in ran(made(case, 0.1))]
+    (row,) = analyse.rows(trials)
     (line,) = table.lines([row], trials)
     assert line.status == "unverified"
     assert line.notes[0][1] == "differs"
@@ -380,7 +382,7 @@ def test_sixty_cases_stay_readable_and_what_is_left_out_is_said() -> None:
     ]
     sections = figures.sections(crowd, [])
     assert len(sections[1].panels) == facets.PANELS
-    assert sections[1].note == "48 more cases are not drawn; they are in the table."
+    assert sections[1].note == "48 more cases are not drawn; the table has all."
 
 
 def test_measured_and_predicted_of_one_case_stay_apart() -> None:
@@ -498,5 +500,5 @@ def test_sizes_are_binary_and_lines_are_cut_with_wide_letters_counted_twice() ->
     assert words.size(6 * 2**30) == "6.00 GiB"
     assert words.size(0) == "0 B"
     assert words.size(2**50 * 5.0) == "5,120 TiB"
-    assert words.clip("模型模型", 5) == "模…"
-    assert words.clip("a\n b\x00", 5) == "a b"
+    assert naming.clip("模型模型", 5) == "模…"
+    assert naming.clip("a\n b\x00", 5) == "a b"

@@ -11,7 +11,7 @@ import pytest
 import scipy.stats
 
 from dpbench import stats, steady
-from dpbench.records import Estimate
+from dpbench.estimate import Estimate
 
 positive = st.floats(1e-6, 1e3)
 series = st.lists(positive, min_size=1, max_size=12)

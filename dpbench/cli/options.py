@@ -25,14 +25,21 @@ a GPU has a context to open and libraries to load."""
 AUTO_BUDGET_S = 300.0
 
 
+EMPTY = "give at least one, or leave the option out"
+
+
 class Names(click.ParamType[tuple[str, ...]]):
     """A comma-separated list of names."""
 
     name = "a,b,..."
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        """Split at commas."""
-        return value if isinstance(value, tuple) else tuple(part.strip() for part in value.split(",") if part.strip())
+        """Split at commas; fail on an empty list."""
+        return value if isinstance(value, tuple) else self._parts(value, param, ctx)
+
+    def _parts(self, value: str, param: Any, ctx: Any) -> tuple[str, ...]:
+        parts = tuple(part.strip() for part in value.split(",") if part.strip())
+        return parts or self.fail(f"{value!r} is an empty list; {EMPTY}", param, ctx)
 
 
 class Schedules(click.ParamType[tuple[str, ...]]):
@@ -44,7 +51,9 @@ class Schedules(click.ParamType[tuple[str, ...]]):
         """Split at commas, and at `;` where two schedules of switches meet."""
         from dpbench import plan
 
-        return value if isinstance(value, tuple) else tuple(plan.split_schedules(value))
+        if isinstance(value, tuple):
+            return value
+        return tuple(plan.split_schedules(value)) or self.fail(f"{value!r} is an empty list; {EMPTY}", param, ctx)
 
 
 class Numbers(click.ParamType[tuple[int, ...]]):
@@ -53,11 +62,12 @@ class Numbers(click.ParamType[tuple[int, ...]]):
     name = "1,2,..."
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        """Split at commas; fail on what is no number."""
+        """Split at commas; fail on an empty list, and on a part that is not a whole number."""
         if isinstance(value, tuple):
             return value
         try:
-            return tuple(int(part) for part in value.split(",") if part.strip())
+            found = tuple(int(part) for part in value.split(",") if part.strip())
+            return found or self.fail(f"{value!r} is an empty list; {EMPTY}", param, ctx)
         except ValueError:
             self.fail(f"{value!r} is no comma-separated list of whole numbers, such as 1,2,4", param, ctx)
 

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dpbench import shown
 from dpbench.cli.ending import EXIT_UNDECIDED, EXIT_WORSE, last_words
 from dpbench.cli.options import REPORT, run_option, store_option
 from dpbench.cli.showing import choose, content_of, read, write_report
 
 if TYPE_CHECKING:
+    from dpbench.estimate import Estimate
     from dpbench.store import Run
 
 
@@ -46,7 +48,8 @@ def explain(store: Path, run_id: str | None) -> None:
     from dpbench.findings import text
 
     chosen, trials = read(store, run_id)
-    click.echo(text.render(content_of(chosen, trials)["diagnoses"]))
+    content = content_of(chosen, trials)
+    click.echo(text.render(content["diagnoses"], content["rows"]))
 
 
 @click.command("list")
@@ -121,18 +124,32 @@ def compare(before: str, after: str, margin: float, store: Path) -> None:
     Each is the beginning of a run's id in the store, or a store file, whose newest run is taken. Exit code 0: no
     case got slower; 1: one did; 3: none did, but some are undecided.
     """
-    from dpbench import analyse
+    from dpbench import analyse, words
 
     first, second = (_side(store, name) for name in (before, after))
     lines = analyse.compare(first, second, margin=margin)
+    lost = analyse.uncompared(first, second)
     if not lines:
-        raise click.UsageError(f"{before} and {after} have no measured case in common")
+        reasons = "".join(f"; {case.label}: {reason}" for case, reason in lost.items())
+        raise click.UsageError(f"{before} and {after} have no measured case in common{reasons}")
     for line in lines:
-        e = line.ratio
-        moved = "" if line.verdict in ("same", "undecided") else f"; {line.phase} {line.phase_s * 1e3:+.2f} ms"
-        click.echo(f"{line.verdict:<9}  {e.value:6.3f}x [{e.low:.3f}-{e.high:.3f}]  {line.case.label}{moved}")
-    verdicts = {line.verdict for line in lines}
+        decided = line.verdict not in ("same", "undecided")
+        moved = f"; {line.phase} {words.signed_time(line.phase_s)}" if decided else ""
+        click.echo(f"{line.verdict:<9}  {_ratio(line.ratio)}  {line.case.label}{moved}")
+    for case, reason in lost.items():
+        click.echo(f"undecided  {case.label}: {reason}")
+    verdicts = {line.verdict for line in lines} | {"undecided" for _ in lost}
     sys.exit(EXIT_WORSE if "slower" in verdicts else EXIT_UNDECIDED if "undecided" in verdicts else 0)
+
+
+def _ratio(estimate: Estimate) -> str:
+    """Say a ratio with its interval to four digits: the default margin is 1 %."""
+    from dpbench import words
+
+    if estimate.doubt:
+        return f"{words.NOT_ENOUGH} ({shown.doubt(estimate)}; {words.REMEDY} would help)"
+    value, low, high = (words.number(part, 4) for part in (estimate.value, estimate.low, estimate.high))
+    return f"{value:>6}x [{low}-{high}]"
 
 
 def _side(store: Path, name: str) -> Any:

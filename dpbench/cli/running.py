@@ -141,7 +141,8 @@ def run(store: Path, report: Path, **options: Any) -> None:
         click.echo(f"report: {report}   store: {store}   run: {outcome.run_id[:8]}", err=True)
     except BrokenPipeError:
         last_words(f"the output was closed; the run is complete: `dpbench report --run {outcome.run_id[:8]}` shows it")
-    sys.exit(EXIT_FAILED if any(outcome.counts.get(bad) for bad in ("failed", "oom", "timeout")) else 0)
+    lost = any(outcome.counts.get(bad) for bad in ("failed", "oom", "timeout"))
+    sys.exit(EXIT_FAILED if lost or not any(row.step for row in content["rows"]) else 0)
 
 
 def _find_max_batch(cases: Sequence[Case], store: Path, limit_s: float) -> int:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dpbench.records import Case, Trial, Verified
+from dpbench.records import Case, Trial
 
-"""Tells whether a trial's numbers may be shown."""
 Labels = Callable[[Trial], tuple[str, ...]]
 """Returns what must stand beside a trial's numbers."""
 
@@ -32,7 +31,7 @@ def _plain(value: Any) -> str:
 
 def title(trial: Trial, labels: Labels) -> str:
     """Name a trial: its case and round, and the labels that must stand beside its numbers."""
-    said = [*labels(trial), *(["UNVERIFIED"] if trial.verified is Verified.NO else [])]
+    said = [*labels(trial), *([trial.fault.upper()] if trial.fault else [])]
     ended = "" if trial.status == "ok" else f" {trial.status}"
     return f"{name(trial.case)} round {trial.round}{ended} [{' '.join(said)}]"
 
@@ -46,14 +45,14 @@ def pick(trials: Sequence[Trial], part: str | None = None, *, every: bool = Fals
     names = list(dict.fromkeys(name(trial.case) for trial in trials))
     wanted = set(_named(names, part)) if part is not None else set(names)
     fitting = [trial for trial in trials if name(trial.case) in wanted]
-    found = [trial for trial in fitting if every or (trial.trusted and trial.steps)]
+    found = [trial for trial in fitting if every or (trial.trusted and trial.timed)]
     if not every:
         first: dict[str, Trial] = {}
         for trial in found:
             first.setdefault(name(trial.case), trial)
         found = [first[one] for one in names if one in first]
     if not found:
-        ends = ", ".join(f"{trial.case.label}: {trial.status}" for trial in fitting[:8]) or "no trials"
+        ends = ", ".join(f"{trial.case.label}: {trial.fault or trial.status}" for trial in fitting[:8]) or "no trials"
         raise ValueError(f"there is no measured trial to show ({ends})")
     return found
 

@@ -10,10 +10,11 @@ Format: "Trace Event Format" by the Chrome tracing project.
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+from dpbench import strictjson
 from dpbench.export.choice import Labels, nameless, title
 from dpbench.records import HOST, Phase, Sample, Span, Step, Trial
 
@@ -27,14 +28,14 @@ ORDER = {phase: number for number, phase in enumerate(Phase)}
 
 def trace(run_id: str, provenance: Mapping[str, Any], trials: Sequence[Trial], labels: Labels) -> Iterator[str]:
     """Yield the text of a trace of these trials of one run, a trial at a time."""
-    zero_s = min((at for trial in trials for at in _times(trial)), default=0.0)
+    zero_s = min((at for trial in trials for at in _times(trial) if math.isfinite(at)), default=0.0)
     facts = {
         "run_id": run_id,
         "zero_s": zero_s,
         "provenance": nameless(provenance),
         "trials": [_facts(pid, trial, labels) for pid, trial in enumerate(trials, 1)],
     }
-    yield f'{{"displayTimeUnit": "ms",\n"otherData": {json.dumps(facts)},\n"traceEvents": [\n'
+    yield f'{{"displayTimeUnit": "ms",\n"otherData": {strictjson.dumps(facts)},\n"traceEvents": [\n'
     for pid, trial in enumerate(trials, 1):
         yield ",\n" * (pid > 1) + ",\n".join(_events(pid, trial, zero_s, title(trial, labels)))
     yield "\n]}\n"
@@ -77,7 +78,7 @@ def _events(pid: int, trial: Trial, zero_s: float, name: str) -> Iterator[str]:
 def _steps(steps: Iterable[Step]) -> Iterator[Timed[str]]:
     """Yield the steps, each with its event's name, category and arguments."""
     for number, step in enumerate(steps):
-        args = json.dumps({"seconds": step.seconds, "warmup": step.warmup})
+        args = strictjson.dumps({"seconds": step.seconds, "warmup": step.warmup})
         yield step.start_s, step.end_s, f'"name":"step {number}","cat":"step","args":{args}'
 
 
@@ -99,9 +100,11 @@ def place(device: int) -> str:
 def lanes(found: Iterable[Timed[_T]], zero_s: float, *, nested: bool = True) -> list[tuple[int, int, int, _T]]:
     """Lay intervals on as few lanes as it takes: on one, two are apart, or, if `nested`, one within the other.
 
-    Returns (lane, start, end, what) in the order of their starts; ticks after `zero_s`.
+    Returns (lane, start, end, what) in the order of their starts; ticks after `zero_s`. An interval that is not finite
+    has no place in time and is left out.
     """
-    timed = [(ticks(start - zero_s), ticks(end - zero_s), what) for start, end, what in found]
+    placed = [one for one in found if math.isfinite(one[0]) and math.isfinite(one[1])]
+    timed = [(ticks(start - zero_s), ticks(end - zero_s), what) for start, end, what in placed]
     laid, open_ends = [], list[list[int]]()
     for start, end, what in sorted(timed, key=lambda one: (one[0], -one[1])):
         for lane, ends in enumerate(open_ends):  # noqa: B007
@@ -130,14 +133,14 @@ def _complete(pid: int, tid: int, start: int, end: int, said: str) -> str:
 
 def meta(kind: str, pid: int, tid: int, **args: Any) -> str:
     """Return an event that names or sorts a process or a track."""
-    return json.dumps({"ph": "M", "name": kind, "pid": pid, "tid": tid, "ts": 0, "args": args})
+    return strictjson.dumps({"ph": "M", "name": kind, "pid": pid, "tid": tid, "ts": 0, "args": args})
 
 
 def _counters(pid: int, samples: Iterable[Sample], zero_s: float) -> Iterator[str]:
     """Yield the samples that have a place in time, each series a counter."""
     for sample in samples:
         if sample.time_s > 0.0:
-            counter = json.dumps(f"{place(sample.device)} {sample.metric}")
+            counter = strictjson.dumps(f"{place(sample.device)} {sample.metric}")
             at = ticks(sample.time_s - zero_s) / TICKS
             value = f'{{"{sample.metric}":{sample.value!r}}}'
             yield f'{{"ph":"C","pid":{pid},"ts":{at!r},"name":{counter},"args":{value}}}'

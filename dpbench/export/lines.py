@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 
-from dpbench import ledger
-from dpbench.records import Trial, as_plain
+from dpbench import ledger, strictjson
+from dpbench.records import Trial
 
 
 def jsonl(run_id: str, trials: Iterable[Trial]) -> Iterator[str]:
@@ -16,7 +16,7 @@ def jsonl(run_id: str, trials: Iterable[Trial]) -> Iterator[str]:
             {"seconds": step.seconds, "warmup": step.warmup, "phases": phases}
             for step, phases in zip(trial.steps, ledger.of_trial(trial), strict=True)
         ]
-        line = json.dumps(
+        line = strictjson.dumps(
             {
                 "run_id": run_id,
                 "case": {**trial.case.to_dict(), "devices": trial.case.devices},
@@ -26,7 +26,7 @@ def jsonl(run_id: str, trials: Iterable[Trial]) -> Iterator[str]:
                 "verified": trial.verified,
                 "round": trial.round,
                 "steps": steps,
-                "memory": [as_plain(peak) for peak in trial.memory],
+                "memory": [asdict(peak) for peak in trial.memory],
                 "failed_device": trial.failed_device,
                 "setup": dict(trial.setup),
                 "provenance": dict(trial.provenance),

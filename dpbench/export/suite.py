@@ -22,7 +22,7 @@ def pyperf(run_id: str, provenance: Mapping[str, Any], trials: Iterable[Trial], 
     """Return the text of the suite of one run's trusted trials; a round that was measured again counts by its last."""
     rounds: dict[str, dict[int, Trial]] = {}
     for trial in trials:
-        if trial.trusted and any(not step.warmup for step in trial.steps):
+        if trial.trusted and trial.timed:
             measured = "" if trial.source is Source.MEASURED else f" {trial.source}"
             rounds.setdefault(f"{name(trial.case)}{measured}", {})[trial.round] = trial
     if not rounds:
@@ -50,7 +50,7 @@ def _run(number: int, trial: Trial) -> dict[str, Any]:
         metadata["duration"] = sum(trial.setup.values())
     if trial.started_s:
         metadata["date"] = datetime.fromtimestamp(trial.started_s, UTC).replace(tzinfo=None).isoformat(" ")
-    run: dict[str, Any] = {"metadata": metadata, "values": [step.seconds for step in trial.steps if not step.warmup]}
+    run: dict[str, Any] = {"metadata": metadata, "values": list(trial.timed)}
     warmups = [(1, step.seconds) for step in trial.steps if step.warmup]
     return run | ({"warmups": warmups} if warmups else {})
 

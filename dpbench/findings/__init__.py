@@ -7,15 +7,15 @@ the same run has measured it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from dpbench import schedule, stats
+from dpbench import schedule, stats, words
 from dpbench.analyse import Row
 from dpbench.findings import phases, scale
 from dpbench.findings.answer import answer
 from dpbench.findings.bench import Bench, benches
-from dpbench.findings.rule import SMALLEST, Cure, Evidence, Finding, Missing, Rule
+from dpbench.findings.rule import SMALLEST, Cure, Evidence, Finding, Judgement, Missing, Rule
 from dpbench.records import Trial
 
 __all__ = ["Diagnosis", "Finding", "RULES", "diagnose"]
@@ -42,16 +42,25 @@ def _diagnosis(bench: Bench) -> Diagnosis:
     judged = [(rule, rule.when(bench)) for rule in RULES]
     found = [_finding(bench, rule, seen) for rule, seen in judged if isinstance(seen, Evidence) and _worth(bench, seen)]
     found.sort(key=lambda one: -one.evidence.size_s.value if one.evidence.size_s else 0.0)
+    missing = [seen.what for _, seen in judged if isinstance(seen, Missing)]
     return Diagnosis(
-        row=bench.row, answer=answer(bench, found), findings=tuple(found),
-        unjudged=tuple(seen.what for _, seen in judged if isinstance(seen, Missing)),
-    )  # fmt: skip
+        row=bench.row, answer=answer(bench, found), findings=tuple(found), unjudged=(*missing, *_doubtful(judged))
+    )
+
+
+def _doubtful(judged: Sequence[tuple[Rule, Judgement]]) -> Iterator[str]:
+    """Yield which rules found a time that may not be shown, and what would help."""
+    names = [rule.name for rule, seen in judged if isinstance(seen, Evidence) and seen.size_s and seen.size_s.doubt]
+    if names:
+        yield f"{', '.join(names)} ({words.NOT_ENOUGH}: {words.REMEDY} would help)"
 
 
 def _worth(bench: Bench, seen: Evidence) -> bool:
-    """Tell whether a size is above the noise; what costs memory alone has none."""
+    """Tell whether a finding's time may be shown and is above the noise; a finding on memory has no time."""
     size = seen.size_s
-    return size is None or (size.low > 0 and size.value >= SMALLEST * bench.step_s)
+    if size is None:
+        return True
+    return not (size.doubt or bench.row.doubt) and size.low > 0 and size.value >= SMALLEST * bench.step_s
 
 
 def _finding(bench: Bench, rule: Rule, seen: Evidence) -> Finding:

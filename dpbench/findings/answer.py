@@ -1,4 +1,4 @@
-"""The answer in a paragraph: what so many devices give, where the lost time goes, what change helps and by how much."""
+"""The answer in a paragraph: what the devices give, where the lost time goes, which change helps and by how much."""
 
 from __future__ import annotations
 
@@ -6,45 +6,62 @@ from collections.abc import Mapping, Sequence
 
 from dpbench import schedule, stats
 from dpbench.analyse import Row
+from dpbench.estimate import Estimate
 from dpbench.findings.bench import Bench, scaled
+from dpbench.findings.naming import devices, strategy
 from dpbench.findings.rule import Finding
-from dpbench.findings.words import devices, ms, percent, strategy, times
-from dpbench.records import UNATTRIBUTED, Estimate
+from dpbench.records import UNATTRIBUTED
+from dpbench.shown import doubt, times
+from dpbench.words import NOT_ENOUGH, REMEDY, count, exact, percent, time
 
+_REMEDY = f"What would help: {REMEDY}."
 LARGEST = 3
 """Phases, and changes, that the paragraph names."""
 
 
 def answer(bench: Bench, findings: Sequence[Finding]) -> str:
     """Return the paragraph."""
+    if bench.row.step and bench.row.step.doubt:
+        return f"{_subject(bench)}: {NOT_ENOUGH} for the time of a step ({doubt(bench.row.step)}). {_REMEDY}"
     return " ".join(filter(None, (_gives(bench), _steps(bench), _where(bench), _fix(bench, findings))))
 
 
 def _gives(bench: Bench) -> str:
     """Say the speed-up against the ideal, and what that could have been here."""
     case, row = bench.case, bench.row
-    subject = f"{case.model} at batch {case.batch_size}: {devices(case)} under {strategy(case)}"
+    subject = _subject(bench)
     if row.speedup is None:
         why = (
             "emulated devices show host cost alone"
             if case.device_kind == "emulated"
             else "the strategy single was not measured at equal work"
         )
-        said = f"{subject} take {ms(bench.step_s)} a step; what they give over one device is unknown, because {why}."
+        said = f"{subject} take {time(bench.step_s)} a step; the gain over one device is unknown, because {why}."
+    elif row.speedup.doubt:
+        said = (
+            f"{subject} take {time(bench.step_s)} a step; {NOT_ENOUGH} for the gain over one device "
+            f"({doubt(row.speedup)}). {_REMEDY}"
+        )
     else:
-        doubt = {"undecided": ", which does not decide whether that is faster or slower", "same": ", no gain"}
-        verdict = doubt.get(stats.verdict(row.speedup), "")
+        unsure = {"undecided": ", which does not decide whether that is faster or slower", "same": ", no gain"}
+        verdict = unsure.get(stats.verdict(row.speedup), "")
         weak = " (weak scaling)" if row.scaling == "weak" else ""
         ideal = "" if case.placement == "colocated" else f", of an ideal {case.devices}×"
         said = f"{subject} give {times(row.speedup)} over one device{weak}{ideal}{verdict}."
     if bench.oversubscribed:
         said += (
-            f" But they share {bench.cores} cores: {len(case.rows)} devices are oversubscribed, and no more than "
-            f"{bench.cores}× was possible here."
+            f" But they share {count(bench.cores, 'core')}: {len(case.rows)} devices are oversubscribed, and no more "
+            f"than {bench.cores}× was possible here."
         )
     if case.placement == "colocated":
         said += " They share one GPU: that is host cost, and no speed-up was possible."
     return said
+
+
+def _subject(bench: Bench) -> str:
+    """Name what is explained: model, batch, devices and strategy."""
+    case = bench.case
+    return f"{case.model} at batch {case.batch_size}: {devices(case)} under {strategy(case)}"
 
 
 def _steps(bench: Bench) -> str:
@@ -52,33 +69,35 @@ def _steps(bench: Bench) -> str:
     fewer = bench.fewer()
     if fewer is None:
         return ""
-    count, before = bench.case.devices, fewer.case.devices
+    most, before = bench.case.devices, fewer.case.devices
     gained = stats.ratio(scaled(fewer.series, bench.case.batch_size / fewer.case.batch_size), bench.row.series)
-    return f"Going from {before} to {count} devices gave {times(gained)}, of an ideal {count / before:.2g}×."
+    if gained.doubt:
+        return ""
+    return f"Going from {before} to {most} devices gave {times(gained)}, of an ideal {exact(most / before)}×."
 
 
 def _where(bench: Bench) -> str:
     """Say where the time beyond perfect scaling goes, by phase: both ledgers sum to their steps, so this one does."""
     found = bench.ideal()
-    if found is None:
+    if found is None or found[0].doubt:
         return _largest(bench)
     alone, divisor = found
     assert alone.step is not None
     ideal_s = alone.step.value / divisor
     lost_s = bench.step_s - ideal_s
     if lost_s <= 0:
-        return f"A step takes {ms(bench.step_s)}, no more than the {ms(ideal_s)} of perfect scaling."
+        return f"A step takes {time(bench.step_s)}, no more than the {time(ideal_s)} of perfect scaling."
     names = {*bench.row.phases, *alone.phases}
     lost = {n: bench.row.phases.get(n, 0.0) - alone.phases.get(n, 0.0) / divisor for n in names}
     return (
-        f"A step takes {ms(bench.step_s)}; with perfect scaling it would take {ms(ideal_s)}. Of the {ms(lost_s)} lost, "
-        f"{_shares(lost, lost_s)}."
+        f"A step takes {time(bench.step_s)}; with perfect scaling it would take {time(ideal_s)}. "
+        f"Of the {time(lost_s)} lost, {_shares(lost, lost_s)}."
     )
 
 
 def _largest(bench: Bench) -> str:
     """Say the largest phases, where there is nothing to hold them against."""
-    return f"Of a step of {ms(bench.step_s)}, {_shares(bench.row.phases, bench.step_s)}."
+    return f"Of a step of {time(bench.step_s)}, {_shares(bench.row.phases, bench.step_s)}."
 
 
 def _shares(seconds: Mapping[str, float], whole_s: float) -> str:
@@ -87,7 +106,7 @@ def _shares(seconds: Mapping[str, float], whole_s: float) -> str:
         :LARGEST
     ]
     named = [
-        f"{ms(seconds[name])} ({percent(seconds[name] / whole_s)}) "
+        f"{time(seconds[name])} ({percent(seconds[name] / whole_s)}) "
         f"{'go to Python between the phases' if name == UNATTRIBUTED else f'go to {name}'}"
         for name in top
     ]
@@ -101,8 +120,8 @@ def _fix(bench: Bench, findings: Sequence[Finding]) -> str:
         return f"{_unmeasured(bench, findings)}{_alone(bench)}"
     said = [f"{_name(row)} is {times(ratio)} as fast" for row, ratio in better[:LARGEST]]
     best, _ = better[0]
-    count = bench.case.devices
-    after = f" With the first, {count} devices give {times(best.speedup)} over one device." if best.speedup else ""
+    shown = best.speedup if best.speedup and not best.speedup.doubt else None
+    after = f" With the first, {bench.case.devices} devices give {times(shown)} over one device." if shown else ""
     return f"What helps, measured here: {'; '.join(said)}.{after}{_alone(bench)}"
 
 
@@ -150,6 +169,6 @@ def _unmeasured(bench: Bench, findings: Sequence[Finding]) -> str:
     first = bounds[0]
     assert first.evidence.size_s is not None
     return (
-        f"{nothing} The largest finding bounds what a change could save at {ms(first.evidence.size_s.value)} "
+        f"{nothing} The largest finding bounds what a change could save at {time(first.evidence.size_s.value)} "
         f"({percent(first.share)} of the step): {first.rule.remedy}."
     )

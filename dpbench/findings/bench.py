@@ -8,7 +8,8 @@ from functools import cached_property
 
 from dpbench import ledger, plan, schedule, stats
 from dpbench.analyse import Row, baseline
-from dpbench.records import HOST, Case, Estimate, Phase, Source, Trial
+from dpbench.estimate import Estimate
+from dpbench.records import HOST, Case, Phase, Source, Trial
 
 ENGINES = ("torch_dp", "dp")
 """DataParallel's strategies, the one that users have first."""
@@ -155,7 +156,12 @@ def _timed(trial: Trial) -> Ledger:
 
 def around(value: float, rough: Estimate) -> Estimate:
     """Return the ledger's own number, with the interval of medians over rounds, which need not hold it."""
-    return Estimate(value, min(rough.low, value), max(rough.high, value), rough.n)
+    return replace(rough, value=value, low=min(rough.low, value), high=max(rough.high, value))
+
+
+def share_of(seconds: Estimate, share: float) -> Estimate:
+    """Return a share of some seconds, with its interval."""
+    return replace(seconds, value=seconds.value * share, low=seconds.low * share, high=seconds.high * share)
 
 
 def overlap(trials: Iterable[Trial], phase: Phase) -> float:

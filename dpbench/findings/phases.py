@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from dpbench.findings.bench import Bench, overlap
+from dpbench.estimate import Estimate
+from dpbench.findings.bench import Bench, overlap, share_of
 from dpbench.findings.rule import Evidence, Judgement, Missing, Rule
-from dpbench.findings.words import ms, percent, size
-from dpbench.records import UNATTRIBUTED, Estimate, Phase
+from dpbench.records import UNATTRIBUTED, Phase
+from dpbench.words import count, percent, size, time, verb
 
 SERIAL = 1.25
 """Devices in a phase at once, below which they count as taking turns."""
@@ -29,27 +30,31 @@ def _heavy(phase: Phase, detail: Callable[[Bench, Estimate], str]) -> Callable[[
 def _per_tensor(bench: Bench, seconds: Estimate) -> str:
     """Break time down by parameter tensors, which cost DataParallel more than their bytes do."""
     model = bench.model
-    if not model:
-        return ms(seconds.value)
+    if not model.get("parameter_tensors"):
+        return time(seconds.value)
     tensors = model["parameter_tensors"] + model["buffer_tensors"]
     copies = len(bench.case.rows) - 1
-    each = f"{model['parameter_tensors']:.0f} parameter tensors × {ms(seconds.value / model['parameter_tensors'])}"
+    each = f"{_tensors(model)} × {time(seconds.value / model['parameter_tensors'])}"
+    modules = count(int(model["modules"]), "module")
     return (
-        f"{ms(seconds.value)} = {each}, or {ms(seconds.value / model['modules'])} for each of {model['modules']:.0f} "
-        f"modules; it makes {copies} × {size(model['parameter_bytes'] + model['buffer_bytes'])} of copies, each in "
-        f"{tensors:.0f} tensors"
+        f"{time(seconds.value)} = {each}, or {time(seconds.value / model['modules'])} for each of {modules}; it makes "
+        f"{copies} × {size(model['parameter_bytes'] + model['buffer_bytes'])} of copies, each in "
+        f"{count(int(tensors), 'tensor')}"
     )
 
 
 def _per_gradient(bench: Bench, seconds: Estimate) -> str:
     model, copies = bench.model, len(bench.case.rows) - 1
-    if not model:
-        return ms(seconds.value)
-    count = model["parameter_tensors"]
+    if not model.get("parameter_tensors"):
+        return time(seconds.value)
+    each = f"{_tensors(model)} × {time(seconds.value / model['parameter_tensors'])}"
     return (
-        f"{ms(seconds.value)} = {count:.0f} parameter tensors × {ms(seconds.value / count)}; it adds {copies} × "
-        f"{size(model['parameter_bytes'])} of gradients on device 0"
+        f"{time(seconds.value)} = {each}; it adds {copies} × {size(model['parameter_bytes'])} of gradients on device 0"
     )
+
+
+def _tensors(model: Mapping[str, float]) -> str:
+    return count(int(model["parameter_tensors"]), "parameter tensor")
 
 
 def _of_batch(name: str) -> Callable[[Bench, Estimate], str]:
@@ -58,7 +63,7 @@ def _of_batch(name: str) -> Callable[[Bench, Estimate], str]:
     def detail(bench: Bench, seconds: Estimate) -> str:
         sample = bench.model.get(name)
         moved = f" for {size(sample * bench.case.batch_size)}" if sample else ""
-        return f"{ms(seconds.value)}{moved} in {len(bench.case.rows)} pieces"
+        return f"{time(seconds.value)}{moved} in {count(len(bench.case.rows), 'piece')}"
 
     return detail
 
@@ -67,13 +72,13 @@ def _optimizer(bench: Bench) -> Judgement:
     """Find device 0 updating alone: n devices could each update their share."""
     if not bench.schedule or bench.schedule.update != "root" or not bench.row.phases.get(Phase.OPTIMIZER.value):
         return None
-    seconds, others = bench.phase(Phase.OPTIMIZER.value), 1 - 1 / len(bench.case.rows)
-    low, high = seconds.low * others, seconds.high * others
+    seconds, idle = bench.phase(Phase.OPTIMIZER.value), len(bench.case.rows) - 1
+    others = 1 - 1 / len(bench.case.rows)
     return Evidence(
         says=f"the optimizer runs on device 0 alone, {percent(seconds.value / bench.step_s)} of the step",
-        numbers=f"{ms(seconds.value)} while {len(bench.case.rows) - 1} devices wait; in equal shares "
-        f"{ms(seconds.value - seconds.value * others)}",
-        size_s=Estimate(seconds.value * others, low, high, seconds.n),
+        numbers=f"{time(seconds.value)} while {count(idle, 'device')} {verb(idle, 'waits', 'wait')}; in equal shares "
+        f"{time(seconds.value - seconds.value * others)}",
+        size_s=share_of(seconds, others),
     )
 
 
@@ -81,7 +86,7 @@ def _unattributed(bench: Bench) -> Judgement:
     seconds = bench.phase(UNATTRIBUTED)
     return Evidence(
         says=f"{percent(seconds.value / bench.step_s)} of the step is in no phase: Python between the phases",
-        numbers=f"{ms(seconds.value)} that no mark covers",
+        numbers=f"{time(seconds.value)} that no mark covers",
         size_s=seconds,
     )
 
@@ -97,11 +102,12 @@ def _serial(phase: Phase) -> Callable[[Bench], Judgement]:
         lost, ideal = bench.excess(phase.value), bench.ideal()
         if lost is None or ideal is None:
             return Missing("whether devices compute at once (needs the strategy single at the same batch)")
-        count, at_once = len(bench.case.rows), overlap(bench.trials, phase)
+        at_once = overlap(bench.trials, phase)
         took, alone = bench.row.phases.get(phase.value, 0.0), ideal[0].phases.get(phase.value, 0.0) / ideal[1]
+        devices = count(len(bench.case.rows), "device")
         return Evidence(
-            says=f"{phase.value} does not run on {count} devices at once: it takes {ms(took)}, not {ms(alone)}",
-            numbers=f"one device's share would take {ms(alone)}; {_cause(bench, at_once)}",
+            says=f"{phase.value} does not run on {devices} at once: it takes {time(took)}, not {time(alone)}",
+            numbers=f"one device's share would take {time(alone)}; {_cause(bench, at_once)}",
             size_s=lost,
         )
 
@@ -109,13 +115,13 @@ def _serial(phase: Phase) -> Callable[[Bench], Judgement]:
 
 
 def _cause(bench: Bench, at_once: float) -> str:
-    count = len(bench.case.rows)
+    devices = count(len(bench.case.rows), "device")
     if bench.oversubscribed:
-        return f"{count} devices take turns on {bench.cores} cores"
+        return f"{devices} take turns on {count(bench.cores, 'core')}"
     if at_once < SERIAL:
-        return f"{at_once:.1f} of {count} devices are in it at once: one waits for the other"
+        return f"{at_once:.1f} of {devices} are in it at once: one waits for the other"
     return (
-        f"{at_once:.1f} of {count} devices are in it at once, each slower than alone: small pieces, and Python, whose "
+        f"{at_once:.1f} of {devices} are in it at once, each slower than alone: small pieces, and Python, whose "
         "lock one thread holds at a time, launches them"
     )
 

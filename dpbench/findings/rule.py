@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from dpbench.analyse import Row
+from dpbench.estimate import Estimate
 from dpbench.findings.bench import Bench
-from dpbench.records import Estimate
 
 SMALLEST = 0.02
 """The share of a step below which a finding is not worth a reader's time."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dpbench import schedule, stats
 from dpbench.analyse import Row
-from dpbench.findings.bench import COMPUTE, Bench, scaled
+from dpbench.estimate import Estimate
+from dpbench.findings.bench import COMPUTE, Bench, scaled, share_of
+from dpbench.findings.naming import devices, strategy
 from dpbench.findings.rule import Evidence, Judgement, Missing, Rule
-from dpbench.findings.words import devices, interval, ms, percent, size, strategy, times
-from dpbench.records import Estimate
+from dpbench.shown import duration, times
+from dpbench.words import NOT_ENOUGH, REMEDY, count, exact, number, percent, size, time, verb
 
 LEVEL = 1.1
 """Device 0's memory over the others', up to which they are alike."""
@@ -23,11 +25,13 @@ def _busy(bench: Bench) -> Judgement:
     # no more can be gained than by sharing what device 0 has more
     factor = 1 - 1 / len(row.busy)
     e = row.imbalance
+    if e.doubt:
+        return _doubted("whether device 0 is busier than the others")
     value, low, high = ((ratio - 1) * rest * factor for ratio in (e.value, e.low, e.high))
     return Evidence(
         says=f"device 0 is busy {times(row.imbalance)} as long as the others",
-        numbers=f"{ms(row.busy.get(0, 0.0))} of a step against {ms(rest)} ({row.busy_source})",
-        size_s=Estimate(value, low, high, e.n),
+        numbers=f"{time(row.busy.get(0, 0.0))} of a step against {time(rest)} ({row.busy_source})",
+        size_s=Estimate(value, low, high, e.n, signed=True),
     )
 
 
@@ -38,13 +42,13 @@ def _memory(bench: Bench) -> Judgement:
         return None
     others = [held for device, held in row.memory.items() if device > 0]
     lighter = [
-        f"{strategy(one.case)} {one.memory_imbalance:.2f}×"
+        f"{strategy(one.case)} {number(one.memory_imbalance)}×"
         for one in bench.rivals()
         if one.memory_imbalance is not None and one.memory_imbalance < row.memory_imbalance - 0.05
     ]
     measured = f"; measured here: {', '.join(lighter)}" if lighter else ""
     return Evidence(
-        says=f"device 0 holds {row.memory_imbalance:.2f}× the memory of the others: it fills first",
+        says=f"device 0 holds {number(row.memory_imbalance)}× the memory of the others: it fills first",
         numbers=f"{size(row.memory[0])} against {size(sum(others) / len(others))} ({row.memory_source}){measured}",
         size_s=None,
     )
@@ -54,13 +58,13 @@ def _oversubscribed(bench: Bench) -> Judgement:
     """Find more logical devices than cores: they take turns."""
     if not bench.oversubscribed:
         return None
-    count = len(bench.case.rows)
-    lost, compute = 1 - bench.cores / count, bench.phase(*COMPUTE)
+    most = len(bench.case.rows)
+    lost, compute = 1 - bench.cores / most, bench.phase(*COMPUTE)
     return Evidence(
-        says=f"oversubscribed: {count} devices share {bench.cores} cores",
-        numbers=f"forward and backward take {ms(compute.value)}; with a core for each device at best "
-        f"{ms(compute.value * (1 - lost))}",
-        size_s=Estimate(compute.value * lost, compute.low * lost, compute.high * lost, compute.n),
+        says=f"oversubscribed: {count(most, 'device')} share {count(bench.cores, 'core')}",
+        numbers=f"forward and backward take {time(compute.value)}; with a core for each device at best "
+        f"{time(compute.value * (1 - lost))}",
+        size_s=share_of(compute, lost),
     )
 
 
@@ -74,14 +78,21 @@ def _all_cores(bench: Bench) -> Judgement:
     return _against(bench, rival, "without data parallelism, one device with all cores")
 
 
-def _against(bench: Bench, rival: Row, name: str) -> Evidence:
+def _doubted(question: str) -> Missing:
+    """Leave a question open for lack of rounds."""
+    return Missing(f"{question} ({NOT_ENOUGH}: {REMEDY} would help)")
+
+
+def _against(bench: Bench, rival: Row, name: str) -> Evidence | Missing:
     """Return what a case of the same work saves."""
     assert rival.step is not None
     ratio = stats.ratio(bench.row.series, rival.series)
+    if ratio.doubt or rival.step.doubt:
+        return _doubted(f"whether {name} is faster")
     speedup = f"; {times(rival.speedup)} over one device" if rival.speedup else ""
     return Evidence(
         says=f"{name} is {times(ratio)} as fast",
-        numbers=f"{interval(rival.step)} a step against {ms(bench.step_s)}{speedup}",
+        numbers=f"{duration(rival.step)} a step against {time(bench.step_s)}{speedup}",
         size_s=stats.difference(bench.row.series, rival.series),
         measured=True,
     )
@@ -100,10 +111,10 @@ def _schedules(bench: Bench) -> Judgement:
     """Find the fastest schedule that needs no tolerance."""
     if not bench.engine:
         return None
-    exact = [row for row in bench.rivals() if row.case.strategy == "dp" and _exact(row.case.schedule)]
-    if not exact:
+    rivals = [row for row in bench.rivals() if row.case.strategy == "dp" and _exact(row.case.schedule)]
+    if not rivals:
         return Missing("whether another schedule is faster (--schedules fastest, or --ladder)")
-    best = min(exact, key=lambda row: row.step.value if row.step else 0.0)
+    best = min(rivals, key=lambda row: (row.doubt is not None, row.step.value if row.step else 0.0))
     return _against(bench, best, f"the schedule {strategy(best.case)}")
 
 
@@ -119,14 +130,18 @@ def _small(bench: Bench) -> Judgement:
         return None
     if whole is None or part is None or whole.step is None or part.step is None:
         lacking = bench.case.batch_size if whole is None else share
-        return Missing(f"whether {share} samples a device are too few (--strategies single --batch-sizes {lacking})")
-    count = bench.case.devices
-    ideal = whole.step.value / count
+        few = f"{count(share, 'sample')} a device {verb(share, 'is', 'are')} too few"
+        return Missing(f"whether {few} (--strategies single --batch-sizes {lacking})")
+    most = bench.case.devices
+    ideal = whole.step.value / most
+    if whole.step.doubt or part.step.doubt:
+        return _doubted(f"whether {count(share, 'sample')} a device {verb(share, 'is', 'are')} too few")
+    samples = f"{count(share, 'sample')} {verb(share, 'is', 'are')} too few for a device"
     return Evidence(
-        says=f"{share} samples are too few for a device: alone they take {ms(part.step.value)}, not {ms(ideal)}",
-        numbers=f"one device takes {ms(whole.step.value)} for {bench.case.batch_size} samples: cutting the batch by "
-        f"{count} cuts its step by {whole.step.value / part.step.value:.2f}",
-        size_s=stats.difference(part.series, scaled(whole.series, 1 / count)),
+        says=f"{samples}: alone {verb(share, 'it takes', 'they take')} {time(part.step.value)}, not {time(ideal)}",
+        numbers=f"one device takes {time(whole.step.value)} for {count(bench.case.batch_size, 'sample')}: cutting the "
+        f"batch by {most} cuts its step by {number(whole.step.value / part.step.value)}",
+        size_s=stats.difference(part.series, scaled(whole.series, 1 / most)),
     )
 
 
@@ -141,11 +156,14 @@ def _bigger(bench: Bench) -> Judgement:
         return Missing("whether a bigger batch scales better (--batch-per-device, or more --batch-sizes)")
     best = max(others, key=lambda row: row.throughput.value if row.throughput else 0.0)
     assert best.step is not None
+    if best.step.doubt:
+        return _doubted(f"whether batch {best.case.batch_size} scales better")
     work = bench.case.batch_size / best.case.batch_size
     mine, its = (f"{times(row.speedup)} {row.scaling}" if row.speedup else "unknown" for row in (bench.row, best))
     return Evidence(
-        says=f"at batch {best.case.batch_size}, {bench.case.batch_size} samples take {ms(best.step.value * work)}",
-        numbers=f"against {ms(bench.step_s)}; the speed-up over one device is {its} there, {mine} here",
+        says=f"at batch {best.case.batch_size}, {count(bench.case.batch_size, 'sample')} "
+        f"{verb(bench.case.batch_size, 'takes', 'take')} {time(best.step.value * work)}",
+        numbers=f"against {time(bench.step_s)}; the speed-up over one device is {its} there, {mine} here",
         size_s=stats.difference(bench.row.series, scaled(best.series, work)),
         measured=True,
     )
@@ -153,16 +171,19 @@ def _bigger(bench: Bench) -> Judgement:
 
 def _uneven(bench: Bench) -> Judgement:
     """Find that the batch does not split evenly: all wait for the fullest device."""
-    rows, count = bench.case.rows, bench.case.devices
-    if len(rows) == count and len(set(rows)) == 1:
+    rows, most, batch = bench.case.rows, bench.case.devices, bench.case.batch_size
+    if len(rows) == most and len(set(rows)) == 1:
         return None
-    lost, compute = 1 - bench.case.batch_size / (max(rows) * count), bench.phase(*COMPUTE)
-    idle = f", {count - len(rows)} of {count} devices get nothing" if len(rows) < count else ""
-    down, up = bench.case.batch_size // count * count, -(-bench.case.batch_size // count) * count
+    lost, compute = 1 - batch / (max(rows) * most), bench.phase(*COMPUTE)
+    without = most - len(rows)
+    idle = f", {without} of {count(most, 'device')} {verb(without, 'gets', 'get')} nothing" if without else ""
+    multiples = dict.fromkeys((batch // most * most or most, -(-batch // most) * most))
+    samples = f"{count(batch, 'sample')} {verb(batch, 'does', 'do')}"
     return Evidence(
-        says=f"{bench.case.batch_size} samples do not split evenly over {count} devices{idle}",
-        numbers=f"{', '.join(map(str, rows))} samples; a multiple of {count} such as {down or up} or {up} does",
-        size_s=Estimate(compute.value * lost, compute.low * lost, compute.high * lost, compute.n),
+        says=f"{samples} not split evenly over {count(most, 'device')}{idle}",
+        numbers=f"samples by device: {', '.join(map(str, rows))}; a multiple of {most} such as "
+        f"{' or '.join(map(str, multiples))} does",
+        size_s=share_of(compute, lost),
     )
 
 
@@ -173,21 +194,23 @@ def _diminishing(bench: Bench) -> Judgement:
     fewer = bench.fewer()
     if fewer is None or fewer.step is None:
         return Missing("what the last devices added (--devices 2,4 and so on)")
-    count, before = bench.case.devices, fewer.case.devices
+    most, before = bench.case.devices, fewer.case.devices
     work = bench.case.batch_size / fewer.case.batch_size
     gained = stats.ratio(scaled(fewer.series, work), bench.row.series)
+    if gained.doubt:
+        return _doubted(f"how much the devices beyond {before} added")
     serial = sum(seconds for name, seconds in bench.row.phases.items() if name not in COMPUTE)
     single = bench.single()
     bound = (
         f"; even if forward and backward took no time, {devices(bench.case)} would give "
-        f"{single.step.value / serial:.2f}×"
-        if single and single.step and serial
+        f"{number(single.step.value / serial)}×"
+        if single and single.step and not single.step.doubt and serial
         else ""
     )
     return Evidence(
-        says=f"going from {before} to {count} devices gained {times(gained)}, of an ideal {count / before:.2g}×",
+        says=f"going from {before} to {most} devices gained {times(gained)}, of an ideal {exact(most / before)}×",
         numbers=f"phases that more devices do not shorten are {percent(serial / bench.step_s)} of the step{bound}",
-        size_s=stats.difference(bench.row.series, scaled(fewer.series, work * before / count)),
+        size_s=stats.difference(bench.row.series, scaled(fewer.series, work * before / most)),
     )
 
 

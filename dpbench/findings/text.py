@@ -6,26 +6,35 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from dpbench.findings.naming import strategy
 from dpbench.findings.rule import Cure, Finding
-from dpbench.findings.words import interval, ms, percent, strategy, times
+from dpbench.ladder import label
+from dpbench.shown import duration, times
+from dpbench.words import NOT_ENOUGH, percent, time
 
 if TYPE_CHECKING:
+    from dpbench.analyse import Row
     from dpbench.findings import Diagnosis
 
 WIDTH = 100
 CURES = 2
 """Measured cases that a finding names: the fastest."""
+NOTHING = "Nothing to explain: no case with several devices has a verified result in this run."
 NOTE = (
     "Sizes are seconds of one step with 95% intervals. A bound is what the trouble costs in all; bounds overlap and do "
     "not add up. What is below 2% of the step, or whose interval reaches 0, is left out."
 )
 
 
-def render(diagnoses: Sequence[Diagnosis]) -> str:
-    """Return every diagnosis, one below the other."""
-    if not diagnoses:
-        return "Nothing to explain: no case with several devices has a verified result in this run."
-    return "\n\n".join("\n".join(_lines(one)) for one in diagnoses) + f"\n\n{textwrap.fill(NOTE, WIDTH)}"
+def render(diagnoses: Sequence[Diagnosis], rows: Sequence[Row] = ()) -> str:
+    """Return every diagnosis, one below the other, then the run's cases that have no result, each with its reason."""
+    explained = ["\n".join(_lines(one)) for one in diagnoses] or [NOTHING]
+    lost = [f"No result: {label(row.case)}: {_lost(row)}" for row in rows if row.step is None]
+    return "\n\n".join([*explained, *([textwrap.fill(NOTE, WIDTH)] if diagnoses else []), *lost])
+
+
+def _lost(row: Row) -> str:
+    return textwrap.shorten(f"{row.outcome}: {row.reason or 'no reason given'}", 2 * WIDTH)
 
 
 def _lines(diagnosis: Diagnosis) -> Iterator[str]:
@@ -53,7 +62,7 @@ def headline(finding: Finding) -> str:
     if size is None:
         return f"{finding.evidence.says} (memory, no time)"
     kind = "saves" if finding.evidence.measured else "costs at most"
-    return f"{finding.evidence.says}: {kind} {interval(size)}, {percent(finding.share)} of the step"
+    return f"{finding.evidence.says}: {kind} {duration(size)}, {percent(finding.share)} of the step"
 
 
 def parts(finding: Finding) -> list[tuple[str, str]]:
@@ -70,7 +79,9 @@ def parts(finding: Finding) -> list[tuple[str, str]]:
 def _cure(cure: Cure) -> str:
     """Say what a remedy gave as a whole, which may hold more than this one change."""
     name = strategy(cure.row.case)
+    if cure.ratio.doubt:
+        return f"{name}: {NOT_ENOUGH}"
     said = {"faster": "as fast", "slower": "as fast: slower", "same": "as fast: the same"}
     verdict = said.get(cure.verdict, "as fast: undecided")
-    saved = f", saves {ms(cure.gain_s.value)}" if cure.verdict == "faster" else ""
+    saved = f", saves {time(cure.gain_s.value)}" if cure.verdict == "faster" else ""
     return f"{name} {times(cure.ratio)} {verdict}{saved}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from dpbench import ledger
+from dpbench import ledger, words
 from dpbench.columns import aligned
 from dpbench.predict.cases import Prediction, speedup
 from dpbench.predict.needs import Need
@@ -32,9 +32,10 @@ def _cells(one: Prediction, others: Sequence[Prediction]) -> tuple[str, ...]:
     schedule = f"[{case.schedule}]" if case.schedule not in ("", "reference") else ""
     ratio, scaling = speedup(one, others)
     return (
-        case.model, case.strategy + schedule, str(case.devices), str(case.batch_size), f"{one.seconds * 1e3:.2f}",
-        f"{one.low_s * 1e3:.2f}-{one.high_s * 1e3:.2f}", f"{case.batch_size / one.seconds:.0f}",
-        f"{ratio:.2f}x{' weak' if scaling == 'weak' else ''}" if ratio else "", _phases(one), one.profile,
+        case.model, case.strategy + schedule, str(case.devices), str(case.batch_size),
+        words.number(one.seconds * 1e3), f"{words.number(one.low_s * 1e3)}–{words.number(one.high_s * 1e3)}",
+        words.number(case.batch_size / one.seconds),
+        f"{words.number(ratio)}x{' weak' if scaling == 'weak' else ''}" if ratio else "", _phases(one), one.profile,
         "PREDICTED, CPU-ONLY" if case.device_kind == "cpu" else "PREDICTED",
     )  # fmt: skip
 
@@ -45,8 +46,7 @@ def _phases(one: Prediction) -> str:
         return "formula: none"
     charged = ledger.phases(Step(one.seconds, False, one.seconds), one.spans)
     shown = {name: s for name, s in charged.items() if s >= SHOWN * one.seconds and name != UNATTRIBUTED}
-    digits = 1 if one.seconds >= 0.01 else 2
-    return " ".join(f"{name} {seconds * 1e3:.{digits}f}" for name, seconds in shown.items())
+    return " ".join(f"{name} {words.number(seconds * 1e3)}" for name, seconds in shown.items())
 
 
 NEEDS = ("model", "strategy", "devices", "batch", "GPU 0 allocated", "others", "GPU 0 reserved",
@@ -65,14 +65,10 @@ def needs(found: Iterable[Need]) -> str:
             continue
         allocated, reserved = one.peaks("allocated"), one.peaks("reserved")
         fits = {True: "yes", False: f"no: device {one.failed_device}", None: "unknown"}[one.fits]
-        lines.append((*head, _gib(allocated[0]), _gib(max(allocated[1:])) if allocated[1:] else "", _gib(reserved[0]),
-                      _gib(one.process_bytes[0]), fits, "" if one.largest is None else str(one.largest),
-                      "PREDICTED"))  # fmt: skip
+        others = words.size(max(allocated[1:])) if allocated[1:] else ""
+        held = (words.size(allocated[0]), others, words.size(reserved[0]), words.size(one.process_bytes[0]))
+        lines.append((*head, *held, fits, "" if one.largest is None else str(one.largest), "PREDICTED"))
     return "\n".join(aligned(lines, left=(0, 1, 8, 10)))
-
-
-def _gib(size_bytes: float) -> str:
-    return f"{size_bytes / 2**30:.2f} GiB"
 
 
 def remedies(found: Sequence[Remedy]) -> str:
@@ -80,8 +76,8 @@ def remedies(found: Sequence[Remedy]) -> str:
     lines = [("model", "devices", "batch", "what would help", "ms/step", "samples/s", "times as fast")]
     for one in found:
         rate = one.batch / one.seconds
-        lines.append((one.model, str(one.devices), str(one.batch), one.what, f"{one.seconds * 1e3:.2f}", f"{rate:.0f}",
-                      f"{one.gain:.2f}x"))  # fmt: skip
+        lines.append((one.model, str(one.devices), str(one.batch), one.what, words.number(one.seconds * 1e3),
+                      words.number(rate), f"{words.number(one.gain)}x"))  # fmt: skip
     return "\n".join(aligned(lines, left=(0, 3)))
 
 

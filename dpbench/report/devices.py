@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from dpbench import shown, words
+from dpbench.estimate import Estimate
 from dpbench.footprint import PHASES, Footprint, footprints
 from dpbench.imbalance import Index, indexes
-from dpbench.records import HOST, Case, Estimate, Trial
-from dpbench.report import facets, words
+from dpbench.records import HOST, Case, Trial
+from dpbench.report import facets, naming
 from dpbench.report.table import Cell, Table
 from dpbench.traffic import Counted, Flow, counted, flows
 
 OPEN = 24
 """Lines up to which a table is shown at once."""
 SAID: Mapping[str, Callable[[float], str]] = {
-    "s": lambda seconds: f"{words.number(seconds * 1e3)} ms",
+    "s": words.time,
     "bytes": words.size,
     "J": lambda joules: f"{words.number(joules)} J",
 }
@@ -75,8 +77,8 @@ def _case(case: Case) -> Cell:
     """Name a case by its strategy and devices, and below it by its work."""
     placed = "" if case.placement == "spread" else f" {case.placement}"
     kind = "" if case.device_kind == "cpu" else f", {case.device_kind}"
-    work = f"{words.plain(case.model)} ({', '.join(words.setting(case))}){kind}, batch {case.batch_size}"
-    return Cell(f"{words.strategy(case)} ×{case.devices}{placed}", work)
+    work = f"{naming.plain(case.model)} ({', '.join(naming.setting(case))}){kind}, batch {case.batch_size}"
+    return Cell(f"{naming.strategy(case)} ×{case.devices}{placed}", work)
 
 
 def _imbalance(found: Sequence[Index]) -> tuple[Table, list[Case]]:
@@ -105,7 +107,9 @@ def _index(index: Index) -> tuple[Cell, ...]:
 
 
 def _estimate(estimate: Estimate) -> Cell:
-    return Cell(words.number(estimate.value) + "×", words.interval(estimate))
+    if estimate.doubt:
+        return Cell(words.NOT_ENOUGH, words.count(estimate.n, "round"))
+    return Cell(words.number(estimate.value) + "×", shown.interval(estimate))
 
 
 def _memory(found: Sequence[Footprint]) -> tuple[Table, list[Case]]:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from dpbench import plan
+from dpbench import plan, words
 from dpbench.analyse import Row
 from dpbench.records import Case
-from dpbench.report import words
+from dpbench.report import naming
 
 PANELS = 12
 """Panels of one section; what is beyond stands in the table alone."""
@@ -28,7 +28,7 @@ class Facet:
     @property
     def labels(self) -> tuple[str, ...]:
         """Return the labels that must stand beside the panel."""
-        return words.labels(self.rows)
+        return naming.labels(self.rows)
 
 
 def order(rows: Iterable[Row]) -> list[Row]:
@@ -63,8 +63,8 @@ def split(
         groups.setdefault((setting(row.case), key(row)), []).append(row)
     found = [facet for group in groups.values() for facet in _parts(group, per, unit)]
     left_out = sum(len(facet.rows) for facet in found[PANELS:])
-    said = f"{left_out} more cases are not drawn; they are in the table." if left_out else ""
-    return found[:PANELS], said
+    cases = f"{words.count(left_out, 'more case')} {words.verb(left_out, 'is', 'are')}"
+    return found[:PANELS], f"{cases} not drawn; the table has all." if left_out else ""
 
 
 def _parts(group: Sequence[Row], per: int, unit: Callable[[Row], Hashable]) -> list[Facet]:
@@ -87,7 +87,7 @@ def heading(group: Sequence[Row]) -> str:
     batches = {row.case.batch_size for row in group}
     batch = [f"batch {case.batch_size}"] if len(batches) == 1 else []
     kind = [] if case.device_kind == "cpu" else [case.device_kind]
-    return words.clip(", ".join([f"{case.model} ({', '.join(words.setting(case))})", *kind, *batch]), 90)
+    return naming.clip(", ".join([f"{case.model} ({', '.join(naming.setting(case))})", *kind, *batch]), 90)
 
 
 def named(group: Sequence[Row]) -> tuple[str, ...]:
@@ -100,7 +100,7 @@ def named(group: Sequence[Row]) -> tuple[str, ...]:
 def _name(row: Row, differ: set[str], common: set[str]) -> str:
     case = row.case
     count = "" if case.strategy in _ORDER[:2] else f" ×{case.devices}"
-    parts = [f"{words.strategy(case)}{count}"]
+    parts = [f"{naming.strategy(case)}{count}"]
     if "batch_size" in differ:
         parts.append(f"batch {case.batch_size}")
     if "seed" in differ:
@@ -108,4 +108,4 @@ def _name(row: Row, differ: set[str], common: set[str]) -> str:
     if "options" in differ:
         parts += [f"{name}={value}" for name, value in case.options]
     # labels come first: what does not fit is cut off at the end
-    return words.plain("".join(f"{label} " for label in row.labels if label not in common) + ", ".join(parts))
+    return naming.plain("".join(f"{label} " for label in row.labels if label not in common) + ", ".join(parts))

@@ -8,10 +8,11 @@ from dataclasses import replace
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
+from dpbench import shown, words
 from dpbench.analyse import Row
 from dpbench.ladder import Ladder, notable
 from dpbench.records import UNATTRIBUTED, Phase, Trial
-from dpbench.report import facets, heat, speedup, strips, svg, waterfall, words
+from dpbench.report import facets, heat, naming, speedup, strips, svg, waterfall
 from dpbench.report.svg import Panel, Section
 
 PHASES: Mapping[str, tuple[str, str]] = {
@@ -50,17 +51,18 @@ def sections(rows: Sequence[Row], trials: Sequence[Trial], ladders: Sequence[Lad
 
 def throughput(rows: Sequence[Row]) -> Section:
     """Draw samples per second, a bar a case."""
-    panels, left_out = facets.split([row for row in rows if words.finite(row.throughput)], per=12)
+    panels, left_out = facets.split([row for row in rows if naming.drawable(row.throughput)], per=12)
+    left_out = " ".join(filter(None, (left_out, naming.withheld(row.throughput for row in rows))))
     return Section(
         "throughput", "Throughput", "Samples per second; longer is better. Whiskers are 95% intervals.",
         [_throughput(facet, f"throughput{i}") for i, facet in enumerate(panels)],
-        left_out if panels else "No case was measured.",
+        left_out or ("" if panels else "No case was measured."),
     )  # fmt: skip
 
 
 def _throughput(facet: facets.Facet, key: str) -> Panel:
     found = [row.throughput for row in facet.rows if row.throughput]
-    values = [f"{words.number(e.value)}/s ({words.interval(e)})" for e in found]
+    values = [f"{words.number(e.value)}/s ({shown.interval(e)})" for e in found]
     figure, axes, tops = svg.lanes(facet.names, values, [38] * len(values))
     for row, e, y in zip(facet.rows, found, (top + 24 for top in tops), strict=True):
         colour = svg.colour(row.case)
@@ -72,19 +74,20 @@ def _throughput(facet: facets.Facet, key: str) -> Panel:
     svg.amounts(axes.xaxis)
     said = "; ".join(f"{name}: {value}" for name, value in zip(facet.names, values, strict=True))
     drawing = svg.render(figure, key=key, title=f"Throughput: {facet.title}", description=said)
-    return Panel(facet.title, drawing, words.rounds(facet.rows), facet.labels)
+    return Panel(facet.title, drawing, naming.rounds(facet.rows), facet.labels)
 
 
 def phases(rows: Sequence[Row]) -> Section:
     """Draw where a step's time goes; the parts of a bar sum to the step."""
-    drawn = [row for row in rows if row.phases and row.step and words.finite(row.step)]
+    drawn = [row for row in rows if row.phases and row.step and naming.drawable(row.step)]
     panels, left_out = facets.split(drawn, per=16)  # a whole ladder on one axis
+    left_out = " ".join(filter(None, (left_out, naming.withheld(row.step for row in rows if row.phases))))
     return Section(
         "phases", "Where a step goes",
         "Milliseconds of one step by phase, as the ledger walks back from its end: the parts sum to the step. "
         "Hollow is time that no phase covers.",
         [_phases(facet, f"phases{i}") for i, facet in enumerate(panels)],
-        left_out if panels else "No case has phases.",
+        left_out or ("" if panels else "No case has phases."),
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from dpbench import words
 from dpbench.analyse import Row
 from dpbench.records import Trial
 
@@ -15,7 +16,7 @@ from dpbench.records import Trial
 def facts(provenance: Mapping[str, Any], run_id: str, started: float) -> list[tuple[str, str]]:
     """Return what names the run, the machine and the code."""
     host, packages = provenance.get("host") or {}, provenance.get("packages") or {}
-    cores = f", {host['cores']} cores" if "cores" in host else ""
+    cores = f", {words.count(host['cores'], 'core')}" if "cores" in host else ""
     return [
         ("run", run_id[:12]),
         ("date", datetime.fromtimestamp(started, UTC).strftime("%Y-%m-%d %H:%M UTC")),

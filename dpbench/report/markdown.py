@@ -6,13 +6,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from dpbench import selfcheck
+from dpbench import selfcheck, words
 from dpbench.analyse import Row
 from dpbench.diagnose import Tile
 from dpbench.findings import Diagnosis, text
 from dpbench.ladder import Ladder
 from dpbench.records import Trial
-from dpbench.report import devices, header, rungs, table, words
+from dpbench.report import devices, header, naming, rungs, table
 
 REASON = 160
 """Columns of a reason; the page has all of it."""
@@ -58,7 +58,7 @@ def render(
 
 def _said(text: str, columns: int = 1000) -> str:
     """Return one line in which nothing is markup, a mention or a link."""
-    escaped = re.sub(r"([\\`*_\[\]#|~])", r"\\\1", words.clip(text, columns))
+    escaped = re.sub(r"([\\`*_\[\]#|~])", r"\\\1", naming.clip(text, columns))
     escaped = escaped.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return escaped.replace("@", "@\u200b").replace("://", ":\u200b//")
 
@@ -79,12 +79,14 @@ def _diagnosis(one: Diagnosis) -> Iterator[str]:
     for finding in one.findings:
         detail = "; ".join(f"{name}: {said}" for name, said in text.parts(finding))
         lines.append(f"1. **{_said(text.headline(finding))}**<br><sub>{_said(detail)}</sub>")
-    yield _details(f"{len(lines)} finding(s) on {_said(one.row.case.model)}, by the time at stake", "\n".join(lines))
+    yield _details(
+        f"{words.count(len(lines), 'finding')} on {_said(one.row.case.model)}, by the time at stake", "\n".join(lines)
+    )
 
 
 def _ladder(ladder: Ladder) -> Iterator[str]:
     """Yield a ladder's heading and tables, each with the labels of what it was measured on."""
-    yield f"### {rungs.TITLE}: {_said(rungs.title(ladder))}{_labels(words.labels(ladder.rows))}"
+    yield f"### {rungs.TITLE}: {_said(rungs.title(ladder))}{_labels(naming.labels(ladder.rows))}"
     for found in reversed(rungs.tables(ladder)):
         yield f"**{_said(found.title)}**"
         yield _table(

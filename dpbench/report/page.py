@@ -9,7 +9,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from dpbench import selfcheck
+from dpbench import selfcheck, shown, words
 from dpbench.analyse import Row
 from dpbench.diagnose import Tile
 from dpbench.findings import Diagnosis, text
@@ -45,6 +45,9 @@ def render(
         warnings=warnings,
         tiles=tiles,
         diagnoses=diagnoses,
+        count=words.count,
+        intervals=shown.INTERVALS,
+        withheld=shown.WITHHELD,
         headline=text.headline,
         parts=text.parts,
         findings_note=text.NOTE,

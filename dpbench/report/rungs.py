@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dpbench import schedule
+from dpbench import schedule, shown, words
+from dpbench.estimate import Estimate
 from dpbench.ladder import Change, Ladder, Rung, short
-from dpbench.records import Estimate
-from dpbench.report import words
+from dpbench.report import naming
 from dpbench.report.table import Cell, Table
 
 TITLE = "The ladder"
@@ -23,8 +23,8 @@ def title(ladder: Ladder) -> str:
     """Name what was climbed."""
     case = ladder.case
     kind = [] if case.device_kind == "cpu" else [case.device_kind]
-    parts = [f"{case.model} ×{case.devices}", *words.setting(case), *kind, f"batch {case.batch_size}"]
-    return words.clip(", ".join(parts), 90)
+    parts = [f"{case.model} ×{case.devices}", *naming.setting(case), *kind, f"batch {case.batch_size}"]
+    return naming.clip(", ".join(parts), 90)
 
 
 def climb(ladder: Ladder) -> Table:
@@ -53,7 +53,7 @@ def _rung(rung: Rung, best: bool) -> tuple[Cell, ...]:
         Cell(VERDICTS[change.verdict], f"over {change.over}") if change else Cell("", "the start"),
         _estimate(rung.step, 1e3),
         _estimate(change.ratio, unit="×") if change else Cell(""),
-        _saved(change.gain_s) if change else Cell(""),
+        _saved(change) if change else Cell(""),
         _estimate(row.speedup, unit="×") if row.speedup else Cell(""),
         _estimate(rung.over_ddp, unit="×") if rung.over_ddp else Cell(""),
         Cell(change.phase, f"{words.signed(change.phase_s * 1e3)} ms") if change and change.phase else Cell(""),
@@ -76,7 +76,7 @@ def _switch(change: Change) -> tuple[Cell, ...]:
         Cell(change.name, f"to {schedule.SWITCHES[change.name][0]}"),
         Cell(verdict),
         _estimate(change.ratio, unit="×"),
-        _saved(change.gain_s),
+        _saved(change),
         Cell(change.phase, f"{words.signed(change.phase_s * 1e3)} ms") if change.phase else Cell(""),
     )
 
@@ -87,10 +87,15 @@ def tables(ladder: Ladder) -> Sequence[Table]:
 
 
 def _estimate(estimate: Estimate, scale: float = 1.0, unit: str = "") -> Cell:
-    return Cell(words.number(estimate.value * scale) + unit, words.interval(estimate, scale))
+    if estimate.doubt:
+        return Cell(words.NOT_ENOUGH)
+    return Cell(words.number(estimate.value * scale) + unit, shown.interval(estimate, scale))
 
 
-def _saved(gain_s: Estimate) -> Cell:
-    """Say milliseconds saved, negative when they were lost."""
+def _saved(change: Change) -> Cell:
+    """Say the milliseconds that a change saves, negative when it costs time."""
+    gain_s = change.gain_s
+    if gain_s.doubt or change.ratio.doubt:
+        return Cell(words.NOT_ENOUGH)
     low, high = (words.signed(side * 1e3) for side in (gain_s.low, gain_s.high))
     return Cell(words.signed(gain_s.value * 1e3), f"{low} to {high}")

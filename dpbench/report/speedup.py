@@ -11,9 +11,11 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
+from dpbench import shown
 from dpbench.analyse import Row
-from dpbench.records import Case, Estimate
-from dpbench.report import facets, svg, words
+from dpbench.estimate import Estimate
+from dpbench.records import Case
+from dpbench.report import facets, naming, svg
 from dpbench.report.svg import Panel, Section
 
 LINES = 8
@@ -29,11 +31,12 @@ Points = Sequence[tuple[Row, Estimate]]
 
 def section(rows: Sequence[Row]) -> Section:
     """Draw speed-up over devices, a panel per model and amount of work."""
-    drawn = _both_ways([row for row in rows if words.finite(row.speedup)])
+    drawn = _both_ways([row for row in rows if naming.drawable(row.speedup)])
     levels = [row for row in drawn if row.case.strategy == LEVEL]
     lines = [row for row in drawn if row.case.strategy != LEVEL] or levels
     panels, left_out = facets.split(lines, per=LINES, key=_work, unit=_identity)
-    missing = "" if panels else "No case could be compared with the strategy single at equal work."
+    left_out = " ".join(filter(None, (left_out, naming.withheld(row.speedup for row in rows))))
+    missing = "" if panels or left_out else "No case could be compared with the strategy single at equal work."
     return Section(
         "speedup", "Speed-up against ideal",
         "One device's step over that of several, at equal work. The dotted line is the ideal; bars are 95% intervals.",
@@ -98,7 +101,7 @@ def _panel(facet: facets.Facet, levels: Sequence[Row], key: str) -> Panel:
     title = f"{facet.title}, weak scaling" if scaling == "weak" else facet.title
     said = f"{work}. {'; '.join(str(one.get_label()) for one in keys)}."
     drawing = svg.render(figure, key=key, title=f"Speed-up against ideal: {title}", description=said)
-    return Panel(title, drawing, f"{work}. {words.rounds(rows)}", words.labels(rows))
+    return Panel(title, drawing, f"{work}. {naming.rounds(rows)}", naming.labels(rows))
 
 
 def _frame(most: int, top: float, lines: int) -> tuple[Figure, Axes, list[Line2D]]:
@@ -119,8 +122,8 @@ def _name(case: Case, labels: Iterable[str], value: str) -> str:
     """Name a line: strategy, schedule and options, and the labels that must not be overlooked."""
     options = " ".join(f"{name}={value}" for name, value in case.options)
     odd = " ".join(label for label in labels if label in svg.ODD)
-    name = " ".join(filter(None, (odd, words.strategy(case), options)))
-    return f"{words.clip(name, svg.COLUMNS - 4 - len(value))}: {value}"
+    name = " ".join(filter(None, (odd, naming.strategy(case), options)))
+    return f"{naming.clip(name, svg.COLUMNS - 4 - len(value))}: {value}"
 
 
 def _level(axes: Axes, line: Points) -> Line2D:
@@ -128,7 +131,7 @@ def _level(axes: Axes, line: Points) -> Line2D:
     row, last = line[-1]
     colour = svg.ROLES[LEVEL]
     axes.axhspan(last.low, last.high, color=colour, alpha=0.15, linewidth=0)
-    label = _name(row.case, row.labels, words.times(last))
+    label = _name(row.case, row.labels, shown.times(last))
     return axes.axhline(last.value, color=colour, linewidth=1.6, dashes=(8, 3), label=label)
 
 
@@ -146,5 +149,5 @@ def _line(axes: Axes, line: Points, nth: int, shift: float) -> Line2D:
     above = [estimate.high - estimate.value for _, estimate in line]
     places, values = [row.case.devices + shift for row, _ in line], [estimate.value for _, estimate in line]
     axes.errorbar(places, values, yerr=(below, above), capsize=3.5, **look)  # type: ignore[arg-type]
-    value = f"{words.times(last)} on {row.case.devices}"
+    value = f"{shown.times(last)} on {row.case.devices}"
     return Line2D([], [], label=_name(row.case, row.labels, value), **look)  # type: ignore[arg-type]

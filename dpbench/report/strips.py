@@ -11,9 +11,11 @@ from matplotlib.patches import PathPatch
 from matplotlib.path import Path
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
+from dpbench import shown, words
 from dpbench.analyse import Row
-from dpbench.records import Case, Estimate, Source, Status, Trial, Verified
-from dpbench.report import facets, svg, words
+from dpbench.estimate import Estimate
+from dpbench.records import Case, Source, Trial
+from dpbench.report import facets, naming, svg
 from dpbench.report.svg import Panel, Section
 
 TICKS = 80
@@ -44,7 +46,7 @@ def imbalance(rows: Sequence[Row]) -> Section:
 
 def _busy(facet: facets.Facet, key: str) -> Panel:
     """Draw busy time, and below it the time in which a device had a phase open."""
-    values = [words.times(row.imbalance) if row.imbalance else "" for row in facet.rows]
+    values = [shown.times(row.imbalance) if row.imbalance else "" for row in facet.rows]
     figure, axes, tops = svg.lanes(facet.names, values, [46] * len(values), keys=2)
     for row, top in zip(facet.rows, tops, strict=True):
         _dumbbell(axes, {d: s * 1e3 for d, s in row.busy.items()}, top + 24, "D", svg.ROLES["dp"])
@@ -102,12 +104,10 @@ def steps(rows: Sequence[Row], trials: Sequence[Trial]) -> Section:
     """Draw every case's steps, one line of ticks a round, with warm-up apart."""
     series: dict[Case, list[Trial]] = {}
     for trial in trials:
-        good = trial.status is Status.OK and trial.verified is not Verified.NO
-        if good and trial.source is Source.MEASURED and any(not step.warmup for step in trial.steps):
+        if trial.trusted and trial.source is Source.MEASURED and trial.timed:
             series.setdefault(trial.case, []).append(trial)
     measured = [row for row in rows if row.source is Source.MEASURED and row.case in series]
-    drawn = [row for row in measured if words.finite(row.step)]
-    panels, left_out = facets.split(drawn, per=12)
+    panels, left_out = facets.split([row for row in measured if row.step], per=12)
     return Section(
         "steps", "Every step that was timed",
         "One tick a step and one line of ticks a round (a fresh process). The band is the 95% interval of the "
@@ -118,13 +118,13 @@ def steps(rows: Sequence[Row], trials: Sequence[Trial]) -> Section:
 
 
 def _steps(facet: facets.Facet, series: Mapping[Case, Sequence[Trial]], key: str) -> Panel:
-    shown = [series[row.case][:ROUNDS] for row in facet.rows]
-    values = [words.ms(row.step) if row.step else "" for row in facet.rows]
-    figure, axes, tops = svg.lanes(facet.names, values, [22 + 9 * len(group) for group in shown], keys=1)
-    timed = [s.seconds * 1e3 for group in shown for t in group for s in t.steps if not s.warmup]
+    groups = [series[row.case][:ROUNDS] for row in facet.rows]
+    values = [shown.ms(row.step) if row.step else "" for row in facet.rows]
+    figure, axes, tops = svg.lanes(facet.names, values, [22 + 9 * len(group) for group in groups], keys=1)
+    timed = [seconds * 1e3 for group in groups for trial in group for seconds in trial.timed]
     low, high = _scale(axes, min(timed), max(timed))
-    for row, group, top in zip(facet.rows, shown, tops, strict=True):
-        if row.step:
+    for row, group, top in zip(facet.rows, groups, tops, strict=True):
+        if row.step and naming.drawable(row.step):
             _interval(axes, row.step, top + 17, top + 17 + 9 * len(group))
         for number, trial in enumerate(group):
             _round(axes, trial, top + 18 + 9 * number, low, high)
@@ -151,7 +151,7 @@ def _scale(axes: Axes, low: float, high: float) -> tuple[float, float]:
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(FixedLocator([m * 10.0**d for d in decades for m in leading]))
         axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: words.exact(value)))
     else:
         room = (high - low) * 0.06 or high * 0.05 or 1.0
         edges = max(0.0, low - room), high + room
@@ -162,7 +162,7 @@ def _scale(axes: Axes, low: float, high: float) -> tuple[float, float]:
 
 def _round(axes: Axes, trial: Trial, y: float, low: float, high: float) -> None:
     """Draw one round's steps as one path, and its warm-up as circles, at the edge where they are beyond it."""
-    timed = sorted(step.seconds * 1e3 for step in trial.steps if not step.warmup)
+    timed = sorted(seconds * 1e3 for seconds in trial.timed)
     count = min(TICKS, len(timed))
     chosen = [timed[round(i * (len(timed) - 1) / max(1, count - 1))] for i in range(count)]
     vertices = [point for x in chosen for point in ((x, y), (x, y + 7))]
@@ -197,10 +197,10 @@ def _thinned(facet: facets.Facet, series: Mapping[Case, Sequence[Trial]]) -> str
     """Say what of the steps is not drawn."""
     groups = [series[row.case] for row in facet.rows]
     said = []
-    if any(sum(not step.warmup for step in trial.steps) > TICKS for group in groups for trial in group):
+    if any(len(trial.timed) > TICKS for group in groups for trial in group):
         said.append(
             f"Of longer series {TICKS} steps a round, evenly by rank; the fastest and the slowest are among them."
         )
     if any(len(group) > ROUNDS for group in groups):
-        said.append(f"The first {ROUNDS} rounds.")
+        said.append(f"The first {words.count(ROUNDS, 'round')}.")
     return " ".join(said) or "All timed steps."

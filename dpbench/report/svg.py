@@ -22,8 +22,9 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from dpbench import words
 from dpbench.records import Case
-from dpbench.report import words
+from dpbench.report import naming
 from dpbench.report.table import Table
 
 WIDTH = 420
@@ -119,7 +120,7 @@ def lanes(
     for name, value, top in zip(names, values, tops, strict=False):
         # a name tells one case from another, an interval is also drawn and in the table: the name goes first
         said = value if len(name) + len(value) <= COLUMNS else value.partition(" (")[0]
-        axes.text(0, top + 12, words.clip(name, COLUMNS - len(said)), transform=across)
+        axes.text(0, top + 12, naming.clip(name, COLUMNS - len(said)), transform=across)
         axes.text(1, top + 12, said, transform=across, ha="right", fontweight="bold", fontsize=SMALL)
     return figure, axes, tops[:-1]
 
@@ -130,8 +131,8 @@ def amounts(axis: Axis, ticks: int = 5) -> None:
     def said(value: float, _: int) -> str:
         for scale, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
             if abs(value) >= scale:
-                return f"{value / scale:g}{letter}"
-        return f"{value:g}"
+                return f"{words.exact(value / scale)}{letter}"
+        return words.exact(value)
 
     axis.set_major_locator(MaxNLocator(ticks, steps=[1, 2, 2.5, 5, 10]))
     axis.set_major_formatter(FuncFormatter(said))
@@ -168,7 +169,7 @@ def render(figure: Figure, *, key: str, title: str, description: str) -> str:
     }  # fmt: skip
     for position, (tag, text) in enumerate((("title", title), ("desc", description))):
         child = ElementTree.Element(tag, {"id": f"{key}-{tag}"})
-        child.text = words.plain(text)
+        child.text = naming.plain(text)
         root.insert(position, child)
     return ElementTree.tostring(root, encoding="unicode")
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from dpbench import plan
+from dpbench import plan, shown, strictjson, words
 from dpbench.analyse import Row, frame
-from dpbench.records import Case, Estimate, Phase, Source, Status, Trial, Verified
-from dpbench.report import facets, words
+from dpbench.estimate import Estimate
+from dpbench.records import Case, Fault, Phase, Source, Status, Trial
+from dpbench.report import facets, naming
 
 COLUMNS = (
     "model", "strategy", "devices", "batch", "rounds, steps", "median ms", "samples/s", "speed-up", "efficiency",
@@ -59,33 +58,39 @@ def lines(rows: Iterable[Row], trials: Sequence[Trial]) -> list[Line]:
 
 def _line(row: Row, trials: Sequence[Trial]) -> Line:
     case, measured = row.case, row.step is not None
-    wrong = any(trial.verified is Verified.NO for trial in trials if trial.status is Status.OK)
-    status = "unverified" if row.status is Status.OK and not measured and wrong else row.status.value
-    about = [*words.strategy(case).partition("[")[1:], *(f" {name}={value}" for name, value in case.options)]
+    about = [*naming.strategy(case).partition("[")[1:], *(f" {name}={value}" for name, value in case.options)]
     placed = "" if case.placement == "spread" else f" {case.placement}"
     cells = (
-        Cell(words.plain(case.model), ", ".join(words.setting(case))),
-        Cell(words.plain(words.strategy(case).partition("[")[0]), words.plain("".join(about) + placed)),
+        Cell(naming.plain(case.model), ", ".join(naming.setting(case))),
+        Cell(naming.plain(naming.strategy(case).partition("[")[0]), naming.plain("".join(about) + placed)),
         Cell(str(case.devices), case.device_kind, str(case.devices)),
         Cell(str(case.batch_size), sort=str(case.batch_size)),
         Cell(f"{row.rounds}, {row.steps}" if measured else "", sort=str(row.steps)),
         _estimate(row.step, 1e3),
         _estimate(row.throughput),
         _speedup(row),
-        Cell(words.percent(row.efficiency.value), sort=repr(row.efficiency.value)) if row.efficiency else Cell(""),
+        _efficiency(row.efficiency),
         _estimate(row.imbalance, unit="×"),
         _memory(row),
-        Cell(row.verified.value.replace("_", " ") if row.verified else ("no" if wrong else "")),
+        Cell(row.verified.value.replace("_", " ") if row.verified else "no" if row.fault is Fault.UNVERIFIED else ""),
         Cell("\n".join(row.labels)),
-        Cell(status),
+        Cell(row.outcome),
     )
-    return Line(cells, status, _notes(row, trials, status))
+    return Line(cells, row.outcome, _notes(row, trials))
 
 
 def _estimate(estimate: Estimate | None, scale: float = 1.0, unit: str = "") -> Cell:
     if estimate is None:
         return Cell("")
-    return Cell(words.number(estimate.value * scale) + unit, words.interval(estimate, scale), repr(estimate.value))
+    if estimate.doubt:
+        return Cell(words.NOT_ENOUGH, words.count(estimate.n, "round"))
+    return Cell(words.number(estimate.value * scale) + unit, shown.interval(estimate, scale), repr(estimate.value))
+
+
+def _efficiency(estimate: Estimate | None) -> Cell:
+    if estimate is None or estimate.doubt:
+        return Cell(words.NOT_ENOUGH if estimate else "")
+    return Cell(words.percent(estimate.value), sort=repr(estimate.value))
 
 
 def _speedup(row: Row) -> Cell:
@@ -108,28 +113,26 @@ def _memory(row: Row) -> Cell:
     return Cell(words.size(row.host_bytes), "host", str(row.host_bytes)) if row.host_bytes else Cell("")
 
 
-def _notes(row: Row, trials: Sequence[Trial], status: str) -> tuple[tuple[str, str], ...]:
-    """Return each different thing that went wrong, with the rounds it happened in."""
+def _notes(row: Row, trials: Sequence[Trial]) -> tuple[tuple[str, str], ...]:
+    """Return each different thing that went wrong, with the rounds in which it did."""
     found: dict[tuple[str, str], list[int]] = {}
     for trial in trials:
-        if trial.status is not Status.OK:
-            found.setdefault((trial.status.value, trial.reason), []).append(trial.round)
-        elif trial.verified is Verified.NO:
-            found.setdefault(("unverified", trial.reason), []).append(trial.round)
-    if not found and row.status is not Status.OK:
-        return ((status, row.reason or "no reason given"),)
+        if trial.refusal:
+            found.setdefault(((trial.fault or trial.status).value, trial.refusal), []).append(trial.round)
+    if not found and row.outcome != Status.OK:
+        return ((row.outcome, row.reason or "no reason given"),)
     return tuple(
-        (f"{what} in round {', '.join(str(number + 1) for number in rounds)}", reason or "no reason given")
-        for (what, reason), rounds in found.items()
+        (f"{outcome} in round {', '.join(str(number + 1) for number in rounds)}", reason)
+        for (outcome, reason), rounds in found.items()
     )
 
 
 def phase_lines(rows: Iterable[Row]) -> list[tuple[str, list[str]]]:
     """Return the milliseconds of each phase of each case, and of the step."""
-    measured = [row for row in facets.order(rows) if row.step and row.phases]
+    measured = [row for row in facets.order(rows) if row.step and row.phases and not row.doubt]
     return [
         (
-            f"{words.plain(row.case.model)}, {name}",
+            f"{naming.plain(row.case.model)}, {name}",
             [words.number(row.phases.get(phase, 0.0) * 1e3) for phase in PHASE_COLUMNS]
             + [words.number(row.step.value * 1e3) if row.step else ""],
         )
@@ -140,11 +143,5 @@ def phase_lines(rows: Iterable[Row]) -> list[tuple[str, list[str]]]:
 def as_json(rows: Sequence[Row]) -> str:
     """Return the rows' numbers as JSON that is safe inside a script element."""
     records = frame(facets.order(rows)).to_dict("records")
-    plain = [{str(name): _plain(value) for name, value in record.items()} for record in records]
-    text = json.dumps(plain, default=str, allow_nan=False, separators=(",", ":"))
+    text = strictjson.dumps(records, default=str, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def _plain(value: object) -> object:
-    """JSON knows neither NaN nor infinity."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value

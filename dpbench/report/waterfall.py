@@ -9,8 +9,9 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from dpbench import shown, words
 from dpbench.ladder import Change, Ladder, Rung
-from dpbench.report import facets, rungs, svg, words
+from dpbench.report import facets, naming, rungs, svg
 from dpbench.report.svg import Panel, Section
 
 COLOURS = {"faster": svg.GAIN, "slower": svg.LOSS}
@@ -23,33 +24,41 @@ def section(ladders: Sequence[Ladder]) -> Section:
     """Draw each ladder, with its tables beside and below."""
     panels = [_panel(ladder, f"ladder{i}") for i, ladder in enumerate(ladders[: facets.PANELS])]
     left_out = len(ladders) - len(panels)
-    note = f"{left_out} more ladders are not drawn; their schedules are in the table." if left_out else ""
+    ladders_ = f"{words.count(left_out, 'more ladder')} {words.verb(left_out, 'is', 'are')}"
+    note = f"{ladders_} not drawn; the table has all schedules." if left_out else ""
     return Section("ladder", rungs.TITLE, rungs.LEAD, panels, note)
 
 
 def _panel(ladder: Ladder, key: str) -> Panel:
     names = [_name(rung) for rung in ladder.rungs]
-    values = [words.times(r.change.ratio) if r.change else words.ms(r.step) for r in ladder.rungs]
+    values = [shown.times(r.change.ratio) if r.change else shown.ms(r.step) for r in ladder.rungs]
     handles = list(_handles(ladder))
     figure, axes, tops = svg.lanes(names, values, [36] * len(names), keys=-(-len(handles) // 2))
-    steps = {rung.name: rung.step.value * 1e3 for rung in ladder.rungs}
-    ends = [_bar(axes, rung, steps, top + 25) for rung, top in zip(ladder.rungs, tops, strict=True)]
+    steps = {rung.name: rung.step.value * 1e3 for rung in ladder.rungs if not rung.step.doubt}
+    drawn_rungs = [(rung, top) for rung, top in zip(ladder.rungs, tops, strict=True) if _drawable(rung, steps)]
+    ends = [_bar(axes, rung, steps, top + 25) for rung, top in drawn_rungs]
     drawn = _rivals(ladder)
     for _, milliseconds, look in drawn:
         # not through the text above the bars
         axes.vlines([milliseconds] * len(tops), [top + 16 for top in tops], [top + 35 for top in tops], **look)
-    most = max([*ends, *steps.values(), *(milliseconds for _, milliseconds, _ in drawn)])
-    axes.set(xlim=(0, most * 1.04), xlabel="milliseconds of one step")
+    most = max([0.0, *ends, *steps.values(), *(milliseconds for _, milliseconds, _ in drawn)])
+    axes.set(xlim=(0, most * 1.04 or 1), xlabel="milliseconds of one step")
     svg.amounts(axes.xaxis)
     svg.legend(figure, handles, 2)
     said = "; ".join(f"{name}: {value}" for name, value in zip(names, values, strict=True))
     drawing = svg.render(figure, key=key, title=f"The ladder: {rungs.title(ladder)}", description=said)
-    return Panel(rungs.title(ladder), drawing, _caption(ladder), words.labels(ladder.rows), rungs.tables(ladder))
+    return Panel(rungs.title(ladder), drawing, _caption(ladder), naming.labels(ladder.rows), rungs.tables(ladder))
+
+
+def _drawable(rung: Rung, steps: dict[str, float]) -> bool:
+    """Tell whether a rung, and what it is compared with, may be shown."""
+    over = rung.change is None or (rung.change.over in steps and not rung.change.ratio.doubt)
+    return rung.name in steps and over
 
 
 def _name(rung: Rung) -> str:
-    """Name a rung with its gain or loss and what that decides, so that no colour is needed to read it."""
-    if not rung.change:
+    """Name a rung with its gain or loss and its verdict, so that no colour is needed to read it."""
+    if not rung.change or rung.change.ratio.doubt or rung.change.gain_s.doubt:
         return rung.name
     return f"{rung.name}: {words.signed(-rung.change.gain_s.value * 1e3)} ms, {rungs.VERDICTS[rung.change.verdict]}"
 
@@ -79,7 +88,7 @@ def _colour(change: Change) -> str:
 
 def _rivals(ladder: Ladder) -> list[tuple[str, float, dict[str, Any]]]:
     """Return the lines of reference as name, milliseconds and look; what is far beyond the rungs is left out."""
-    slowest = max(rung.step.value for rung in ladder.rungs)
+    slowest = max((rung.step.value for rung in ladder.rungs if not rung.step.doubt), default=0.0)
     looks = (
         ("ddp", ladder.ddp, {"color": svg.ROLES["ddp"], "linestyle": (0, (5, 2))}),
         ("limit", ladder.limit, {"color": svg.ROLES["single"], "linestyle": (0, (1.5, 1.5))}),
@@ -87,7 +96,7 @@ def _rivals(ladder: Ladder) -> list[tuple[str, float, dict[str, Any]]]:
     return [
         (name, row.step.value * 1e3, {**look, "linewidth": 1.6})
         for name, row, look in looks
-        if row and row.step and row.step.value <= BEYOND * slowest
+        if row and row.step and not row.step.doubt and row.step.value <= BEYOND * slowest
     ]
 
 
@@ -105,13 +114,13 @@ def _handles(ladder: Ladder) -> Iterator[Patch | Line2D]:
 
 def _caption(ladder: Ladder) -> str:
     """Say what the lines are, and what of the rivals is not drawn."""
-    said = [words.rounds([rung.row for rung in ladder.rungs])]
+    said = [naming.rounds([rung.row for rung in ladder.rungs])]
     if ladder.limit:
         share = f"single at batch {ladder.limit.case.batch_size}"
         said.append(f"Limit: one device's share alone, {share}: what the computing takes.")
     drawn = {name for name, _, _ in _rivals(ladder)}
     if ladder.ddp and ladder.ddp.step and "ddp" not in drawn:
-        said.append(f"ddp takes {words.ms(ladder.ddp.step)}: beyond the axis.")
+        said.append(f"ddp takes {shown.ms(ladder.ddp.step)}: beyond the axis.")
     if ladder.case.device_kind == "emulated":
         said.append("Host cost only, no speed-up.")
     return " ".join(said)
