@@ -127,6 +127,11 @@ def torch_faults_and_all(module: nn.Module, ids: Sequence[int], **options: Any) 
     return ours(module, ids, compat=True, **options)
 
 
+def ours_on_the_host(module: nn.Module, ids: Sequence[int], **options: Any) -> nn.Module:
+    """Wrap over logical CPU devices, for schedules that emulated devices refuse."""
+    return DataParallel(module, ["cpu"] * len(ids), **options)
+
+
 def place(value: Any, where: str) -> Any:
     """Return fresh leaves of a structure's tensors on a device."""
     if isinstance(value, Tensor):
@@ -176,23 +181,29 @@ def observe(
     *,
     ids: Sequence[int] = (0, 1, 2),
     home: str = "cpu",
+    root: torch.device | None = None,
+    calls: int = 1,
     during: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     **options: Any,
 ) -> dict[str, Any]:
-    """Return all that one forward and backward leaves behind."""
+    """Return all that forwards and backwards leave behind: the module on `root`, or the first device, inputs on `home`.
+
+    Gradients accumulate over the `calls`; the output is that of the last.
+    """
     torch.manual_seed(0)
     module = make()
     if all(t.device.type == "cpu" for t in (*module.parameters(), *module.buffers())):
-        module.to(device(ids[0]))
+        module.to(root or device(ids[0]))
     wrapped = wrap(module, ids, **options)
     arguments, keywords = place(tuple(inputs), home), place(kwargs or {}, home)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with during():
-            output = wrapped(*arguments, **keywords)
-        loss = sum((t.abs() ** 2).sum() for t in tensors(output) if t.requires_grad)
-        if isinstance(loss, Tensor):
-            loss.backward()
+        for _ in range(calls):
+            with during():
+                output = wrapped(*arguments, **keywords)
+            loss = sum((t.abs() ** 2).sum() for t in tensors(output) if t.requires_grad)
+            if isinstance(loss, Tensor):
+                loss.backward()
     return {
         "output": output,
         "gradients": {name: p.grad for name, p in module.named_parameters()},
