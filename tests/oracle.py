@@ -173,6 +173,13 @@ def difference(a: Any, b: Any, where: str = "") -> str:
     return next(filter(None, (difference(a[key], b[key], f"{where}.{key}") for key in keys)), "")
 
 
+def rescale(module: nn.Module) -> None:
+    """Change every parameter in place, as an optimizer does."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(0.75)
+
+
 def observe(
     wrap: Callable[..., nn.Module],
     make: Callable[[], nn.Module],
@@ -188,7 +195,7 @@ def observe(
 ) -> dict[str, Any]:
     """Return all that forwards and backwards leave behind: the module on `root`, or the first device, inputs on `home`.
 
-    Gradients accumulate over the `calls`; the output is that of the last.
+    Gradients accumulate over the `calls`, and the weights change between them; the output is that of the last.
     """
     torch.manual_seed(0)
     module = make()
@@ -198,7 +205,9 @@ def observe(
     arguments, keywords = place(tuple(inputs), home), place(kwargs or {}, home)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for _ in range(calls):
+        for call in range(calls):
+            if call:
+                rescale(module)
             with during():
                 output = wrapped(*arguments, **keywords)
             loss = sum((t.abs() ** 2).sum() for t in tensors(output) if t.requires_grad)
