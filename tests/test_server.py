@@ -250,26 +250,25 @@ assert sys.stdin.read() == "", "requests are not for models"
         assert works(own)
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("import a_module_that_is_not_there", ("a_module_that_is_not_there", "broken:")),
-        ("1/0", ("ZeroDivisionError", "broken.py")),
-        ("x = (", ("SyntaxError", "broken.py")),
-        ("", ("build", "missing")),
-        ("import sys; sys.exit(3)", ("SystemExit",)),
-    ],
-    ids=["import", "raises", "syntax", "empty", "exit"],
-)
-def test_a_model_that_cannot_be_imported_is_a_failed_trial_that_says_which(server, tmp_path, monkeypatch, text, words):
-    (tmp_path / "broken.py").write_text(text)
-    monkeypatch.chdir(tmp_path)
+BROKEN = {
+    "absent": ("import a_module_that_is_not_there", ("a_module_that_is_not_there", "absent:")),
+    "raises": ("1/0", ("ZeroDivisionError", "raises.py")),
+    "unreadable": ("x = (", ("SyntaxError", "unreadable.py")),
+    "vacant": ("", ("build", "missing")),
+    "exits": ("import sys; sys.exit(3)", ("SystemExit",)),
+}
+"""Modules that hold no model, by name: their text, and words of the reason that a trial gives."""
+
+
+def test_a_model_that_cannot_be_imported_is_a_failed_trial_that_says_which(tmp_path, monkeypatch):
+    for name, (text, _) in BROKEN.items():
+        (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    found = Server(tmp_path)
-    with found:
-        ended = trial(found, case("broken:"))
-    assert ended.status is Status.FAILED
-    assert all(word in ended.reason for word in words), ended.reason
+    with Server(tmp_path) as own:
+        ended = {name: trial(own, case(f"{name}:")) for name in BROKEN}
+    for name, (_, words) in BROKEN.items():
+        assert ended[name].status is Status.FAILED, name
+        assert all(word in ended[name].reason for word in words), ended[name].reason
 
 
 def test_a_model_module_that_does_not_exist_is_named(server):
