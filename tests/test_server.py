@@ -106,6 +106,7 @@ def build(size):
 """
 
 
+@pytest.mark.alone
 def test_each_trial_has_a_fresh_process_that_starts_within_50_ms(server, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pid_model.py").write_text(PID_MODEL.format(path=str(tmp_path / "pids")))
@@ -349,6 +350,7 @@ def test_closing_leaves_no_process_no_zombie_and_no_descriptor(tmp_path, mark):
     assert {process.pid for process in mark.alive()} <= present
 
 
+@pytest.mark.alone
 def test_the_server_dies_with_its_parent_and_so_do_workers_and_ranks(tmp_path):
     code = """
         import sys
