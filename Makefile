@@ -12,8 +12,14 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
 COMMITS ?= 3
+JOBS   ?= 2
 
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+# Tests run in JOBS processes where pytest-xdist is installed, which TORCH=system does not promise. Each process takes
+# a run of neighbouring tests, so that it builds the fixtures of a file once, and at the end takes over from slower
+# ones: the files differ too much in length to be dealt out whole. ARGS=-n0 runs all tests in one process.
+SPREAD = $(shell $(BIN)/python -c 'import xdist' 2>/dev/null && echo "--numprocesses=$(JOBS) --dist=worksteal")
 
 .DEFAULT_GOAL := bench
 .PHONY: bench test check history clean
@@ -46,7 +52,7 @@ bench: $(VENV)/base.stamp
 	$(BIN)/dpbench run $(ARGS)
 
 test: $(VENV)/dev.stamp
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(SPREAD) $(ARGS)
 
 check: $(VENV)/dev.stamp
 	$(BIN)/ruff check .

@@ -2,7 +2,9 @@
 
 Each `test_conformance_*.py` holds our own rewriting of PyTorch's tests for DataParallel and its parts: what they
 assert, of our engine, on logical CPU devices, on emulated ones, on one GPU carrying two replicas (mark `gpu`), and
-on two GPUs (mark `multi_gpu`). The first line of a test's docstring names file and test of the original:
+on two GPUs (mark `multi_gpu`). Tests of the verbs run on each kind of device (`every_kind`); tests of the wrapper run
+on each kind under each of `SCHEDULES` (`every_schedule`). The first line of a test's docstring names file and
+test of the original:
 
     A  = test/distributed/test_data_parallel.py     A' = the same, later, for any accelerator
     B  = test/test_cuda_multigpu.py, TestCudaComm   C  = test/jit/test_data_parallel.py
@@ -11,32 +13,78 @@ on two GPUs (mark `multi_gpu`). The first line of a test's docstring names file 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import gc
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from dpbench import DataParallel
 from dpbench.engine import resolve
+from dpbench.schedule import FASTEST, SWITCHES, Schedule, parse
 
-KINDS = (
-    "cpu",
-    "emulated",
-    pytest.param("colocated", marks=pytest.mark.gpu),
-    pytest.param("spread", marks=pytest.mark.multi_gpu),
+SCHEDULES = (
+    "reference",
+    "pool",
+    "cached",
+    "flat_storage",
+    FASTEST,
+    "workers=serial",
+    "reduce=overlap",
+    "workers=pool,replicas=cached,reduce=overlap",
+    "workers=serial,replicas=cached,storage=flat,reduce=overlap",
 )
-every_kind = pytest.mark.parametrize("place", KINDS, indirect=True)
+"""The rungs that a wrapper can climb, and combinations in which each position of each of its switches occurs."""
+
+LEGAL = tuple(
+    str(schedule)
+    for positions in itertools.product(*SWITCHES.values())
+    if not (schedule := Schedule(**dict(zip(SWITCHES, positions, strict=True)))).missing() and schedule.exact
+)
+"""Every schedule that needs neither TrainStep nor a kind of device, and promises the bits of `reference`."""
+
+
+def is_flat(schedule: str) -> bool:
+    """Tell whether a wrapper under this schedule keeps its weights in one buffer, which emulated devices refuse."""
+    return schedule != FASTEST and parse(schedule).storage == "flat"
+
+
+KINDS: dict[str, tuple[pytest.MarkDecorator, ...]] = {
+    "cpu": (),
+    "emulated": (),
+    "colocated": (pytest.mark.gpu,),
+    "spread": (pytest.mark.multi_gpu,),
+}
+every_kind = pytest.mark.parametrize(
+    "place", [pytest.param((kind, "reference"), marks=marks, id=kind) for kind, marks in KINDS.items()], indirect=True
+)
+every_schedule = pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param((kind, schedule), marks=marks, id=f"{kind}-{schedule}")
+        for (kind, marks), schedule in itertools.product(KINDS.items(), SCHEDULES)
+        if not (kind == "emulated" and is_flat(schedule))
+    ],
+    indirect=True,
+)
 
 
 class Place:
-    """Devices of one kind: their ids, their torch devices, and how tensors and modules get there."""
+    """Devices of one kind, and a wrapper's schedule on them: ids, torch devices, and how tensors get there."""
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
+    def __init__(self, kind: str, schedule: str = "reference") -> None:
+        self.kind, self.schedule = kind, schedule
 
     def __repr__(self) -> str:
-        return self.kind
+        return f"{self.kind}, {self.schedule}"
+
+    def wrap(self, module: nn.Module, *order: int) -> DataParallel:
+        """Return the module wrapped over devices in this order, 0 and 1 by default."""
+        return DataParallel(module, self.ids(*order), schedule=self.schedule)
 
     @property
     def is_gpu(self) -> bool:
@@ -79,10 +127,20 @@ class Place:
 
 @pytest.fixture
 def place(request: pytest.FixtureRequest) -> Place:
-    """Give each kind of device in turn; see `every_kind`."""
-    there = Place(request.param)
+    """Give each kind of device, and each schedule, in turn; see `every_kind` and `every_schedule`."""
+    there = Place(*request.param)
     resolve(there.ids())  # emulated tensors can be made once their devices exist
     return there
+
+
+def known_fault(request: pytest.FixtureRequest, error: type[Exception], reason: str, *, when: bool = True) -> None:
+    """Expect the test to fail with `error`, and to be red once it passes, where the engine has a known fault."""
+    if when:
+        request.applymarker(pytest.mark.xfail(strict=True, raises=error, reason=reason))
+
+
+SWAP = "cached replicas hold tensors of the last call, so torch.utils.swap_tensors refuses the module's parameters"
+"""A fault of the engine: conversions and removals that swap a parameter's contents fail after a call."""
 
 
 def settle(tensor: Tensor) -> None:
@@ -145,3 +203,17 @@ def check_gradients(function: Callable[..., Any], inputs: Sequence[Tensor], *, s
     torch.autograd.gradcheck(function, inputs)
     if second:
         torch.autograd.gradgradcheck(function, inputs)
+
+
+@contextmanager
+def young_garbage() -> Iterator[None]:
+    """Let the collector visit only objects made from here on: `gc.collect()` then takes microseconds.
+
+    A cycle among new objects is found and counted as usual; objects that exist already are never collected here.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
 
 import hypothesis
 import pytest
@@ -26,6 +30,30 @@ def _one_thread_and_seed() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     cores.roam()  # a trial in this process stays on its device's core
+
+
+@contextmanager
+def lock(path: Path, kind: int) -> Iterator[IO[str]]:
+    """Hold a lock that all processes of this run know, exclusive (fcntl.LOCK_EX) or shared (fcntl.LOCK_SH)."""
+    with path.open("a") as file:
+        fcntl.flock(file, kind)
+        yield file
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Run no other test at the same time as one marked `alone`.
+
+    Processes queue for their turn: without the first lock, tests that share the second could keep a test that wants
+    it alone waiting for ever.
+    """
+    if not hasattr(item.config, "workerinput"):  # pytest-xdist's: this process runs all tests, one after the other
+        return (yield)
+    folder = item.config._tmp_path_factory.getbasetemp().parent  # type: ignore[attr-defined]
+    kind = fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH
+    with lock(folder / "queue", fcntl.LOCK_EX) as queue, lock(folder / "turn", kind):
+        fcntl.flock(queue, fcntl.LOCK_UN)
+        return (yield)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

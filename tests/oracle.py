@@ -127,6 +127,11 @@ def torch_faults_and_all(module: nn.Module, ids: Sequence[int], **options: Any) 
     return ours(module, ids, compat=True, **options)
 
 
+def ours_on_the_host(module: nn.Module, ids: Sequence[int], **options: Any) -> nn.Module:
+    """Wrap over logical CPU devices, for schedules that emulated devices refuse."""
+    return DataParallel(module, ["cpu"] * len(ids), **options)
+
+
 def place(value: Any, where: str) -> Any:
     """Return fresh leaves of a structure's tensors on a device."""
     if isinstance(value, Tensor):
@@ -168,6 +173,13 @@ def difference(a: Any, b: Any, where: str = "") -> str:
     return next(filter(None, (difference(a[key], b[key], f"{where}.{key}") for key in keys)), "")
 
 
+def rescale(module: nn.Module) -> None:
+    """Change every parameter in place, as an optimizer does."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(0.75)
+
+
 def observe(
     wrap: Callable[..., nn.Module],
     make: Callable[[], nn.Module],
@@ -176,23 +188,31 @@ def observe(
     *,
     ids: Sequence[int] = (0, 1, 2),
     home: str = "cpu",
+    root: torch.device | None = None,
+    calls: int = 1,
     during: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     **options: Any,
 ) -> dict[str, Any]:
-    """Return all that one forward and backward leaves behind."""
+    """Return all that forwards and backwards leave behind: the module on `root`, or the first device, inputs on `home`.
+
+    Gradients accumulate over the `calls`, and the weights change between them; the output is that of the last.
+    """
     torch.manual_seed(0)
     module = make()
     if all(t.device.type == "cpu" for t in (*module.parameters(), *module.buffers())):
-        module.to(device(ids[0]))
+        module.to(root or device(ids[0]))
     wrapped = wrap(module, ids, **options)
     arguments, keywords = place(tuple(inputs), home), place(kwargs or {}, home)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with during():
-            output = wrapped(*arguments, **keywords)
-        loss = sum((t.abs() ** 2).sum() for t in tensors(output) if t.requires_grad)
-        if isinstance(loss, Tensor):
-            loss.backward()
+        for call in range(calls):
+            if call:
+                rescale(module)
+            with during():
+                output = wrapped(*arguments, **keywords)
+            loss = sum((t.abs() ** 2).sum() for t in tensors(output) if t.requires_grad)
+            if isinstance(loss, Tensor):
+                loss.backward()
     return {
         "output": output,
         "gradients": {name: p.grad for name, p in module.named_parameters()},

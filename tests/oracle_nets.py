@@ -92,6 +92,17 @@ def complex_weights() -> nn.Module:
     return Net(lambda m, x: x * m.w, w=nn.Parameter(torch.randn(12, dtype=torch.cfloat)))
 
 
+def mapped() -> nn.Module:
+    return Net(lambda m, x: torch.func.vmap(m.a)(x), a=nn.Linear(12, 5))
+
+
+def differentiated() -> nn.Module:
+    def run(m: Any, x: Tensor) -> Tensor:
+        return torch.func.grad(lambda y: torch.tanh(m.a(y)).sum())(x)
+
+    return Net(run, a=nn.Linear(12, 5))
+
+
 def old_weight_norm() -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -140,5 +151,7 @@ NETS: dict[str, Case] = {
     "spectral norm": (lambda: parametrizations.spectral_norm(nn.Linear(12, 5)), rows),
     "old spectral norm": (lambda: nn.utils.spectral_norm(nn.Linear(12, 5)), rows),
     "orthogonal": (lambda: parametrizations.orthogonal(nn.Linear(12, 5)), rows),
+    "vmap inside": (mapped, rows),
+    "gradient inside": (differentiated, rows),
     "half precision": (lambda: nn.Linear(12, 5).to(torch.bfloat16), lambda n: rows(n).detach().to(torch.bfloat16)),
 }

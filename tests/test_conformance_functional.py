@@ -82,37 +82,6 @@ def test_parallel_apply_passes_exception(place: Place) -> None:
 # ---------------------------------------------------------------- data_parallel
 
 
-class Combined(nn.Module):
-    """Two tensors, a number and an optional tensor by keyword."""
-
-    def forward(self, var1: Tensor, var2: Tensor, float1: float, var3: Tensor | None = None) -> Tensor:
-        product = var1 * var2
-        return float1 * (product if var3 is None else product + var3)
-
-
-@pytest.mark.parametrize("order", [(0, 1), (1, 0), (0,)], ids=str)
-@pytest.mark.parametrize("keyword", [False, True], ids=["positional", "module_kwargs"])
-@pytest.mark.parametrize("form", ["function", "module"])
-def test_data_parallel_multiple_input(place: Place, order: tuple[int, ...], keyword: bool, form: str) -> None:
-    """Mirror A, test_data_parallel_multiple_input: tensors, a number and a keyword; outputs and input gradients."""
-    var1, var2 = (torch.randn(5, 5, requires_grad=True) for _ in range(2))
-    kwargs = {"var3": torch.randn(5, 5)} if keyword else {}
-    number = torch.randn(1).item()
-    module = Combined()
-    expected = module(var1, var2, number, **kwargs)
-    expected_gradients = torch.autograd.grad(expected.sum(), (var1, var2))
-    if form == "function":
-        output = dpbench.data_parallel(module, (var1, var2, number), place.ids(*order), module_kwargs=kwargs or None)
-    else:
-        output = dpbench.DataParallel(module, place.ids(*order))(var1, var2, number, **kwargs)
-    output.sum().backward()
-    assert on(output, place.device(order[0]))
-    close(output, expected)
-    close([var1.grad, var2.grad], expected_gradients)
-    assert var1.grad is not None
-    assert var1.grad.device == var1.device
-
-
 def test_data_parallel_small_back(place: Place) -> None:
     """Mirror A, test_data_parallel_small_back: data_parallel of a layer equals the layer."""
     layer = nn.Linear(10, 5).to(place.device())
@@ -215,27 +184,6 @@ def test_data_parallel_nested_input(place: Place) -> None:
     x = place.put(torch.randn(20, 3), 1)
     inputs = (x.cos(), (x.sin(), x), x.sin())
     close(dpbench.data_parallel(Net(), inputs, place.ids()), inputs[1][0])
-
-
-def test_data_parallel_module_zero_inputs(place: Place) -> None:
-    """Mirror A, test_data_parallel_module_zero_inputs: a forward without arguments runs once, on device 0."""
-
-    class Ones(nn.Module):
-        def forward(self) -> Tensor:
-            eye = torch.eye(2, 3, device=place.device(0))
-            return eye + (1 - eye)
-
-    module = Ones()
-    outputs = [
-        dpbench.DataParallel(module, place.ids(0))(),
-        dpbench.DataParallel(module, place.ids(0, 1))(),
-        dpbench.data_parallel(module, None, place.ids(0)),
-        dpbench.data_parallel(module, (), place.ids(0, 1)),
-        dpbench.data_parallel(module, None, place.ids(0, 1)),
-    ]
-    for output in outputs:
-        assert on(output, place.device(0))
-        close(output, torch.ones(2, 3))
 
 
 def test_data_parallel_device_args(place: Place) -> None:
@@ -376,20 +324,6 @@ def test_save_replica_module(place: Place, detach: bool) -> None:
     data.seek(0)
     for saved in torch.load(data, weights_only=False):
         close(saved.weight, module.weight)
-
-
-def test_data_parallel_function_deletion(place: Place) -> None:
-    """Mirror A, test_data_parallel_function_deletion: a gradient penalty's exact gradients (pytorch issue 16532)."""
-    module = nn.Linear(4, 1).to(place.device())
-    wrapped = dpbench.DataParallel(module, place.ids())
-    x = place.put(torch.ones(2, 4, requires_grad=True))
-    wrapped.zero_grad()
-    output = wrapped(x)
-    (gradient,) = torch.autograd.grad(
-        output, x, grad_outputs=torch.ones_like(output), create_graph=True, retain_graph=True
-    )
-    gradient.mean().backward()
-    close(gradients(module), [torch.full((1, 4), 0.25), torch.zeros(1)])
 
 
 def test_replicas_of_a_copy_leave_the_original_alone(place: Place) -> None:

@@ -13,11 +13,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dpbench
-from tests.conformance import Place, check_gradients, close, every_kind, on, place
+from tests.conformance import (
+    Place,
+    check_gradients,
+    close,
+    every_schedule,
+    gradients,
+    known_fault,
+    on,
+    place,
+    young_garbage,
+)
 
 __all__ = ["place"]
 
-pytestmark = every_kind
+pytestmark = every_schedule
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float, torch.double, torch.half], ids=str)
 PRECISION = {torch.float: 1e-5, torch.double: 1e-5, torch.half: 1e-2}
@@ -42,7 +52,7 @@ def check_keyword(place: Place, dtype: torch.dtype, **unused: Any) -> None:
     layer = nn.Linear(10, 5, dtype=dtype)
     x = torch.randn(20, 10, dtype=dtype)
     expected = layer(x)
-    wrapped = dpbench.DataParallel(ByKeyword(layer).to(place.device()), place.ids())
+    wrapped = place.wrap(ByKeyword(layer).to(place.device()))
     data = place.put(x)
     output = wrapped(given={"data": data, **unused} if unused else data)
     assert on(output, place.device(0))
@@ -55,7 +65,7 @@ def test_data_parallel_module(place: Place, dtype: torch.dtype) -> None:
     layer = nn.Linear(10, 5, dtype=dtype)
     x = torch.randn(20, 10, dtype=dtype)
     expected = layer(x)
-    output = dpbench.DataParallel(layer.to(place.device()), place.ids())(place.put(x))
+    output = place.wrap(layer.to(place.device()))(place.put(x))
     assert on(output, place.device(0))
     close(output, expected, atol=PRECISION[dtype], rtol=0.0)
 
@@ -84,6 +94,61 @@ def test_data_parallel_module_kwargs_only_empty_tuple(place: Place, dtype: torch
     check_keyword(place, dtype, unused=())
 
 
+# ---------------------------------------------------------------- inputs of several kinds, or none
+
+
+class Combined(nn.Module):
+    """Two tensors, a number and an optional tensor by keyword."""
+
+    def forward(self, var1: Tensor, var2: Tensor, float1: float, var3: Tensor | None = None) -> Tensor:
+        product = var1 * var2
+        return float1 * (product if var3 is None else product + var3)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (0,)], ids=str)
+@pytest.mark.parametrize("keyword", [False, True], ids=["positional", "module_kwargs"])
+@pytest.mark.parametrize("form", ["function", "module"])
+def test_data_parallel_multiple_input(place: Place, order: tuple[int, ...], keyword: bool, form: str) -> None:
+    """Mirror A, test_data_parallel_multiple_input: tensors, a number and a keyword; outputs and input gradients."""
+    var1, var2 = (torch.randn(5, 5, requires_grad=True) for _ in range(2))
+    kwargs = {"var3": torch.randn(5, 5)} if keyword else {}
+    number = torch.randn(1).item()
+    module = Combined()
+    expected = module(var1, var2, number, **kwargs)
+    expected_gradients = torch.autograd.grad(expected.sum(), (var1, var2))
+    if form == "function":
+        output = dpbench.data_parallel(module, (var1, var2, number), place.ids(*order), module_kwargs=kwargs or None)
+    else:
+        output = place.wrap(module, *order)(var1, var2, number, **kwargs)
+    output.sum().backward()
+    assert on(output, place.device(order[0]))
+    close(output, expected)
+    close([var1.grad, var2.grad], expected_gradients)
+    assert var1.grad is not None
+    assert var1.grad.device == var1.device
+
+
+def test_data_parallel_module_zero_inputs(place: Place) -> None:
+    """Mirror A, test_data_parallel_module_zero_inputs: a forward without arguments runs once, on device 0."""
+
+    class Ones(nn.Module):
+        def forward(self) -> Tensor:
+            eye = torch.eye(2, 3, device=place.device(0))
+            return eye + (1 - eye)
+
+    module = Ones()
+    outputs = [
+        place.wrap(module, 0)(),
+        place.wrap(module, 0, 1)(),
+        dpbench.data_parallel(module, None, place.ids(0)),
+        dpbench.data_parallel(module, (), place.ids(0, 1)),
+        dpbench.data_parallel(module, None, place.ids(0, 1)),
+    ]
+    for output in outputs:
+        assert on(output, place.device(0))
+        close(output, torch.ones(2, 3))
+
+
 # ---------------------------------------------------------------- parameters and buffers
 
 
@@ -101,7 +166,7 @@ def test_data_parallel_buffers_requiring_grad(place: Place) -> None:
 
     module = Scaled(place.put(torch.randn(20, dtype=torch.double, requires_grad=True)))
     assert module.scale.requires_grad
-    wrapped = dpbench.DataParallel(module, place.ids())
+    wrapped = place.wrap(module)
     x = place.put(torch.randn(2, 20, dtype=torch.double))
     check_gradients(lambda _: wrapped(x), [module.scale])
 
@@ -127,7 +192,7 @@ def test_data_parallel_rnn(place: Place) -> None:
 
     single = Recurrent()
     module = copy.deepcopy(single).to(place.device())
-    wrapped = dpbench.DataParallel(module, place.ids())
+    wrapped = place.wrap(module)
     with torch.no_grad():
         wrapped(place.put(torch.rand(2, 4, 30, dtype=torch.double)))
     ones = torch.ones(4, 4, 30, dtype=torch.double)
@@ -136,10 +201,17 @@ def test_data_parallel_rnn(place: Place) -> None:
     close(list(wrapped.parameters()), list(single.parameters()))
 
 
-def test_data_parallel_lazy_linear(place: Place) -> None:
+def test_data_parallel_lazy_linear(place: Place, request: pytest.FixtureRequest) -> None:
     """Mirror A and A', test_data_parallel_lazy_linear: uninitialised parameters are refused."""
     module = nn.LazyLinear(10).to(place.device())
-    wrapped = dpbench.DataParallel(module, place.ids())
+    wrapped = place.wrap(module)
+    cached, flat = wrapped.schedule.replicas == "cached", wrapped.schedule.storage == "flat"
+    known_fault(
+        request,
+        ValueError,
+        "cached replicas check a module they have just read for its device alone, so view_as refuses the parameter",
+        when=cached and not flat and place.kind != "emulated",
+    )
     with pytest.raises(RuntimeError, match="Modules with uninitialized parameters"):
         wrapped(place.put(torch.rand(10, 10)))
 
@@ -170,7 +242,7 @@ def test_parameter_list_dict_replica(place: Place) -> None:
     ]
     for holder in holders:
         module = copy.deepcopy(holder).to(place.device())
-        dpbench.DataParallel(module, place.ids())(place.put(torch.randn(8, 8)))
+        place.wrap(module)(place.put(torch.randn(8, 8)))
     assert len(runs) == 4
 
 
@@ -187,7 +259,7 @@ def test_zero_grad(place: Place) -> None:
             runs.append(x)
             return x
 
-    dpbench.DataParallel(Zeroes().to(place.device()), place.ids())(place.put(torch.rand(4, 3, 6, 5)))
+    place.wrap(Zeroes().to(place.device()))(place.put(torch.rand(4, 3, 6, 5)))
     assert len(runs) == 2
 
 
@@ -202,12 +274,26 @@ def test_data_parallel_model_no_refcycles(place: Place) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.linear(x)
 
-    wrapped = dpbench.DataParallel(Net().to(place.device()), place.ids())
     batches = [place.put(torch.randn(shape)) for shape in ((1,), (4, 1))]
-    gc.collect()
-    for batch in batches:
-        wrapped(batch)
-        assert gc.collect() == 0
+    with young_garbage():
+        wrapped = place.wrap(Net().to(place.device()))
+        for batch in batches:
+            wrapped(batch)
+            assert gc.collect() == 0
+
+
+def test_data_parallel_function_deletion(place: Place) -> None:
+    """Mirror A, test_data_parallel_function_deletion: a gradient penalty's exact gradients (pytorch issue 16532)."""
+    module = nn.Linear(4, 1).to(place.device())
+    wrapped = place.wrap(module)
+    x = place.put(torch.ones(2, 4, requires_grad=True))
+    wrapped.zero_grad()
+    output = wrapped(x)
+    (gradient,) = torch.autograd.grad(
+        output, x, grad_outputs=torch.ones_like(output), create_graph=True, retain_graph=True
+    )
+    gradient.mean().backward()
+    close(gradients(module), [torch.full((1, 4), 0.25), torch.zeros(1)])
 
 
 # ---------------------------------------------------------------- complex numbers, precision, layout
@@ -224,7 +310,7 @@ def test_data_parallel_complex(place: Place) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x + self.shift
 
-    wrapped = dpbench.DataParallel(Shifted().to(place.device()), place.ids())
+    wrapped = place.wrap(Shifted().to(place.device()))
     for rows in (1, 3):
         x = torch.rand(rows, 10, dtype=torch.cfloat)
         output = wrapped(place.put(x))
@@ -256,7 +342,7 @@ class Mixed(nn.Module):
 def train_beside_single(place: Place, module: nn.Module, dtypes: tuple[torch.dtype, ...]) -> None:
     """Train a module and its wrapped copy for five steps; compare outputs, gradients and weights in each."""
     single, ours = module, copy.deepcopy(module).to(place.device())
-    wrapped = dpbench.DataParallel(ours, place.ids())
+    wrapped = place.wrap(ours)
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.01) for net in (single, ours)]
     for epoch in range(5):
         batch = [torch.randn(8, 8, dtype=dtype) for dtype in dtypes]
@@ -296,7 +382,7 @@ def test_autocast(place: Place) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x)
 
-    wrapped = dpbench.DataParallel(Net(8, 8).to(place.device()), place.ids())
+    wrapped = place.wrap(Net(8, 8).to(place.device()))
     output = wrapped(place.put(torch.randn(8, 8)))
     assert output.dtype is (torch.float16 if place.is_gpu else torch.bfloat16)
 
@@ -328,7 +414,7 @@ def test_strided_grad_layout(place: Place, layouts: tuple[torch.memory_format, .
     dtypes = (torch.float,) * (4 - halves) + (torch.half,) * halves
     single = Convolutions(layouts, dtypes).to(place.device() if place.is_gpu else "cpu")
     ours = copy.deepcopy(single).to(place.device())
-    wrapped = dpbench.DataParallel(ours, place.ids())
+    wrapped = place.wrap(ours)
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (single, ours)]
     x, target = torch.randn(16, 8, 8, 8), torch.randn(16, 8, 4, 4)
     tolerance = 3e-3 if halves else 1e-5

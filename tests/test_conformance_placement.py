@@ -14,12 +14,22 @@ import torch
 from torch import Tensor, nn
 
 import dpbench
-from tests.conformance import Place, check_gradients, close, every_kind, on, place, share
+from tests.conformance import (
+    SWAP,
+    Place,
+    check_gradients,
+    close,
+    every_kind,
+    every_schedule,
+    known_fault,
+    on,
+    place,
+    share,
+)
 
 __all__ = ["place"]
 
 pytestmark = [
-    every_kind,
     pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),  # it says so on each use
     pytest.mark.filterwarnings("ignore:Converting a tensor to a Python boolean"),  # torch's own check of batch sizes
 ]
@@ -56,6 +66,7 @@ PLACEMENTS = {
 }
 
 
+@every_schedule
 @pytest.mark.parametrize("case", PLACEMENTS)
 def test_data_parallel_model_device(place: Place, case: str) -> None:
     """Mirror A, test_data_parallel_model_device: forward, not the constructor, wants all on device_ids[0]."""
@@ -64,7 +75,7 @@ def test_data_parallel_model_device(place: Place, case: str) -> None:
     parts = [moved(place, nn.Linear(2, 2), i) for i in layers if i is not None]
     module = parts[0] if len(layers) == 1 else nn.Sequential(*parts)
     x = torch.randn(2, 2) if source == HOST else place.put(torch.randn(2, 2), source)
-    wrapped = dpbench.DataParallel(module, place.ids(*order))
+    wrapped = place.wrap(module, *order)
     if later is not None:
         wrapped = wrapped.to(place.device(later))
     calls: list[Callable[[], Tensor]] = [
@@ -90,7 +101,7 @@ class Normed:
         self.kind = kind
         self.layer: nn.Module = nn.Linear(3, 4, dtype=torch.double).to(place.device())
         self.layer.weight.requires_grad_(learns)
-        self.wrapped = dpbench.DataParallel(self.layer, place.ids())
+        self.wrapped = place.wrap(self.layer)
         self.add()
 
     def add(self) -> None:
@@ -120,6 +131,7 @@ class Normed:
         return self.layer.weight_orig if self.kind == "old" else self.layer.parametrizations.weight.original
 
 
+@every_schedule
 @pytest.mark.parametrize("learns", [True, False], ids=["learns", "frozen"])
 @pytest.mark.parametrize("kind", ["old", "new"])
 def test_spectral_norm(place: Place, kind: str, learns: bool) -> None:
@@ -149,11 +161,14 @@ def test_spectral_norm(place: Place, kind: str, learns: bool) -> None:
     check_gradients(twice, [x.clone().requires_grad_()])
 
 
+@every_schedule
 @pytest.mark.parametrize("learns", [True, False], ids=["learns", "frozen"])
 @pytest.mark.parametrize("kind", ["old", "new"])
-def test_spectral_norm_removal(place: Place, kind: str, learns: bool) -> None:
+def test_spectral_norm_removal(place: Place, kind: str, learns: bool, request: pytest.FixtureRequest) -> None:
     """Mirror D, the same tests, the part on removal: what is left computes what was there."""
     norm = Normed(place, kind, learns=learns)
+    cached = norm.wrapped.schedule.replicas == "cached"
+    known_fault(request, RuntimeError, SWAP, when=cached and kind == "new" and place.kind == "emulated")
     x = place.put(torch.randn(2, 3, dtype=torch.double))
     for forwards in (1, 3):
         for _ in range(forwards):
@@ -163,6 +178,7 @@ def test_spectral_norm_removal(place: Place, kind: str, learns: bool) -> None:
         norm.add()
 
 
+@every_schedule
 @pytest.mark.parametrize("learns", [True, False], ids=["learns", "frozen"])
 @pytest.mark.parametrize("kind", ["old", "new"])
 def test_spectral_norm_evaluation(place: Place, kind: str, learns: bool) -> None:
@@ -212,11 +228,13 @@ def check_replicas(place: Place, module: nn.Module) -> list[nn.Module]:
     return replicas
 
 
+@every_kind
 def test_python_submodule_script(place: Place) -> None:
     """Mirror C, test_python_submodule_script: a ScriptModule inside a Python module."""
     check_replicas(place, Around(torch.jit.script(block(place))))
 
 
+@every_kind
 def test_shared_module(place: Place) -> None:
     """Mirror C, test_shared_module: a ScriptModule in two places of a Python module stays one."""
     shared = torch.jit.script(block(place))
@@ -225,6 +243,7 @@ def test_shared_module(place: Place) -> None:
         assert replica.inner[0].inner[0] is replica.inner[1]
 
 
+@every_kind
 def test_traced_module(place: Place) -> None:
     """Mirror C, test_traced_module: a traced Python module."""
     check_replicas(place, torch.jit.trace(Around(block(place)), place.put(torch.ones(2, 2)), check_trace=False))
@@ -245,6 +264,7 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
+@every_kind
 def test_tensor_sharing(place: Place) -> None:
     """Mirror C, test_tensor_sharing: replica 0 of a ScriptModule has the module's storage, the other its own."""
     module = torch.jit.script(Scripted(block(place)))
@@ -256,6 +276,7 @@ def test_tensor_sharing(place: Place) -> None:
     assert not any(share(tensor, originals[name]) for name, tensor in tensors_of(second).items())
 
 
+@every_kind
 def test_tensor_sharing_with_forward(place: Place) -> None:
     """Mirror C, test_tensor_sharing_with_forward: a later change of the weights shows in replica 0 alone."""
     module = torch.jit.script(Scripted(block(place)))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,8 +18,23 @@ from torch import Tensor, nn
 
 import dpbench.engine
 from dpbench.engine import TrainStep
-from tests.oracle import device, difference, observe, oracle, ours, theirs, torch_faults_and_all
+from dpbench.schedule import FASTEST, parse
+from tests.conformance import LEGAL, SCHEDULES, is_flat
+from tests.oracle import (
+    device,
+    difference,
+    observe,
+    oracle,
+    ours,
+    ours_on_the_host,
+    place,
+    theirs,
+    torch_faults_and_all,
+)
 from tests.oracle_nets import NETS, Case, Net, mlp, rows
+
+EMULATED = [schedule for schedule in SCHEDULES if not is_flat(schedule)]
+"""The schedules of a wrapper over emulated devices."""
 
 SPLITS = [((0,), 8), ((0, 1), 8), ((0, 1, 2), 7), ((0, 1, 2, 3), 9), ((0, 1, 2, 3), 2)]
 
@@ -38,6 +55,32 @@ def test_forward_and_backward(name: str, ids: tuple[int, ...], length: int) -> N
     expected = observe(theirs, make, [x], ids=ids)
     for mine in (ours, torch_faults_and_all):
         assert difference(expected, observe(mine, make, [x], ids=ids)) == ""
+
+
+@pytest.mark.parametrize("schedule", EMULATED[1:])
+@pytest.mark.parametrize("name", NETS)
+def test_two_calls_on_every_schedule(name: str, schedule: str) -> None:
+    make, batch = NETS[name]
+    x = batch(7)
+    expected = observe(theirs, make, [x], calls=2)
+    assert difference(expected, observe(ours, make, [x], calls=2, schedule=schedule)) == ""
+
+
+ON_THE_HOST = [name for name in NETS if name not in ("used by one replica", "buffers", "old weight norm")]
+"""The nets that name no emulated device."""
+OTHERWISE = ("lstm", "gru, batch second", "transformer", "attention")
+"""The nets whose kernels on the host round otherwise than those of emulated devices: see `engine.devices.emulated`."""
+
+
+@pytest.mark.parametrize("schedule", [schedule for schedule in SCHEDULES if is_flat(schedule)])
+@pytest.mark.parametrize("name", ON_THE_HOST)
+def test_two_calls_with_flat_storage(name: str, schedule: str) -> None:
+    make, batch = NETS[name]
+    x = batch(7)
+    on_the_host = partial(observe, ours_on_the_host, make, [x], calls=2, root=torch.device("cpu"))
+    expected = on_the_host() if name in OTHERWISE else observe(theirs, make, [x], calls=2)
+    found = on_the_host(schedule=schedule)
+    assert difference(place(expected, "cpu"), place(found, "cpu")) == ""
 
 
 @pytest.mark.parametrize("home", ["lazy:0", "lazy:2"])
@@ -148,6 +191,17 @@ def test_keywords_alone() -> None:
 @pytest.mark.parametrize("name", ["mlp", "conv with batch norm", "lstm", "transformer", "buffers", "old spectral norm"])
 @pytest.mark.parametrize("mode", ["eval", "no_grad", "eval no_grad", "eval inference"])
 def test_modes(name: str, mode: str) -> None:
+    check_modes(name, mode)
+
+
+@pytest.mark.parametrize("schedule", EMULATED[1:])
+@pytest.mark.parametrize("name", ["conv with batch norm", "buffers"])
+@pytest.mark.parametrize("mode", ["eval", "no_grad", "eval no_grad"])
+def test_modes_on_every_schedule(name: str, mode: str, schedule: str) -> None:
+    check_modes(name, mode, schedule)
+
+
+def check_modes(name: str, mode: str, schedule: str = "reference") -> None:
     if mode == "eval inference" and name not in ("mlp", "conv with batch norm"):
         pytest.skip("torch's replicas run in no_grad instead, where torch multiplies in another order")
     make, batch = NETS[name]
@@ -155,10 +209,12 @@ def test_modes(name: str, mode: str) -> None:
     during = modes.get(mode.rsplit(maxsplit=1)[-1], contextlib.nullcontext)
     made = (lambda: make().eval()) if "eval" in mode else make
     x = batch(7).detach()
-    assert difference(*(observe(wrap, made, [x], during=during) for wrap in (theirs, ours))) == ""
+    expected = observe(theirs, made, [x], during=during)
+    assert difference(expected, observe(ours, made, [x], during=during, schedule=schedule)) == ""
 
 
-def test_second_derivatives() -> None:
+@pytest.mark.parametrize("schedule", EMULATED)
+def test_second_derivatives(schedule: str) -> None:
     def run(wrap: Callable[..., nn.Module]) -> list[Tensor | None]:
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(12, 7), nn.Tanh(), nn.Linear(7, 2)).to("lazy:0")
@@ -168,7 +224,7 @@ def test_second_derivatives() -> None:
         (slope.pow(2).sum() + sum(s.pow(2).sum() for s in slopes)).backward()
         return [x.grad, *(p.grad for p in net.parameters())]
 
-    assert difference(run(theirs), run(ours)) == ""
+    assert difference(run(theirs), run(partial(ours, schedule=schedule))) == ""
 
 
 def test_the_functional_form() -> None:
@@ -196,7 +252,8 @@ def conv_free() -> nn.Module:
 # ---------------------------------------------------------------- replicas
 
 
-def test_hooks_run_as_often_and_where() -> None:
+@pytest.mark.parametrize("schedule", EMULATED)
+def test_hooks_run_as_often_and_where(schedule: str) -> None:
     def run(wrap: Callable[..., nn.Module]) -> Counter[Any]:
         counts: Counter[Any] = Counter()
         lock = threading.Lock()
@@ -214,12 +271,13 @@ def test_hooks_run_as_often_and_where() -> None:
         wrap(net, (0, 1, 2))(torch.randn(7, 12)).sum().backward()
         return counts
 
-    counts = run(ours)
+    counts = run(partial(ours, schedule=schedule))
     assert counts == run(theirs)
     assert len(counts) == 11
 
 
-def test_what_a_replica_sees_of_itself() -> None:
+@pytest.mark.parametrize("schedule", EMULATED)
+def test_what_a_replica_sees_of_itself(schedule: str) -> None:
     def run(wrap: Callable[..., nn.Module], grad: bool) -> dict[int, Any]:
         seen: dict[int, Any] = {}
 
@@ -229,7 +287,7 @@ def test_what_a_replica_sees_of_itself() -> None:
                 len(list(m.parameters())), [n for n, _ in m.named_buffers()], isinstance(weight, nn.Parameter),
                 weight.is_leaf, weight.requires_grad, hasattr(weight, "tag"), list(m.a._former_parameters),
                 m._is_replica, m.training, weight is m.b.weight, weight.device, m.bn.running_mean.device,
-                threading.current_thread() is threading.main_thread(), torch.is_grad_enabled(),
+                not spawned or threading.current_thread() is threading.main_thread(), torch.is_grad_enabled(),
             ]  # fmt: skip
             m.count += 1
             m.log.append(1)
@@ -244,8 +302,9 @@ def test_what_a_replica_sees_of_itself() -> None:
             wrap(net, (0, 1, 2))(torch.randn(9, 12))
         return {**seen, 9: [net.count, len(net.log), hasattr(net, "added")]}
 
+    spawned = schedule != FASTEST and parse(schedule).workers == "spawn"  # others run replica 0 in the caller's thread
     for grad in (True, False):
-        assert run(ours, grad) == run(theirs, grad)
+        assert run(partial(ours, schedule=schedule), grad) == run(theirs, grad)
 
 
 def test_objects_are_shared_and_unknown_ones_too() -> None:
@@ -268,17 +327,19 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-def batches(case: Case, ids: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(case: Case, ids: Sequence[int], where: str = "lazy:0") -> Iterator[tuple[Tensor, Tensor]]:
     for _ in range(5):
         n = 3 * len(ids) - 2
-        yield case[1](n).detach(), torch.randint(5, (n,)).to("lazy:0")
+        yield case[1](n).detach(), torch.randint(5, (n,)).to(where)
 
 
-def train(wrap: Callable[..., nn.Module], case: Case, optimizer: str, ids: Sequence[int]) -> dict[str, Tensor]:
+def train(
+    wrap: Callable[..., nn.Module], case: Case, optimizer: str, ids: Sequence[int], where: str = "lazy:0"
+) -> dict[str, Tensor]:
     torch.manual_seed(0)
-    net = case[0]().to("lazy:0")
+    net = case[0]().to(where)
     stepper, wrapped = OPTIMIZERS[optimizer](net.parameters()), wrap(net, ids)
-    for x, y in batches(case, ids):
+    for x, y in batches(case, ids, where):
         stepper.zero_grad()
         F.cross_entropy(wrapped(x), y).backward()
         stepper.step()
@@ -294,14 +355,29 @@ def train_step(case: Case, optimizer: str, ids: Sequence[int]) -> dict[str, Tens
     return dict(net.state_dict())
 
 
-@pytest.mark.parametrize("ids", [(0, 1), (0, 1, 2, 3)], ids=str)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", TRAINED)
+RECIPES = [
+    *itertools.product(("mlp", "conv with batch norm"), OPTIMIZERS, [(0, 1), (0, 1, 2, 3)]),
+    ("lstm", "sgd", (0, 1)),  # emulated recurrent nets take seconds
+    ("transformer", "adam", (0, 1, 2, 3)),
+]
+
+
+@pytest.mark.parametrize(("name", "optimizer", "ids"), RECIPES, ids=str)
 def test_five_steps_give_the_same_bits(name: str, optimizer: str, ids: tuple[int, ...]) -> None:
     case = TRAINED[name]
     expected = train(theirs, case, optimizer, ids)
     assert difference(expected, train(ours, case, optimizer, ids)) == ""
     assert difference(expected, train_step(case, optimizer, ids)) == ""
+
+
+@pytest.mark.parametrize("name", ["mlp", "conv with batch norm"])
+def test_five_steps_give_the_same_bits_on_every_legal_schedule(name: str) -> None:
+    case, ids = TRAINED[name], (0, 1, 2, 3)
+    expected = train(theirs, case, "adam", ids)
+    for schedule in (FASTEST, *LEGAL):
+        where, wrap = ("cpu", ours_on_the_host) if is_flat(schedule) else ("lazy:0", ours)
+        found = train(partial(wrap, schedule=schedule), case, "adam", ids, where)
+        assert difference(place(expected, "cpu"), place(found, "cpu")) == "", schedule
 
 
 def test_the_comparison_sees_gradients_added_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:

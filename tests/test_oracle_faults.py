@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,9 +16,12 @@ import torch
 from torch import Tensor, nn
 
 import dpbench.engine
+from tests.conformance import SCHEDULES, is_flat
 from tests.oracle import device, difference, error_of, observe, oracle, ours, theirs, torch_faults_and_all
 
 Run = Callable[..., Any]
+
+EMULATED = [schedule for schedule in SCHEDULES if not is_flat(schedule)]
 
 
 @pytest.fixture(autouse=True)
@@ -88,10 +92,11 @@ REPLICA_ERRORS: dict[str, Run] = {
 }
 
 
+@pytest.mark.parametrize("schedule", EMULATED)
 @pytest.mark.parametrize("compat", [False, True])
 @pytest.mark.parametrize("name", REPLICA_ERRORS)
-def test_errors_of_a_replica_are_torchs(name: str, compat: bool) -> None:
-    mine = torch_faults_and_all if compat else ours
+def test_errors_of_a_replica_are_torchs(name: str, compat: bool, schedule: str) -> None:
+    mine = partial(ours, compat=compat, schedule=schedule)
     expected, found = (error_of(lambda w=w: call(w, REPLICA_ERRORS[name], rows())) for w in (theirs, mine))  # type: ignore[misc]
     assert expected is not None
     assert found is not None
@@ -144,11 +149,12 @@ def test_modules_in_lists_and_bound_methods_stay_on_the_first_device(by_list: bo
         assert "Expected all tensors to be on the same device" in found[1]
 
 
+@pytest.mark.parametrize("schedule", EMULATED)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_an_exit_in_a_replica_is_lost_by_torch_alone() -> None:
+def test_an_exit_in_a_replica_is_lost_by_torch_alone(schedule: str) -> None:
     run = raising(lambda: SystemExit(3), 1)
     assert error_of(lambda: call(theirs, run, rows())) == (KeyError, "1")
-    assert error_of(lambda: call(ours, run, rows())) == (SystemExit, "3")
+    assert error_of(lambda: call(partial(ours, schedule=schedule), run, rows())) == (SystemExit, "3")
 
 
 # ---------------------------------------------------------------- errors of the call
@@ -164,6 +170,11 @@ def misplaced_buffer(wrap: Run) -> Any:
     return wrap(net, (0, 1))(rows())
 
 
+def transformed(transform: Run) -> Run:
+    """Return a call of a wrapper under a transform of torch.func, which autograd's own functions do not take."""
+    return lambda wrap: transform(wrap(nn.Linear(4, 4).to("lazy:0"), (0, 1)))
+
+
 def uninitialised(wrap: Run) -> Any:
     return wrap(nn.LazyLinear(4, device="lazy:0"), (0, 1))(rows())
 
@@ -172,6 +183,9 @@ SAME_ERROR: dict[str, Run] = {
     "module elsewhere": misplaced,
     "buffer elsewhere": misplaced_buffer,
     "no shapes yet": uninitialised,
+    "torch.func.grad": transformed(lambda wrapped: torch.func.grad(lambda x: wrapped(x).sum())(rows())),
+    "torch.func.vmap": transformed(lambda wrapped: torch.func.vmap(wrapped)(torch.stack([rows(), rows()]))),
+    "torch.func.jvp": transformed(lambda wrapped: torch.func.jvp(wrapped, (rows(),), (rows(),))),
     "0-dim tensor": lambda wrap: call(wrap, lambda x: x, torch.tensor(1.0)),
     "dicts of unlike lengths": lambda wrap: call(
         wrap, lambda x: {"a": x} if x.get_device() else {"a": x, "b": x}, rows()
@@ -182,9 +196,11 @@ SAME_ERROR: dict[str, Run] = {
 }
 
 
+@pytest.mark.parametrize("schedule", EMULATED)
 @pytest.mark.parametrize("name", SAME_ERROR)
-def test_errors_of_a_call_are_torchs(name: str) -> None:
-    expected, found = (error_of(lambda w=w: SAME_ERROR[name](w)) for w in (theirs, ours))  # type: ignore[misc]
+def test_errors_of_a_call_are_torchs(name: str, schedule: str) -> None:
+    mine = partial(ours, schedule=schedule)
+    expected, found = (error_of(lambda w=w: SAME_ERROR[name](w)) for w in (theirs, mine))  # type: ignore[misc]
     assert expected is not None
     assert found is not None
     assert found[0] is expected[0], f"{found} where torch has {expected}"

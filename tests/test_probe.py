@@ -122,6 +122,7 @@ def test_every_figure_of_the_host_is_a_positive_number(part: object) -> None:
     assert all(one.low is not None for one in found)
 
 
+@pytest.mark.alone
 def test_an_all_reduce_takes_longer_for_more() -> None:
     found = {one.name: one.value for one in collective.all_reduce(sizes=(32 * 1024, 2**24))}
     assert found["all_reduce_16384_kib_s"] > found["all_reduce_32_kib_s"] > 0
@@ -163,6 +164,7 @@ def test_an_unknown_figure_lists_the_known() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_the_command_measures_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One pass of it: a second one would not fit into this budget."""
     monkeypatch.setattr(probe, "BUDGET_S", 1.0)

@@ -93,6 +93,7 @@ class _SlowClock(clock.HostClock):
         return super().mark(phase, device)
 
 
+@pytest.mark.alone
 def test_a_planted_cost_of_marks_comes_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clock, "choose", lambda devices: _SlowClock())
     facts = worker.measure(case(), Effort(budget_s=0.2)).provenance["self_check"]
@@ -157,6 +158,7 @@ def beside(pid: int | None, *, block_s: str, budget_s: float) -> dict[str, Any]:
 
 
 @linux
+@pytest.mark.alone
 def test_what_a_process_takes_from_the_steps_core_comes_out() -> None:
     with one_core(), busy(spin_s=0.005, sleep_s=0.05) as pid:
         facts = beside(pid, block_s="0.5", budget_s=3.0)

@@ -106,6 +106,7 @@ def build(size):
 """
 
 
+@pytest.mark.alone
 def test_each_trial_has_a_fresh_process_that_starts_within_50_ms(server, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pid_model.py").write_text(PID_MODEL.format(path=str(tmp_path / "pids")))
@@ -257,26 +258,25 @@ assert sys.stdin.read() == "", "requests are not for models"
         assert works(own)
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("import a_module_that_is_not_there", ("a_module_that_is_not_there", "broken:")),
-        ("1/0", ("ZeroDivisionError", "broken.py")),
-        ("x = (", ("SyntaxError", "broken.py")),
-        ("", ("build", "missing")),
-        ("import sys; sys.exit(3)", ("SystemExit",)),
-    ],
-    ids=["import", "raises", "syntax", "empty", "exit"],
-)
-def test_a_model_that_cannot_be_imported_is_a_failed_trial_that_says_which(server, tmp_path, monkeypatch, text, words):
-    (tmp_path / "broken.py").write_text(text)
-    monkeypatch.chdir(tmp_path)
+BROKEN = {
+    "absent": ("import a_module_that_is_not_there", ("a_module_that_is_not_there", "absent:")),
+    "raises": ("1/0", ("ZeroDivisionError", "raises.py")),
+    "unreadable": ("x = (", ("SyntaxError", "unreadable.py")),
+    "vacant": ("", ("build", "missing")),
+    "exits": ("import sys; sys.exit(3)", ("SystemExit",)),
+}
+"""Modules that hold no model, by name: their text, and words of the reason that a trial gives."""
+
+
+def test_a_model_that_cannot_be_imported_is_a_failed_trial_that_says_which(tmp_path, monkeypatch):
+    for name, (text, _) in BROKEN.items():
+        (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    found = Server(tmp_path)
-    with found:
-        ended = trial(found, case("broken:"))
-    assert ended.status is Status.FAILED
-    assert all(word in ended.reason for word in words), ended.reason
+    with Server(tmp_path) as own:
+        ended = {name: trial(own, case(f"{name}:")) for name in BROKEN}
+    for name, (_, words) in BROKEN.items():
+        assert ended[name].status is Status.FAILED, name
+        assert all(word in ended[name].reason for word in words), ended[name].reason
 
 
 def test_a_model_module_that_does_not_exist_is_named(server):
@@ -357,6 +357,7 @@ def test_closing_leaves_no_process_no_zombie_and_no_descriptor(tmp_path, mark):
     assert {process.pid for process in mark.alive()} <= present
 
 
+@pytest.mark.alone
 def test_the_server_dies_with_its_parent_and_so_do_workers_and_ranks(tmp_path):
     code = """
         import sys

@@ -23,7 +23,8 @@ from dpbench.worker import loop, trial
 NAMES = registry.names("strategies")
 MODELS = registry.names("models")
 LAUNCHED = [name for name in NAMES if hasattr(registry.load("strategies", name), "launch")]
-SHORT = Effort(budget_s=0.5, warmup_steps=2, min_steps=4, max_steps=4, block_steps=4)
+SHORT = Effort(budget_s=30, warmup_steps=2, min_steps=4, max_steps=4, block_steps=4)
+"""Six steps, whatever they take: a budget that they could exceed would cut their warm-up."""
 PROFILE = Profile(
     model="mlp", parameter_tensors=6, parameter_bytes=1000, buffer_bytes=10, input_bytes=50.0, output_bytes=4.0,
     forward_flop=1e3, backward_flop=2e3,
