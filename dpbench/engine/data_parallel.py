@@ -15,6 +15,7 @@ from dpbench.engine.apply import parallel_apply
 from dpbench.engine.devices import DeviceId, resolve
 from dpbench.engine.errors import Refused
 from dpbench.engine.gather import gather, target_of
+from dpbench.engine.host import IntraOp, keep_memory
 from dpbench.engine.identity import Identity
 from dpbench.engine.replicas import Maker, flat_weights, maker
 from dpbench.engine.replicate import check_placement, replicate
@@ -172,6 +173,7 @@ class DataParallel(nn.Module):
             self._output = output_of(self.devices, output_device)
             self.output_device = id_of(self._output)
             self.src_device_obj = self.devices[0].torch_device
+            keep_memory(self.devices)
         if len(self.devices) == 1:
             module.to(self.src_device_obj)
 
@@ -184,9 +186,10 @@ class DataParallel(nn.Module):
         if len(self.devices) == 1:
             check_placement(self.module, self.devices[0])
             return self.module(*arguments[0], **keywords[0])
-        replicas = self.replicate(self.module, self.device_ids[: len(arguments)])
-        outputs = self.parallel_apply(replicas, arguments, keywords)
-        return self.gather(outputs, self.output_device)
+        with IntraOp(self.devices):
+            replicas = self.replicate(self.module, self.device_ids[: len(arguments)])
+            outputs = self.parallel_apply(replicas, arguments, keywords)
+            return self.gather(outputs, self.output_device)
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], device_ids: Sequence[DeviceId]) -> Any:
         """Return a call's arguments as (inputs of each replica, keywords of each replica)."""

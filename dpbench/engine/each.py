@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 from dpbench.devices import Device
@@ -28,24 +29,101 @@ def on_each(
     When some fail, the error of the lowest is raised after all have ended: see `errors.in_replica`.
     """
     results: dict[int, Result] = {}
+
+    def job(i: int) -> None:
+        results[i] = work(i)
+
+    _run([job], _nothing, devices, workers, compat=compat, starting=starting)
+    return [results[i] for i in range(len(devices))]
+
+
+def in_stages(
+    first: Callable[[int], None],
+    between: Callable[[], None],
+    second: Callable[[int], None],
+    devices: Sequence[Device],
+    workers: Workers,
+) -> None:
+    """Call `first(i)` for each device, then `between()` once, then `second(i)` for each, as `on_each` does.
+
+    Threads meet between the stages instead of going back to the caller: the last to arrive calls `between`, and only
+    the others have to be woken. After an error nothing of a later stage is called.
+    """
+    _run([first, second], between, devices, workers)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _run(
+    stages: Sequence[Callable[[int], None]],
+    between: Callable[[], None],
+    devices: Sequence[Device],
+    workers: Workers,
+    *,
+    compat: bool = False,
+    starting: Context = NOTHING,
+) -> None:
+    """Run the stages on all devices; raise the error of `between`, or of the lowest device that has one."""
     errors: dict[int, BaseException] = {}
     settings = capture(compat=compat)
     guards = [device.guard() for device in devices]
     caller = threading.get_ident()
 
-    def run(i: int) -> None:
+    def attempt(i: int, work: Callable[[], None]) -> None:
         try:
             if threading.get_ident() != caller:
-                devices[i].settle()
-            with settings(), guards[i]:
-                results[i] = work(i)
+                devices[max(i, 0)].settle()
+            with settings(), guards[max(i, 0)]:
+                work()
         except BaseException as error:  # whatever it is, it belongs to the caller
             errors[i] = error
 
-    workers.run(run, len(devices), starting)
+    def pause() -> None:
+        if not errors:
+            attempt(BETWEEN, between)
+
+    if len(stages) > 1 and workers.concurrent and len(devices) > 1:
+        meeting = threading.Barrier(len(devices), action=pause)
+
+        def job(i: int) -> None:
+            for number, stage in enumerate(stages):
+                if number and not _meet(meeting):
+                    return
+                if not errors:
+                    attempt(i, partial(stage, i))
+
+        workers.run(job, len(devices), starting)
+    else:
+        for number, stage in enumerate(stages):
+            if number:
+                pause()
+            if not errors:
+                workers.run(lambda i, stage=stage: attempt(i, partial(stage, i)), len(devices), starting)  # type: ignore[misc]
+    _raise(errors, devices)
+
+
+BETWEEN = -1
+"""Whose errors come from the work between two stages: the caller's own, not a replica's."""
+
+
+def _meet(meeting: threading.Barrier) -> bool:
+    """Wait for the other threads; return whether all have come. One that is interrupted lets the others go."""
+    try:
+        meeting.wait()
+    except threading.BrokenBarrierError:
+        return False
+    except BaseException:
+        meeting.abort()
+        raise
+    return True
+
+
+def _raise(errors: dict[int, BaseException], devices: Sequence[Device]) -> None:
+    """Raise the first of the errors, if there are any."""
     for i in sorted(errors):
         try:
-            raise in_replica(errors[i], i, devices[i])
+            raise errors[i] if i == BETWEEN else in_replica(errors[i], i, devices[i])
         finally:  # the frames and the errors know each other: leave no cycle behind
             errors.clear()
-    return [results[i] for i in range(len(devices))]

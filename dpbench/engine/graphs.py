@@ -51,10 +51,9 @@ class Recorded:
     def __init__(
         self,
         recorder: Recorder,
-        device: Device,
         module: nn.Module,
         parameters: Sequence[torch.Tensor],
-        total: Callable[[Any, Any, Device], torch.Tensor],
+        total: Callable[[Any, Any], torch.Tensor],
         piece: tuple[Any, Any],
     ) -> None:
         inputs, target = static = mapped(piece, torch.clone)
@@ -64,7 +63,7 @@ class Recorded:
 
         def forward() -> tuple[Any, torch.Tensor]:
             output = module(*inputs)
-            live[:] = [total(output, target, device)]
+            live[:] = [total(output, target)]
             return mapped(output, torch.Tensor.detach), live[0].detach()
 
         def backward() -> list[torch.Tensor | None]:
@@ -141,7 +140,7 @@ class Graphs:
             summed = self._loss.summed()
             assert summed is not None
             try:
-                return Recorded(self._recorders[i], device, replica, self._kept.parameters[i], summed.total, piece)
+                return Recorded(self._recorders[i], replica, self._kept.parameters[i], summed.total, piece)
             except Exception as error:
                 error.add_note(
                     f"graphs=on: replica {i} on device {device.name} cannot be recorded as a CUDA graph (it may wait "

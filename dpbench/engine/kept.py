@@ -10,7 +10,7 @@ from torch import nn
 
 from dpbench.devices import Device
 from dpbench.engine.broadcast import buckets_of
-from dpbench.engine.each import on_each
+from dpbench.engine.each import in_stages, on_each
 from dpbench.engine.finish import finish
 from dpbench.engine.graphs import Graphs
 from dpbench.engine.identity import Identity, Muted
@@ -241,11 +241,14 @@ class Kept:
                 update.collect(i, sources, numbers)
             update.step(i)
 
-        on_each(step, owners, workers)
+        if update.shared and len(owners) == len(self._devices) and not update.collective:
+            in_stages(step, lambda: None, update.copy, owners, workers)
+        else:
+            on_each(step, owners, workers)
+            if update.shared:
+                update.spread(workers)
         self._kept.clear()
         update.show()
-        if update.shared:
-            update.spread(workers)
         self._seen = self._kept.versions()
 
     def sync(self) -> None:

@@ -18,8 +18,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules import module as module_hooks
 
-from dpbench.devices import Device
-
 Function = Callable[..., Any]
 Divisor = Callable[[torch.Tensor, torch.Tensor, Mapping[str, Any]], Any]
 """Rows' share of the divisor of a mean, from output, target and the loss function's keywords."""
@@ -105,11 +103,11 @@ class Summed:
         tensors = isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)
         return tensors and self.rule.splits(output, target)
 
-    def total(self, output: Any, target: Any, device: Device) -> torch.Tensor:
-        """Return the sum over the rows that `device` holds."""
+    def total(self, output: Any, target: Any) -> torch.Tensor:
+        """Return the sum over the rows of one replica."""
         return self.sum_fn(output, target)  # type: ignore[no-any-return]
 
-    def weight(self, output: Any, target: Any, device: Device) -> Any:
+    def weight(self, output: Any, target: Any) -> Any:
         """Return the rows' share of the divisor: the sum over all replicas divides the sum of totals; None for none."""
         return None if self.weight_fn is None else self.weight_fn(output, target)
 

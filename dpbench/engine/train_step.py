@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any, Self
 
@@ -16,16 +16,18 @@ from dpbench.engine.apply import parallel_apply
 from dpbench.engine.containers import device_of, mapped
 from dpbench.engine.data_parallel import check_prefix
 from dpbench.engine.devices import Devices, as_devices, resolve
-from dpbench.engine.each import on_each
+from dpbench.engine.each import in_stages, on_each
 from dpbench.engine.errors import Refused
 from dpbench.engine.fastest import Trials
 from dpbench.engine.gather import gather
+from dpbench.engine.host import IntraOp, keep_memory
 from dpbench.engine.kept import Kept
 from dpbench.engine.legal import Subject
+from dpbench.engine.local_loss import LocalLoss
 from dpbench.engine.losses import Loss, Summed
 from dpbench.engine.replicas import replicas_of
 from dpbench.engine.scatter import scatter
-from dpbench.engine.workers import choose
+from dpbench.engine.workers import Workers, choose
 from dpbench.records import Mark, Phase, no_mark
 from dpbench.schedule import CUDA, FASTEST, TRAIN_STEP, Schedule, parse
 
@@ -83,6 +85,9 @@ class TrainStep:
         self._shares = balance.Shares(chunk_sizes, self.devices)
         self._debug = debug
         self._calls, self._failed, self._closed = 0, False, False
+        self._watching, self._hired = mark, dict[str, Workers]()
+        self._threads = IntraOp(self.devices)
+        keep_memory(self.devices)
         conditions = [TRAIN_STEP, *([CUDA] if self.devices[0].torch_device.type == "cuda" else [])]
         self._wanted = None if schedule == FASTEST else parse(schedule).check(*conditions)
         self._trials: Trials | None = None
@@ -102,7 +107,7 @@ class TrainStep:
             schedule, notes = legal.best_legal(subject)
         whole = self._accumulate > 1 or self._clip_norm is not None or self._scaler is not None
         self._replicas = replicas_of(
-            self.module, self.optimizer, self.devices, schedule, whole_gradient=whole, mark=self._mark
+            self.module, self.optimizer, self.devices, schedule, whole_gradient=whole, mark=self._marked
         )
         self._built = (self.module, self.loss_fn, self.optimizer, self._unfit)
         self._best, self._why = schedule, "; ".join(notes)
@@ -112,7 +117,24 @@ class TrainStep:
         self._graphs = None
         if schedule.graphs == "on" and isinstance(self._replicas, Kept):
             self._graphs = self._replicas.graphs(self._loss)
-        self._workers = choose(schedule.workers)
+
+    def _marked(self, phase: Phase, device: int) -> AbstractContextManager[Any]:
+        """Mark a phase as this step wants it: trials and shares of the batch watch some steps."""
+        return self._watching(phase, device)
+
+    @property
+    def _workers(self) -> Workers:
+        """Return the workers of the present schedule; `fastest` takes turns between two kinds."""
+        name = self._best.workers
+        if name not in self._hired:
+            self._hired[name] = choose(name)
+        return self._hired[name]
+
+    def _dismiss(self) -> None:
+        """End all threads."""
+        for workers in self._hired.values():
+            workers.close()
+        self._hired = {}
 
     def _powers(self) -> bool:
         """Return whether the loss is scaled by powers of two only."""
@@ -128,7 +150,7 @@ class TrainStep:
         """End the threads; give the parameters storage, gradients and optimizer state of an ordinary loop."""
         if not self._closed:
             self._closed = True
-            self._workers.close()
+            self._dismiss()
             self._replicas.close()
 
     def sync(self) -> None:
@@ -138,13 +160,18 @@ class TrainStep:
     def __call__(self, inputs: Any, target: Any) -> torch.Tensor:
         """Take one training step on a global batch; return the loss, detached, on the first device."""
         self._prepare()
+        arguments = inputs if isinstance(inputs, tuple) else (inputs,)
         try:
-            loss = self._step(inputs if isinstance(inputs, tuple) else (inputs,), target)
+            with (
+                self._threads,
+                self._trials.timed(self._mark) if self._trials else nullcontext(self._mark) as mark,
+                self._shares.timed(mark) as self._watching,
+            ):
+                return self._step(arguments, target)
         except BaseException:
             self._failed = True
             self._replicas.abandon()
             raise
-        return loss
 
     def _prepare(self) -> None:
         """Notice what the loop has changed since the last step; raise before anything depends on it."""
@@ -158,6 +185,8 @@ class TrainStep:
             or self._replicas.changed()
         ):
             self._rebuild()
+        if self._trials is not None and self._calls % self._accumulate == 0:
+            self._best = self._trials.next()
         if self._debug and (stale := self._replicas.stale()):
             names = [name for name, _ in self.module.named_parameters()]
             raise Refused(
@@ -169,36 +198,25 @@ class TrainStep:
         """Give back what was kept, and make it anew. What may not go on is refused, and stays as it was given back."""
         if self._failed:  # nodes of a backward that failed wait in this thread, and keep its graph, until the next one
             torch.zeros((), requires_grad=True).clone().backward()
-        self._workers.close()
+            self._dismiss()  # one that was interrupted may still be at work
         self._replicas.close()
         self._failed = True  # until all is made
         self._build()
         self._failed = False
 
     def _step(self, arguments: tuple[Any, ...], target: Any) -> torch.Tensor:
-        if self._trials is not None:
-            self._next_trial()
+        mark = self._watching
         self.schedule, self.note = self._best, self._why
         summed = self._summed(target) if self._best.loss == "local" else None
         if self._calls % self._accumulate == 0:
-            with self._mark(Phase.OPTIMIZER, self.devices[0].index):
+            with mark(Phase.OPTIMIZER, self.devices[0].index):
                 self._replicas.clear()
-        with self._shares.timed(self._mark) as mark:
-            loss = self._local(arguments, target, summed, mark) if summed else self._backward(arguments, target, mark)
+        loss = self._local(arguments, target, summed, mark) if summed else self._backward(arguments, target, mark)
         self._calls += 1
         self._replicas.reduce(self._workers)
         if self._calls % self._accumulate == 0:
             self._replicas.update(self._workers, self._clip_norm, self._scaler)
         return loss
-
-    def _next_trial(self) -> None:
-        """Let the trials of `fastest` say which workers to use next."""
-        assert self._trials is not None
-        schedule = self._trials.next()
-        if schedule.workers != self._best.workers:
-            self._workers.close()
-            self._workers = choose(schedule.workers)
-        self._best = schedule
 
     def _backward(self, arguments: tuple[Any, ...], target: Any, mark: Mark) -> torch.Tensor:
         """Take the loss over the gathered batch, and leave gradients with the replicas; return the loss."""
@@ -252,57 +270,31 @@ class TrainStep:
         devices = self.devices[: len(pieces)]
         replicas = self._replicas.modules(len(pieces), self._workers)
         recorded = self._graphs.prepare(pieces, replicas) if self._graphs else None
+        parts = LocalLoss(summed, pieces, replicas, devices, mark, scale=self._scaled, recorded=recorded)
 
-        def forward(i: int) -> tuple[Any, torch.Tensor | None, Any]:
-            inputs, wanted = pieces[i]
-            with mark(Phase.FORWARD, devices[i].index):
-                output, total = recorded[i].forward(pieces[i]) if recorded else (replicas[i](*inputs), None)
-            if not summed.splits(output, wanted):
-                return output, None, None
-            with mark(Phase.LOSS, devices[i].index):
-                if total is None:
-                    total = summed.total(output, wanted, devices[i])
-                return output, total, summed.weight(output, wanted, devices[i])
+        def meet() -> None:
+            parts.meet()
+            if parts.split and summed.rule is None and not self._checked:
+                whole = gather([mapped(output, torch.Tensor.detach) for output in parts.outputs], root, devices)
+                self._checked = losses.check(self._loss, parts.loss, whole, self._place(target, device_of(whole), root))
+            if parts.split:
+                parts.outputs = []  # their memory is for backward
 
-        outputs, totals, weights = zip(*on_each(forward, devices, self._workers), strict=True)
-        if None in totals:
-            self._gather_loss("loss=local: rows of output and target do not meet one to one")
-            with ExitStack() as running:
-                return self._joint(outputs, target, devices, running, mark)
-        for device in devices[1:]:  # replicas that share a GPU have streams of their own
-            root.wait(device)
-        root.borrow([one for one in (*totals, *weights) if isinstance(one, torch.Tensor)])
-        with mark(Phase.LOSS, root.index):
-            weight = None if weights[0] is None else sum(_here(w, root) for w in weights)
-            loss: torch.Tensor = _divided(sum(_here(total.detach(), root) for total in totals), weight)
-        if summed.rule is None and not self._checked:
-            whole = gather([mapped(output, torch.Tensor.detach) for output in outputs], root, devices)
-            self._checked = losses.check(self._loss, loss, whole, self._place(target, device_of(whole), root))
-        del outputs
         if self.schedule.backward == "local":
-
-            def backward(i: int) -> None:
-                total = totals[i].detach().requires_grad_() if recorded else totals[i]
-                if isinstance(weight, torch.Tensor):
-                    devices[i].wait(root)
-                    devices[i].borrow([weight])
-                with mark(Phase.LOSS, devices[i].index):
-                    scaled = self._scaled(_divided(total, _here(weight, devices[i])))
-                with mark(Phase.BACKWARD, devices[i].index):
-                    scaled.backward()
-                    if recorded:
-                        assert total.grad is not None
-                        recorded[i].backward(total.grad, owned=len(pieces) == 1)
-
-            on_each(backward, devices, self._workers)
-            return loss
+            in_stages(parts.forward, meet, parts.backward, devices, self._workers)
+        else:
+            on_each(parts.forward, devices, self._workers)
+            meet()
         with ExitStack() as running:
-            with mark(Phase.LOSS, root.index):
-                scaled = self._scaled(_divided(sum(_here(total, root) for total in totals), weight))
-            for device in devices:
-                running.enter_context(mark(Phase.BACKWARD, device.index))
-            scaled.backward()
-        return loss
+            if not parts.split:
+                self._gather_loss("loss=local: rows of output and target do not meet one to one")
+                return self._joint(parts.outputs, target, devices, running, mark)
+            if self.schedule.backward == "joint":
+                scaled = parts.joint()
+                for device in devices:
+                    running.enter_context(mark(Phase.BACKWARD, device.index))
+                scaled.backward()
+        return parts.loss
 
     def _scatter(self, value: Any, mark: Mark) -> list[Any]:
         """Split over the devices, by their shares where they have unequal ones."""
@@ -334,7 +326,7 @@ class TrainStep:
                     f"the target is on {tensor.device} but the output, and so the loss, is on {device} "
                     f"(device_ids[0]); move it first: target.to('{device}')"
                 )
-            with self._mark(Phase.SCATTER, root.index):
+            with self._watching(Phase.SCATTER, root.index):
                 return tensor.to(device, non_blocking=True)
 
         return mapped(target, placed)
@@ -360,12 +352,3 @@ class TrainStep:
         if self._scaler is not None and "scaler" in state:
             self._scaler.load_state_dict(state["scaler"])
         self.sync()
-
-
-def _here(value: Any, device: Device) -> Any:
-    """Return a number or tensor on a device."""
-    return value.to(device.torch_device, non_blocking=True) if isinstance(value, torch.Tensor) else value
-
-
-def _divided(total: Any, weight: Any) -> Any:
-    return total if weight is None else total / weight

@@ -189,14 +189,20 @@ class Update:
 
     def spread(self, workers: Workers) -> None:
         """Bring to every device what the others have stepped for it."""
-        if self.exchange and not self._owner:
+        if self.collective:
+            assert self.exchange is not None
             self.exchange.spread(
                 [flats[: len(one)] for flats, one in zip(self._replicas.flats, self.exchange.buffers, strict=True)]
             )
         else:
-            on_each(self._copy, self._devices, workers)
+            on_each(self.copy, self._devices, workers)
 
-    def _copy(self, i: int) -> None:
+    @property
+    def collective(self) -> bool:
+        """Return whether devices exchange what they stepped by a collective, and not by copies."""
+        return self.exchange is not None and not self._owner
+
+    def copy(self, i: int) -> None:
         """Copy to device i what the other devices have stepped for it."""
         device = self._devices[i]
         with self._mark(Phase.REPLICATE, device.index), device.guard(), torch.no_grad():

@@ -17,7 +17,9 @@ NOTHING: Context = nullcontext()
 
 
 class Workers(Protocol):
-    """Who runs the jobs of one step."""
+    """Who runs the jobs of one step. `concurrent` ones run all jobs at once, so that jobs may wait for each other."""
+
+    concurrent: bool
 
     def run(self, job: Job, count: int, starting: Context = NOTHING) -> None:
         """Call `job(i)` for each i below `count`, getting threads to work inside `starting`; return when all end."""
@@ -28,6 +30,8 @@ class Workers(Protocol):
 
 class Spawn:
     """A new thread per replica and call, as in torch.nn.DataParallel."""
+
+    concurrent = True
 
     def run(self, job: Job, count: int, starting: Context = NOTHING) -> None:
         """Start, and join, one thread per job; a single job runs in the calling thread."""
@@ -47,6 +51,8 @@ class Spawn:
 class Serial:
     """The calling thread, one replica after the other: no thread waits for another's interpreter lock."""
 
+    concurrent = False
+
     def run(self, job: Job, count: int, starting: Context = NOTHING) -> None:
         """Call the jobs in order."""
         for i in range(count):
@@ -62,6 +68,8 @@ class Pool:
     Kept threads spare their start, and keep what libraries hold per thread (cuDNN's plans). They start with the
     first call that needs them, and end with `close`, or with the pool. A forked child starts its own.
     """
+
+    concurrent = True
 
     def __init__(self) -> None:
         self._inboxes: list[SimpleQueue[Any]] = []
