@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from dpbench.engine.errors import Refused
 from dpbench.engine.train_step import TrainStep
 from dpbench.schedule import FASTEST, Schedule, parse
+from tests.law_compare import assert_same, sums_exactly
 from tests.law_nets import OPTIMIZERS
 
 
@@ -44,10 +45,10 @@ class Loop:
         return optimizer
 
     def sync(self) -> None:
-        """Say that weights were written past torch."""
+        """Announce that weights were written past torch."""
 
     def touch(self, *_: Any) -> None:
-        """Say so where the schedule cannot see it."""
+        """Call `sync()` where the schedule cannot see such a write."""
 
     def names(self) -> dict[nn.Parameter, str]:
         """Return the parameters' names."""
@@ -77,7 +78,7 @@ class Plain(Loop):
 
     @property
     def updated(self) -> bool:
-        """Tell whether the last call made an update."""
+        """Return whether the last call made an update."""
         return self._calls % self._accumulate == 0
 
     def _scaled(self, loss: Tensor) -> Tensor:
@@ -184,7 +185,7 @@ class Ours(Loop):
         self.optimizer = self.train.optimizer
 
     def step(self, inputs: tuple[Tensor, ...], target: Any) -> Tensor:
-        """Take one step; hold it to the schedule that was asked for, and to leaving the random numbers alone."""
+        """Take one step; check that it ran the schedule asked for and drew no random numbers."""
         random = torch.get_rng_state()
         loss = self.train(inputs, target)
         assert torch.equal(random, torch.get_rng_state()), "the engine drew random numbers"
@@ -192,7 +193,7 @@ class Ours(Loop):
         return loss
 
     def sync(self) -> None:
-        """Tell the engine."""
+        """Announce it to the engine."""
         self.train.sync()
 
     def touch(self, *_: Any) -> None:
@@ -222,28 +223,6 @@ class Ours(Loop):
 
 
 # ---------------------------------------------------------------- comparison
-
-
-def assert_same(ours: Any, plain: Any, where: str) -> None:
-    """Compare nested values bit by bit; NaN equals NaN."""
-    assert type(ours) is type(plain) or isinstance(plain, Tensor), f"{where}: {type(ours)}, not {type(plain)}"
-    if isinstance(plain, Tensor):
-        assert isinstance(ours, Tensor), f"{where}: {ours}, not a tensor"
-        ours, plain = (t.detach().to_dense() if t.layout is not torch.strided else t.detach() for t in (ours, plain))
-        assert ours.dtype == plain.dtype, f"{where}: {ours.dtype}, not {plain.dtype}"
-        assert ours.shape == plain.shape, f"{where}: shape {tuple(ours.shape)}, not {tuple(plain.shape)}"
-        same = torch.equal(ours, plain) or bool(((ours == plain) | (ours.isnan() & plain.isnan())).all())
-        assert same, f"{where}: {ours.tolist()}, not {plain.tolist()}"
-    elif isinstance(plain, dict):
-        assert ours.keys() == plain.keys(), f"{where}: {sorted(map(str, ours))}, not {sorted(map(str, plain))}"
-        for key, part in plain.items():
-            assert_same(ours[key], part, f"{where}, {key}")
-    elif isinstance(plain, tuple | list):
-        assert len(ours) == len(plain), f"{where}: {len(ours)} entries, not {len(plain)}"
-        for i, (mine, part) in enumerate(zip(ours, plain, strict=True)):
-            assert_same(mine, part, f"{where}, {i}")
-    else:
-        assert ours == plain, f"{where}: {ours}, not {plain}"
 
 
 def content(loop: Loop) -> dict[str, Any]:
@@ -318,23 +297,19 @@ class Pair:
     def _compare(self, loss: Tensor, expected: Tensor) -> None:
         """Compare the sides after a step; where the criterion rounds otherwise, nearly, and then as one again."""
         schedule = self.ours.train.schedule
-        before, self._rounds = self._rounds, schedule.loss == "local" and self._weighs()
+        before, self._rounds = self._rounds, schedule.loss == "local" and self._rounds_otherwise()
         if schedule.loss == "gathered":
             assert_same(loss, expected, "loss")
         else:
-            torch.testing.assert_close(loss, expected, rtol=_ulps(loss.dtype), atol=0.0, equal_nan=True)
+            torch.testing.assert_close(loss, expected, rtol=2**-19, atol=0.0, equal_nan=True)
         if before or self._rounds:
             self._check_nearly()
         else:
             self.check()
 
-    def _weighs(self) -> bool:
-        """Return whether a named schedule with loss=local rounds otherwise: weights, smoothing, smooth L1."""
-        criterion = self.plain.criterion
-        weights = [getattr(criterion, name, None) for name in ("weight", "pos_weight")]
-        weighted = any(w is not None for w in weights) or getattr(criterion, "label_smoothing", 0.0) > 0.0
-        weighted = weighted or isinstance(criterion, nn.SmoothL1Loss)
-        return weighted and self.ours.asked != FASTEST
+    def _rounds_otherwise(self) -> bool:
+        """Return whether a sum over rows divided at the end may round otherwise than the criterion's own mean."""
+        return self.ours.asked != FASTEST and not sums_exactly(self.plain.criterion)
 
     def _check_nearly(self) -> None:
         """Compare parameters and buffers within rounding, and take over the engine's side."""
@@ -365,7 +340,7 @@ class Pair:
         self.check(gradients=False)
 
     def may_refuse(self) -> bool:
-        """Tell whether the schedule may refuse the optimizer's step hooks."""
+        """Return whether the schedule may refuse the optimizer's step hooks."""
         schedule = self.ours.train.schedule
         hooked = bool(self.ours.optimizer_hooks)
         return self.ours.asked != FASTEST and hooked and (schedule.update != "root" or schedule.optimizer == "flat")
@@ -411,8 +386,3 @@ def drop_optimizer_hooks(loop: Loop) -> None:
     """Remove the hooks from the optimizer's step."""
     while loop.optimizer_hooks:
         loop.optimizer_hooks.pop().remove()
-
-
-def _ulps(dtype: torch.dtype) -> float:
-    """Return how far a loss may be off that was added up by parts: its sums and its divisor round differently."""
-    return (16 if dtype in (torch.float32, torch.float64) else 2) * torch.finfo(dtype).eps

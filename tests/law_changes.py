@@ -1,4 +1,4 @@
-"""What a training loop may do between two steps, each as a function of one side and a small number `k`."""
+"""The changes that a training loop may make between two steps: functions of one side and a small number `k`."""
 
 from __future__ import annotations
 
@@ -240,5 +240,5 @@ CHANGES: list[Change] = [
     change_rates, add_group, clear_state, write_state, replace_state, read_state, hook_the_optimizer, freeze_layer,
     freeze_all_but_one, thaw, freeze_one, write_under_no_grad, assign_data, assign_transposed, assign_resized,
     clamp_data, write_numpy, hook_parameter, hook_accumulation, hook_module, remove_hooks, evaluate, set_mode,
-    set_attributes, edit_criterion, toggle_reduction, save, restore, sync,
+    set_attributes, edit_criterion, toggle_reduction, save, sync,
 ]  # fmt: skip

@@ -69,7 +69,7 @@ class Table(nn.Module):
 
 
 class Writer(nn.Module):
-    """A forward that may bind attributes and buffers anew: always, never, or in every other batch."""
+    """A forward that may rebind attributes and buffers: always, never, or in every other batch."""
 
     def __init__(self) -> None:
         super().__init__()

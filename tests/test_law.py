@@ -12,7 +12,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import HealthCheck, seed, settings
+from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 from torch import nn
 
@@ -26,7 +26,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:grad and param do not obey the g
 
 SCHEDULES = [*(name for name in climb(TRAIN_STEP) if RUNGS[name].exact), FASTEST]
 LONG = int(os.environ.get("DPBENCH_LAW_STEPS", "0"))
-SEQUENCES, RULES = 240, 32
+SEQUENCES = [(50, 3), (50, 6), (220, 32)]
+"""(How many, of how many rules); the short ones come first."""
 SMALL = st.integers(0, 5)
 
 
@@ -53,7 +54,7 @@ class Training(RuleBasedStateMachine):
     ) -> None:
         if criterion == "regularised" and schedule != FASTEST and RUNGS[schedule].loss == "local":
             criterion = "mse"  # a local loss is a sum over rows
-        self.number, self.dtype, self.devices = 0, dtype, devices
+        self.number, self.failed, self.dtype, self.devices = 0, False, dtype, devices
         self.pair = Pair(
             lambda: law_nets.MODULES[module]().to(dtype),
             law_nets.CRITERIA[criterion],
@@ -62,6 +63,7 @@ class Training(RuleBasedStateMachine):
             devices=devices,
             **more,
         )
+        self.pair.do(law_changes.save, 0)
 
     def batch(self, size: int) -> law_nets.Batch:
         """Return the next batch: an even one, an uneven one, or one with fewer chunks than devices."""
@@ -83,7 +85,8 @@ class Training(RuleBasedStateMachine):
     @rule(change=st.sampled_from(CHANGES), k=SMALL)
     def change(self, change: Change, k: int) -> None:
         Training.rules += 1
-        self.pair.do(change, k)
+        if not (self.failed and change is law_changes.assign_resized):
+            self.pair.do(change, k)
 
     @rule(row=SMALL, backward=st.booleans(), error=st.sampled_from([KeyboardInterrupt, law_nets.Trapped]))
     def fail(self, row: int, backward: bool, error: type[BaseException]) -> None:
@@ -95,11 +98,17 @@ class Training(RuleBasedStateMachine):
             loop.module.trap.backward, loop.module.trap.error = backward, error
 
         self.pair.fail(inputs, target, trap, error)
+        self.failed = True  # torch may keep the graph of a failed backward, and with it the shapes of parameters
 
     @rule(schedule=st.sampled_from(SCHEDULES), same_optimizer=st.booleans())
     def move(self, schedule: str, same_optimizer: bool) -> None:
         Training.rules += 1
         self.pair.move(schedule, same_optimizer=same_optimizer)
+
+    @rule(k=SMALL)
+    def restore(self, k: int) -> None:
+        Training.rules += 1
+        self.pair.do(law_changes.restore, k)
 
     @rule()
     def look(self) -> None:
@@ -111,13 +120,18 @@ class Training(RuleBasedStateMachine):
             self.pair.ours.close()
 
 
-def run(sequences: int, number: int | None = None) -> None:
-    """Run sequences of rules, the same ones in every run with the same number."""
+def run(sequences: int, rules: int, number: int | None = None) -> None:
+    """Run sequences of rules, the same ones in every run with the same number.
+
+    Nothing shrinks what fails: that takes minutes, and a short sequence that fails comes before the long ones.
+    """
     run_state_machine_as_test(
         Training if number is None else seed(number)(Training),
         settings=settings(
             max_examples=sequences,
-            stateful_step_count=RULES,
+            stateful_step_count=rules,
+            phases=[Phase.generate],
+            report_multiple_bugs=False,
             deadline=None,
             database=None,
             derandomize=number is None,
@@ -128,15 +142,16 @@ def run(sequences: int, number: int | None = None) -> None:
 
 @pytest.mark.timeout(0 if LONG else 300)
 def test_a_loop_has_its_effect_on_every_schedule(capsys: pytest.CaptureFixture[str]) -> None:
-    run(SEQUENCES)
+    for sequences, rules in SEQUENCES:
+        run(sequences, rules)
     for number in itertools.takewhile(lambda _: Training.rules < LONG, itertools.count()):
-        run(SEQUENCES, number)
+        run(*SEQUENCES[-1], number)
     if LONG:
         with capsys.disabled():
             print(f"\n{Training.rules} steps of rules")
 
 
-QUIET = [law_changes.read_state, law_changes.evaluate, law_changes.sync, law_changes.save, law_changes.restore]
+QUIET = [law_changes.read_state, law_changes.evaluate, law_changes.sync, law_changes.save]
 """The changes that leave no trace in a module that evaluates without writing."""
 
 
@@ -147,6 +162,6 @@ def test_a_change_that_one_side_misses_is_seen(change: Change) -> None:
     with Pair(module, lambda _: criterion(), schedule="reference", hold=True) as both:
         both.step(*law_nets.batch(1, 8, criterion()))
         both.do(law_changes.hook_module, 0)
-        change(both.plain, 3)
+        change(both.plain, 3 if change is law_changes.set_mode else 1)
         with pytest.raises(AssertionError):
             both.step(*law_nets.batch(2, 8, criterion()))

@@ -19,7 +19,8 @@ from dpbench.engine.errors import Refused
 from dpbench.engine.train_step import TrainStep
 from dpbench.schedule import FASTEST, RUNGS, TRAIN_STEP, Schedule, climb
 from tests import law_changes
-from tests.law import Loop, Pair, assert_same
+from tests.law import Loop, Pair
+from tests.law_compare import assert_same
 from tests.law_nets import OPTIMIZERS, Net, Regularised, Table, Trapped, Writer, batch
 
 # a parameter whose data was replaced by a transposed tensor gets gradients of another layout; torch warns of it once
@@ -39,7 +40,7 @@ def pair(rung: str | Schedule, module: Callable[[], nn.Module] = Net, criterion:
 
 
 def explicit(rung: str | Schedule) -> bool:
-    """Tell whether a schedule may refuse: one that was asked for by name."""
+    """Return whether a schedule was asked for by name; only such a schedule may refuse."""
     return rung != FASTEST
 
 
@@ -408,7 +409,7 @@ def test_fastest_stays_exact_with_a_fused_optimizer() -> None:
 
 
 class Large(Net):
-    """A layer whose size is no multiple of a vector register."""
+    """A layer whose size does not fill whole vector registers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -425,10 +426,13 @@ class Large(Net):
         lambda: nn.BCEWithLogitsLoss(pos_weight=torch.tensor([1.7, 0.3, 2.9])),
         lambda: nn.CrossEntropyLoss(weight=torch.tensor([1.7, 0.3, 2.9])),
         lambda: nn.CrossEntropyLoss(label_smoothing=0.1),
+        nn.BCEWithLogitsLoss,
+        lambda: nn.SmoothL1Loss(beta=0.3),
+        lambda: F.binary_cross_entropy_with_logits,
     ],
-    ids=["pos_weight", "weighted", "smoothed"],
+    ids=["pos_weight", "weighted", "smoothed", "bce", "beta", "bce function"],
 )
-def test_fastest_stays_exact_with_weighted_losses(criterion: Any) -> None:
+def test_fastest_stays_exact_with_losses_whose_sum_rounds_otherwise(criterion: Any) -> None:
     with pair(FASTEST, criterion=criterion, devices=3) as both:
         for number in range(8):
             inputs, target = batch(number, 11, both.plain.criterion)
