@@ -286,7 +286,8 @@ class Pair:
         try:
             loss = self.ours.step(inputs, target)
         except Refused:
-            assert self.may_refuse(), "this change must work on this schedule"
+            if not self.may_refuse():
+                raise
             self.check()
             self.refused += 1
             self.do(drop_optimizer_hooks)
@@ -301,7 +302,7 @@ class Pair:
         if schedule.loss == "gathered":
             assert_same(loss, expected, "loss")
         else:
-            torch.testing.assert_close(loss, expected, rtol=2**-19, atol=0.0, equal_nan=True)
+            torch.testing.assert_close(loss, expected, rtol=ulps(loss.dtype), atol=0.0, equal_nan=True)
         if before or self._rounds:
             self._check_nearly()
         else:
@@ -386,3 +387,8 @@ def drop_optimizer_hooks(loop: Loop) -> None:
     """Remove the hooks from the optimizer's step."""
     while loop.optimizer_hooks:
         loop.optimizer_hooks.pop().remove()
+
+
+def ulps(dtype: torch.dtype) -> float:
+    """Return how far a loss may be off that was added up by parts: its sum and its divisor round differently."""
+    return (16 if dtype in (torch.float32, torch.float64) else 2) * torch.finfo(dtype).eps

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,19 +25,24 @@ from tests.law_compare import assert_same
 from tests.law_nets import OPTIMIZERS, Net, Table, Writer, batch
 
 EXACT = [name for name in climb(TRAIN_STEP) if RUNGS[name].exact]
-every_rung = pytest.mark.parametrize("rung", [*EXACT, FASTEST])
 
 
-@contextmanager
-def trained(
-    rung: str, module: Callable[[], nn.Module] = Net, criterion: Any = nn.MSELoss, **more: Any
-) -> Iterator[Pair]:
-    """Yield both sides; a schedule that was asked for by name may refuse at any point."""
-    try:
-        with Pair(module, lambda _: criterion(), schedule=rung, **{"watch": False, "between": False, **more}) as both:
-            yield both
-    except Refused:
-        assert rung != FASTEST
+def every_rung(test: Callable[..., None]) -> Callable[..., None]:
+    """Run a test on every exact schedule; one that was asked for by name may refuse at any point."""
+
+    @functools.wraps(test)
+    def run(rung: str, **more: Any) -> None:
+        try:
+            test(rung=rung, **more)
+        except Refused:
+            assert rung != FASTEST
+
+    return pytest.mark.parametrize("rung", [*EXACT, FASTEST])(run)
+
+
+def trained(rung: str, module: Callable[[], nn.Module] = Net, criterion: Any = nn.MSELoss, **more: Any) -> Pair:
+    """Return both sides."""
+    return Pair(module, lambda _: criterion(), schedule=rung, **{"watch": False, "between": False, **more})
 
 
 class Deep(Table):

@@ -39,7 +39,8 @@ class Trees:
 
     def _read(self) -> None:
         """Take down the module as it is now."""
-        modules = list(self.module.modules())
+        modules = self._modules = list(self.module.modules())
+        self._types = list(map(type, modules))
         self._watched: list[dict[str, Any]] = [d for m in modules for d in (m.__dict__, m._modules)]
         self._seen = [dict(watched) for watched in self._watched]
         self._holders: list[dict[str, Any]] = [d for m in modules for d in (m._parameters, m._buffers)]
@@ -71,7 +72,7 @@ class Trees:
         if [id(tensor) for holder in self._holders for tensor in holder.values()] != self._ids:
             return True
         try:
-            return self._watched != self._seen
+            return self._watched != self._seen or list(map(type, self._modules)) != self._types
         except (RuntimeError, ValueError):  # tensors and arrays that are not the same object refuse to be compared
             return True
 

@@ -54,7 +54,7 @@ def has_hooks(parameters: Sequence[torch.Tensor]) -> bool:
 
 
 def is_watched(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer's step is hooked or replaced: such code must meet the user's own parameters.
+    """Return whether a method of the optimizer is hooked or replaced: such code must meet the user's own parameters.
 
     torch's learning rate schedulers replace `step` too, by a function that only counts.
     """
@@ -65,6 +65,7 @@ def is_watched(optimizer: Optimizer) -> bool:
         or torch_optimizer._global_optimizer_pre_hooks
         or torch_optimizer._global_optimizer_post_hooks
         or (step is not None and not getattr(step, "_wrapped_by_lr_sched", False))
+        or "zero_grad" in optimizer.__dict__
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from dpbench.devices import Device
 from dpbench.engine.broadcast import buckets_of
@@ -49,7 +50,7 @@ class Kept:
         self._update = Update(optimizer, self._kept, flat, devices, schedule, mark)
         self._watched = self._identity.watched and not self._update.natural
         self._stepped = [p for group in optimizer.param_groups for p in group["params"]]
-        self._whole = whole_gradient or self._identity.hooked or self._watched or self._has_unstepped()
+        self._whole = whole_gradient or self._identity.hooked or self._identity.watched or self._has_unstepped()
         self._before: list[torch.Tensor | None] = []
         self._muted = Muted([])
         self._used = len(devices)
@@ -115,8 +116,11 @@ class Kept:
 
     def clear(self) -> None:
         """Drop the gradients of what the optimizer steps."""
-        for parameter in self._stepped:
-            parameter.grad = None
+        if self._identity.watched:
+            self._optimizer.zero_grad(set_to_none=True)
+        else:
+            _set_gradients(self._stepped, [None] * len(self._stepped))
+        self._update.hide()
 
     def _sources(self) -> list[tuple[Device, list[torch.Tensor | None]]]:
         return list(zip(self._devices, self._kept.gradients(self._used), strict=False))
@@ -249,6 +253,8 @@ class Kept:
                 update.spread(workers)
         self._kept.clear()
         update.show()
+        if update.joined:  # steps of flat buffers are writes to the parameters, which others may watch
+            increment_version(self._kept.originals)
         self._seen = self._kept.versions()
 
     def sync(self) -> None:

@@ -102,8 +102,8 @@ def storage(schedule: Schedule, module: nn.Module, devices: Sequence[Device]) ->
                 f"storage=flat needs parameters without holes; one of shape {tuple(parameter.shape)} has strides "
                 f"{parameter.stride()}: make it .contiguous(), or use storage=separate"
             )
-    if _overlap(wanted):
-        return "storage=flat needs parameters in memory of their own, and two share some; use storage=separate"
+    if _overlap(wanted) or any(p.untyped_storage().nbytes() != p.nbytes for p in wanted):
+        return "storage=flat needs parameters that share no memory with other tensors; use storage=separate"
     return ""
 
 

@@ -8,7 +8,7 @@ are read here and nowhere else.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,25 @@ def capture(*, compat: bool = False) -> Enter:
     settings = [*_autocasts(compat), *([] if compat else [*_modes(), *_autograd()])]
     grad = partial(torch.set_grad_enabled, torch.is_grad_enabled())
     return partial(_applied, [*settings, grad]) if settings else grad
+
+
+def without_cast_cache() -> AbstractContextManager[Any]:
+    """Return what makes autocast cast a weight at each use, while it is on.
+
+    Its cache holds casts of leaf tensors alone, so that the gradients of a weight that is used twice would add up in
+    another dtype where replicas have leaf parameters.
+    """
+    cached = torch._C._is_any_autocast_enabled() and torch.is_autocast_cache_enabled()
+    return _uncached() if cached else nullcontext()
+
+
+@contextmanager
+def _uncached() -> Iterator[None]:
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(True)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -121,7 +122,26 @@ class FlatWeights:
         return self.layout.views([device.put(buffer) for buffer in self.buffers], self.parameters)
 
     def release(self) -> None:
-        """Give each parameter that is still in its slot storage of its own again."""
-        for number, view in self.views.items():
-            if self.parameters[number].is_set_to(view):
-                self.parameters[number].data = self.parameters[number].detach().clone()
+        """Give the parameters that still lie in the buffers storage of their own again.
+
+        Those that a loop has made views of one slot share memory afterwards too.
+        """
+        inside: dict[int, list[torch.Tensor]] = {}
+        for parameter in self.parameters:
+            inside.setdefault(parameter.untyped_storage().data_ptr(), []).append(parameter)
+        for plan, buffer in zip(self.layout.flats, self.buffers, strict=True):
+            here = sorted(inside.get(buffer.untyped_storage().data_ptr(), []), key=torch.Tensor.storage_offset)
+            starts = [p.storage_offset() for p in here]
+            for slot in plan.slots:
+                _move_out(here[bisect_left(starts, slot.start) : bisect_left(starts, slot.stop)], slot, buffer)
+
+
+def _move_out(parameters: Sequence[torch.Tensor], slot: Slot, buffer: torch.Tensor) -> None:
+    """Give the parameters of one slot other storage: one of them a compact one, several a common one."""
+    if len(parameters) == 1:
+        parameters[0].data = parameters[0].detach().clone()
+    elif parameters:
+        copy = buffer[slot.start : slot.stop].clone()
+        for parameter in parameters:
+            at = parameter.storage_offset() - slot.start
+            parameter.data = copy.as_strided(parameter.size(), parameter.stride(), at)

@@ -13,7 +13,7 @@ from torch import nn
 from dpbench.devices import Device
 from dpbench.engine import balance, legal, losses
 from dpbench.engine.apply import parallel_apply
-from dpbench.engine.containers import device_of, mapped
+from dpbench.engine.containers import device_of, mapped, tensors_in
 from dpbench.engine.data_parallel import check_prefix
 from dpbench.engine.devices import Devices, as_devices, resolve
 from dpbench.engine.each import in_stages, on_each
@@ -27,6 +27,7 @@ from dpbench.engine.local_loss import LocalLoss
 from dpbench.engine.losses import Loss, Summed
 from dpbench.engine.replicas import replicas_of
 from dpbench.engine.scatter import scatter
+from dpbench.engine.settings import without_cast_cache
 from dpbench.engine.workers import Workers, choose
 from dpbench.records import Mark, Phase, no_mark
 from dpbench.schedule import CUDA, FASTEST, TRAIN_STEP, Schedule, parse
@@ -207,11 +208,12 @@ class TrainStep:
     def _step(self, arguments: tuple[Any, ...], target: Any) -> torch.Tensor:
         mark = self._watching
         self.schedule, self.note = self._best, self._why
-        summed = self._summed(target) if self._best.loss == "local" else None
+        summed = self._summed(arguments, target) if self._best.loss == "local" else None
         if self._calls % self._accumulate == 0:
             with mark(Phase.OPTIMIZER, self.devices[0].index):
                 self._replicas.clear()
-        loss = self._local(arguments, target, summed, mark) if summed else self._backward(arguments, target, mark)
+        with without_cast_cache() if isinstance(self._replicas, Kept) else nullcontext():
+            loss = self._local(arguments, target, summed, mark) if summed else self._backward(arguments, target, mark)
         self._calls += 1
         self._replicas.reduce(self._workers)
         if self._calls % self._accumulate == 0:
@@ -242,13 +244,15 @@ class TrainStep:
         scaled.backward()
         return loss.detach()
 
-    def _summed(self, target: Any) -> Summed | None:
+    def _summed(self, arguments: tuple[Any, ...], target: Any) -> Summed | None:
         """Return how replicas take their parts of the loss in this step; None for a loss over the gathered batch."""
         summed = self._loss.summed()
         if summed is None:
             reason = "loss=local: the loss has settings or hooks now that leave its divisor unknown"
         elif summed.rule is not None and not isinstance(target, torch.Tensor):
             reason = f"loss=local: the target is of type {type(target).__name__}, not a tensor"
+        elif any(tensor.requires_grad for tensor in tensors_in((arguments, target))):
+            reason = "loss=local: an input or the target wants gradients, which one backward must bring"
         elif self._wanted is None and not summed.keeps_bits(powers=self._powers()):
             reason = "by parts, the gradients of this loss would differ in the last bits"
         else:

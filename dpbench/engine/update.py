@@ -7,6 +7,7 @@ devices' optimizers follow its options.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,6 +31,10 @@ Sources = Sequence[tuple[Device, Sequence[torch.Tensor | None]]]
 """Gradients by parameter, of each replica that has some."""
 
 
+HELD = 2
+"""References to a tensor that only a list and the call that counts them hold."""
+
+
 class Update:
     """All devices' units and optimizers."""
 
@@ -51,12 +56,17 @@ class Update:
         self.owners = range(1 if schedule.update == "root" else len(devices))
         self._owner = self._shared_out() if self._sharded and schedule.optimizer == "per_parameter" else {}
         self.exchange = self._exchange(schedule)
+        self._on_host = devices[0].torch_device.type == "cpu" and self.exchange is None
+        self._whole_buffers: list[torch.Tensor] = []
         if schedule.optimizer == "flat":
             assert flat is not None
+            if self._on_host:  # logical devices share the host's memory: their slices make up the whole gradient
+                self._whole_buffers = flat.layout.allocate(devices[0])
             self._units = [self._slices(flat, i) for i in self.owners]
         else:
             self._units = [self._whole(i) for i in self.owners]
         self._sums = [[one for unit in units for one in sums(unit, replicas.parameters[0])] for units in self._units]
+        self.joined = schedule.optimizer == "flat"
         self.natural = schedule.update == "root" and schedule.optimizer == "per_parameter"
         self._steppers = [
             Stepper(
@@ -67,6 +77,10 @@ class Update:
             )
             for i, units in enumerate(self._units)
         ]
+        views = self._views(flat)
+        stepped = [n for group in self._groups for n in group.parameters]
+        self._visible = [(replicas.originals[n], views.get(n)) for n in stepped]
+        self._shown: list[torch.Tensor | None] = []
         self._hooks: list[Any] = []
         if not self.natural:
             self._keep_state()
@@ -142,7 +156,12 @@ class Update:
             twins = tuple(flats[f][start:stop] for flats in self._replicas.flats)
             with self._devices[i].guard():
                 weight = twins[i].detach().requires_grad_()
-                gradient = self.exchange.buffers[i][f][start:stop] if self.exchange else torch.zeros_like(twins[i])
+                if self.exchange:
+                    gradient = self.exchange.buffers[i][f][start:stop]
+                elif self._whole_buffers and (self._sharded or i == 0):
+                    gradient = self._whole_buffers[f][start:stop]
+                else:
+                    gradient = torch.zeros_like(twins[i])
             units.append(Unit(weight, gradient, group, pieces, twins))
         return units
 
@@ -171,15 +190,26 @@ class Update:
                 one.target.add_(part)
 
     def show(self) -> None:
-        """Put the reduced gradients where the module's user looks for them, as far as device 0 has them whole."""
-        parameters = self._replicas.originals
-        for n, view in self._shown().items():
-            parameters[n].grad = view
+        """Put the reduced gradients where the module's user looks for them, as far as the host or device 0 has them."""
+        # new tensors each time: a loop may keep them, and `module.to()` gives what it finds other storage
+        self._shown = [None if view is None else view.detach() for _, view in self._visible]
+        for (parameter, _), gradient in zip(self._visible, self._shown, strict=True):
+            parameter.grad = gradient
 
-    def _shown(self) -> dict[int, torch.Tensor | None]:
-        shown: dict[int, torch.Tensor | None] = {n: None for group in self._groups for n in group.parameters}
-        # a tensor of its own: `module.to()` gives what it finds as a parameter's gradient other storage
-        return shown | {one.piece.parameter: one.target.detach() for one in self._sums[0] if one.whole}
+    def hide(self) -> None:
+        """Give the gradients of the last step that a loop has kept memory of their own, before the next step writes."""
+        for i, gradient in enumerate(self._shown):
+            del gradient
+            if sys.getrefcount(self._shown[i]) > HELD and (kept := self._shown[i]) is not None:
+                kept.data = kept.clone()
+        self._shown = []
+
+    def _views(self, flat: FlatWeights | None) -> dict[int, torch.Tensor]:
+        """Return the tensors that hold whole reduced gradients, by parameter."""
+        if self._whole_buffers and flat is not None:
+            return flat.layout.views(self._whole_buffers, self._replicas.parameters[0])
+        units = self._sums if self._on_host else self._sums[:1]
+        return {one.piece.parameter: one.target for sums in units for one in sums if one.whole}
 
     def step(self, i: int) -> None:
         """Let device i's optimizer step its units."""
