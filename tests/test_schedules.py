@@ -6,7 +6,7 @@ import copy
 import gc
 import itertools
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,13 +17,14 @@ from torch import Tensor, nn
 
 from dpbench import DataParallel, models, registry
 from dpbench.engine.cached import Trees
+from dpbench.engine.devices import resolve
 from dpbench.engine.devices._host import HostDevice
 from dpbench.engine.errors import Refused
 from dpbench.engine.fastest import Trials
 from dpbench.engine.legal import BEST
 from dpbench.engine.train_step import TrainStep
 from dpbench.engine.update import Update
-from dpbench.records import Phase
+from dpbench.records import Phase, no_mark
 from dpbench.schedule import RULES, RUNGS, SWITCHES, TRAIN_STEP, Schedule, climb
 
 OPTIMIZERS: dict[str, Any] = {
@@ -486,22 +487,73 @@ def test_ragged_batches_weigh_every_row_alike(loss: Any, rung: str) -> None:
     assert not differing(run("reference"), run(rung))
 
 
-def test_fastest_settles_within_twenty_steps() -> None:
-    module, loss, batches = problem("mlp", 8, 20)
+def test_fastest_settles_and_stays() -> None:
+    module, loss, batches = problem("mlp", 8, 70)
     with TrainStep(module, loss, OPTIMIZERS["sgd"], ["cpu", "cpu"]) as step:
+        seen = []
         for batch in batches:
             step(*batch)
-        assert step.schedule.workers in ("pool", "serial")
+            seen.append(step.schedule)
         assert step._trials is not None
         assert step._trials.settled
+        assert {one.workers for one in seen[:20]} == {"pool", "serial"}
+        assert len(set(seen[-3:])) == 1
         assert step.schedule.exact
 
 
-def test_trials_choose_the_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def ticking(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Return the present second of a clock that stands still."""
     now = [0.0]
     monkeypatch.setattr("dpbench.engine.fastest.time.perf_counter", lambda: now[0])
-    trials, chosen = Trials(BEST, TrainStep(nn.Linear(1, 1), F.mse_loss, OPTIMIZERS["sgd"], ["cpu"] * 2).devices), BEST
+    return now
+
+
+def settle(now: list[float], seconds: Callable[[str, int], float], calls: int = 1) -> Trials:
+    """Return settled trials whose updates take `calls` calls of `seconds(workers, number)` each."""
+    trials = Trials(BEST, resolve(["cpu", "cpu"]))
+    for number in itertools.count():
+        workers = trials.next().workers
+        if trials.settled:
+            return trials
+        for _ in range(calls):
+            with trials.timed(no_mark) as mark, mark(Phase.FORWARD, 0):
+                now[0] += seconds(workers, number)
+    raise AssertionError
+
+
+@pytest.mark.parametrize("faster", ["pool", "serial"])
+def test_trials_choose_the_faster(ticking: list[float], faster: str) -> None:
+    noise = itertools.cycle([0.0, 0.01, -0.01, 0.02])
+    trials = settle(ticking, lambda workers, number: (1.0 if workers == faster else 1.2) + next(noise))
+    assert trials.next().workers == faster
+
+
+def test_trials_of_equals_keep_the_pool_whatever_the_drift(ticking: list[float]) -> None:
+    trials = settle(ticking, lambda workers, number: 1.0 + 0.01 * number)
+    assert trials.next().workers == "pool"
+
+
+def test_a_slow_update_does_not_decide(ticking: list[float]) -> None:
+    trials = settle(ticking, lambda workers, number: 50.0 if (workers, number) == ("pool", 4) else 1.0)
+    assert trials.next().workers == "pool"
+
+
+def test_trials_tell_when_one_device_would_be_faster(ticking: list[float]) -> None:
+    trials = Trials(BEST, resolve(["cpu", "cpu"]))
     while not trials.settled:
-        chosen = trials.next()
-        now[0] += 1.0 if chosen.workers == "serial" else 2.0
-    assert chosen.workers == "serial"
+        workers = trials.next().workers
+        with trials.timed(no_mark) as mark:
+            with mark(Phase.REPLICATE, 0):
+                ticking[0] += 1.0
+            with mark(Phase.FORWARD, 0):
+                ticking[0] += 2.0 if workers == "serial" else 2.5
+    assert trials.advice.startswith("one device is likely to be faster: about 2.00 s for each update")
+
+
+def test_calls_of_an_accumulation_are_timed_together(ticking: list[float]) -> None:
+    """The call that makes the update takes longer; it must not count for one candidate alone."""
+    turn = itertools.cycle([1.0, 9.0])
+    trials = settle(ticking, lambda workers, number: next(turn) * (0.8 if workers == "serial" else 1.0), calls=2)
+    assert trials.next().workers == "serial"
+    assert all(seconds == pytest.approx([10.0 * (0.8 if c else 1.0)] * len(seconds)) for c, seconds in trials._blocks)

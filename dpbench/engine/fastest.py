@@ -12,6 +12,7 @@ from dataclasses import replace
 from dpbench.devices import Device
 from dpbench.records import Mark, Phase
 from dpbench.schedule import Schedule
+from dpbench.words import time as duration
 
 PAUSE, SKIP, BLOCK = 2, 1, 3
 """Updates that no trial counts at the start, the first ones of each block, and those that count in a block."""
@@ -101,8 +102,8 @@ class Trials:
         alone_s = statistics.median(self._works_s)
         if self._on_host and alone_s < took_s:
             self.advice = (
-                f"one device is likely to be faster: about {alone_s * 1e3:.3g} ms an update by the phases that it has "
-                f"too, and {len(self._devices)} devices take {took_s * 1e3:.3g} ms"
+                f"one device is likely to be faster: about {duration(alone_s)} for each update, by the phases that "
+                f"it has too; {len(self._devices)} devices take {duration(took_s)}"
             )
 
     @contextmanager

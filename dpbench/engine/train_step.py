@@ -251,14 +251,20 @@ class TrainStep:
             reason = "loss=local: the loss has settings or hooks now that leave its divisor unknown"
         elif summed.rule is not None and not isinstance(target, torch.Tensor):
             reason = f"loss=local: the target is of type {type(target).__name__}, not a tensor"
-        elif any(tensor.requires_grad for tensor in tensors_in((arguments, target))):
-            reason = "loss=local: an input or the target wants gradients, which one backward must bring"
+        elif self._has_history(arguments, target):
+            reason = "loss=local: an input or the target has a history, which one backward must go through"
         elif self._wanted is None and not summed.keeps_bits(powers=self._powers()):
             reason = "by parts, the gradients of this loss would differ in the last bits"
         else:
             return summed
         self._gather_loss(reason)
         return None
+
+    def _has_history(self, arguments: tuple[Any, ...], target: Any) -> bool:
+        """Return whether several backwards would meet in the graph that a batch comes from."""
+        return any(tensor.requires_grad for tensor in tensors_in(target)) or any(
+            tensor.grad_fn is not None for tensor in tensors_in(arguments)
+        )
 
     def _gather_loss(self, reason: str) -> None:
         """Take this step's loss over the gathered batch, as `fastest` may; refuse it on any other schedule."""
