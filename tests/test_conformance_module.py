@@ -19,7 +19,6 @@ from tests.conformance import (
     close,
     every_schedule,
     gradients,
-    known_fault,
     on,
     place,
     young_garbage,
@@ -205,13 +204,6 @@ def test_data_parallel_lazy_linear(place: Place, request: pytest.FixtureRequest)
     """Mirror A and A', test_data_parallel_lazy_linear: uninitialised parameters are refused."""
     module = nn.LazyLinear(10).to(place.device())
     wrapped = place.wrap(module)
-    cached, flat = wrapped.schedule.replicas == "cached", wrapped.schedule.storage == "flat"
-    known_fault(
-        request,
-        ValueError,
-        "cached replicas check a module they have just read for its device alone, so view_as refuses the parameter",
-        when=cached and not flat and place.kind != "emulated",
-    )
     with pytest.raises(RuntimeError, match="Modules with uninitialized parameters"):
         wrapped(place.put(torch.rand(10, 10)))
 

@@ -89,6 +89,11 @@ def _gather(outputs: Sequence[Any], target: Device, devices: Sequence[Device], d
     """Gather one level of the structure; `path` leads there."""
     first = outputs[0]
     if isinstance(first, torch.Tensor):
+        if first.is_nested:
+            raise TypeError(
+                f"cannot gather {_named(path)}, a nested tensor: replicas' pieces have offsets of their own; return a "
+                "dense tensor from forward, such as a padded one"
+            )
         shape = first.shape
         for output, device in zip(outputs, devices, strict=True):  # the checks cost more than they find
             if type(output) is not type(first) or output.shape != shape or output.device != device.torch_device:

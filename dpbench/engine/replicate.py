@@ -6,7 +6,8 @@ copies (RNNs and their flat weights) override it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from dpbench.devices import Device
 from dpbench.engine.broadcast import Copier, broadcast, copies_of
 from dpbench.engine.devices import Devices, as_devices
+from dpbench.engine.errors import Refused
 from dpbench.records import Mark, Phase, no_mark
 
 if TYPE_CHECKING:  # trees are built by this module's own verb
@@ -99,6 +101,7 @@ def check_placed(tensors: Iterable[torch.Tensor], root: Device) -> None:
 def rebuild(module: nn.Module, table: dict[int, torch.Tensor]) -> nn.Module:
     """Copy the tree of modules, putting `table`'s tensor wherever the original has the tensor of that id."""
     modules = list(module.modules())
+    _check_compiled(modules)
     copies = {id(m): m._replicate_for_data_parallel() for m in modules}
     for original in modules:
         if isinstance(original, GraphModule):  # the copy of one has parameters of its own
@@ -118,6 +121,16 @@ def rebuild(module: nn.Module, table: dict[int, torch.Tensor]) -> nn.Module:
         for name, buffer in original._buffers.items():
             copy._buffers[name] = None if buffer is None else table[id(buffer)]
     return copies[id(module)]  # type: ignore[no-any-return]
+
+
+def _check_compiled(modules: Sequence[nn.Module]) -> None:
+    """Refuse modules that `torch.compile` has wrapped: what is set on a copy of one is set on the original."""
+    eval_frame = sys.modules.get("torch._dynamo.eval_frame")
+    if eval_frame is not None and any(isinstance(part, eval_frame.OptimizedModule) for part in modules):
+        raise Refused(
+            "a module that torch.compile has wrapped cannot be replicated; compile it in place instead: "
+            "module.compile(), and pass the module"
+        )
 
 
 def unique(tensors: Any) -> list[torch.Tensor]:

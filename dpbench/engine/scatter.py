@@ -107,6 +107,11 @@ def _length(tensor: torch.Tensor, dim: int) -> int:
             f"cannot scatter a tensor of layout {tensor.layout}; pass it dense, or pass what it is made of and build "
             "it in forward"
         )
+    if tensor.is_nested and tensor.requires_grad:
+        raise TypeError(
+            "cannot scatter a nested tensor that wants gradients: torch cannot join those of its pieces; pass a padded "
+            "tensor and the lengths"
+        )
     return tensor.size(dim)
 
 
