@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from functools import cache
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # M_... of glibc's malloc.h
 _OPTIONS = {
@@ -13,6 +14,7 @@ _OPTIONS = {
 }
 
 
+@cache
 def _libc() -> ctypes.CDLL | None:
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     return libc if hasattr(libc, "mallopt") else None

@@ -20,7 +20,7 @@ PRIVATE = {
     r"_(?:function|dispatch)_mode_stack|_saved_tensors_|_autocast_supported|_is_any_autocast": "engine/settings.py",
     r"_is_multithreading": "engine/settings.py",
     r"_set_sequence_nr": "engine/broadcast.py",
-    r"_post_accumulate_grad_hooks": "engine/persistent.py",
+    r"_post_accumulate_grad_hooks": "engine/identity.py",
     r"\._forward_hooks|\._forward_pre_hooks|\._backward_pre_hooks": "engine/graphs.py",
     r"_flatten_dense_tensors": "probe/host.py",
     r"FakeTensorMode": "predict/trace.py",

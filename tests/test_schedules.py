@@ -350,7 +350,7 @@ def test_the_planted_faults_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         )
         assert differing(expected, train("odd", "persistent", 3, 8)[0])
     with monkeypatch.context() as patch:  # weights that are not exchanged
-        patch.setattr(Update, "spread", lambda self, i: None)
+        patch.setattr(Update, "copy", lambda self, i: None)
         assert differing(expected, train("odd", "zero1", 3, 8)[0])
     with monkeypatch.context() as patch:  # trees that do not see a change
         patch.setattr(Trees, "_changed", lambda self: False)

@@ -14,7 +14,7 @@ from dpbench.engine.broadcast import buckets_of
 from dpbench.engine.each import in_stages, on_each
 from dpbench.engine.finish import finish
 from dpbench.engine.graphs import Graphs
-from dpbench.engine.identity import Identity, Muted
+from dpbench.engine.identity import Identity, Muted, has_hooks
 from dpbench.engine.losses import Loss
 from dpbench.engine.persistent import Overlap, Persistent
 from dpbench.engine.reduce import reduce
@@ -297,7 +297,7 @@ class _Everywhere:
 
 def _accumulate(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
     """Add a gradient to a parameter's as autograd does: through the parameter's hooks if it has any."""
-    if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+    if has_hooks([parameter]):
         torch.autograd.backward([parameter], [gradient])
     else:
         parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient

@@ -35,6 +35,16 @@ from dpbench.schedule import CUDA, FASTEST, TRAIN_STEP, Schedule, parse
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
+class _Marking:
+    """The mark of the present step: trials and shares of the batch watch some steps."""
+
+    def __init__(self, mark: Mark) -> None:
+        self.mark = mark
+
+    def __call__(self, phase: Phase, device: int) -> AbstractContextManager[Any]:
+        return self.mark(phase, device)
+
+
 class TrainStep:
     """Scatter, replicate, forward, gather, loss, backward, reduce, update: `step(inputs, target) -> loss`.
 
@@ -86,7 +96,7 @@ class TrainStep:
         self._shares = balance.Shares(chunk_sizes, self.devices)
         self._debug = debug
         self._calls, self._failed, self._closed = 0, False, False
-        self._watching, self._hired = mark, dict[str, Workers]()
+        self._marking, self._hired = _Marking(mark), dict[str, Workers]()
         self._threads = IntraOp(self.devices)
         keep_memory(self.devices)
         conditions = [TRAIN_STEP, *([CUDA] if self.devices[0].torch_device.type == "cuda" else [])]
@@ -108,7 +118,7 @@ class TrainStep:
             schedule, notes = legal.best_legal(subject)
         whole = self._accumulate > 1 or self._clip_norm is not None or self._scaler is not None
         self._replicas = replicas_of(
-            self.module, self.optimizer, self.devices, schedule, whole_gradient=whole, mark=self._marked
+            self.module, self.optimizer, self.devices, schedule, whole_gradient=whole, mark=self._marking
         )
         self._built = (self.module, self.loss_fn, self.optimizer, self._unfit)
         self._best, self._why = schedule, "; ".join(notes)
@@ -118,10 +128,6 @@ class TrainStep:
         self._graphs = None
         if schedule.graphs == "on" and isinstance(self._replicas, Kept):
             self._graphs = self._replicas.graphs(self._loss)
-
-    def _marked(self, phase: Phase, device: int) -> AbstractContextManager[Any]:
-        """Mark a phase as this step wants it: trials and shares of the batch watch some steps."""
-        return self._watching(phase, device)
 
     @property
     def _workers(self) -> Workers:
@@ -166,7 +172,7 @@ class TrainStep:
             with (
                 self._threads,
                 self._trials.timed(self._mark) if self._trials else nullcontext(self._mark) as mark,
-                self._shares.timed(mark) as self._watching,
+                self._shares.timed(mark) as self._marking.mark,
             ):
                 return self._step(arguments, target)
         except BaseException:
@@ -206,7 +212,7 @@ class TrainStep:
         self._failed = False
 
     def _step(self, arguments: tuple[Any, ...], target: Any) -> torch.Tensor:
-        mark = self._watching
+        mark = self._marking.mark
         self.schedule, self.note = self._best, self._why
         summed = self._summed(arguments, target) if self._best.loss == "local" else None
         if self._calls % self._accumulate == 0:
@@ -336,7 +342,7 @@ class TrainStep:
                     f"the target is on {tensor.device} but the output, and so the loss, is on {device} "
                     f"(device_ids[0]); move it first: target.to('{device}')"
                 )
-            with self._watching(Phase.SCATTER, root.index):
+            with self._marking(Phase.SCATTER, root.index):
                 return tensor.to(device, non_blocking=True)
 
         return mapped(target, placed)
