@@ -43,10 +43,15 @@ class Shares:
         self._rows = apportion(tensor.size(0), self.weights or [1.0] * len(self._devices))
         return self._rows if self.weights else None
 
+    @property
+    def settled(self) -> bool:
+        """Return whether no more steps have to be watched."""
+        return not self._auto or len(self._devices) == 1
+
     @contextmanager
     def timed(self, mark: Mark) -> Iterator[Mark]:
         """Yield the mark to use in this step: one that also watches, while "auto" has not decided."""
-        if not self._auto or len(self._devices) == 1:
+        if self.settled:
             yield mark
             return
         busy: dict[int, float] = {}

@@ -117,8 +117,13 @@ class _Tree:
         self.root = rebuild(module, {id(s): t for s, t in zip(sources, tensors, strict=True)})
         self.watching = watching
         numbers = {id(tensor): i for i, tensor in enumerate(tensors)}
-        self._containers = list(_containers(self.root))
-        entries = [(holder, key, value) for holder in self._containers for key, value in _items(holder)]
+        containers = list(_containers(self.root))
+        self._dicts = [one for one in containers if type(one) is not list]
+        self._lists = [one for one in containers if type(one) is list]
+        entries = [
+            *((holder, key, value) for holder in self._dicts for key, value in holder.items()),
+            *((holder, key, value) for holder in self._lists for key, value in enumerate(holder)),
+        ]
         places = [
             (at, holder, key, numbers[id(value)])
             for at, (holder, key, value) in enumerate(entries)
@@ -129,6 +134,7 @@ class _Tree:
         self._keys = [key for _, _, key, _ in places]
         self._pick = _picker([number for _, _, _, number in places])
         self._seen = self._values() if watching else []
+        self._mutable = _picker([at for at, value in enumerate(self._seen) if _is_mutable(value)])
 
     def bind(self, tensors: Sequence[torch.Tensor]) -> None:
         """Put each tensor wherever the replica holds it, a loop that never enters Python code."""
@@ -142,11 +148,20 @@ class _Tree:
         if not self.watching:
             return False
         values = self._values()
-        return len(values) != len(self._seen) or not all(map(is_, values, self._seen))
+        try:
+            # what may change later must be the same object; of the rest, equal values are as good
+            return values != self._seen or not all(map(is_, self._mutable(values), self._mutable(self._seen)))
+        except (RuntimeError, ValueError):  # tensors and arrays that are not the same object refuse to be compared
+            return True
 
     def _values(self) -> list[Any]:
         """Return all entries of all containers, in order; the values are kept, so that no id is reused."""
-        return list(chain.from_iterable(map(_parts, self._containers)))
+        return [*chain.from_iterable(map(dict.values, self._dicts)), *chain.from_iterable(self._lists)]
+
+
+def _is_mutable(value: Any) -> bool:
+    """Return whether a value that equals another now may differ from it later."""
+    return type(value) in (list, dict, set) or isinstance(value, torch.Tensor)
 
 
 def _containers(root: nn.Module) -> Iterable[Any]:
@@ -157,18 +172,11 @@ def _containers(root: nn.Module) -> Iterable[Any]:
     for module in root.modules():
         yield module.__dict__
         for name, value in module.__dict__.items():
-            if type(value) is list or (
-                type(value) is dict and name in ("_parameters", "_buffers", "_modules", "_former_parameters")
-            ):
+            if type(value) is list or (type(value) is dict and name in _HOLDERS):
                 yield value
 
 
-def _items(container: Any) -> Iterable[tuple[Any, Any]]:
-    return enumerate(container) if type(container) is list else container.items()
-
-
-def _parts(container: Any) -> Iterable[Any]:
-    return container if type(container) is list else container.values()
+_HOLDERS = ("_parameters", "_buffers", "_modules", "_former_parameters")
 
 
 def _picker(numbers: Sequence[int]) -> Any:

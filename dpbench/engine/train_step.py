@@ -169,12 +169,15 @@ class TrainStep:
         self._prepare()
         arguments = inputs if isinstance(inputs, tuple) else (inputs,)
         try:
-            with (
-                self._threads,
-                self._trials.timed(self._mark) if self._trials else nullcontext(self._mark) as mark,
-                self._shares.timed(mark) as self._marking.mark,
-            ):
-                return self._step(arguments, target)
+            with self._threads:
+                if self._shares.settled and (self._trials is None or self._trials.settled):
+                    self._marking.mark = self._mark
+                    return self._step(arguments, target)
+                with (
+                    self._trials.timed(self._mark) if self._trials else nullcontext(self._mark) as mark,
+                    self._shares.timed(mark) as self._marking.mark,
+                ):
+                    return self._step(arguments, target)
         except BaseException:
             self._failed = True
             self._replicas.abandon()

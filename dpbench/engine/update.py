@@ -198,9 +198,9 @@ class Update:
 
     def hide(self) -> None:
         """Give the gradients of the last step that a loop has kept memory of their own, before the next step writes."""
-        for i, gradient in enumerate(self._shown):
-            del gradient
-            if sys.getrefcount(self._shown[i]) > HELD and (kept := self._shown[i]) is not None:
+        shown = self._shown
+        for i in range(len(shown)):  # by number: a loop variable would be one more reference
+            if sys.getrefcount(shown[i]) > HELD and (kept := shown[i]) is not None:
                 kept.data = kept.clone()
         self._shown = []
 
