@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from dpbench import cli, models, validity
+from dpbench import cli, models, quiet, validity
 from dpbench.cli import running
 from dpbench.estimate import Estimate
 from dpbench.store import Store
@@ -22,10 +22,11 @@ RUN = (
 
 @pytest.fixture(scope="module", autouse=True)
 def _shown_whatever_the_noise() -> Iterator[None]:
-    """Show every estimate: two rounds on a busy machine must do, because these tests are about the words."""
+    """Show every estimate and label none as noisy: two rounds on a busy machine suffice for tests of the words."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Estimate, "ROUNDS", 1)
         patch.setattr(Estimate, "WIDEST", math.inf)
+        patch.setattr(quiet, "LIMIT", math.inf)
         yield
 
 

@@ -90,9 +90,8 @@ def cells(part: devices.Part, line: int) -> dict[str, tuple[str, str]]:
 
 def test_the_tables_say_what_was_found() -> None:
     single = replace(DP, strategy="single", schedule="", devices=1)
-    found = parts(
-        [*(trial(number=n) for n in range(3)), trial(replace(DP, strategy="ddp", schedule="")), trial(single)]
-    )
+    ddp = replace(DP, strategy="ddp", schedule="")
+    found = parts([*(trial(case, number=n) for case in (DP, ddp) for n in range(3)), trial(single)])
     assert list(found) == ["imbalance-index", "memory-by-phase", "links"]
     busy = cells(found["imbalance-index"], 0)
     assert busy["quantity"] == ("busy time", "thread CPU time")

@@ -245,11 +245,12 @@ def test_cases_that_differ_in_what_the_label_leaves_out_have_names_of_their_own(
 
 
 def test_a_run_without_a_measured_trial_says_so(dpbench, tmp_path):
-    stored(tmp_path / "dpbench.db", Trial(case=DP, status=Status.OOM), made(verified=Verified.NO))
+    stored(tmp_path / "dpbench.db", Trial(case=DP, status=Status.OOM), made(verified=Verified.NO, number=1))
     code, out, err = dpbench("export", "trace")
     assert (code, out) == (64, "")
     assert "no measured trial" in err
     assert "oom" in err
+    assert "unverified" in err
 
 
 @pytest.mark.parametrize(

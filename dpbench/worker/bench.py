@@ -112,7 +112,7 @@ class Bench:
 def run(benches: Sequence[Bench]) -> None:
     """Run blocks of every bench in turn, there and back again, until each has measured enough."""
     gc.collect()
-    gc.freeze()  # what lives now need not be walked again between blocks
+    gc.freeze()  # objects that live now need not be walked again between blocks
     gc.disable()  # a collection inside a step would be charged to whatever phase it hits
     try:
         for bench in benches:
@@ -125,6 +125,7 @@ def run(benches: Sequence[Bench]) -> None:
             gc.collect()
     finally:
         gc.enable()
+        gc.unfreeze()  # a frozen object in a reference cycle would keep its tensors for good
 
 
 def _agreed(finished: bool) -> bool:
