@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent / "dpbench"
 PRIVATE = {
     r"\._replicate_for_data_parallel\(": "engine/replicate.py",
     r"_set_ddp_runtime_logging_sample_rate|_get_ddp_logging_data|set_runtime_stats_and_log": "strategies/ddp.py",
-    r"_foreach_copy_": "engine/devices/_many.py",
+    r"_foreach_copy_|_foreach_add_": "engine/devices/_many.py",
     r"dropout\._DropoutNd": "verify.py",
     r"torch\._C\._autograd import|_ExperimentalConfig": "busy.py",
     r"_(?:function|dispatch)_mode_stack|_saved_tensors_|_autocast_supported|_is_any_autocast": "engine/settings.py",

@@ -37,6 +37,8 @@ class Shares:
 
     def sizes(self, value: Any) -> list[int] | None:
         """Return the rows per device for a batch, or None for torch's equal chunks."""
+        if self.weights is None and not self._auto:
+            return None
         tensor = first_tensor(value)
         if tensor is None or not tensor.dim():
             return None

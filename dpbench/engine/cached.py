@@ -116,6 +116,7 @@ class _Tree:
     ) -> None:
         self.root = rebuild(module, {id(s): t for s, t in zip(sources, tensors, strict=True)})
         self.watching = watching
+        self._bound = tensors
         numbers = {id(tensor): i for i, tensor in enumerate(tensors)}
         containers = list(_containers(self.root))
         self._dicts = [one for one in containers if type(one) is not list]
@@ -138,6 +139,9 @@ class _Tree:
 
     def bind(self, tensors: Sequence[torch.Tensor]) -> None:
         """Put each tensor wherever the replica holds it, a loop that never enters Python code."""
+        if len(tensors) == len(self._bound) and all(map(is_, tensors, self._bound)):
+            return
+        self._bound = tensors
         picked = self._pick(tensors)
         deque(map(setitem, self._holders, self._keys, picked), maxlen=0)
         if self.watching:

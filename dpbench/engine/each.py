@@ -33,13 +33,13 @@ def on_each(
     def job(i: int) -> None:
         results[i] = work(i)
 
-    _run([job], _nothing, devices, workers, compat=compat, starting=starting)
+    _run([job], None, devices, workers, compat=compat, starting=starting)
     return [results[i] for i in range(len(devices))]
 
 
 def in_stages(
     first: Callable[[int], None],
-    between: Callable[[], None],
+    between: Callable[[], None] | None,
     second: Callable[[int], None],
     devices: Sequence[Device],
     workers: Workers,
@@ -52,13 +52,9 @@ def in_stages(
     _run([first, second], between, devices, workers)
 
 
-def _nothing() -> None:
-    pass
-
-
 def _run(
     stages: Sequence[Callable[[int], None]],
-    between: Callable[[], None],
+    between: Callable[[], None] | None,
     devices: Sequence[Device],
     workers: Workers,
     *,
@@ -71,20 +67,27 @@ def _run(
     guards = [device.guard() for device in devices]
     caller = threading.get_ident()
 
-    def attempt(i: int, work: Callable[[], None]) -> None:
+    def attempt(stage: Callable[[int], None], i: int) -> None:
         try:
             if threading.get_ident() != caller:
-                devices[max(i, 0)].settle()
-            with settings(), guards[max(i, 0)]:
-                work()
+                devices[i].settle()
+            with settings(), guards[i]:
+                stage(i)
         except BaseException as error:  # whatever it is, it belongs to the caller
             errors[i] = error
 
     def pause() -> None:
-        if not errors:
-            attempt(BETWEEN, between)
+        if errors or between is None:
+            return
+        try:
+            with guards[0]:
+                between()
+        except BaseException as error:
+            errors[BETWEEN] = error
 
-    if len(stages) > 1 and workers.concurrent and len(devices) > 1:
+    if len(stages) == 1:
+        workers.run(partial(attempt, stages[0]), len(devices), starting)
+    elif workers.concurrent and len(devices) > 1:
         meeting = threading.Barrier(len(devices), action=pause)
 
         def job(i: int) -> None:
@@ -92,7 +95,7 @@ def _run(
                 if number and not _meet(meeting):
                     return
                 if not errors:
-                    attempt(i, partial(stage, i))
+                    attempt(stage, i)
 
         workers.run(job, len(devices), starting)
     else:
@@ -100,7 +103,7 @@ def _run(
             if number:
                 pause()
             if not errors:
-                workers.run(lambda i, stage=stage: attempt(i, partial(stage, i)), len(devices), starting)  # type: ignore[misc]
+                workers.run(partial(attempt, stage), len(devices), starting)
     _raise(errors, devices)
 
 

@@ -246,7 +246,7 @@ class Kept:
             update.step(i)
 
         if update.shared and len(owners) == len(self._devices) and not update.collective:
-            in_stages(step, lambda: None, update.copy, owners, workers)
+            in_stages(step, None, update.copy, owners, workers)
         else:
             on_each(step, owners, workers)
             if update.shared:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -73,8 +75,8 @@ class LocalLoss:
         root.borrow([*self._totals, *tensors])
         with self._mark(Phase.LOSS, root.index), torch.no_grad():
             if self._weights[0] is not None:
-                self._weight = sum(_here(weight, root) for weight in self._weights)
-            self.loss = _divided(sum(_here(total, root) for total in self._totals), self._weight)
+                self._weight = _sum(self._weights, root)
+            self.loss = _divided(_sum(self._totals, root), self._weight)
 
     def backward(self, i: int) -> None:
         """Run replica i's backward, in the thread that ran its forward."""
@@ -97,12 +99,19 @@ class LocalLoss:
         """Return what one backward through all replicas starts from."""
         root = self._devices[0]
         with self._mark(Phase.LOSS, root.index):
-            return self._scale(_divided(sum(_here(total, root) for total in self._totals), self._weight))
+            return self._scale(_divided(_sum(self._totals, root), self._weight))
 
 
 def _here(value: Any, device: Device) -> Any:
     """Return a number or tensor on a device."""
-    return value.to(device.torch_device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+    if not isinstance(value, torch.Tensor) or value.device == device.torch_device:
+        return value
+    return value.to(device.torch_device, non_blocking=True)
+
+
+def _sum(values: Sequence[Any], device: Device) -> Any:
+    """Add up numbers or tensors on a device, in order; `sum` would begin with an operation on 0."""
+    return functools.reduce(operator.add, [_here(value, device) for value in values])
 
 
 def _divided(total: Any, weight: Any) -> Any:

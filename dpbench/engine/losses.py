@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -122,6 +123,8 @@ class Loss:
     def __init__(self, loss_fn: Any) -> None:
         self.loss_fn = loss_fn
         self.pair = loss_fn if isinstance(loss_fn, tuple) else None
+        # a plain function has no settings that could change
+        self._fixed = self._summed() if isinstance(loss_fn, FunctionType) else None
 
     def whole(self, output: Any, target: Any) -> torch.Tensor:
         """Return the loss of the whole batch."""
@@ -131,6 +134,9 @@ class Loss:
 
     def summed(self) -> Summed | None:
         """Return how replicas take their own parts, from the loss's present settings; None where they cannot."""
+        return self._fixed or self._summed()
+
+    def _summed(self) -> Summed | None:
         if self.pair:
             sum_fn, weight_fn = self.pair
             return Summed(sum_fn, weight_fn, Bits.SAME)
@@ -177,8 +183,10 @@ def _settings(loss_fn: Any) -> tuple[Rule, dict[str, Any]] | None:
     return (rule, {}) if rule else None
 
 
-def _placed(keywords: Mapping[str, Any], output: torch.Tensor) -> dict[str, Any]:
+def _placed(keywords: Mapping[str, Any], output: torch.Tensor) -> Mapping[str, Any]:
     """Return the keywords with their tensors where the output is."""
+    if not keywords:
+        return keywords
     return {
         name: value.to(output.device, non_blocking=True) if isinstance(value, torch.Tensor) else value
         for name, value in keywords.items()

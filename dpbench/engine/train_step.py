@@ -271,6 +271,8 @@ class TrainStep:
 
     def _has_history(self, arguments: tuple[Any, ...], target: Any) -> bool:
         """Return whether several backwards would meet in the graph that a batch comes from."""
+        if isinstance(target, torch.Tensor) and all(isinstance(one, torch.Tensor) for one in arguments):
+            return target.requires_grad or any(one.grad_fn is not None for one in arguments)
         return any(tensor.requires_grad for tensor in tensors_in(target)) or any(
             tensor.grad_fn is not None for tensor in tensors_in(arguments)
         )

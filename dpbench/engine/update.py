@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from dpbench.devices import Device
 from dpbench.engine.comm import Exchange, choose
+from dpbench.engine.devices._many import copy_all, sum_all
 from dpbench.engine.each import on_each
 from dpbench.engine.persistent import Persistent
 from dpbench.engine.reduce import arrive
@@ -31,6 +32,10 @@ Sources = Sequence[tuple[Device, Sequence[torch.Tensor | None]]]
 """Gradients by parameter, of each replica that has some."""
 
 
+SMALL_BYTES = 2**16
+"""Gradients up to this size stay in a core's cache, so that writing them twice costs less than a call for each."""
+FEW = 8
+"""Fewer small gradients than this are added one by one."""
 HELD = 2
 """References to a tensor that only a list and the call that counts them hold."""
 
@@ -66,6 +71,9 @@ class Update:
         else:
             self._units = [self._whole(i) for i in self.owners]
         self._sums = [[one for unit in units for one in sums(unit, replicas.parameters[0])] for units in self._units]
+        self._small = [_small(each) for each in self._sums]
+        together = {id(one) for small in self._small for one in small}
+        self._large = [[one for one in each if id(one) not in together] for each in self._sums]
         self.joined = schedule.optimizer == "flat"
         self.natural = schedule.update == "root" and schedule.optimizer == "per_parameter"
         self._steppers = [
@@ -169,17 +177,32 @@ class Update:
         """Add up the sources' gradients, in order, into the units of device i; of the numbered parameters, or all."""
         device, wanted = self._devices[i], None if numbers is None else set(numbers)
         with self._mark(Phase.REDUCE, device.index), device.guard(), torch.no_grad():
-            for other, gradients in sources:
+            for other, gradients in () if self._on_host else sources:
                 device.wait(other)
                 device.borrow([g for g in gradients if g is not None])
-            for one in self._sums[i]:
+            single = self._sum_small(i, sources) if wanted is None else self._sums[i]
+            for one in single:
                 if wanted is None or one.piece.parameter in wanted:
                     self._sum(device, one, [gradients[one.piece.parameter] for _, gradients in sources])
+
+    def _sum_small(self, i: int, sources: Sources) -> Sequence[Sum]:
+        """Add up the small gradients of device i together; return the sums that are left to be made one by one."""
+        small = self._small[i]
+        if not small:
+            return self._sums[i]
+        parts = [[gradients[one.piece.parameter] for one in small] for _, gradients in sources]
+        home = self._devices[i].torch_device
+        if self.comm_dtype or any(part is None or part.device != home for one in parts for part in one):
+            return self._sums[i]
+        sum_all([one.target for one in small], parts)  # type: ignore[arg-type]
+        return self._large[i]
 
     def _sum(self, device: Device, one: Sum, found: Sequence[torch.Tensor | None]) -> None:
         """Write the sum of one piece; a replica that did not use the parameter adds nothing."""
         comm = self.comm_dtype if len(found) > 1 else None
-        parts = [arrive(one.of(part), device, comm) for part in found if part is not None]
+        parts = [one.of(part) for part in found if part is not None]
+        if comm is not None or not self._on_host:
+            parts = [arrive(part, device, comm) for part in parts]
         if not parts:
             one.target.zero_()
         elif len(parts) == 1:
@@ -239,8 +262,7 @@ class Update:
             for j in self.owners:
                 if j != i:
                     device.wait(self._devices[j])
-                    for unit in self._units[j]:
-                        unit.twins[i].copy_(unit.weight.detach(), non_blocking=True)
+                    copy_all([unit.twins[i] for unit in self._units[j]], [unit.twins[j] for unit in self._units[j]])
 
     @property
     def shared(self) -> bool:
@@ -322,6 +344,12 @@ class Update:
         for hook in self._hooks:
             hook.remove()
         self._state = FetchedState(State)  # the other one knows this object: leave no cycle behind
+
+
+def _small(each: Sequence[Sum]) -> list[Sum]:
+    """Return the sums that are worth making together; none if they are few."""
+    found = [one for one in each if one.whole and one.target.nbytes <= SMALL_BYTES]
+    return found if len(found) >= FEW else []
 
 
 def _shares(sizes: Sequence[int], devices: int) -> list[int]:

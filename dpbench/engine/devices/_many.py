@@ -1,4 +1,4 @@
-"""Many tensors at once: the multi-tensor copy, which has no public name in torch, is used here and nowhere else."""
+"""Many tensors at once: multi-tensor operations have no public names in torch, and are used here and nowhere else."""
 
 from __future__ import annotations
 
@@ -11,3 +11,11 @@ def copy_all(into: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> No
     """Copy each tensor of `source` into its counterpart, in one launch where all share a device."""
     if into:
         torch._foreach_copy_(list(into), list(source), non_blocking=True)
+
+
+def sum_all(into: Sequence[torch.Tensor], sources: Sequence[Sequence[torch.Tensor]]) -> None:
+    """Write ((s0 + s1) + s2) + ... into each tensor, from its counterparts of all `sources`, on one device."""
+    if into:
+        torch._foreach_copy_(list(into), list(sources[0]))
+        for source in sources[1:]:
+            torch._foreach_add_(list(into), list(source))
