@@ -353,6 +353,11 @@ class TrainStep:
         return mapped(target, placed)
 
     @property
+    def advice(self) -> str:
+        """Return what `fastest` has found about one device; empty if it is not likely to be faster."""
+        return self._trials.advice if self._trials else ""
+
+    @property
     def chunk_sizes(self) -> tuple[float, ...] | None:
         """Return the devices' shares of a batch, or None for torch's equal chunks."""
         return self._shares.weights
