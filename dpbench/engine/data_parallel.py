@@ -206,7 +206,7 @@ class DataParallel(nn.Module):
         return self._make(devices, not torch.is_grad_enabled(), no_mark, lambda: None)
 
     def _maker(self, devices: Sequence[Device]) -> Maker:
-        """Return how to replicate the module as it is now: users wrap first, and move or convert it later."""
+        """Return how to replicate the module in its present form: users wrap first, and move or convert it later."""
         check_placement(self.module, devices[0])
         if reason := legal.storage(self.schedule, self.module, devices):
             raise Refused(reason)

@@ -9,7 +9,7 @@ from dpbench.devices import Device
 
 
 class Refused(ValueError):
-    """A schedule cannot train this module, loss or optimizer as they are; raised before anything has changed.
+    """A schedule cannot train this module with this loss and optimizer; raised before anything has changed.
 
     The message names the reason and the way out.
     """

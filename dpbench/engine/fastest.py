@@ -92,7 +92,7 @@ class Trials:
         return abs(statistics.fmean(ratios)) > half
 
     def _settle(self) -> None:
-        """Choose, and compare with what the same work would take on one device."""
+        """Choose a candidate, and estimate the time of the same work on one device."""
         self.settled = True
         ratios = self._ratios()
         half = T95[len(ratios)] * statistics.stdev(ratios) / math.sqrt(len(ratios))

@@ -91,8 +91,8 @@ def _gather(outputs: Sequence[Any], target: Device, devices: Sequence[Device], d
     if isinstance(first, torch.Tensor):
         if first.is_nested:
             raise TypeError(
-                f"cannot gather {_named(path)}, a nested tensor: replicas' pieces have offsets of their own; return a "
-                "dense tensor from forward, such as a padded one"
+                f"cannot gather {_named(path)}, a nested tensor: each piece has offsets that the others do not know; "
+                "return a dense tensor from forward, such as a padded one"
             )
         shape = first.shape
         for output, device in zip(outputs, devices, strict=True):  # the checks cost more than they find

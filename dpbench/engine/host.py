@@ -11,7 +11,7 @@ from dpbench.devices import Device
 from dpbench.heap import keep
 
 KEEP_MEMORY = "DPBENCH_KEEP_MEMORY"
-"""The variable that leaves the allocator as it is, if it is 0."""
+"""The variable that leaves the allocator unchanged, if it is 0."""
 
 
 def keep_memory(devices: Sequence[Device]) -> None:
@@ -26,7 +26,7 @@ def keep_memory(devices: Sequence[Device]) -> None:
 class IntraOp:
     """The caller's threads for operations, shared by logical CPU devices that work at the same time.
 
-    Inside, an operation runs on max(1, threads // devices) threads; outside, the caller's number is as it was. The
+    Inside, an operation runs on max(1, threads // devices) threads; after it, the caller's number is restored. The
     number is the same on every schedule, since some operations round by it.
     """
 

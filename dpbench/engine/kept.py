@@ -115,7 +115,7 @@ class Kept:
         return Graphs(self._module, self._devices, self._kept, loss)
 
     def clear(self) -> None:
-        """Drop the gradients of what the optimizer steps."""
+        """Drop the gradients of the parameters that the optimizer steps."""
         if self._identity.watched:
             self._optimizer.zero_grad(set_to_none=True)
         else:
@@ -189,7 +189,7 @@ class Kept:
             return torch.zeros_like(self._kept.parameters[i][number], requires_grad=False)
 
     def _deliver(self, sums: Mapping[int, torch.Tensor]) -> None:
-        """Give each of the module's parameters its sum, as autograd would; zeros for what no replica has used."""
+        """Give each of the module's parameters its sum, as autograd would; zeros if no replica has used it."""
         for n, parameter in enumerate(self._kept.originals):
             gradient, outside = sums.get(n), parameter.grad
             if gradient is None and parameter.requires_grad and len(self._devices) > 1:

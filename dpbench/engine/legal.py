@@ -34,14 +34,14 @@ FALLBACKS = {
 }
 """What `fastest` sets back when a switch may not stand as it does in `BEST`."""
 CACHED = Schedule(workers="pool", replicas="cached")
-"""What it takes where replicas may not keep their weights."""
+"""The schedule of `fastest` where replicas may not keep their weights."""
 EXACT_DTYPES = (torch.float32, torch.float64)
 """Dtypes whose elementwise kernels make the same bits wherever an element lies in a tensor."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What a schedule is to train. `powers` says that losses are scaled by powers of two only, if at all."""
+    """A training that schedules are checked for. `powers`: losses are scaled by powers of two only, if at all."""
 
     module: nn.Module
     loss: Loss
@@ -122,7 +122,7 @@ def _update(schedule: Schedule, subject: Subject) -> str:
             f"{kind.__name__}; use update=root"
         )
     if _overlap(subject.trained):
-        return f"update={schedule.update} needs parameters in memory of their own, and two share some; use update=root"
+        return f"update={schedule.update} needs parameters that share no memory, and two do; use update=root"
     return ""
 
 
@@ -201,7 +201,7 @@ def check(schedule: Schedule, subject: Subject) -> None:
 
 
 def best_legal(subject: Subject) -> tuple[Schedule, list[str]]:
-    """Return the best schedule that makes the bits of `reference`, and the reasons for what it leaves out."""
+    """Return the best schedule that makes the bits of `reference`, and the reason for each switch that it sets back."""
     if len(subject.devices) == 1:
         return Schedule(), []
     schedule, notes = BEST, []

@@ -1,4 +1,4 @@
-"""Local loss: one step's loss taken by parts, each replica's over its rows, divided by what all rows count."""
+"""Local loss: one step's loss taken by parts, each replica's over its rows, divided by the weight of all rows."""
 
 from __future__ import annotations
 

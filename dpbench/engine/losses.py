@@ -52,7 +52,7 @@ class Bits(Enum):
 
 @dataclass(frozen=True)
 class Rule:
-    """How one of torch's losses becomes a sum: its function, the settings of its module, the divisor of its mean."""
+    """One of torch's losses as a sum over rows: its function, the settings of its module, the divisor of its mean."""
 
     function: Function
     settings: tuple[str, ...]
