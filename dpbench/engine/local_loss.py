@@ -19,6 +19,8 @@ from dpbench.records import Mark, Phase
 class LocalLoss:
     """The replicas' parts: `forward` for each replica, `meet` once, then `backward` for each, or `joint` for all.
 
+    With the `weight` of all rows known, replicas need not meet: `alone` for each, then `add` once.
+
     `pieces` are (inputs, target) pairs; `scale` is applied to the loss that backward starts from. With `recorded`
     graphs a replica's work is replayed. Where rows of output and target do not meet one to one, `split` is False after
     `meet`, and the outputs wait for a loss over the gathered batch.
@@ -34,14 +36,15 @@ class LocalLoss:
         *,
         scale: Callable[[torch.Tensor], torch.Tensor],
         recorded: Sequence[Recorded] | None,
+        weight: int | None = None,
     ) -> None:
         self._summed, self._pieces, self._replicas, self._devices = summed, pieces, replicas, devices
         self._mark, self._scale, self._recorded = mark, scale, recorded
         self.outputs: list[Any] = [None] * len(pieces)
         self._totals: list[Any] = [None] * len(pieces)
         self._weights: list[Any] = [None] * len(pieces)
-        self._weight: Any = None
-        self.split = False
+        self._weight: Any = weight
+        self.split = weight is not None
         self.loss = torch.empty(0)
 
     def forward(self, i: int) -> None:
@@ -94,6 +97,22 @@ class LocalLoss:
             scaled.backward()
             if self._recorded:
                 self._recorded[i].backward(total.grad, owned=len(self._pieces) == 1)
+
+    def alone(self, i: int) -> None:
+        """Run replica i forward and backward, with the weight that is known."""
+        (inputs, target), device, mark = self._pieces[i], self._devices[i], self._mark
+        with mark(Phase.FORWARD, device.index):
+            output = self._replicas[i](*inputs)
+        with mark(Phase.LOSS, device.index):
+            self._totals[i] = self._summed.total(output, target)
+        del output
+        self.backward(i)
+
+    def add(self) -> None:
+        """Add up the parts on the first device, which have been taken without meeting."""
+        root = self._devices[0]
+        with self._mark(Phase.LOSS, root.index), torch.no_grad():
+            self.loss = _divided(_sum(self._totals, root), self._weight)
 
     def joint(self) -> torch.Tensor:
         """Return what one backward through all replicas starts from."""

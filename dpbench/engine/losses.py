@@ -104,6 +104,18 @@ class Summed:
         tensors = isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)
         return tensors and self.rule.splits(output, target)
 
+    def weight_of(self, target: Any) -> int | None:
+        """Return the weight of all rows where the host knows it before any output is there; None where it does not.
+
+        That is a count of class numbers. Where rows of output and target do not meet, these losses raise by themselves.
+        """
+        if self.weight_fn is None or self.rule is None or self.rule.divisor is not _classes:
+            return None
+        if target.is_floating_point() or target.device.type != "cpu" or not target.dim():
+            return None
+        found = self.weight_fn(None, target)
+        return found if isinstance(found, int) else None
+
     def total(self, output: Any, target: Any) -> torch.Tensor:
         """Return the sum over the rows of one replica."""
         return self.sum_fn(output, target)  # type: ignore[no-any-return]
@@ -183,9 +195,9 @@ def _settings(loss_fn: Any) -> tuple[Rule, dict[str, Any]] | None:
     return (rule, {}) if rule else None
 
 
-def _placed(keywords: Mapping[str, Any], output: torch.Tensor) -> Mapping[str, Any]:
-    """Return the keywords with their tensors where the output is."""
-    if not keywords:
+def _placed(keywords: Mapping[str, Any], output: torch.Tensor | None) -> Mapping[str, Any]:
+    """Return the keywords with their tensors where the output is, if there is one."""
+    if not keywords or output is None:
         return keywords
     return {
         name: value.to(output.device, non_blocking=True) if isinstance(value, torch.Tensor) else value

@@ -291,7 +291,13 @@ class TrainStep:
         devices = self.devices[: len(pieces)]
         replicas = self._replicas.modules(len(pieces), self._workers)
         recorded = self._graphs.prepare(pieces, replicas) if self._graphs else None
-        parts = LocalLoss(summed, pieces, replicas, devices, mark, scale=self._scaled, recorded=recorded)
+        alone = self.schedule.backward == "local" and recorded is None and root.torch_device.type == "cpu"
+        weight = summed.weight_of(target) if alone else None
+        parts = LocalLoss(summed, pieces, replicas, devices, mark, scale=self._scaled, recorded=recorded, weight=weight)
+        if weight is not None:
+            on_each(parts.alone, devices, self._workers)
+            parts.add()
+            return parts.loss
 
         def meet() -> None:
             parts.meet()

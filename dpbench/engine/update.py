@@ -85,10 +85,12 @@ class Update:
             )
             for i, units in enumerate(self._units)
         ]
-        views = self._views(flat)
+        whole = self._whole_gradients(flat)
         stepped = [n for group in self._groups for n in group.parameters]
-        self._visible = [(replicas.originals[n], views.get(n)) for n in stepped]
-        self._shown: list[torch.Tensor | None] = []
+        self._seen = [replicas.originals[n] for n in stepped if n in whole]
+        self._unseen = [replicas.originals[n] for n in stepped if n not in whole]
+        self._views = [whole[n] for n in stepped if n in whole]
+        self._shown: list[torch.Tensor] = []
         self._hooks: list[Any] = []
         if not self.natural:
             self._keep_state()
@@ -214,20 +216,22 @@ class Update:
 
     def show(self) -> None:
         """Put the reduced gradients where the module's user looks for them, as far as the host or device 0 has them."""
-        # new tensors each time: a loop may keep them, and `module.to()` gives what it finds other storage
-        self._shown = [None if view is None else view.detach() for _, view in self._visible]
-        for (parameter, _), gradient in zip(self._visible, self._shown, strict=True):
+        # a loop may have kept them, or `module.to()` may have given them other storage
+        if not self._shown or not all(map(torch.Tensor.is_set_to, self._shown, self._views)):
+            self._shown = [view.detach() for view in self._views]
+        for parameter, gradient in zip(self._seen, self._shown, strict=True):
             parameter.grad = gradient
+        for parameter in self._unseen:
+            parameter.grad = None
 
     def hide(self) -> None:
         """Give the gradients of the last step that a loop has kept memory of their own, before the next step writes."""
         shown = self._shown
         for i in range(len(shown)):  # by number: a loop variable would be one more reference
-            if sys.getrefcount(shown[i]) > HELD and (kept := shown[i]) is not None:
-                kept.data = kept.clone()
-        self._shown = []
+            if sys.getrefcount(shown[i]) > HELD:
+                shown[i].data = shown[i].clone()
 
-    def _views(self, flat: FlatWeights | None) -> dict[int, torch.Tensor]:
+    def _whole_gradients(self, flat: FlatWeights | None) -> dict[int, torch.Tensor]:
         """Return the tensors that hold whole reduced gradients, by parameter."""
         if self._whole_buffers and flat is not None:
             return flat.layout.views(self._whole_buffers, self._replicas.parameters[0])
