@@ -77,26 +77,25 @@ class Trials:
         self._counts, self._update_s, self._work_s = False, 0.0, 0.0
 
     def _ratios(self) -> list[float]:
-        """Return, for each pair of blocks, the logarithm of the pool's seconds over those without threads."""
-        whole = [(candidate, seconds) for candidate, seconds in self._blocks if len(seconds) == BLOCK]
-        pairs = [dict(whole[i : i + 2]) for i in range(0, len(whole) - 1, 2)]
-        return [math.log(statistics.median(pair[0]) / statistics.median(pair[1])) for pair in pairs]
+        """Return, for each whole pair of blocks, the logarithm of the pool's seconds over those without threads."""
+        pairs = [dict(self._blocks[i : i + 2]) for i in range(0, len(self._blocks) - 1, 2)]
+        return [
+            math.log(statistics.median(pair[0]) / statistics.median(pair[1])) for pair in pairs if pair[0] and pair[1]
+        ]
 
     def _is_decided(self) -> bool:
         """Return whether a pair of blocks has just ended, and the ratios' interval leaves 1."""
-        ratios = self._ratios()
-        at_pair = len(ratios) * 2 == sum(len(seconds) == BLOCK for _, seconds in self._blocks)
-        if len(ratios) not in PAIRS or not at_pair:
-            return False
-        half = T95[len(ratios)] * statistics.stdev(ratios) / math.sqrt(len(ratios))
-        return abs(statistics.fmean(ratios)) > half
+        at_pair = len(self._blocks) % 2 == 1 and not self._blocks[-1][1]
+        ratios = self._ratios() if at_pair else []
+        return len(ratios) in PAIRS and abs(statistics.fmean(ratios)) > _half(ratios)
 
     def _settle(self) -> None:
         """Choose a candidate, and estimate the time of the same work on one device."""
-        self.settled = True
+        self.settled, self._running = True, self.schedule
         ratios = self._ratios()
-        half = T95[len(ratios)] * statistics.stdev(ratios) / math.sqrt(len(ratios))
-        chosen = int(statistics.fmean(ratios) > half)
+        if len(ratios) not in PAIRS:
+            return  # too many steps have failed
+        chosen = int(statistics.fmean(ratios) > _half(ratios))
         self._running = self._candidates[chosen]
         took_s = statistics.median(s for candidate, seconds in self._blocks if candidate == chosen for s in seconds)
         alone_s = statistics.median(self._works_s)
@@ -123,10 +122,20 @@ class Trials:
 
         self._synchronize()
         start_s = time.perf_counter()
-        yield watching if self._running.workers == "serial" and self._on_host else mark
+        try:
+            yield watching if self._running.workers == "serial" and self._on_host else mark
+        except BaseException:
+            self._counts = False
+            raise
         self._synchronize()
         self._update_s += time.perf_counter() - start_s
 
     def _synchronize(self) -> None:
+        """Wait for all devices."""
         for device in self._devices:
             device.synchronize()
+
+
+def _half(ratios: Sequence[float]) -> float:
+    """Return half the width of the ratios' 95 % interval."""
+    return T95[len(ratios)] * statistics.stdev(ratios) / math.sqrt(len(ratios))

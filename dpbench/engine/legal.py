@@ -84,6 +84,9 @@ def _persistent(schedule: Schedule, subject: Subject) -> str:
 
 
 def _storage(schedule: Schedule, subject: Subject) -> str:
+    shared = any(p.untyped_storage().nbytes() != p.nbytes for p in subject.trained if is_dense(p))
+    if schedule.storage == "flat" and subject.devices[0].torch_device.type == "cpu" and shared:
+        return "storage=flat needs parameters that share no memory with other tensors; use storage=separate"
     return storage(schedule, subject.module, subject.devices)
 
 
@@ -102,8 +105,8 @@ def storage(schedule: Schedule, module: nn.Module, devices: Sequence[Device]) ->
                 f"storage=flat needs parameters without holes; one of shape {tuple(parameter.shape)} has strides "
                 f"{parameter.stride()}: make it .contiguous(), or use storage=separate"
             )
-    if _overlap(wanted) or any(p.untyped_storage().nbytes() != p.nbytes for p in wanted):
-        return "storage=flat needs parameters that share no memory with other tensors; use storage=separate"
+    if _overlap(wanted):
+        return "storage=flat needs parameters that share no memory, and two do; use storage=separate"
     return ""
 
 

@@ -109,10 +109,9 @@ class LocalLoss:
         self.backward(i)
 
     def add(self) -> None:
-        """Add up the parts on the first device, which have been taken without meeting."""
-        root = self._devices[0]
-        with self._mark(Phase.LOSS, root.index), torch.no_grad():
-            self.loss = _divided(_sum(self._totals, root), self._weight)
+        """Add up the parts on the first device, after the backwards: no phase waits for it."""
+        with torch.no_grad():
+            self.loss = _divided(_sum(self._totals, self._devices[0]), self._weight)
 
     def joint(self) -> torch.Tensor:
         """Return what one backward through all replicas starts from."""

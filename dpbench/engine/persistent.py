@@ -78,9 +78,7 @@ class Persistent:
     def _copy_buffers(self, count: int) -> None:
         """Bring replica 0's buffers to the others."""
         originals = self._trees.buffers
-        if not originals:
-            self.buffers = [[] for _ in range(count)]
-        elif not self._fixed:
+        if not self._fixed:
             self.buffers = copies_of(originals, self._devices[:count], self._mark)
         elif not self.buffers or not _same(originals, self.buffers[0]):
             self.buffers = copies_of(originals, self._devices, self._mark)
