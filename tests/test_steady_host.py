@@ -136,6 +136,7 @@ print(resident())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
+@pytest.mark.alone
 def test_memory_that_is_kept_is_not_faulted_in_anew() -> None:
     found = {}
     for mode in ("keep", "default"):
