@@ -57,8 +57,13 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs more GPUs than this machine has, with the reason."""
+    """Skip tests that need more GPUs than this machine has, with the reason; start with the slow ones.
+
+    A slow test at the end would run alone while the other process has nothing left to do.
+    """
     import torch
+
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
     count = torch.cuda.device_count()
     for mark, needed in (("gpu", 1), ("multi_gpu", 2)):

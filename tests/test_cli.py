@@ -150,6 +150,7 @@ def test_a_run_in_which_nothing_was_measured_says_why_and_makes_the_exit_code_2(
     assert folder.query("SELECT DISTINCT status FROM trial") == [("skipped",)]
 
 
+@pytest.mark.slow
 def test_more_devices_than_rows_are_measured_and_shown_by_every_reader(folder):
     done = folder.do("run", "--models", "mlp", "--devices", "2", "--batch-sizes", "1", "--strategies", "single,dp,ddp")
     assert done.returncode == 0, done.stderr
@@ -220,6 +221,7 @@ cli.main()
     assert folder.mark.settles(0) == ""
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_ends_a_run_cleanly_says_so_and_leaves_it_to_be_resumed(folder):
     arguments = ("run", "--models", "mlp", "--strategies", "single,dp", "--devices", "2", "--rounds", "2")
     reader, writer = os.pipe()

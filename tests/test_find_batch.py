@@ -70,6 +70,7 @@ def peaks(case: Case, folder: Path) -> dict[int, int]:
     return {m.device: m.peak_bytes for m in done.memory if m.device >= 0 and not m.phase}
 
 
+@pytest.mark.slow
 def test_the_answer_is_the_last_batch_whose_bytes_fit(tmp_path: Path) -> None:
     heard: list[Trial] = []
     with Store.create(tmp_path / "a.db") as store:

@@ -140,6 +140,7 @@ def run(sequences: int, rules: int, number: int | None = None) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(0 if LONG else 300)
 def test_a_loop_has_its_effect_on_every_schedule(capsys: pytest.CaptureFixture[str]) -> None:
     for sequences, rules in SEQUENCES:

@@ -501,6 +501,7 @@ def folder(tmp_path):
         yield folder
 
 
+@pytest.mark.slow
 def test_however_it_is_ended_the_same_command_completes_the_run_without_repeating_a_trial(folder):
     """Five cases, two rounds; the command is ended in four ways after each of them two trials or more further on."""
     command = (*ONLY_MLP, "--rounds", "2", "--budget", "40")
