@@ -20,6 +20,8 @@ PAIRS = range(4, 9)
 """How many pairs of blocks are compared: at least, and at most."""
 T95 = {4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}
 """Student's t for a two-sided interval of 95 %, by the number of pairs."""
+ALIKE = 0.02
+"""The pool stays where going without threads takes less than this share off an update."""
 WORK = (Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.OPTIMIZER)
 """The phases that a training on one device has too."""
 
@@ -29,7 +31,7 @@ class Trials:
 
     Threads win where kernels are long; where they are short, two threads cost each other the interpreter's lock. The
     choice moves no bit. Blocks run in ABBA order, so that a drift of the machine's speed cancels; the ratio of
-    neighbouring blocks decides when its interval leaves 1, and the pool stays where none does. Times are of whole
+    neighbouring blocks decides, as soon as its interval leaves 1, or by its median in the end. Times are of whole
     updates, all calls of an accumulation together. `advice` says if one device is likely to be faster.
     """
 
@@ -95,7 +97,7 @@ class Trials:
         ratios = self._ratios()
         if len(ratios) not in PAIRS:
             return  # too many steps have failed
-        chosen = int(statistics.fmean(ratios) > _half(ratios))
+        chosen = int(statistics.median(ratios) > ALIKE)
         self._running = self._candidates[chosen]
         took_s = statistics.median(s for candidate, seconds in self._blocks if candidate == chosen for s in seconds)
         alone_s = statistics.median(self._works_s)
