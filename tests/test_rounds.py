@@ -100,7 +100,7 @@ def test_strategies_with_processes_or_threads_of_their_own_are_known_to_the_plan
 
     for name in registry.names("strategies"):
         plug = registry.load("strategies", name)
-        own = hasattr(plug, "launch") or hasattr(plug, "threads")
+        own = hasattr(plug, "backend") or hasattr(plug, "threads")
         assert own == (name in plan.OWN_PROCESSES), name
 
 

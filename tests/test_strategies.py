@@ -22,7 +22,7 @@ from dpbench.worker import loop, trial
 
 NAMES = registry.names("strategies")
 MODELS = registry.names("models")
-LAUNCHED = [name for name in NAMES if hasattr(registry.load("strategies", name), "launch")]
+LAUNCHED = [name for name in NAMES if hasattr(registry.load("strategies", name), "backend")]
 SHORT = Effort(budget_s=30, warmup_steps=2, min_steps=4, max_steps=4, block_steps=4)
 """Six steps, whatever they take: a budget that they could exceed would cut their warm-up."""
 PROFILE = Profile(

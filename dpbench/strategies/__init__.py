@@ -6,7 +6,7 @@
 and, where the defaults do not fit:
 
     skip(case) -> str                       why this strategy cannot run the case; "" when it can
-    launch(case, entry, folder) -> list     call entry(rank) once per process, and return what the calls returned
+    backend(case) -> str                    torch's name of the process group's backend, if each device has a rank
     threads(case) -> int                    intra-op threads of each process on the CPU (default 1)
     compares_buffers(case) -> bool          whether verification compares buffers too (default True)
     SHARED_STREAM = True                    colocated replicas use one stream

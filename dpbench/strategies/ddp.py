@@ -10,12 +10,10 @@ contains them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpbench import ranks
 from dpbench.devices import Device
 from dpbench.records import Case, Mark, Phase, Profile, Task
 from dpbench.strategies import Graph, buckets, optimizer_of, precision_of
@@ -38,14 +36,11 @@ def skip(case: Case) -> str:
     )
 
 
-def launch(case: Case, entry: Callable[[int], Any], folder: Path) -> list[Any]:
-    """Call `entry(rank)` in one forked process per rank that has rows; return the results in rank order.
-
-    Raises ranks.RanksFailed when a rank raises or dies.
-    """
+def backend(case: Case) -> str:
+    """Return torch's name of the backend with which the ranks exchange gradients."""
     # NCCL refuses two ranks on one GPU; gloo reduces through the host, which colocated ranks can do
     spread = case.device_kind == "cuda" and case.placement == "spread"
-    return ranks.run(entry, len(case.rows), folder, "cpu:gloo,cuda:nccl" if spread else "gloo")
+    return "cpu:gloo,cuda:nccl" if spread else "gloo"
 
 
 class _Step:

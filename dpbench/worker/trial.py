@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from dpbench import ledger, plan, registry
+from dpbench import ledger, plan, ranks, registry
 from dpbench.ranks import RanksFailed
 from dpbench.ranks.failures import explain
 from dpbench.records import HOST, Case, Effort, Memory, Status, Trial, Verified
@@ -38,7 +38,7 @@ def _run(case: Case, effort: Effort, strategy: ModuleType, folder: Path) -> Tria
         return modelcheck.check(case)
     if dict(case.options).get("role") == selfcheck.ROLE:
         return selfcheck.measure(case, effort)
-    if not hasattr(strategy, "launch"):
+    if not hasattr(strategy, "backend"):
         return measure(case, effort, strategy)
 
     def entry(rank: int) -> dict[str, Any]:
@@ -46,7 +46,8 @@ def _run(case: Case, effort: Effort, strategy: ModuleType, folder: Path) -> Tria
         faulthandler.register(signal.SIGUSR1, file=(folder / f"stacks-{rank}").open("w"), all_threads=True)
         return measure(case, effort, strategy, rank).to_dict()
 
-    return merge([Trial.from_dict(part) for part in strategy.launch(case, entry, folder)])
+    parts = ranks.run(entry, len(case.rows), folder, strategy.backend(case))
+    return merge([Trial.from_dict(part) for part in parts])
 
 
 def run_together(cases: Sequence[Case], effort: Effort, folder: Path) -> list[Trial]:
