@@ -252,6 +252,16 @@ def test_gradients_can_be_read_between_the_calls_of_one_update(rung: str) -> Non
             both.step(*batch(number, 8))
 
 
+@rungs("reference")
+@pytest.mark.parametrize("devices", [2, 3])
+def test_a_parameter_frozen_between_the_calls_of_one_update_is_stepped_once_more(rung: str, devices: int) -> None:
+    with pair(rung, accumulate=2, devices=devices) as both:
+        both.step(*batch(1, 8))
+        both.do(lambda loop: loop.module.first.bias.requires_grad_(False))  # its gradient of the first call stays
+        for number in range(2, 8):
+            both.step(*batch(number, 8))
+
+
 # ---------------------------------------------------------------- h: attributes that forward writes
 
 

@@ -286,13 +286,19 @@ class _Everywhere:
     def step(self) -> None:
         """Step everywhere from the whole gradient on the first device."""
         kept = self._kept
-        wanted = [p.grad for p in kept._kept.originals if p.requires_grad]
-        if kept._watched or any(g is None or g.is_sparse for g in wanted):
+        if kept._watched or any(map(_needs_the_optimizer, kept._kept.originals)):
             kept._step_plainly()
             return
         gradients = [p.grad for p in kept._kept.originals]
         kept._step(self._workers, [(kept._devices[0], gradients)], None)
         _set_gradients(kept._kept.originals, gradients)
+
+
+def _needs_the_optimizer(parameter: torch.Tensor) -> bool:
+    """Return whether units cannot hold a parameter's gradient: sparse, missing, or left from before it was frozen."""
+    if not parameter.requires_grad:
+        return parameter.grad is not None
+    return parameter.grad is None or parameter.grad.is_sparse
 
 
 def _accumulate(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
