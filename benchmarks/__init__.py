@@ -10,9 +10,11 @@ quick and full results share one series.
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 QUICK = os.environ.get("DPBENCH_QUICK", "0") not in ("", "0")
@@ -32,6 +34,30 @@ def timing(**attributes: Any) -> Callable[[Callable[..., Any]], Callable[..., An
 def result(samples: list[float]) -> dict[str, Any]:
     """Return samples, one call each, as asv takes them."""
     return {"samples": samples, "number": 1}
+
+
+EARLIER = {
+    "records.plan": "plan",
+    "records.registry": "registry",
+    "records.machine": "machine",
+    "analysis.ledger": "ledger",
+    "engine.replica_cache": "engine.cached",
+    "hardware.samplers.nvml": "samplers.nvml",
+    "measure.server": "server",
+    "measure.worker.selfcheck": "worker.selfcheck",
+}
+"""The names that modules had in earlier commits: a benchmark names a module as it is called today."""
+
+
+def module(name: str) -> ModuleType:
+    """Import a module of dpbench, under its earlier name in a commit that has no other."""
+    try:
+        return importlib.import_module(f"dpbench.{name}")
+    except ModuleNotFoundError as error:
+        # another name is lacking: the module is there, and broken
+        if name not in EARLIER or not f"dpbench.{name}".startswith(error.name or "-"):
+            raise
+        return importlib.import_module(f"dpbench.{EARLIER[name]}")
 
 
 @contextmanager

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dpbench import machine
-from dpbench.predict import cases
-from dpbench.records import Case
+from typing import Any
+
+from . import module
 
 
-def _cases(strategies: tuple[str, ...], devices: tuple[int, ...], batches: tuple[int, ...]) -> list[Case]:
-    return cases.sweep(
+def _cases(strategies: tuple[str, ...], devices: tuple[int, ...], batches: tuple[int, ...]) -> list[Any]:
+    found: list[Any] = module("predict.cases").sweep(
         ["resnet50", "bert-base"], strategies=strategies, devices=devices, batch_per_device=batches,
         schedules=("reference", "zero1"),
     )  # fmt: skip
+    return found
 
 
 class Predictions:
@@ -20,8 +21,9 @@ class Predictions:
     timeout = 60.0
 
     def setup(self) -> None:
-        self.box = cases.Predictor(machine.load("rtx-3090-x8"))
-        self.cluster = cases.Predictor(machine.load("dgx-a100-x512"))
+        predictor_of, load = module("predict.cases").Predictor, module("records.machine").load
+        self.box = predictor_of(load("rtx-3090-x8"))
+        self.cluster = predictor_of(load("dgx-a100-x512"))
         self.one = _cases(("torch_dp",), (8,), (32,))[0]
         self.many = _cases(("ddp",), (4096,), (32,))[0]
         batches = tuple(range(4, 4 + 2 * 32, 2))

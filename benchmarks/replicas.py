@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from . import QUICK, names_of_the_commit, result, timing
+from . import QUICK, module, names_of_the_commit, result, timing
 
 PARTS = ("bind", "notice changes", "rebuild", "broadcast")
 REPLICAS = 8
@@ -46,7 +46,7 @@ def resnet50() -> Any:
 
 def setup(part: str) -> None:
     with names_of_the_commit():
-        from dpbench.engine.cached import Trees  # noqa: F401
+        module("engine.replica_cache")
 
 
 def _call(part: str) -> Callable[[], Any]:
@@ -55,14 +55,15 @@ def _call(part: str) -> Callable[[], Any]:
 
     from dpbench import engine
     from dpbench.engine.broadcast import copies_of
-    from dpbench.engine.cached import Trees
     from dpbench.engine.replicate import rebuild
     from dpbench.records import no_mark
 
+    Trees = module("engine.replica_cache").Trees  # noqa: N806
+
     torch.set_num_threads(1)
     with torch.device("cpu" if part == "broadcast" else "meta"):
-        module = resnet50()
-    trees = Trees(module)
+        network = resnet50()
+    trees = Trees(network)
     sources = [*trees.parameters, *trees.buffers]
     if part == "broadcast":
         devices = engine.resolve(["cpu"] * 2)  # one copy of 102 MB: what each further replica costs
@@ -70,7 +71,7 @@ def _call(part: str) -> Callable[[], Any]:
     copies = [[source.detach() for source in sources] for _ in range(REPLICAS)]
     if part == "rebuild":
         tables = [{id(s): t for s, t in zip(sources, one, strict=True)} for one in copies]
-        return lambda: [rebuild(module, table) for table in tables]
+        return lambda: [rebuild(network, table) for table in tables]
     trees.bind(sources, copies)
     if part == "notice changes":
         device = engine.resolve(["cpu"])[0]

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from . import QUICK, names_of_the_commit, result, timing
+from . import QUICK, module, names_of_the_commit, result, timing
 
 RECORDING = Path(__file__).parent.parent / "tests" / "data" / "nvml_h100_x4.json"
 INTERVAL_S = 0.01
@@ -62,7 +62,7 @@ def _struct(answer: Any) -> Any:
 
 def setup_devices(devices: int) -> None:
     with names_of_the_commit():
-        from dpbench.samplers import nvml  # noqa: F401
+        module("hardware.samplers.nvml")
 
 
 @timing(
@@ -73,8 +73,7 @@ def setup_devices(devices: int) -> None:
 )
 def track_fast_tick_seconds(devices: int) -> dict[str, Any]:
     """Return, look by look, the seconds between two readings of the fast counters: 10 ms where none is missed."""
-    from dpbench.samplers import nvml
-
+    nvml = module("hardware.samplers.nvml")
     ticks = []
     for _ in range(LOOKS):
         with nvml.start(range(devices), INTERVAL_S, Replay()) as samples:

@@ -6,7 +6,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from . import QUICK, names_of_the_commit, result, timing
+from . import QUICK, module, names_of_the_commit, result, timing
 
 ARMS = {"listening": "on_s", "silent": "off_s"}
 BUDGET_S = 1.0 if QUICK else 8.0
@@ -19,12 +19,13 @@ def in_turns() -> dict[str, list[float]]:
     try:
         with names_of_the_commit():
             from dpbench.records import Case, Effort
-            from dpbench.server import Server
-            from dpbench.worker import selfcheck  # noqa: F401
+
+            server_of = module("measure.server").Server
+            module("measure.worker.selfcheck")
     except NotImplementedError:
         return {}  # raised here, it would count as a failure; setup_arm tells asv
     case = Case(model="mlp", strategy="dp", schedule="reference", devices=2, batch_size=64, options=OPTIONS)
-    with TemporaryDirectory() as folder, Server(Path(folder)) as server:
+    with TemporaryDirectory() as folder, server_of(Path(folder)) as server:
         trial = server.run(case, Effort(budget_s=BUDGET_S), 0, LIMIT_S)
     if trial.status != "ok":
         raise RuntimeError(f"{case.label}: {trial.status}: {trial.reason}")

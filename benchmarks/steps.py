@@ -6,7 +6,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from . import QUICK, names_of_the_commit, result, timing
+from . import QUICK, module, names_of_the_commit, result, timing
 
 STRATEGIES = ("single", "dp", "ddp")
 BATCH_SIZES = {"mlp": 64, "resnet18": 16}
@@ -21,11 +21,12 @@ LIMIT_S = 60.0
 
 
 def _case(strategy: str, model: str, devices: int) -> Any:
-    from dpbench.plan import normalise
     from dpbench.records import Case
 
     batch = BATCH_SIZES[model]
-    return normalise(Case(model=model, strategy=strategy, devices=devices, batch_size=batch, schedule="reference"))
+    return module("records.plan").normalise(
+        Case(model=model, strategy=strategy, devices=devices, batch_size=batch, schedule="reference")
+    )
 
 
 def _effort() -> Any:
@@ -38,9 +39,7 @@ def _effort() -> Any:
 
 def _trials(case: Any) -> list[Any]:
     """Run the case in several fresh workers of one server."""
-    from dpbench.server import Server
-
-    with TemporaryDirectory() as folder, Server(Path(folder)) as server:
+    with TemporaryDirectory() as folder, module("measure.server").Server(Path(folder)) as server:
         trials = [server.run(case, _effort(), number, LIMIT_S) for number in range(WORKERS)]
     for trial in trials:
         if trial.status != "ok":
@@ -52,9 +51,8 @@ def setup_step(strategy: str, model: str, devices: int) -> None:
     if strategy == "single" and devices > 1:
         raise NotImplementedError("single knows one device only")
     with names_of_the_commit():
-        from dpbench import registry
-        from dpbench.server import Server  # noqa: F401
-
+        module("measure.server")
+        registry = module("records.registry")
         registry.check("strategies", strategy)
         registry.check("models", model)
         _case(strategy, model, devices)
@@ -76,7 +74,7 @@ def phases_of_dp() -> dict[str, list[float]]:
     try:
         setup_step("dp", "resnet18", 2)
         with names_of_the_commit():
-            from dpbench import ledger
+            ledger = module("analysis.ledger")
     except NotImplementedError:
         return {}  # raised here, it would count as a failure; setup_phase tells asv
     steps = [

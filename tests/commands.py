@@ -15,7 +15,7 @@ import dpbench
 from tests.marked import Mark, marked, poll
 
 ROOT = Path(dpbench.__file__).parent.parent
-COMMAND = [sys.executable, "-m", "dpbench.cli"]
+COMMAND = [sys.executable, "-m", "dpbench"]
 
 
 class Folder:

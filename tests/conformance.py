@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from dpbench import DataParallel
 from dpbench.engine import resolve
-from dpbench.schedule import FASTEST, SWITCHES, Schedule, parse
+from dpbench.records.schedule import FASTEST, SWITCHES, Schedule, parse
 
 SCHEDULES = (
     "reference",

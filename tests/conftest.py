@@ -13,7 +13,7 @@ from typing import IO
 import hypothesis
 import pytest
 
-from dpbench import cores
+from dpbench.hardware import affinity
 
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # before torch is loaded: later has no effect
 os.environ["DPBENCH_PATIENCE"] = "0"  # runs neither wait for a quiet machine nor repeat trials
@@ -29,7 +29,7 @@ def _one_thread_and_seed() -> Iterator[None]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     yield
-    cores.roam()  # a trial in this process stays on its device's core
+    affinity.roam()  # a trial in this process stays on its device's core
 
 
 @contextmanager

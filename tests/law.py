@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dpbench.engine.errors import Refused
 from dpbench.engine.train_step import TrainStep
-from dpbench.schedule import FASTEST, Schedule, parse
+from dpbench.records.schedule import FASTEST, Schedule, parse
 from tests.law_compare import assert_same, sums_exactly
 from tests.law_nets import OPTIMIZERS
 

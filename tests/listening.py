@@ -19,9 +19,9 @@ from pathlib import Path
 
 import psutil
 
+from dpbench.measure.server import Server
 from dpbench.probe import collective
 from dpbench.records import Case, Effort
-from dpbench.server import Server
 
 LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
 Address = tuple[str, int]

@@ -8,7 +8,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from dpbench import analyse
+from dpbench.analysis import summary
 from dpbench.records import UNATTRIBUTED, Case, Memory, Phase, Sample, Source, Span, Status, Step, Trial, Verified
 
 
@@ -53,8 +53,8 @@ def failed(of: Case, status: Status = Status.OOM, **changed: Any) -> Trial:
     return Trial(case=of, status=status, reason="out of memory on device cuda:0", **changed)
 
 
-def row_of(of: Case, *trials: Trial) -> analyse.Row:
-    (found,) = [row for row in analyse.rows(trials) if row.case == of]
+def row_of(of: Case, *trials: Trial) -> summary.Row:
+    (found,) = [row for row in summary.rows(trials) if row.case == of]
     return found
 
 
@@ -204,7 +204,7 @@ def test_predictions_do_not_mix_with_measurements() -> None:
     predicted = [
         trial(case(), 8.0, number=r, source=Source.PREDICTED, verified=Verified.NOT_APPLICABLE) for r in range(2)
     ]
-    found = analyse.rows([*measured, *predicted])
+    found = summary.rows([*measured, *predicted])
     assert {(row.source, row.step.value) for row in found} == {(Source.MEASURED, 2.0), (Source.PREDICTED, 8.0)}
 
 
@@ -311,13 +311,13 @@ def test_memory_is_the_peak_of_all_rounds() -> None:
 )
 def test_labels_stand_beside_every_figure(of: Case, source: Source, expected: set[str]) -> None:
     given = trial(of, source=source)
-    assert set(analyse.labels(given)) == expected
+    assert set(summary.labels(given)) == expected
     assert set(row_of(of, given).labels) == expected
 
 
 def test_a_frame_has_a_line_a_case_and_no_number_that_is_none() -> None:
-    table = analyse.rows([trial(SINGLE, 3.0), trial(case(), 2.0, busy={0: 1.0, 1: 0.5}), failed(case("ddp"))])
-    found = analyse.frame(table).set_index("strategy")
+    table = summary.rows([trial(SINGLE, 3.0), trial(case(), 2.0, busy={0: 1.0, 1: 0.5}), failed(case("ddp"))])
+    found = summary.frame(table).set_index("strategy")
     assert list(found.index) == ["single", "ddp", "dp"]
     assert found.loc["dp", "speedup_value"] == pytest.approx(1.5)
     assert found.loc["dp", "busy_1_s"] == 0.5
@@ -325,10 +325,10 @@ def test_a_frame_has_a_line_a_case_and_no_number_that_is_none() -> None:
     assert found.loc["dp", "labels"] == "MEASURED CPU-ONLY"
     assert found.loc["ddp", "status"] == "oom"
     assert found.loc["ddp", [c for c in found.columns if c.endswith(("_value", "_s"))]].isna().all()
-    assert analyse.frame([]).empty
-    assert list(analyse.frame([]).columns) == list(analyse.frame(table).columns)
-    wide = analyse.frame([row_of(case(), trial(case(), 2.0, busy=dict.fromkeys(range(10), 1.0)))], ["abc"])
-    assert {"busy_8_s", "busy_9_s"} == set(wide.columns) - set(analyse.frame([]).columns) - {
+    assert summary.frame([]).empty
+    assert list(summary.frame([]).columns) == list(summary.frame(table).columns)
+    wide = summary.frame([row_of(case(), trial(case(), 2.0, busy=dict.fromkeys(range(10), 1.0)))], ["abc"])
+    assert {"busy_8_s", "busy_9_s"} == set(wide.columns) - set(summary.frame([]).columns) - {
         "run_id",
         "memory_8_bytes",
         "memory_9_bytes",
@@ -338,16 +338,16 @@ def test_a_frame_has_a_line_a_case_and_no_number_that_is_none() -> None:
 
 def test_the_order_of_trials_changes_no_row() -> None:
     trials = [trial(SINGLE, 3.0), trial(case(), 2.0), trial(case(), 2.5, number=1), failed(case("ddp"))]
-    assert analyse.rows(trials) == analyse.rows(trials[::-1])
+    assert summary.rows(trials) == summary.rows(trials[::-1])
 
 
 def test_comparing_a_run_with_itself_is_the_same_and_with_a_slower_one_slower() -> None:
     before = [trial(case(), [2.0, 2.001] * 5, number=r) for r in range(3)]
     slower = [trial(case(), [3.0, 3.001] * 5, number=r) for r in range(3)]
-    (same,), (found,) = analyse.compare(before, before), analyse.compare(before, slower)
+    (same,), (found,) = summary.compare(before, before), summary.compare(before, slower)
     assert same.verdict == "same"
     assert (found.verdict, found.ratio.value) == ("slower", pytest.approx(2 / 3, rel=1e-3))
-    assert analyse.compare(before, [failed(case())]) == []
+    assert summary.compare(before, [failed(case())]) == []
 
 
 def test_a_prediction_keeps_the_interval_that_was_stated_with_it() -> None:
@@ -359,7 +359,7 @@ def test_a_prediction_keeps_the_interval_that_was_stated_with_it() -> None:
 
     single = Case(model="mlp", strategy="single", batch_size=8, device_kind="cuda")
     ddp = Case(model="mlp", strategy="ddp", devices=2, batch_size=8, device_kind="cuda")
-    one, two = analyse.rows([predicted(single, 0.2, 0.1, 0.4), predicted(ddp, 0.1, 0.1, 0.2)])
+    one, two = summary.rows([predicted(single, 0.2, 0.1, 0.4), predicted(ddp, 0.1, 0.1, 0.2)])
     assert one.step is not None
     assert (one.step.low, one.step.value, one.step.high) == (0.1, 0.2, 0.4)
     assert two.speedup is not None

@@ -97,7 +97,9 @@ def test_only_single_on_two_devices_is_not_applicable(suite: dict[str, ModuleTyp
     assert skipped == [("steps.track_step_seconds", ("single", model, 2)) for model in ("mlp", "resnet18")]
 
 
-@pytest.mark.parametrize("lacking", [ModuleNotFoundError("no", name="dpbench.server"), LookupError(), TypeError()])
+@pytest.mark.parametrize(
+    "lacking", [ModuleNotFoundError("no", name="dpbench.measure.server"), LookupError(), TypeError()]
+)
 def test_what_an_old_commit_lacks_is_not_applicable(suite: dict[str, ModuleType], lacking: Exception) -> None:
     with pytest.raises(NotImplementedError), suite["steps"].names_of_the_commit():
         raise lacking
@@ -157,7 +159,7 @@ def test_a_failed_trial_is_a_failed_benchmark(suite: dict[str, ModuleType], monk
 
 
 def test_phases_return_samples_of_the_same_steps(suite: dict[str, ModuleType]) -> None:
-    from dpbench.ledger import UNATTRIBUTED
+    from dpbench.analysis.ledger import UNATTRIBUTED
     from dpbench.records import Phase
 
     steps = suite["steps"]

@@ -15,8 +15,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from dpbench import plan, registry, schedule
-from dpbench.records import Case, Phase, Span, Status, Step, Trial, Verified
+from dpbench.records import Case, Phase, Span, Status, Step, Trial, Verified, plan, registry, schedule
 from dpbench.store import Store
 from tests import commands
 from tests.exported import command
@@ -321,7 +320,7 @@ def test_a_usage_error_says_what_and_the_way_out_and_starts_nothing(dpbench, tmp
 @pytest.fixture
 def planned(dpbench, monkeypatch):
     """Call `dpbench run`; return the cases that it would measure."""
-    from dpbench import run as runner
+    from dpbench.measure import run as runner
 
     def call(*arguments):
         seen = []

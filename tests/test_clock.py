@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dpbench import clock as clocks
-from dpbench.clock import BUSY, CudaClock, HostClock
-from dpbench.devices import Device
 from dpbench.engine import resolve
+from dpbench.hardware.device import Device
+from dpbench.measure import clocks
+from dpbench.measure.clocks import BUSY, CudaClock, HostClock
 from dpbench.records import HOST, Phase, Span, Step
 
 F, B, S, L = Phase.FORWARD, Phase.BACKWARD, Phase.SCATTER, Phase.LOSS

@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dpbench.engine import comm
-from dpbench.engine.devices import resolve
-from dpbench.engine.devices._host import HostDevice
-from dpbench.engine.devices.cuda import CudaDevice
+from dpbench.engine import collectives
 from dpbench.engine.train_step import TrainStep
-from dpbench.schedule import Schedule
+from dpbench.hardware.devices import resolve
+from dpbench.hardware.devices._host import HostDevice
+from dpbench.hardware.devices.cuda import CudaDevice
+from dpbench.records.schedule import Schedule
 from tests.test_schedules import LEGAL, OPTIMIZERS, differing, problem, train
 
 PERSISTENT = [one for one in LEGAL if one.replicas == "persistent"]
@@ -93,7 +93,7 @@ def together(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[str]
         return found
 
     monkeypatch.setattr(HostDevice, "collectives", offered)
-    monkeypatch.setattr(comm, "BUCKET_BYTES", 1)
+    monkeypatch.setattr(collectives, "BUCKET_BYTES", 1)
     called()
     yield called
     called()
@@ -187,33 +187,33 @@ def _cuda(index: int, ordinal: int) -> CudaDevice:
 
 
 def test_only_distinct_gpus_have_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dpbench.engine.devices.cuda.Nccl", lambda devices: ("nccl", len(devices)))
-    monkeypatch.setattr("dpbench.engine.devices.cuda.nccl.is_available", lambda tensors: True)
-    monkeypatch.setattr("dpbench.engine.devices.cuda.torch.empty", lambda *_, **__: None)
+    monkeypatch.setattr("dpbench.hardware.devices.cuda.Nccl", lambda devices: ("nccl", len(devices)))
+    monkeypatch.setattr("dpbench.hardware.devices.cuda.nccl.is_available", lambda tensors: True)
+    monkeypatch.setattr("dpbench.hardware.devices.cuda.torch.empty", lambda *_, **__: None)
     weights = [torch.zeros(3), torch.zeros(2, 2, dtype=torch.float16)]
     plain = Schedule(replicas="persistent")
     spread = [_cuda(0, 0), _cuda(1, 1), _cuda(2, 2)]
-    assert comm.choose(spread, plain, weights) == ("nccl", 3)
-    assert comm.choose([_cuda(0, 0), _cuda(1, 0)], plain, weights) is None
-    assert comm.choose(spread[:1], plain, weights) is None
-    assert comm.choose(spread, Schedule(comm_dtype="bf16"), weights) is None
-    assert comm.choose(spread, plain, [torch.zeros(4, 4)[:, ::2]]) is None
-    assert comm.choose(spread, plain, [torch.zeros(2, dtype=torch.complex64)]) is None
-    assert comm.choose(spread, plain, [torch.zeros(2).to_sparse()]) is None
-    monkeypatch.setattr("dpbench.engine.devices.cuda.nccl.is_available", lambda tensors: False)
-    assert comm.choose(spread, plain, weights) is None
+    assert collectives.choose(spread, plain, weights) == ("nccl", 3)
+    assert collectives.choose([_cuda(0, 0), _cuda(1, 0)], plain, weights) is None
+    assert collectives.choose(spread[:1], plain, weights) is None
+    assert collectives.choose(spread, Schedule(comm_dtype="bf16"), weights) is None
+    assert collectives.choose(spread, plain, [torch.zeros(4, 4)[:, ::2]]) is None
+    assert collectives.choose(spread, plain, [torch.zeros(2, dtype=torch.complex64)]) is None
+    assert collectives.choose(spread, plain, [torch.zeros(2).to_sparse()]) is None
+    monkeypatch.setattr("dpbench.hardware.devices.cuda.nccl.is_available", lambda tensors: False)
+    assert collectives.choose(spread, plain, weights) is None
     for ids in (["cpu", "cpu"], ["emulated:0", "emulated:1"]):
-        assert comm.choose(resolve(ids), plain, weights) is None
+        assert collectives.choose(resolve(ids), plain, weights) is None
 
 
 def test_nccl_is_called_in_place_with_its_own_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, tuple[Any, ...]] = {}
     for name in ("reduce", "all_reduce", "reduce_scatter", "all_gather", "broadcast"):
         monkeypatch.setattr(
-            f"dpbench.engine.devices.cuda.nccl.{name}", lambda *a, name=name, **k: seen.update({name: (a, k)})
+            f"dpbench.hardware.devices.cuda.nccl.{name}", lambda *a, name=name, **k: seen.update({name: (a, k)})
         )
-    monkeypatch.setattr("dpbench.engine.devices.cuda.torch.cuda.Stream", lambda ordinal: f"stream {ordinal}")
-    from dpbench.engine.devices.cuda import Nccl
+    monkeypatch.setattr("dpbench.hardware.devices.cuda.torch.cuda.Stream", lambda ordinal: f"stream {ordinal}")
+    from dpbench.hardware.devices.cuda import Nccl
 
     collectives, tensors = Nccl([_cuda(0, 3), _cuda(1, 5)]), [torch.zeros(32), torch.zeros(32)]
     collectives.reduce(tensors, 1)
@@ -233,10 +233,10 @@ def test_nccl_is_called_in_place_with_its_own_streams(monkeypatch: pytest.Monkey
 def test_buckets_cover_each_flat_once_from_its_end(
     limit: int, starts: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(comm, "BUCKET_BYTES", limit)
+    monkeypatch.setattr(collectives, "BUCKET_BYTES", limit)
     parameters = [torch.zeros(n) for n in (40, 7, 100, 3)]
     devices = resolve(["cpu", "cpu"])
-    exchange = comm.Exchange(
+    exchange = collectives.Exchange(
         Ordered(devices), devices, [parameters] * 2, [[0, 2], [1, 3]], [0, 0], everyone=False,
         mark=lambda *_: nullcontext(),
     )  # fmt: skip

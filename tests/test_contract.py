@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dpbench
 from dpbench.engine import DataParallel, gather, parallel_apply, reduce, replicate, resolve, scatter
-from dpbench.engine.settings import capture
+from dpbench.engine.thread_settings import capture
 from tests.oracle import error_of, oracle, ours, theirs, torch_faults_and_all
 from tests.oracle_nets import Net as Call
 

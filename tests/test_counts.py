@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from dpbench import machine
-from dpbench.predict import cases, features, profiles, quick, rows
+from dpbench.predict import cases, features, profiles, quick
 from dpbench.predict.cases import Predictor
-from dpbench.records import Case, Phase
+from dpbench.predict.scoring import rows
+from dpbench.records import Case, Phase, machine
 
 TABLE = Path(__file__).parent / "data" / "published.csv"
 

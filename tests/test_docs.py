@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from dpbench import registry
 from dpbench.cli import cli
+from dpbench.records import registry
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from dpbench.devices import Device
 from dpbench.engine import DataParallel, resolve
-from dpbench.engine.devices import open_devices
-from dpbench.engine.devices._wrapper import EmulatedTensor
-from dpbench.engine.devices.emulated import EmulatedDevice, bytes_only
+from dpbench.hardware.device import Device
+from dpbench.hardware.devices import open_devices
+from dpbench.hardware.devices._wrapper import EmulatedTensor
+from dpbench.hardware.devices.emulated import EmulatedDevice, bytes_only
 
 L0, L1 = torch.device("lazy", 0), torch.device("lazy", 1)
 FLOAT = 4

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from dpbench import cli, models, quiet, validity
+from dpbench import cli, models
+from dpbench.analysis import validity
 from dpbench.cli import running
-from dpbench.estimate import Estimate
+from dpbench.hardware import foreign_load
+from dpbench.records.estimate import Estimate
 from dpbench.store import Store
 
 RUN = (
@@ -26,7 +28,7 @@ def _shown_whatever_the_noise() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Estimate, "ROUNDS", 1)
         patch.setattr(Estimate, "WIDEST", math.inf)
-        patch.setattr(quiet, "LIMIT", math.inf)
+        patch.setattr(foreign_load, "LIMIT", math.inf)
         yield
 
 

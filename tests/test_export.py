@@ -16,8 +16,9 @@ import pyperf
 import pytest
 import scipy.stats
 
-from dpbench import export, stats
-from dpbench.analyse import labels, measured
+from dpbench import export
+from dpbench.analysis import stats
+from dpbench.analysis.summary import labels, measured
 from dpbench.export import table
 from dpbench.records import Case, Phase, Source, Status, Step, Trial, Verified
 from tests import exported

@@ -14,11 +14,11 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from dpbench import find_batch, plan
 from dpbench.cli.options import Bytes
-from dpbench.records import Case, Status, Trial
+from dpbench.measure import batch_search
+from dpbench.measure.worker import trial as trials
+from dpbench.records import Case, Status, Trial, plan
 from dpbench.store import Store
-from dpbench.worker import trial as trials
 from tests.commands import folder
 
 LIMIT = 2_000_000
@@ -40,7 +40,7 @@ def test_the_bracket_closes_on_the_limit(limit: int, start: int, unit: int) -> N
         asked.append(batch)
         return batch <= limit
 
-    good, bad = find_batch.bracket(fits, start=start, unit=unit, most=2**20)
+    good, bad = batch_search.bracket(fits, start=start, unit=unit, most=2**20)
     assert good == limit // unit * unit
     assert bad == good + unit
     assert len(asked) == len(set(asked)) <= 2 * math.log2(2 * max(limit, start, 2)) + 2
@@ -48,13 +48,13 @@ def test_the_bracket_closes_on_the_limit(limit: int, start: int, unit: int) -> N
 
 
 def test_without_a_limit_the_search_ends_at_the_most() -> None:
-    assert find_batch.bracket(lambda batch: True, start=3, unit=2, most=100) == (100, None)
-    assert find_batch.bracket(lambda batch: False, start=64, unit=2, most=100) == (0, 2)
+    assert batch_search.bracket(lambda batch: True, start=3, unit=2, most=100) == (100, None)
+    assert batch_search.bracket(lambda batch: False, start=64, unit=2, most=100) == (0, 2)
 
 
 def test_what_is_not_monotone_ends_between_neighbours() -> None:
     holes = {5, 9, 13}
-    good, bad = find_batch.bracket(lambda batch: batch not in holes and batch < 16, start=1, unit=1, most=64)
+    good, bad = batch_search.bracket(lambda batch: batch not in holes and batch < 16, start=1, unit=1, most=64)
     assert good not in holes
     assert bad == good + 1
 
@@ -65,7 +65,7 @@ def test_what_is_not_monotone_ends_between_neighbours() -> None:
 def peaks(case: Case, folder: Path) -> dict[int, int]:
     """Return what a trial without a bound holds at most."""
     folder.mkdir()
-    done = trials.run(replace(case, device_memory_bytes=0), find_batch.EFFORT, folder)
+    done = trials.run(replace(case, device_memory_bytes=0), batch_search.EFFORT, folder)
     assert done.status is Status.OK
     return {m.device: m.peak_bytes for m in done.memory if m.device >= 0 and not m.phase}
 
@@ -74,7 +74,7 @@ def peaks(case: Case, folder: Path) -> dict[int, int]:
 def test_the_answer_is_the_last_batch_whose_bytes_fit(tmp_path: Path) -> None:
     heard: list[Trial] = []
     with Store.create(tmp_path / "a.db") as store:
-        outcome = find_batch.run([CASE, SINGLE], store, listen=heard.append)
+        outcome = batch_search.run([CASE, SINGLE], store, listen=heard.append)
         stored = store.trials(outcome.run_id)
     for case, found in zip([CASE, SINGLE], outcome.found, strict=True):
         assert found.largest is not None
@@ -102,8 +102,8 @@ def test_an_interrupted_search_goes_on_from_its_tries(tmp_path: Path) -> None:
     case = replace(SINGLE, device_memory_bytes=900_000, batch_size=64)
     with Store.create(tmp_path / "a.db") as store:
         with pytest.raises(KeyboardInterrupt):
-            find_batch.run([case], store, listen=interrupt)
-        outcome = find_batch.run([case], store, listen=lambda trial: heard.append(trial.case))
+            batch_search.run([case], store, listen=interrupt)
+        outcome = batch_search.run([case], store, listen=lambda trial: heard.append(trial.case))
         assert outcome.resumed
         assert len(store.trials(outcome.run_id)) == outcome.found[0].tries == len(heard) == len(set(heard))
 
@@ -152,13 +152,13 @@ def test_what_says_nothing_of_memory_ends_one_case_with_its_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Any, largest: int, failed: int, reason: str
 ) -> None:
     monkeypatch.setattr(FakeServer, "answer", staticmethod(answer), raising=False)
-    monkeypatch.setattr(find_batch, "Server", FakeServer)
+    monkeypatch.setattr(batch_search, "Server", FakeServer)
     with Store.create(tmp_path / "a.db") as store:
-        outcome = find_batch.run([replace(CASE, batch_size=2, model=m) for m in ("mlp", "lstm")], store, most=1024)
+        outcome = batch_search.run([replace(CASE, batch_size=2, model=m) for m in ("mlp", "lstm")], store, most=1024)
         assert store.runs()[0].status == "finished"
     assert [(f.largest, f.failed, f.reason) for f in outcome.found] == [(largest, failed, reason)] * 2
     assert outcome.found[0].device == (1 if failed else None)
-    table = find_batch.table(outcome.found)
+    table = batch_search.table(outcome.found)
     assert str(largest or "none") in table
     assert reason in table
     assert ("device 1" in table) == bool(failed)
@@ -169,10 +169,10 @@ def test_what_says_nothing_of_memory_ends_one_case_with_its_reason(
 
 def test_a_search_needs_a_limit() -> None:
     with pytest.raises(ValueError, match=r"share the host's; give --device-kind emulated --device-memory"):
-        find_batch.check([replace(CASE, device_kind="cpu", device_memory_bytes=0)])
+        batch_search.check([replace(CASE, device_kind="cpu", device_memory_bytes=0)])
     with pytest.raises(ValueError, match="give --device-memory, such as 8GiB"):
-        find_batch.check([replace(CASE, device_memory_bytes=0)])
-    find_batch.check([CASE, replace(CASE, device_kind="cuda", device_memory_bytes=0)])
+        batch_search.check([replace(CASE, device_memory_bytes=0)])
+    batch_search.check([CASE, replace(CASE, device_kind="cuda", device_memory_bytes=0)])
 
 
 @pytest.mark.parametrize(("kind", "said"), [("cpu", "give --device-kind emulated"), ("cuda", "leave it out")])
@@ -192,9 +192,9 @@ def test_only_emulated_devices_can_be_bounded(kind: str, said: str) -> None:
 )  # fmt: skip
 def test_axes_that_contradict_a_search_are_refused(changed: dict[str, Any], said: str) -> None:
     options = {"ladder": False, "budget": None, "batch_per_device": None, "batch_sizes": None, "retry": ()}
-    assert find_batch.axes(options)["batch_sizes"] == (1,)
+    assert batch_search.axes(options)["batch_sizes"] == (1,)
     with pytest.raises(ValueError, match=said):
-        find_batch.axes(options | changed)
+        batch_search.axes(options | changed)
 
 
 @pytest.mark.parametrize(

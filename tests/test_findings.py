@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from dpbench import analyse, findings, plan
-from dpbench.findings import text
-from dpbench.findings.rule import Finding
-from dpbench.records import UNATTRIBUTED, Case, Memory, Phase, Sample, Span, Step, Trial, Verified
+from dpbench.analysis import findings, summary
+from dpbench.analysis.findings import text
+from dpbench.analysis.findings.rule import Finding
+from dpbench.records import UNATTRIBUTED, Case, Memory, Phase, Sample, Span, Step, Trial, Verified, plan
 from dpbench.report import markdown, page
 
 ROUNDS, STEPS = 3, 12
@@ -76,7 +76,7 @@ def one(of: Case = SINGLE, factor: float = 1.0) -> list[Trial]:
 
 def explained(*groups: list[Trial], cores: int = 8) -> list[findings.Diagnosis]:
     trials = [trial for group in groups for trial in group]
-    return findings.diagnose(analyse.rows(trials), trials, cores)
+    return findings.diagnose(summary.rows(trials), trials, cores)
 
 
 def found(*groups: list[Trial], cores: int = 8) -> dict[str, Finding]:
@@ -379,7 +379,7 @@ def test_one_device_alone_is_nothing_to_explain() -> None:
 
 def test_page_and_comment_show_every_finding() -> None:
     trials = [*one(), *dp(replicate=0.015, gather=0.005)]
-    rows = analyse.rows(trials)
+    rows = summary.rows(trials)
     content = {
         "rows": rows, "trials": trials, "provenance": {}, "run_id": "7f3a", "started": 1.7e9, "verdict": "Nothing.",
         "warnings": [], "tiles": [], "diagnoses": findings.diagnose(rows, trials, 8),

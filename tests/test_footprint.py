@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dpbench import analyse, footprint
+from dpbench.analysis import memory, summary
 from dpbench.records import UNATTRIBUTED, Case, Memory, Phase, Sample, Span, Step, Trial, Verified
 from dpbench.report import devices, markdown, page
 
@@ -41,7 +41,7 @@ def trial(case: Case = DP, *, number: int = 0, grown: int = 0, **changed: Any) -
 
 
 def test_the_excess_names_its_phase_and_its_bytes() -> None:
-    (found,) = footprint.footprints([trial()])
+    (found,) = memory.footprints([trial()])
     assert found.whole == {0: 400, 1: 100, 2: 110}
     assert found.top == "reduce"  # the phase before the unattributed rest, which holds as much
     assert found.excess_bytes == 400 - 105
@@ -53,7 +53,7 @@ def test_the_excess_names_its_phase_and_its_bytes() -> None:
 
 def test_peaks_are_the_highest_over_trusted_rounds() -> None:
     wrong = trial(number=2, grown=1000, verified=Verified.NO)
-    (found,) = footprint.footprints([trial(), trial(number=1, grown=7), wrong])
+    (found,) = memory.footprints([trial(), trial(number=1, grown=7), wrong])
     assert found.peaks["forward"] == {0: 107, 1: 87, 2: 67}
 
 
@@ -63,22 +63,22 @@ def test_nvml_tells_what_is_in_use_on_the_cases_own_devices() -> None:
         Sample(t, d, "memory_used_bytes", 1000.0 * (d + 1) + t) for d in range(5) for t in (12.0, 14.0, 13.0)
     )
     given = replace(base, samples=(*base.samples, *readings))
-    (found,) = footprint.footprints([given])
+    (found,) = memory.footprints([given])
     assert found.used == {0: 1014, 1: 2014, 2: 3014}
     assert cells(parts([given])["memory-by-phase"], 0)["in use, NVML"] == ("1,014 B", "2.46 KiB")
 
 
 def test_one_device_has_no_excess_and_whole_steps_have_no_phase() -> None:
-    (found,) = footprint.footprints([trial(replace(DP, devices=1))])
+    (found,) = memory.footprints([trial(replace(DP, devices=1))])
     assert (found.excess_bytes, found.causes) == (None, {})
-    assert footprint.footprints([trial(memory=(Memory(0, 5, "allocator"), Memory(1, 5, "allocator")))]) == []
+    assert memory.footprints([trial(memory=(Memory(0, 5, "allocator"), Memory(1, 5, "allocator")))]) == []
 
 
 # ---------------------------------------------------------------- tables
 
 
 def parts(trials: list[Trial]) -> dict[str, devices.Part]:
-    labels = {row.case: row.labels for row in analyse.rows(trials)}
+    labels = {row.case: row.labels for row in summary.rows(trials)}
     return {part.id: part for part in devices.parts(trials, labels)}
 
 
@@ -124,7 +124,7 @@ def test_what_a_run_does_not_have_makes_no_section() -> None:
 def test_page_and_markdown_have_the_tables(form: Any) -> None:
     trials = [trial(number=n) for n in range(3)]
     text = form(
-        rows=analyse.rows(trials), trials=trials, provenance={}, run_id="a" * 32, started=0.0, verdict="", warnings=[],
+        rows=summary.rows(trials), trials=trials, provenance={}, run_id="a" * 32, started=0.0, verdict="", warnings=[],
         tiles=[],
     )  # fmt: skip
     for title in ("Imbalance", "Memory by phase", "Bytes over links"):

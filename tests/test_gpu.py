@@ -11,13 +11,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dpbench import clock, ledger, models
+from dpbench import models
+from dpbench.analysis import ledger
 from dpbench.engine import DataParallel, TrainStep
-from dpbench.engine.devices import open_devices, resolve
-from dpbench.nvml import open_nvml
+from dpbench.hardware.devices import open_devices, resolve
+from dpbench.hardware.nvml import open_nvml
+from dpbench.measure import clocks
+from dpbench.measure.server import Server
 from dpbench.records import HOST, Case, Effort, Phase, Status, Trial, Verified
-from dpbench.schedule import RUNGS
-from dpbench.server import Server
+from dpbench.records.schedule import RUNGS
 
 pytestmark = pytest.mark.gpu
 
@@ -100,8 +102,8 @@ def test_colocated_streams_do_not_race() -> None:
 
 def test_cuda_steps_agree_with_the_host_over_a_block() -> None:
     devices = open_devices("cuda", 2, placement="colocated")
-    listener = clock.choose(devices)
-    assert isinstance(listener, clock.CudaClock)
+    listener = clocks.choose(devices)
+    assert isinstance(listener, clocks.CudaClock)
     work = torch.randn(2048, 2048, device="cuda")
     work @ work
     torch.cuda.synchronize()

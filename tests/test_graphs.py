@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpbench import schedule as schedules
-from dpbench.engine import graphs
-from dpbench.engine.devices import resolve
-from dpbench.engine.devices._host import HostDevice
-from dpbench.engine.devices.cuda import Graphs
+from dpbench.engine import cuda_graphs
 from dpbench.engine.train_step import TrainStep
-from dpbench.schedule import RUNGS, Schedule
+from dpbench.hardware.devices import resolve
+from dpbench.hardware.devices._host import HostDevice
+from dpbench.hardware.devices.cuda import Graphs
+from dpbench.records import schedule as schedules
+from dpbench.records.schedule import RUNGS, Schedule
 from tests.test_properties import leaves
 from tests.test_schedules import OPTIMIZERS, differing, problem, train
 
@@ -128,7 +128,7 @@ def test_the_first_shapes_are_recorded_and_others_run_eagerly(log: list[str]) ->
         return module
 
     seen: set[int] = set()
-    assert graphs.LIMIT == 4
+    assert cuda_graphs.LIMIT == 4
     assert not differing(run(EAGER), run(RUNGS["graphs"]))
 
 
@@ -264,12 +264,12 @@ def test_devices_that_record_nothing_are_refused(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("fault", ["inputs", "slope", "buffers"])
 def test_the_planted_faults_are_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, _ = train("odd", EAGER, 2, 8)
-    original = graphs.copy_all
+    original = cuda_graphs.copy_all
     if fault == "slope":
         monkeypatch.setattr(torch.Tensor, "copy_", _but_scalars(torch.Tensor.copy_))
     else:
         skip = 2 if fault == "inputs" else 3  # rows and target; running mean, variance and count
-        monkeypatch.setattr(graphs, "copy_all", lambda a, b: None if len(a) == skip else original(a, b))
+        monkeypatch.setattr(cuda_graphs, "copy_all", lambda a, b: None if len(a) == skip else original(a, b))
     assert differing(expected, train("odd", RUNGS["graphs"], 2, 8)[0])
 
 
@@ -282,12 +282,12 @@ def _but_scalars(copy: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def test_keys_tell_what_one_graph_can_serve() -> None:
     x = torch.zeros(4, 2)
-    assert graphs.key_of((x, {"a": [x, None]})) == graphs.key_of((x + 1, {"a": [x, None]}))
+    assert cuda_graphs.key_of((x, {"a": [x, None]})) == cuda_graphs.key_of((x + 1, {"a": [x, None]}))
     different = [x[:3], x.double(), x.t().contiguous().t(), [x], {"x": x}]
-    assert len({graphs.key_of(one) for one in [x, *different]}) == 1 + len(different)
-    assert graphs.key_of(1) != graphs.key_of(True)
-    assert graphs.key_of([x, x.clone().requires_grad_()]) is None
-    assert graphs.key_of([x, object()]) is None
+    assert len({cuda_graphs.key_of(one) for one in [x, *different]}) == 1 + len(different)
+    assert cuda_graphs.key_of(1) != cuda_graphs.key_of(True)
+    assert cuda_graphs.key_of([x, x.clone().requires_grad_()]) is None
+    assert cuda_graphs.key_of([x, object()]) is None
     assert resolve(["cpu"])[0].recorder() is not None
 
 
@@ -331,7 +331,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], dict[str, Any]]:
         "graph": Capture,
     }
     for name, part in parts.items():
-        monkeypatch.setattr(f"dpbench.engine.devices.cuda.torch.cuda.{name}", part)
+        monkeypatch.setattr(f"dpbench.hardware.devices.cuda.torch.cuda.{name}", part)
     return told, given
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from dpbench import analyse, imbalance, links, stats
+from dpbench.analysis import imbalance, stats, summary, transfers
 from dpbench.records import Case, Memory, Phase, Sample, Span, Status, Step, Trial, Verified
 
 DP = Case(model="mlp", strategy="dp", schedule="reference", batch_size=64, devices=3)
@@ -193,7 +193,7 @@ def test_single_figures_of_one_round_decide_nothing() -> None:
 
 
 def test_every_quantity_comes_from_what_a_trial_holds() -> None:
-    shapes = links.Shapes(
+    shapes = transfers.Shapes(
         parameter_tensors=2, parameter_bytes=1000, trainable_bytes=1000, buffer_bytes=0, input_bytes=4.0,
         target_bytes=8.0, output_bytes=0.0,
     )  # fmt: skip
@@ -235,12 +235,12 @@ def test_every_quantity_comes_from_what_a_trial_holds() -> None:
 
 def test_columns_are_the_same_for_every_table_and_frames_carry_them() -> None:
     trials = rounds(DP, [[1.5, 0.8, 1.2]] * 10)
-    table = analyse.rows([*trials, trial(SINGLE, [[1.0]] * 3)])
+    table = summary.rows([*trials, trial(SINGLE, [[1.0]] * 3)])
     columns = imbalance.columns([("a", trials)], [("a", row.case, row.source) for row in table])
     assert list(columns) == list(imbalance.columns([], []))
     assert len(columns) == 9 * len(imbalance.QUANTITIES)
-    framed = analyse.frame(table, beside=columns).set_index("strategy")
+    framed = summary.frame(table, beside=columns).set_index("strategy")
     assert framed.loc["dp", "imbalance_busy_time_first_value"] == pytest.approx(1.5)
     assert framed.loc["dp", "imbalance_busy_time_verdict"] == "no control"
     assert framed.isna().loc["single", "imbalance_busy_time_first_value"]
-    assert list(analyse.frame([], beside=imbalance.columns([], [])).columns)[-1] == list(columns)[-1]
+    assert list(summary.frame([], beside=imbalance.columns([], [])).columns)[-1] == list(columns)[-1]

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from dpbench import analyse, diagnose, ladder, plan, progress, schedule
-from dpbench.records import Case, Phase, Source, Span, Status, Step, Trial, Verified
+from dpbench.analysis import diagnosis, ladder, summary
+from dpbench.cli import progress
+from dpbench.records import Case, Phase, Source, Span, Status, Step, Trial, Verified, plan, schedule
 from dpbench.report import figures, markdown, page
 
 GAINS = {
@@ -61,7 +62,7 @@ def trials(
 
 
 def climbed(found: Sequence[Trial]) -> ladder.Ladder:
-    (one,) = ladder.ladders(analyse.rows(found))
+    (one,) = ladder.ladders(summary.rows(found))
     return one
 
 
@@ -124,7 +125,7 @@ def test_where_no_rung_is_decidedly_faster_there_is_no_biggest_step() -> None:
     found = climbed(level)
     assert found.biggest is None
     assert {change.verdict for change in changes(found).values()} == {"same"}
-    assert "no rung is faster than reference" in diagnose.verdict(analyse.rows(level), [found])
+    assert "no rung is faster than reference" in diagnosis.verdict(summary.rows(level), [found])
 
 
 def test_a_rung_without_a_result_is_stepped_over_and_named() -> None:
@@ -162,14 +163,14 @@ def test_rungs_are_compared_with_single_and_ddp_and_the_limit_is_one_devices_sha
 
 def test_two_schedules_are_no_ladder_and_one_device_has_none() -> None:
     dp = [case for case in CASES if case.schedule in ("reference", "cached")]
-    assert ladder.ladders(analyse.rows(trials(dp))) == []
+    assert ladder.ladders(summary.rows(trials(dp))) == []
     alone = [Case(model="mlp", strategy="dp", batch_size=64, schedule=name) for name in GAINS if name != "graphs"]
-    assert ladder.ladders(analyse.rows(trials(alone))) == []
+    assert ladder.ladders(summary.rows(trials(alone))) == []
 
 
 def test_measured_and_predicted_rungs_are_two_ladders() -> None:
     foreseen = [Trial.from_dict(t.to_dict() | {"source": "predicted"}) for t in trials()]
-    found = ladder.ladders(analyse.rows([*trials(), *foreseen]))
+    found = ladder.ladders(summary.rows([*trials(), *foreseen]))
     assert [{rung.row.source for rung in one.rungs} for one in found] in (
         [{Source.MEASURED}, {Source.PREDICTED}], [{Source.PREDICTED}, {Source.MEASURED}],
     )  # fmt: skip
@@ -203,9 +204,9 @@ def test_rungs_alone_are_no_ablations() -> None:
 
 
 @cache
-def emulated() -> tuple[analyse.Row, ...]:
+def emulated() -> tuple[summary.Row, ...]:
     cases = plan.ladder(models=["mlp"], devices=[2], batch_sizes=[64], device_kind="emulated")
-    return tuple(analyse.rows(trials(cases)))
+    return tuple(summary.rows(trials(cases)))
 
 
 def test_emulated_devices_have_a_ladder_and_no_speed_up() -> None:
@@ -215,11 +216,11 @@ def test_emulated_devices_have_a_ladder_and_no_speed_up() -> None:
     assert len(found.rungs) == 12
     assert all(rung.over_ddp is None for rung in found.rungs)
     assert found.limit is None
-    assert diagnose.tiles(rows, [found]) == []
-    verdict = diagnose.verdict(rows, [found])
+    assert diagnosis.tiles(rows, [found]) == []
+    verdict = diagnosis.verdict(rows, [found])
     assert "host cost only" in verdict
     assert "ideal" not in verdict
-    assert any("EMULATED" in warning for warning in diagnose.warnings(rows, [], {}))
+    assert any("EMULATED" in warning for warning in diagnosis.warnings(rows, [], {}))
     section = next(s for s in figures.sections(rows, [], [found]) if s.id == "ladder")
     assert section.panels[0].labels == ("MEASURED", "EMULATED")
     assert "no speed-up" in section.panels[0].caption
@@ -229,7 +230,7 @@ def test_emulated_devices_have_a_ladder_and_no_speed_up() -> None:
 
 
 def test_other_sections_keep_the_ends_of_a_ladder_and_never_the_limit() -> None:
-    rows = analyse.rows([*trials(), *trials([Case(model="lstm", strategy="single", batch_size=64)])])
+    rows = summary.rows([*trials(), *trials([Case(model="lstm", strategy="single", batch_size=64)])])
     kept = ladder.notable(rows, ladder.ladders(rows))
     assert [row.case.schedule for row in kept if row.case.strategy == "dp"] == ["reference", "overlap"]
     assert {row.case.strategy for row in kept} == {"single", "single_all_cores", "dp", "ddp"}
@@ -239,7 +240,7 @@ def test_other_sections_keep_the_ends_of_a_ladder_and_never_the_limit() -> None:
 
 def test_a_limit_is_nobodys_baseline() -> None:
     without = [t for t in trials() if not (t.case.strategy == "single" and t.case.batch_size == 64)]
-    assert all(row.speedup is None for row in analyse.rows(without))
+    assert all(row.speedup is None for row in summary.rows(without))
 
 
 @pytest.mark.parametrize(
@@ -260,7 +261,7 @@ def test_a_schedule_is_said_in_short(text: str, said: str) -> None:
 
 
 def test_schedules_stand_in_the_order_of_the_ladder() -> None:
-    rows = [row.case.schedule for row in analyse.rows(trials()) if row.case.strategy == "dp"]
+    rows = [row.case.schedule for row in summary.rows(trials()) if row.case.strategy == "dp"]
     assert [name for name in rows if name in schedule.RUNGS] == schedule.climb(schedule.TRAIN_STEP)
     assert all("=" in name for name in rows[12:])
 
@@ -271,11 +272,11 @@ def test_schedules_stand_in_the_order_of_the_ladder() -> None:
 @cache
 def content() -> dict[str, Any]:
     found = trials()
-    rows = analyse.rows(found)
+    rows = summary.rows(found)
     ladders = ladder.ladders(rows)
     return {
         "rows": rows, "trials": found, "provenance": {}, "run_id": "7f" * 16, "started": 1.7e9, "ladders": ladders,
-        "verdict": diagnose.verdict(rows, ladders), "tiles": diagnose.tiles(rows, ladders), "warnings": [],
+        "verdict": diagnosis.verdict(rows, ladders), "tiles": diagnosis.tiles(rows, ladders), "warnings": [],
     }  # fmt: skip
 
 
@@ -337,7 +338,7 @@ def test_no_whisker_leaves_the_plot_however_wide_it_is() -> None:
 
 def test_a_rival_far_beyond_the_rungs_is_said_and_not_drawn() -> None:
     slow = [trial(t.case, t.round, 0.1, 0.0) if t.case.strategy == "ddp" else t for t in trials()]
-    rows = analyse.rows(slow)
+    rows = summary.rows(slow)
     panel = figures.sections(rows, [], ladder.ladders(rows))[1].panels[0]
     assert ">ddp: " not in panel.svg
     assert "ddp takes 100 ms" in panel.caption

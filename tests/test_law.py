@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 from torch import nn
 
-from dpbench.schedule import FASTEST, RUNGS, TRAIN_STEP, climb
+from dpbench.records.schedule import FASTEST, RUNGS, TRAIN_STEP, climb
 from tests import law_changes, law_nets
 from tests.law import Loop, Pair
 from tests.law_changes import CHANGES, Change

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from dpbench.engine.errors import Refused
 from dpbench.engine.train_step import TrainStep
-from dpbench.schedule import FASTEST, RUNGS, TRAIN_STEP, climb
+from dpbench.records.schedule import FASTEST, RUNGS, TRAIN_STEP, climb
 from tests.law import Loop, Pair, Plain
 from tests.law_compare import assert_same
 from tests.law_nets import OPTIMIZERS, Net, Table, Writer, batch

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from dpbench import DataParallel
 from dpbench.engine.errors import Refused
 from dpbench.engine.train_step import TrainStep
-from dpbench.schedule import FASTEST, RUNGS, TRAIN_STEP, Schedule, climb
+from dpbench.records.schedule import FASTEST, RUNGS, TRAIN_STEP, Schedule, climb
 from tests import law_changes
 from tests.law import Loop, Pair
 from tests.law_compare import assert_same

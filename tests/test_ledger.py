@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpbench import ledger
-from dpbench.clock import HostClock
+from dpbench.analysis import ledger
 from dpbench.engine import TrainStep
+from dpbench.measure.clocks import HostClock
 from dpbench.records import UNATTRIBUTED, Case, Phase, Span, Step, Trial
 
 STEP = Step(10.0, False, 110.0)  # 100 .. 110

@@ -14,11 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpbench import links, models, registry, traffic
-from dpbench.engine.devices import _wrapper, open_devices
-from dpbench.links import Move, Shapes
-from dpbench.records import HOST, Case, Phase, Sample, Span, Step, Trial, Verified
-from dpbench.worker import facts
+from dpbench import models
+from dpbench.analysis import bandwidth, transfers
+from dpbench.analysis.transfers import Move, Shapes
+from dpbench.hardware.devices import _wrapper, open_devices
+from dpbench.measure.worker import facts
+from dpbench.records import HOST, Case, Phase, Sample, Span, Step, Trial, Verified, registry
 
 SHAPES = Shapes(
     parameter_tensors=6, parameter_bytes=1200, trainable_bytes=1000, buffer_bytes=40, input_bytes=10, target_bytes=8,
@@ -90,7 +91,7 @@ def really_moved(case: Case, copies: Copies) -> tuple[dict[Key, int], Shapes]:
     """Take two steps on emulated devices; return what the second one copied."""
     model = models.load(case.model, case.size, 0)
     batch = model.batch(case.batch_size, 0)
-    shapes = Shapes.of({links.FACT: facts.of_model(model, batch)})
+    shapes = Shapes.of({transfers.FACT: facts.of_model(model, batch)})
     assert shapes is not None
     devices = open_devices("emulated", case.devices)
     with registry.load("strategies", case.strategy).start(case, model, devices, copies.mark) as step:
@@ -123,7 +124,7 @@ def test_computed_bytes_are_those_that_torch_copies(
         model=model, strategy=strategy, schedule=schedule, devices=devices, batch_size=batch, device_kind="emulated"
     )
     real, shapes = really_moved(case, copies)
-    assert by_way(links.moves(case, shapes)) == real
+    assert by_way(transfers.moves(case, shapes)) == real
 
 
 def test_local_losses_move_targets_instead_of_outputs_and_a_few_scalars(copies: Copies) -> None:
@@ -131,8 +132,8 @@ def test_local_losses_move_targets_instead_of_outputs_and_a_few_scalars(copies: 
         model="mlp", strategy="dp", schedule="loss=local", devices=3, batch_size=12, device_kind="emulated"
     )  # fmt: skip
     real, shapes = really_moved(case, copies)
-    scalars = {key: size for key, size in real.items() if key not in by_way(links.moves(case, shapes))}
-    assert {key: size for key, size in real.items() if key not in scalars} == by_way(links.moves(case, shapes))
+    scalars = {key: size for key, size in real.items() if key not in by_way(transfers.moves(case, shapes))}
+    assert {key: size for key, size in real.items() if key not in scalars} == by_way(transfers.moves(case, shapes))
     assert {phase for phase, _, _ in scalars} <= {"loss", "backward", "none"}
     assert max(scalars.values(), default=0) <= 16
 
@@ -144,7 +145,7 @@ def test_sharded_updates_move_a_share_each(copies: Copies) -> None:
         device_kind="emulated",
     )  # fmt: skip
     real, shapes = really_moved(case, copies)
-    computed = by_way(links.moves(case, shapes))
+    computed = by_way(transfers.moves(case, shapes))
     assert set(computed) == set(real)
     for phase in ("reduce", "replicate"):
         both = [sum(size for (name, _, _), size in moved.items() if name == phase) for moved in (real, computed)]
@@ -157,31 +158,31 @@ def test_sharded_updates_move_a_share_each(copies: Copies) -> None:
 
 
 def test_reference_on_gpus() -> None:
-    assert by_way(links.moves(DP, SHAPES)) == {
+    assert by_way(transfers.moves(DP, SHAPES)) == {
         ("scatter", HOST, 0): 5 * 10 + 10 * 8, ("scatter", HOST, 1): 50, ("replicate", 0, 1): 1240,
         ("gather", 1, 0): 30, ("backward", 0, 1): 30, ("reduce", 1, 0): 1000,
     }  # fmt: skip
 
 
 def test_logical_cpu_devices_read_the_hosts_target() -> None:
-    found = by_way(links.moves(replace(DP, device_kind="cpu"), SHAPES))
+    found = by_way(transfers.moves(replace(DP, device_kind="cpu"), SHAPES))
     assert found["scatter", HOST, 0] == 50
 
 
 def test_torch_reduces_inside_backward() -> None:
-    found = by_way(links.moves(replace(DP, strategy="torch_dp", schedule=""), SHAPES))
+    found = by_way(transfers.moves(replace(DP, strategy="torch_dp", schedule=""), SHAPES))
     assert found["backward", 1, 0] == 1000
     assert not [key for key in found if key[0] == "reduce"]
 
 
 def test_ddp_is_a_ring_and_rank_0s_buffers() -> None:
-    found = by_way(links.moves(replace(DP, strategy="ddp", schedule="", devices=4, batch_size=8), SHAPES))
+    found = by_way(transfers.moves(replace(DP, strategy="ddp", schedule="", devices=4, batch_size=8), SHAPES))
     assert {key: size for key, size in found.items() if key[0] == "reduce"} == {
         ("reduce", rank, (rank + 1) % 4): 1500.0 for rank in range(4)
     }
     assert found["forward", 0, 3] == 40
     assert found["scatter", HOST, 3] == 2 * 18
-    alone = by_way(links.moves(replace(DP, strategy="ddp", schedule="", devices=1), SHAPES))
+    alone = by_way(transfers.moves(replace(DP, strategy="ddp", schedule="", devices=1), SHAPES))
     assert set(alone) == {("scatter", HOST, 0)}
 
 
@@ -190,16 +191,18 @@ def test_ddp_is_a_ring_and_rank_0s_buffers() -> None:
 def test_what_is_sent_is_received(devices: int, batch: int) -> None:
     for strategy, schedule in [("dp", "reference"), ("dp", "zero1"), ("dp", "allreduce"), ("ddp", "")]:
         case = replace(DP, strategy=strategy, schedule=schedule, devices=devices, batch_size=batch)
-        found = links.moves(case, SHAPES)
+        found = transfers.moves(case, SHAPES)
         used = [HOST, *range(len(case.rows))]
-        assert sum(links.sent(found, d) for d in used) == pytest.approx(sum(links.received(found, d) for d in used))
+        assert sum(transfers.sent(found, d) for d in used) == pytest.approx(
+            sum(transfers.received(found, d) for d in used)
+        )
         assert {move.source for move in found} | {move.target for move in found} <= set(used)
 
 
 def test_what_is_not_known_moves_nothing() -> None:
-    assert links.moves(replace(DP, placement="colocated"), SHAPES) == []
-    assert links.moves(replace(DP, schedule="fastest"), SHAPES) == []
-    assert links.moves(replace(DP, strategy="mine"), SHAPES) == []
+    assert transfers.moves(replace(DP, placement="colocated"), SHAPES) == []
+    assert transfers.moves(replace(DP, schedule="fastest"), SHAPES) == []
+    assert transfers.moves(replace(DP, strategy="mine"), SHAPES) == []
     assert Shapes.of({}) is None
     assert Shapes.of({"model": {"parameter_bytes": 4}}) is None
 
@@ -225,7 +228,7 @@ def trial(case: Case = DP, *, number: int = 0, **changed: Any) -> Trial:
 
 
 def test_a_rate_is_bytes_over_the_ledgers_seconds() -> None:
-    found = {flow.phase: flow for flow in traffic.flows([trial(number=n) for n in range(3)])}
+    found = {flow.phase: flow for flow in bandwidth.flows([trial(number=n) for n in range(3)])}
     scatter, reduce = found[Phase.SCATTER], found[Phase.REDUCE]
     assert scatter.seconds == pytest.approx({0: 0.1, 1: 0.2})
     assert scatter.bytes == 180
@@ -239,14 +242,14 @@ def test_a_rate_is_bytes_over_the_ledgers_seconds() -> None:
 
 def test_a_reduction_beside_backward_has_no_rate() -> None:
     for case in (replace(DP, schedule="overlap"), replace(DP, strategy="ddp", schedule="")):
-        found = {flow.phase: flow for flow in traffic.flows([trial(case)])}
+        found = {flow.phase: flow for flow in bandwidth.flows([trial(case)])}
         assert found[Phase.REDUCE].rate is None
         assert found[Phase.REDUCE].bytes > 0
 
 
 def test_only_what_may_be_shown_has_flows() -> None:
-    assert traffic.flows([trial(verified=Verified.NO), Trial(case=DP)]) == []
-    assert traffic.flows([trial(provenance={})]) == []
+    assert bandwidth.flows([trial(verified=Verified.NO), Trial(case=DP)]) == []
+    assert bandwidth.flows([trial(provenance={})]) == []
 
 
 def test_counters_stand_beside_what_shapes_say() -> None:
@@ -256,8 +259,8 @@ def test_counters_stand_beside_what_shapes_say() -> None:
         for t in (11.0, 12.0)
         for way, value in (("rx", 100.0), ("tx", 10.0))
     )
-    first, second = traffic.counted([trial(samples=samples)])
+    first, second = bandwidth.counted([trial(samples=samples)])
     assert (first.link, first.device, first.received, first.sent) == ("pcie", 0, 100.0, 10.0)
     assert (second.received, second.sent) == (200.0, 20.0)
     assert (second.computed_received, second.computed_sent) == (50 + 1240 + 30, 30 + 1000)
-    assert traffic.counted([trial()]) == []
+    assert bandwidth.counted([trial()]) == []

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from dpbench import ledger, machine
-from dpbench.machine import Gpu, Link, Machine, Unknown
+from dpbench.analysis import ledger
 from dpbench.predict.cases import Predictor, most_devices, strategies
-from dpbench.predict.logical import ENGINE, Host, step
-from dpbench.records import UNATTRIBUTED, Case, Cost, Profile
+from dpbench.predict.cpu_model import ENGINE, Host, step
+from dpbench.records import UNATTRIBUTED, Case, Cost, Profile, machine
+from dpbench.records.machine import Gpu, Link, Machine, Unknown
 
 PROFILE = Profile(
     model="net", parameter_tensors=4, parameter_bytes=2**20, buffer_bytes=0, input_bytes=0, output_bytes=0,

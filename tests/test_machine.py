@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from dpbench import machine
-from dpbench.machine import FOLDER, Machine, Unknown
 from dpbench.predict import network
+from dpbench.records import machine
+from dpbench.records.machine import FOLDER, Machine, Unknown
 
 PAIR: dict[str, Any] = {
     "peer_access": False,

@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from dpbench import models
-from dpbench.engine.devices import open_devices
-from dpbench.engine.devices.emulated import EmulatedDevice, bounded, bytes_only
-from dpbench.links import FACT, Shapes
-from dpbench.peaks import Peaks
-from dpbench.ranks.failures import explain
+from dpbench.analysis.transfers import FACT, Shapes
+from dpbench.hardware.devices import open_devices
+from dpbench.hardware.devices.emulated import EmulatedDevice, bounded, bytes_only
+from dpbench.measure.memory import Peaks
+from dpbench.measure.ranks.failures import explain
+from dpbench.measure.worker import facts, memory
+from dpbench.measure.worker.trial import failed_device, merge, run
 from dpbench.records import UNATTRIBUTED, Case, Effort, Memory, Phase, Status, Trial, Verified
-from dpbench.worker import facts, memory
-from dpbench.worker.trial import failed_device, merge, run
 
 TINY = Effort(budget_s=0.0, warmup_steps=2, min_steps=2, max_steps=2, block_steps=2)
 DP = Case(model="mlp", strategy="dp", schedule="reference", batch_size=16, devices=2)
@@ -259,7 +259,7 @@ def test_a_trial_out_of_memory_names_the_device_that_failed_first(tmp_path: Path
 def test_a_planted_lack_on_another_device_is_that_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
     def only_device_1(case: Case) -> Iterator[None]:
-        from dpbench.engine.devices._ledger import ledger
+        from dpbench.hardware.devices._ledger import ledger
 
         ledger.bind(torch.device("lazy", 1), 400_000)
         yield

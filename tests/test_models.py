@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dpbench import models, registry
+from dpbench import models
 from dpbench.models import lstm, resnet18, vgg16
+from dpbench.records import registry
 
 NAMES = registry.names("models")
 COUNTS = {

@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from dpbench import machine
 from dpbench.predict.cases import Predictor
 from dpbench.predict.memory import CONTEXT_BYTES, NCCL_BYTES
 from dpbench.predict.needs import UNTRACED, needs
 from dpbench.predict.table import needs as told
-from dpbench.records import Case, Source, Status
+from dpbench.records import Case, Source, Status, machine
 
 BOX = machine.load("rtx-2080-ti-x4")
 DP = Case(model="mlp", strategy="torch_dp", devices=2, batch_size=64, device_kind="cuda", optimizer="adam")

@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from dpbench import nvml
+from dpbench.hardware import nvml
 from tests.recorded_nvml import DRIVER_NOT_LOADED, NOT_SUPPORTED, RECORDINGS, Recorded, recorded
 
 UUIDS = tuple(recorded("h100_x4").recording["uuids"])

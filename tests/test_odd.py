@@ -16,10 +16,11 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from dpbench import analyse, export
+from dpbench import export
+from dpbench.analysis import summary
+from dpbench.analysis.findings import text
+from dpbench.cli.progress import table
 from dpbench.cli.showing import content_of
-from dpbench.findings import text
-from dpbench.progress import table
 from dpbench.records import HOST, Case, Memory, Phase, Sample, Span, Status, Step, Trial, Verified
 from dpbench.report import markdown, page
 from dpbench.store import Run
@@ -83,15 +84,15 @@ def readers(trials: list[Trial]) -> dict[str, str]:
         "page": page.render(**content),
         "markdown": markdown.render(**content),
         "explain": text.render(content["diagnoses"], rows),
-        "csv": analyse.frame(rows).to_csv(),
+        "csv": summary.frame(rows).to_csv(),
         "jsonl": "".join(export.jsonl(run.id, trials)),
     }
     for line in shown["jsonl"].splitlines():
         json.loads(line, parse_constant=lambda constant: pytest.fail(f"{constant} is not JSON"))
     if trials:
-        shown["trace"] = "".join(export.trace(run.id, {}, export.pick(trials, every=True), analyse.labels))
+        shown["trace"] = "".join(export.trace(run.id, {}, export.pick(trials, every=True), summary.labels))
     if any(row.step for row in rows):
-        shown["pyperf"] = export.pyperf(run.id, {}, trials, analyse.labels)
+        shown["pyperf"] = export.pyperf(run.id, {}, trials, summary.labels)
     return shown
 
 
@@ -99,7 +100,7 @@ def readers(trials: list[Trial]) -> dict[str, str]:
 def test_every_reader_shows_every_odd_case_with_its_reason(name: str) -> None:
     trials = ODD[name]
     shown = readers(trials)
-    rows = analyse.rows(trials)
+    rows = summary.rows(trials)
     assert len(list(csv.DictReader(io.StringIO(shown["csv"])))) == len(rows)
     assert shown["page"].count('<tbody class="case">') == len(rows)
     for row in rows:
@@ -154,12 +155,12 @@ def test_no_run_makes_a_reader_fail(trials: list[Trial]) -> None:
 
 
 def test_a_device_without_rows_is_not_one_of_the_others() -> None:
-    rows = {row.case.strategy: row for row in analyse.rows(ODD["one device without rows"])}
+    rows = {row.case.strategy: row for row in summary.rows(ODD["one device without rows"])}
     assert rows["dp"].memory_imbalance is None
     assert rows["dp"].imbalance is None
     three = replace(DP, devices=3, batch_size=2)
     memory = tuple(Memory(device, size, "ledger") for device, size in enumerate((300, 100, 0)))
-    (row,) = analyse.rows(rounds(three, memory=memory))
+    (row,) = summary.rows(rounds(three, memory=memory))
     assert row.memory_imbalance == pytest.approx(3.0)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import dpbench.engine
 from dpbench.engine import TrainStep
-from dpbench.schedule import FASTEST, parse
+from dpbench.records.schedule import FASTEST, parse
 from tests.conformance import LEGAL, SCHEDULES, is_flat
 from tests.oracle import (
     device,

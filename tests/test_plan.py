@@ -9,8 +9,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from dpbench import plan, registry, schedule
-from dpbench.records import Case
+from dpbench.records import Case, plan, registry, schedule
 
 MODELS, STRATEGIES = registry.names("models"), registry.names("strategies")
 

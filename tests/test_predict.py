@@ -13,9 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpbench import ledger, machine, registry
-from dpbench.machine import Link, Unknown
-from dpbench.predict import (
+from dpbench.analysis import ledger
+from dpbench.predict import (  # fmt: skip
     cases,
     collectives,
     costs,
@@ -25,14 +24,15 @@ from dpbench.predict import (
     network,
     profiles,
     quick,
-    remedies,
     simulation,
-)  # fmt: skip
+    what_if,
+)
 from dpbench.predict.constants import DEFAULT
 from dpbench.predict.events import Job, simulate
-from dpbench.predict.sharing import rates
-from dpbench.records import Case, Cost, Phase, Profile, Source, Step
-from dpbench.schedule import TRAIN_STEP, climb
+from dpbench.predict.max_min_fair import rates
+from dpbench.records import Case, Cost, Phase, Profile, Source, Step, machine, registry
+from dpbench.records.machine import Link, Unknown
+from dpbench.records.schedule import TRAIN_STEP, climb
 
 # ---------------------------------------------------------------- sharing
 
@@ -413,7 +413,7 @@ def test_a_faster_host_helps_a_launch_bound_net_that_was_traced() -> None:
     predictor = cases.Predictor(replace(machine.load("h100-sxm-x8"), host=machine.Host(factor=4.0)))
     case = Case(model="resnet18", size="small", strategy="dp", schedule="reference", batch_size=8, devices=2,
                 device_kind="cuda")  # fmt: skip
-    gains = {one.what: one.gain for one in remedies.remedies(predictor, [case])}
+    gains = {one.what: one.gain for one in what_if.remedies(predictor, [case])}
     assert gains["a host twice as fast"] > 1.6
 
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from dpbench.predict import calibrate, described, features, fit, fitted, published, quick, rows, score
+from dpbench.predict import calibration, features, quick
 from dpbench.predict.constants import DEFAULT
-from dpbench.predict.published import Excluded
+from dpbench.predict.scoring import described, fit, fitted, published, rows, score
+from dpbench.predict.scoring.published import Excluded
 from dpbench.records import Phase
 
 DATA = Path(__file__).parent / "data"
@@ -69,7 +70,7 @@ def test_hard_ddp_cases_from_a_description_and_from_one_workload(
     assert exact.hard_mape is not None
     assert exact.hard_mape <= 0.105
     assert (apart.strategy, apart.n) == ("ddp, one device at another batch", 107)
-    (taught,) = calibrate.lines([one.matched for one in lpt])
+    (taught,) = calibration.lines([one.matched for one in lpt])
     assert taught.hard_n > 100
     assert taught.hard_mape is not None
     assert taught.hard_mape <= 0.09
@@ -284,7 +285,7 @@ def test_another_size_of_a_known_name_is_estimated_from_its_parameters() -> None
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "dpbench.cli", "predict", *arguments], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "dpbench", "predict", *arguments], capture_output=True, text=True, check=False
     )
 
 
@@ -310,7 +311,7 @@ def test_predictions_are_a_table_with_their_labels_and_a_run_of_a_store(tmp_path
     assert "dp[zero1]" in done.stdout
     assert "given    PREDICTED" in done.stdout
     assert "what would help" in done.stdout
-    again = subprocess.run([sys.executable, "-m", "dpbench.cli", "report", "--md", "--store", str(store)],
+    again = subprocess.run([sys.executable, "-m", "dpbench", "report", "--md", "--store", str(store)],
                            capture_output=True, text=True, check=False)  # fmt: skip
     assert again.returncode == 0, again.stderr
     assert "PREDICTED" in again.stdout

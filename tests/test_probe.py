@@ -16,12 +16,13 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from dpbench import heap, machine, probe, quiet
+from dpbench import probe
 from dpbench.cli import cli
-from dpbench.cores import CORES
-from dpbench.predict import logical
+from dpbench.hardware import foreign_load, malloc
+from dpbench.hardware.affinity import CORES
+from dpbench.predict import cpu_model
 from dpbench.probe import Probe, collective, engine, gpu, host, to_toml
-from dpbench.probe.figures import (
+from dpbench.probe.figures import (  # fmt: skip
     Figure,
     Timing,
     figure,
@@ -34,8 +35,8 @@ from dpbench.probe.figures import (
     time_together,
     timing,
     typical,
-)  # fmt: skip
-from dpbench.records import UNATTRIBUTED, Case, Step, Trial
+)
+from dpbench.records import UNATTRIBUTED, Case, Step, Trial, machine
 
 
 def test_a_call_takes_as_long_as_it_does() -> None:
@@ -134,8 +135,8 @@ def test_a_rank_that_fails_says_why() -> None:
         collective._measured(2, "magic", {"reduce": [4]})
 
 
-QUIET = quiet.Load(foreign=0.01, steal=0.0, cores=2, seconds=0.5)
-BUSY = quiet.Load(foreign=0.4, steal=0.0, cores=2, seconds=0.5)
+QUIET = foreign_load.Load(foreign=0.01, steal=0.0, cores=2, seconds=0.5)
+BUSY = foreign_load.Load(foreign=0.4, steal=0.0, cores=2, seconds=0.5)
 FAKE = Probe(
     name='A "quoted" processor', cores=2, memory_bytes=8 * 2**30, gpus=(), gpu_memory_bytes=0, seconds=12.0,
     load=QUIET,
@@ -220,7 +221,7 @@ def test_two_points_have_a_start_and_a_slope_that_are_not_negative() -> None:
 
 
 def test_a_pass_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quiet, "measure", lambda: QUIET)
+    monkeypatch.setattr(foreign_load, "measure", lambda: QUIET)
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
     with pytest.raises(RuntimeError, match="a pass of the probe ended with 1"):
         probe.probe()
@@ -237,7 +238,7 @@ def test_parts_on_the_host_keep_to_a_core_each_and_those_on_gpus_roam(monkeypatc
 
     monkeypatch.setattr(probe, "_on_the_host", lambda: iter([("threads", part)]))
     monkeypatch.setattr(probe, "_on_gpus", lambda: iter([("GPU 0", part)]))
-    monkeypatch.setattr(heap, "keep", lambda: None)
+    monkeypatch.setattr(malloc, "keep", lambda: None)
     assert list(probe.measure()) == ["threads", Figure("a_s", 1.0, "how"), "GPU 0", Figure("a_s", 1.0, "how")]
     own, other = {CORES[0]}, {CORES[1 % len(CORES)]}
     twice = sorted([own, other] * 2, key=min)  # the first call is for warmth
@@ -249,7 +250,7 @@ def test_chains_sweep_once_on_the_way_there_and_once_on_the_way_back(monkeypatch
     swept: list[int] = []
     total = torch.Tensor.sum
     model = engine.chain(6)
-    assert len(list(model.module.modules())) == 6 + logical.CHAIN_MODULES
+    assert len(list(model.module.modules())) == 6 + cpu_model.CHAIN_MODULES
     monkeypatch.setattr(torch.Tensor, "sum", lambda self: (swept.append(self.numel() * 4), total(self))[1])
     inputs, target = model.batch(4, 0)
     model.loss(model.module(inputs), target).backward()
@@ -312,10 +313,10 @@ def test_a_chain_has_the_seconds_of_all_its_timed_steps_and_of_each_block_of_the
 # -- a busy machine, and passes that are not made
 
 
-def passing(monkeypatch: pytest.MonkeyPatch, before: quiet.Measured, during: quiet.Measured) -> list[str]:
+def passing(monkeypatch: pytest.MonkeyPatch, before: foreign_load.Measured, during: foreign_load.Measured) -> list[str]:
     """Replace passes by figures made up, and the load by these; return where what was said goes."""
-    monkeypatch.setattr(quiet, "measure", lambda: before)
-    monkeypatch.setattr(quiet, "since", lambda snapshot: during)
+    monkeypatch.setattr(foreign_load, "measure", lambda: before)
+    monkeypatch.setattr(foreign_load, "since", lambda snapshot: during)
     monkeypatch.setattr(probe, "_pass", lambda name, say: list(FAKE.figures))
     return []
 
@@ -349,7 +350,7 @@ def test_a_quiet_machine_is_waited_for_and_its_file_has_no_label(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     said, loads = passing(monkeypatch, QUIET, QUIET), [BUSY, QUIET]
-    monkeypatch.setattr(quiet, "measure", lambda: loads.pop(0))
+    monkeypatch.setattr(foreign_load, "measure", lambda: loads.pop(0))
     text = to_toml(probe.probe(said.append, patience_s=1e6))
     assert said[0].startswith("busy machine: ")
     assert "NOISY" not in text
@@ -357,7 +358,7 @@ def test_a_quiet_machine_is_waited_for_and_its_file_has_no_label(
 
 
 def test_a_load_that_cannot_be_told_is_not_called_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = passing(monkeypatch, quiet.Unknown("no counts here"), QUIET)
+    said = passing(monkeypatch, foreign_load.Unknown("no counts here"), QUIET)
     text = to_toml(probe.probe(said.append))
     assert "is unknown: no counts here" in tomllib.loads(text)["source"]
     assert any("no counts here" in line for line in said)

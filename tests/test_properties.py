@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 
 import dpbench
-from dpbench.schedule import SWITCHES, TRAIN_STEP, Schedule
+from dpbench.records.schedule import SWITCHES, TRAIN_STEP, Schedule
 from tests.conformance import Place
 
 WIDTH = 5

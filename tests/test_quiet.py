@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from dpbench import quiet
-from dpbench.cores import TICKS_PER_S, Ticks
-from dpbench.quiet import Load, Snapshot, Unknown, between
+from dpbench.hardware import foreign_load
+from dpbench.hardware.affinity import TICKS_PER_S, Ticks
+from dpbench.hardware.foreign_load import Load, Snapshot, Unknown, between
 
 SECOND = TICKS_PER_S
 QUIET = Load(foreign=0.0, steal=0.0, cores=2, seconds=0.5)
@@ -33,14 +33,14 @@ def test_others_take_what_the_cores_were_busy_with_beyond_our_own_time() -> None
     assert isinstance(load, Load)
     assert load.foreign == pytest.approx((2.5 - 1.5) / 4)
     assert (load.steal, load.cores, load.seconds) == (0.0, 2, 2)
-    assert quiet.busy(load)
+    assert foreign_load.busy(load)
 
 
 def test_steal_counts_as_taken_and_is_told_apart() -> None:
     load = between(at(10, 0.0, c0=(0.0, 0.0), c1=(0.0, 0.0)), at(11, 0.0, c0=(0.0, 0.3), c1=(0.0, 0.0)))
     assert isinstance(load, Load)
     assert (load.foreign, load.steal) == (0.0, pytest.approx(0.15))
-    assert quiet.busy(load)
+    assert foreign_load.busy(load)
 
 
 def test_the_load_is_never_negative() -> None:
@@ -52,14 +52,14 @@ def test_the_load_is_never_negative() -> None:
 @pytest.mark.parametrize(("foreign", "found"), [(0.10, False), (0.11, True)])
 def test_the_limit_is_a_tenth_of_the_capacity(foreign: float, found: bool) -> None:
     load = between(at(10, 0.0, c0=(0.0, 0.0)), at(20, 0.0, c0=(foreign * 10, 0.0)))
-    assert quiet.busy(load) is found
+    assert foreign_load.busy(load) is found
 
 
 def test_counts_that_stand_still_are_not_quiet_but_unknown() -> None:
     before = at(10, 0.0, c0=(1.0, 0.0))
     now = Snapshot(time_s=11, ticks=before.ticks, own_s=0.0)
     assert isinstance(between(before, now), Unknown)
-    assert not quiet.busy(between(before, now))
+    assert not foreign_load.busy(between(before, now))
     assert isinstance(between(at(10, 0.0), at(11, 0.0)), Unknown), "no core at all"
 
 
@@ -83,24 +83,24 @@ def test_a_containers_quota_is_read_from_either_version(
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     places = ((f"{tmp_path}/cpu.max", None), (f"{tmp_path}/quota", f"{tmp_path}/period"))
-    monkeypatch.setattr(quiet, "_QUOTAS", places)
-    assert quiet._quota() == quota
+    monkeypatch.setattr(foreign_load, "_QUOTAS", places)
+    assert foreign_load._quota() == quota
 
 
 def test_under_a_quota_and_without_cores_the_load_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quiet, "CORES", (0, 1))
-    monkeypatch.setattr(quiet, "_quota", lambda: 1.5)
-    found = quiet.measure(0.0)
+    monkeypatch.setattr(foreign_load, "CORES", (0, 1))
+    monkeypatch.setattr(foreign_load, "_quota", lambda: 1.5)
+    found = foreign_load.measure(0.0)
     assert isinstance(found, Unknown)
     assert "a quota of 1.5 CPUs" in str(found)
-    monkeypatch.setattr(quiet, "CORES", ())
-    assert isinstance(quiet.measure(0.0), Unknown)
+    monkeypatch.setattr(foreign_load, "CORES", ())
+    assert isinstance(foreign_load.measure(0.0), Unknown)
 
 
 def test_waiting_ends_when_it_is_quiet_and_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     loads, said = [BUSY, BUSY, QUIET, BUSY], list[str]()
-    monkeypatch.setattr(quiet, "measure", lambda: loads.pop(0))
-    assert quiet.wait(1e6, said.append) == QUIET
+    monkeypatch.setattr(foreign_load, "measure", lambda: loads.pop(0))
+    assert foreign_load.wait(1e6, said.append) == QUIET
     assert loads == [BUSY]
     (line,) = said
     assert "took 34%, and the hypervisor 2%, of 2 core(s)" in line
@@ -109,16 +109,16 @@ def test_waiting_ends_when_it_is_quiet_and_is_told_once(monkeypatch: pytest.Monk
 
 def test_without_patience_it_is_measured_once_and_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     loads, said = [BUSY, QUIET], list[str]()
-    monkeypatch.setattr(quiet, "measure", lambda: loads.pop(0))
-    assert quiet.wait(0.0, said.append) == BUSY
+    monkeypatch.setattr(foreign_load, "measure", lambda: loads.pop(0))
+    assert foreign_load.wait(0.0, said.append) == BUSY
     assert said == []
 
 
 def test_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(100))
     monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
-    monkeypatch.setattr(quiet, "measure", lambda: BUSY)
-    assert quiet.wait(5.0, lambda words: None) == BUSY
+    monkeypatch.setattr(foreign_load, "measure", lambda: BUSY)
+    assert foreign_load.wait(5.0, lambda words: None) == BUSY
     assert next(clock) == 6, "five more looks, a second each"
 
 
@@ -126,36 +126,36 @@ def test_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_patience_is_as_given_else_from_the_environment(
     given: float | None, text: str | None, seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(quiet.PATIENCE)  # conftest.py sets it
+    monkeypatch.delenv(foreign_load.PATIENCE)  # conftest.py sets it
     if text is not None:
-        monkeypatch.setenv(quiet.PATIENCE, text)
-    assert quiet.patience(given) == seconds
+        monkeypatch.setenv(foreign_load.PATIENCE, text)
+    assert foreign_load.patience(given) == seconds
 
 
 @pytest.mark.parametrize("text", ["-1", "soon", "nan", "inf", ""])
 def test_patience_that_is_no_number_of_seconds_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(quiet.PATIENCE, text)
+    monkeypatch.setenv(foreign_load.PATIENCE, text)
     with pytest.raises(ValueError, match="DPBENCH_PATIENCE must be a number of seconds"):
-        quiet.patience()
+        foreign_load.patience()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_our_own_time_holds_children_that_run_and_those_that_were_reaped() -> None:
     burn = "import time\nwhile time.process_time() < 0.3: pass\n"
-    before = quiet._own_s()
+    before = foreign_load._own_s()
     subprocess.run([sys.executable, "-c", burn], check=True)
-    reaped_s = quiet._own_s() - before
+    reaped_s = foreign_load._own_s() - before
     assert reaped_s >= 0.25
     running = subprocess.Popen([sys.executable, "-c", f"{burn}print(flush=True)\ninput()"], stdin=-1, stdout=-1)
     assert running.stdout is not None
     running.stdout.readline()
-    both_s = quiet._own_s() - before
+    both_s = foreign_load._own_s() - before
     running.communicate(b"\n")
     assert both_s >= reaped_s + 0.25
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_counts_of_this_machine_give_a_load_or_a_reason() -> None:
-    found = quiet.measure(0.3)
+    found = foreign_load.measure(0.3)
     assert isinstance(found, Unknown) or 0 <= found.taken <= 1.5
     assert isinstance(found, Unknown) or found.cores == len(os.sched_getaffinity(0))

@@ -19,8 +19,8 @@ import pytest
 import torch
 
 import dpbench
-from dpbench import ranks
-from dpbench.ranks.failures import Failure, in_order
+from dpbench.measure import ranks
+from dpbench.measure.ranks.failures import Failure, in_order
 from dpbench.records import Status
 from tests.listening import Seen, real_address
 from tests.marked import NAME, Mark, marked

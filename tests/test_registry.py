@@ -6,15 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from dpbench import registry
+import dpbench
+from dpbench.records import registry
 
-ROOT = Path(registry.__file__).parent
-FOLDERS = ("models", "strategies", "samplers")
+ROOT = Path(dpbench.__file__).parent
+FOLDERS = {"models": "models", "strategies": "strategies", "samplers": "hardware/samplers"}
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_names_are_the_files_without_the_private_ones(folder: str) -> None:
-    files = sorted(p.stem for p in (ROOT / folder).glob("*.py") if not p.stem.startswith("_"))
+    files = sorted(p.stem for p in (ROOT / FOLDERS[folder]).glob("*.py") if not p.stem.startswith("_"))
     assert registry.names(folder) == files
     assert files
 
@@ -23,7 +24,7 @@ def test_names_are_the_files_without_the_private_ones(folder: str) -> None:
 def test_every_name_loads_its_own_file(folder: str) -> None:
     for name in registry.names(folder):
         module = registry.load(folder, name)
-        assert Path(module.__file__ or "") == ROOT / folder / f"{name}.py"
+        assert Path(module.__file__ or "") == ROOT / FOLDERS[folder] / f"{name}.py"
         registry.check(folder, name)
 
 
@@ -49,7 +50,7 @@ def test_what_is_no_plug_cannot_be_loaded(name: str) -> None:
 
 
 def test_a_new_file_is_a_new_plug(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "__file__", str(tmp_path / "registry.py"))
+    monkeypatch.setattr(registry, "ROOT", tmp_path)
     (tmp_path / "models").mkdir()
     for name in ("mine.py", "_shared.py", "notes.txt"):
         (tmp_path / "models" / name).touch()

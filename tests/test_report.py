@@ -14,12 +14,12 @@ from html.parser import HTMLParser
 
 import pytest
 
-from dpbench import analyse, words
-from dpbench.analyse import Row, labels
-from dpbench.diagnose import Tile
-from dpbench.estimate import Estimate
-from dpbench.records import UNATTRIBUTED, Case, Memory, Sample, Source, Status, Step, Trial, Verified
-from dpbench.report import facets, figures, heat, markdown, naming, page, table
+from dpbench.analysis import summary
+from dpbench.analysis.diagnosis import Tile
+from dpbench.analysis.summary import Row, labels
+from dpbench.records import UNATTRIBUTED, Case, Memory, Sample, Source, Status, Step, Trial, Verified, words
+from dpbench.records.estimate import Estimate
+from dpbench.report import figures, heatmap, markdown, naming, page, small_multiples, table
 
 PROVENANCE = {
     "host": {"name": "bench-07", "cpu": "AMD EPYC 7763", "cores": 64},
@@ -196,7 +196,7 @@ def test_labels_stand_beside_every_figure_and_tile() -> None:
 
 
 def test_a_label_that_only_some_cases_carry_is_in_their_names() -> None:
-    found, _ = facets.split(colocated_cpu_and_weak(), per=99)
+    found, _ = small_multiples.split(colocated_cpu_and_weak(), per=99)
     (facet,) = found
     assert [name for name in facet.names if "COLOCATED" in name] == ["COLOCATED dp[reference] ×2, batch 64"]
     assert len(set(facet.names)) == len(facet.names)
@@ -291,7 +291,7 @@ def test_a_failure_in_one_round_is_told_beside_the_result_of_the_others() -> Non
 def test_an_unverified_case_is_never_shown_as_a_result() -> None:
     case = Case(model="mlp", strategy="dp", batch_size=8)
     trials = [dataclasses.replace(trial, verified=Verified.NO, reason="differs") for trial in ran(made(case, 0.1))]
-    (row,) = analyse.rows(trials)
+    (row,) = summary.rows(trials)
     (line,) = table.lines([row], trials)
     assert line.status == "unverified"
     assert line.notes[0][1] == "differs"
@@ -381,7 +381,7 @@ def test_sixty_cases_stay_readable_and_what_is_left_out_is_said() -> None:
         dataclasses.replace(row, case=dataclasses.replace(row.case, model=f"m{i:02}")) for i, row in enumerate(many(60))
     ]
     sections = figures.sections(crowd, [])
-    assert len(sections[1].panels) == facets.PANELS
+    assert len(sections[1].panels) == small_multiples.PANELS
     assert sections[1].note == "48 more cases are not drawn; the table has all."
 
 
@@ -419,7 +419,7 @@ def test_warm_up_and_rounds_are_told_apart_in_the_steps() -> None:
 
 def test_gaps_in_the_samples_are_gaps_in_the_strip() -> None:
     series = {("GPU", 0): [(float(t), 1.0) for t in (*range(10), *range(20, 30))]}
-    pixels, width = heat._image(series, [("GPU", 0), ("GPU", 1)])
+    pixels, width = heatmap._image(series, [("GPU", 0), ("GPU", 1)])
     assert width == pytest.approx(30)
     assert (pixels[1, :, 3] == 0).all()  # a device that was never read
     drawn = pixels[0, :, 3] > 0

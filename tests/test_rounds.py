@@ -8,9 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dpbench import plan
-from dpbench.records import Case, Status, Step, Trial, Verified
-from dpbench.rounds import UntilPrecise
+from dpbench.measure.rounds import UntilPrecise
+from dpbench.records import Case, Status, Step, Trial, Verified, plan
 
 SINGLE = Case(model="mlp", strategy="single", batch_size=64)
 DP = Case(model="mlp", strategy="dp", schedule="reference", devices=2, batch_size=64)
@@ -96,7 +95,7 @@ def test_side_by_side_are_cases_of_one_model_that_start_no_processes() -> None:
 
 
 def test_strategies_with_processes_or_threads_of_their_own_are_known_to_the_plan() -> None:
-    from dpbench import registry
+    from dpbench.records import registry
 
     for name in registry.names("strategies"):
         plug = registry.load("strategies", name)
@@ -107,8 +106,8 @@ def test_strategies_with_processes_or_threads_of_their_own_are_known_to_the_plan
 @pytest.mark.slow
 def test_side_by_side_for_real(tmp_path) -> None:
     """Both sides' blocks alternate in one process, and each side's trial is whole."""
+    from dpbench.measure.run import run
     from dpbench.records import Effort
-    from dpbench.run import run
     from dpbench.store import Store
 
     cases = [SINGLE, DP]
@@ -126,8 +125,8 @@ def test_side_by_side_for_real(tmp_path) -> None:
 
 
 def test_side_by_side_one_that_cannot_run_or_is_wrong_leaves_the_others_alone(tmp_path, monkeypatch) -> None:
+    from dpbench.measure.worker import loop, trial
     from dpbench.records import Effort
-    from dpbench.worker import loop, trial
 
     torch_dp = replace(DP, strategy="torch_dp", schedule="")
     small = Effort(budget_s=0.05, min_steps=5, max_steps=10)
@@ -149,8 +148,8 @@ def test_side_by_side_one_that_cannot_run_or_is_wrong_leaves_the_others_alone(tm
 
 
 def test_side_by_side_an_error_in_a_step_ends_all_and_says_so(tmp_path, monkeypatch) -> None:
+    from dpbench.measure.worker import bench, trial
     from dpbench.records import Effort
-    from dpbench.worker import bench, trial
 
     def broken(self):
         raise RuntimeError("planted")

@@ -11,12 +11,12 @@ from typing import ClassVar
 
 import pytest
 
-from dpbench import plan, quiet, samplers
-from dpbench import run as module
 from dpbench.cli import showing
-from dpbench.quiet import Load, Unknown
-from dpbench.records import Case, Effort, Sample, Status, Step, Trial, Verified
-from dpbench.run import Ended, Note, Started, run
+from dpbench.hardware import foreign_load, samplers
+from dpbench.hardware.foreign_load import Load, Unknown
+from dpbench.measure import run as module
+from dpbench.measure.run import Ended, Note, Started, run
+from dpbench.records import Case, Effort, Sample, Status, Step, Trial, Verified, plan
 from dpbench.store import Store
 from tests import commands
 
@@ -85,8 +85,8 @@ def quick(monkeypatch, tmp_path):
     monkeypatch.setattr(Server, "checked", [])
     monkeypatch.setattr(Server, "act", staticmethod(lambda case, effort: {}))
     monkeypatch.setattr(Server, "verdict", staticmethod(lambda case: {}))
-    monkeypatch.setattr(quiet, "measure", lambda: QUIET)
-    monkeypatch.setattr(quiet, "since", lambda before: QUIET)
+    monkeypatch.setattr(foreign_load, "measure", lambda: QUIET)
+    monkeypatch.setattr(foreign_load, "since", lambda before: QUIET)
     yield
     assert list(temporary.iterdir()) == [], "nothing is left in the folder of temporary files"
 
@@ -282,7 +282,7 @@ def crowded(quick, monkeypatch):
         began.append(before)
         return BUSY if len(began) - 1 in numbers else QUIET
 
-    monkeypatch.setattr(quiet, "since", since)
+    monkeypatch.setattr(foreign_load, "since", since)
     monkeypatch.setattr(Server, "act", staticmethod(lambda case, effort: {"verified": Verified.BITWISE}))
     return numbers
 
@@ -396,12 +396,12 @@ def test_side_by_side_the_whole_group_is_measured_again(store, crowded, monkeypa
 @pytest.mark.usefixtures("quick")
 def test_a_busy_machine_is_waited_for_and_the_run_labelled_when_it_stays_busy(store, monkeypatch):
     loads, heard = [BUSY, BUSY, QUIET], []
-    monkeypatch.setattr(quiet, "measure", lambda: loads.pop(0))
+    monkeypatch.setattr(foreign_load, "measure", lambda: loads.pop(0))
     outcome = run(CASES[:1], store, rounds=1, patience_s=1e6, listen=heard.append)
     (note,) = [event for event in heard if isinstance(event, Note)]
     assert note.text.startswith("busy machine: other processes took 50%")
     assert measured(outcome, store) == (1, 1, {})
-    monkeypatch.setattr(quiet, "measure", lambda: BUSY)
+    monkeypatch.setattr(foreign_load, "measure", lambda: BUSY)
     outcome = run(CASES[:1], store, rounds=1, patience_s=0)
     assert list(measured(outcome, store)[2]) == ["before"]
     content = showing.content_of(store.runs()[0], store.trials(outcome.run_id))
@@ -410,7 +410,7 @@ def test_a_busy_machine_is_waited_for_and_the_run_labelled_when_it_stays_busy(st
 
 @pytest.mark.usefixtures("quick")
 def test_a_load_that_cannot_be_told_is_not_called_quiet(store, monkeypatch):
-    monkeypatch.setattr(quiet, "measure", lambda: Unknown("no counts here"))
+    monkeypatch.setattr(foreign_load, "measure", lambda: Unknown("no counts here"))
     outcome = run(CASES[:1], store, rounds=1)
     content = showing.content_of(store.runs()[0], store.trials(outcome.run_id))
     assert "it is unknown whether other processes used the cores: no counts here" in content["warnings"]

@@ -15,13 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from dpbench import registry
-from dpbench import samplers as package
-from dpbench.cores import Ticks, parse_ticks
-from dpbench.nvml import open_nvml
-from dpbench.records import HOST, Sample
-from dpbench.samplers import Series, _cadence, _tree, host, sampling
-from dpbench.samplers import nvml as nvml_sampler
+from dpbench.hardware import samplers as package
+from dpbench.hardware.affinity import Ticks, parse_ticks
+from dpbench.hardware.nvml import open_nvml
+from dpbench.hardware.samplers import Series, _cadence, _tree, host, sampling
+from dpbench.hardware.samplers import nvml as nvml_sampler
+from dpbench.records import HOST, Sample, registry
 from tests.recorded_nvml import DRIVER_NOT_LOADED, recorded
 
 PLUGS = registry.names("samplers")
@@ -480,7 +479,7 @@ def test_series_forgets_what_lies_before_and_ignores_what_others_wrote(tmp_path)
 
 def command(output):
     options = ["--root-pid", str(os.getpid()), "--interval", "0.1", "--devices", "", "--output", str(output)]
-    return [sys.executable, "-m", "dpbench.samplers", *options]
+    return [sys.executable, "-m", "dpbench.hardware.samplers", *options]
 
 
 @linux
@@ -508,7 +507,7 @@ def test_process_says_ready_and_ends_in_order(tmp_path, way):
 PARENT = """
 import sys, time
 from pathlib import Path
-from dpbench.samplers import sampling
+from dpbench.hardware.samplers import sampling
 with sampling((), Path(sys.argv[1])) as series:
     print(series.pid, flush=True)
     time.sleep(60)
@@ -617,9 +616,9 @@ def test_process_brings_gpu_samples_too(tmp_path, monkeypatch):
 
 def test_samplers_never_load_torch():
     code = (
-        "import sys\nfrom dpbench import registry\nimport dpbench.samplers._process\n"
+        "import sys\nfrom dpbench import registry\nimport dpbench.hardware.samplers._process\n"
         "[registry.load('samplers', name) for name in registry.names('samplers')]\n"
-        "from dpbench.nvml import describe\ndescribe()\n"
+        "from dpbench.hardware.nvml import describe\ndescribe()\n"
         "assert not {'torch', 'numpy', 'pandas'} & set(sys.modules)"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

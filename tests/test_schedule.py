@@ -9,8 +9,8 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from dpbench import schedule
-from dpbench.schedule import CUDA, RUNGS, SWITCHES, TRAIN_STEP, Schedule
+from dpbench.records import schedule
+from dpbench.records.schedule import CUDA, RUNGS, SWITCHES, TRAIN_STEP, Schedule
 
 any_schedule = st.fixed_dictionaries({name: st.sampled_from(positions) for name, positions in SWITCHES.items()})
 

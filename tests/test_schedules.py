@@ -15,17 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpbench import DataParallel, models, registry
-from dpbench.engine.cached import Trees
-from dpbench.engine.devices import resolve
-from dpbench.engine.devices._host import HostDevice
+from dpbench import DataParallel, models
+from dpbench.engine.autotune import Trials
 from dpbench.engine.errors import Refused
-from dpbench.engine.fastest import Trials
 from dpbench.engine.legal import BEST
+from dpbench.engine.replica_cache import Trees
 from dpbench.engine.train_step import TrainStep
 from dpbench.engine.update import Update
-from dpbench.records import Phase, no_mark
-from dpbench.schedule import RULES, RUNGS, SWITCHES, TRAIN_STEP, Schedule, climb
+from dpbench.hardware.devices import resolve
+from dpbench.hardware.devices._host import HostDevice
+from dpbench.records import Phase, no_mark, registry
+from dpbench.records.schedule import RULES, RUNGS, SWITCHES, TRAIN_STEP, Schedule, climb
 
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
@@ -505,7 +505,7 @@ def test_fastest_settles_and_stays() -> None:
 def ticking(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Return the present second of a clock that stands still."""
     now = [0.0]
-    monkeypatch.setattr("dpbench.engine.fastest.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("dpbench.engine.autotune.time.perf_counter", lambda: now[0])
     return now
 
 

@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 
-from dpbench import clock, cores, samplers, selfcheck
+from dpbench.hardware import affinity, samplers
+from dpbench.measure import clocks, selfcheck
+from dpbench.measure.server import Server
+from dpbench.measure.worker import selfcheck as worker
 from dpbench.records import Case, Effort, Phase, Status
 from dpbench.report import header
-from dpbench.server import Server
 from dpbench.store import Store
-from dpbench.worker import selfcheck as worker
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="stops and reads processes as Linux does")
 
@@ -87,7 +88,7 @@ def test_what_does_not_run_here_says_why_and_a_run_without_says_nothing() -> Non
 # ---------------------------------------------------------------- the worker's part
 
 
-class _SlowClock(clock.HostClock):
+class _SlowClock(clocks.HostClock):
     def mark(self, phase: Phase, device: int) -> Any:
         time.sleep(0.0005)
         return super().mark(phase, device)
@@ -95,14 +96,14 @@ class _SlowClock(clock.HostClock):
 
 @pytest.mark.alone
 def test_a_planted_cost_of_marks_comes_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clock, "choose", lambda devices: _SlowClock())
+    monkeypatch.setattr(clocks, "choose", lambda devices: _SlowClock())
     facts = worker.measure(case(), Effort(budget_s=0.2)).provenance["self_check"]
     assert len(facts["on_s"]) == len(facts["off_s"]) >= 10
     slept = [on - off for on, off in zip(facts["on_s"], facts["off_s"], strict=True)]
     assert statistics.median(slept) > facts["marks_per_step"] * 0.0005
 
 
-class _BusyClock(clock.HostClock):
+class _BusyClock(clocks.HostClock):
     def mark(self, phase: Phase, device: int) -> Any:
         until = time.thread_time() + 0.0002
         while time.thread_time() < until:
@@ -111,7 +112,7 @@ class _BusyClock(clock.HostClock):
 
 
 def test_a_cost_in_cpu_time_comes_out_whoever_else_is_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clock, "choose", lambda devices: _BusyClock())
+    monkeypatch.setattr(clocks, "choose", lambda devices: _BusyClock())
     facts = worker.measure(case(), Effort(budget_s=0.4)).provenance["self_check"]
     (cost,) = selfcheck.costs({"marks": facts})
     assert cost.cost_s is not None
@@ -147,7 +148,7 @@ def one_core() -> Iterator[None]:
     try:
         yield
     finally:
-        cores.roam()  # first what the check itself has bound
+        affinity.roam()  # first what the check itself has bound
         os.sched_setaffinity(0, before)
 
 

@@ -15,9 +15,8 @@ import psutil
 import pytest
 
 import dpbench
-from dpbench import registry
-from dpbench.records import Case, Effort, Phase, Status, Verified
-from dpbench.server import Server
+from dpbench.measure.server import Server
+from dpbench.records import Case, Effort, Phase, Status, Verified, registry
 from tests.marked import NAME, Mark, marked, poll
 
 ROOT = Path(dpbench.__file__).parent.parent
@@ -56,7 +55,7 @@ def _nothing_stays(mark: Mark):
     yield
     left = mark.settles(count=1)
     for process in mark.alive():  # one test's leftovers are not the next one's
-        if "dpbench.worker" not in process.cmdline() or process.ppid() != os.getpid():
+        if "dpbench.measure.worker" not in process.cmdline() or process.ppid() != os.getpid():
             process.kill()
     assert left == "", "only the server may be left"
     assert all(process.status() != psutil.STATUS_ZOMBIE for process in psutil.Process().children(recursive=True))
@@ -291,7 +290,7 @@ def test_a_model_module_that_does_not_exist_is_named(server):
 
 
 def the_server(mark: Mark) -> psutil.Process:
-    servers = [p for p in mark.alive() if "dpbench.worker" in p.cmdline() and p.ppid() == os.getpid()]
+    servers = [p for p in mark.alive() if "dpbench.measure.worker" in p.cmdline() and p.ppid() == os.getpid()]
     assert len(servers) == 1
     return servers[0]
 
@@ -363,7 +362,7 @@ def test_the_server_dies_with_its_parent_and_so_do_workers_and_ranks(tmp_path):
         import sys
         from pathlib import Path
         from dpbench.records import Case, Effort
-        from dpbench.server import Server
+        from dpbench.measure.server import Server
         with Server(Path(sys.argv[1])) as server:
             print("there", flush=True)
             case = Case(model="tests.hungry:STUBBORN_IN_RANK_1", strategy="ddp", batch_size=8, devices=2)
@@ -395,7 +394,7 @@ def test_the_server_has_run_no_tensor_operation_and_touched_no_cuda(tmp_path):
 
         seen = []
         with Recorder():
-            from dpbench.worker.__main__ import serve
+            from dpbench.measure.worker.__main__ import serve
             serve()
         loaded = [name for name in sys.modules if name.startswith(("dpbench.models.", "dpbench.strategies."))]
         result = {"seen": seen, "cuda": torch.cuda.is_initialized(), "loaded": loaded}

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from dpbench import export
-from dpbench.analyse import labels
+from dpbench.analysis.summary import labels
 from dpbench.records import HOST, Phase, Span, Trial
 from tests.exported import DP, STEP_S, made
 from tests.test_browser import CHROMIUM, DRIVER, FLAGS, driven

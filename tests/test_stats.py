@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from dpbench import stats, steady
-from dpbench.estimate import Estimate
+from dpbench.analysis import stats
+from dpbench.measure.stopping import Stopping, half_width, warmup
+from dpbench.records.estimate import Estimate
 
 positive = st.floats(1e-6, 1e3)
 series = st.lists(positive, min_size=1, max_size=12)
@@ -235,7 +236,7 @@ def test_verdict_is_what_the_interval_and_its_rounds_decide(
 # ---------------------------------------------------------------- when to stop
 
 
-def fed(stopping: steady.Stopping, steps: list[float]) -> int:
+def fed(stopping: Stopping, steps: list[float]) -> int:
     """Feed steps one by one; return after how many it had enough, 0 if never."""
     for number, seconds in enumerate(steps, 1):
         stopping.add(seconds)
@@ -245,33 +246,33 @@ def fed(stopping: steady.Stopping, steps: list[float]) -> int:
 
 
 def test_a_precise_series_stops_as_soon_as_it_may() -> None:
-    stopping = steady.Stopping(budget_s=1e9, min_steps=10)
+    stopping = Stopping(budget_s=1e9, min_steps=10)
     assert fed(stopping, [1.0] * 50) == 10
     assert stopping.reason == "precise: the median is known to 0.5%"
 
 
 def test_a_noisy_series_stops_at_its_budget_but_not_before_its_least_steps() -> None:
     noisy = [1.0, 3.0] * 50
-    stopping = steady.Stopping(budget_s=40, min_steps=10)
+    stopping = Stopping(budget_s=40, min_steps=10)
     assert fed(stopping, noisy) == 20
     assert stopping.reason.startswith("budget: 40 s")
-    assert fed(steady.Stopping(budget_s=1, min_steps=10), noisy) == 10
+    assert fed(Stopping(budget_s=1, min_steps=10), noisy) == 10
 
 
 def test_a_noisy_series_stops_at_its_most_steps() -> None:
-    stopping = steady.Stopping(budget_s=1e9, min_steps=10, max_steps=33)
+    stopping = Stopping(budget_s=1e9, min_steps=10, max_steps=33)
     assert fed(stopping, [1.0, 3.0] * 50) == 33
     assert stopping.reason == "steps: 33"
-    assert fed(steady.Stopping(budget_s=1e9, min_steps=50, max_steps=5), [1.0] * 50) == 5
+    assert fed(Stopping(budget_s=1e9, min_steps=50, max_steps=5), [1.0] * 50) == 5
 
 
 def test_the_warm_up_is_found_where_it_ends() -> None:
     generator = np.random.default_rng(4)
     for cut in (5, 20, 40):
         series = [*(2.0 + 0.1 * generator.random(cut)), *(1.0 + 0.1 * generator.random(100))]
-        assert cut <= steady.warmup(series) <= cut + 10
+        assert cut <= warmup(series) <= cut + 10
     falling = [1 + np.exp(-i / 8) + 0.02 * generator.random() for i in range(120)]
-    assert 10 <= steady.warmup(falling) <= 50
+    assert 10 <= warmup(falling) <= 50
 
 
 def test_a_steady_series_has_no_warm_up() -> None:
@@ -280,22 +281,22 @@ def test_a_steady_series_has_no_warm_up() -> None:
     found = []
     for _ in range(200):
         series = np.exp(0.05 * generator.standard_normal(100) + (generator.random(100) < 0.05) * 0.5)
-        found.append(steady.warmup(list(series)))
+        found.append(warmup(list(series)))
     assert np.mean([cut == 0 for cut in found]) >= 0.95
-    assert steady.warmup([1.0] * 50, least=5) == 5
-    assert steady.warmup([], least=5) == 0
+    assert warmup([1.0] * 50, least=5) == 5
+    assert warmup([], least=5) == 0
 
 
 def test_a_series_stops_when_its_noise_is_known() -> None:
     generator = np.random.default_rng(6)
-    stopping = steady.Stopping(budget_s=1e9, min_steps=10, max_steps=10_000, precision=1e-6)
+    stopping = Stopping(budget_s=1e9, min_steps=10, max_steps=10_000, precision=1e-6)
     count = fed(stopping, list(np.exp(0.2 * generator.standard_normal(5000))))
     assert 64 < count < 2000
     assert stopping.reason.startswith("noise is known")
 
 
 def test_the_first_reason_stays() -> None:
-    stopping = steady.Stopping(budget_s=1e9, max_steps=20)
+    stopping = Stopping(budget_s=1e9, max_steps=20)
     fed(stopping, [1.0] * 10)
     reason = stopping.reason
     for _ in range(30):
@@ -307,7 +308,7 @@ def test_the_first_reason_stays() -> None:
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_a_handful_of_steps_is_never_called_precise(steps: int) -> None:
     """No order statistics of so few values enclose the median with anything near 95 %."""
-    stopping = steady.Stopping(budget_s=1e9, min_steps=1)
+    stopping = Stopping(budget_s=1e9, min_steps=1)
     assert fed(stopping, [1.0] * steps) == 0
 
 
@@ -315,7 +316,7 @@ def test_a_handful_of_steps_is_never_called_precise(steps: int) -> None:
 def test_half_width_covers_the_median_about_as_often_as_it_says(n: int) -> None:
     """The interval by order statistics is free of distribution: the binomial tells its coverage."""
     ordered = list(np.linspace(1.0, 2.0, n))
-    spread = steady.half_width(ordered) * ordered[n // 2] * 2
+    spread = half_width(ordered) * ordered[n // 2] * 2
     kept = round(spread / (1 / (n - 1))) + 1
     low = (n - kept) // 2
     coverage = 1 - 2 * scipy.stats.binom.cdf(low, n, 0.5)
@@ -326,7 +327,5 @@ def test_half_width_covers_the_median_about_as_often_as_it_says(n: int) -> None:
 def test_half_width_is_a_fraction_whatever_the_unit(given: list[float], scale: float) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert steady.half_width([v * scale for v in given]) == pytest.approx(
-            steady.half_width(given), rel=1e-9, abs=1e-12
-        )
-    assert steady.half_width(given) >= 0
+        assert half_width([v * scale for v in given]) == pytest.approx(half_width(given), rel=1e-9, abs=1e-12)
+    assert half_width(given) >= 0

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from dpbench import machine
-from dpbench.machine import Unknown
 from dpbench.predict import counts, stored
 from dpbench.predict.cases import Predictor, keep
 from dpbench.predict.measured import of_trials
-from dpbench.records import Case, Cost, Phase, Span, Step, Trial
+from dpbench.records import Case, Cost, Phase, Span, Step, Trial, machine
+from dpbench.records.machine import Unknown
 from dpbench.store import Store
 from tests.exported import command
 

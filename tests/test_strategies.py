@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from dpbench import models, registry, verify
+from dpbench import models
 from dpbench.engine import resolve
-from dpbench.plan import normalise
-from dpbench.records import Case, Effort, Phase, Profile, Status, Task, Trial, Verified, no_mark
-from dpbench.schedule import TRAIN_STEP, climb
-from dpbench.server import Server
+from dpbench.measure import verification
+from dpbench.measure.server import Server
+from dpbench.measure.worker import loop, trial
+from dpbench.records import Case, Effort, Phase, Profile, Status, Task, Trial, Verified, no_mark, registry
+from dpbench.records.plan import normalise
+from dpbench.records.schedule import TRAIN_STEP, climb
 from dpbench.strategies import OPTIMIZERS, optimizer_of, precision_of
-from dpbench.worker import loop, trial
 
 NAMES = registry.names("strategies")
 MODELS = registry.names("models")
@@ -174,9 +175,9 @@ def test_at_most_max_steps_are_timed(server: Server, name: str) -> None:
 
 def verdict(
     start: Callable[..., Any], name: str, devices: int, rows: int = 11, strategy: str = "dp", **changed: Any
-) -> verify.Verdict:
+) -> verification.Verdict:
     case = case_of(strategy, model=name, devices=devices, batch_size=rows, **changed)
-    return verify.check(start, case, models.load(name, "small", 0), resolve(["cpu"] * case.devices), precision_of)
+    return verification.check(start, case, models.load(name, "small", 0), resolve(["cpu"] * case.devices), precision_of)
 
 
 IN_PROCESS = [n for n in NAMES if n not in LAUNCHED]

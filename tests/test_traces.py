@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dpbench import cli, export
-from dpbench.analyse import labels
+from dpbench.analysis.summary import labels
 from dpbench.export.chrome import TICKS, lanes
 from dpbench.records import HOST, Phase, Source, Span, Status, Trial, Verified
 from tests import exported
@@ -274,8 +274,8 @@ def test_options_that_do_not_go_together_are_refused_before_anything_is_read(dpb
 
 def test_a_reader_that_leaves_ends_the_export_as_a_closed_pipe_does(tmp_path):
     stored(tmp_path / "dpbench.db", made(steps=2000))
-    root = Path(cli.__file__).parent.parent.parent
-    command = [sys.executable, "-m", "dpbench.cli", "export", "trace", "--store", str(tmp_path / "dpbench.db")]
+    root = Path(cli.__file__).parents[2]
+    command = [sys.executable, "-m", "dpbench", "export", "trace", "--store", str(tmp_path / "dpbench.db")]
     with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout.readline()
         process.stdout.close()

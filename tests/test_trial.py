@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dpbench.engine import parallel_apply
-from dpbench.ranks.failures import explain
+from dpbench.measure.ranks.failures import explain
 from dpbench.records import Status
 
 

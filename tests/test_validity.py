@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from dpbench import analyse, diagnose, quiet, validity
+from dpbench.analysis import diagnosis, summary, validity
+from dpbench.hardware import foreign_load
 from dpbench.records import HOST, Case, Phase, Sample, Source, Span, Status, Step, Trial, Verified
 
 CASE = Case(model="mlp", strategy="dp", schedule="reference", batch_size=64, devices=2)
@@ -130,21 +131,21 @@ def beside(foreign: float, steal: float = 0.0, cores: int = 4) -> dict[str, Any]
 def test_what_others_take_of_the_cores_counts_from_a_tenth_of_them(foreign: float, steal: float, found: bool) -> None:
     one = trial(provenance=beside(foreign, steal))
     assert ("foreign_cpu" in bad(one)) is found
-    assert quiet.noisy(one) is found
+    assert foreign_load.noisy(one) is found
     assert checks(one)["foreign_cpu"].value == pytest.approx((foreign + steal) * 4)
     assert checks(one)["foreign_cpu"].limit == pytest.approx(0.4)
 
 
 def test_a_trial_whose_foreign_load_is_unknown_is_not_called_quiet() -> None:
     assert "foreign_cpu" not in checks(trial())
-    assert not quiet.noisy(trial())
+    assert not foreign_load.noisy(trial())
 
 
 def test_a_case_with_a_noisy_round_is_labelled_in_its_row() -> None:
     rounds = [trial(round=number, provenance=beside(foreign)) for number, foreign in enumerate([0.0, 0.5, 0.0])]
-    (row,) = analyse.rows(rounds)
+    (row,) = summary.rows(rounds)
     assert row.labels == ("MEASURED", "CPU-ONLY", "NOISY")
-    (row,) = analyse.rows([rounds[0], rounds[2]])
+    (row,) = summary.rows([rounds[0], rounds[2]])
     assert "NOISY" not in row.labels
 
 
@@ -221,12 +222,12 @@ def test_the_worst_round_is_said_and_how_many_were_bad() -> None:
 def test_warnings_group_the_cases_of_one_trouble_and_say_all_when_it_is_all() -> None:
     cases = [replace(CASE, batch_size=2**i) for i in range(1, 12)]
     some = [trial(of=one, covered=0.8 if i < 10 else 1.0, round=r) for i, one in enumerate(cases) for r in range(3)]
-    found = diagnose.warnings(analyse.rows(some), some, {"host": {"cores": 8}})
+    found = diagnosis.warnings(summary.rows(some), some, {"host": {"cores": 8}})
     (grouped,) = [warning for warning in found if "no phase" in warning]
     assert grouped.endswith("and 2 more")
     assert "mlp dp[reference] x2 batch 4 (20%)" in grouped
     every = [trial(of=one, covered=0.8, round=r) for one in cases for r in range(3)]
-    found = diagnose.warnings(analyse.rows(every), every, {"host": {"cores": 8}})
+    found = diagnosis.warnings(summary.rows(every), every, {"host": {"cores": 8}})
     assert "more than 5% of the step is in no phase: all 11 cases" in found
-    crowded = diagnose.warnings(analyse.rows(every), every, {"host": {"cores": 1}})
+    crowded = diagnosis.warnings(summary.rows(every), every, {"host": {"cores": 1}})
     assert any(warning.startswith("oversubscribed: ") for warning in crowded)

@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpbench import models, verify
+from dpbench import models
 from dpbench.engine import resolve
+from dpbench.measure import verification
 from dpbench.records import Case, Verified, no_mark
 from dpbench.strategies import dp, precision_of
 
@@ -29,9 +30,9 @@ def own(module: nn.Module, shape: tuple[int, ...], loss: Any = None) -> models.M
     return models.Model("own", module, batch, loss or default)
 
 
-def checked(model: models.Model, devices: int = 2, rows: int = 9, **changed: Any) -> verify.Verdict:
+def checked(model: models.Model, devices: int = 2, rows: int = 9, **changed: Any) -> verification.Verdict:
     case = Case(model="own", strategy="dp", devices=devices, batch_size=rows, **changed)
-    return verify.check(dp.start, case, model, resolve(["cpu"] * devices), precision_of)
+    return verification.check(dp.start, case, model, resolve(["cpu"] * devices), precision_of)
 
 
 # ---------------------------------------------------------------- the reference
@@ -44,7 +45,7 @@ def test_reference_gradients_are_those_of_the_whole_batch(chunks: int) -> None:
     x, y = (t.double() for t in model.batch(8, 0))
     whole = copy.deepcopy(model.module)
     model.loss(whole(x), y).backward()
-    reference = verify.chunked(model.module, model.loss, x, y, chunks, torch.device("cpu"))
+    reference = verification.chunked(model.module, model.loss, x, y, chunks, torch.device("cpu"))
     for ours, theirs in zip(reference.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-14)
 
@@ -55,7 +56,7 @@ def test_reference_normalises_each_chunk_by_itself_and_keeps_the_firsts_statisti
     model = own(module, (3,))
     alone = copy.deepcopy(module)
     alone(x[:4])
-    reference = verify.chunked(copy.deepcopy(module), model.loss, x, y, 2, torch.device("cpu"))
+    reference = verification.chunked(copy.deepcopy(module), model.loss, x, y, 2, torch.device("cpu"))
     assert torch.equal(reference[0].running_mean, alone[0].running_mean)
     whole = copy.deepcopy(module)
     model.loss(whole(x), y).backward()
@@ -121,11 +122,11 @@ def tampered(tamper: Any) -> Any:
     return start
 
 
-def faulty(tamper: Any, *, buffers: bool = True) -> verify.Verdict:
+def faulty(tamper: Any, *, buffers: bool = True) -> verification.Verdict:
     torch.manual_seed(0)
     model = own(nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)), (6,))
     case = Case(model="own", strategy="dp", devices=2, batch_size=8)
-    return verify.check(tampered(tamper), case, model, resolve(["cpu"] * 2), precision_of, buffers=buffers)
+    return verification.check(tampered(tamper), case, model, resolve(["cpu"] * 2), precision_of, buffers=buffers)
 
 
 def scale(name: str, factor: float) -> Any:
@@ -169,7 +170,7 @@ def test_a_gradient_where_none_belongs_is_refused() -> None:
     model = own(nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4)), (4,))
     case = Case(model="own", strategy="dp", devices=2, batch_size=8)
     start = tampered(lambda m: setattr(m[0].weight, "grad", torch.ones(4, 4)))
-    assert verify.check(start, case, model, resolve(["cpu"] * 2), precision_of).verified is Verified.NO
+    assert verification.check(start, case, model, resolve(["cpu"] * 2), precision_of).verified is Verified.NO
 
 
 def test_a_strategy_that_does_nothing_is_refused() -> None:
@@ -179,7 +180,7 @@ def test_a_strategy_that_does_nothing_is_refused() -> None:
 
     model = own(nn.Linear(4, 3), (4,))
     case = Case(model="own", strategy="dp", devices=2, batch_size=8)
-    assert verify.check(start, case, model, resolve(["cpu"] * 2), precision_of).verified is Verified.NO
+    assert verification.check(start, case, model, resolve(["cpu"] * 2), precision_of).verified is Verified.NO
 
 
 def test_an_output_that_is_no_tensor_is_refused_in_words() -> None:

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from dpbench import analyse, diagnose, findings, imbalance, ladder, progress, stats
-from dpbench import shown as explained
+from dpbench.analysis import diagnosis, findings, imbalance, ladder, stats, summary
+from dpbench.analysis.findings import text
+from dpbench.cli import progress
 from dpbench.cli.showing import content_of
-from dpbench.findings import text
 from dpbench.records import Case, Phase, Sample, Source, Span, Step, Trial, Verified
+from dpbench.records import shown as explained
 from dpbench.report import figures, markdown, page
 from dpbench.store import Run
 from tests import exported
@@ -137,7 +138,7 @@ def test_compare_says_why_a_ratio_is_not_shown_and_calls_it_undecided(
 
 
 def test_verdicts_of_what_is_in_doubt_are_undecided() -> None:
-    from dpbench.estimate import Estimate
+    from dpbench.records.estimate import Estimate
 
     for estimate in (Estimate(1.0, 1.0, 1.0, 2), Estimate(5.0, 4.9, 5.1, 2), Estimate(1e9, 1e8, 1e10, 9)):
         assert estimate.doubt
@@ -157,11 +158,11 @@ def test_a_prediction_is_shown_although_it_has_no_rounds() -> None:
         stated = {"interval_80_s": [step_s / 3, step_s * 3]}
         return Trial(case=case, source=Source.PREDICTED, steps=(Step(step_s, False, step_s),), provenance=stated)
 
-    rows = analyse.rows([predicted(SINGLE, 0.03), predicted(DP, 0.02)])
+    rows = summary.rows([predicted(SINGLE, 0.03), predicted(DP, 0.02)])
     assert [row.step.n for row in rows if row.step] == [0, 0]
     assert [row.step.doubt for row in rows if row.step] == [None, None]
     assert "not enough rounds" not in progress.table(rows)
-    assert "1.50×" in diagnose.verdict(rows)
+    assert "1.50×" in diagnosis.verdict(rows)
 
 
 def test_a_ladder_draws_no_rung_in_doubt_and_crowns_none() -> None:

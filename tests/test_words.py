@@ -10,8 +10,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from dpbench import shown, words
-from dpbench.estimate import Doubt, Estimate
+from dpbench.records import shown, words
+from dpbench.records.estimate import Doubt, Estimate
 
 NUMBER = r"[−-]?\d{1,3}(?:,?\d{3})*(?:\.\d+)?"
 SECONDS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6, "ns": 1e-9}

@@ -3,9 +3,9 @@
     python benchmarks/scripts/coverage.py [--experiments 10000]
 
 Each experiment draws the noise of its rounds from the stored runs in reports/, plants slow rounds, and asks
-`dpbench.stats` for the median of one case and for the ratio of two. The truth is 1 in all of them: the step of a round
-without a planted slowdown. A planted round is 2 to 50 times as slow in all its steps. Prints a Markdown table; the seed
-is fixed. 10,000 experiments for each line take between two and three minutes of one core.
+`dpbench.analysis.stats` for the median of one case and for the ratio of two. The truth is 1 in all of them: the step
+of a round without a planted slowdown. A planted round is 2 to 50 times as slow in all its steps. Prints a Markdown
+table; the seed is fixed. 10,000 experiments for each line take between two and three minutes of one core.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from dpbench import stats
-from dpbench.estimate import Estimate
+from dpbench.analysis import stats
+from dpbench.records.estimate import Estimate
 
 REPORTS = Path(__file__).parents[2] / "reports"
 STORED = ("cpu-2-cores/trials.jsonl.gz", "ladder-2-cores/trials.jsonl.gz", "fastest-2-cores/trials.jsonl")

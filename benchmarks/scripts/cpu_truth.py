@@ -113,7 +113,7 @@ def cases(models: Sequence[str], batch: int) -> list[Any]:
 
 def measure(planned: Sequence[Any], store: Path, rounds: int) -> list[Any]:
     """Return the trials of a block's rounds, interleaved; rounds that an earlier run of the same code kept are read."""
-    from dpbench import run
+    from dpbench.measure import run
     from dpbench.store import Store
 
     with Store.create(store) as opened:
@@ -123,7 +123,7 @@ def measure(planned: Sequence[Any], store: Path, rounds: int) -> list[Any]:
 
 def parts_of(trials: Iterable[Any]) -> dict[str, list[float]]:
     """Return the phases, and their sum, of every round's typical step."""
-    from dpbench import ledger
+    from dpbench.analysis import ledger
 
     rounds = [ledger.typical(trial) for trial in trials]
     names = dict.fromkeys(name for parts in rounds for name in parts)
@@ -135,10 +135,10 @@ def parts_of(trials: Iterable[Any]) -> dict[str, list[float]]:
 
 def predict(asked: Sequence[Any], store: Path, machine: Path) -> dict[Any, dict[str, float]]:
     """Return what one block's probe and steps of one device say of each case: its phases and their sum."""
-    from dpbench import ledger
-    from dpbench import machine as machines
+    from dpbench.analysis import ledger
     from dpbench.predict import stored
     from dpbench.predict.cases import Predictor
+    from dpbench.records import machine as machines
 
     described = machines.load(str(machine))
     steps = stored.read(store, asked, described)
@@ -249,9 +249,7 @@ def main() -> None:
     for number in range(1, given.blocks + 1):
         machine, store = given.into / f"machine-{number}.toml", given.into / f"trials-{number}.db"
         if not (machine.exists() and store.exists()):  # those of an earlier run are of another day
-            subprocess.run(
-                [sys.executable, "-m", "dpbench.cli", "probe", "--anyway", "--output", str(machine)], check=True
-            )
+            subprocess.run([sys.executable, "-m", "dpbench", "probe", "--anyway", "--output", str(machine)], check=True)
         blocks.append((machine, store, measure(cases(given.models.split(","), given.batch), store, given.rounds)))
     trials = [trial for _, _, found in blocks for trial in found]
     for trial in trials:

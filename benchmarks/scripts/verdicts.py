@@ -26,10 +26,10 @@ from typing import Any
 
 import psutil
 
-from dpbench import analyse, stats
+from dpbench.analysis import stats, summary
+from dpbench.measure.rounds import UntilPrecise
+from dpbench.measure.run import Rule, run
 from dpbench.records import Case, Effort, Trial
-from dpbench.rounds import UntilPrecise
-from dpbench.run import Rule, run
 from dpbench.store import Store
 
 CASE = Case(model="planted:none", strategy="dp", schedule="reference", devices=2, batch_size=64)
@@ -56,17 +56,17 @@ def inside(first: Case, second: Case, budget_s: float) -> dict[str, Any]:
     """Compare two cases side by side; above 1 the second is faster."""
     trials = measure([first, second], UntilPrecise(least=5), paired=True, budget_s=budget_s)
     sides = [[trial for trial in trials if trial.case == case] for case in (first, second)]
-    one, other = (analyse.measured(side) for side in sides)
+    one, other = (summary.measured(side) for side in sides)
     ratio = stats.ratio(one, other)
-    phase, phase_s = analyse.blame(*sides)
+    phase, phase_s = summary.blame(*sides)
     return _told(ratio, stats.verdict(ratio)) | {"phase": phase, "phase_s": phase_s, "step_s": stats.median(one).value}
 
 
 def between() -> dict[str, Any]:
     """Compare a case with itself in another run."""
     first, second = (measure([CASE], 5) for _ in range(2))
-    (found,) = analyse.compare(first, second)
-    return _told(found.ratio, found.verdict) | {"step_s": stats.median(analyse.measured(first)).value}
+    (found,) = summary.compare(first, second)
+    return _told(found.ratio, found.verdict) | {"step_s": stats.median(summary.measured(first)).value}
 
 
 def _told(ratio: Any, verdict: str) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def _told(ratio: Any, verdict: str) -> dict[str, Any]:
 
 def planted(number: int) -> dict[str, Any]:
     """Plant a slowdown and look for it."""
-    base_s = stats.median(analyse.measured(measure([CASE], 3))).value
+    base_s = stats.median(summary.measured(measure([CASE], 3))).value
     phase = PHASES[number % len(PHASES)]
     os.environ |= {"DPBENCH_PLANTED_S": str(SLOWDOWN * base_s), "DPBENCH_PLANTED_DEVICES": str(CASE.devices)}
     found = inside(CASE, replace(CASE, model=f"planted:{phase}"), AB_BUDGET_S)
@@ -109,14 +109,14 @@ def main() -> None:
             line |= {"seconds": time.perf_counter() - began, "cpu_percent": psutil.cpu_percent()}
             with given.output.open("a") as file:
                 file.write(json.dumps(line) + "\n")
-    print(summary(_lines(given.output)))
+    print(tally(_lines(given.output)))
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def summary(lines: list[dict[str, Any]]) -> str:
+def tally(lines: list[dict[str, Any]]) -> str:
     """Say how often the verdicts were right."""
     told = []
     for kind in ("inside", "between", "planted"):

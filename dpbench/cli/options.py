@@ -49,7 +49,7 @@ class Schedules(click.ParamType[tuple[str, ...]]):
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         """Split at commas, and at `;` where two schedules of switches meet."""
-        from dpbench import plan
+        from dpbench.records import plan
 
         if isinstance(value, tuple):
             return value
@@ -100,9 +100,9 @@ class Bytes(click.ParamType[int]):
 
 def cases_of(options: dict[str, Any]) -> tuple[list[Any], float | None]:
     """Turn options into cases, filling in what this machine can do where nothing is said."""
-    from dpbench import plan, registry
-    from dpbench.nvml import cuda_device_count
-    from dpbench.provenance import torch_has_cuda, usable_cores
+    from dpbench.hardware.nvml import cuda_device_count
+    from dpbench.hardware.provenance import torch_has_cuda, usable_cores
+    from dpbench.records import plan, registry
 
     if options["profile"] and options["paired"]:
         raise click.UsageError("--profile takes a step of one case in one process: leave out --paired")

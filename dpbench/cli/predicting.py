@@ -52,10 +52,10 @@ def predict(table: Path | None, as_json: bool, all_rows: bool, **options: Any) -
         return
     from dataclasses import replace
 
-    from dpbench import machine
-    from dpbench.predict import cases, remedies, stored
+    from dpbench.predict import cases, stored, what_if
     from dpbench.predict import table as text
     from dpbench.predict.needs import needs
+    from dpbench.records import machine
 
     models = (*options["models"], *options["own"])
     if not options["machine_name"] or not models:
@@ -89,7 +89,7 @@ def predict(table: Path | None, as_json: bool, all_rows: bool, **options: Any) -
         held = list(needs(asked, described, largest=options["max_batch"]))
         found = [replace(one, need=need) for one, need in zip(found, held, strict=True)]
         click.echo(f"\n{text.needs(held)}")
-    if not (options["quick"] or described.logical) and (changes := remedies.remedies(predictor, asked)):
+    if not (options["quick"] or described.logical) and (changes := what_if.remedies(predictor, asked)):
         click.echo(f"\n{text.remedies(changes)}")
     if options["store"]:
         run_id = cases.keep(options["store"], found, described)
@@ -113,8 +113,9 @@ def _score(path: Path, as_json: bool, all_rows: bool) -> None:
     """Print how well published rows are predicted."""
     import json
 
-    from dpbench.predict import calibrate, score
+    from dpbench.predict import calibration
     from dpbench.predict import table as text
+    from dpbench.predict.scoring import score
 
     scored, excluded = score.score(path, all_rows=all_rows)
     lines = score.lines(scored, excluded)
@@ -122,7 +123,7 @@ def _score(path: Path, as_json: bool, all_rows: bool) -> None:
         click.echo(json.dumps(score.as_json(lines), indent=1))
         return
     click.echo(text.scores(lines))
-    if known := calibrate.lines([one.matched for one in scored]):
+    if known := calibration.lines([one.matched for one in scored]):
         click.echo(f"\nwith a machine calibrated on other models than the one predicted:\n{text.scores(known)}")
     if excluded:
         click.echo(f"\nleft out:\n{text.excluded(excluded)}")

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dpbench import shown
 from dpbench.cli.ending import EXIT_UNDECIDED, EXIT_WORSE, last_words
 from dpbench.cli.options import REPORT, run_option, store_option
 from dpbench.cli.showing import choose, content_of, read, write_report
+from dpbench.records import shown
 
 if TYPE_CHECKING:
-    from dpbench.estimate import Estimate
+    from dpbench.records.estimate import Estimate
     from dpbench.store import Run
 
 
@@ -45,7 +45,7 @@ def explain(store: Path, run_id: str | None) -> None:
     The answer first, then the findings by the time at stake, each with its evidence, its remedy, and what that gave
     where the same run has measured it.
     """
-    from dpbench.findings import text
+    from dpbench.analysis.findings import text
 
     chosen, trials = read(store, run_id)
     content = content_of(chosen, trials)
@@ -57,7 +57,7 @@ def explain(store: Path, run_id: str | None) -> None:
 @store_option
 def list_(kind: str, store: Path) -> None:
     """List what there is to choose from, or the runs of the store; one name first on each line."""
-    from dpbench import listing
+    from dpbench.cli import listing
 
     rows = listing.runs(_runs(store)) if kind == "runs" else listing.rows(kind)
     width = max((len(name) for name, _ in rows), default=0)
@@ -90,7 +90,8 @@ def export(store: Path, run_id: str | None, format: str, every: bool, output: Pa
     trace: the first good trial of each case on a time line, for Perfetto or speedscope; with --split for Holistic
     Trace Analysis. pyperf: a suite of one benchmark per case, for `pyperf stats` and `compare_to`.
     """
-    from dpbench import analyse, export, imbalance
+    from dpbench import export
+    from dpbench.analysis import imbalance, summary
     from dpbench.store import Store
 
     export.check(format, every=every, output=output, **only)
@@ -99,14 +100,14 @@ def export(store: Path, run_id: str | None, format: str, every: bool, output: Pa
         chosen = opened.runs()[::-1] if several else [choose(opened.runs(), run_id)]
         runs = [(run, opened.trials(run.id)) for run in chosen]
     if format == "csv":
-        tables = [(run.id, row) for run, trials in runs for row in analyse.rows(trials)]
+        tables = [(run.id, row) for run, trials in runs for row in summary.rows(trials)]
         ids = [run for run, _ in tables]
         beside = imbalance.columns(
             [(run.id, trials) for run, trials in runs], [(i, r.case, r.source) for i, r in tables]
         )
-        pieces = iter([analyse.frame([row for _, row in tables], ids, beside).to_csv(index=False)])
+        pieces = iter([summary.frame([row for _, row in tables], ids, beside).to_csv(index=False)])
     else:
-        pieces = export.pieces(format, runs, analyse.labels, every=every, output=output, **only)
+        pieces = export.pieces(format, runs, summary.labels, every=every, output=output, **only)
     try:
         export.write(pieces, None if format == "parquet" else output)
     except BrokenPipeError:
@@ -124,11 +125,12 @@ def compare(before: str, after: str, margin: float, store: Path) -> None:
     Each is the beginning of a run's id in the store, or a store file, whose newest run is taken. Exit code 0: no
     case got slower; 1: one did; 3: none did, but some are undecided.
     """
-    from dpbench import analyse, words
+    from dpbench.analysis import summary
+    from dpbench.records import words
 
     first, second = (_side(store, name) for name in (before, after))
-    lines = analyse.compare(first, second, margin=margin)
-    lost = analyse.uncompared(first, second)
+    lines = summary.compare(first, second, margin=margin)
+    lost = summary.uncompared(first, second)
     if not lines:
         reasons = "".join(f"; {case.label}: {reason}" for case, reason in lost.items())
         raise click.UsageError(f"{before} and {after} have no measured case in common{reasons}")
@@ -144,7 +146,7 @@ def compare(before: str, after: str, margin: float, store: Path) -> None:
 
 def _ratio(estimate: Estimate) -> str:
     """Say a ratio with its interval to four digits: the default margin is 1 %."""
-    from dpbench import words
+    from dpbench.records import words
 
     if estimate.doubt:
         return f"{words.NOT_ENOUGH} ({shown.doubt(estimate)}; {words.REMEDY} would help)"

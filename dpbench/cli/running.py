@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dpbench.cli.ending import EXIT_FAILED, last_words
-from dpbench.cli.options import (
+from dpbench.cli.options import (  # fmt: skip
     AUTO_BUDGET_S,
     REPORT,
     Bytes,
@@ -20,7 +20,7 @@ from dpbench.cli.options import (
     cases_of,
     patience_option,
     store_option,
-)  # fmt: skip
+)
 from dpbench.cli.showing import choose, content_of, print_table, print_verdict, write_report
 
 if TYPE_CHECKING:
@@ -101,16 +101,16 @@ def run(store: Path, report: Path, **options: Any) -> None:
 
     Without axes it picks what this machine can do. The same command again resumes a run that was interrupted.
     """
-    from dpbench import run as runner
-    from dpbench.progress import Progress
-    from dpbench.rounds import UntilPrecise
+    from dpbench.cli.progress import Progress
+    from dpbench.measure import run as runner
+    from dpbench.measure.rounds import UntilPrecise
     from dpbench.store import Store
 
     if options["find_max_batch"]:
-        from dpbench import find_batch
+        from dpbench.measure import batch_search
 
-        cases, _ = cases_of(find_batch.axes(options))
-        find_batch.check(cases)
+        cases, _ = cases_of(batch_search.axes(options))
+        batch_search.check(cases)
         sys.exit(_find_max_batch(cases, store, options["limit"]))
     cases, budget_s = cases_of(options)
     auto = options["rounds"] == "auto"
@@ -147,7 +147,7 @@ def run(store: Path, report: Path, **options: Any) -> None:
 
 def _find_max_batch(cases: Sequence[Case], store: Path, limit_s: float) -> int:
     """Search, tell of every try on stderr and of the answers on stdout; return the exit code."""
-    from dpbench import find_batch
+    from dpbench.measure import batch_search
     from dpbench.records import Status
     from dpbench.store import Store
 
@@ -157,19 +157,19 @@ def _find_max_batch(cases: Sequence[Case], store: Path, limit_s: float) -> int:
 
     with Store.create(store) as opened:
         try:
-            outcome = find_batch.run(cases, opened, limit_s=limit_s, listen=listen)
+            outcome = batch_search.run(cases, opened, limit_s=limit_s, listen=listen)
         except KeyboardInterrupt:
             click.echo(f"interrupted; {RESUMES}", err=True)
             return 130
-    click.echo(find_batch.table(outcome.found))
+    click.echo(batch_search.table(outcome.found))
     click.echo(f"store: {store}   run: {outcome.run_id[:8]}", err=True)
     return EXIT_FAILED if any(one.largest is None for one in outcome.found) else 0
 
 
 def _self_check(cases: Sequence[Case]) -> dict[str, Any]:
     """Measure what measuring costs on the kind of device that the cases use."""
-    from dpbench import selfcheck
-    from dpbench.run import ordinals
+    from dpbench.measure import selfcheck
+    from dpbench.measure.run import ordinals
 
     click.echo("self-check: what measuring costs here; about a minute", err=True)
     widest = max(cases, key=lambda case: case.devices)

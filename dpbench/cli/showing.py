@@ -34,16 +34,16 @@ def choose(runs: Any, run_id: str | None) -> Run:
 
 def content_of(chosen: Run, trials: Any) -> dict[str, Any]:
     """Return what every form of the report shows."""
-    from dpbench import analyse, diagnose, findings, ladder
+    from dpbench.analysis import diagnosis, findings, ladder, summary
 
-    table = analyse.rows(trials)
+    table = summary.rows(trials)
     cores = chosen.provenance.get("host", {}).get("cores", 0)
     ladders = ladder.ladders(table)
     return {
         "rows": table, "trials": trials, "provenance": chosen.provenance, "run_id": chosen.id,
-        "started": chosen.started, "ladders": ladders, "verdict": diagnose.verdict(table, ladders) + _noisy(chosen),
-        "tiles": diagnose.tiles(table, ladders), "diagnoses": findings.diagnose(table, trials, cores),
-        "warnings": [*_unfinished(chosen), *_untold(chosen), *diagnose.warnings(table, trials, chosen.provenance)],
+        "started": chosen.started, "ladders": ladders, "verdict": diagnosis.verdict(table, ladders) + _noisy(chosen),
+        "tiles": diagnosis.tiles(table, ladders), "diagnoses": findings.diagnose(table, trials, cores),
+        "warnings": [*_unfinished(chosen), *_untold(chosen), *diagnosis.warnings(table, trials, chosen.provenance)],
     }  # fmt: skip
 
 
@@ -56,7 +56,7 @@ def _unfinished(chosen: Run) -> list[str]:
 
 def _noisy(chosen: Run) -> str:
     """Label a run during or before which other processes took too much of the cores."""
-    from dpbench.quiet import NOISY
+    from dpbench.hardware.foreign_load import NOISY
 
     reasons = chosen.provenance.get("noisy")
     return f" {NOISY}: {'; '.join(reasons.values())}." if reasons else ""
@@ -78,14 +78,14 @@ def write_report(path: Path, content: dict[str, Any]) -> None:
 
 def print_table(content: dict[str, Any]) -> None:
     """Print one line a case to stdout."""
-    from dpbench.progress import table
+    from dpbench.cli.progress import table
 
     click.echo(table(content["rows"], content["ladders"]))
 
 
 def print_verdict(content: dict[str, Any]) -> None:
     """Print the verdict to stdout, and what the self-check found; the warnings to stderr."""
-    from dpbench import selfcheck
+    from dpbench.measure import selfcheck
 
     for warning in content["warnings"]:
         click.echo(f"warning: {warning}", err=True)

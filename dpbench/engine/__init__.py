@@ -2,12 +2,12 @@
 
 from dpbench.engine.apply import parallel_apply
 from dpbench.engine.data_parallel import DataParallel, data_parallel
-from dpbench.engine.devices import resolve
 from dpbench.engine.gather import gather
 from dpbench.engine.reduce import reduce
 from dpbench.engine.replicate import replicate
 from dpbench.engine.scatter import scatter
 from dpbench.engine.train_step import TrainStep
+from dpbench.hardware.devices import resolve
 
 __all__ = [
     "scatter",

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dpbench.engine.containers import devices_of
-from dpbench.engine.devices import Devices, as_devices
-from dpbench.engine.each import on_each
+from dpbench.engine.run_on_devices import on_each
 from dpbench.engine.workers import Spawn, Workers
+from dpbench.hardware.devices import Devices, as_devices
 from dpbench.records import HOST, Mark, Phase, no_mark
 
 

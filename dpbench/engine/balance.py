@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from dpbench.devices import Device
 from dpbench.engine.containers import first_tensor
+from dpbench.hardware.device import Device
 from dpbench.records import HOST, Mark, Phase
 
 AUTO = "auto"

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.autograd.function import Function
 
-from dpbench.devices import Device
 from dpbench.engine.reduce import reduce
+from dpbench.hardware.device import Device
 from dpbench.records import Mark, Phase
 
 Copier = Callable[[Sequence[torch.Tensor], Sequence[Device], Mark], list[list[torch.Tensor]]]

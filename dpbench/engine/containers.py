@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from dpbench.devices import Device
-from dpbench.engine.devices import as_devices
+from dpbench.hardware.device import Device
+from dpbench.hardware.devices import as_devices
 
 
 def keys_of(value: Any) -> Collection[Any] | None:

@@ -9,20 +9,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from dpbench.devices import Device
 from dpbench.engine import legal
 from dpbench.engine.apply import parallel_apply
-from dpbench.engine.devices import DeviceId, resolve
 from dpbench.engine.errors import Refused
 from dpbench.engine.gather import gather, target_of
-from dpbench.engine.host import IntraOp, keep_memory
+from dpbench.engine.host_settings import IntraOp, keep_memory
 from dpbench.engine.identity import Identity
 from dpbench.engine.replicas import Maker, flat_weights, maker
 from dpbench.engine.replicate import check_placement, replicate
 from dpbench.engine.scatter import scatter
 from dpbench.engine.workers import choose
+from dpbench.hardware.device import Device
+from dpbench.hardware.devices import DeviceId, resolve
 from dpbench.records import Mark, Phase, no_mark
-from dpbench.schedule import CUDA, FASTEST, Schedule, parse
+from dpbench.records.schedule import CUDA, FASTEST, Schedule, parse
 
 PREFIX = "module."
 

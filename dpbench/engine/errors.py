@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from typing import Any
 
-from dpbench.devices import Device
+from dpbench.hardware.device import Device
 
 
 class Refused(ValueError):

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.autograd.function import Function
 
-from dpbench.devices import Device
 from dpbench.engine.containers import devices_of, keys_of, parts_of, rebuilt
-from dpbench.engine.devices import DeviceId, Devices, as_devices
+from dpbench.hardware.device import Device
+from dpbench.hardware.devices import DeviceId, Devices, as_devices
 from dpbench.records import Mark, Phase, no_mark
 
 

@@ -12,14 +12,14 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from dpbench.devices import Device
 from dpbench.engine.errors import Refused
+from dpbench.engine.flat_storage import is_dense
 from dpbench.engine.identity import has_hooks, is_watched
 from dpbench.engine.losses import Loss
+from dpbench.engine.optimizer_groups import ELEMENTWISE, groups_of
 from dpbench.engine.replicate import unique
-from dpbench.engine.stepper import ELEMENTWISE, groups_of
-from dpbench.engine.storage import is_dense
-from dpbench.schedule import Schedule
+from dpbench.hardware.device import Device
+from dpbench.records.schedule import Schedule
 
 BEST = Schedule(
     workers="pool", replicas="persistent", storage="flat", loss="local", backward="local", update="sharded",

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from dpbench.devices import Device
-from dpbench.engine.graphs import Recorded
+from dpbench.engine.cuda_graphs import Recorded
 from dpbench.engine.losses import Summed
+from dpbench.hardware.device import Device
 from dpbench.records import Mark, Phase
 
 

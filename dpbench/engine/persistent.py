@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from dpbench.devices import Device
 from dpbench.engine.broadcast import copies_of
-from dpbench.engine.cached import Trees
-from dpbench.engine.devices._many import copy_all
-from dpbench.engine.storage import FlatWeights
+from dpbench.engine.flat_storage import FlatWeights
+from dpbench.engine.replica_cache import Trees
+from dpbench.hardware.device import Device
+from dpbench.hardware.devices._many import copy_all
 from dpbench.records import Mark, Phase
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from dpbench.devices import Device
-from dpbench.engine.devices import Devices, as_devices
+from dpbench.hardware.device import Device
+from dpbench.hardware.devices import Devices, as_devices
 from dpbench.records import Mark, Phase, no_mark
 
 

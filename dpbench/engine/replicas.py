@@ -7,18 +7,18 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from dpbench.devices import Device
 from dpbench.engine.broadcast import Copier, copies_of
-from dpbench.engine.cached import Trees
 from dpbench.engine.finish import finish
+from dpbench.engine.flat_storage import FlatWeights
 from dpbench.engine.identity import Identity
-from dpbench.engine.kept import Kept
+from dpbench.engine.optimizer_groups import groups_of
+from dpbench.engine.persistent_step import Kept
+from dpbench.engine.replica_cache import Trees
 from dpbench.engine.replicate import check_placement, replicate, unique
-from dpbench.engine.stepper import groups_of
-from dpbench.engine.storage import FlatWeights
 from dpbench.engine.workers import Workers
+from dpbench.hardware.device import Device
 from dpbench.records import Mark, Phase
-from dpbench.schedule import Schedule
+from dpbench.records.schedule import Schedule
 
 
 def flat_weights(

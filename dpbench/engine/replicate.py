@@ -15,14 +15,14 @@ from torch import nn
 from torch.fx import GraphModule
 from torch.nn.parameter import is_lazy
 
-from dpbench.devices import Device
 from dpbench.engine.broadcast import Copier, broadcast, copies_of
-from dpbench.engine.devices import Devices, as_devices
 from dpbench.engine.errors import Refused
+from dpbench.hardware.device import Device
+from dpbench.hardware.devices import Devices, as_devices
 from dpbench.records import Mark, Phase, no_mark
 
 if TYPE_CHECKING:  # trees are built by this module's own verb
-    from dpbench.engine.cached import Trees
+    from dpbench.engine.replica_cache import Trees
 
 
 def replicate(

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.autograd.function import Function
 
-from dpbench.devices import Device
 from dpbench.engine.containers import keys_of, parts_of, rebuilt, tensors_in
-from dpbench.engine.devices import Devices, as_devices
+from dpbench.hardware.device import Device
+from dpbench.hardware.devices import Devices, as_devices
 from dpbench.records import Mark, Phase, no_mark
 
 

@@ -10,27 +10,27 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from dpbench.devices import Device
 from dpbench.engine import balance, legal, losses
 from dpbench.engine.apply import parallel_apply
+from dpbench.engine.autotune import Trials
 from dpbench.engine.containers import device_of, mapped, tensors_in
 from dpbench.engine.data_parallel import check_prefix
-from dpbench.engine.devices import Devices, as_devices, resolve
-from dpbench.engine.each import in_stages, on_each
 from dpbench.engine.errors import Refused
-from dpbench.engine.fastest import Trials
 from dpbench.engine.gather import gather
-from dpbench.engine.host import IntraOp, keep_memory
-from dpbench.engine.kept import Kept
+from dpbench.engine.host_settings import IntraOp, keep_memory
 from dpbench.engine.legal import Subject
 from dpbench.engine.local_loss import LocalLoss
 from dpbench.engine.losses import Loss, Summed
+from dpbench.engine.persistent_step import Kept
 from dpbench.engine.replicas import replicas_of
+from dpbench.engine.run_on_devices import in_stages, on_each
 from dpbench.engine.scatter import scatter
-from dpbench.engine.settings import without_cast_cache
+from dpbench.engine.thread_settings import without_cast_cache
 from dpbench.engine.workers import Workers, choose
+from dpbench.hardware.device import Device
+from dpbench.hardware.devices import Devices, as_devices, resolve
 from dpbench.records import Mark, Phase, no_mark
-from dpbench.schedule import CUDA, FASTEST, TRAIN_STEP, Schedule, parse
+from dpbench.records.schedule import CUDA, FASTEST, TRAIN_STEP, Schedule, parse
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 

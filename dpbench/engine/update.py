@@ -14,19 +14,19 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from dpbench.devices import Device
-from dpbench.engine.comm import Exchange, choose
-from dpbench.engine.devices._many import copy_all, sum_all
-from dpbench.engine.each import on_each
+from dpbench.engine.collectives import Exchange, choose
+from dpbench.engine.flat_storage import FlatWeights, line
+from dpbench.engine.optimizer_groups import Stepper, groups_of, mirror
+from dpbench.engine.optimizer_state import FetchedState, State
+from dpbench.engine.param_shards import Piece, Sum, Unit, cut, gathered, sums
 from dpbench.engine.persistent import Persistent
 from dpbench.engine.reduce import arrive
-from dpbench.engine.state import FetchedState, State
-from dpbench.engine.stepper import Stepper, groups_of, mirror
-from dpbench.engine.storage import FlatWeights, line
-from dpbench.engine.units import Piece, Sum, Unit, cut, gathered, sums
+from dpbench.engine.run_on_devices import on_each
 from dpbench.engine.workers import Workers
+from dpbench.hardware.device import Device
+from dpbench.hardware.devices._many import copy_all, sum_all
 from dpbench.records import Mark, Phase
-from dpbench.schedule import Schedule
+from dpbench.records.schedule import Schedule
 
 Sources = Sequence[tuple[Device, Sequence[torch.Tensor | None]]]
 """Gradients by parameter, of each replica that has some."""

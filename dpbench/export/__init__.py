@@ -7,7 +7,7 @@ pyperf           a pyperf suite: one benchmark a case, one run a round
 parquet          a flat table of steps
 
 Text comes as an iterator of pieces, so that a long run is never one string. `labels` are those that must stand beside a
-trial's numbers: `dpbench.analyse` has them.
+trial's numbers: `dpbench.analysis.summary` has them.
 """
 
 from __future__ import annotations

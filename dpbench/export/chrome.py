@@ -14,9 +14,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from dpbench import strictjson
 from dpbench.export.choice import Labels, nameless, title
-from dpbench.records import HOST, Phase, Sample, Span, Step, Trial
+from dpbench.records import HOST, Phase, Sample, Span, Step, Trial, strictjson
 
 _T = TypeVar("_T")
 Timed = tuple[float, float, _T]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 
-from dpbench import ledger, strictjson
-from dpbench.records import Trial
+from dpbench.analysis import ledger
+from dpbench.records import Trial, strictjson
 
 
 def jsonl(run_id: str, trials: Iterable[Trial]) -> Iterator[str]:

@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpbench import ledger
+from dpbench.analysis import ledger
 from dpbench.export.choice import Labels
 from dpbench.records import UNATTRIBUTED, Case, Phase, Trial
 

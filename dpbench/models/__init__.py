@@ -21,8 +21,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from dpbench import registry
-from dpbench.records import Profile
+from dpbench.records import Profile, registry
 
 SIZES = ("small", "full")
 

@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from dpbench import plan, registry
-from dpbench.machine import Machine, Unknown
-from dpbench.predict import counts, intervals, logical, profiles, quick, simulation, stored
+from dpbench.predict import counts, cpu_model, intervals, profiles, quick, simulation, stored
 from dpbench.predict.constants import DEFAULT, Constants
 from dpbench.predict.needs import Need
-from dpbench.records import Case, Profile, Source, Span, Status, Step, Trial
+from dpbench.records import Case, Profile, Source, Span, Status, Step, Trial, plan, registry
+from dpbench.records.machine import Machine, Unknown
 
 PRICED = ("traced", "counted")
 LAUNCHES = (intervals.HOST, "launch_s")
@@ -97,11 +96,11 @@ class Predictor:
                 f"{case.label}: {self.machine.name} has logical CPU devices, whose steps are predicted from a measured "
                 f"one of one device: {stored.way_out(case)}, then give --from FILE"
             )
-        phases = logical.step(case, profile, logical.Host(self.machine.probe))
+        phases = cpu_model.step(case, profile, cpu_model.Host(self.machine.probe))
         seconds = sum(phases.values())
         doubt = intervals.RESIDUAL[profile.source] if len(case.rows) == 1 else intervals.ON_HOST
         low, high = intervals.interval(seconds, lambda *_: seconds, {}, doubt)
-        return Prediction(case, seconds, low, high, profile.source, tuple(logical.spans(phases)), self.machine.name)
+        return Prediction(case, seconds, low, high, profile.source, tuple(cpu_model.spans(phases)), self.machine.name)
 
     def _seconds(self, case: Case, machine: Machine, constants: Constants, profile: Profile) -> float:
         if self.by_formula or (case.strategy in quick.KNOWN and case.schedule in ("", "reference")):
@@ -137,7 +136,7 @@ def strategies(machine: Machine) -> tuple[str, ...]:
 
 def most_devices(machine: Machine) -> int:
     """Return how many devices can be predicted on a machine."""
-    return min(machine.devices, logical.MOST) if machine.logical else machine.devices
+    return min(machine.devices, cpu_model.MOST) if machine.logical else machine.devices
 
 
 def speedup(one: Prediction, others: Sequence[Prediction]) -> tuple[float, str]:

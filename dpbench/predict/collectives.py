@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from dpbench.machine import Machine
 from dpbench.predict.constants import Constants
 from dpbench.predict.network import nvlink_cut, ring
+from dpbench.records.machine import Machine
 
 TRAFFIC: dict[str, Callable[[int], float]] = {
     "broadcast": lambda n: 1.0,

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from dpbench.machine import Machine
 from dpbench.predict import network
 from dpbench.predict.collectives import Group
 from dpbench.predict.constants import Constants
 from dpbench.predict.events import Job
 from dpbench.records import Case, Cost, Phase, Profile, Task
+from dpbench.records.machine import Machine
 from dpbench.strategies import PASSES
 
 GIL = "gil"

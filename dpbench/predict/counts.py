@@ -11,11 +11,10 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from dpbench import registry
-from dpbench.machine import Machine
 from dpbench.predict import features, profiles
 from dpbench.predict.constants import DEFAULT, Constants
-from dpbench.records import Case, Profile
+from dpbench.records import Case, Profile, registry
+from dpbench.records.machine import Machine
 
 if TYPE_CHECKING:
     from dpbench.predict.trace import Trace

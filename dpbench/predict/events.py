@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dpbench.predict.sharing import rates
+from dpbench.predict.max_min_fair import rates
 
 
 @dataclass(frozen=True)

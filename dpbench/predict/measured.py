@@ -17,9 +17,11 @@ import numpy as np
 import torch
 from scipy.optimize import nnls
 
-from dpbench import clock, ledger, models
-from dpbench.devices import Device
-from dpbench.engine.devices import open_devices
+from dpbench import models
+from dpbench.analysis import ledger
+from dpbench.hardware.device import Device
+from dpbench.hardware.devices import open_devices
+from dpbench.measure import clocks
 from dpbench.predict.profiles import FIXED_SHARE
 from dpbench.records import UNATTRIBUTED, Case, Cost, Phase, Profile, Trial
 from dpbench.strategies import Step, single
@@ -144,7 +146,7 @@ def fit_cost(rows: Sequence[int], seconds: Sequence[float]) -> Cost:
 def phase_seconds(case: Case) -> dict[Phase, float]:
     """Return the median seconds of each phase of an ordinary step on one device."""
     with _running(case) as (step, batch, devices, listen):
-        listener = clock.choose(devices)
+        listener = clocks.choose(devices)
         listen(listener.mark)
         with listener.block():
             for i in range(WARMUP_STEPS + STEPS):

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from dpbench import models
-from dpbench.predict import holding
+from dpbench.predict import strategy_memory
 from dpbench.predict.allocator import OutOfDeviceMemory
-from dpbench.predict.tape import Peak, Tape, replay
-from dpbench.predict.theirs import TorchDataParallel
+from dpbench.predict.memory_trace import Peak, Tape, replay
+from dpbench.predict.torch_dp_memory import TorchDataParallel
 from dpbench.predict.trace import Build, OptimizerFactory, trace, trace_optimizer
 from dpbench.records import Case
-from dpbench.schedule import REFERENCE, Schedule, parse
+from dpbench.records.schedule import REFERENCE, Schedule, parse
 from dpbench.strategies import optimizer_of, precision_of
 
 STEPS = 3
@@ -90,17 +90,17 @@ def tape_of(case: Case, traces: Traces, steps: int = STEPS) -> Tape:
     """
     tape = Tape()
     if case.strategy in ("single", "single_all_cores"):
-        holding.single(tape, traces.of(case.batch_size), steps)
+        strategy_memory.single(tape, traces.of(case.batch_size), steps)
     elif case.strategy == "ddp":
         for device, rows in enumerate(case.rows):
-            holding.ddp(tape, traces.of(rows), steps, device)
+            strategy_memory.ddp(tape, traces.of(rows), steps, device)
     elif case.strategy in ("dp", "torch_dp"):
         schedule = _schedule(case)
         parts = tuple(traces.of(rows) for rows in case.rows)
-        shards = holding.Shards(traces.of(case.batch_size), parts, traces.optimizer)
+        shards = strategy_memory.Shards(traces.of(case.batch_size), parts, traces.optimizer)
         # distinct GPUs take collectives until weights stay where they are, or move in flat buffers
         collective = case.device_kind == "cuda" and case.placement == "spread" and len(parts) > 1
-        kind = TorchDataParallel if case.strategy == "torch_dp" else holding.DataParallel
+        kind = TorchDataParallel if case.strategy == "torch_dp" else strategy_memory.DataParallel
         kind(tape, shards, schedule, collective=collective).run(steps)
     else:
         raise ValueError(f"the memory of strategy {case.strategy!r} is not known; known: single, ddp, dp, torch_dp")

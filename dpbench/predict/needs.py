@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from dpbench.machine import Machine
 from dpbench.predict import counts
 from dpbench.records import Case, Memory, Status
+from dpbench.records.machine import Machine
 
 UNTRACED = "only dpbench's own models and --model have a module to trace"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from functools import lru_cache
 
-from dpbench.machine import HOST_NODE, Link, Machine, Unknown
-from dpbench.predict.sharing import rates
+from dpbench.predict.max_min_fair import rates
+from dpbench.records.machine import HOST_NODE, Link, Machine, Unknown
 
 Direction = tuple[str, str]
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dpbench.machine import Machine, Unknown
 from dpbench.predict import quick
 from dpbench.predict.constants import DEFAULT, Constants
 from dpbench.records import Case, Cost, Phase, Profile
+from dpbench.records.machine import Machine, Unknown
 
 DTYPES = {"fp32": ("fp32",), "tf32": ("tf32", "fp32"), "bf16": ("bf16", "fp16", "fp32"), "fp16": ("fp16", "fp32")}
 """Which peak stands for a precision, the best first."""

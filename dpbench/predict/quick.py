@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
-from dpbench.machine import Machine
 from dpbench.predict import network
 from dpbench.predict.collectives import Group
 from dpbench.predict.constants import DEFAULT, Constants
 from dpbench.records import Case, Cost, Phase, Profile
+from dpbench.records.machine import Machine
 from dpbench.strategies import PASSES, buckets
 
 KNOWN = ("single", "torch_dp", "dp", "ddp")

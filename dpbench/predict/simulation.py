@@ -7,11 +7,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from dpbench import registry
-from dpbench.machine import Machine, Unknown
 from dpbench.predict import costs, events
 from dpbench.predict.constants import DEFAULT, Constants
-from dpbench.records import Case, Phase, Profile, Span, Task
+from dpbench.records import Case, Phase, Profile, Span, Task, registry
+from dpbench.records.machine import Machine, Unknown
 
 ONE_PROCESS = ("dp", "torch_dp")
 EXCHANGEABLE = 9

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dpbench.machine import Machine, Unknown
 from dpbench.predict import counts
 from dpbench.records import Case, Profile, Source, Status, Trial
+from dpbench.records.machine import Machine, Unknown
 from dpbench.store import Store
 
 SINGLE = "single"

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from dpbench import ledger, words
-from dpbench.columns import aligned
+from dpbench.analysis import ledger
 from dpbench.predict.cases import Prediction, speedup
 from dpbench.predict.needs import Need
-from dpbench.predict.published import Excluded
-from dpbench.predict.remedies import Remedy
-from dpbench.predict.score import Line
-from dpbench.records import UNATTRIBUTED, Step
+from dpbench.predict.scoring.published import Excluded
+from dpbench.predict.scoring.score import Line
+from dpbench.predict.what_if import Remedy
+from dpbench.records import UNATTRIBUTED, Step, words
+from dpbench.records.columns import aligned
 
 COLUMNS = ("model", "strategy", "devices", "batch", "ms/step", "80 % interval", "samples/s", "speed-up", "phases, ms",
            "profile", "label")  # fmt: skip

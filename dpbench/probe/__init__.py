@@ -20,10 +20,10 @@ from pathlib import Path
 import psutil
 import torch
 
-from dpbench import cores, heap, quiet
+from dpbench.hardware import affinity, foreign_load, malloc
+from dpbench.measure.server import environment
 from dpbench.probe import collective, engine, gpu, host
 from dpbench.probe.figures import Figure, over_passes
-from dpbench.server import environment
 
 PASSES, BUDGET_S = 3, 58.0
 """A pass that would not end within the budget, if it took as long as the one before, is not begun."""
@@ -43,7 +43,7 @@ class Probe:
     gpu_memory_bytes: int
     figures: tuple[Figure, ...]
     seconds: float
-    load: quiet.Measured
+    load: foreign_load.Measured
     """The most that other processes took of the cores, before it and in each pass."""
 
     def __getitem__(self, name: str) -> float:
@@ -64,19 +64,19 @@ def probe(say: Say = lambda _: None, *, patience_s: float | None = None, anyway:
     A busy machine is waited for, up to `patience_s` seconds; None takes the environment's or the default. Raises Busy
     if it stays busy, unless `anyway`. Raises RuntimeError, with what it said last, when a pass fails.
     """
-    loads = [quiet.wait(quiet.patience(patience_s), say)]
-    if quiet.busy(loads[0]) and not anyway:
+    loads = [foreign_load.wait(foreign_load.patience(patience_s), say)]
+    if foreign_load.busy(loads[0]) and not anyway:
         raise Busy(
             f"busy machine: {loads[0]}; end what runs there, wait longer (--patience SECONDS), or measure all the same "
-            f"and label the file {quiet.NOISY} (--anyway)"
+            f"and label the file {foreign_load.NOISY} (--anyway)"
         )
     begin = time.perf_counter()
     passes: list[list[Figure]] = []
     last_s = 0.0
     while len(passes) < PASSES and time.perf_counter() - begin + last_s < BUDGET_S:
-        began, before = time.perf_counter(), quiet.snapshot()
+        began, before = time.perf_counter(), foreign_load.snapshot()
         passes.append(_pass(f"pass {len(passes) + 1} of {PASSES}", say))
-        loads.append(quiet.since(before))
+        loads.append(foreign_load.since(before))
         last_s = time.perf_counter() - began
     names = tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
     found = Probe(
@@ -89,12 +89,12 @@ def probe(say: Say = lambda _: None, *, patience_s: float | None = None, anyway:
     return found
 
 
-def _worst(loads: Sequence[quiet.Measured]) -> quiet.Measured:
+def _worst(loads: Sequence[foreign_load.Measured]) -> foreign_load.Measured:
     """Return the highest load; an unknown one where none is too high, so that it is not called quiet."""
-    known = [load for load in loads if isinstance(load, quiet.Load)]
-    unknown = [load for load in loads if isinstance(load, quiet.Unknown)]
+    known = [load for load in loads if isinstance(load, foreign_load.Load)]
+    unknown = [load for load in loads if isinstance(load, foreign_load.Unknown)]
     highest = max(known, key=lambda load: load.taken, default=None)
-    return highest if highest and (quiet.busy(highest) or not unknown) else unknown[0]
+    return highest if highest and (foreign_load.busy(highest) or not unknown) else unknown[0]
 
 
 def _endings(found: Probe) -> Iterator[str]:
@@ -109,11 +109,11 @@ def _endings(found: Probe) -> Iterator[str]:
     yield from _noise(found.load)
 
 
-def _noise(load: quiet.Measured) -> Iterator[str]:
+def _noise(load: foreign_load.Measured) -> Iterator[str]:
     """Yield that the figures are NOISY, or that this is unknown."""
-    if quiet.busy(load):
-        yield f"{quiet.NOISY}: {load}"
-    elif isinstance(load, quiet.Unknown):
+    if foreign_load.busy(load):
+        yield f"{foreign_load.NOISY}: {load}"
+    elif isinstance(load, foreign_load.Unknown):
         yield str(load)
 
 
@@ -141,10 +141,10 @@ def _pass(name: str, say: Say) -> list[Figure]:
 def measure() -> Iterator[str | Figure]:
     """Measure all figures in this process; yield what comes next, and each figure."""
     torch.set_num_threads(1)
-    heap.keep()
+    malloc.keep()
     for what, part in _on_the_host():
         yield what
-        with cores.staying(0):
+        with affinity.staying(0):
             yield from part()
     for what, part in _on_gpus():
         yield what
@@ -198,7 +198,7 @@ def to_toml(found: Probe) -> str:
     """
     how = f"measured by dpbench probe in {found.seconds:.0f} s, torch {torch.__version__}"
     how = "; ".join([how, *_noise(found.load)])
-    noisy = f" ({quiet.NOISY})" if quiet.busy(found.load) else ""
+    noisy = f" ({foreign_load.NOISY})" if foreign_load.busy(found.load) else ""
     logical = not found.gpus
     what = f"{len(found.gpus)} x {found.gpus[0]}" if found.gpus else "logical CPU devices"
     devices = len(found.gpus) or found.cores

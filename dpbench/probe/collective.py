@@ -20,13 +20,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dpbench import cores, heap, ledger, lifeline
-from dpbench.clock import HostClock
-from dpbench.devices import Device
-from dpbench.engine.devices import open_devices
+from dpbench.analysis import ledger
+from dpbench.hardware import affinity, malloc, parent_death
+from dpbench.hardware.device import Device
+from dpbench.hardware.devices import open_devices
+from dpbench.measure.clocks import HostClock
+from dpbench.measure.ranks import run
 from dpbench.probe import engine, host
 from dpbench.probe.figures import WARM, Figure, Timing, figure, makespans, ratio, spread, timing
-from dpbench.ranks import run
 from dpbench.records import UNATTRIBUTED, Case, Trial
 from dpbench.strategies import ddp, single
 
@@ -92,7 +93,7 @@ def _of_chains(found: Sequence[tuple[int, Mapping[str, engine.Phases]]], ranks: 
 
 def _measured(ranks: int, backend: str, wanted: Mapping[str, Any]) -> dict[str, Any]:
     """Start the ranks from a fresh process; return what rank 0 measured. Raises RuntimeError when a rank failed."""
-    cores.roam()  # each rank keeps to a core of its own
+    affinity.roam()  # each rank keeps to a core of its own
     with tempfile.TemporaryDirectory(prefix="dpbench-") as folder:
         command = [sys.executable, "-m", "dpbench.probe.collective", str(os.getpid()), folder, str(ranks), backend]
         done = subprocess.run(
@@ -106,7 +107,7 @@ def _measured(ranks: int, backend: str, wanted: Mapping[str, Any]) -> dict[str, 
 
 def _start(parent: int, folder: Path, ranks: int, backend: str, wanted: Mapping[str, Any]) -> dict[str, Any]:
     """Start the ranks from this process, and return what rank 0 measured; end when `parent` does."""
-    lifeline.die_with_parent(parent)
+    parent_death.die_with_parent(parent)
     measured: dict[str, Any] = run(partial(_rank, backend, wanted), ranks, folder, backend)[0]
     return measured
 
@@ -114,13 +115,13 @@ def _start(parent: int, folder: Path, ranks: int, backend: str, wanted: Mapping[
 def _rank(backend: str, wanted: Mapping[str, Any], rank: int) -> dict[str, Any]:
     """Measure as one rank."""
     torch.set_num_threads(1)
-    heap.keep()
+    malloc.keep()
     device = torch.device("cpu")
     if backend == "nccl":
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
     else:
-        cores.stay(rank)  # after gloo's own threads have started, as in the workers
+        affinity.stay(rank)  # after gloo's own threads have started, as in the workers
     measure: dict[str, Callable[[Any], Any]]
     measure = {"reduce": lambda sizes: _reduce(sizes, device), "nets": _nets, "chains": _chains}
     return {what: measure[what](arguments) for what, arguments in wanted.items()}

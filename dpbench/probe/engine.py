@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from dpbench import ledger
-from dpbench.clock import HostClock
+from dpbench.analysis import ledger
 from dpbench.engine import TrainStep
-from dpbench.engine.devices import open_devices
 from dpbench.engine.legal import BEST
+from dpbench.hardware.devices import open_devices
+from dpbench.measure.clocks import HostClock
 from dpbench.models import Model
 from dpbench.probe.figures import Figure, spread
 from dpbench.records import UNATTRIBUTED, Case, Phase, Trial
-from dpbench.schedule import REFERENCE, Schedule
+from dpbench.records.schedule import REFERENCE, Schedule
 
 LAYERS = (6, 48)
 ROWS = 8

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from dpbench import cores
-from dpbench.ledger import middle_half
+from dpbench.analysis.ledger import middle_half
+from dpbench.hardware import affinity
 
 Work = Callable[[], object]
 After = Callable[[list[Any]], object]
@@ -121,7 +121,7 @@ def time_steps(steps: Sequence[Step], repeats: int) -> tuple[Timing, Timing]:
     found: list[list[tuple[float, float, float]]] = [[] for _ in steps]
 
     def run(i: int) -> None:
-        cores.stay(i)
+        affinity.stay(i)
         for _ in range(WARM + repeats):
             barrier.wait()
             found[i].append(steps[i]())
@@ -157,7 +157,7 @@ def time_new_threads(works: Sequence[Work], repeats: int = REPEATS, after: After
         results: list[Any] = [None] * len(works)
 
         def run(i: int) -> None:
-            cores.stay(i)
+            affinity.stay(i)
             results[i] = works[i]()
 
         threads = [threading.Thread(target=run, args=(i,)) for i in range(len(works))]
@@ -205,7 +205,7 @@ def _round(works: Sequence[Work], loops: int, setting: Setting) -> float:
     begins, ends = [0.0] * len(works), [0.0] * len(works)
 
     def run(i: int) -> None:
-        cores.stay(i)
+        affinity.stay(i)
         work = works[i]
         with setting():
             barrier.wait()

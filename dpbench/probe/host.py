@@ -15,10 +15,11 @@ from scipy.optimize import nnls
 from torch import nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from dpbench import cores, models
-from dpbench.engine.devices import resolve
+from dpbench import models
 from dpbench.engine.reduce import reduce
 from dpbench.engine.replicate import rebuild
+from dpbench.hardware import affinity
+from dpbench.hardware.devices import resolve
 from dpbench.probe.figures import (
     Figure,
     Step,
@@ -160,7 +161,7 @@ def threads() -> Iterator[Figure]:
     """Yield what it costs to start threads, and to wake kept ones."""
 
     def start() -> None:
-        thread = threading.Thread(target=cores.stay, args=(1,))
+        thread = threading.Thread(target=affinity.stay, args=(1,))
         thread.start()
         thread.join()
 
@@ -169,7 +170,7 @@ def threads() -> Iterator[Figure]:
     outbox: SimpleQueue[object] = SimpleQueue()
 
     def serve() -> None:
-        cores.stay(1)
+        affinity.stay(1)
         while inbox.get() is not None:
             outbox.put(1)
 

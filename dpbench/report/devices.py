@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from dpbench import shown, words
-from dpbench.estimate import Estimate
-from dpbench.footprint import PHASES, Footprint, footprints
-from dpbench.imbalance import Index, indexes
-from dpbench.records import HOST, Case, Trial
-from dpbench.report import facets, naming
+from dpbench.analysis.bandwidth import Counted, Flow, counted, flows
+from dpbench.analysis.imbalance import Index, indexes
+from dpbench.analysis.memory import PHASES, Footprint, footprints
+from dpbench.records import HOST, Case, Trial, shown, words
+from dpbench.records.estimate import Estimate
+from dpbench.report import naming, small_multiples
 from dpbench.report.table import Cell, Table
-from dpbench.traffic import Counted, Flow, counted, flows
 
 OPEN = 24
 """Lines up to which a table is shown at once."""
@@ -70,7 +69,7 @@ def _union(labels: object) -> tuple[str, ...]:
 
 
 def _place(case: Case) -> tuple[object, ...]:
-    return (facets.setting(case), case.batch_size, case.devices, *facets.rank(case))
+    return (small_multiples.setting(case), case.batch_size, case.devices, *small_multiples.rank(case))
 
 
 def _case(case: Case) -> Cell:

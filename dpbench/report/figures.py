@@ -8,11 +8,10 @@ from dataclasses import replace
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-from dpbench import shown, words
-from dpbench.analyse import Row
-from dpbench.ladder import Ladder, notable
-from dpbench.records import UNATTRIBUTED, Phase, Trial
-from dpbench.report import facets, heat, naming, speedup, strips, svg, waterfall
+from dpbench.analysis.ladder import Ladder, notable
+from dpbench.analysis.summary import Row
+from dpbench.records import UNATTRIBUTED, Phase, Trial, shown, words
+from dpbench.report import heatmap, naming, small_multiples, speedup, svg, timeline, waterfall
 from dpbench.report.svg import Panel, Section
 
 PHASES: Mapping[str, tuple[str, str]] = {
@@ -41,7 +40,7 @@ def sections(rows: Sequence[Row], trials: Sequence[Trial], ladders: Sequence[Lad
     with svg.theme():
         drawn = [
             speedup.section(shown), throughput(shown), phases([row for row in rows if row.case in climbed]),
-            strips.imbalance(shown), heat.utilisation(shown, trials), strips.steps(shown, trials),
+            timeline.imbalance(shown), heatmap.utilisation(shown, trials), timeline.steps(shown, trials),
         ]  # fmt: skip
         if not ladders:
             return drawn
@@ -51,7 +50,7 @@ def sections(rows: Sequence[Row], trials: Sequence[Trial], ladders: Sequence[Lad
 
 def throughput(rows: Sequence[Row]) -> Section:
     """Draw samples per second, a bar a case."""
-    panels, left_out = facets.split([row for row in rows if naming.drawable(row.throughput)], per=12)
+    panels, left_out = small_multiples.split([row for row in rows if naming.drawable(row.throughput)], per=12)
     left_out = " ".join(filter(None, (left_out, naming.withheld(row.throughput for row in rows))))
     return Section(
         "throughput", "Throughput", "Samples per second; longer is better. Whiskers are 95% intervals.",
@@ -60,7 +59,7 @@ def throughput(rows: Sequence[Row]) -> Section:
     )  # fmt: skip
 
 
-def _throughput(facet: facets.Facet, key: str) -> Panel:
+def _throughput(facet: small_multiples.Facet, key: str) -> Panel:
     found = [row.throughput for row in facet.rows if row.throughput]
     values = [f"{words.number(e.value)}/s ({shown.interval(e)})" for e in found]
     figure, axes, tops = svg.lanes(facet.names, values, [38] * len(values))
@@ -80,7 +79,7 @@ def _throughput(facet: facets.Facet, key: str) -> Panel:
 def phases(rows: Sequence[Row]) -> Section:
     """Draw where a step's time goes; the parts of a bar sum to the step."""
     drawn = [row for row in rows if row.phases and row.step and naming.drawable(row.step)]
-    panels, left_out = facets.split(drawn, per=16)  # a whole ladder on one axis
+    panels, left_out = small_multiples.split(drawn, per=16)  # a whole ladder on one axis
     left_out = " ".join(filter(None, (left_out, naming.withheld(row.step for row in rows if row.phases))))
     return Section(
         "phases", "Where a step goes",
@@ -91,7 +90,7 @@ def phases(rows: Sequence[Row]) -> Section:
     )  # fmt: skip
 
 
-def _phases(facet: facets.Facet, key: str) -> Panel:
+def _phases(facet: small_multiples.Facet, key: str) -> Panel:
     present = [name for name in PHASES if any(name in row.phases for row in facet.rows)]
     values = [f"{words.number(row.step.value * 1e3)} ms" if row.step else "" for row in facet.rows]
     figure, axes, tops = svg.lanes(facet.names, values, [40] * len(values), keys=-(-len(present) // 3))

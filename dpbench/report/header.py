@@ -8,9 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from dpbench import words
-from dpbench.analyse import Row
-from dpbench.records import Trial
+from dpbench.analysis.summary import Row
+from dpbench.records import Trial, words
 
 
 def facts(provenance: Mapping[str, Any], run_id: str, started: float) -> list[tuple[str, str]]:

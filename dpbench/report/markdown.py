@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from dpbench import selfcheck, words
-from dpbench.analyse import Row
-from dpbench.diagnose import Tile
-from dpbench.findings import Diagnosis, text
-from dpbench.ladder import Ladder
-from dpbench.records import Trial
+from dpbench.analysis.diagnosis import Tile
+from dpbench.analysis.findings import Diagnosis, text
+from dpbench.analysis.ladder import Ladder
+from dpbench.analysis.summary import Row
+from dpbench.measure import selfcheck
+from dpbench.records import Trial, words
 from dpbench.report import devices, header, naming, rungs, table
 
 REASON = 160

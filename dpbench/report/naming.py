@@ -6,11 +6,10 @@ import math
 import unicodedata
 from collections.abc import Iterable, Sequence
 
-from dpbench import words
-from dpbench.analyse import Row
-from dpbench.estimate import Estimate
-from dpbench.ladder import short
-from dpbench.records import Case, Source
+from dpbench.analysis.ladder import short
+from dpbench.analysis.summary import Row
+from dpbench.records import Case, Source, words
+from dpbench.records.estimate import Estimate
 
 _PLAIN = Case(model="", strategy="", batch_size=0)
 

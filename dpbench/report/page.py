@@ -9,12 +9,12 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from dpbench import selfcheck, shown, words
-from dpbench.analyse import Row
-from dpbench.diagnose import Tile
-from dpbench.findings import Diagnosis, text
-from dpbench.ladder import Ladder
-from dpbench.records import Trial
+from dpbench.analysis.diagnosis import Tile
+from dpbench.analysis.findings import Diagnosis, text
+from dpbench.analysis.ladder import Ladder
+from dpbench.analysis.summary import Row
+from dpbench.measure import selfcheck
+from dpbench.records import Trial, shown, words
 from dpbench.report import devices, figures, header, table
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dpbench import schedule, shown, words
-from dpbench.estimate import Estimate
-from dpbench.ladder import Change, Ladder, Rung, short
+from dpbench.analysis.ladder import Change, Ladder, Rung, short
+from dpbench.records import schedule, shown, words
+from dpbench.records.estimate import Estimate
 from dpbench.report import naming
 from dpbench.report.table import Cell, Table
 

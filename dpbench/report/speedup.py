@@ -11,11 +11,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from dpbench import shown
-from dpbench.analyse import Row
-from dpbench.estimate import Estimate
-from dpbench.records import Case
-from dpbench.report import facets, naming, svg
+from dpbench.analysis.summary import Row
+from dpbench.records import Case, shown
+from dpbench.records.estimate import Estimate
+from dpbench.report import naming, small_multiples, svg
 from dpbench.report.svg import Panel, Section
 
 LINES = 8
@@ -34,7 +33,7 @@ def section(rows: Sequence[Row]) -> Section:
     drawn = _both_ways([row for row in rows if naming.drawable(row.speedup)])
     levels = [row for row in drawn if row.case.strategy == LEVEL]
     lines = [row for row in drawn if row.case.strategy != LEVEL] or levels
-    panels, left_out = facets.split(lines, per=LINES, key=_work, unit=_identity)
+    panels, left_out = small_multiples.split(lines, per=LINES, key=_work, unit=_identity)
     left_out = " ".join(filter(None, (left_out, naming.withheld(row.speedup for row in rows))))
     missing = "" if panels or left_out else "No case could be compared with the strategy single at equal work."
     return Section(
@@ -46,7 +45,7 @@ def section(rows: Sequence[Row]) -> Section:
 
 def _identity(row: Row) -> tuple[Hashable, ...]:
     """Return what tells one line from another."""
-    return (*facets.rank(row.case), row.source)
+    return (*small_multiples.rank(row.case), row.source)
 
 
 def _both_ways(rows: Sequence[Row]) -> list[Row]:
@@ -66,7 +65,7 @@ def _both_ways(rows: Sequence[Row]) -> list[Row]:
 
 def _place(row: Row) -> tuple[object, ...]:
     """Return what the lines of one panel share."""
-    return (facets.setting(row.case), *_work(row))
+    return (small_multiples.setting(row.case), *_work(row))
 
 
 def _work(row: Row) -> tuple[str, int]:
@@ -75,12 +74,12 @@ def _work(row: Row) -> tuple[str, int]:
     return row.scaling, row.case.batch_size // row.case.devices if weak else row.case.batch_size
 
 
-def _beside(facet: facets.Facet, levels: Iterable[Row]) -> list[Row]:
+def _beside(facet: small_multiples.Facet, levels: Iterable[Row]) -> list[Row]:
     """Return the levels that belong into a panel and are not in it yet."""
     return [row for row in levels if _place(row) == _place(facet.rows[0]) and row not in facet.rows]
 
 
-def _panel(facet: facets.Facet, levels: Sequence[Row], key: str) -> Panel:
+def _panel(facet: small_multiples.Facet, levels: Sequence[Row], key: str) -> Panel:
     """Draw one panel; its keys carry the values, so that no two numbers overlap."""
     rows = [*levels, *facet.rows]
     lines: dict[tuple[object, ...], list[tuple[Row, Estimate]]] = {}

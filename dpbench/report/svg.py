@@ -22,8 +22,7 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from dpbench import words
-from dpbench.records import Case
+from dpbench.records import Case, words
 from dpbench.report import naming
 from dpbench.report.table import Table
 

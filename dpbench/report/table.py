@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from dpbench import plan, shown, strictjson, words
-from dpbench.analyse import Row, frame
-from dpbench.estimate import Estimate
-from dpbench.records import Case, Fault, Phase, Source, Status, Trial
-from dpbench.report import facets, naming
+from dpbench.analysis.summary import Row, frame
+from dpbench.records import Case, Fault, Phase, Source, Status, Trial, plan, shown, strictjson, words
+from dpbench.records.estimate import Estimate
+from dpbench.report import naming, small_multiples
 
 COLUMNS = (
     "model", "strategy", "devices", "batch", "rounds, steps", "median ms", "samples/s", "speed-up", "efficiency",
@@ -53,7 +52,7 @@ def lines(rows: Iterable[Row], trials: Sequence[Trial]) -> list[Line]:
     groups: dict[tuple[Case, Source], list[Trial]] = {}
     for trial in trials:
         groups.setdefault((trial.case, trial.source), []).append(trial)
-    return [_line(row, groups.get((row.case, row.source), [])) for row in facets.order(rows)]
+    return [_line(row, groups.get((row.case, row.source), [])) for row in small_multiples.order(rows)]
 
 
 def _line(row: Row, trials: Sequence[Trial]) -> Line:
@@ -129,19 +128,19 @@ def _notes(row: Row, trials: Sequence[Trial]) -> tuple[tuple[str, str], ...]:
 
 def phase_lines(rows: Iterable[Row]) -> list[tuple[str, list[str]]]:
     """Return the milliseconds of each phase of each case, and of the step."""
-    measured = [row for row in facets.order(rows) if row.step and row.phases and not row.doubt]
+    measured = [row for row in small_multiples.order(rows) if row.step and row.phases and not row.doubt]
     return [
         (
             f"{naming.plain(row.case.model)}, {name}",
             [words.number(row.phases.get(phase, 0.0) * 1e3) for phase in PHASE_COLUMNS]
             + [words.number(row.step.value * 1e3) if row.step else ""],
         )
-        for row, name in zip(measured, facets.named(measured) if measured else (), strict=True)
+        for row, name in zip(measured, small_multiples.named(measured) if measured else (), strict=True)
     ]
 
 
 def as_json(rows: Sequence[Row]) -> str:
     """Return the rows' numbers as JSON that is safe inside a script element."""
-    records = frame(facets.order(rows)).to_dict("records")
+    records = frame(small_multiples.order(rows)).to_dict("records")
     text = strictjson.dumps(records, default=str, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -9,9 +9,9 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from dpbench import shown, words
-from dpbench.ladder import Change, Ladder, Rung
-from dpbench.report import facets, naming, rungs, svg
+from dpbench.analysis.ladder import Change, Ladder, Rung
+from dpbench.records import shown, words
+from dpbench.report import naming, rungs, small_multiples, svg
 from dpbench.report.svg import Panel, Section
 
 COLOURS = {"faster": svg.GAIN, "slower": svg.LOSS}
@@ -22,7 +22,7 @@ BEYOND = 1.5
 
 def section(ladders: Sequence[Ladder]) -> Section:
     """Draw each ladder, with its tables beside and below."""
-    panels = [_panel(ladder, f"ladder{i}") for i, ladder in enumerate(ladders[: facets.PANELS])]
+    panels = [_panel(ladder, f"ladder{i}") for i, ladder in enumerate(ladders[: small_multiples.PANELS])]
     left_out = len(ladders) - len(panels)
     ladders_ = f"{words.count(left_out, 'more ladder')} {words.verb(left_out, 'is', 'are')}"
     note = f"{ladders_} not drawn; the table has all schedules." if left_out else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dpbench.records import HOST, Case, Phase, Profile, Task
-from dpbench.schedule import Schedule
+from dpbench.records.schedule import Schedule
 from dpbench.strategies import BUCKET_BYTES, Graph, buckets
 
 

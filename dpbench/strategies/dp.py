@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from dpbench.devices import Device
+from dpbench.hardware.device import Device
 from dpbench.records import Case, Mark, Profile, Task
-from dpbench.schedule import FASTEST, REFERENCE, TRAIN_STEP, Schedule, best, parse
+from dpbench.records.schedule import FASTEST, REFERENCE, TRAIN_STEP, Schedule, best, parse
 from dpbench.strategies import Step, optimizer_of, precision_of, single
 from dpbench.strategies._chain import Chain
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from dpbench.devices import Device
+from dpbench.hardware.device import Device
 from dpbench.records import Case, Mark, Phase, Profile, Task
 from dpbench.strategies import Graph, Step, optimizer_of, precision_of
 

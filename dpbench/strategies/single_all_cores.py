@@ -6,7 +6,7 @@ speed-up honest: it is no gain over the machine unless it beats this.
 
 from __future__ import annotations
 
-from dpbench.provenance import usable_cores
+from dpbench.hardware.provenance import usable_cores
 from dpbench.records import Case
 from dpbench.strategies.single import start, tasks
 

@@ -1,0 +1,5 @@
+"""Let `python -m dpbench` be the command `dpbench`."""
+
+from dpbench.cli import main
+
+main()

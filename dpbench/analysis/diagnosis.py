@@ -1,0 +1,258 @@
+"""Diagnose: rows -> words. The verdict in one sentence, four tiles, and the warnings that honesty asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dpbench.analysis import stats, validity
+from dpbench.analysis.ladder import Ladder, label, notable, short
+from dpbench.analysis.summary import Row
+from dpbench.records import UNATTRIBUTED, Phase, Status, Trial, shown, words
+from dpbench.records.estimate import Estimate
+
+ROUNDS_MOST = 50
+"""Rounds that a reader may be told to add; where more are needed, measuring side by side is the better way."""
+NAMES = 8
+"""Cases that a warning names; the table has them all."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One number of the report's top row, with what it is and the labels it must carry."""
+
+    value: str
+    caption: str
+    labels: tuple[str, ...] = ()
+
+
+def verdict(rows: Sequence[Row], ladders: Sequence[Ladder] = ()) -> str:
+    """Say in one sentence what data parallelism gave: speed-ups on the most devices, against the ideal.
+
+    Of a ladder its reference stands there, and then how far the climb leads, and its biggest step.
+    """
+    kept = [row for row in notable(rows, ladders) if not _inside(row, ladders)]
+    several = [row for row in kept if row.speedup and row.case.devices > 1]
+    done = [row for row in several if _shown(row.speedup)]
+    climbs, open_ = _climbs(ladders), _in_doubt([*several, *_of_all_cores(rows, several)])
+    if not done:
+        return " ".join(filter(None, ("" if open_ else _nothing(rows), climbs, open_)))
+    most = max(row.case.devices for row in done)
+    top = [row for row in done if row.case.devices == most]
+    groups = {name: [row for row in top if row.case.strategy == name] for name in _strategies(top)}
+    clauses = [_of_strategy(_named(name, group) if ladders else name, group) for name, group in groups.items()]
+    sentence = f"On {most} {_devices_in_words(top[0])}, " + "; ".join(clauses) + f" (ideal {most}×)"
+    everything = [*top, *_of_all_cores(rows, top)]
+    return " ".join(
+        filter(None, (f"{sentence}{_cause(top)}{_all_cores(rows, top)}.", climbs, _decided(everything), open_))
+    )
+
+
+def _shown(estimate: Estimate | None) -> bool:
+    """Tell whether an estimate is there and may be shown."""
+    return estimate is not None and not estimate.doubt
+
+
+def _in_doubt(rows: Sequence[Row]) -> str:
+    """Name the cases of which the rounds do not give a speed-up; empty for none."""
+    found = [row for row in rows if row.speedup and row.speedup.doubt]
+    if not found:
+        return ""
+    names = ", ".join(dict.fromkeys(f"{row.case.strategy} on {row.case.model}" for row in found[:3]))
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    return f"{words.NOT_ENOUGH.capitalize()} for the speed-up of {names}{more}: {words.REMEDY} would help."
+
+
+def _named(strategy: str, rows: Sequence[Row]) -> str:
+    """Name a strategy with its schedule, if there is one that all rows have."""
+    schedules = {row.case.schedule for row in rows}
+    return f"{strategy}[{short(schedules.pop())}]" if len(schedules) == 1 and schedules != {""} else strategy
+
+
+def _inside(row: Row, ladders: Sequence[Ladder]) -> bool:
+    """Tell whether a row is a rung of a ladder above its lowest: what it gave is said apart."""
+    return any(row is rung.row for found in ladders for rung in found.rungs[1:])
+
+
+def _climbs(ladders: Sequence[Ladder]) -> str:
+    """Say how far each ladder leads: its fastest rung, and its biggest decided step."""
+    if not ladders:
+        return ""
+    several = len({found.case.devices for found in ladders}) > 1
+    parts = []
+    for found in ladders:
+        many = f" ×{found.case.devices}" if several else ""
+        where = f"{found.case.model}{many}{_batch(found.fastest.row, [one.fastest.row for one in ladders])}"
+        if found.fastest is found.rungs[0]:
+            parts.append(f"on {where} no rung is faster than {found.fastest.name}")
+            continue
+        if found.whole.ratio.doubt:
+            parts.append(f"on {where} there are {words.NOT_ENOUGH} to name the best rung")
+            continue
+        doubt = " (undecided)" if found.whole.verdict == "undecided" else ""
+        first = f"{shown.times(found.whole.ratio)} over {found.whole.over}{doubt}"
+        big = found.biggest
+        step = f", its biggest step {big.name}: {shown.times(big.ratio)} over {big.over}" if big else ""
+        parts.append(f"on {where} the best rung is {found.fastest.name}, {first}{step}")
+    kind = "Of host time alone, c" if ladders[0].case.device_kind == "emulated" else "C"
+    return f"{kind}limbing the ladder, {'; '.join(parts)}."
+
+
+def _nothing(rows: Sequence[Row]) -> str:
+    """Say why there is no speed-up to report."""
+    if not any(row.step for row in rows):
+        return f"Nothing was measured: {words.count(len(rows), 'case')} without a verified result."
+    if all(row.case.device_kind == "emulated" for row in rows if row.step):
+        return "Emulated devices show host cost only: no speed-up is computed."
+    if all(row.case.devices == 1 for row in rows if row.step):
+        return "One device only: nothing to compare; add --devices 1,2 for a speed-up."
+    return "No speed-up: there is no case of the strategy single with equal work; add it with --strategies single,..."
+
+
+def _of_strategy(name: str, rows: Sequence[Row]) -> str:
+    """Return one strategy's speed-ups, a model each; only those that are interesting when there are many."""
+    kept = sorted(rows, key=lambda row: row.speedup.value if row.speedup else 0.0)
+    if len(kept) > 3:
+        kept = [kept[0], kept[-1]]
+    parts = [f"{shown.times(row.speedup)} on {row.case.model}{_batch(row, rows)}" for row in kept if row.speedup]
+    joiner = " to " if len(rows) > 3 else ", "
+    return f"{name} gives {joiner.join(parts)}"
+
+
+def _batch(row: Row, rows: Sequence[Row]) -> str:
+    """Name the batch where a model was run with several."""
+    several = len({r.case.batch_size for r in rows if r.case.model == row.case.model}) > 1
+    return f" (batch {row.case.batch_size})" if several else ""
+
+
+def _devices_in_words(row: Row) -> str:
+    kind = {"cpu": "logical CPU devices", "cuda": "GPUs"}.get(row.case.device_kind, f"{row.case.device_kind} devices")
+    if row.case.placement == "colocated":
+        kind = "replicas sharing one GPU (COLOCATED: host cost and correctness, not speed-up)"
+    return f"{kind}{' (weak scaling)' if row.scaling == 'weak' else ''}"
+
+
+def _strategies(rows: Sequence[Row]) -> list[str]:
+    return list(dict.fromkeys(row.case.strategy for row in rows))
+
+
+def _cause(rows: Sequence[Row]) -> str:
+    """Name the largest phase beside the compute of the engine's worst case, if it costs a tenth of the step."""
+    engine = [row for row in rows if row.case.strategy == "dp" and row.phases]
+    if not engine:
+        return ""
+    worst = min(engine, key=lambda row: row.speedup.value if row.speedup else 0.0)
+    compute = {Phase.FORWARD.value, Phase.BACKWARD.value, UNATTRIBUTED}
+    rest = {name: seconds for name, seconds in worst.phases.items() if name not in compute}
+    name = max(rest, key=lambda phase: rest[phase], default="")
+    share = rest.get(name, 0.0) / sum(worst.phases.values())
+    return f"; {share:.0%} of dp's step on {worst.case.model} is {name}" if share >= 0.1 else ""
+
+
+def _all_cores(rows: Sequence[Row], top: Sequence[Row]) -> str:
+    """Hold a CPU speed-up against what one device gives with all cores."""
+    found = _of_all_cores(rows, top)
+    found = [row for row in found if _shown(row.speedup)]
+    return f"; without data parallelism, {_of_strategy('single, all cores,', found)}" if found else ""
+
+
+def _of_all_cores(rows: Sequence[Row], top: Sequence[Row]) -> list[Row]:
+    """Return the rows of one device with all cores that do the work of some of `top`."""
+    work = {(row.case.model, row.case.batch_size) for row in top}
+    alike = [row for row in rows if (row.case.model, row.case.batch_size) in work]
+    return [row for row in alike if row.case.strategy == "single_all_cores" and row.speedup]
+
+
+def _decided(rows: Sequence[Row]) -> str:
+    """Say which speed-ups the measurement does not decide, read together, and what would."""
+    fast = [(row, row.speedup) for row in rows if row.speedup and not row.speedup.doubt]
+    # as sure of all of them together as each interval is of itself
+    said = stats.verdicts([speedup for _, speedup in fast], alpha=1 - stats.CONFIDENCE)
+    open_ = [pair for pair, verdict in zip(fast, said, strict=True) if verdict == "undecided"]
+    if not open_:
+        return ""
+    names = ", ".join(f"{row.case.strategy} on {row.case.model}" for row, _ in open_[:3])
+    more = f" and {len(open_) - 3} more" if len(open_) > 3 else ""
+    needed = max(stats.rounds_to_decide(speedup, alpha=1 - stats.CONFIDENCE) for _, speedup in open_)
+    would = f"about --rounds {needed} would decide" if needed <= ROUNDS_MOST else "--rounds auto --paired may decide"
+    return f"Undecided whether faster or slower than one device: {names}{more}; {would}."
+
+
+def tiles(rows: Sequence[Row], ladders: Sequence[Ladder] = ()) -> list[Tile]:
+    """Return the four numbers of the page's top row, from the engine's case on the most devices: its best rung."""
+    best = [found.fastest.row for found in ladders if _shown(found.fastest.row.speedup)]
+    done = best or [row for row in rows if _shown(row.speedup) and row.efficiency and row.case.devices > 1]
+    engine = [row for row in done if row.case.strategy == "dp"] or done
+    if not engine:
+        return []
+    row = max(engine, key=lambda r: (r.case.devices, sum(r.phases.values())))
+    schedule = f"[{short(row.case.schedule)}]" if best else ""
+    where = f"{row.case.strategy}{schedule} x{row.case.devices}, {row.case.model}"
+    assert row.speedup is not None
+    assert row.efficiency is not None
+    if row.memory_imbalance is not None:
+        balance = Tile(
+            f"{words.number(row.memory_imbalance)}×", f"device 0's peak memory over the others' ({where})", row.labels
+        )
+    elif row.imbalance is not None and not row.imbalance.doubt:
+        balance = Tile(
+            f"{words.number(row.imbalance.value)}×", f"device 0's busy time over the others' ({where})", row.labels
+        )
+    else:
+        balance = Tile("n/a", f"GPU-0 imbalance was not measurable ({where})", row.labels)
+    return [
+        Tile(f"{words.number(row.speedup.value)}×", f"speed-up, ideal {row.case.devices}× ({where})", row.labels),
+        Tile(words.percent(row.efficiency.value), f"parallel efficiency ({where})", row.labels),
+        balance,
+        Tile(words.percent(row.moving_share), f"of the step moves data ({where})", row.labels),
+    ]
+
+
+def warnings(rows: Sequence[Row], trials: Sequence[Trial], provenance: Mapping[str, Any]) -> list[str]:
+    """Return what a reader must know before trusting the numbers; empty when there is nothing."""
+    cores = provenance.get("host", {}).get("cores", 0)
+    return list(dict.fromkeys([*_of_rows(rows, trials, cores), *_of_host(rows, provenance)]))
+
+
+def _of_rows(rows: Sequence[Row], trials: Sequence[Trial], cores: int) -> Iterator[str]:
+    """Yield what the cases and their trials give away, cases of the same trouble together."""
+    troubles: dict[str, list[str]] = {}
+    for row in rows:
+        name = label(row.case)
+        first = row.reason.partition("\n")[0] or "no reason given"
+        if row.outcome != Status.OK:
+            troubles.setdefault(f"{row.outcome}: {first}", []).append(name)
+        elif row.reason:
+            troubles.setdefault(f"some rounds gave no result: {first}", []).append(name)
+        for what, estimate in (("step", row.step), ("speed-up", row.speedup)):
+            if estimate and estimate.doubt:
+                few = f"{words.NOT_ENOUGH} for the {what} ({estimate.doubt}); {words.REMEDY} would help"
+                troubles.setdefault(few, []).append(name)
+    for trouble, cases in validity.troubles(trials, cores).items():
+        troubles[trouble] = [f"{label(case)} ({said})" for case, said in cases.items()]
+    for trouble, names in troubles.items():
+        more = f" and {len(names) - NAMES} more" if len(names) > NAMES else ""
+        said = (
+            f"all {words.count(len(rows), 'case')}" if len(names) == len(rows) > 1 else ", ".join(names[:NAMES]) + more
+        )
+        yield f"{trouble}: {said}"
+
+
+def _of_host(rows: Sequence[Row], provenance: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what the machine and the choice of devices give away."""
+    cpu = [row for row in rows if row.case.device_kind == "cpu" and row.step]
+    wide = max((row.case.devices for row in cpu), default=0)
+    if wide > 1:
+        yield "CPU-ONLY: logical CPU devices show that schedules are correct and what they cost, not what GPUs gain"
+        if not any(row.case.strategy == "single_all_cores" for row in cpu):
+            yield (
+                "one device has one thread here; add the strategy single_all_cores to see what all cores give "
+                "without data parallelism"
+            )
+    if any(row.case.device_kind == "emulated" for row in rows):
+        yield "EMULATED devices take turns on the host: their steps show host cost only, and no speed-up is computed"
+    if any(row.case.placement == "colocated" for row in rows):
+        yield "COLOCATED replicas share one GPU: they prove correctness and host cost, not speed-up"
+    if provenance.get("dpbench", {}).get("dirty"):
+        yield "dpbench's checkout has uncommitted changes: the commit does not name the code that ran"

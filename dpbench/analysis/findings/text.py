@@ -1,0 +1,87 @@
+"""A diagnosis as plain text: the answer first, then the findings by size, then what could not be judged."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from dpbench.analysis.findings.naming import strategy
+from dpbench.analysis.findings.rule import Cure, Finding
+from dpbench.analysis.ladder import label
+from dpbench.records.shown import duration, times
+from dpbench.records.words import NOT_ENOUGH, percent, time
+
+if TYPE_CHECKING:
+    from dpbench.analysis.findings import Diagnosis
+    from dpbench.analysis.summary import Row
+
+WIDTH = 100
+CURES = 2
+"""Measured cases that a finding names: the fastest."""
+NOTHING = "Nothing to explain: no case with several devices has a verified result in this run."
+NOTE = (
+    "Sizes are seconds of one step with 95% intervals. A bound is what the trouble costs in all; bounds overlap and do "
+    "not add up. What is below 2% of the step, or whose interval reaches 0, is left out."
+)
+
+
+def render(diagnoses: Sequence[Diagnosis], rows: Sequence[Row] = ()) -> str:
+    """Return every diagnosis, one below the other, then the run's cases that have no result, each with its reason."""
+    explained = ["\n".join(_lines(one)) for one in diagnoses] or [NOTHING]
+    lost = [f"No result: {label(row.case)}: {_lost(row)}" for row in rows if row.step is None]
+    return "\n\n".join([*explained, *([textwrap.fill(NOTE, WIDTH)] if diagnoses else []), *lost])
+
+
+def _lost(row: Row) -> str:
+    return textwrap.shorten(f"{row.outcome}: {row.reason or 'no reason given'}", 2 * WIDTH)
+
+
+def _lines(diagnosis: Diagnosis) -> Iterator[str]:
+    yield f"[{' '.join(diagnosis.row.labels)}]"
+    yield textwrap.fill(diagnosis.answer, WIDTH)
+    if not diagnosis.findings:
+        yield "\nNo finding is above the noise."
+    for number, finding in enumerate(diagnosis.findings, 1):
+        yield ""
+        yield _filled(f"{number:>2}. ", f"{headline(finding)} [{' '.join(finding.labels)}]")
+        for name, text in parts(finding):
+            yield _filled(f"    {name}: ", text)
+    if diagnosis.unjudged:
+        yield ""
+        yield _filled("Not judged, for lack of a measurement: ", "; ".join(diagnosis.unjudged) + ".", hang=4)
+
+
+def _filled(start: str, text: str, hang: int = 0) -> str:
+    return textwrap.fill(text, WIDTH, initial_indent=start, subsequent_indent=" " * (hang or 8))
+
+
+def headline(finding: Finding) -> str:
+    """Say what was found and its size."""
+    size = finding.evidence.size_s
+    if size is None:
+        return f"{finding.evidence.says} (memory, no time)"
+    kind = "saves" if finding.evidence.measured else "costs at most"
+    return f"{finding.evidence.says}: {kind} {duration(size)}, {percent(finding.share)} of the step"
+
+
+def parts(finding: Finding) -> list[tuple[str, str]]:
+    """Return a finding's evidence, its remedy, and what the remedy gave where it was measured."""
+    found = [("evidence", finding.evidence.numbers), ("remedy", finding.rule.remedy)]
+    if finding.evidence.measured or not (finding.rule.switches or finding.rule.strategies):
+        return found
+    if finding.cures:
+        shown = [_cure(cure) for cure in finding.cures[:CURES]]
+        return [*found, ("measured in this run", "; ".join(shown))]
+    return [*found, ("not measured in this run", f"{finding.rule.needs} would tell")]
+
+
+def _cure(cure: Cure) -> str:
+    """Say what a remedy gave as a whole, which may hold more than this one change."""
+    name = strategy(cure.row.case)
+    if cure.ratio.doubt:
+        return f"{name}: {NOT_ENOUGH}"
+    said = {"faster": "as fast", "slower": "as fast: slower", "same": "as fast: the same"}
+    verdict = said.get(cure.verdict, "as fast: undecided")
+    saved = f", saves {time(cure.gain_s.value)}" if cure.verdict == "faster" else ""
+    return f"{name} {times(cure.ratio)} {verdict}{saved}"

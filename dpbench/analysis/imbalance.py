@@ -1,0 +1,214 @@
+"""Imbalance: device 0 against the others, and the fullest against all, for whatever is known by device.
+
+An index is 1 where devices are alike. DistributedDataParallel, whose ranks do the same, is the control: what differs
+between its devices is what this machine and this measurement make unlike. docs/measuring.md defines each quantity.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from dpbench.analysis import ledger, stats, transfers
+from dpbench.records import HOST, Case, Source, Trial, words
+from dpbench.records.estimate import Estimate
+
+Figures = Mapping[int, Sequence[float]]
+"""By device, a figure for each timed step, or one for the trial."""
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """Something that each device has an amount of, and where the amounts come from, the best source first."""
+
+    name: str
+    unit: str
+    sources: tuple[tuple[str, Callable[[Trial], Figures]], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Index:
+    """How unlike the devices of one case are in one quantity.
+
+    `devices` are medians over rounds, in the quantity's unit. `first` is device 0 over the mean of the others,
+    `most` the fullest device over the mean of all. `control` is the control's `first`, `floor` the one device's
+    amount under `single` at the same batch; None where those were not measured alike.
+    """
+
+    case: Case
+    source: Source
+    quantity: str
+    unit: str
+    basis: str
+    devices: Mapping[int, float]
+    first: Estimate
+    most: Estimate
+    verdict: str
+    control: Estimate | None = None
+    floor: float | None = None
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A case's figures of one quantity, by round and step, the columns being devices."""
+
+    vectors: stats.Vectors
+    columns: tuple[int, ...]
+    basis: str
+
+    def medians(self) -> dict[int, float]:
+        """Return each device's median over rounds of each round's median."""
+        rounds = [[statistics.median(column) for column in zip(*rows, strict=True)] for rows in self.vectors.values()]
+        return {
+            device: statistics.median(column)
+            for device, column in zip(self.columns, zip(*rounds, strict=True), strict=True)
+        }
+
+
+def indexes(trials: Iterable[Trial]) -> list[Index]:
+    """Return every quantity's index of every case with several devices, in the order in which cases came."""
+    groups: dict[tuple[Case, Source], dict[int, Trial]] = {}
+    for trial in trials:
+        if trial.trusted and trial.timed:
+            # a round that was measured again counts by its last trial
+            groups.setdefault((trial.case, trial.source), {})[trial.round] = trial
+    found = []
+    for quantity in QUANTITIES:
+        amounts = {key: _figures(quantity, group.values()) for key, group in groups.items()}
+        found += [_index(quantity, key, mine, amounts) for key, mine in amounts.items() if mine and _several(mine)]
+    place = {key: number for number, key in enumerate(groups)}
+    return sorted(found, key=lambda index: place[index.case, index.source])
+
+
+def _figures(quantity: Quantity, trials: Iterable[Trial]) -> _Found | None:
+    """Return a quantity's figures from its best source; of the rounds that have the most devices."""
+    for basis, read in quantity.sources:
+        rounds: dict[int, Figures] = {}
+        for trial in trials:
+            figures = {d: v for d, v in read(trial).items() if v and 0 <= d < len(trial.case.rows)}
+            if figures:
+                rounds[trial.round] = figures
+        columns = max((tuple(sorted(figures)) for figures in rounds.values()), key=len, default=())
+        whole = {number: figures for number, figures in rounds.items() if tuple(sorted(figures)) == columns}
+        # ranks may differ by a step at the end of a series
+        vectors = {n: list(zip(*(figures[d] for d in columns), strict=False)) for n, figures in whole.items()}
+        if vectors:
+            return _Found(vectors, columns, basis)
+    return None
+
+
+def _several(found: _Found) -> bool:
+    """Tell whether device 0 and others can be compared: each has an amount in every step."""
+    others = found.columns[:1] == (0,) and len(found.columns) > 1
+    return others and all(min(row) > 0 for rows in found.vectors.values() for row in rows)
+
+
+def _index(
+    quantity: Quantity, key: tuple[Case, Source], mine: _Found, amounts: Mapping[tuple[Case, Source], _Found | None]
+) -> Index:
+    """Return one index with its control and floor, where those have figures of the same source."""
+    case, source = key
+    alike = {at: found for at, found in amounts.items() if found and found.basis == mine.basis}
+    first = stats.first_over_rest(mine.vectors)
+    beside = alike.get((control_of(case), source)) if case.strategy != "ddp" else None
+    control = stats.first_over_rest(beside.vectors) if beside and _several(beside) else None
+    alone = alike.get((floor_of(case), source))
+    return Index(
+        case=case, source=source, quantity=quantity.name, unit=quantity.unit, basis=mine.basis,
+        devices=mine.medians(), first=first, most=stats.most_over_mean(mine.vectors), control=control,
+        verdict="the control" if case.strategy == "ddp" else _verdict(first, control),
+        floor=alone.medians().get(0) if alone else None,
+    )  # fmt: skip
+
+
+def control_of(case: Case) -> Case:
+    """Return the balanced control's case: DistributedDataParallel on the same work."""
+    return replace(case, strategy="ddp", schedule="", options=())
+
+
+def floor_of(case: Case) -> Case:
+    """Return the one device's case: the whole batch without any wrapper."""
+    return replace(case, strategy="single", schedule="", devices=1, placement="spread", options=())
+
+
+def _verdict(first: Estimate, control: Estimate | None) -> str:
+    """Say whether an index lies beyond the control's, by their intervals."""
+    if control is None:
+        return "no control"
+    if first.doubt or control.doubt:
+        return f"undecided: {words.NOT_ENOUGH}"
+    if first.low > control.high:
+        return "above the control"
+    return "below the control" if first.high < control.low else "not told from the control"
+
+
+def columns(
+    runs: Iterable[tuple[str, Sequence[Trial]]], rows: Sequence[tuple[str, Case, Source]]
+) -> dict[str, list[object]]:
+    """Return the indexes of each row's run and case as columns of a flat table: always the same, None where none is."""
+    known = {(run, i.case, i.source, i.quantity): i for run, trials in runs for i in indexes(trials)}
+    found: dict[str, list[object]] = {}
+    for quantity in QUANTITIES:
+        name = f"imbalance_{quantity.name.replace(', ', '_').replace(' ', '_')}"
+        mine = [known.get((*row, quantity.name)) for row in rows]
+        for kind in ("first", "most"):
+            estimates: list[Estimate | None] = [getattr(index, kind, None) for index in mine]
+            for part, column in (("value", "value"), ("low", "low"), ("high", "high"), ("doubt", "withheld")):
+                found[f"{name}_{kind}_{column}"] = [getattr(estimate, part, None) for estimate in estimates]
+        found[f"{name}_verdict"] = [index.verdict if index else None for index in mine]
+    return found
+
+
+# ---------------------------------------------------------------- where amounts come from
+
+
+def _steps_of(metric: str) -> Callable[[Trial], Figures]:
+    """Read a figure a timed step."""
+    return lambda trial: trial.readings(metric, timed=True)
+
+
+def _peak(kind: str, source: str) -> Callable[[Trial], Figures]:
+    """Read each device's peak over the whole step."""
+
+    def read(trial: Trial) -> Figures:
+        found = [m for m in trial.memory if (m.kind, m.source, m.phase) == (kind, source, "")]
+        return {m.device: [m.peak_bytes] for m in found if m.device != HOST}
+
+    return read
+
+
+def _used(trial: Trial) -> Figures:
+    """Read the most that NVML saw in use."""
+    return {device: [max(values)] for device, values in _steps_of("memory_used_bytes")(trial).items()}
+
+
+def _energy(trial: Trial) -> Figures:
+    """Read the joules a timed step: what the counter rose by while they ran."""
+    steps = len(trial.timed)
+    rises = {device: values[-1] - values[0] for device, values in _steps_of("energy_j")(trial).items()}
+    return {device: [rise / steps] for device, rise in rises.items() if rise > 0}
+
+
+def _moved(trial: Trial) -> Figures:
+    """Work out the bytes that one step brings to a device and takes from it."""
+    shapes = transfers.Shapes.of(trial.provenance)
+    found = transfers.moves(trial.case, shapes) if shapes else []
+    devices = range(len(trial.case.rows)) if found else ()
+    return {device: [transfers.received(found, device) + transfers.sent(found, device)] for device in devices}
+
+
+QUANTITIES = (
+    Quantity("busy time", "s", (
+        ("kernels of one profiled step", _steps_of("kernel_busy_s")), ("thread CPU time", _steps_of("busy_s")),
+    )),
+    Quantity("occupied time", "s", (("phases open on the device", ledger.occupied),)),
+    Quantity("memory, allocated", "bytes", (
+        ("allocator", _peak("allocated", "allocator")), ("ledger", _peak("allocated", "ledger")),
+    )),
+    Quantity("memory, reserved", "bytes", (("allocator", _peak("reserved", "allocator")),)),
+    Quantity("memory, in use", "bytes", (("NVML", _used),)),
+    Quantity("energy", "J", (("NVML's counter", _energy),)),
+    Quantity("bytes moved", "bytes", (("computed from shapes", _moved),)),
+)  # fmt: skip
+"""What is compared, busy time first: it and memory carry the verdict, the others corroborate."""

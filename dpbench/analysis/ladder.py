@@ -1,0 +1,221 @@
+"""Ladder: rows -> what each rung gave, two ways: climbing rung by rung, and from the best with one switch set back.
+
+Both are changes of one switch (graphs apart), each judged by the rounds that both sides have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from dpbench.analysis import stats
+from dpbench.records import Case, Source, plan, schedule
+from dpbench.records.estimate import Estimate
+
+if TYPE_CHECKING:
+    from dpbench.analysis.summary import Row
+
+ENOUGH = 3
+"""Rungs that make a ladder; two schedules are a comparison."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """What one schedule gave over another: how many times as fast it is, and the seconds of a step that it saves.
+
+    `phase` is the phase that changed most, by `phase_s` seconds, negative when it shrank.
+    """
+
+    name: str
+    over: str
+    ratio: Estimate
+    gain_s: Estimate
+    verdict: str
+    phase: str = ""
+    phase_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rung:
+    """One rung as measured; `change` is over the measured rung that it stands on, `over_ddp` over DDP's step."""
+
+    name: str
+    row: Row
+    change: Change | None = None
+    over_ddp: Estimate | None = None
+
+    @property
+    def step(self) -> Estimate:
+        """Return the median step; a rung is only made of a row that has one."""
+        assert self.row.step is not None
+        return self.row.step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ladder:
+    """The rungs of one model on so many devices at one batch, in ladder order.
+
+    `fastest` has the least median step of those that need no tolerance, `whole` is what it gave over the lowest rung.
+    `ablations` are what each switch of the schedule `base` gives there: base over base with that switch set back;
+    `fixed` says why the other switches cannot be set back alone. `lost` are schedules that gave no result.
+    """
+
+    case: Case
+    rungs: tuple[Rung, ...]
+    fastest: Rung
+    whole: Change
+    base: str = ""
+    ablations: tuple[Change, ...] = ()
+    fixed: tuple[str, ...] = ()
+    single: Row | None = None
+    ddp: Row | None = None
+    limit: Row | None = None
+    lost: tuple[Row, ...] = ()
+
+    @property
+    def biggest(self) -> Change | None:
+        """Return the change of the greatest ratio among those that are decidedly faster and need no tolerance."""
+        exact = [rung.change for rung in self.rungs if rung.change and schedule.RUNGS[rung.name].exact]
+        faster = [change for change in exact if change.verdict == "faster"]
+        return max(faster, key=lambda change: change.ratio.value, default=None)
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """Return the rows that the climb is drawn from."""
+        return (*(rung.row for rung in self.rungs), *filter(None, (self.single, self.ddp, self.limit)))
+
+
+def ladders(rows: Iterable[Row]) -> list[Ladder]:
+    """Return a ladder for each model, count of devices and batch of which enough rungs were measured."""
+    table = {(row.case, row.source): row for row in rows}
+    groups: dict[tuple[Case, Source], dict[str, Row]] = {}
+    for (case, source), row in table.items():
+        if case.strategy == "dp" and case.devices > 1:
+            groups.setdefault((replace(case, schedule=""), source), {})[case.schedule] = row
+    found = []
+    for (case, source), schedules in groups.items():
+        steps = {name: row for name, row in schedules.items() if row.step and row.series}
+        if len(steps.keys() & schedule.RUNGS.keys()) >= ENOUGH:
+            rivals = {other: row for (other, whose), row in table.items() if whose is source and row.series}
+            lost = tuple(row for row in schedules.values() if not row.step)
+            found.append(_ladder(case, steps, rivals, lost))
+    return found
+
+
+def _ladder(case: Case, steps: Mapping[str, Row], rivals: Mapping[Case, Row], lost: tuple[Row, ...]) -> Ladder:
+    """Return the ladder of schedules that were measured on equal work."""
+    limit = plan.limit(case)
+    # emulated devices show host cost alone: their step is no rival's
+    ddp = rivals.get(replace(case, strategy="ddp")) if case.device_kind != "emulated" else None
+    rungs = tuple(_climb(steps, ddp))
+    base, ablations, fixed = _ablated(steps, plan.conditions(case.device_kind))
+    # a dozen changes are read together: their verdicts are corrected for it
+    climbed = iter(_together([rung.change for rung in rungs if rung.change]))
+    rungs = tuple(replace(rung, change=next(climbed)) if rung.change else rung for rung in rungs)
+    ablations = tuple(_together(ablations))
+    fastest = _fastest(rungs)
+    return Ladder(
+        case=case, rungs=rungs, fastest=fastest, base=base, ablations=ablations, fixed=fixed, ddp=ddp, lost=lost,
+        whole=_change(fastest.name, rungs[0].row, fastest.row, over=rungs[0].name),
+        single=rivals.get(replace(case, strategy="single", devices=1, placement="spread")),
+        limit=(rivals.get(limit) or rivals.get(replace(limit, options=()))) if limit else None,
+    )  # fmt: skip
+
+
+def _together(changes: Sequence[Change]) -> list[Change]:
+    """Return changes with the verdicts that hold for all of them at once."""
+    found = stats.verdicts([change.ratio for change in changes])
+    return [replace(change, verdict=verdict) for change, verdict in zip(changes, found, strict=True)]
+
+
+def _climb(steps: Mapping[str, Row], ddp: Row | None) -> Iterator[Rung]:
+    """Yield the measured rungs; nothing stands on graphs, and what was not measured is stepped over."""
+    below = ""
+    for name in (name for name in schedule.RUNGS if name in steps):
+        row = steps[name]
+        change = _change(name, steps[below], row, over=below) if below else None
+        yield Rung(name=name, row=row, change=change, over_ddp=stats.ratio(ddp.series, row.series) if ddp else None)
+        if schedule.RUNGS[name].graphs == "off":
+            below = name
+
+
+def _fastest(rungs: Sequence[Rung]) -> Rung:
+    exact = [rung for rung in rungs if schedule.RUNGS[rung.name].exact]
+    return min(exact or rungs, key=lambda rung: (rung.step.doubt is not None, rung.step.value))
+
+
+def _change(name: str, before: Row, after: Row, *, over: str) -> Change:
+    """Compare two steps by the rounds that both have."""
+    ratio = stats.ratio(before.series, after.series)
+    phases = {p: after.phases.get(p, 0.0) - before.phases.get(p, 0.0) for p in {*before.phases, *after.phases}}
+    phase = max(sorted(phases), key=lambda p: abs(phases[p]), default="")
+    return Change(
+        name=name, over=over, ratio=ratio, gain_s=stats.difference(before.series, after.series),
+        verdict=stats.verdict(ratio), phase=phase, phase_s=phases.get(phase, 0.0),
+    )  # fmt: skip
+
+
+def _ablated(steps: Mapping[str, Row], conditions: Sequence[str]) -> tuple[str, tuple[Change, ...], tuple[str, ...]]:
+    """Return the schedule of which most ablations were run, what each of its switches gives there, and the rest.
+
+    Many a rung is the ablation of another: what was run for its own sake is no rung.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for text in steps.keys() - {schedule.FASTEST}:
+        back = schedule.ablations(schedule.parse(text), *conditions)
+        found[text] = {switch: str(one) for switch, one in back.items() if str(one) in steps}
+    own = {text: sum(one not in schedule.RUNGS for one in ones.values()) for text, ones in found.items()}
+    base = max(sorted(own), key=lambda text: own[text])
+    if not own[base]:
+        return "", (), ()
+    changes = (_change(switch, steps[one], steps[base], over=one) for switch, one in found[base].items())
+    best, fixed = schedule.parse(base), []
+    for switch in best.turned().keys() - found[base].keys():
+        missing = replace(best, **{switch: schedule.SWITCHES[switch][0]}).missing(*conditions)
+        fixed.append(f"{switch}: {'; '.join(missing) or 'not measured'}")
+    return base, tuple(changes), tuple(sorted(fixed))
+
+
+def notable(rows: Sequence[Row], found: Sequence[Ladder]) -> list[Row]:
+    """Return the rows without the limits and, where there is a ladder, without schedules in its middle.
+
+    What stays of a ladder is its reference, its fastest rung, and what TrainStep chose itself.
+    """
+    kept = {schedule.REFERENCE, schedule.FASTEST, *(ladder.fastest.name for ladder in found)}
+    climbed = {_setting(ladder.case) for ladder in found}
+    return [
+        row
+        for row in rows
+        if row.case.options != plan.LIMIT
+        and (row.case.strategy != "dp" or row.case.schedule in kept or _setting(row.case) not in climbed)
+    ]
+
+
+def _setting(case: Case) -> Case:
+    """Return what the ladders of one model share."""
+    return replace(case, schedule="", devices=1, batch_size=1, placement="spread")
+
+
+def short(text: str) -> str:
+    """Say a schedule briefly: a rung's name, the rung that it is nearest to but for some switches, or as written."""
+    try:
+        mine = schedule.parse(text)
+    except ValueError:
+        return text
+    if str(mine) in schedule.RUNGS:
+        return str(mine)
+    differ = {
+        rung: [s for s in schedule.SWITCHES if getattr(mine, s) != getattr(other, s)]
+        for rung, other in schedule.RUNGS.items()
+        if other.graphs == mine.graphs
+    }
+    nearest = min(reversed(differ), key=lambda rung: len(differ[rung]))
+    if len(differ[nearest]) >= len(mine.turned()):
+        return text
+    return f"{nearest} but {','.join(f'{switch}={getattr(mine, switch)}' for switch in differ[nearest])}"
+
+
+def label(case: Case) -> str:
+    """Say a case in one short line, its schedule briefly."""
+    return replace(case, schedule=short(case.schedule)).label

@@ -1,0 +1,367 @@
+"""Analyse: trials -> one row per case, with everything that is derived and nothing that is drawn.
+
+docs/measuring.md says how each number is made.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
+
+import pandas as pd
+
+from dpbench.analysis import ledger, stats
+from dpbench.hardware import foreign_load
+from dpbench.records import HOST, UNATTRIBUTED, Case, Fault, Phase, Source, Status, Trial, Verified, plan
+from dpbench.records.estimate import Doubt, Estimate
+
+BASELINES = ("single",)
+ONE_DEVICE = ("single", "single_all_cores")
+"""Strategies that use one device whatever the others have, in the order in which they are shown."""
+BUSY_METRICS = {"kernel_busy_s": "kernels of one profiled step", "busy_s": "thread CPU time"}
+"""What busy time is made of, the best source first."""
+DEVICE_COLUMNS = 8
+"""Devices that a flat table has columns for, whatever was run."""
+MOVING = (Phase.SCATTER, Phase.REPLICATE, Phase.GATHER, Phase.REDUCE)
+"""The phases that move data rather than compute."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What is known of one case. Seconds and bytes; ratios are fractions; devices by index.
+
+    `phases` are seconds of the ledger that sum to `step.value`. `speedup` compares with `single` at equal global
+    work (scaling "strong") or equal work per device ("weak"). `imbalance` is device 0's busy time over the mean of
+    the others'. `series` are the timed steps' seconds by round. `reason` is why a round gave no result, `fault` why
+    none did although the last trial ended well.
+    """
+
+    case: Case
+    source: Source
+    status: Status
+    reason: str = ""
+    fault: Fault | None = None
+    rounds: int = 0
+    steps: int = 0
+    verified: Verified | None = None
+    series: stats.Rounds = field(default_factory=dict, repr=False)
+    step: Estimate | None = None
+    throughput: Estimate | None = None
+    speedup: Estimate | None = None
+    scaling: str = ""
+    efficiency: Estimate | None = None
+    phases: Mapping[str, float] = field(default_factory=dict)
+    busy: Mapping[int, float] = field(default_factory=dict)
+    busy_source: str = ""
+    occupied: Mapping[int, float] = field(default_factory=dict)
+    memory: Mapping[int, int] = field(default_factory=dict)
+    memory_source: str = ""
+    host_bytes: int = 0
+    imbalance: Estimate | None = None
+    memory_imbalance: float | None = None
+    labels: tuple[str, ...] = ()
+
+    @property
+    def outcome(self) -> str:
+        """Return how the case ended: `ok` where it has a result."""
+        return (self.fault or self.status).value
+
+    @property
+    def doubt(self) -> Doubt | None:
+        """Return why the step must not be shown as a result; None where it may, and where there is none."""
+        return self.step.doubt if self.step else None
+
+    @property
+    def moving_share(self) -> float:
+        """Return the share of the step that moves data: scatter, replicate, gather, reduce."""
+        total = sum(self.phases.values())
+        return sum(self.phases.get(phase.value, 0.0) for phase in MOVING) / total if total else 0.0
+
+    @property
+    def unattributed_share(self) -> float:
+        """Return the share of the step that no phase covers."""
+        total = sum(self.phases.values())
+        return self.phases.get(UNATTRIBUTED, 0.0) / total if total else 0.0
+
+
+_BLANK = Row(case=Case(model="", strategy="", batch_size=1), source=Source.MEASURED, status=Status.SKIPPED)
+
+
+def rows(trials: Iterable[Trial]) -> list[Row]:
+    """Return one row per case and source: by model, the one-device baselines first, then by strategy and devices."""
+    groups: dict[tuple[Case, Source], list[Trial]] = {}
+    for trial in sorted(trials, key=_order):
+        groups.setdefault((trial.case, trial.source), []).append(trial)
+    series = {key: measured(group) for key, group in groups.items()}
+    table = [_row(case, group, series[case, source]) for (case, source), group in groups.items()]
+    steps = {(row.case, row.source): row.step for row in table if row.step}
+    return [_compared(row, series, steps) for row in table]
+
+
+def _order(trial: Trial) -> tuple[object, ...]:
+    """Return what a row's place follows from."""
+    case = trial.case
+    rank = next((i for i, name in enumerate(ONE_DEVICE) if name == case.strategy), len(ONE_DEVICE))
+    return (case.model, case.size, case.device_kind, case.precision, rank, case.strategy, plan.place(case.schedule),
+            case.devices, case.batch_size)  # fmt: skip
+
+
+def measured(trials: Iterable[Trial]) -> dict[int, list[float]]:
+    """Return the timed steps' seconds by round, of verified trials alone; a case's last trial of a round counts."""
+    return {trial.round: list(trial.timed) for trial in trials if trial.trusted and trial.timed}
+
+
+def _row(case: Case, trials: Sequence[Trial], series: stats.Rounds) -> Row:
+    """Return what the case's own trials tell."""
+    # a round that was measured again counts by its last trial
+    good = list({trial.round: trial for trial in trials if trial.round in series and trial.trusted}.values())
+    last = (good or trials)[-1]
+    row = Row(
+        case=case, source=last.source, status=last.status, fault=last.fault,
+        reason=next((why for trial in trials if (why := trial.refusal)), ""), rounds=len(series),
+        steps=sum(map(len, series.values())), labels=labels(last),
+    )  # fmt: skip
+    if not good:
+        return row
+    step = _stated(good[-1]) or stats.median(series)
+    step = replace(step, n=0) if row.source is Source.PREDICTED else step
+    busy, source = _busy(good)
+    memory = _memory(good)
+    return replace(
+        row,
+        series=series,
+        labels=(*row.labels, *[foreign_load.NOISY] * any(map(foreign_load.noisy, good))),
+        verified=max((trial.verified for trial in good), key=list(Verified).index),
+        step=step,
+        throughput=_inverse(step, case.batch_size),
+        phases=_phases(good, step.value),
+        busy={device: statistics.median(values) for device, values in busy.items()},
+        busy_source=source,
+        occupied=_occupied(good),
+        memory={device: size for device, size in memory.items() if device != HOST},
+        memory_source=next((m.source for t in good for m in t.memory if m.device != HOST), ""),
+        host_bytes=memory.get(HOST, 0),
+        imbalance=_imbalance(good, source) if source else None,
+        memory_imbalance=_memory_imbalance(case, memory),
+    )
+
+
+def _stated(trial: Trial) -> Estimate | None:
+    """Return a predicted step with the interval that was stated with it, which is to hold 80 %."""
+    interval = trial.provenance.get("interval_80_s")
+    if trial.source is not Source.PREDICTED or not interval:
+        return None
+    low_s, high_s = interval
+    return Estimate(trial.steps[-1].seconds, low_s, high_s, 0)
+
+
+def _memory(trials: Sequence[Trial]) -> dict[int, int]:
+    """Return each device's highest peak over the trials."""
+    peaks: dict[int, int] = {}
+    for memory in (m for trial in trials for m in trial.memory if m.kind == "allocated" and not m.phase):
+        peaks[memory.device] = max(peaks.get(memory.device, 0), memory.peak_bytes)
+    return dict(sorted(peaks.items()))
+
+
+def _memory_imbalance(case: Case, memory: Mapping[int, int]) -> float | None:
+    """Return device 0's peak over the mean of the others' that have rows of the batch; None without such others."""
+    others = [memory.get(device, 0) for device in range(1, len(case.rows))]
+    return memory[0] / statistics.mean(others) if 0 in memory and any(others) else None
+
+
+def labels(trial: Trial) -> tuple[str, ...]:
+    """Return the honest labels that must stand beside a trial's figures."""
+    case = trial.case
+    found = [trial.source.value.upper()]
+    if case.device_kind != "cuda":
+        found.append({"cpu": "CPU-ONLY"}.get(case.device_kind, case.device_kind.upper()))
+    if case.placement == "colocated":
+        found.append("COLOCATED")
+    return tuple(found)
+
+
+def _compared(
+    row: Row, series: Mapping[tuple[Case, Source], stats.Rounds], steps: Mapping[tuple[Case, Source], Estimate]
+) -> Row:
+    """Add speed-up and efficiency against `single`, at equal global work if that was run, else per device."""
+    mine = series[row.case, row.source]
+    if not mine:
+        return row
+    base = baseline_in(row.case, {case: found for (case, source), found in series.items() if source is row.source})
+    if base is None:
+        return row
+    strong = base.batch_size == row.case.batch_size
+    if row.source is Source.PREDICTED and row.step:
+        ratio = stats.quotient(steps[base, row.source], row.step)
+    else:
+        ratio = stats.ratio(series[base, row.source], mine)
+    speedup = _scaled(ratio, row.case.batch_size / base.batch_size)
+    efficiency = None if row.case.strategy in ONE_DEVICE else _scaled(speedup, 1 / row.case.devices)
+    return replace(row, speedup=speedup, scaling="strong" if strong else "weak", efficiency=efficiency)
+
+
+def baseline_in(case: Case, series: Mapping[Case, stats.Rounds]) -> Case | None:
+    """Return the measured case that `case` is compared with: of equal global work, else of equal work per device."""
+    if case.strategy in BASELINES or case.device_kind == "emulated":
+        return None  # emulated devices show host cost: a speed-up would say nothing
+    share, rest = divmod(case.batch_size, case.devices)
+    batches = [case.batch_size] if rest else [case.batch_size, share]
+    return next((base for batch in batches if series.get(base := baseline(case, batch))), None)
+
+
+def baseline(case: Case, batch: int) -> Case:
+    """Return the one-device case that `case` is compared with."""
+    single = {"strategy": "single", "schedule": "", "devices": 1, "placement": "spread", "options": ()}
+    return replace(case, batch_size=batch, **single)  # type: ignore[arg-type]
+
+
+def _scaled(estimate: Estimate, factor: float) -> Estimate:
+    return replace(estimate, value=estimate.value * factor, low=estimate.low * factor, high=estimate.high * factor)
+
+
+def _inverse(estimate: Estimate, work: float) -> Estimate:
+    return replace(estimate, value=work / estimate.value, low=work / estimate.high, high=work / estimate.low)
+
+
+def _phases(trials: Sequence[Trial], step_s: float) -> dict[str, float]:
+    """Return the ledger of the middle half of the timed steps, scaled to sum to the median step."""
+    total: dict[str, float] = {}
+    for trial in trials:
+        for phases in ledger.middle(trial):
+            for name, seconds in phases.items():
+                total[name] = total.get(name, 0.0) + seconds
+    whole = sum(total.values())
+    order = [*(phase.value for phase in Phase), UNATTRIBUTED]
+    return {name: total[name] / whole * step_s for name in order if name in total}
+
+
+def _busy(trials: Sequence[Trial]) -> tuple[dict[int, list[float]], str]:
+    """Return each device's busy seconds a step, and where they come from."""
+    for metric, source in BUSY_METRICS.items():
+        found: dict[int, list[float]] = {}
+        for device, values in (pair for trial in trials for pair in trial.readings(metric, timed=True).items()):
+            found.setdefault(device, []).extend(values)
+        if found:
+            return dict(sorted(found.items())), source
+    return {}, ""
+
+
+def _imbalance(trials: Sequence[Trial], source: str) -> Estimate | None:
+    """Return device 0's busy time over the mean of the others', with its interval over the rounds."""
+    metric = next(name for name, words in BUSY_METRICS.items() if words == source)
+    vectors: dict[int, list[tuple[float, ...]]] = {}
+    for trial in trials:
+        # a device without rows of the batch works for none of them
+        values = {d: v for d, v in trial.readings(metric, timed=True).items() if 0 <= d < len(trial.case.rows)}
+        if 0 in values and len(values) > 1:
+            vectors[trial.round] = list(zip(*(values[device] for device in sorted(values)), strict=False))
+    idle = any(min(row) <= 0 for rows in vectors.values() for row in rows)
+    alike = len({len(rows[0]) for rows in vectors.values()}) == 1
+    return stats.first_over_rest(vectors) if alike and not idle else None
+
+
+def _occupied(trials: Sequence[Trial]) -> dict[int, float]:
+    """Return the seconds of a step in which each device has a span open; medians over steps."""
+    found: dict[int, list[float]] = {}
+    for device, seconds in (pair for trial in trials for pair in ledger.occupied(trial).items()):
+        found.setdefault(device, []).extend(seconds)
+    return {device: statistics.median(values) for device, values in sorted(found.items())}
+
+
+def frame(
+    table: Sequence[Row],
+    run_ids: Sequence[str] = (),
+    beside: Mapping[str, Sequence[object]] = MappingProxyType({}),
+) -> pd.DataFrame:
+    """Return the rows as a flat table: case fields, then estimates as value, low, high and withheld columns.
+
+    `withheld` is why the reports do not show an estimate; it is empty where they do.
+
+    The columns are the same for every run, but for devices beyond the first eight; `run_ids`, one a row, come first,
+    the columns of `beside`, one value a row, last.
+    """
+    count = max([DEVICE_COLUMNS, *(device + 1 for row in table for device in {*row.busy, *row.memory})])
+    flat = [_record(row, count) for row in table]
+    found = pd.DataFrame(flat, columns=list(_record(_BLANK, count)))
+    if beside:
+        found = pd.concat([found, pd.DataFrame(dict(beside))], axis=1)
+    if run_ids:
+        found.insert(0, "run_id", list(run_ids))
+    return found
+
+
+def _record(row: Row, devices: int) -> dict[str, object]:
+    """Return one line of the flat table."""
+    record: dict[str, object] = {f.name: getattr(row.case, f.name) for f in fields(Case)}
+    record |= {"status": row.outcome, "verified": row.verified, "rounds": row.rounds, "steps": row.steps}
+    for name in ("step", "throughput", "speedup", "efficiency", "imbalance"):
+        estimate: Estimate | None = getattr(row, name)
+        for part in ("value", "low", "high"):
+            record[f"{name}_{part}"] = getattr(estimate, part) if estimate else None
+        record[f"{name}_withheld"] = estimate.doubt if estimate else None
+    record |= {f"phase_{name}_s": row.phases.get(name) for name in (*Phase, UNATTRIBUTED)}
+    record |= {f"busy_{device}_s": row.busy.get(device) for device in range(devices)}
+    record |= {f"memory_{device}_bytes": row.memory.get(device) for device in range(devices)}
+    return record | {"scaling": row.scaling, "labels": " ".join(row.labels), "reason": row.reason}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One case in two runs: how many times as fast the second is, what that decides, and the phase that moved most.
+
+    `phase_s` is how many seconds longer that phase takes of a step, negative when it shrank.
+    """
+
+    case: Case
+    ratio: Estimate
+    verdict: str
+    phase: str
+    phase_s: float
+
+
+def compare(before: Sequence[Trial], after: Sequence[Trial], *, margin: float = 0.01) -> list[Comparison]:
+    """Compare the cases that both runs measured; above 1 the second is faster.
+
+    The verdicts are corrected for being read together.
+    """
+    both = {}
+    for case in dict.fromkeys(trial.case for trial in before):
+        sides = [[trial for trial in side if trial.case == case] for side in (before, after)]
+        if all(measured(side) for side in sides):
+            both[case] = sides
+    ratios = [stats.ratio(*map(measured, sides), paired=False) for sides in both.values()]
+    return [
+        Comparison(case, ratio, verdict, *blame(*both[case]))
+        for case, ratio, verdict in zip(both, ratios, stats.verdicts(ratios, margin=margin), strict=True)
+    ]
+
+
+def uncompared(before: Sequence[Trial], after: Sequence[Trial]) -> dict[Case, str]:
+    """Return the cases that both runs have and one of them has no result of, each with the reason."""
+    found = {}
+    for case in dict.fromkeys(trial.case for trial in before):
+        for name, side in (("before", before), ("after", after)):
+            mine = [trial for trial in side if trial.case == case]
+            if not measured(mine) and any(trial.case == case for trial in after):
+                found[case] = f"no result {name}: {mine[-1].refusal.partition(chr(10))[0]}"
+    return found
+
+
+def blame(before: Sequence[Trial], after: Sequence[Trial]) -> tuple[str, float]:
+    """Return the phase whose seconds of a step differ most between two sets of trials, and by how many."""
+    first, second = (_phase_medians(trials) for trials in (before, after))
+    moved = {name: second.get(name, 0.0) - first.get(name, 0.0) for name in {*first, *second}}
+    name = max(sorted(moved), key=lambda phase: abs(moved[phase]))
+    return name, moved[name]
+
+
+def _phase_medians(trials: Sequence[Trial]) -> dict[str, float]:
+    """Return each phase's seconds: the median over rounds of their median steps."""
+    medians: dict[str, list[float]] = {}
+    for trial in (trial for trial in trials if trial.trusted):
+        ledgers = [phases for step, phases in zip(trial.steps, ledger.of_trial(trial), strict=True) if not step.warmup]
+        for name in {name for phases in ledgers for name in phases}:
+            medians.setdefault(name, []).append(statistics.median(phases.get(name, 0.0) for phases in ledgers))
+    return {name: statistics.median(values) for name, values in medians.items()}

@@ -1,0 +1,287 @@
+"""Validity: a trial -> checks of what could spoil its numbers, each a number and a limit; and their words.
+
+The numbers are stored with the trial, as facts; the words are made when somebody reads them. A check that has
+nothing to rest on (no GPU, no sampler, too few readings) is absent, never passed. docs/measuring.md lists them.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dpbench.analysis import ledger
+from dpbench.hardware import foreign_load
+from dpbench.records import HOST, UNATTRIBUTED, Case, Fault, Source, Status, Trial, Verified, words
+
+SIGNIFICANT = 0.01
+"""The chance, by Spearman's test, of a trend in a series without any, below which a trend is one."""
+TREND_FROM = 10
+"""Timed steps that a trend needs."""
+READINGS = 3
+"""Readings of a clock that its change needs."""
+LONG_S = 1.0
+"""Seconds of steps that a trial must have to tell of other processes on a GPU: a new worker counts as foreign at
+first."""
+
+SLOWDOWNS = {
+    0x04: "power cap", 0x08: "hardware slowdown", 0x10: "sync boost", 0x20: "heat (driver)", 0x40: "heat (hardware)",
+    0x80: "power brake",
+}  # fmt: skip
+"""NVML's bits for clocks that are lowered against the GPU's will (nvml.h: nvmlClocksThrottleReasons); idleness and
+clocks that somebody set are none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One check of one trial: its number against the limit, and further plain facts."""
+
+    name: str
+    value: float
+    limit: float
+    ok: bool
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+
+Finding = tuple[float, Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """How one check is made: what it measures, how much of it is too much, and how that is said.
+
+    `headline` says the trouble, `item` one case's number. A rule is broken by a value (of either sign) beyond its
+    limit, unless `doubted` says that the value proves nothing.
+    """
+
+    name: str
+    limit: float
+    measure: Callable[[Trial, int], Finding | None]
+    headline: str
+    item: Callable[[Check], str]
+    per_core: bool = False
+    """Whether the limit is one for each of the cores that the check names."""
+    doubted: Callable[[Mapping[str, Any]], bool] = lambda about: False
+
+
+def check(trial: Trial, cores: int) -> list[Check]:
+    """Return every check that the trial has data for; `cores` are those that the run may use, 0 for unknown."""
+    if trial.status is not Status.OK or trial.source is not Source.MEASURED or trial.fault is Fault.CLOCK:
+        return []
+    found = []
+    for rule in RULES:
+        measured = rule.measure(trial, cores)
+        if measured is not None:
+            value, about = measured
+            limit = rule.limit * (about["cores"] if rule.per_core else 1)
+            ok = abs(value) <= limit or rule.doubted(about)
+            found.append(Check(name=rule.name, value=value, limit=limit, ok=ok, about=about))
+    return found
+
+
+def facts(trial: Trial, cores: int) -> dict[str, dict[str, Any]]:
+    """Return the checks as plain data, by name: what is stored with the trial."""
+    return {
+        one.name: {"value": one.value, "limit": one.limit, "ok": one.ok, **one.about} for one in check(trial, cores)
+    }
+
+
+def of(trial: Trial, cores: int) -> list[Check]:
+    """Return a trial's checks as they were stored, or as its data gives them now."""
+    stored = trial.provenance.get("validity")
+    if stored is None:
+        return check(trial, cores)
+    known = {rule.name for rule in RULES}
+    return [
+        Check(name=name, value=one["value"], limit=one["limit"], ok=one["ok"], about=one)
+        for name, one in stored.items()
+        if name in known
+    ]
+
+
+def troubles(trials: Iterable[Trial], cores: int) -> dict[str, dict[Case, str]]:
+    """Return what was found wrong: by headline the cases, each with its worst number and in how many rounds."""
+    seen: dict[tuple[str, Case], list[Check]] = {}
+    for trial in trials:
+        for one in of(trial, cores):
+            seen.setdefault((one.name, trial.case), []).append(one)
+    found: dict[str, dict[Case, str]] = {}
+    for rule in RULES:
+        for (name, case), checks in seen.items():
+            bad = [one for one in checks if not one.ok]
+            if name == rule.name and bad:
+                said = rule.item(max(bad, key=lambda one: abs(one.value)))
+                rounds = f", {len(bad)} of {words.count(len(checks), 'round')}" if len(bad) < len(checks) else ""
+                found.setdefault(rule.headline, {})[case] = said + rounds
+    return found
+
+
+# -- what is measured
+
+
+def _timed(trial: Trial) -> list[float]:
+    return [step.seconds for step in trial.steps if not step.warmup]
+
+
+def _drift(trial: Trial, cores: int) -> Finding | None:
+    """Return by which share of its median the step changed from first to last: Theil and Sen's slope."""
+    from scipy import stats  # takes half a second to import: not before it is needed
+
+    series = _timed(trial)
+    if len(series) < TREND_FROM:
+        return None
+    if min(series) == max(series):
+        return 0.0, {"rho": 0.0, "p": 1.0, "steps": len(series)}
+    rho, p = stats.spearmanr(range(len(series)), series)
+    slope_s = float(stats.theilslopes(series)[0])
+    change = slope_s * (len(series) - 1) / statistics.median(series)
+    return change, {"rho": float(rho), "p": float(p), "steps": len(series)}
+
+
+def _throttled(trial: Trial, cores: int) -> Finding | None:
+    """Return the share of readings in which the worst GPU was slowed down, and by what."""
+    worst: Finding | None = None
+    for device, readings in trial.readings("throttle_reasons").items():
+        bits = [int(value) for value in readings]
+        slowed = [one for one in bits if any(one & bit for bit in SLOWDOWNS)]
+        causes = [cause for bit, cause in SLOWDOWNS.items() if any(one & bit for one in slowed)]
+        share = len(slowed) / len(bits)
+        if worst is None or share > worst[0]:
+            worst = share, {"device": device, "readings": len(bits), "causes": causes}
+    return worst
+
+
+def _clock(metric: str) -> Callable[[Trial, int], Finding | None]:
+    """Return a measure of how far a clock fell, as a share of its highest; the extreme twentieths left out."""
+
+    def measure(trial: Trial, cores: int) -> Finding | None:
+        worst: Finding | None = None
+        for device, readings in trial.readings(metric).items():
+            ordered, cut = sorted(readings), len(readings) // 20
+            low, high = ordered[cut], ordered[len(ordered) - 1 - cut]
+            if len(ordered) >= READINGS and high > 0 and (worst is None or 1 - low / high > worst[0]):
+                worst = 1 - low / high, {"device": device, "low_hz": low, "high_hz": high}
+        return worst
+
+    return measure
+
+
+def _foreign_gpu(trial: Trial, cores: int) -> Finding | None:
+    """Return the bytes that other processes held on the GPU where they held most; medians over the readings."""
+    held = {d: statistics.median(values) for d, values in trial.readings("foreign_memory_bytes").items()}
+    if not held or sum(_timed(trial)) < LONG_S:
+        return None
+    device = max(held, key=lambda d: held[d])
+    return held[device], {"device": device}
+
+
+def _foreign_cpu(trial: Trial, cores: int) -> Finding | None:
+    """Return the cores that other processes and the hypervisor took while the trial ran."""
+    load = foreign_load.during(trial)
+    if isinstance(load, foreign_load.Unknown):
+        return None
+    return load.taken * load.cores, {"cores": load.cores, "steal": load.steal * load.cores}
+
+
+def _oversubscribed(trial: Trial, cores: int) -> Finding | None:
+    """Return by how many the devices that need a core each are more than there are; emulated ones take turns."""
+    if not cores or trial.case.device_kind == "emulated":
+        return None
+    devices = len(trial.case.rows)
+    return max(0.0, float(devices - cores)), {"devices": devices, "cores": cores}
+
+
+def _peers(trial: Trial, cores: int) -> Finding | None:
+    """Return how many pairs of GPUs cannot read each other's memory, so that copies go through the host."""
+    pairs = trial.provenance.get("no_peer_access")
+    return None if pairs is None else (float(len(pairs)), {"pairs": pairs})
+
+
+def _closure(trial: Trial, cores: int) -> Finding | None:
+    """Return the share of the timed steps that no phase covers; the median over steps."""
+    shares = [
+        phases[UNATTRIBUTED] / step.seconds
+        for step, phases in zip(trial.steps, ledger.of_trial(trial), strict=True)
+        if not step.warmup and step.seconds > 0
+    ]
+    return (statistics.median(shares), {}) if shares else None
+
+
+def _verification(trial: Trial, cores: int) -> Finding | None:
+    """Return how far verification is from bitwise: a place in the order of `Verified`."""
+    return float(list(Verified).index(trial.verified)), {"verified": trial.verified.value}
+
+
+# -- what is too much, and how it is said
+
+
+def _percent(check: Check) -> str:
+    return f"{check.value:.0%}"
+
+
+def _on(check: Check) -> str:
+    """Name a GPU, where it is one."""
+    device = check.about.get("device", HOST)
+    return "" if device == HOST else f" on GPU {device}"
+
+
+def _cores(check: Check) -> str:
+    """Say how many cores the run may use; 0 is unknown."""
+    cores = int(check.about["cores"])
+    return words.count(cores, "core") if cores else "? cores"
+
+
+def _fell(check: Check) -> str:
+    low, high = (check.about[name] / 1e6 for name in ("low_hz", "high_hz"))
+    return f"{check.value:.0%}{_on(check)}: {low:.0f} to {high:.0f} MHz"
+
+
+RULES: Sequence[Rule] = (
+    Rule(
+        name="verification", limit=float(list(Verified).index(Verified.WITHIN_TOLERANCE)), measure=_verification,
+        headline="gradients not verified", item=lambda check: str(check.about["verified"]).replace("_", " "),
+    ),
+    Rule(
+        name="closure", limit=0.05, measure=_closure,
+        headline="more than 5% of the step is in no phase", item=_percent,
+    ),
+    Rule(
+        name="drift", limit=0.05, measure=_drift, doubted=lambda about: bool(about["p"] >= SIGNIFICANT),
+        headline="the step drifted by more than 5% while it was timed, so that its median depends on when that was",
+        item=lambda check: f"{check.value:+.0%} over {words.count(check.about['steps'], 'step')}",
+    ),
+    Rule(
+        name="throttling", limit=0.05, measure=_throttled,
+        headline="a GPU was slowed down in more than 5% of the readings",
+        item=lambda check: f"{check.value:.0%}{_on(check)}, {' and '.join(check.about['causes'])}",
+    ),
+    Rule(
+        name="gpu_clock", limit=0.10, measure=_clock("sm_clock_hz"),
+        headline="a GPU's clock changed by more than 10% while steps were timed", item=_fell,
+    ),
+    Rule(
+        name="cpu_clock", limit=0.10, measure=_clock("cpu_clock_hz"),
+        headline="the CPU's clock changed by more than 10% while steps were timed", item=_fell,
+    ),
+    Rule(
+        name="foreign_gpu", limit=0.0, measure=_foreign_gpu, headline="other processes were using a GPU",
+        item=lambda check: f"{words.size(check.value)}{_on(check)}",
+    ),
+    Rule(
+        name="foreign_cpu", limit=foreign_load.LIMIT, per_core=True, measure=_foreign_cpu,
+        headline=f"{foreign_load.NOISY}: other processes took more than {foreign_load.LIMIT:.0%} of the cores "
+        "while a trial ran",
+        item=lambda check: f"{check.value:.1f} of {check.about['cores'] or '?'} cores",
+    ),
+    Rule(
+        name="oversubscribed", limit=0.0, measure=_oversubscribed,
+        headline="oversubscribed: more devices than cores, which take turns, so that the speed-ups are too low",
+        item=lambda check: f"{words.count(check.about['devices'], 'device')} on {_cores(check)}",
+    ),
+    Rule(
+        name="peer_access", limit=0.0, measure=_peers,
+        headline="GPUs without peer access: what they exchange goes through the host's memory",
+        item=lambda check: ", ".join(f"{a} and {b}" for a, b in check.about["pairs"]),
+    ),
+)  # fmt: skip

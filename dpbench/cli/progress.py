@@ -1,0 +1,107 @@
+"""What the terminal shows: progress and time left on stderr while a run goes on, the plain table at its end."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
+
+from dpbench.analysis import ladder
+from dpbench.records import Status, plan, shown, words
+from dpbench.records.columns import aligned
+from dpbench.records.estimate import Estimate
+
+
+class _Console(Console):
+    """A console that says when nobody reads on; rich's own ends the process there, and closes stdout."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError("the output was closed")
+
+
+class Progress:
+    """A progress line while a terminal watches, else one line a trial; a context manager."""
+
+    def __init__(self) -> None:
+        self._console = _Console(stderr=True, highlight=False, soft_wrap=True)
+        self._bar = RichProgress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+            TextColumn("left"), TimeRemainingColumn(), console=self._console, disable=not sys.stderr.isatty(),
+        )  # fmt: skip
+        self._task: Any = None
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
+
+    def listen(self, event: Any) -> None:
+        """Show a run's event."""
+        from rich.markup import escape
+
+        if hasattr(event, "text"):
+            self._console.print(escape(event.text))
+        elif hasattr(event, "trial"):
+            trial = event.trial
+            why = "" if trial.status is Status.OK else f": {trial.reason.partition(chr(10))[0]}"
+            what = f"{ladder.label(trial.case)} round {trial.round + 1}: {trial.status}{why}"
+            self._console.print(escape(f"[{event.done}/{event.total}] {what}"))
+            self._bar.update(self._task, completed=event.done, total=event.total)
+        elif event.case is None:
+            self._task = self._bar.add_task("starting", total=event.total, completed=event.done)
+            if event.done:
+                self._console.print(f"going on with run {event.run_id[:8]}: {event.done} of {event.total} are done")
+        else:
+            self._bar.update(self._task, description=escape(ladder.label(event.case)))
+
+
+COLUMNS = ("model", "strategy", "devices", "batch", "ms/step", "95 % interval", "samples/s", "speed-up", "95 %",
+           "effic.", "dev-0 imb.", "unattr.", "verified", "labels")  # fmt: skip
+
+
+def table(rows: Sequence[Any], ladders: Sequence[ladder.Ladder] = ()) -> str:
+    """Return the rows of an analysis as a plain text table, widths fitted, failed cases with their status.
+
+    The fastest rung of each ladder is marked.
+    """
+    best = [found.fastest.row for found in ladders]
+    lines = [COLUMNS, *(_cells(row, any(row is one for one in best)) for row in rows)]
+    return "\n".join(aligned(lines, left=(0, 1, len(COLUMNS) - 1, len(COLUMNS) - 2)))
+
+
+def _cells(row: Any, best: bool) -> tuple[str, ...]:
+    """Return one row's cells; an unmeasured case has its status where the time would be."""
+    case = row.case
+    schedule = f"[{ladder.short(case.schedule)}]" if case.schedule not in ("", "reference") else ""
+    name = {"single_all_cores": "single, all cores"}.get(case.strategy, case.strategy) + schedule
+    name += ", limit" if case.options == plan.LIMIT else " (best rung)" if best else ""
+    head = (case.model, name, str(case.devices), str(case.batch_size))
+    if row.step is None:
+        return (*head, row.outcome, *[""] * (len(COLUMNS) - 6), " ".join(row.labels))
+    efficiency, weak = row.efficiency, " weak" if row.scaling == "weak" else ""
+    return (
+        *head,
+        *_estimate(row.step, 1e3),
+        words.number(row.throughput.value) if not row.throughput.doubt else "",
+        *_estimate(row.speedup, unit=f"x{weak}"),
+        words.percent(efficiency.value) if efficiency and not efficiency.doubt else "",
+        _estimate(row.imbalance)[0],
+        words.percent(row.unattributed_share),
+        row.verified.value if row.verified else "",
+        " ".join(row.labels),
+    )
+
+
+def _estimate(estimate: Estimate | None, scale: float = 1.0, unit: str = "") -> tuple[str, str]:
+    """Return an estimate's value and interval as two cells; both are empty where there is none."""
+    if estimate is None:
+        return "", ""
+    if estimate.doubt:
+        return words.NOT_ENOUGH, ""
+    return words.number(estimate.value * scale) + unit, shown.interval(estimate, scale)

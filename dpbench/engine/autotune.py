@@ -1,0 +1,143 @@
+"""Fastest: threads or none, decided by timing both in the first steps of a training."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from dpbench.hardware.device import Device
+from dpbench.records import Mark, Phase
+from dpbench.records.schedule import Schedule
+from dpbench.records.words import time as duration
+
+PAUSE, SKIP, BLOCK = 2, 1, 3
+"""Updates that no trial counts at the start, the first ones of each block, and those that count in a block."""
+PAIRS = range(4, 9)
+"""How many pairs of blocks are compared: at least, and at most."""
+T95 = {4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}
+"""Student's t for a two-sided interval of 95 %, by the number of pairs."""
+ALIKE = 0.02
+"""The pool stays where going without threads takes less than this share off an update."""
+WORK = (Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.OPTIMIZER)
+"""The phases that a training on one device has too."""
+
+
+class Trials:
+    """Takes turns between a pool of threads and none over the first steps, then settles for the faster.
+
+    Threads win where kernels are long; where they are short, two threads cost each other the interpreter's lock. The
+    choice moves no bit. Blocks run in ABBA order, so that a drift of the machine's speed cancels; the ratio of
+    neighbouring blocks decides, as soon as its interval leaves 1, or by its median in the end. Times are of whole
+    updates, all calls of an accumulation together. `advice` says if one device is likely to be faster.
+    """
+
+    def __init__(self, schedule: Schedule, devices: Sequence[Device]) -> None:
+        self.schedule, self._devices = schedule, devices
+        self._on_host = devices[0].torch_device.type == "cpu"
+        self._candidates = (schedule, replace(schedule, workers="serial"))
+        self._running = schedule
+        self._blocks: list[tuple[int, list[float]]] = []
+        self._works_s: list[float] = []
+        self._order = self._turns()
+        self._counts, self._update_s, self._work_s = False, 0.0, 0.0
+        self.settled = len(devices) == 1
+        self.advice = ""
+
+    def _turns(self) -> Iterator[tuple[int, bool]]:
+        """Yield which candidate makes the next update, and whether it counts."""
+        for _ in range(PAUSE):
+            yield 0, False
+        for pair in range(PAIRS.stop - 1):
+            for candidate in (0, 1) if pair % 2 == 0 else (1, 0):
+                self._blocks.append((candidate, []))
+                for number in range(SKIP + BLOCK):
+                    yield candidate, number >= SKIP
+
+    def next(self) -> Schedule:
+        """Return the schedule of the update that begins now."""
+        self._count()
+        if not self.settled:
+            turn = next(self._order, None)
+            if turn is None or self._is_decided():
+                self._settle()
+            else:
+                candidate, self._counts = turn
+                self._running = self._candidates[candidate]
+        return self._running
+
+    def _count(self) -> None:
+        """Take the update that has ended into account."""
+        if self._counts:
+            candidate, seconds = self._blocks[-1]
+            seconds.append(self._update_s)
+            if candidate == 1:
+                self._works_s.append(self._work_s)
+        self._counts, self._update_s, self._work_s = False, 0.0, 0.0
+
+    def _ratios(self) -> list[float]:
+        """Return, for each whole pair of blocks, the logarithm of the pool's seconds over those without threads."""
+        pairs = [dict(self._blocks[i : i + 2]) for i in range(0, len(self._blocks) - 1, 2)]
+        return [
+            math.log(statistics.median(pair[0]) / statistics.median(pair[1])) for pair in pairs if pair[0] and pair[1]
+        ]
+
+    def _is_decided(self) -> bool:
+        """Return whether a pair of blocks has just ended, and the ratios' interval leaves 1."""
+        at_pair = len(self._blocks) % 2 == 1 and not self._blocks[-1][1]
+        ratios = self._ratios() if at_pair else []
+        return len(ratios) in PAIRS and abs(statistics.fmean(ratios)) > _half(ratios)
+
+    def _settle(self) -> None:
+        """Choose a candidate, and estimate the time of the same work on one device."""
+        self.settled, self._running = True, self.schedule
+        ratios = self._ratios()
+        if len(ratios) not in PAIRS:
+            return  # too many steps have failed
+        chosen = int(statistics.median(ratios) > ALIKE)
+        self._running = self._candidates[chosen]
+        took_s = statistics.median(s for candidate, seconds in self._blocks if candidate == chosen for s in seconds)
+        alone_s = statistics.median(self._works_s)
+        if self._on_host and alone_s < took_s:
+            self.advice = (
+                f"one device is likely to be faster: about {duration(alone_s)} for each update, by the phases that "
+                f"it has too; {len(self._devices)} devices take {duration(took_s)}"
+            )
+
+    @contextmanager
+    def timed(self, mark: Mark) -> Iterator[Mark]:
+        """Time one call, as a part of its update; yield the mark to use in it."""
+        if self.settled:
+            yield mark
+            return
+
+        @contextmanager
+        def watching(phase: Phase, device: int) -> Iterator[None]:
+            start_s = time.perf_counter()
+            with mark(phase, device):
+                yield
+            if phase in WORK:
+                self._work_s += time.perf_counter() - start_s
+
+        self._synchronize()
+        start_s = time.perf_counter()
+        try:
+            yield watching if self._running.workers == "serial" and self._on_host else mark
+        except BaseException:
+            self._counts = False
+            raise
+        self._synchronize()
+        self._update_s += time.perf_counter() - start_s
+
+    def _synchronize(self) -> None:
+        """Wait for all devices."""
+        for device in self._devices:
+            device.synchronize()
+
+
+def _half(ratios: Sequence[float]) -> float:
+    """Return half the width of the ratios' 95 % interval."""
+    return T95[len(ratios)] * statistics.stdev(ratios) / math.sqrt(len(ratios))

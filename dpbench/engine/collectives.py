@@ -1,0 +1,162 @@
+"""Comm: gradients and weights exchanged by the devices' own collectives, over flat buffers that stay where they are.
+
+Distinct GPUs have collectives (NCCL's). They add in an order of their own: fast, but not bit by bit what ordered adds
+make. Everything else, colocated replicas, logical CPU devices, what is sent rounded, has ordered adds and copies.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+
+from dpbench.engine.broadcast import BUCKET_BYTES
+from dpbench.engine.flat_storage import Flat, is_dense, plan
+from dpbench.hardware.device import Collectives, Device
+from dpbench.hardware.devices._many import copy_all
+from dpbench.records import Mark, Phase
+from dpbench.records.schedule import Schedule
+
+
+def choose(devices: Sequence[Device], schedule: Schedule, tensors: Sequence[torch.Tensor]) -> Collectives | None:
+    """Return the devices' collectives where they may carry `tensors` on this schedule; None asks for ordered adds."""
+    if schedule.comm_dtype != "none" or not all(is_dense(one) and one.is_floating_point() for one in tensors):
+        return None
+    return devices[0].collectives(devices)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Elements [start, stop) of a flat buffer, and the numbers of the parameters whose gradients they are."""
+
+    flat: int
+    start: int
+    stop: int
+    numbers: tuple[int, ...]
+
+
+class Exchange:
+    """Every device's gradients in flat buffers of one layout, and how they become the sums of who steps them.
+
+    `owners[g]` is the device that has the sums of `groups[g]`; None cuts them evenly, so that device i has part i, and
+    `everyone` gives all of them to all.
+    """
+
+    def __init__(
+        self,
+        collectives: Collectives,
+        devices: Sequence[Device],
+        parameters: Sequence[Sequence[torch.Tensor]],
+        groups: Sequence[Sequence[int]],
+        owners: Sequence[int | None],
+        *,
+        everyone: bool,
+        mark: Mark,
+    ) -> None:
+        self._collectives, self._devices, self._everyone, self._mark = collectives, devices, everyone, mark
+        layout = plan(groups, parameters[0], len(devices))
+        self.buffers = [layout.allocate(device) for device in devices]
+        self.views = [layout.views(own, like) for own, like in zip(self.buffers, parameters, strict=True)]
+        owner_of = {n: owner for numbers, owner in zip(groups, owners, strict=True) for n in numbers}
+        self._owners = [owner_of[flat.slots[0].parameter] for flat in layout.flats]
+        self._wholes = [
+            Run(f, 0, flat.size, tuple(s.parameter for s in flat.slots)) for f, flat in enumerate(layout.flats)
+        ]
+        self.buckets = [run for f, flat in enumerate(layout.flats) for run in _buckets(f, flat)]
+        self._lock = threading.Lock()  # two threads' collectives, in another order on each GPU, would wait for ever
+
+    def stage(
+        self, i: int, gradients: Sequence[torch.Tensor | None] | None, numbers: Sequence[int] | None = None
+    ) -> None:
+        """Copy device i's gradients, all or the numbered ones, into its buffers; zeros for what it has not used."""
+        views, device = self.views[i], self._devices[i]
+        wanted = views if numbers is None else [n for n in numbers if n in views]
+        given = {n: gradients[n] for n in wanted} if gradients is not None else dict.fromkeys(wanted)
+        with self._mark(Phase.REDUCE, device.index), torch.no_grad():
+            found = {n: dense(g) for n, g in given.items() if g is not None}
+            copy_all([views[n] for n in found], list(found.values()))
+            for n in given.keys() - found.keys():
+                views[n].zero_()
+            self._collectives.follow(i)
+
+    def reduce(self, numbers: Sequence[int] | None = None) -> None:
+        """Sum what is staged, of all parameters or of the buckets that the numbers fill; nobody is told to wait."""
+        runs = self._wholes
+        if numbers is not None:
+            wanted = set(numbers)
+            runs = [run for run in self.buckets if wanted.issuperset(run.numbers)]
+        with self._lock, torch.no_grad():
+            for run in runs:
+                self._reduce(run)
+
+    def _reduce(self, run: Run) -> None:
+        """Sum one run, in place."""
+        count, owner = len(self._devices), self._owners[run.flat]
+        tensors = [own[run.flat][run.start : run.stop] for own in self.buffers]
+        whole = self._wholes[run.flat]
+        if self._everyone:
+            self._collectives.all_reduce(tensors)
+        elif owner is not None:
+            self._collectives.reduce(tensors, owner)
+        elif run == whole:
+            self._collectives.reduce_scatter(tensors)
+        else:
+            for i in range(count):
+                start, stop = max(run.start, whole.stop // count * i), min(run.stop, whole.stop // count * (i + 1))
+                if start < stop:
+                    self._collectives.reduce([own[run.flat][start:stop] for own in self.buffers], i)
+
+    def wait(self, phase: Phase = Phase.REDUCE) -> None:
+        """Let every device wait for the collectives so far: what of them nothing hides is this phase's time."""
+        with self._marked(phase):
+            for i in range(len(self._devices)):
+                self._collectives.lead(i)
+
+    def spread(self, weights: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Give to all devices the part that each has stepped of `weights[device][flat]`, in place."""
+        self._together(self._collectives.all_gather, weights)
+
+    def broadcast(self, weights: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Give device 0's `weights[device][flat]` to all."""
+        self._together(lambda tensors: self._collectives.broadcast(tensors, 0), weights)
+
+    def _together(self, run: Callable[[list[torch.Tensor]], None], weights: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Run a collective behind all that the devices have queued; let them wait for it."""
+        with self._marked(Phase.REPLICATE), self._lock, torch.no_grad():
+            for i in range(len(self._devices)):
+                self._collectives.follow(i)
+            for tensors in zip(*weights, strict=True):
+                run(list(tensors))
+            for i in range(len(self._devices)):
+                self._collectives.lead(i)
+
+    def _marked(self, phase: Phase) -> ExitStack:
+        """Mark a phase on all devices."""
+        stack = ExitStack()
+        for device in self._devices:
+            stack.enter_context(self._mark(phase, device.index))
+        return stack
+
+
+def _buckets(f: int, flat: Flat) -> list[Run]:
+    """Cut a flat buffer into runs of about as many bytes as a bucket, from its end, which backward reaches first."""
+    runs: list[Run] = []
+    stop, numbers = flat.size, []
+    for slot in reversed(flat.slots):
+        numbers.append(slot.parameter)
+        if (stop - slot.start) * flat.dtype.itemsize >= BUCKET_BYTES or slot.start == 0:
+            runs.append(Run(f, slot.start, stop, tuple(numbers)))
+            stop, numbers = slot.start, []
+    return runs
+
+
+def dense(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a gradient that kept replicas can add up; ValueError for a sparse one."""
+    if gradient.layout is not torch.strided:
+        raise ValueError(
+            "replicas=persistent needs dense gradients, and one is sparse; use schedule='cached', or sparse=False"
+        )
+    return gradient

@@ -1,0 +1,147 @@
+"""Flat storage: parameters as views of one buffer per optimizer group and dtype, so that one copy moves them all."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dpbench.hardware.device import Device
+
+ALIGNMENT_BYTES = 64
+"""Every slot starts on such a boundary: kernels take other paths, and so make other bits, where a tensor does not."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of one parameter (by its number) in a flat buffer, in elements."""
+
+    parameter: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Flat:
+    """One buffer's plan: whose values it holds, where, and how many elements it has with the padding."""
+
+    dtype: torch.dtype
+    slots: tuple[Slot, ...]
+    size: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The plan of all buffers: the same on every device.
+
+    Parameters that no buffer holds (frozen ones) are not mentioned.
+    """
+
+    flats: tuple[Flat, ...]
+
+    def allocate(self, device: Device) -> list[torch.Tensor]:
+        """Return a zeroed buffer per plan on `device`."""
+        with device.guard():
+            return [torch.zeros(flat.size, dtype=flat.dtype, device=device.torch_device) for flat in self.flats]
+
+    def views(self, buffers: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Return each parameter's view of its slot, in the shape and strides of `like[parameter]`."""
+        return {
+            slot.parameter: buffer.as_strided(like[slot.parameter].size(), like[slot.parameter].stride(), slot.start)
+            for flat, buffer in zip(self.flats, buffers, strict=True)
+            for slot in flat.slots
+        }
+
+
+def plan(groups: Iterable[Iterable[int]], tensors: Sequence[torch.Tensor], shares: int = 1) -> Layout:
+    """Lay out the tensors whose numbers each group lists, one buffer per group and dtype.
+
+    Buffers can be cut into so many equal `shares`, each starting on a boundary. Raises ValueError for a tensor that
+    has holes or overlaps, which a slot cannot mirror.
+    """
+    flats = []
+    for group in groups:
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for number in group:
+            by_dtype.setdefault(tensors[number].dtype, []).append(number)
+        flats += [_flat(dtype, numbers, tensors, shares) for dtype, numbers in by_dtype.items()]
+    return Layout(tuple(flats))
+
+
+def _flat(dtype: torch.dtype, numbers: Sequence[int], tensors: Sequence[torch.Tensor], shares: int) -> Flat:
+    """Place the tensors one after the other, each on a boundary."""
+    step = max(ALIGNMENT_BYTES // dtype.itemsize, 1)
+    slots, at = [], 0
+    for number in numbers:
+        tensor = tensors[number]
+        if not is_dense(tensor):
+            raise ValueError(
+                f"storage=flat needs parameters without holes; one of shape {tuple(tensor.shape)} has strides "
+                f"{tensor.stride()}: make it .contiguous(), or use storage=separate"
+            )
+        slots.append(Slot(number, at, at + tensor.numel()))
+        at += -(-tensor.numel() // step) * step
+    return Flat(dtype, tuple(slots), -(-at // (step * shares)) * step * shares)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Tell whether a strided tensor fills its memory exactly once, in whatever order of dimensions."""
+    if tensor.layout is not torch.strided:
+        return False
+    expected = 1
+    for size, stride in sorted(zip(tensor.size(), tensor.stride(), strict=True), key=lambda pair: pair[1]):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def line(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a dense tensor's elements as a vector in memory order, which is the order of its slot."""
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+class FlatWeights:
+    """A module's parameters, moved into flat buffers on its device; the parameters stay the same objects."""
+
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], groups: Iterable[Iterable[int]], root: Device, shares: int = 1
+    ) -> None:
+        self.layout = plan(groups, parameters, shares)
+        self.parameters = list(parameters)
+        self.buffers = self.layout.allocate(root)
+        self.views = self.layout.views(self.buffers, self.parameters)
+        for number, view in self.views.items():
+            view.copy_(self.parameters[number].detach())
+            self.parameters[number].data = view
+
+    def copies(self, device: Device) -> dict[int, torch.Tensor]:
+        """Return fresh copies on `device` of all that the buffers hold, one transfer a buffer."""
+        return self.layout.views([device.put(buffer) for buffer in self.buffers], self.parameters)
+
+    def release(self) -> None:
+        """Give the parameters that still lie in the buffers storage of their own again.
+
+        Those that a loop has made views of one slot share memory afterwards too.
+        """
+        inside: dict[int, list[torch.Tensor]] = {}
+        for parameter in self.parameters:
+            inside.setdefault(parameter.untyped_storage().data_ptr(), []).append(parameter)
+        for plan, buffer in zip(self.layout.flats, self.buffers, strict=True):
+            here = sorted(inside.get(buffer.untyped_storage().data_ptr(), []), key=torch.Tensor.storage_offset)
+            starts = [p.storage_offset() for p in here]
+            for slot in plan.slots:
+                _move_out(here[bisect_left(starts, slot.start) : bisect_left(starts, slot.stop)], slot, buffer)
+
+
+def _move_out(parameters: Sequence[torch.Tensor], slot: Slot, buffer: torch.Tensor) -> None:
+    """Give the parameters of one slot other storage: one of them a compact one, several a common one."""
+    if len(parameters) == 1:
+        parameters[0].data = parameters[0].detach().clone()
+    elif parameters:
+        copy = buffer[slot.start : slot.stop].clone()
+        for parameter in parameters:
+            at = parameter.storage_offset() - slot.start
+            parameter.data = copy.as_strided(parameter.size(), parameter.stride(), at)

@@ -1,0 +1,190 @@
+"""Cached replicas: the copies of the tree of modules are kept, and each step only binds new tensors to them.
+
+Building the trees is most of what replicate costs the host; binding costs some tens of nanoseconds a tensor.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from itertools import chain, repeat
+from operator import is_, itemgetter, setitem
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as module_hooks
+
+from dpbench.engine.replicate import check_placed, rebuild, unique
+from dpbench.hardware.device import Device
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GLOBAL_HOOKS = [getattr(module_hooks, f"_global{name}") for name in _HOOKS]
+
+
+class Trees:
+    """Kept copies of a module's tree, one per replica: one set for training, one for calls without gradients.
+
+    Two sets, because a checkpoint recomputes its forward in backward, and calls without gradients may come between.
+
+    Before every use the module is compared with what the trees were copied from: one whose parameters, submodules or
+    plain attributes have changed (`eval()`, `dropout.p = 0.1`) is copied anew. So is a tree whose own attributes a
+    forward has written: torch's replicas forget them after each forward.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._read()
+        self._unchecked = True
+
+    def _read(self) -> None:
+        """Take down the module as it is now."""
+        modules = self._modules = list(self.module.modules())
+        self._types = list(map(type, modules))
+        self._watched: list[dict[str, Any]] = [d for m in modules for d in (m.__dict__, m._modules)]
+        self._seen = [dict(watched) for watched in self._watched]
+        self._holders: list[dict[str, Any]] = [d for m in modules for d in (m._parameters, m._buffers)]
+        self._ids = [id(tensor) for holder in self._holders for tensor in holder.values()]
+        self._hooks = [*_GLOBAL_HOOKS, *(getattr(m, name) for m in modules for name in _HOOKS)]
+        self._library = all(_is_library(m) for m in modules)
+        self.parameters: list[torch.Tensor] = unique(self.module.parameters())
+        self.buffers: list[torch.Tensor] = unique(self.module.buffers())
+        self._trees: dict[bool, list[_Tree]] = {}
+        self._orders: dict[bool, list[int]] = {}
+
+    def refresh(self) -> bool:
+        """Read the module again if it has changed; return whether it had."""
+        changed = self._changed()
+        if changed:
+            self._read()
+            self._unchecked = True
+        return changed
+
+    def check_placed(self, root: Device) -> None:
+        """Raise RuntimeError unless all tensors are on `root`, and have shapes."""
+        home = root.torch_device
+        if self._unchecked or not all(tensor.device == home for tensor in self.parameters):
+            check_placed(chain(self.parameters, self.buffers), root)
+            self._unchecked = False
+
+    def _changed(self) -> bool:
+        """Return whether the module differs from what was read."""
+        if [id(tensor) for holder in self._holders for tensor in holder.values()] != self._ids:
+            return True
+        try:
+            return self._watched != self._seen or list(map(type, self._modules)) != self._types
+        except (RuntimeError, ValueError):  # tensors and arrays that are not the same object refuse to be compared
+            return True
+
+    def bind(
+        self, sources: Sequence[torch.Tensor], copies: Sequence[Sequence[torch.Tensor]], *, detached: bool = False
+    ) -> list[nn.Module]:
+        """Return one replica per list of `copies`, which stand for the module's tensors in the order of `sources`."""
+        order, trees = [id(source) for source in sources], self._trees.get(detached, [])
+        watching = not self._library or any(self._hooks)
+        if (
+            len(trees) < len(copies)
+            or order != self._orders[detached]
+            or any(tree.watching != watching or tree.written() for tree in trees)
+        ):
+            self._orders[detached] = order
+            trees = self._trees[detached] = [_Tree(self.module, sources, one, watching=watching) for one in copies]
+        else:
+            for tree, tensors in zip(trees, copies, strict=False):
+                tree.bind(tensors)
+        return [tree.root for tree in trees[: len(copies)]]
+
+
+def _is_library(module: nn.Module) -> bool:
+    """Return whether a module's forward is torch's own code, which writes no attributes unless hooks do."""
+    return type(module).__module__.startswith("torch.nn.modules.") and "forward" not in module.__dict__
+
+
+class _Tree:
+    """One replica: its root module, and every place in it that holds a tensor of the original.
+
+    `watching` keeps what `written` compares: only code that torch does not ship, or a hook, can write attributes.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        sources: Sequence[torch.Tensor],
+        tensors: Sequence[torch.Tensor],
+        *,
+        watching: bool,
+    ) -> None:
+        self.root = rebuild(module, {id(s): t for s, t in zip(sources, tensors, strict=True)})
+        self.watching = watching
+        self._bound = tensors
+        numbers = {id(tensor): i for i, tensor in enumerate(tensors)}
+        containers = list(_containers(self.root))
+        self._dicts = [one for one in containers if type(one) is not list]
+        self._lists = [one for one in containers if type(one) is list]
+        entries = [
+            *((holder, key, value) for holder in self._dicts for key, value in holder.items()),
+            *((holder, key, value) for holder in self._lists for key, value in enumerate(holder)),
+        ]
+        places = [
+            (at, holder, key, numbers[id(value)])
+            for at, (holder, key, value) in enumerate(entries)
+            if id(value) in numbers
+        ]
+        self._at = [at for at, _, _, _ in places]
+        self._holders = [holder for _, holder, _, _ in places]
+        self._keys = [key for _, _, key, _ in places]
+        self._pick = _picker([number for _, _, _, number in places])
+        self._seen = self._values() if watching else []
+        self._mutable = _picker([at for at, value in enumerate(self._seen) if _is_mutable(value)])
+
+    def bind(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Put each tensor wherever the replica holds it, a loop that never enters Python code."""
+        if len(tensors) == len(self._bound) and all(map(is_, tensors, self._bound)):
+            return
+        self._bound = tensors
+        picked = self._pick(tensors)
+        deque(map(setitem, self._holders, self._keys, picked), maxlen=0)
+        if self.watching:
+            deque(map(setitem, repeat(self._seen), self._at, picked), maxlen=0)
+
+    def written(self) -> bool:
+        """Return whether a forward has bound attributes since the tree was built or bound."""
+        if not self.watching:
+            return False
+        values = self._values()
+        try:
+            # what may change later must be the same object; of the rest, equal values are as good
+            return values != self._seen or not all(map(is_, self._mutable(values), self._mutable(self._seen)))
+        except (RuntimeError, ValueError):  # tensors and arrays that are not the same object refuse to be compared
+            return True
+
+    def _values(self) -> list[Any]:
+        """Return all entries of all containers, in order; the values are kept, so that no id is reused."""
+        return [*chain.from_iterable(map(dict.values, self._dicts)), *chain.from_iterable(self._lists)]
+
+
+def _is_mutable(value: Any) -> bool:
+    """Return whether a value that equals another now may differ from it later."""
+    return type(value) in (list, dict, set) or isinstance(value, torch.Tensor)
+
+
+def _containers(root: nn.Module) -> Iterable[Any]:
+    """Yield the dicts and lists of all modules of a tree: attributes, and what these hold one level down.
+
+    Modules that keep tensors in containers of their own (RNNs keep `_flat_weights`) are so found without knowing them.
+    """
+    for module in root.modules():
+        yield module.__dict__
+        for name, value in module.__dict__.items():
+            if type(value) is list or (type(value) is dict and name in _HOLDERS):
+                yield value
+
+
+_HOLDERS = ("_parameters", "_buffers", "_modules", "_former_parameters")
+
+
+def _picker(numbers: Sequence[int]) -> Any:
+    """Return a function that picks those items of a sequence, in C."""
+    if len(numbers) > 1:
+        return itemgetter(*numbers)
+    return lambda tensors: [tensors[number] for number in numbers]

@@ -1,0 +1,118 @@
+"""From the ids that users write to devices: what torch takes, "cpu" repeated, and "emulated:0", "emulated:1", ..."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+
+from dpbench.hardware.device import Device
+from dpbench.hardware.devices._wrapper import LAZY
+from dpbench.hardware.devices.cpu import CpuDevice
+from dpbench.hardware.devices.cuda import CudaDevice
+from dpbench.hardware.devices.emulated import EmulatedDevice
+
+DeviceId = int | str | torch.device
+Devices = Sequence[Device | DeviceId]
+"""What every verb takes: devices, or the ids that `resolve` makes devices of."""
+
+
+def as_devices(devices: Devices) -> list[Device]:
+    """Return devices as they are, and resolve ids."""
+    given: list[Any] = list(devices)
+    return given if given and hasattr(given[0], "put") else resolve(given)
+
+
+def resolve(device_ids: Sequence[DeviceId] | None) -> list[Device]:
+    """Return one device per id; None means every GPU, and none at all where there is no GPU.
+
+    An id is a GPU's number, a torch.device, or its name. A GPU named twice carries colocated replicas; "cpu"
+    may be named as often as wanted; "emulated:1" is the device of tensors on "lazy:1". Ids of other kinds, or
+    mixed kinds, raise ValueError.
+    """
+    if isinstance(device_ids, DeviceId):
+        raise ValueError(f"device_ids must be a list, such as [{device_ids!r}], got {device_ids!r}")
+    if device_ids is None:
+        device_ids = range(torch.cuda.device_count())
+    parsed = [_parse(i) for i in device_ids]
+    kinds = sorted({device.type for device in parsed})
+    if len(kinds) > 1 or kinds not in ([], ["cpu"], ["cuda"], [LAZY]):
+        named = ", ".join(str(i) for i in device_ids)
+        raise ValueError(f"device_ids must all be GPUs or all be 'cpu' (or all 'emulated:0', ...); got {named}")
+    if kinds == ["cpu"]:
+        return [cast(Device, CpuDevice(index)) for index in range(len(parsed))]
+    if kinds == [LAZY]:
+        return _emulated([device.index or 0 for device in parsed])
+    return _cuda([_ordinal(device) for device in parsed])
+
+
+def _parse(device_id: DeviceId) -> torch.device:
+    """Return the torch.device that an id names; a bare number is a GPU's."""
+    if isinstance(device_id, int):
+        return torch.device("cuda", device_id)
+    name = str(device_id)
+    return torch.device(LAZY + name.removeprefix("emulated") if name.startswith("emulated") else name)
+
+
+def _emulated(ordinals: Sequence[int]) -> list[Device]:
+    """Return emulated devices; one named again shares its memory."""
+    return [
+        cast(Device, EmulatedDevice(index, ordinal, shares_memory=ordinal in ordinals[:index]))
+        for index, ordinal in enumerate(ordinals)
+    ]
+
+
+def _ordinal(device: torch.device) -> int:
+    """Return the GPU's number; a bare "cuda" is the current one."""
+    count = torch.cuda.device_count()
+    if count == 0:
+        raise ValueError(f"device_ids names {device}, but torch sees no GPU here; use 'cpu' for logical CPU devices")
+    ordinal = torch.cuda.current_device() if device.index is None else device.index
+    if not 0 <= ordinal < count:
+        raise ValueError(f"device_ids names cuda:{ordinal}, but torch sees {count} GPU(s): 0 to {count - 1}")
+    return ordinal
+
+
+def _cuda(ordinals: Sequence[int], *, shared_stream: bool = False, own_processes: bool = False) -> list[Device]:
+    """Give each replica its GPU; one that is not the first on its GPU has a stream of its own, unless shared."""
+    devices = []
+    for index, ordinal in enumerate(ordinals):
+        again = ordinal in ordinals[:index]
+        shares_memory = again and not own_processes  # each process has an allocator of its own
+        device = CudaDevice(index, ordinal, own_stream=again and not shared_stream, shares_memory=shares_memory)
+        devices.append(cast(Device, device))
+    return devices
+
+
+def open_devices(
+    kind: str,
+    count: int,
+    *,
+    ids: Sequence[int] = (),
+    placement: str = "spread",
+    shared_stream: bool = False,
+    own_processes: bool = False,
+) -> list[Device]:
+    """Return `count` devices as a case describes them; a logical CPU device has a core of its own.
+
+    Spread takes the first `count` of `ids` (or of all GPUs); colocated puts every replica on the first.
+    `own_processes` says that each device will be used in another process. Raises ValueError where this machine
+    has fewer.
+    """
+    if kind == "cpu":
+        return [cast(Device, CpuDevice(index, core=index)) for index in range(count)]
+    if kind == "emulated":
+        return _emulated([0] * count if placement == "colocated" else list(ids[:count]) or list(range(count)))
+    if kind != "cuda":
+        raise ValueError(f"unknown device kind {kind!r}; known: cpu, cuda, emulated")
+    available = list(ids) or list(range(torch.cuda.device_count()))
+    wanted = available[:1] * count if placement == "colocated" else available[:count]
+    if len(wanted) < count:
+        raise ValueError(
+            f"{count} devices asked for, {len(available)} GPU(s) here"
+            + ("; --placement colocated lets replicas share one" if available else "; use --device-kind cpu")
+        )
+    return _cuda(
+        [_ordinal(torch.device("cuda", i)) for i in wanted], shared_stream=shared_stream, own_processes=own_processes
+    )

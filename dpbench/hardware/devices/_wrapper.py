@@ -1,0 +1,267 @@
+"""Emulated tensors: they say they are on `lazy:i`, hold an ordinary tensor inside, and are counted byte by byte.
+
+torch's lazy backend has a device type but no kernels of its own until someone starts it. The kernels registered
+here, two that allocate and one that copies, are all that factories, `.to("lazy:0")` and ops that allocate need, in
+every thread and without any mode. All other ops see an EmulatedTensor among their arguments and come to `_dispatch`:
+it checks devices as CUDA would, and runs the op on the tensors held inside.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from dpbench.hardware.devices._ledger import ledger
+
+LAZY = "lazy"
+"""The device type that emulated tensors report; autograd runs it, as it does the CPU, in the calling thread."""
+
+aten = torch.ops.aten
+ANY_DEVICE = {aten.copy_.default, aten._to_copy.default}
+HOST_ARGUMENTS = {
+    aten.index.Tensor,
+    aten.index_put.default,
+    aten.index_put_.default,
+    aten._index_put_impl_.default,
+    aten._unsafe_index.Tensor,
+    aten._unsafe_index_put.default,
+    aten._pack_padded_sequence.default,
+    aten._pack_padded_sequence_backward.default,
+}
+"""Ops that take indices or lengths from the host, as on a GPU."""
+
+
+SPARSE = torch._C.DispatchKeySet(torch._C.DispatchKey.SparseCPU)
+
+
+class EmulatedTensor(torch.Tensor):
+    """A tensor on `lazy:i`; `held` has its numbers on the host, or its shape alone on `meta`."""
+
+    held: torch.Tensor
+    __torch_function__: Any = torch._C._disabled_torch_function_impl  # results are what ops return, no subclass
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run an op on the tensors inside; in inference mode composite ops come here too, and are taken apart."""
+        if torch.is_inference_mode_enabled():
+            result = func.decompose(*args, **(kwargs or {}))
+            if result is not NotImplemented:
+                return result
+        return _dispatch(func, args, kwargs or {})
+
+    @property
+    def data(self) -> torch.Tensor:
+        """Return the tensor without its history, as torch does."""
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        """Take over shape and numbers; torch alone would take over the shape and leave the numbers."""
+        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        self.held = _held(value)
+
+    def __tensor_flatten__(self) -> tuple[list[str], torch.device]:
+        """Tell torch that this is a wrapper: `module.to` then swaps tensors, which keeps ties and optimizers."""
+        return ["held"], self.device
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], device: Any, size: Any, stride: Any) -> EmulatedTensor:
+        """Undo `__tensor_flatten__`."""
+        return wrap(inner["held"], device)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> EmulatedTensor:
+        if not self.is_leaf:
+            raise RuntimeError("Only Tensors created explicitly by the user support the deepcopy protocol")
+        if id(self) not in memo:
+            twin = wrap(copy.deepcopy(self.held, memo), self.device).requires_grad_(self.requires_grad)
+            memo[id(self)] = twin
+            twin.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k != "held"})
+            twin.grad = copy.deepcopy(self.grad, memo)
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        rest = {name: value for name, value in self.__dict__.items() if name != "held"}
+        return _rebuild, (self.held, self.device, self.requires_grad, rest)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        history = f"grad_fn=<{self.grad_fn.name()}>" if self.grad_fn else f"requires_grad={self.requires_grad}"
+        text = f"{repr(self.held)[:-1]}, device='{self.device}', {history})"
+        return f"Parameter containing:\n{text}" if isinstance(self, torch.nn.Parameter) else text
+
+    def type(self, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+        """Return the type's name, or cast; torch has no name for sparse tensors here."""
+        if dtype is None and self.is_sparse:
+            return self.held.type().replace("torch.", f"torch.{LAZY}.")
+        return super().type(dtype, non_blocking, **kwargs)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Refuse, as a GPU's tensor does."""
+        if force:
+            return self.detach().cpu().numpy()
+        raise TypeError(f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy it first.")
+
+    def tolist(self) -> Any:
+        """Return the numbers."""
+        return self.detach().cpu().tolist()
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
+
+
+def wrap(inner: torch.Tensor, device: torch.device) -> EmulatedTensor:
+    """Return `inner` as a tensor of `device`, which owns its memory from now on."""
+    if inner.is_conj() or inner.is_neg():  # bits that torch keeps on a tensor; on a wrapper it would miss them
+        inner = inner.resolve_conj().resolve_neg()
+    geometry: dict[str, Any]
+    if inner.layout == torch.sparse_coo:  # torch knows no sparse lazy backend
+        geometry = {"dispatch_layout": True, "_extra_dispatch_keys": SPARSE}
+        parts = [inner._indices(), inner._values()]
+    else:
+        geometry = {"strides": inner.stride(), "storage_offset": inner.storage_offset()}
+        parts = [inner]
+    tensor: Any = torch.Tensor._make_wrapper_subclass(
+        EmulatedTensor, inner.size(), dtype=inner.dtype, device=device, **geometry
+    )
+    tensor.held = inner
+    for part in parts:
+        ledger.own(part.untyped_storage(), device)
+    return tensor  # type: ignore[no-any-return]
+
+
+def _rebuild(inner: torch.Tensor, device: torch.device, requires_grad: bool, rest: dict[str, Any]) -> EmulatedTensor:
+    """Undo pickling."""
+    install()
+    tensor = wrap(inner, device)
+    tensor.__dict__.update(rest)
+    tensor.requires_grad_(requires_grad)
+    return tensor
+
+
+_home = torch.device("cpu")
+
+
+def set_home(device: torch.device) -> torch.device:
+    """Let new emulated tensors hold tensors of `device` (cpu or meta); return what it was before."""
+    global _home
+    before, _home = _home, device
+    return before
+
+
+@functools.cache
+def install() -> torch.library.Library:
+    """Give the lazy backend the kernels that allocate; they stay for the life of the process."""
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("empty.memory_format", _empty, LAZY.capitalize())
+    library.impl("empty_strided", _empty_strided, LAZY.capitalize())
+    library.impl("_copy_from", _copy_from, LAZY.capitalize())
+    return library
+
+
+def _empty(size: Any, *, device: Any, dtype: Any = None, memory_format: Any = None, **_: Any) -> torch.Tensor:
+    """Allocate on an emulated device."""
+    kept = {} if memory_format is None else {"memory_format": memory_format}
+    return wrap(torch.empty(size, dtype=dtype, device=_home, **kept), _numbered(device))
+
+
+def _empty_strided(size: Any, stride: Any, *, device: Any, dtype: Any = None, **_: Any) -> torch.Tensor:
+    """Allocate with these strides on an emulated device."""
+    return wrap(torch.empty_strided(size, stride, dtype=dtype, device=_home), _numbered(device))
+
+
+def _copy_from(source: torch.Tensor, target: EmulatedTensor, non_blocking: bool = False) -> torch.Tensor:
+    """Copy where torch has switched subclasses off: inside `torch.tensor`."""
+    _held(target).copy_(_held(source))
+    return target
+
+
+def _numbered(device: Any) -> torch.device:
+    """Return the device with its number; a bare "lazy" is the first."""
+    device = torch.device(device)
+    return device if device.index is not None else torch.device(device.type, 0)
+
+
+def _dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Check the devices, run `func` on the tensors inside, and wrap what is new."""
+    tensors = list(_tensors((*args, *kwargs.values())))
+    emulated = [t for t in tensors if isinstance(t, EmulatedTensor)]
+    by_position = func.name().startswith("aten::_foreach_")
+    if not by_position:
+        _check_devices(func, tensors, emulated[0].device)
+    elif not func.name().startswith("aten::_foreach_copy"):
+        _check_positions(func, args)
+    target = emulated[0].device
+    if kwargs.get("device") is not None:
+        target = torch.device(kwargs["device"])
+        kwargs = {**kwargs, "device": emulated[0].held.device if target.type == LAZY else target}
+    inner = {name: _map(_held, value) for name, value in kwargs.items()}
+    result = func(*(_map(_held, value) for value in args), **inner)
+    if result is None or target.type != LAZY:
+        return result
+    known = {id(t.held): t for t in emulated} | {id(t): t for t in tensors}
+    if by_position:
+        return [_outside(t, known, s.device) for t, s in zip(result, args[0], strict=True)]
+    if func is aten._pack_padded_sequence.default:  # batch sizes are for the host
+        return _outside(result[0], known, target), result[1]
+    # a view made in inference mode is an inference tensor only if its base is
+    keeps_history = not torch.is_inference_mode_enabled() or (func.is_view and not emulated[0].is_inference())
+    with torch.inference_mode(not keeps_history):
+        return _map(lambda tensor: _outside(tensor, known, _numbered(target)), result)
+
+
+def _check_devices(func: Any, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
+    """Raise RuntimeError when tensors live on different devices; scalars of the host go anywhere."""
+    if func in ANY_DEVICE:
+        return
+    for tensor in tensors:
+        of_host = tensor.device.type == "cpu" and (tensor.dim() == 0 or func in HOST_ARGUMENTS)
+        if tensor.device != device and not of_host:
+            raise RuntimeError(
+                f"Expected all tensors to be on the same device, but found at least two devices, "
+                f"{device} and {tensor.device}! (when checking arguments of {func})"
+            )
+
+
+def _check_positions(func: Any, args: Sequence[Any]) -> None:
+    """Check a multi-tensor op, whose lists may go over several devices in step."""
+    lists = [value for value in args if isinstance(value, list | tuple)]
+    for tensors in zip(*(each for each in lists if isinstance(each[0], torch.Tensor)), strict=True):
+        _check_devices(func, tensors, tensors[0].device)
+
+
+def _outside(tensor: torch.Tensor, known: dict[int, torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return the argument that an op wrote to, or a new emulated tensor."""
+    found = known.get(id(tensor))
+    if found is None:
+        return wrap(tensor, device)
+    if isinstance(found, EmulatedTensor) and (found.shape != tensor.shape or found.stride() != tensor.stride()):
+        found.data = wrap(tensor, device)  # t_(), unsqueeze_(), an `out` that was resized: the shape has changed
+    return found
+
+
+def _held(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that an op is to run on."""
+    return tensor.held if isinstance(tensor, EmulatedTensor) else tensor
+
+
+def _map(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Apply `change` to the tensors among an op's arguments or results."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, list | tuple):
+        return type(value)(_map(change, part) for part in value)
+    return value
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors among an op's arguments."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _tensors(part)

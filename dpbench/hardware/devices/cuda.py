@@ -1,0 +1,252 @@
+"""CUDA devices: a GPU and a stream. The only file of the engine that calls `torch.cuda`.
+
+Spread replicas use their GPU's current stream, as torch.nn.DataParallel does. Colocated replicas share one GPU
+and have a stream each, so that their kernels may overlap as far as the card allows.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch.cuda import comm, nccl
+
+from dpbench.hardware.device import Collectives, Device, Recorder, Result
+from dpbench.hardware.devices._many import copy_all
+
+
+class CudaDevice:
+    """One GPU, or one stream of a GPU that several replicas share.
+
+    `ordinal` is CUDA's number of the GPU; `own_stream` gives the replica a stream of its own. `shares_memory`
+    marks a replica whose GPU already reports its memory under an earlier index.
+    """
+
+    def __init__(self, index: int, ordinal: int, *, own_stream: bool = False, shares_memory: bool = False) -> None:
+        self.index = index
+        self.ordinal = ordinal
+        self.name = f"cuda:{ordinal}" + (f"/{index}" if own_stream or shares_memory else "")
+        self.torch_device = torch.device("cuda", ordinal)
+        self._own = torch.cuda.Stream(ordinal) if own_stream else None
+        self._shares_memory = shares_memory
+
+    @property
+    def stream(self) -> torch.cuda.Stream:
+        """Return this replica's own stream, or the one that is current on its GPU in this thread."""
+        return self._own or torch.cuda.current_stream(self.ordinal)
+
+    def put(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy on this device's stream; the source may still be in the making on its own current stream."""
+        self._follow([tensor])
+        with self.guard():
+            copy = tensor.to(self.torch_device, non_blocking=True, copy=True)
+        self.borrow([tensor])
+        return copy
+
+    def clone(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copy all in one multi-tensor launch where source and copy share the GPU."""
+        self._follow(tensors)
+        with self.guard():
+            copies = [torch.empty_like(tensor, device=self.torch_device) for tensor in tensors]
+            copy_all(copies, tensors)
+        self.borrow(tensors)
+        return copies
+
+    def guard(self) -> AbstractContextManager[Any]:
+        """Make GPU and stream current; the stream is looked up here, in the thread that dispatches.
+
+        A new thread's current stream is the default one, not its parent's: to enter the guard there must not
+        change the stream.
+        """
+        stack = ExitStack()
+        device, stream = torch.cuda.device(self.ordinal), torch.cuda.stream(self.stream)
+        return _Entered(stack, (device, stream))
+
+    def settle(self) -> None:
+        """Do nothing: the device is not one of the host's cores."""
+
+    def wait(self, other: Device) -> None:
+        """Let this stream wait for the other's."""
+        stream = getattr(other, "stream", None)
+        if stream is not None and stream != self.stream:
+            self.stream.wait_stream(stream)
+
+    def borrow(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Tell the allocator that this stream reads the tensors, so that it does not reuse them too early."""
+        for tensor in tensors:
+            if tensor.is_cuda:
+                tensor.record_stream(self.stream)
+
+    def event(self) -> Any:
+        """Queue a timing event on this device's stream."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self.stream)
+        return event
+
+    def synchronize(self) -> None:
+        """Block the host until the whole GPU has finished."""
+        torch.cuda.synchronize(self.ordinal)
+
+    def memory(self) -> int | None:
+        """Return the allocator's peak; a colocated replica's share cannot be told apart, so only one reports."""
+        return None if self._shares_memory else torch.cuda.max_memory_allocated(self.ordinal)
+
+    def take_peaks(self) -> dict[str, int]:
+        """Return the allocator's peaks since the last call, and begin anew; it allocates when a call is made."""
+        if self._shares_memory:
+            return {}
+        found = torch.cuda.memory_stats(self.ordinal)
+        torch.cuda.reset_peak_memory_stats(self.ordinal)
+        return {kind: int(found.get(f"{kind}_bytes.all.peak", 0)) for kind in ("allocated", "reserved")}
+
+    def reset_memory(self) -> None:
+        """Empty the allocator's cache and forget its peak."""
+        torch.cuda.synchronize(self.ordinal)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.ordinal)
+
+    def can_collect(self, devices: Sequence[Device]) -> bool:
+        """Tell whether all are CUDA devices on GPUs of their own."""
+        ordinals = [getattr(device, "ordinal", None) for device in devices]
+        return None not in ordinals and len(set(ordinals)) == len(ordinals) > 1
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], devices: Sequence[Device]) -> list[list[torch.Tensor]]:
+        """Copy to all GPUs in 10 MiB buffers, by NCCL where torch has it: what torch.nn.DataParallel does."""
+        copies = comm.broadcast_coalesced(list(tensors), [d.torch_device.index for d in devices])
+        # torch's collectives see a complex tensor as pairs of reals
+        return [
+            [torch.view_as_complex(c) if t.is_complex() and not c.is_complex() else c
+             for c, t in zip(one, tensors, strict=True)]
+            for one in copies
+        ]  # fmt: skip
+
+    def reduce_add(self, tensors: Sequence[Sequence[torch.Tensor]], devices: Sequence[Device]) -> list[torch.Tensor]:
+        """Sum onto this GPU in 10 MiB buffers, by NCCL where torch has it."""
+        real = [[torch.view_as_real(t) if t.is_complex() else t for t in one] for one in tensors]
+        sums = comm.reduce_add_coalesced(real, self.ordinal)
+        return [torch.view_as_complex(s) if t.is_complex() else s for s, t in zip(sums, tensors[0], strict=True)]
+
+    def collectives(self, devices: Sequence[Device]) -> Collectives | None:
+        """Return NCCL's, on GPUs of their own, where torch has it."""
+        if not self.can_collect(devices):
+            return None
+        with warnings.catch_warnings():  # it warns where torch is built without NCCL, to which this is the answer
+            warnings.simplefilter("ignore")
+            probe = [torch.empty(1, device=device.torch_device) for device in devices]
+            return Nccl(devices) if nccl.is_available(probe) else None
+
+    def recorder(self) -> Recorder | None:
+        """Return what records CUDA graphs, with memory of its own."""
+        return Graphs(self)
+
+    def _follow(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Wait for the current streams of the GPUs that the tensors come from."""
+        for ordinal in {tensor.device.index for tensor in tensors if tensor.is_cuda}:
+            source = torch.cuda.current_stream(ordinal)
+            if source != self.stream:
+                self.stream.wait_stream(source)
+
+
+class Nccl:
+    """NCCL from one process, over distinct GPUs, on a stream of its own on each: backward may go on beside it.
+
+    Every call is one NCCL group over all the GPUs: calls must not be mixed with another thread's, which is for the
+    caller to see to.
+    """
+
+    def __init__(self, devices: Sequence[Device]) -> None:
+        self._ordinals = [device.torch_device.index for device in devices]
+        self._streams = [torch.cuda.Stream(ordinal) for ordinal in self._ordinals]
+
+    def follow(self, i: int) -> None:
+        """Let collectives from now on wait for the GPU's stream that is current in this thread."""
+        self._streams[i].wait_stream(torch.cuda.current_stream(self._ordinals[i]))
+
+    def lead(self, i: int) -> None:
+        """Let the GPU's stream that is current in this thread wait for all collectives so far."""
+        torch.cuda.current_stream(self._ordinals[i]).wait_stream(self._streams[i])
+
+    def reduce(self, tensors: Sequence[torch.Tensor], root: int) -> None:
+        """Sum onto the root, in place."""
+        nccl.reduce(tensors, root=root, streams=self._streams)
+
+    def all_reduce(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Sum onto all, in place."""
+        nccl.all_reduce(tensors, streams=self._streams)
+
+    def reduce_scatter(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Sum each part onto its owner, in place: NCCL takes an output that is the owner's part of the input."""
+        nccl.reduce_scatter(tensors, self._parts(tensors), streams=self._streams)
+
+    def all_gather(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy each owner's part to all, in place: NCCL takes an input that is the owner's part of the output."""
+        nccl.all_gather(self._parts(tensors), tensors, streams=self._streams)
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], root: int) -> None:
+        """Copy the root's tensor to all."""
+        nccl.broadcast(tensors, root=root, streams=self._streams)
+
+    def _parts(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [tensor.view(len(tensors), -1)[i] for i, tensor in enumerate(tensors)]
+
+
+class Graphs:
+    """CUDA graphs of one replica: recorded on a side stream, in a pool of memory that no other replica's share.
+
+    All are replayed on the stream that is current then, never two at once, so that they may reuse each other's memory.
+    """
+
+    def __init__(self, device: CudaDevice) -> None:
+        self._ordinal = device.ordinal
+        self._stream = torch.cuda.Stream(device.ordinal)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def warm_up(self, work: Callable[[], object]) -> None:
+        """Run work three times on the side stream, as torch's documentation of graphs asks for."""
+        current, random = torch.cuda.current_stream(self._ordinal), torch.cuda.get_rng_state(self._ordinal)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            for _ in range(3):
+                torch.clear_autocast_cache()  # casts of weights belong into the graph, which must make them anew
+                work()
+        torch.clear_autocast_cache()
+        current.wait_stream(self._stream)
+        torch.cuda.synchronize(self._ordinal)
+        torch.cuda.set_rng_state(random, self._ordinal)
+
+    def record(self, work: Callable[[], Result]) -> tuple[Result, Callable[[], None]]:
+        """Capture work; only what this thread does can spoil it, so that other replicas' threads go on."""
+        graph, first = torch.cuda.CUDAGraph(), None
+        try:
+            # a capture that fails leaves its stream current
+            with (
+                torch.cuda.stream(torch.cuda.current_stream(self._ordinal)),
+                torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+            ):
+                try:
+                    result = work()
+                except BaseException as error:
+                    first = error
+                    raise
+        except RuntimeError as error:  # torch's, when it ends a capture that has failed: the cause says more
+            raise first or error from None
+        finally:
+            torch.clear_autocast_cache()
+        return result, graph.replay
+
+
+class _Entered:
+    """Context managers made in one thread and entered, together, in another."""
+
+    def __init__(self, stack: ExitStack, contexts: Sequence[AbstractContextManager[Any]]) -> None:
+        self._stack, self._contexts = stack, contexts
+
+    def __enter__(self) -> None:
+        for context in self._contexts:
+            self._stack.enter_context(context)
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)

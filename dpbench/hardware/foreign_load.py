@@ -1,0 +1,195 @@
+"""Quiet: how much of our cores other processes take, and waiting until it is little.
+
+The kernel counts the CPU time of each core, and of each process with the children that it has reaped. The foreign load
+is the busy time of the cores less the CPU time of our own process tree; steal is the time that a hypervisor gave to
+others. Where the counts do not exist, or do not describe our capacity, the load is unknown, never low.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from dpbench.hardware.affinity import CORES, TICKS_PER_S, Ticks, parse_ticks
+from dpbench.records import Trial
+
+LIMIT = 0.10
+"""The share of the cores' capacity that others may take, above which a measurement is NOISY."""
+WINDOW_S = 0.5
+SHORTEST_S = 0.2
+"""The kernel counts in ticks of 10 ms: a shorter time would show little but those."""
+PATIENCE_S = 30.0
+PATIENCE = "DPBENCH_PATIENCE"
+"""The environment variable for the default of --patience, in seconds."""
+COUNTED = 0.5
+"""The share of the elapsed core-seconds that the kernel must account for, or its counts are useless."""
+NOISY = "NOISY"
+FACT = "foreign_load"
+"""The name of the load in the provenance of a run and of a trial."""
+
+_QUOTAS = (
+    ("/sys/fs/cgroup/cpu.max", None),
+    ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us"),
+)
+"""Where version 2 and version 1 of control groups state a container's quota, and its period if that is apart."""
+
+
+def patience(given_s: float | None = None) -> float:
+    """Return the seconds to wait for quiet: as given, else from the environment, else the default."""
+    if given_s is not None:
+        return given_s
+    text = os.environ.get(PATIENCE, str(PATIENCE_S))
+    with suppress(ValueError):
+        if 0 <= (seconds := float(text)) < float("inf"):
+            return seconds
+    raise ValueError(f"{PATIENCE} must be a number of seconds, from 0, got {text!r}")
+
+
+def wait(patience_s: float, say: Callable[[str], None]) -> Measured:
+    """Measure the foreign load, again and again while it is too high and patience lasts; return the last one.
+
+    `say` gets one line when waiting begins.
+    """
+    deadline_s = time.monotonic() + patience_s
+    load = measure()
+    if busy(load) and patience_s > 0:
+        say(f"busy machine: {load}; waiting up to {patience_s:.0f} s for quiet (--patience)")
+    while busy(load) and time.monotonic() < deadline_s:
+        load = measure()
+    return load
+
+
+def measure(seconds: float = WINDOW_S) -> Measured:
+    """Return the foreign load of the next `seconds`."""
+    before = snapshot()
+    time.sleep(seconds)
+    return since(before)
+
+
+def since(before: Snapshot | Unknown) -> Measured:
+    """Return the foreign load from a snapshot until now."""
+    return before if isinstance(before, Unknown) else _to(before, snapshot())
+
+
+def busy(load: Measured) -> bool:
+    """Return whether others are known to take more than the limit."""
+    return isinstance(load, Load) and load.taken > LIMIT
+
+
+def during(trial: Trial) -> Measured:
+    """Return the foreign load while a trial ran, as stored with it."""
+    facts = trial.provenance.get(FACT)
+    return Unknown("no load is stored with the trial") if facts is None else Load(**facts)
+
+
+def noisy(trial: Trial) -> bool:
+    """Return whether others are known to have taken more than the limit while a trial ran."""
+    return busy(during(trial))
+
+
+def snapshot() -> Snapshot | Unknown:
+    """Return the CPU time so far of our cores and of our process tree."""
+    if not CORES:
+        return Unknown("this system does not list the cores that a process may use")
+    quota = _quota()
+    if quota is not None and quota < len(CORES):
+        return Unknown(f"a quota of {quota:g} CPUs limits this container; /proc/stat counts all {len(CORES)} cores")
+    try:
+        ticks = parse_ticks(Path("/proc/stat").read_bytes())
+    except (OSError, ValueError) as error:
+        return Unknown(f"/proc/stat cannot be read: {error}")
+    mine = {core: ticks[core] for core in CORES if core in ticks}
+    return Snapshot(time_s=time.monotonic(), ticks=mine, own_s=_own_s())
+
+
+def _to(before: Snapshot, now: Snapshot | Unknown) -> Measured:
+    return now if isinstance(now, Unknown) else between(before, now)
+
+
+def between(before: Snapshot, now: Snapshot) -> Measured:
+    """Return the foreign load between two snapshots."""
+    cores = before.ticks.keys() & now.ticks.keys()
+    seconds = now.time_s - before.time_s
+    capacity_s = len(cores) * seconds
+
+    def passed_s(count: Callable[[Ticks], int]) -> float:
+        return sum(max(0, count(now.ticks[core]) - count(before.ticks[core])) for core in cores) / TICKS_PER_S
+
+    if seconds < SHORTEST_S:
+        return Unknown(f"{seconds:.2f} s are too short a time")
+    counted_s = passed_s(lambda ticks: ticks.total)
+    if counted_s <= COUNTED * capacity_s:
+        return Unknown(f"the kernel accounts for {counted_s:.2f} of {capacity_s:.2f} core-seconds")
+    foreign_s = max(0.0, passed_s(lambda ticks: ticks.busy) - (now.own_s - before.own_s))
+    steal_s = passed_s(lambda ticks: ticks.steal)
+    return Load(foreign=foreign_s / capacity_s, steal=steal_s / capacity_s, cores=len(cores), seconds=seconds)
+
+
+def _own_s() -> float:
+    """Return the CPU seconds of this process and all below it, with those of the children that each has reaped."""
+    import psutil
+
+    own = psutil.Process()
+    total = 0.0
+    for process in (own, *own.children(recursive=True)):
+        with suppress(psutil.Error):  # it ended meanwhile: its parent counts it from now on
+            spent = process.cpu_times()
+            total += spent.user + spent.system + spent.children_user + spent.children_system
+    return total
+
+
+def _quota() -> float | None:
+    """Return how many CPUs' time this container may use; None without a quota."""
+    for limit, period in _QUOTAS:
+        with suppress(OSError, ValueError):
+            words = Path(limit).read_text().split() + (Path(period).read_text().split() if period else [])
+            quota = float(words[0])
+            return quota / float(words[1]) if quota > 0 else None
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """Cumulative CPU time at one moment: ticks by core, and seconds of our own process tree."""
+
+    time_s: float
+    ticks: Mapping[int, Ticks]
+    own_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """The shares of our cores' capacity that others took for some seconds, 0 to 1."""
+
+    foreign: float
+    steal: float
+    cores: int
+    seconds: float
+
+    @property
+    def taken(self) -> float:
+        """Return the share of both."""
+        return self.foreign + self.steal
+
+    def __str__(self) -> str:
+        return (
+            f"other processes took {self.foreign:.0%}, and the hypervisor {self.steal:.0%}, of {self.cores} core(s) "
+            f"for {self.seconds:.1f} s; the limit is {LIMIT:.0%}"
+        )
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """Why the foreign load is unknown."""
+
+    reason: str
+
+    def __str__(self) -> str:
+        return f"the load of other processes is unknown: {self.reason}"
+
+
+Measured = Load | Unknown

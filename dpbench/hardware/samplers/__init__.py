@@ -1,0 +1,166 @@
+"""Samplers: what GPUs and host report while a run goes on, gathered by one process beside it.
+
+A thread inside the run would fight for the GIL that DataParallel lives on. Each plug of this folder offers
+`start(devices, interval_s)`, a context manager that yields a growing list of samples; whoever holds the list
+may take from its front. `sampling` runs all plugs in a process of their own and cuts their series by time,
+which is time.perf_counter(), the same in all processes of a machine.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from dpbench.records import Sample
+
+__all__ = ["sampling", "Series"]
+
+log = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 10.0
+STOP_TIMEOUT_S = 2.0
+
+
+class Series:
+    """The samples of a sampler process, read from its file as far as they are asked for."""
+
+    def __init__(self, output: Path, offset: int, process: subprocess.Popen[bytes] | None) -> None:
+        self._output = output
+        self._offset = offset
+        self._process = process
+        self._kept: list[Sample] = []
+        self._requests = 0
+
+    @property
+    def pid(self) -> int | None:
+        """Return the process id of the sampler; None if there is none."""
+        return self._process.pid if self._process else None
+
+    def cut(self, start_s: float, end_s: float, settle_s: float = 1.0) -> tuple[Sample, ...]:
+        """Return the samples of [start_s, end_s] in order of time, and forget those before.
+
+        The sampler is asked to write what it holds, which takes about a millisecond; `settle_s` is how long
+        to wait for that at most, 0 not to ask.
+        """
+        if settle_s > 0:
+            self._settle(settle_s)
+        self._kept = [sample for sample in (*self._kept, *self._read()) if sample.time_s >= start_s]
+        within = [sample for sample in self._kept if sample.time_s <= end_s]
+        return tuple(sorted(within, key=lambda sample: sample.time_s))
+
+    def _settle(self, timeout_s: float) -> None:
+        """Have the sampler write what it holds; if it is gone, warn once and expect no more of it."""
+        if self._process is None or _closed(self._process):
+            return
+        self._requests += 1
+        try:
+            _ask(self._process, b"%d" % self._requests, timeout_s)
+        except (EOFError, OSError) as error:
+            log.warning("the sampler process has ended, no more samples: %s", error)
+            self._process = None
+
+    def _read(self) -> list[Sample]:
+        """Read the complete lines that are new in the file."""
+        try:
+            with self._output.open("rb") as file:
+                file.seek(self._offset)
+                complete, newline, _ = file.read().rpartition(b"\n")
+        except OSError:  # nothing was ever written
+            return []
+        self._offset += len(complete) + len(newline)
+        samples = []
+        for line in complete.splitlines():
+            with suppress(ValueError, TypeError):  # a line that a full disk has cut short
+                samples.append(Sample(*json.loads(line)))
+        return samples
+
+
+@contextmanager
+def sampling(
+    devices: Sequence[int], output: Path, interval_s: float = 0.1, root_pid: int | None = None
+) -> Iterator[Series]:
+    """Sample these CUDA ordinals and the host in a process beside this one; an error costs samples only.
+
+    `root_pid` is the root of the process tree to watch, by default this process. Linux ends the sampler with
+    the *thread* that enters here: enter from one that lasts as long as the run.
+    """
+    offset = output.stat().st_size if output.exists() else 0
+    process = _start(devices, output, interval_s, os.getpid() if root_pid is None else root_pid)
+    try:
+        yield Series(output, offset, process)
+    finally:
+        if process is not None:
+            _end(process)
+
+
+def _start(devices: Sequence[int], output: Path, interval_s: float, root_pid: int) -> subprocess.Popen[bytes] | None:
+    """Start the process and wait until it samples; None, with a warning, if it does not."""
+    command = [sys.executable, "-P", "-m", "dpbench.hardware.samplers", "--parent-pid", str(os.getpid())]
+    command += ["--root-pid", str(root_pid), "--interval", str(interval_s), "--output", str(output)]
+    command += ["--devices", ",".join(map(str, devices))]
+    # what this process imports, from wherever, is what the child imports
+    path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
+    pipe = subprocess.PIPE
+    try:
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, bufsize=0, env={**os.environ, "PYTHONPATH": path})
+    except OSError as error:
+        log.warning("the sampler process does not start, this run has no samples: %s", error)
+        return None
+    try:
+        if _hears(process, b"ready", START_TIMEOUT_S):
+            return process
+        why = f"does not answer in {START_TIMEOUT_S:g} s"
+    except EOFError:
+        why = "ends at once"
+    log.warning("the sampler process does not start, this run has no samples: it %s", why)
+    _end(process)
+    return None
+
+
+def _ask(process: subprocess.Popen[bytes], line: bytes, timeout_s: float) -> bool:
+    """Send a line, which the sampler sends back when it has written its samples; raise if it is gone."""
+    assert process.stdin is not None
+    process.stdin.write(line + b"\n")
+    return _hears(process, line, timeout_s)
+
+
+def _hears(process: subprocess.Popen[bytes], line: bytes, timeout_s: float) -> bool:
+    """Wait for a line from the sampler; False if it is late, EOFError if the sampler is gone."""
+    assert process.stdout is not None
+    deadline_s = time.perf_counter() + timeout_s
+    heard = b""
+    while line not in heard.split(b"\n")[:-1]:
+        left_s = deadline_s - time.perf_counter()
+        if left_s <= 0 or not select.select([process.stdout], [], [], left_s)[0]:
+            return False
+        news = process.stdout.read(4096)
+        if not news:
+            raise EOFError("its output is closed")
+        heard += news
+    return True
+
+
+def _closed(process: subprocess.Popen[bytes]) -> bool:
+    return process.stdin is None or process.stdin.closed
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Let the process end by itself, else make it; reap it."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.close()
+    for insist in (process.terminate, process.kill):
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            insist()
+    process.wait()
+    process.stdout.close()

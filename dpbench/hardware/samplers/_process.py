@@ -1,0 +1,111 @@
+"""The sampler process: starts every sampler, writes what they see, ends with its parent. Never loads torch.
+
+Protocol: `ready` on stdout once all samplers run; then whatever line comes in on stdin is answered by the
+same line after all samples so far are in the file; the end of stdin, SIGTERM or the parent's death ends it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import select
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from dpbench.hardware.parent_death import die_with_parent
+from dpbench.hardware.samplers._tree import ROOT_PID
+from dpbench.records import Sample, registry
+
+log = logging.getLogger(__name__)
+
+WRITE_INTERVAL_S = 1.0
+"""Seconds between two writes that nobody asked for: they bound what is held, and what is lost if this is killed."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Sample until told to stop."""
+    options = _parse(argv)
+    logging.basicConfig(level=logging.WARNING, format="dpbench samplers: %(message)s")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it then ends us
+    stopped = _stop_signal()
+    die_with_parent(options.parent_pid, signal.SIGTERM)
+    os.environ[ROOT_PID] = str(options.root_pid)
+    series: list[list[Sample]] = []
+    with Path(options.output).open("ab") as file:
+        with suppress(BrokenPipeError), ExitStack() as samplers:
+            series += _start_all(samplers, options.devices, options.interval)
+            _answer(b"ready\n")
+            for request in _requests(stopped):
+                file.write(_lines(series))
+                file.flush()
+                _answer(request)
+        file.write(_lines(series))  # what the samplers saw while they stopped
+    return 0
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m dpbench.hardware.samplers", description=__doc__)
+    parser.add_argument("--root-pid", type=int, default=os.getppid(), help="watch this process and those below it")
+    parser.add_argument("--parent-pid", type=int, default=os.getppid(), help="end when this process ends")
+    parser.add_argument("--interval", type=float, default=0.1, help="seconds between readings")
+    parser.add_argument("--devices", type=_numbers, default=(), help="CUDA ordinals to watch: 0,1")
+    parser.add_argument("--output", required=True, help="append samples to this file, one JSON list a line")
+    return parser.parse_args(argv)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(",") if part)
+
+
+def _stop_signal() -> int:
+    """Return a descriptor that becomes readable on SIGTERM, so that one select hears all that may happen."""
+    heard, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake)
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    return heard
+
+
+def _start_all(samplers: ExitStack, devices: Sequence[int], interval_s: float) -> list[list[Sample]]:
+    """Start every plug; one that cannot start costs its own series only."""
+    series = []
+    for name in registry.names("samplers"):
+        try:
+            series.append(samplers.enter_context(registry.load("samplers", name).start(devices, interval_s)))
+        except Exception:
+            log.exception("sampler %s does not start", name)
+    return series
+
+
+def _requests(stopped: int) -> Iterator[bytes]:
+    """Yield each line from stdin as it comes, and b"" at least every `WRITE_INTERVAL_S`, until the end."""
+    stdin = sys.stdin.fileno()
+    while True:
+        readable, _, _ = select.select([stdin, stopped], [], [], WRITE_INTERVAL_S)
+        if stopped in readable:
+            return
+        request = os.read(stdin, 4096) if readable else b""
+        if readable and not request:
+            return
+        yield request
+
+
+def _lines(series: Sequence[list[Sample]]) -> bytes:
+    """Take what the samplers have gathered, as JSON lines [time_s, device, metric, value]."""
+    taken: list[Sample] = []
+    for samples in series:
+        count = len(samples)  # a sampler's thread may append meanwhile; it only ever touches the end
+        taken += samples[:count]
+        del samples[:count]
+    rows = ([round(s.time_s, 6), s.device, s.metric, s.value] for s in taken)
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def _answer(line: bytes) -> None:
+    if line:
+        os.write(sys.stdout.fileno(), line)

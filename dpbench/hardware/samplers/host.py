@@ -1,0 +1,137 @@
+"""What the host does: CPU and memory of the run's own processes, every core, and what others take.
+
+All figures are those of device -1. Rates (`_ratio`) cover the time since the reading before, so the first has
+none. A process joins the watched tree up to 0.5 s after its birth; until then its work counts as foreign.
+Memory pages that forked processes share count once for each.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from dpbench.hardware.affinity import TICKS_PER_S, Ticks, parse_ticks
+from dpbench.hardware.samplers._cadence import every
+from dpbench.hardware.samplers._tree import ProcessTree, read_file, root_pid
+from dpbench.records import HOST, Sample
+
+log = logging.getLogger(__name__)
+
+CLOCK_INTERVAL_S = 0.5
+"""Some kernels ask each core for its clock when it is read: not more often than this."""
+SHORTEST_INTERVAL_S = 0.2
+"""The kernel counts a core's time in steps of 10 ms: a shorter interval would show little but those steps."""
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
+_CPU_CLOCK = 2  # CPUCLOCK_SCHED of the kernel's posix-timers.h: what clock_getcpuclockid(3) puts together
+
+
+@contextmanager
+def start(devices: Sequence[int], interval_s: float, root: int | None = None) -> Iterator[list[Sample]]:
+    """Watch the host and the process tree below `root`; yield a list that grows until the `with` ends.
+
+    `root` is by default what the environment names, or the parent process. `devices` do not matter here.
+    """
+    samples: list[Sample] = []
+    if sys.platform != "linux" or not Path("/proc/stat").exists():
+        log.info("no host samples: they come from Linux's /proc")
+        yield samples
+        return
+    tree = ProcessTree(root_pid() if root is None else root)
+    before: list[Reading] = []
+
+    def read() -> None:
+        now = take_reading(tree.pids())
+        for metric, value in {**levels(now), **(rates(before[-1], now) if before else {})}.items():
+            samples.append(Sample(now.time_s, HOST, metric, value))
+        before[:] = [now]
+
+    def read_clock() -> None:
+        now_s, clock_hz = time.perf_counter(), cpu_clock_hz()
+        if clock_hz is not None:
+            samples.append(Sample(now_s, HOST, "cpu_clock_hz", clock_hz))
+
+    with ExitStack() as stack:
+        stack.enter_context(every(max(interval_s, SHORTEST_INTERVAL_S), read))
+        if cpu_clock_hz() is not None:
+            stack.enter_context(every(max(interval_s, CLOCK_INTERVAL_S), read_clock))
+        yield samples
+
+
+def cpu_clock_hz(folder: str = "/sys/devices/system/cpu") -> float | None:
+    """Return the highest clock of the cores that this process may use; None where the kernel does not tell.
+
+    The highest, because a core that idles tells nothing of those that work.
+    """
+    found = []
+    for core in os.sched_getaffinity(0):
+        with suppress(OSError, ValueError):
+            found.append(int(read_file(f"{folder}/cpu{core}/cpufreq/scaling_cur_freq")) * 1e3)
+    return max(found, default=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """Cumulative CPU times at one moment, the ticks by core."""
+
+    time_s: float
+    core_ticks: Mapping[int, Ticks]
+    process_s: Mapping[int, float]
+    own_s: float
+    rss_bytes: int
+
+
+def take_reading(pids: Collection[int]) -> Reading:
+    """Read the cores and these processes now; processes that are gone are left out."""
+    before_s = time.perf_counter()
+    process_s: dict[int, float] = {}
+    rss_bytes = 0
+    for pid in pids:
+        with suppress(OSError):
+            # one system call, to the nanosecond; /proc/PID/stat counts in steps of 10 ms
+            process_s[pid] = time.clock_gettime((~pid << 3) | _CPU_CLOCK)
+            rss_bytes += int(read_file(f"/proc/{pid}/statm").split()[1]) * _PAGE_BYTES
+    core_ticks = parse_ticks(read_file("/proc/stat", 1 << 18))
+    return Reading(
+        time_s=(before_s + time.perf_counter()) / 2,
+        core_ticks=core_ticks,
+        process_s=process_s,
+        own_s=time.process_time(),
+        rss_bytes=rss_bytes,
+    )
+
+
+def levels(now: Reading) -> dict[str, float]:
+    """Return what one reading tells by itself."""
+    load = {"load_1m": os.getloadavg()[0]}
+    return {**load, "rss_bytes": float(now.rss_bytes)} if now.process_s else load
+
+
+def rates(before: Reading, now: Reading) -> dict[str, float]:
+    """Return what two readings tell together.
+
+    A process counts from the second reading that sees it, for its earlier work is not this interval's. This
+    sampler belongs neither to the watched tree nor to the others.
+    """
+    elapsed_s = now.time_s - before.time_s
+    known = now.process_s.keys() & before.process_s.keys()
+    process_s = sum(max(0.0, now.process_s[pid] - before.process_s[pid]) for pid in known)
+    found: dict[str, float] = {}
+    all_busy = 0
+    for core, ticks in now.core_ticks.items():
+        earlier = before.core_ticks.get(core, ticks)
+        busy, total = ticks.busy - earlier.busy, ticks.total - earlier.total
+        all_busy += busy
+        if total > 0:  # the kernel's counts may stand still or step back
+            found[f"core{core}_utilization_ratio"] = max(0, busy) / total
+    if now.process_s:
+        found["process_cpu_ratio"] = process_s / elapsed_s
+    own_s = now.own_s - before.own_s
+    found["foreign_cpu_ratio"] = max(0.0, all_busy / TICKS_PER_S - process_s - own_s) / elapsed_s
+    return found

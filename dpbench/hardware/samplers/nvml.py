@@ -1,0 +1,67 @@
+"""Counters of the GPUs that a run uses; no GPU, no samples."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+from dpbench.hardware.nvml import FAST_METRICS, SLOW_METRICS, Gpu, Library, open_nvml
+from dpbench.hardware.samplers._cadence import every
+from dpbench.hardware.samplers._tree import ProcessTree, root_pid
+from dpbench.records import Sample
+
+SLOW_INTERVAL_S = 0.2
+"""The PCIe counters block for 20 ms each: more often than this they would do little else."""
+
+
+@contextmanager
+def start(devices: Sequence[int], interval_s: float, library: Library = None) -> Iterator[list[Sample]]:
+    """Watch the GPUs with these CUDA ordinals; yield a list that grows until the `with` ends.
+
+    The PCIe counters have a thread of their own, so that they never hold up the others. `library` stands in
+    for pynvml.
+    """
+    samples: list[Sample] = []
+    if not devices:  # without starting NVML, which can take a second
+        yield samples
+        return
+    with open_nvml(library) as nvml:
+        gpus = [gpu for gpu in nvml.gpus if gpu.index in devices] if nvml else []
+        if not gpus:
+            yield samples
+            return
+        fast, slow = readings(gpus, samples)
+        with every(interval_s, fast), every(max(interval_s, SLOW_INTERVAL_S), slow):
+            yield samples
+
+
+def readings(gpus: Sequence[Gpu], samples: list[Sample]) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Return what a fast and a slow tick do: append the counters that answer at once, and those that block."""
+    tree = ProcessTree(root_pid())
+
+    def fast() -> None:
+        for gpu in gpus:
+            for metric in FAST_METRICS:
+                _sample(samples, gpu.index, metric, partial(gpu.read, metric))
+            held = partial(gpu.process_memory_bytes, tree.pids())
+            _sample(samples, gpu.index, "process_memory_bytes", held)
+
+    def slow() -> None:
+        for gpu in gpus:
+            for metric in SLOW_METRICS:
+                _sample(samples, gpu.index, metric, partial(gpu.read, metric))
+            others = partial(gpu.foreign_memory_bytes, tree.pids())
+            _sample(samples, gpu.index, "foreign_memory_bytes", others)
+
+    return fast, slow
+
+
+def _sample(samples: list[Sample], device: int, metric: str, read: Callable[[], float | None]) -> None:
+    """Append one reading with the time of its middle; nothing if there is no value."""
+    before_s = time.perf_counter()
+    value = read()
+    after_s = time.perf_counter()
+    if value is not None:
+        samples.append(Sample((before_s + after_s) / 2, device, metric, value))

@@ -1,0 +1,323 @@
+"""Clocks: they listen to marks, and afterwards tell steps and spans on one time base.
+
+    with clock.block():                      a run of back-to-back steps
+        for ...:
+            with clock.step(warmup=False):   one training step
+                ... engine code calls clock.mark(phase, device) ...
+    clock.steps(), clock.spans(), clock.samples()
+
+The time base is `time.perf_counter`, which on Linux is the monotonic clock that all processes share.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from dpbench.hardware.device import Device
+from dpbench.records import HOST, Phase, Sample, Span, Step
+
+BUSY = "busy_s"
+"""The metric under which a step's busy seconds of a device are sampled."""
+
+READ_EACH_S, READ_EACH = 0.1, 32
+"""From a step whose spans have their CPU time read to the next: at most so many seconds, and steps."""
+
+
+class Clock(Protocol):
+    """What the measuring loop asks of a clock."""
+
+    def mark(self, phase: Phase, device: int) -> AbstractContextManager[Any]:
+        """Time a phase on a device, within the current step."""
+
+    def add(self, phase: Phase, device: int, start_s: float, end_s: float) -> None:
+        """Add a span of the step just ended, which only a library's own timer knows."""
+
+    def block(self) -> AbstractContextManager[None]:
+        """Enclose back-to-back steps; between blocks the host may do other things."""
+
+    def step(self, *, warmup: bool) -> AbstractContextManager[None]:
+        """Enclose one step."""
+
+    def steps(self) -> tuple[Step, ...]:
+        """Return the steps so far."""
+
+    def spans(self) -> tuple[Span, ...]:
+        """Return the spans so far."""
+
+    def samples(self) -> tuple[Sample, ...]:
+        """Return each step's busy seconds per device, where this clock can tell them."""
+
+
+class HostClock:
+    """Time by the host's clock: right where a call returns when its work is done.
+
+    Beside each span it sums the CPU time of its thread: a device's busy time. Where a thread has several spans
+    open (a joint backward works for all replicas), its CPU time is shared equally among them. To read a thread's CPU
+    time is a system call and makes a mark cost 2.1 µs, not 0.3: it is read in one step each `read_each_s` alone,
+    a power of two apart, so that ranks that step alike read in the same steps.
+    """
+
+    def __init__(
+        self,
+        now: Callable[[], float] = time.perf_counter,
+        cpu: Callable[[], float] = time.thread_time,
+        read_each_s: float = READ_EACH_S,
+    ) -> None:
+        self._now, self._cpu, self.read_each_s = now, cpu, read_each_s
+        self._steps: list[tuple[float, bool, float]] = []
+        self._spans: list[tuple[int, Phase, int, float, float]] = []
+        self._turns: list[tuple[int, int, int, bool, float]] = []
+        self._reads, self._apart = True, 1
+
+    def mark(self, phase: Phase, device: int) -> AbstractContextManager[None]:
+        """Record the span, and its share of the thread's CPU time."""
+        return _HostMark(self, phase, device)
+
+    def add(self, phase: Phase, device: int, start_s: float, end_s: float) -> None:
+        """Add a span of the step just ended."""
+        self._spans.append((len(self._steps) - 1, phase, device, start_s, end_s))
+
+    @contextmanager
+    def block(self) -> Iterator[None]:
+        """Need nothing: steps are timed from call to return."""
+        yield
+
+    def step(self, *, warmup: bool) -> AbstractContextManager[None]:
+        """Time one step from call to return."""
+        return _HostStep(self, warmup)
+
+    def steps(self) -> tuple[Step, ...]:
+        """Return the steps so far."""
+        return tuple(Step(*step) for step in self._steps)
+
+    def spans(self) -> tuple[Span, ...]:
+        """Return the spans so far."""
+        return tuple(Span(step, phase, device, "host", start, end) for step, phase, device, start, end in self._spans)
+
+    def samples(self) -> tuple[Sample, ...]:
+        """Return the CPU seconds per device of each step in which they were read.
+
+        At each turn, a span's beginning or end, the thread's CPU time since its last one is that of the spans open
+        until then.
+        """
+        total: dict[tuple[int, int], float] = {}
+        threads: dict[int, tuple[tuple[int, ...], float]] = {}
+        for step, thread, device, opens, cpu_s in self._turns:
+            spans, at_s = threads.get(thread, ((), 0.0))
+            for one in spans:
+                total[step, one] = total.get((step, one), 0.0) + (cpu_s - at_s) / len(spans)
+            threads[thread] = (*spans, device) if opens else _without(spans, device), cpu_s
+        return tuple(
+            Sample(self._steps[step][2], device, BUSY, seconds)
+            for (step, device), seconds in sorted(total.items())
+            if device != HOST and step < len(self._steps)
+        )
+
+
+def _without(spans: tuple[int, ...], device: int) -> tuple[int, ...]:
+    """Return open spans but one of a device."""
+    at = spans.index(device)
+    return spans[:at] + spans[at + 1 :]
+
+
+class _HostStep:
+    """One step in the making: plain, as a mark is."""
+
+    __slots__ = ("_clock", "_start", "_warmup")
+
+    def __init__(self, clock: HostClock, warmup: bool) -> None:
+        self._clock, self._warmup = clock, warmup
+
+    def __enter__(self) -> None:
+        self._start = self._clock._now()
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        clock = self._clock
+        end = clock._now()
+        if kind is None:
+            clock._steps.append((end - self._start, self._warmup, end))
+            if clock._reads:
+                clock._apart = _apart(clock.read_each_s, end - self._start)
+            clock._reads = len(clock._steps) % clock._apart == 0
+
+
+def _apart(each_s: float, step_s: float) -> int:
+    """Return how many steps apart CPU time is read."""
+    steps = int(each_s / step_s) if step_s > 0 else READ_EACH
+    return min(READ_EACH, 1 << max(0, steps.bit_length() - 1))
+
+
+class _HostMark:
+    """One span in the making: a class, because a generator would cost the step half as much again.
+
+    What it appends is plain; records are made of it when the clock is asked, off the clock.
+    """
+
+    __slots__ = ("_clock", "_device", "_phase", "_start", "_step", "_thread")
+
+    def __init__(self, clock: HostClock, phase: Phase, device: int) -> None:
+        self._clock, self._phase, self._device = clock, phase, device
+
+    def __enter__(self) -> None:
+        clock = self._clock
+        self._step = len(clock._steps)
+        self._thread = threading.get_ident() if clock._reads else 0
+        if self._thread:
+            clock._turns.append((self._step, self._thread, self._device, True, clock._cpu()))
+        self._start = clock._now()
+
+    def __exit__(self, *error: object) -> None:
+        clock = self._clock
+        end = clock._now()
+        if self._thread:
+            clock._turns.append((self._step, self._thread, self._device, False, clock._cpu()))
+        clock._spans.append((self._step, self._phase, self._device, self._start, end))
+
+
+@dataclass
+class _Block:
+    """The events of one run of back-to-back steps: per device its beginning, and one end per step."""
+
+    begin: list[Any]
+    ends: list[list[Any]] = field(default_factory=list)
+    warmup: list[bool] = field(default_factory=list)
+
+
+class CudaClock:
+    """Time by CUDA events, without a synchronisation inside a block.
+
+    Step k lasts from the end of step k-1 to its own end; an end is the latest step-end event over all devices.
+    Each device's events are put on the host's time base by anchors before and after all blocks: an event and the
+    host's clock, read while the device is idle. Differences are taken from step to step, because elapsed_time is
+    a float32 of milliseconds.
+    """
+
+    def __init__(self, devices: Sequence[Device], now: Callable[[], float] = time.perf_counter) -> None:
+        self._devices, self._now = list(devices), now
+        self._position = {device.index: position for position, device in enumerate(devices)}
+        self._added: list[Span] = []
+        self._blocks: list[_Block] = []
+        self._marks: list[tuple[int, Phase, int, Any, Any]] = []
+        self._count = 0
+        self._first: list[tuple[Any, float]] = []
+        self._last: list[tuple[Any, float]] = []
+        self.drift: tuple[float, ...] = ()
+
+    @contextmanager
+    def mark(self, phase: Phase, device: int) -> Iterator[None]:
+        """Queue an event at each end, on the device's stream in this thread; time the host by its clock."""
+        step = self._count
+        if device == HOST:
+            began = self._now()
+            try:
+                yield
+            finally:
+                self._added.append(Span(step, phase, HOST, "host", began, self._now()))
+            return
+        at = self._devices[self._position[device]]
+        start = at.event()
+        try:
+            yield
+        finally:
+            self._marks.append((step, phase, device, start, at.event()))
+
+    def add(self, phase: Phase, device: int, start_s: float, end_s: float) -> None:
+        """Add a span of the step just ended, on the host's time base."""
+        self._added.append(Span(self._count - 1, phase, device, "host", start_s, end_s))
+
+    @contextmanager
+    def block(self) -> Iterator[None]:
+        """Anchor the devices' clocks to the host's, before and after."""
+        anchors = self._anchors()
+        self._first = self._first or anchors
+        self._blocks.append(_Block([device.event() for device in self._devices]))
+        yield
+        self._last = self._anchors()
+
+    @contextmanager
+    def step(self, *, warmup: bool) -> Iterator[None]:
+        """Queue the step's end on every device."""
+        block = self._blocks[-1]
+        yield
+        block.ends.append([device.event() for device in self._devices])
+        block.warmup.append(warmup)
+        self._count += 1
+
+    def _anchors(self) -> list[tuple[Any, float]]:
+        """Read each idle device's clock and the host's at the same moment."""
+        anchors = []
+        for device in self._devices:
+            device.synchronize()
+            before = self._now()
+            event = device.event()
+            device.synchronize()
+            anchors.append((event, (before + self._now()) / 2))
+        return anchors
+
+    def steps(self) -> tuple[Step, ...]:
+        """Return the steps: each from the end of the one before to its own."""
+        times = self._ends()
+        steps = []
+        for block, (begin, ends) in zip(self._blocks, times, strict=True):
+            previous = max(begin)
+            for warmup, at in zip(block.warmup, ends, strict=True):
+                end = max(at)
+                steps.append(Step(end - previous, warmup, end))
+                previous = end
+        return tuple(steps)
+
+    def _ends(self) -> list[tuple[list[float], list[list[float]]]]:
+        """Return, per block, when it began and when its steps ended, per device, on the host's time base."""
+        if not self._blocks:
+            return []
+        columns = [self._chain(i) for i in range(len(self._devices))]
+        times = []
+        cursor = 0
+        for block in self._blocks:
+            begin = [column[cursor] for column in columns]
+            ends = [[column[cursor + 1 + k] for column in columns] for k in range(len(block.ends))]
+            times.append((begin, ends))
+            cursor += 1 + len(block.ends)
+        return times
+
+    def _chain(self, i: int) -> list[float]:
+        """Time one device's block and step events, stretched so that first and last anchor meet the host's."""
+        events = [event for block in self._blocks for event in (block.begin[i], *(end[i] for end in block.ends))]
+        (first, first_s), (last, last_s) = self._first[i], self._last[i]
+        raw, at, previous = [], 0.0, first
+        for event in (*events, last):
+            at += previous.elapsed_time(event) / 1e3
+            raw.append(at)
+            previous = event
+        stretch = (last_s - first_s) / raw[-1] if raw[-1] > 0 else 1.0
+        self.drift = (*self.drift[:i], stretch - 1.0)
+        return [first_s + seconds * stretch for seconds in raw[:-1]]
+
+    def spans(self) -> tuple[Span, ...]:
+        """Return the spans, each timed against the end of the step before it on its device."""
+        starts: list[tuple[list[Any], list[float]]] = []
+        for block, (begin, ends) in zip(self._blocks, self._ends(), strict=True):
+            references = [(block.begin, begin), *zip(block.ends, ends, strict=True)]
+            starts.extend(references[:-1])
+        spans = [span for span in self._added if span.step < len(starts)]
+        for step, phase, device, start, end in self._marks:
+            if step < len(starts):
+                (events, seconds), i = starts[step], self._position[device]
+                begin_s = seconds[i] + events[i].elapsed_time(start) / 1e3
+                end_s = begin_s + start.elapsed_time(end) / 1e3
+                spans.append(Span(step, phase, device, "cuda_event", begin_s, end_s))
+        return tuple(spans)
+
+    def samples(self) -> tuple[Sample, ...]:
+        """Return nothing: event spans tell occupied time, busy time comes from a profiled step."""
+        return ()
+
+
+def choose(devices: Sequence[Device]) -> Clock:
+    """Return the clock that tells the truth for these devices: events where they have any, else the host's."""
+    return HostClock() if devices[0].event() is None else CudaClock(devices)

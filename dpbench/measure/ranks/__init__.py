@@ -1,0 +1,203 @@
+"""Ranks: start one forked process per rank, joined in a process group that listens on the loopback interface alone.
+
+The ranks meet through a `FileStore` in a folder that only this user can enter. torch's rendezvous over TCP would listen
+on every interface without authentication, and unpickle the data that it receives. The collectives' connections use the
+loopback interface, whatever interface the user's variables name.
+
+Each rank reports its result, or the record of its failure, as JSON through a pipe that it alone can write to.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from multiprocessing import connection, get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn
+
+import psutil
+
+from dpbench.hardware import parent_death
+from dpbench.measure.ranks.failures import Failure, in_order
+
+TIMEOUT = timedelta(seconds=60)
+"""How long a rank waits for its peers, when it joins them and in each collective."""
+POLL_S = 0.1
+"""A rank's own children may hold its pipe open, so its end is also looked for at this interval."""
+SETTLE_S = 0.5
+"""How long the death of a rank may take to show after a peer has reported the lost connection."""
+GRACE_S = 1.0
+"""How long a rank has to end after SIGTERM, before it gets SIGKILL."""
+_FORK = get_context("fork")
+_OVER_TCP = ("MASTER_ADDR", "MASTER_PORT", "NCCL_COMM_ID", "NCCL_RAS_ADDR")
+"""Variables that name an address for ranks to meet or to listen at."""
+
+
+class RanksFailed(RuntimeError):
+    """At least one rank failed. `failures` holds a record for each that did, the cause first."""
+
+    def __init__(self, failures: Sequence[Failure]) -> None:
+        super().__init__(f"rank {failures[0].rank}: {failures[0].reason}")
+        self.failures = tuple(failures)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """The process group that ranks join: torch's name of its backend, its size, and the file that ranks meet at."""
+
+    backend: str
+    size: int
+    store: Path
+    interface: str
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """Return the variables of a rank: its place in the group, and the interface of each library's sockets."""
+        return {
+            "RANK": str(rank), "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(self.size), "LOCAL_WORLD_SIZE": str(self.size),
+            "GLOO_SOCKET_IFNAME": self.interface, "TP_SOCKET_IFNAME": self.interface,
+            "NCCL_SOCKET_IFNAME": f"={self.interface}",  # without the sign, every name with this beginning would do
+        }  # fmt: skip
+
+    def join(self, rank: int) -> None:
+        """Join the group as this rank; returns when all ranks have joined, or raises after `TIMEOUT`."""
+        import torch.distributed as dist
+        from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch's stubs leave it out
+
+        for name in _OVER_TCP:
+            os.environ.pop(name, None)
+        os.environ |= self.environment(rank)
+        store = FileStore(str(self.store), self.size)
+        dist.init_process_group(self.backend, store=store, rank=rank, world_size=self.size, timeout=TIMEOUT)
+
+
+def run(entry: Callable[[int], Any], count: int, folder: Path, backend: str) -> list[Any]:
+    """Call `entry(rank)` in one forked process per rank, within one process group; return the results in rank order.
+
+    Results are values that JSON can carry. `folder` must exist; the ranks' own folder in it is removed afterwards.
+    When a rank fails, the others are ended. No rank is left when this returns or raises. The calling process must have
+    run no multi-threaded tensor operation, and must not have initialised CUDA.
+
+    Raises RanksFailed when a rank raises or ends without a result, and OSError when there is no loopback interface.
+    """
+    with tempfile.TemporaryDirectory(prefix="ranks-", dir=folder) as private:  # its mode is 0700
+        group = Group(backend=backend, size=count, store=Path(private) / "store", interface=loopback())
+        ranks: list[_Rank] = []
+        try:
+            for number in range(count):
+                ranks.append(_Rank(number, partial(_be_rank, entry, group, number, os.getpid())))
+            return _results(ranks)
+        finally:
+            _end(ranks)
+
+
+def loopback() -> str:
+    """Return the name of the network interface that has the address 127.0.0.1; raise OSError where none has."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address == "127.0.0.1" for one in addresses):
+            return name
+    raise OSError(
+        "no network interface has the address 127.0.0.1, over which alone ranks connect; "
+        "bring the loopback interface up (Linux: ip link set lo up)"
+    )
+
+
+class _Rank:
+    """A rank's process as its parent sees it: `result` holds its JSON, or `failure` the record, once it has ended."""
+
+    def __init__(self, number: int, be: Callable[[Connection], NoReturn]) -> None:
+        self.number = number
+        self.result: str | None = None
+        self.failure: Failure | None = None
+        self.pipe, theirs = _FORK.Pipe(duplex=False)
+        self.process = _FORK.Process(target=be, args=(theirs,), name=f"rank-{number}")
+        self.process.start()
+        theirs.close()  # before the next fork, so that no other rank can write to it
+
+    @property
+    def pending(self) -> bool:
+        """Return whether neither a result, nor a failure, nor the end of the rank is known."""
+        return self.result is None and self.failure is None
+
+    def look(self) -> None:
+        """Take the rank's report if there is one, or make a record of its death."""
+        ended = self.process.exitcode is not None  # asked first: the last message comes before the end
+        if self.pipe.poll():
+            self._receive()
+        elif ended:
+            self._died()
+
+    def _receive(self) -> None:
+        try:
+            kind, _, text = self.pipe.recv_bytes().decode().partition(" ")
+        except (EOFError, OSError):  # OSError: the rank died within its message
+            self._died()
+            return
+        if kind == "result":
+            self.result = text
+        else:
+            self.failure = Failure.from_json(text)
+
+    def _died(self) -> None:
+        at_s = time.perf_counter()
+        self.process.join(GRACE_S)  # its pipe is closed moments before its exit status is there
+        self.failure = Failure.of_end(self.process.exitcode, self.number, at_s)
+
+
+def _results(ranks: Sequence[_Rank]) -> list[Any]:
+    """Wait for all ranks' results and return them; raise RanksFailed soon after the first failure."""
+    deadline_s = float("inf")
+    while (pending := [rank for rank in ranks if rank.pending]) and time.perf_counter() < deadline_s:
+        connection.wait([*(rank.pipe for rank in pending), *(rank.process.sentinel for rank in pending)], POLL_S)
+        for rank in pending:
+            rank.look()
+        if failures := [rank.failure for rank in ranks if rank.failure]:
+            wait_s = SETTLE_S if in_order(failures)[0].perhaps_secondary else 0.0
+            deadline_s = min(deadline_s, time.perf_counter() + wait_s)
+    if failures := [rank.failure for rank in ranks if rank.failure]:
+        raise RanksFailed(in_order(failures))
+    return [json.loads(rank.result or "null") for rank in ranks]
+
+
+def _end(ranks: Sequence[_Rank]) -> None:
+    """End and reap every rank that lives: by SIGTERM, then by SIGKILL."""
+    for send in ("terminate", "kill"):
+        for rank in ranks:
+            getattr(rank.process, send)()
+        deadline_s = time.perf_counter() + GRACE_S
+        for rank in ranks:
+            rank.process.join(max(0.0, deadline_s - time.perf_counter()))
+    for rank in ranks:
+        rank.pipe.close()
+
+
+def _be_rank(entry: Callable[[int], Any], group: Group, rank: int, parent: int, pipe: Connection) -> NoReturn:
+    """Be a rank: join the group, run, report, and end without any cleaning up that could hang."""
+    parent_death.die_with_parent(parent)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # inherited handlers do not run inside a collective
+    try:
+        import torch.distributed as dist
+
+        group.join(rank)
+        result = json.dumps(entry(rank))
+        dist.destroy_process_group()  # only after success: with peers in trouble it would wait for them
+        pipe.send_bytes(f"result {result}".encode())
+    except BaseException as error:
+        failure = Failure.of(error, rank, time.perf_counter())
+        print(failure.traceback, file=sys.stderr, flush=True)
+        pipe.send_bytes(f"failure {failure.to_json()}".encode())
+        # a rank that ended now would break its peers' connections, and they would report failures that it caused
+        while os.getppid() == parent:
+            time.sleep(POLL_S)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

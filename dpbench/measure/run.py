@@ -1,0 +1,368 @@
+"""Run: a plan -> fresh worker processes -> the store. Knows no torch; nothing that a worker does can end it.
+
+Rounds: all cases once in random order, then all again, each round under a new server, so that what differs from
+process to process becomes part of the interval instead of a hidden bias.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from dpbench.analysis import validity
+from dpbench.hardware import foreign_load, provenance, samplers
+from dpbench.hardware.nvml import describe
+from dpbench.measure import preflight
+from dpbench.measure.server import Server
+from dpbench.records import HOST, Case, Effort, Sample, Status, Trial, plan, registry
+from dpbench.store import FINAL, Store
+
+Slot = tuple[Case, int]
+"""A case and the number of a round."""
+OVERHEAD_S = 1.0
+"""What a trial costs beside its timed steps, until the run has seen its own."""
+
+
+@dataclass(frozen=True)
+class Started:
+    """A run, or a trial of it, begins."""
+
+    run_id: str
+    total: int
+    done: int
+    case: Case | None = None
+    round: int = 0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A trial has ended and is stored."""
+
+    trial: Trial
+    done: int
+    total: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Note:
+    """One line for the user who watches the run."""
+
+    text: str
+
+
+Listener = Callable[[Started | Ended | Note], None]
+
+
+class Rule(Protocol):
+    """When a run has measured enough rounds; it is told every trial that ends, those of earlier sessions first."""
+
+    @property
+    def name(self) -> int | str:
+        """Return the number of rounds if it is fixed, else what makes a plan with this rule another one."""
+
+    def add(self, trial: Trial) -> None:
+        """Take a trial into account."""
+
+    def wanted(self, cases: Sequence[Case], number: int) -> list[Case]:
+        """Return the cases to measure in round `number`; none end the run."""
+
+    def reasons(self, cases: Sequence[Case]) -> dict[str, str]:
+        """Return why cases got no more rounds, by their labels."""
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """The same number of rounds for every case."""
+
+    name: int
+
+    def add(self, trial: Trial) -> None:
+        """Need nothing."""
+
+    def wanted(self, cases: Sequence[Case], number: int) -> list[Case]:
+        """Return all cases, until the count is reached."""
+        return list(cases) if number < self.name else []
+
+    def reasons(self, cases: Sequence[Case]) -> dict[str, str]:
+        """Return nothing: the count is no news."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run came to: its trials by status, those of earlier sessions included."""
+
+    run_id: str
+    resumed: bool
+    counts: dict[str, int]
+
+
+def run(
+    cases: Sequence[Case],
+    store: Store,
+    *,
+    rounds: int | Rule = 3,
+    paired: bool = False,
+    effort: Effort | None = None,
+    budget_s: float | None = None,
+    limit_s: float = 120.0,
+    retry: Iterable[str] = (),
+    patience_s: float | None = None,
+    traces: Path | None = None,
+    listen: Listener = lambda event: None,
+) -> Outcome:
+    """Measure every case in as many `rounds` as are asked for, or as the rule wants, and store each trial as it ends.
+
+    `paired` measures the cases that can share a worker side by side in one, their blocks of steps in turn, every
+    round in a fresh worker of one server; otherwise each round has a server of its own.
+    `budget_s` bounds the trials: it shortens their timed parts, and what has not begun when it is spent is stored as
+    skipped. Two things come on top of it: the checks of the models, and `patience_s` seconds at most of waiting for a
+    quiet machine before the first trial (None: the environment's, or the default). Trials during which other processes
+    took too much of the cores are measured once more at the end, as long as the budget lasts; with a patience of 0 they
+    are labelled only. `limit_s` bounds one trial. `retry` names final statuses to measure again, in the latest such run
+    even if it finished. `traces` is a folder for profiles of one step of each trial, taken after its timing:
+    traces/<run>/<case>-r<round>.json, one a rank. A KeyboardInterrupt leaves an unfinished run that the same call
+    resumes.
+    """
+    facts = provenance.collect(describe())
+    keys = {"host": provenance.host_key(facts), "code": provenance.code_key(facts)}
+    again, patience_s = statuses(retry), foreign_load.patience(patience_s)
+    rule = Fixed(rounds) if isinstance(rounds, int) else rounds
+    run_id, resumed = store.begin_run(
+        plan=plan.plan_hash(cases, rule.name, *["paired"] * paired), rounds=rounds if isinstance(rounds, int) else 0,
+        provenance=facts, reopen=bool(again), **keys,
+    )  # fmt: skip
+    finished = False
+    try:
+        load = foreign_load.wait(patience_s, lambda words: listen(Note(words)))
+        store.annotate(run_id, foreign_load.FACT, _plain(load))
+        store.annotate(run_id, "noisy", _noise(load, ()))
+        session = _Session(store, run_id, rule, effort or Effort(), budget_s, limit_s, patience_s, listen, traces)
+        session.measure(cases, store.done(run_id, retry=again), paired=paired)
+        store.annotate(run_id, "noisy", _noise(load, session.noisy))
+        finished = True
+    finally:
+        if reasons := rule.reasons(cases):
+            store.annotate(run_id, "rounds", reasons)
+        store.end_run(run_id, "finished" if finished else "interrupted")
+    return Outcome(run_id, resumed, store.counts(run_id))
+
+
+def _plain(load: foreign_load.Measured) -> dict[str, float | str]:
+    """Return the foreign load before a run as facts."""
+    return {"unknown": load.reason} if isinstance(load, foreign_load.Unknown) else asdict(load)
+
+
+def _noise(load: foreign_load.Measured, trials: Collection[Slot]) -> dict[str, str]:
+    """Return why a run is NOISY; nothing if it is not known to be."""
+    found = {"before": str(load)} if foreign_load.busy(load) else {}
+    return found | ({"during": f"{len(trials)} trial(s) ran under too much foreign load"} if trials else {})
+
+
+def statuses(names: Iterable[str]) -> tuple[str, ...]:
+    """Return final statuses as they are; ValueError for any other name."""
+    given = tuple(names)
+    for name in given:
+        if name not in FINAL:
+            raise ValueError(registry.unknown("status to retry", name, sorted(FINAL)))
+    return given
+
+
+def ordinals(cases: Sequence[Case]) -> list[int]:
+    """Return the GPUs that the cases use, for the samplers to watch."""
+    used: set[int] = set()
+    for case in cases:
+        if case.device_kind == "cuda":
+            count = case.devices if case.placement == "spread" else 1
+            used.update(case.device_ids[:count] or range(count))
+    return sorted(used)
+
+
+class _Session:
+    """One run in progress: its budget, its counts, and the one measuring process at a time."""
+
+    def __init__(
+        self, store: Store, run_id: str, rule: Rule, effort: Effort, budget_s: float | None, limit_s: float,
+        patience_s: float, listen: Listener, traces: Path | None,
+    ) -> None:  # fmt: skip
+        self._traces, self._patience_s = traces, patience_s
+        self._store, self._run_id, self._rule, self._effort, self._limit_s = store, run_id, rule, effort, limit_s
+        self._listen = listen
+        self._deadline = None if budget_s is None else time.perf_counter() + budget_s
+        self._overhead_s = OVERHEAD_S
+        self._done = self._total = 0
+        self._models = preflight.Models(limit_s)
+        self._times: Counter[Slot] = Counter()
+        self.noisy: set[Slot] = set()
+        """The slots whose last trial ran under too much foreign load."""
+
+    def measure(self, cases: Sequence[Case], done: set[tuple[str, int]], *, paired: bool) -> None:
+        """Go through the rounds that the rule wants, leaving out the slots that are done."""
+        fixed = self._rule.name if isinstance(self._rule.name, int) else 0
+        self._total = max(len(done), len(cases) * fixed)
+        self._done = len(done)
+        self._listen(Started(self._run_id, self._total, self._done))
+        for trial in self._store.trials(self._run_id, superseded=True) if done else ():
+            self._take(trial)
+        scratch = Path(tempfile.mkdtemp(prefix="dpbench-"))
+        try:
+            with ExitStack() as stack:
+                watched = stack.enter_context(samplers.sampling(ordinals(cases), scratch / "samples.jsonl"))
+                lasting = stack.enter_context(Server(scratch)) if paired else None
+                number = 0
+                while wanted := self._rule.wanted(cases, number):
+                    if number and not fixed and self._spent():
+                        break  # what nobody asked for is not skipped
+                    pending = [case for case in wanted if (case.fingerprint, number) not in done]
+                    # what a server does to its workers is in the interval, or cancels between cases side by side
+                    if pending:
+                        with nullcontext(lasting) if lasting else Server(scratch) as server:
+                            refused = self._refuse(pending, number, server)
+                            cases = [case for case in cases if case not in refused]
+                            left = {(case.fingerprint, n) for case in cases for n in range(number, fixed)} - done
+                            pending = [case for case in pending if case not in refused]
+                            self._total = self._done + max(len(left), len(pending))
+                            self._round(pending, number, server, watched, paired=paired)
+                    number += 1
+                if self._patience_s > 0 and self._repeatable():
+                    self._wait()
+                    with nullcontext(lasting) if lasting else Server(scratch) as server:
+                        self._repeat(cases, server, watched, paired=paired)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+    def _refuse(self, cases: Sequence[Case], number: int, server: Server) -> set[Case]:
+        """Check the models of these cases; store one trial for each case whose model fails, and return those cases.
+
+        The budget is for trials: the checks, and the start of the server that they wait for, do not count.
+        """
+        began = time.perf_counter()
+        for line in () if self._spent() else self._models.check(cases, server):
+            self._listen(Note(line))
+        if self._deadline is not None:
+            self._deadline += time.perf_counter() - began
+        failed = {case: trial for case in cases if (trial := self._models.failed(case, number))}
+        for case, trial in failed.items():
+            self._store.end_trial(self._store.begin_trial(self._run_id, case, number), trial)
+        return {*failed}
+
+    def _take(self, trial: Trial) -> None:
+        """Take a trial into account that ended now or in an earlier session."""
+        self._rule.add(trial)
+        slot = trial.case, trial.round
+        self._times[slot] += trial.trusted
+        if trial.trusted:
+            (self.noisy.add if foreign_load.noisy(trial) else self.noisy.discard)(slot)
+
+    def _repeatable(self) -> list[Slot]:
+        """Return the slots that were measured once, under too much foreign load, if there is budget left for them."""
+        return [] if self._spent() else [slot for slot in self.noisy if self._times[slot] == 1]
+
+    def _wait(self) -> None:
+        """Wait for quiet, but no longer than the budget lasts."""
+        left_s = float("inf") if self._deadline is None else self._deadline - time.perf_counter()
+        foreign_load.wait(min(self._patience_s, left_s), lambda words: self._listen(Note(words)))
+
+    def _repeat(self, cases: Sequence[Case], server: Server, watched: samplers.Series, *, paired: bool) -> None:
+        """Measure noisy slots once more while the budget lasts: the new trials count, the old ones are kept."""
+        slots = set(self._repeatable())
+        for number in sorted({number for _, number in slots}):
+            measured = [case for case in cases if self._times[case, number]]
+            for group in plan.side_by_side(measured) if paired else [(case,) for case in measured]:
+                if slots & {(case, number) for case in group} and not self._spent():
+                    self._total += len(group)
+                    self._group(server, group, number, watched)
+
+    def _round(
+        self, cases: Sequence[Case], number: int, server: Server, watched: samplers.Series, *, paired: bool
+    ) -> None:
+        """Measure cases once, in an order of this round's own, the same one for a resumed run."""
+        generator = random.Random(f"{self._run_id} {number}")
+        shuffled = generator.sample(sorted(cases, key=lambda case: case.fingerprint), len(cases))
+        for group in plan.side_by_side(shuffled) if paired else [(case,) for case in shuffled]:
+            self._group(server, group, number, watched)
+
+    def _group(self, server: Server, group: Sequence[Case], number: int, watched: samplers.Series) -> None:
+        """Measure and store the trials of one worker."""
+        self._listen(Started(self._run_id, self._total, self._done, group[0], number))
+        ids = [self._store.begin_trial(self._run_id, case, number) for case in group]
+        began, load = time.perf_counter(), None
+        effort = self._affordable()
+        if effort is None:
+            reason = "the run's budget was spent before this trial; give a larger --budget"
+            trials = [Trial(case=case, status=Status.SKIPPED, reason=reason, round=number) for case in group]
+        else:
+            # what is deterministic is measured once
+            by_phase = effort.memory_by_phase and number == 0
+            trace = self._trace(group[0], number) if len(group) == 1 else ""
+            effort = replace(effort, trace=trace, memory_by_phase=by_phase)
+            before = foreign_load.snapshot()
+            trials = server.run_together(group, effort, number, self._limit_s)
+            load = foreign_load.since(before)
+        ended = time.perf_counter()
+        for trial_id, trial in zip(ids, trials, strict=True):
+            samples = trial.samples + _watched(watched, began, ended, trial)
+            facts = {
+                **trial.provenance,
+                **({foreign_load.FACT: asdict(load)} if isinstance(load, foreign_load.Load) else {}),
+            }
+            seen = _checked(replace(trial, samples=samples, provenance=facts))
+            self._store.end_trial(trial_id, seen)
+            self._take(seen)
+            self._done += 1
+            self._listen(Ended(seen, self._done, self._total, (ended - began) / len(group)))
+        if all(trial.status is Status.OK for trial in trials):
+            timed = sum(step.seconds for trial in trials for step in trial.steps)
+            self._overhead_s += 0.3 * ((ended - began - timed) / len(group) - self._overhead_s)
+
+    def _spent(self) -> bool:
+        """Tell whether the budget is spent."""
+        return self._deadline is not None and time.perf_counter() >= self._deadline
+
+    def _trace(self, case: Case, number: int) -> str:
+        """Return the file for a trial's profile, named by its case's label and fingerprint; empty where none is due."""
+        if self._traces is None:
+            return ""
+        words = re.sub(r"[^\w.,=]+", "-", case.label).strip("-")
+        return str(self._traces.absolute() / self._run_id / f"{words}-{case.fingerprint[:8]}-r{number}.json")
+
+    def _affordable(self) -> Effort | None:
+        """Share what is left of the budget among the trials that are left; None when nothing is."""
+        if self._deadline is None:
+            return self._effort
+        left_s = self._deadline - time.perf_counter()
+        if left_s <= 0:
+            return None
+        share_s = left_s / max(1, self._total - self._done) - self._overhead_s
+        return replace(self._effort, budget_s=min(self._effort.budget_s, max(0.05, share_s)))
+
+
+def _checked(trial: Trial) -> Trial:
+    """Add what could have spoilt the trial's numbers, as facts; a trial without any has none."""
+    found = validity.facts(trial, provenance.usable_cores())
+    return replace(trial, provenance={**trial.provenance, "validity": found}) if found else trial
+
+
+def _watched(series: samplers.Series, began: float, ended: float, trial: Trial) -> tuple[Sample, ...]:
+    """Return the samplers' readings while the trial's timed steps ran; of the whole trial if there were none."""
+    timed = [step for step in trial.steps if not step.warmup]
+    if timed:
+        began, ended = timed[0].start_s, timed[-1].end_s
+    ids = trial.case.device_ids
+    if not ids:
+        return series.cut(began, ended)
+    # samplers know GPUs by CUDA's numbers, trials by their place among the replicas
+    place = {HOST: HOST} | {ordinal: index for index, ordinal in enumerate(ids)}
+    return tuple(
+        replace(sample, device=place[sample.device]) for sample in series.cut(began, ended) if sample.device in place
+    )

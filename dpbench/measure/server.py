@@ -1,0 +1,202 @@
+"""The parent's end of the fork server: start it, ask it for trials, and make an end of what hangs.
+
+Its other end is `python -m dpbench.measure.worker`; see there for the protocol.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Self
+
+from dpbench.hardware import parent_death
+from dpbench.records import Case, Effort, Status, Trial
+
+START_LIMIT_S = 120.0
+STACKS_S = 0.5
+"""How long a hung worker is given to write its Python stacks."""
+TAIL = 4000
+_THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+"""torch.set_num_threads(1) alone does not reach MKL in the engine's new threads: each would start a team of its own,
+which costs 5-10 ms a step here. The strategy that wants all cores asks torch for them."""
+
+
+class Server:
+    """A process that has torch loaded and forks a fresh worker for each trial; a context manager."""
+
+    def __init__(self, scratch: Path) -> None:
+        self._scratch = scratch
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop()
+
+    def run(self, case: Case, effort: Effort, number: int, limit_s: float) -> Trial:
+        """Run one trial in a fresh worker; whatever becomes of it, return a trial."""
+        return self.run_together([case], effort, number, limit_s)[0]
+
+    def check(self, case: Case, limit_s: float) -> Trial:
+        """Check a case's model in a fresh worker, as `plan.model_check` asks; return a trial without steps."""
+        return self.run(case, Effort(), 0, limit_s)
+
+    def run_together(self, cases: Sequence[Case], effort: Effort, number: int, limit_s: float) -> list[Trial]:
+        """Run cases side by side in one fresh worker; whatever becomes of it, return a trial for each.
+
+        After `limit_s` seconds for each the worker's Python stacks are stored and its process group is killed.
+        """
+        limit_s *= len(cases)
+
+        def lost(status: Status, reason: str) -> list[Trial]:
+            now = time.time()
+            return [Trial(case=case, status=status, reason=reason, round=number, started_s=now) for case in cases]
+
+        with tempfile.TemporaryDirectory(prefix="trial-", dir=self._scratch, ignore_cleanup_errors=True) as name:
+            folder = Path(name)
+            try:
+                status, pid = self._attempt(cases, effort, number, limit_s, folder)
+            except _ServerDied as died:
+                self._stop()
+                return lost(Status.FAILED, str(died))
+            finished = folder / "trials.json"
+            # a worker past its limit may still finish while it is asked for its stacks: too late
+            if status is not None and finished.exists():
+                return [Trial.from_dict(one) for one in json.loads(finished.read_text())]
+            return lost(status_of(status), _reason(status, pid, limit_s, folder))
+
+    def _attempt(
+        self, cases: Sequence[Case], effort: Effort, number: int, limit_s: float, folder: Path
+    ) -> tuple[int | None, int]:
+        """Return the worker's exit status (None: it ran past its limit) and its pid."""
+        process = self._started()
+        request = {
+            "cases": [case.to_dict() for case in cases], "effort": asdict(effort), "folder": str(folder),
+            "round": number, "requested_s": time.perf_counter(),
+        }  # fmt: skip
+        assert process.stdin is not None
+        try:
+            process.stdin.write(json.dumps(request).encode() + b"\n")
+            process.stdin.flush()
+        except OSError as error:
+            raise _ServerDied(self._obituary()) from error
+        pid = int(self._answer(START_LIMIT_S)["pid"])
+        try:
+            answer = self._answer(limit_s)
+            _kill_group(pid)  # what the model has started ends with its worker
+            return int(answer["exit"]), pid
+        except TimeoutError:
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGUSR1)
+                time.sleep(STACKS_S)
+            _kill_group(pid)
+            self._answer(START_LIMIT_S)
+            return None, pid
+        except BaseException:  # Ctrl-C among them: nothing may go on behind our back
+            _kill_group(pid)
+            raise
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        """Return the running server, started if it is not."""
+        if self._process is None or self._process.poll() is not None:
+            self._stop()
+            self._log = (self._scratch / "server.log").open("ab")
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "dpbench.measure.worker", str(os.getpid())],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, cwd=Path.cwd(),
+                env=environment() | {"TMPDIR": str(self._scratch)},
+            )  # fmt: skip
+            self._buffer = b""
+            try:
+                self._answer(START_LIMIT_S)
+            except TimeoutError as error:
+                raise _ServerDied(f"the worker server was not ready after {START_LIMIT_S:.0f} s") from error
+        return self._process
+
+    def _answer(self, limit_s: float) -> dict[str, Any]:
+        """Return the server's next line; TimeoutError when none comes, _ServerDied when none can."""
+        assert self._process is not None
+        assert self._process.stdout is not None
+        descriptor, deadline = self._process.stdout.fileno(), time.monotonic() + limit_s
+        while b"\n" not in self._buffer:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or not select.select([descriptor], [], [], left_s)[0]:
+                raise TimeoutError
+            chunk = os.read(descriptor, 65536)
+            if not chunk:
+                raise _ServerDied(self._obituary())
+            self._buffer += chunk
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _obituary(self) -> str:
+        """Say how the server died."""
+        assert self._process is not None
+        self._process.wait(timeout=10)
+        log = (self._scratch / "server.log").read_text(errors="replace")[-TAIL:].strip()
+        return (
+            f"the worker server ended ({parent_death.ending(self._process.returncode)}): {log or 'it left no message'}"
+        )
+
+    def _stop(self) -> None:
+        """End the server and reap it."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            for pipe in (self._process.stdin, self._process.stdout, self._log):
+                with suppress(OSError):
+                    if pipe is not None:
+                        pipe.close()
+            self._process = None
+
+
+def environment() -> dict[str, str]:
+    """Return the variables of a process that measures: one thread an operation, dpbench from where this one has it."""
+    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, **_THREADS, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONSAFEPATH": "1"}
+
+
+class _ServerDied(RuntimeError):
+    """The server is gone; the next trial gets a new one."""
+
+
+def status_of(exit_status: int | None) -> Status:
+    """Classify the end of a worker that left no trial."""
+    return Status.TIMEOUT if exit_status is None else Status.FAILED
+
+
+def _reason(exit_status: int | None, pid: int, limit_s: float, folder: Path) -> str:
+    """Say how the worker ended and what it left: its stacks if it hung, else the end of its log."""
+    stacks, log = _stacks(folder), _tail(folder / "log")
+    if exit_status is None:
+        return f"ran past the limit of {limit_s:g} s a trial (--limit); Python stacks:\n{stacks or 'none came'}"
+    how = f"{parent_death.ending(exit_status)}){parent_death.advice(exit_status)}"
+    return f"the worker ended without a result ({how}; its last words: {log or stacks or 'none'}"
+
+
+def _stacks(folder: Path) -> str:
+    """Return what the worker and its ranks wrote of their stacks, the innermost calls of each."""
+    found = [(file.name, file.read_text(errors="replace").strip()) for file in sorted(folder.glob("stacks*"))]
+    written = [(name, text) for name, text in found if text]
+    return "\n".join(f"[{name}]\n{text[: TAIL // len(written)]}" for name, text in written)
+
+
+def _tail(path: Path) -> str:
+    return path.read_text(errors="replace")[-TAIL:].strip() if path.exists() else ""
+
+
+def _kill_group(pid: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)

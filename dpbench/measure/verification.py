@@ -1,0 +1,161 @@
+"""Verify: a strategy's gradients against the chunked reference, before it may be timed.
+
+The reference owes nothing to the engine: one deep copy of the module per chunk, run one after the other on the
+first device, the loss taken on the concatenated outputs, the gradients added in replica order. Dropout is off on
+both sides, because replicas would draw from one random generator in an order of their own.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from dpbench.hardware.device import Device
+from dpbench.models import Model, positional
+from dpbench.records import Case, Verified, no_mark
+from dpbench.records.schedule import FASTEST, parse
+
+Start = Callable[..., AbstractContextManager[Callable[[Any, Any], torch.Tensor]]]
+
+TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}
+"""The largest relative error of a tensor, by norm; sums in another order stay far below on fp32."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a step compared, with the worst tensor and its relative error; `random` if the reference does not repeat."""
+
+    verified: Verified
+    worst: str = ""
+    error: float = 0.0
+    random: bool = False
+
+    def __str__(self) -> str:
+        told = f"{self.worst} differs from the chunked reference by {self.error:.2g} of its norm"
+        if not self.random:
+            return told
+        return f"{told}; but so does the reference from itself: the model draws random numbers, switch that off"
+
+
+def check(
+    start: Start,
+    case: Case,
+    model: Model,
+    devices: Sequence[Device],
+    precision: Callable[[Case], AbstractContextManager[Any]],
+    *,
+    buffers: bool = True,
+) -> Verdict:
+    """Take one step of a small, uneven batch by `start` and compare gradients and buffers with the reference.
+
+    `model` is used up: its weights have moved afterwards.
+    """
+    small = _small(case)
+    _without_dropout(model.module)
+    inputs, target = model.batch(small.batch_size, case.seed + 1)
+    pristine = copy.deepcopy(model.module)
+    with start(small, model, devices, no_mark) as step:
+        step(inputs, target)
+
+    def reference() -> nn.Module:
+        with precision(small):
+            module = copy.deepcopy(pristine)
+            return chunked(module, model.loss, inputs, target, small.devices, devices[0].torch_device)
+
+    rounds = case.schedule not in ("", FASTEST) and not parse(case.schedule).exact
+    first, tolerance = reference(), TOLERANCE["bf16" if rounds else case.precision]
+    verdict = compare(model.module, first, tolerance, buffers=buffers)
+    if verdict.verified is Verified.NO:
+        itself = compare(reference(), first, tolerance, buffers=buffers)
+        return replace(verdict, random=itself.verified is Verified.NO)
+    return verdict
+
+
+def _small(case: Case) -> Case:
+    """Return the case with a small, if possible uneven, batch that reaches as many replicas."""
+    most = min(case.batch_size, 4 * case.devices - 1 if case.devices > 1 else 4)
+    smaller = (replace(case, batch_size=rows) for rows in range(most, 0, -1))
+    return next(small for small in smaller if len(small.rows) == len(case.rows))
+
+
+def _without_dropout(module: nn.Module) -> None:
+    """Set every dropout that torch's modules know of to 0."""
+    for part in module.modules():
+        if isinstance(part, nn.modules.dropout._DropoutNd):
+            part.p = 0.0
+        elif isinstance(part, nn.RNNBase | nn.MultiheadAttention):
+            part.dropout = 0.0
+
+
+def chunked(
+    module: nn.Module, loss: Callable[..., torch.Tensor], inputs: Any, target: Any, chunks: int, device: torch.device
+) -> nn.Module:
+    """Return `module` on `device` with the gradients and buffers that a step over `chunks` must leave."""
+    module = module.to(device)
+    pieces = [_chunk(argument, chunks, device) for argument in positional(inputs)]
+    columns = list(zip(*pieces, strict=True))
+    copies = [copy.deepcopy(module) for _ in columns]
+    outputs = [one(*arguments) for one, arguments in zip(copies, columns, strict=True)]
+    if not all(isinstance(output, torch.Tensor) for output in outputs):
+        raise TypeError(
+            f"forward returned a {type(outputs[0]).__name__}; verification, and so timing, needs one tensor: return "
+            "the tensor that the loss takes, or wrap the model in a module that does"
+        )
+    whole = torch.cat([output.detach() for output in outputs]).requires_grad_()
+    loss(whole, target.to(device)).backward()
+    assert whole.grad is not None
+    for output, gradient in zip(outputs, whole.grad.split([len(o) for o in outputs]), strict=True):
+        output.backward(gradient.clone())
+    for name, parameter in module.named_parameters():
+        parts = [one.get_parameter(name).grad for one in copies]
+        parameter.grad = _ordered_sum([p for p in parts if p is not None])
+    for name, buffer in module.named_buffers():
+        buffer.copy_(copies[0].get_buffer(name))
+    return module
+
+
+def _chunk(value: Any, chunks: int, device: torch.device) -> list[Any]:
+    """Cut a tensor into fresh copies; share anything else."""
+    if isinstance(value, torch.Tensor):
+        return [piece.to(device, copy=True) for piece in value.chunk(chunks)]
+    return [value] * chunks
+
+
+def _ordered_sum(parts: list[torch.Tensor]) -> torch.Tensor | None:
+    """Add in order; a parameter without gradients has none."""
+    if not parts:
+        return None
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def compare(module: nn.Module, reference: nn.Module, tolerance: float, *, buffers: bool = True) -> Verdict:
+    """Compare gradients, and buffers if asked: bitwise, within `tolerance` of each tensor's norm, or no."""
+    pairs = [(n, _gradient(p), _gradient(reference.get_parameter(n))) for n, p in module.named_parameters()]
+    if buffers:
+        pairs += [(n, b, reference.get_buffer(n)) for n, b in module.named_buffers()]
+    if all(torch.equal(ours, theirs) for _, ours, theirs in pairs):
+        return Verdict(Verified.BITWISE)
+    # a tensor of nearly no gradient is measured against the largest, or rounding would decide
+    floor = 1e-4 * max(theirs.double().norm().item() for _, _, theirs in pairs)
+    errors = {
+        name: (ours.double() - theirs.double()).norm().item() / max(theirs.double().norm().item(), floor, 1e-30)
+        for name, ours, theirs in pairs
+    }
+    worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf"))
+    # not (error > tolerance), so that NaN fails
+    verified = Verified.WITHIN_TOLERANCE if errors[worst] <= tolerance else Verified.NO
+    return Verdict(verified, worst, errors[worst])
+
+
+def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+    """Return the gradient; none counts as zeros, which is what replicas that do not use a parameter give."""
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

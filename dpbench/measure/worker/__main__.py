@@ -1,0 +1,106 @@
+"""The server: it has imported torch, has run no tensor operation, and forks one fresh worker per request.
+
+Requests are JSON lines on stdin: {"cases", "effort", "folder", "round", "requested_s"}. For each, the server
+answers on stdout with {"pid": n} and, when that worker has ended, {"exit": status}. The worker leaves its trials
+in folder/trials.json, what it printed in folder/log and, on SIGUSR1, its Python stacks in folder/stacks.
+
+No tensor operation, because one multi-threaded operation here would hang the children.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dpbench.hardware import parent_death
+
+if __name__ == "__main__":  # before torch, whose import takes a second or more, in which the parent may die
+    parent_death.die_with_parent(int(sys.argv[1]))
+
+# asking the driver for devices without NVML would create a CUDA context, which does not survive a fork
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
+import torch
+import torch._dynamo
+import torch.distributed
+import torch.optim
+
+from dpbench.hardware import malloc
+from dpbench.measure.worker import trial as trials
+from dpbench.records import Case, Effort, registry
+
+
+def serve() -> None:
+    """Answer requests until stdin ends."""
+    malloc.keep()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends us
+    for folder in ("strategies", "models"):
+        for name in registry.names(folder):
+            registry.load(folder, name)
+    if torch.cuda.is_initialized():
+        raise RuntimeError("importing dpbench's strategies and models initialised CUDA; workers could not fork")
+    gc.collect()
+    gc.freeze()  # keep the shared pages shared
+    answers = os.dup(1)
+    os.dup2(2, 1)  # whatever else prints must not look like an answer
+
+    def say(**answer: Any) -> None:
+        os.write(answers, json.dumps(answer).encode() + b"\n")
+
+    say(ready=torch.__version__)
+    for line in sys.stdin:
+        request = json.loads(line)
+        server = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            os.close(answers)
+            _work(request, server)
+        say(pid=pid)
+        _, status = os.waitpid(pid, 0)
+        say(exit=os.waitstatus_to_exitcode(status))
+
+
+def _work(request: dict[str, Any], server: int) -> None:
+    """Be a worker: run the case, leave the trial, and end without any cleaning up that could hang."""
+    born_s = time.perf_counter()
+    folder = Path(request["folder"])
+    try:
+        os.setsid()  # a group of its own, so that ranks end with it
+        parent_death.die_with_parent(server)
+        log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        null = os.open(os.devnull, os.O_RDONLY)
+        for target, source in ((0, null), (1, log), (2, log)):
+            os.dup2(source, target)
+        with (folder / "stacks").open("w") as stacks:
+            faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+            faulthandler.enable(file=sys.__stderr__ or stacks)
+            started_s = time.time()
+            cases = [Case.from_dict(case) for case in request["cases"]]
+            done = trials.run_together(cases, Effort(**request["effort"]), folder)
+        start_s = born_s - request["requested_s"]
+        done = [
+            replace(one, round=request["round"], started_s=started_s, setup={"start_s": start_s, **one.setup})
+            for one in done
+        ]
+        partial = folder / "trials.json.part"
+        partial.write_text(json.dumps([one.to_dict() for one in done]))
+        partial.rename(folder / "trials.json")
+        os._exit(0)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    serve()

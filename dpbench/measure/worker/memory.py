@@ -1,0 +1,80 @@
+"""Memory by phase: two more steps after all timing, of which the second is watched; and the shapes behind them."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+from dpbench import models
+from dpbench.hardware.device import Device
+from dpbench.hardware.devices import open_devices
+from dpbench.hardware.devices.emulated import bounded, bytes_only
+from dpbench.measure.memory import Peaks
+from dpbench.models import Model
+from dpbench.records import Case, Memory
+
+
+def by_phase(
+    case: Case, strategy: ModuleType, model: Model, devices: Sequence[Device], batch: tuple[Any, Any]
+) -> tuple[tuple[Memory, ...], str]:
+    """Return each device's peaks by phase, and why there are none; `model` is used up.
+
+    Logical CPU devices have no memory of their own: emulated ones stand in for them, which hold no numbers.
+    """
+    on_host = case.device_kind == "cpu"
+    if on_host:
+        if case.precision != "fp32":
+            return (), f"emulated devices stand in for the CPU's, and do not know autocast to {case.precision}"
+        emulated = replace(case, device_kind="emulated")
+        if reason := getattr(strategy, "skip", lambda case: "")(emulated):
+            return (), f"on emulated devices, which stand in for the CPU's: {reason}"
+        devices = open_devices("emulated", case.devices)
+    source = "allocator" if case.device_kind == "cuda" else "ledger"
+    attempts: list[AbstractContextManager[Any]] = [bytes_only(), nullcontext()] if on_host else [nullcontext()]
+    reason = ""
+    for number, numbers in enumerate(attempts):
+        peaks = Peaks(devices)
+        try:
+            with numbers:
+                # a failed attempt has left the model where it was
+                mine = models.load(case.model, case.size, case.seed) if number else model
+                _watch(case, strategy, mine, devices, batch, peaks)
+        # the trial is as good without; an op may refuse a tensor without numbers, and then works with them
+        except Exception as error:
+            error = error.__cause__ if isinstance(error.__cause__, Exception) else error  # what a replica raised
+            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        else:
+            found = peaks.memory(source)
+            # what whole steps held is known from the timed ones, but for the CPU
+            return (found if on_host else tuple(m for m in found if m.phase)), ""
+    return (), reason
+
+
+def _watch(
+    case: Case, strategy: ModuleType, model: Model, devices: Sequence[Device], batch: tuple[Any, Any], peaks: Peaks
+) -> None:
+    """Take one step that makes the optimizer's state, and watch the next."""
+    for parameter in model.module.parameters():
+        parameter.grad = None
+    gc.collect()
+    for device in devices:
+        device.reset_memory()
+    with strategy.start(case, model, devices, peaks.mark) as step:
+        step(*batch)
+        gc.collect()
+        with peaks.step():
+            step(*batch)
+
+
+@contextmanager
+def bound(case: Case) -> Iterator[None]:
+    """Hold emulated devices to the case's memory, if it has such."""
+    if case.device_kind != "emulated" or not case.device_memory_bytes:
+        yield
+        return
+    with bounded(case.devices, case.device_memory_bytes):
+        yield

@@ -1,0 +1,118 @@
+"""Calibrate: what a few measured steps of a machine add to its description.
+
+The host factor and the bus bandwidth are fitted to some models' rows of a machine, and its other models predicted:
+leave-one-model-out for DataParallel, one model for all others with DDP.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from dpbench.predict import quick
+from dpbench.predict.constants import Constants
+from dpbench.predict.scoring import fitted, rows
+from dpbench.predict.scoring.published import NAMED, Matched
+from dpbench.predict.scoring.score import Line, Scored, line
+
+HOSTS = tuple(0.6 * 1.12**k for k in range(10))
+"""Host factors tried, as ratios to the published one."""
+BUSES = tuple(0.12 * 1.25**k for k in range(16))
+"""Bus bandwidths tried, as ratios to the described ones."""
+FEW = 3
+"""Models that a machine must have for its others to say something about one."""
+
+DOUBT = 0.002
+"""What a factor's logarithm is worth in error, so that rows that say nothing about it leave it as described."""
+
+Point = tuple[float, float]
+
+
+def lines(matched: Sequence[Matched]) -> list[Line]:
+    """Return one line a group: its rows predicted by a machine that was calibrated on other models of its own."""
+    found = []
+    for group in dict.fromkeys(one.row.group for one in matched):
+        mine = [one for one in matched if one.row.group == group]
+        for strategy, kinds in (("dp, other models", ("dp",)), ("one model, for the others", ("ddp",))):
+            of_kind = [one for one in mine if NAMED[one.row.strategy] in kinds]
+            scored = list(_left_out(of_kind) if kinds == ("dp",) else _one_for_all(of_kind))
+            if scored:
+                found.append(line((group, strategy, of_kind[0].row.metric), scored))
+    return found
+
+
+def _machines(matched: Sequence[Matched]) -> list[list[Matched]]:
+    """Sort rows by machine and precision, whatever the count."""
+    found: dict[tuple[str, str, str], list[Matched]] = {}
+    for one in matched:
+        found.setdefault((one.row.gpu, one.row.interconnect, one.row.precision), []).append(one)
+    return list(found.values())
+
+
+def _left_out(matched: Sequence[Matched]) -> Iterator[Scored]:
+    """Yield each model's rows as predicted with what its machine's other models fit best."""
+    for machine in _machines(matched):
+        models = list(dict.fromkeys(one.row.model for one in machine))
+        if len(models) < FEW:
+            continue
+        table = {(host, bus): [_step_s(one, host, bus) for one in machine] for host in HOSTS for bus in BUSES[4:13]}
+        for model in models:
+            others = [i for i, one in enumerate(machine) if one.row.model != model]
+            best = _best(table, machine, others)
+            yield from (_scored(one, table[best][i]) for i, one in enumerate(machine) if one.row.model == model)
+
+
+def _one_for_all(matched: Sequence[Matched]) -> Iterator[Scored]:
+    """Yield rows as predicted with the bus that one model fits best: the one with the largest overhead.
+
+    A bus is the same in any precision.
+    """
+    machines: dict[tuple[str, str], list[Matched]] = {}
+    for one in matched:
+        if not one.extrapolated:
+            machines.setdefault((one.row.gpu, one.row.interconnect), []).append(one)
+    for machine in machines.values():
+        overhead: dict[str, float] = {}
+        for one in machine:
+            overhead[one.row.model] = max(overhead.get(one.row.model, 0.0), one.row.step_s / one.one_s)
+        if len(overhead) < 2:
+            continue
+        teacher = max(overhead, key=lambda model: overhead[model])
+        for count in dict.fromkeys(one.row.devices for one in machine):
+            here = [one for one in machine if one.row.devices == count]
+            known = [i for i, one in enumerate(here) if one.row.model == teacher]
+            if known:
+                table = {(1.0, bus): [_step_s(one, 1.0, bus) for one in here] for bus in BUSES}
+                best = _best(table, here, known)
+                yield from (_scored(one, table[best][i]) for i, one in enumerate(here) if one.row.model != teacher)
+
+
+def _best(table: Mapping[Point, Sequence[float]], rows_: Sequence[Matched], use: Sequence[int]) -> Point:
+    """Return the point of the grid with the least mean error over some rows."""
+
+    def missed(point: Point) -> float:
+        errors = [abs(table[point][i] / rows_[i].row.step_s - 1) for i in use]
+        return sum(errors) / len(errors) + DOUBT * sum(abs(math.log(factor)) for factor in point)
+
+    return min(table, key=missed)
+
+
+def _constants(one: Matched, host: float, bus: float) -> tuple[Constants, float]:
+    constants, published = fitted.without(one.row.group)
+    return constants.changed(bus_scale=bus), host * published
+
+
+def _step_s(one: Matched, host: float, bus: float) -> float:
+    """Return a row's step by formula, with host and bus scaled."""
+    constants, factor = _constants(one, host, bus)
+    asked = rows.question(one, constants, factor)
+    machine = asked.machine.machine
+    seconds = quick.seconds(asked.case, asked.profile, machine, constants, phases=asked.phases)
+    alone = rows.linear_s(asked, constants)
+    return (asked.scale * seconds + (asked.accumulated - 1) * alone) / asked.accumulated
+
+
+def _scored(one: Matched, seconds: float) -> Scored:
+    asked = rows.question(one, *_constants(one, 1.0, 1.0))
+    linear = rows.linear_s(asked)
+    return Scored(one, one.row.step_s, seconds, 0.0, 0.0, linear)

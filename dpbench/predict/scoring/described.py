@@ -1,0 +1,189 @@
+"""Described: the machine behind a line of text, as published tables name it.
+
+Only the scoreboard reads machines so. What the text leaves open is filled in with what is usual, and said: such a
+row's interval is wide. A machine of one's own is described in TOML, where nothing is filled in.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from dpbench.records.machine import Gpu, Host, Link, Machine
+
+DATA = Path(__file__).parents[1] / "data"
+GB = 1e9
+PCIE_GB = {1: 3.0, 2: 6.0, 3: 12.0, 4: 24.0, 5: 48.0, 6: 96.0}
+"""GB/s a direction of 16 lanes, as NCCL counts them (graph/topo.h: PCI_BW 12 for the third generation)."""
+STAGED_GB = {4: 18.0}
+"""What all GPUs together move through host memory, by generation: 8 GeForce on hosts with two EPYC fall behind those
+on hosts with two Xeon, in two tables that know nothing of each other."""
+SOCKET_GB = {1: 10.0, 2: 10.0, 3: 10.0, 4: 40.0, 5: 60.0, 6: 60.0}
+"""The links between two processors, by the PCIe generation of their time (topo.h counts 10 for a pair of Skylake, 16
+for one of Zen 2, 22 for Sapphire Rapids, whatever the links, which are two, three and three or four)."""
+DESKTOP = (3.7 / 4.3) ** 0.5
+"""A desktop's host factor to that of the mean of both kinds."""
+MESH = ("0-1:1", "0-2:1", "0-3:2", "0-4:2", "1-2:2", "1-3:1", "1-5:2", "2-3:2", "2-6:1", "3-7:1",
+        "4-5:1", "4-6:1", "4-7:2", "5-6:2", "5-7:1", "6-7:2")  # fmt: skip
+"""The hybrid cube mesh of eight V100: pairs and their NVLinks (`nvidia-smi topo -m` of a DGX-1)."""
+STATION = ("0-1:1", "0-2:1", "0-3:2", "1-2:2", "1-3:1", "2-3:1")
+"""Four V100 of a DGX Station, all of them joined."""
+
+
+@dataclass(frozen=True)
+class Described:
+    """A machine, and what of it the text did not say; the more of it, the wider the interval."""
+
+    machine: Machine
+    assumed: tuple[str, ...] = ()
+
+
+@lru_cache(maxsize=1)
+def _gpus() -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = tomllib.loads((DATA / "gpus.toml").read_text())["gpu"]
+    return found
+
+
+def _figures(text: str) -> dict[str, Any] | None:
+    """Return what is known of the GPU that a text names: the longest name that it holds."""
+    words = re.sub(r"[-_]", " ", text.lower())
+    names = sorted(_gpus(), key=len, reverse=True)
+    return next((_gpus()[name] for name in names if re.search(rf"(?<![a-z0-9]){name}(?!\d)", words)), None)
+
+
+@lru_cache(maxsize=4096)
+def describe(gpu: str, interconnect: str, count: int, host_factor: float, *, one_node: bool = False) -> Described:
+    """Return the machine that a row's `gpu`, `interconnect` and `n_gpu` stand for; never fails.
+
+    `one_node` is what a strategy of one process needs, whatever the text says.
+    """
+    text = f" {gpu} {interconnect} ".lower().replace("_", " ")
+    figures = _figures(gpu) or _figures(interconnect)
+    assumed = [] if figures else [f"unknown GPU {gpu!r}: PCIe 4 taken"]
+    figures = figures or {"pcie": 4, "peer": True}
+    node, nodes = (count, 1) if one_node else _nodes(text, count)
+    nvlink = list(_nvlink(text, figures, node, assumed))
+    links = [*nvlink, *_pcie(text, figures, node)]
+    if nodes > 1:
+        links.append(Link("cpu0", "network", "network", _network(interconnect, assumed)))
+    peer = _peer(text, figures, bool(nvlink), assumed)
+    staged = STAGED_GB.get(_generation(text, figures), 0.0) * GB
+    machine = Machine(
+        name=f"{gpu}, {interconnect}", description="from a published row", gpu=Gpu(name=gpu, count=node),
+        peer_access=peer, links=tuple(links), nodes=nodes,
+        host=Host(factor=host_factor * _clock(text), staged_bytes_per_s=staged),
+    )  # fmt: skip
+    return Described(machine, tuple(assumed))
+
+
+def _clock(text: str) -> float:
+    """Return the host factor's part that follows from a processor's threads, where the text counts them.
+
+    One thread of a desktop's processor runs 1.16 times as fast as one of a server's of the same years: 4.3 GHz (Core
+    i9-7920X, 24 threads) to 3.7 GHz (two Xeon Platinum 8160, 96 threads), by Intel's tables of turbo clocks.
+    """
+    match = re.search(r"(\d+)[- ]threads?\b", text)
+    if not match:
+        return 1.0
+    return DESKTOP if int(match[1]) <= 32 else 1 / DESKTOP
+
+
+def _nodes(text: str, count: int) -> tuple[int, int]:
+    """Return the GPUs of a node, and the nodes."""
+    if match := re.search(r"(\d+) (?:gpus?|x) ?(?:/|per|a) ?node", text):
+        node = int(match[1])
+    elif match := re.search(r"\b(\d+) nodes", text):
+        node = max(1, count // int(match[1]))
+    else:
+        node = count if count <= 8 or ("node" not in text and not _networked(text) and count <= 16) else 8
+    node = min(node, count)
+    return node, -(-count // node)
+
+
+def _networked(text: str) -> bool:
+    return bool(re.search(r"\b(ib|infiniband|efa|ethernet|roce|gbe|gb/s network)\b", text))
+
+
+def _network(interconnect: str, assumed: list[str]) -> float:
+    """Return what a node's network cards carry together, bytes a second: 0.12 of a bit a second (NCCL: 12 for 100)."""
+    match = re.search(r"(?:(\d+) ?x ?)?(\d+) ?g(?:b|bit|bps|be|b/s|bit/s)?\b", interconnect.lower())
+    if not match:
+        assumed.append("unknown network: 100 Gbit/s taken")
+        return 12.0 * GB
+    return int(match[1] or 1) * int(match[2]) * 0.12 * GB
+
+
+def _nvlink(text: str, figures: dict[str, Any], node: int, assumed: list[str]) -> Iterator[Link]:
+    """Yield NVLinks: through switches, as a mesh, or as bridges between pairs."""
+    absent = re.search(r"no nvlink|without nvlink|nvlink (?:bridge )?unknown|bridge unknown|p2p disable", text)
+    if "unknown" in text and not re.search("nvlink assumed|nvswitch", text):
+        assumed.append("links not stated")
+    if absent:
+        return
+    named = re.search(r"nvlink|nvswitch|dgx|hgx|sxm|\bnv\d|nvl\b", text)
+    if not named or node < 2:
+        return
+    if "assumed" in text or not re.search(r"nvlink|nvswitch|dgx|hgx|\bnv\d", text):
+        assumed.append("NVLink is not stated for certain")
+    bridged = re.search(r"bridge|pairs|bonded", text) or ("switch" not in figures and "mesh" not in figures)
+    if bridged:
+        lanes = re.search(r"\bnv(\d+)\b", text)
+        rate = 20.0 * int(lanes[1]) if lanes and int(lanes[1]) <= 6 else figures.get("bridge", 40.0)
+        yield from (Link(f"gpu{i}", f"gpu{i + 1}", "nvlink", rate * GB) for i in range(0, node - 1, 2))
+    elif "mesh" in figures and "nvswitch" not in text:
+        pairs = STATION if re.search("station|dgxs", text) else MESH
+        for pair in pairs:
+            ends, _, lanes_text = pair.partition(":")
+            a, _, b = ends.partition("-")
+            if max(int(a), int(b)) < node:
+                yield Link(f"gpu{a}", f"gpu{b}", "nvlink", int(lanes_text) * figures["mesh"] * GB)
+    else:
+        rate = figures.get("switch", figures.get("bridge", 40.0))
+        yield from (Link(f"gpu{i}", "nvswitch", "nvlink", rate * GB) for i in range(node))
+
+
+def _pcie(text: str, figures: dict[str, Any], node: int) -> Iterator[Link]:
+    """Yield PCIe links: two GPUs a switch, four where one root serves all, and two processors from five GPUs on."""
+    generation = _generation(text, figures)
+    rate = PCIE_GB[generation] * GB
+    if re.search(r"\bx8\b|8 lanes", text):
+        rate /= 2
+    one_root = re.search(r"trt2|single root|one root", text)
+    share = 4 if one_root else 2 if node > 4 or "trt" in text or "switch (pix)" in text or "pix" in text else 1
+    for i in range(node):
+        if share == 1:
+            yield Link(f"gpu{i}", "cpu0", "pcie", rate)
+            continue
+        yield Link(f"gpu{i}", f"switch{i // share}", "pcie", rate)
+    if share > 1:
+        switches = -(-node // share)
+        for k in range(switches):
+            second = 2 * k >= switches > 1 and node > 4
+            yield Link(f"switch{k}", "cpu1" if second else "cpu0", "pcie", rate)
+        if switches > 1 and node > 4:
+            yield Link("cpu0", "cpu1", "socket", SOCKET_GB[generation] * GB)
+
+
+def _generation(text: str, figures: dict[str, Any]) -> int:
+    """Return the generation of PCIe: as the text says, or the GPU's own."""
+    match = re.search(r"(?:pcie|pci-e|gen) ?(?:gen ?)?(\d)", text)
+    return int(match[1]) if match and int(match[1]) in PCIE_GB else int(figures["pcie"])
+
+
+def _peer(text: str, figures: dict[str, Any], nvlink: bool, assumed: list[str]) -> bool:
+    """Return whether GPUs read each other's memory over PCIe."""
+    if not nvlink and re.search(r"unknown", text) and not re.search(r"bridge unknown|bridge\) unknown", text):
+        assumed.append("links unknown: no peer access taken")
+        return False
+    if re.search(r"no p2p|without p2p|p2p disable|p2p off|no peer", text):
+        return False
+    if re.search(r"\bp2p\b|peer access|\bpix\b", text):
+        return True
+    if not nvlink:
+        assumed.append("peer access not stated: as is usual for this kind of GPU")
+    return bool(figures.get("peer", True))

@@ -1,0 +1,96 @@
+"""Fit: the few constants that microbenchmarks leave open, from published steps of several machines at once.
+
+Mechanisms are fitted, not rows: one set of constants for all machines, with one host factor for each, held near
+what was measured of each mechanism alone. `python -m dpbench.predict.scoring.fit FILE.csv` prints them, for all
+machines and without each.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from scipy.optimize import minimize
+
+from dpbench.predict import quick
+from dpbench.predict.constants import Constants
+from dpbench.predict.scoring import published, rows
+from dpbench.predict.scoring.published import Matched
+
+PRIORS = {
+    "launch_s": (10e-6, 0.4), "backward_launch_s": (6e-6, 0.5), "module_s": (16e-6, 0.25), "tensor_s": (1.4e-6, 0.4),
+    "hand_off": (0.03, 1.0), "contention": (0.03, 1.0), "forward_share": (0.35, 0.2),
+    "pageable_bytes_per_s": (4e9, 0.4), "call_s": (30e-6, 0.5), "staged_one_way": (1.4, 0.15),
+}  # fmt: skip
+"""What is fitted: a centre from microbenchmarks or the literature, and how far it may be off (standard deviation of the
+logarithm)."""
+HOST = (3.3, 0.3)
+FITTED_ON = ("RYU2080TI", "RYURTX")
+"""Groups whose step takes apart the host's part: 32 models each, on one to four GPUs."""
+WEIGHT = 0.01
+"""How much of the mean error a prior's one standard deviation in every constant is worth."""
+WORST = 0.5
+"""Errors beyond this ratio (its logarithm) pull no harder."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Fitted constants, the host factor of each group, and the mean absolute error that is left."""
+
+    constants: Constants
+    hosts: Mapping[str, float]
+    error: float
+
+
+def fit(groups: Mapping[str, Sequence[Matched]], start: Constants | None = None, evaluations: int = 700) -> Fit:
+    """Return the constants that fit these groups' rows best, each group weighing the same."""
+    start = start or Constants()
+    names = list(PRIORS)
+
+    def unpack(point: Sequence[float]) -> tuple[Constants, dict[str, float]]:
+        values = {name: PRIORS[name][0] * math.exp(PRIORS[name][1] * x) for name, x in zip(names, point, strict=False)}
+        hosts = {group: HOST[0] * math.exp(HOST[1] * x) for group, x in zip(groups, point[len(names) :], strict=True)}
+        return start.changed(**values), hosts
+
+    def loss(point: Sequence[float]) -> float:
+        constants, hosts = unpack(point)
+        errors = [error(groups[group], constants, hosts[group]) for group in groups]
+        return statistics.mean(errors) + WEIGHT * statistics.mean(x * x for x in point)
+
+    best = minimize(
+        loss, [0.0] * (len(names) + len(groups)), method="Powell",
+        options={"maxfev": evaluations, "xtol": 1e-2, "ftol": 1e-4},
+    )  # fmt: skip
+    constants, hosts = unpack(best.x)
+    return Fit(constants, hosts, float(best.fun))
+
+
+def error(matched: Sequence[Matched], constants: Constants, host: float) -> float:
+    """Return the mean absolute logarithm of predicted over measured."""
+    found = []
+    for one in matched:
+        asked = rows.question(one, constants, host)
+        seconds = quick.seconds(asked.case, asked.profile, asked.machine.machine, constants, phases=asked.phases)
+        found.append(min(WORST, abs(math.log(seconds / one.row.step_s))))
+    return statistics.mean(found)
+
+
+def main(path: str) -> None:
+    """Print the constants fitted to a table, on all groups and without each."""
+    table, _ = published.read(Path(path))
+    matched, _ = published.match(table)
+    groups = {name: [one for one in matched if one.row.group == name] for name in FITTED_ON}
+    for left_out in ("", *groups):
+        found = fit({name: group for name, group in groups.items() if name != left_out})
+        print(f"[{left_out or 'all'}]  # mean error {found.error:.4f}")
+        for name in PRIORS:
+            print(f"{name} = {getattr(found.constants, name):.4g}")
+        print(f"host = {statistics.mean(found.hosts.values()):.3f}  # {dict(found.hosts)}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

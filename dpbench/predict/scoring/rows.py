@@ -1,0 +1,109 @@
+"""Rows: a published figure with its one-device baseline -> the case that dpbench predicts for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from dpbench.predict import features, profiles, quick, simulation
+from dpbench.predict.constants import DEFAULT, Constants
+from dpbench.predict.scoring.described import Described, describe
+from dpbench.predict.scoring.published import NAMED, Matched, Row
+from dpbench.records import Case, Phase, Profile
+
+PUBLISHED_HOST = 3.1
+"""The host factor of published runs of 2019-21, torch 1.4-1.7: 2.8-3.6 on three machines."""
+LATE = ("replicated", "server_gpu", "server_cpu")
+"""Training loops that move gradients when backward has ended, as far as one sees from outside."""
+BATCH = 32
+"""Samples a device where nobody says how many."""
+
+
+EPOCH_STEP_S = 0.2
+"""A step of an epoch of which nobody says how many steps it has."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A row as a case: what is simulated, on which machine, which phases were timed."""
+
+    row: Row
+    case: Case
+    profile: Profile
+    machine: Described
+    phases: frozenset[Phase]
+    scale: float
+    """What a predicted step is multiplied with, to stand in the table's own unit."""
+    accumulated: float = 1.0
+    """Backwards of one step, of which the last alone reduces gradients."""
+    known: str = "traced"
+    """How the model's counts are known."""
+    exact: bool = True
+    """Whether one device was measured at this batch."""
+
+
+def timed(row: Row) -> frozenset[Phase]:
+    """Return the phases that a figure includes, from the words of `timed` and `optimizer`."""
+    phases = set(Phase)
+    words = row.timed.lower()
+    if words and "backward" not in words and "step" not in words and "forward" in words:
+        phases -= {Phase.BACKWARD, Phase.REDUCE, Phase.OPTIMIZER, Phase.LOSS}
+    if row.optimizer.lower() == "none":
+        phases -= {Phase.OPTIMIZER}
+    if "h2d" not in words:  # loaders copy beside the step, and synthetic batches are there already
+        phases -= {Phase.SCATTER}
+    return frozenset(phases)
+
+
+def options(row: Row, known: features.Features) -> tuple[tuple[str, str], ...]:
+    """Return the strategy's options that a row's words stand for."""
+    kind = NAMED[row.strategy]
+    found = []
+    if kind == "dp" and "h2d" in row.timed.lower():
+        found.append(("inputs", "first"))
+    if kind in LATE or ("DeepLearningExamples" in row.notes and not known.overlap):
+        found.append(("overlap", "off"))
+    return tuple(found)
+
+
+def question(matched: Matched, constants: Constants = DEFAULT, host: float = PUBLISHED_HOST) -> Question:
+    """Return the case behind a row. Never fails for what `published.match` has matched."""
+    row = matched.row
+    known = features.find(row.model, row.parameters or None, row.precision)
+    each = max(1, round(row.batch or BATCH))
+    machine = describe(row.gpu, row.interconnect, row.devices, host, one_node=NAMED[row.strategy] == "dp")
+    phases = timed(row)
+    samples = max(1, round(matched.one_samples)) if row.batch else each
+    other = matched.other if row.batch and matched.other and matched.other[1] >= 1 else None
+    # an epoch of nobody knows how many steps: the shape of a usual step
+    scale = matched.one_s / EPOCH_STEP_S if row.metric == "epoch_s" and not row.steps else 1.0
+    profile = profiles.given(
+        known.profile, matched.one_s / scale, samples, machine.machine, constants, other=other, phases=phases
+    )
+    case = Case(
+        model=row.model, strategy="torch_dp" if NAMED[row.strategy] == "dp" else "ddp", device_kind="cuda",
+        devices=row.devices, batch_size=each * row.devices, options=options(row, known),
+    )  # fmt: skip
+    return Question(
+        row, case, profile, machine, phases, scale, _accumulated(row, known, each), known.known, samples == each
+    )
+
+
+def _accumulated(row: Row, known: features.Features, each: int) -> float:
+    """Return the backwards of a step, where a training script keeps the samples of an update and adds gradients up."""
+    update = known.update_samples if "DeepLearningExamples" in row.notes else 0
+    return max(1.0, update / (each * row.devices))
+
+
+def predicted_s(asked: Question, constants: Constants = DEFAULT) -> float:
+    """Return the seconds of the row's step."""
+    step = simulation.step(asked.case, asked.profile, asked.machine.machine, constants, phases=asked.phases)
+    if asked.accumulated == 1:
+        return asked.scale * step.seconds
+    return (asked.scale * step.seconds + (asked.accumulated - 1) * linear_s(asked, constants)) / asked.accumulated
+
+
+def linear_s(asked: Question, constants: Constants = DEFAULT) -> float:
+    """Return the step that linear scaling promises: one device's share of the batch, alone."""
+    case, machine = asked.case, asked.machine.machine
+    alone = replace(case, strategy="single", devices=1, batch_size=case.rows[0], options=())
+    return asked.scale * quick.seconds(alone, asked.profile, machine, constants, phases=asked.phases)

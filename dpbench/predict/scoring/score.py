@@ -1,0 +1,192 @@
+"""Score: predictions against published measurements, by group and strategy, beside what linear scaling would say."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dpbench.predict import intervals, quick
+from dpbench.predict.constants import DEFAULT, Constants
+from dpbench.predict.scoring import fitted, published, rows
+from dpbench.predict.scoring.published import Excluded, Matched
+from dpbench.predict.scoring.rows import Question
+
+HARD = 1.1
+"""A case is hard where the step of several devices takes so many times that of one."""
+PEAK = 90
+
+
+@dataclass(frozen=True)
+class Scored:
+    """One row's measured step, its prediction, interval and what linear scaling says; all in seconds."""
+
+    matched: Matched
+    measured_s: float
+    predicted_s: float
+    low_s: float
+    high_s: float
+    linear_s: float
+
+    @property
+    def error(self) -> float:
+        """Return predicted over measured, less one."""
+        return self.predicted_s / self.measured_s - 1
+
+    @property
+    def linear_error(self) -> float:
+        """Return the same of linear scaling."""
+        return self.linear_s / self.measured_s - 1
+
+    @property
+    def covered(self) -> bool:
+        """Tell whether the interval holds what was measured."""
+        return self.low_s <= self.measured_s <= self.high_s
+
+    @property
+    def hard(self) -> bool:
+        """Tell whether several devices cost at least a tenth."""
+        return self.measured_s >= HARD * self.linear_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One line of the scoreboard. Ratios are fractions; `skill` is 1 - MAPE over that of linear scaling.
+
+    `coverage` is None where no intervals were made; `overhead` is the error of T(n) - T(1), summed over the rows,
+    against their sum.
+    """
+
+    group: str
+    strategy: str
+    metric: str
+    n: int
+    mape: float
+    median: float
+    p90: float
+    bias: float
+    skill: float
+    coverage: float | None
+    excluded: int
+    overhead: float
+    hard_n: int
+    hard_mape: float | None
+
+
+def predict(matched: Matched, constants: Constants = DEFAULT, host: float = rows.PUBLISHED_HOST) -> Scored:
+    """Return one row's prediction, by simulation, with its interval."""
+    asked = rows.question(matched, constants, host)
+    seconds = rows.predicted_s(asked, constants)
+    base = _quick(asked, constants)
+
+    def evaluate(name: str, factor: float) -> float:
+        changed, other = constants, asked
+        if name == intervals.HOST:
+            machine = asked.machine.machine
+            slower = replace(machine, host=replace(machine.host, factor=machine.host.factor * factor))
+            other = replace(asked, machine=replace(asked.machine, machine=slower))
+        elif name == "features":
+            other = replace(asked, profile=_scaled_counts(asked, factor))
+        elif name == "forward_share":  # the profile was split with it
+            changed = intervals.scaled(constants, name, factor)
+            other = rows.question(matched, changed, host)
+        else:
+            changed = intervals.scaled(constants, name, factor)
+        return _quick(other, changed) / base * seconds
+
+    low, high = intervals.interval(seconds, evaluate, priors(asked), residual(asked))
+    return Scored(matched, matched.row.step_s, seconds, low, high, rows.linear_s(asked, constants))
+
+
+def _quick(asked: Question, constants: Constants) -> float:
+    machine = asked.machine.machine
+    return quick.seconds(asked.case, asked.profile, machine, constants, phases=asked.phases)
+
+
+def _scaled_counts(asked: Question, factor: float) -> Any:
+    """Return a profile with other counts: what an estimate from parameters alone leaves open."""
+    p = asked.profile
+    return replace(
+        p, modules=round(p.modules * factor), parameter_tensors=max(1, round(p.parameter_tensors * factor)),
+        forward_launches=round(p.forward_launches * factor), backward_launches=round(p.backward_launches * factor),
+    )  # fmt: skip
+
+
+def priors(asked: Question) -> dict[str, float]:
+    """Return what is in doubt about a row, as standard deviations of logarithms."""
+    found = intervals.of(asked.case.strategy)
+    if asked.machine.assumed:
+        found |= intervals.ASSUMED
+    if asked.known == "estimated":
+        found |= intervals.ESTIMATED
+    return found
+
+
+def residual(asked: Question) -> float:
+    """Return the doubt about one device's own step."""
+    return intervals.RESIDUAL["given"] * (1 if asked.exact else 3)
+
+
+def score(path: Path, *, all_rows: bool = False) -> tuple[list[Scored], list[Excluded]]:
+    """Return a table's rows with their predictions, and the rows left out with the reason.
+
+    No group is predicted with constants that were fitted to it: leave-one-machine-out.
+    """
+    table, unread = published.read(path)
+    matched, excluded = published.match(table, all_rows=all_rows)
+    return [predict(one, *fitted.without(one.row.group)) for one in matched], [*unread, *excluded]
+
+
+def lines(scored: Iterable[Scored], excluded: Sequence[Excluded] = ()) -> list[Line]:
+    """Return one line a group and strategy and metric, in the order of the table.
+
+    Rows whose one-device row has another batch stand apart: a part of their error is that row's.
+    """
+    found: dict[tuple[str, str, str], list[Scored]] = {}
+    for one in scored:
+        row = one.matched.row
+        apart = ", one device at another batch" if one.matched.extrapolated else ""
+        found.setdefault((row.group, row.strategy + apart, row.metric), []).append(one)
+    left: dict[str, int] = {}
+    for aside in excluded:
+        group = aside.id.rpartition("-")[0]
+        left[group] = left.get(group, 0) + 1
+    return [line(key, group, left.get(key[0], 0)) for key, group in found.items()]
+
+
+def line(key: tuple[str, str, str], group: Sequence[Scored], excluded: int = 0) -> Line:
+    """Return what a group's rows come to."""
+    errors = sorted(abs(one.error) for one in group)
+    linear = statistics.mean(abs(one.linear_error) for one in group)
+    hard = [abs(one.error) for one in group if one.hard]
+    mape = statistics.mean(errors)
+    # in shares of each row's own step, so that no slow model outweighs the others
+    extra = sum(one.measured_s / one.linear_s - 1 for one in group)
+    missed = sum(one.predicted_s / one.linear_s - one.measured_s / one.linear_s for one in group)
+    coverage = statistics.mean(one.covered for one in group) if any(one.high_s for one in group) else None
+    return Line(
+        group=key[0], strategy=key[1], metric=key[2], n=len(group), mape=mape, median=statistics.median(errors),
+        p90=quantile(errors, 0.9), bias=statistics.mean(one.error for one in group),
+        skill=1 - mape / linear if linear else 0.0, coverage=coverage,
+        excluded=excluded, overhead=missed / extra if abs(extra) > 1e-9 else 0.0, hard_n=len(hard),
+        hard_mape=statistics.mean(hard) if hard else None,
+    )  # fmt: skip
+
+
+def quantile(ordered: Sequence[float], q: float) -> float:
+    """Return a quantile of sorted values, between neighbours in proportion."""
+    at = q * (len(ordered) - 1)
+    low = math.floor(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+
+
+def as_json(found: Iterable[Line]) -> list[dict[str, Any]]:
+    """Return lines as plain data, ratios as fractions."""
+    return [
+        {key: round(value, 6) if isinstance(value, float) else value for key, value in asdict(one).items()}
+        for one in found
+    ]

@@ -1,0 +1,363 @@
+"""What each strategy holds, when, and where: a traced step of one device, put together for several.
+
+This module follows the code of the strategies and of the engine line by line, as far as memory goes: whatever a
+local variable or a saved tensor keeps alive there is held here for as long. Traces of the shards' rows give forward
+and backward, a trace of the whole batch the loss, if it is taken of the gathered output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from dpbench.predict.bucketing import BUCKET_BYTES, COALESCED_BYTES, DDP_SYNC_BYTES, bucket_sizes, chunks, flat_bytes
+from dpbench.predict.memory_trace import Names, Tape
+from dpbench.predict.recorder import Op
+from dpbench.predict.trace import Trace
+from dpbench.records.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The traces that a step on several devices is made of: each replica's rows, the whole batch, the optimizer."""
+
+    whole: Trace
+    parts: tuple[Trace, ...]
+    optimizer: Callable[[tuple[int, ...]], tuple[Sequence[Op], Sequence[Op]]]
+    """The optimizer's first and later steps over tensors of these sizes in bytes."""
+
+
+def single(tape: Tape, trace: Trace, steps: int, device: int = 0) -> None:
+    """Train on one device, as the strategy `single` does."""
+    _settle(tape, device, trace)
+    state: Names = {}
+    gradients: list[int] = []
+    for step in range(steps):
+        tape.stage = "optimizer"
+        tape.give(gradients)
+        tape.stage = "scatter"
+        batch = _take_batch(tape, device, trace)
+        gradients = _play_step(tape, device, trace, state, batch, first=not step)
+
+
+def _play_step(tape: Tape, device: int, trace: Trace, state: Names, batch: Sequence[int], *, first: bool) -> list[int]:
+    """Play forward, loss, backward and update of one device alone; return its gradients, which stay."""
+    names: Names = {}
+    play_forward(tape, device, trace, names)
+    play_loss(tape, device, trace, names)
+    tape.stage = "backward"
+    tape.play(device, trace.loss_backward, names, "loss")
+    play_backward(tape, device, trace, names)
+    gradients = gradients_of(trace, names)
+    play_optimizer(tape, device, trace.optimizer_first if first else trace.optimizer, state)
+    tape.give([*names.values(), *batch])
+    return gradients
+
+
+def ddp(tape: Tape, trace: Trace, steps: int, device: int) -> None:
+    """Train as one rank of DistributedDataParallel, whose device this is."""
+    _settle(tape, device, trace)
+    trainable = [size for size, wants in zip(trace.parameters.sizes_bytes, trace.trainable, strict=True) if wants]
+    for chunk in chunks([*trace.parameters.sizes_bytes, *trace.buffers.sizes_bytes], DDP_SYNC_BYTES):
+        tape.give(tape.take(device, sum(chunk), "replicas"))
+    buckets = [sum(bucket) for bucket in bucket_sizes(trainable[::-1])]
+    held = tape.take_all(device, buckets, "buckets")
+    state: Names = {}
+    gradients: list[int] = []
+    for step in range(steps):
+        tape.stage = "optimizer"
+        tape.give(gradients)
+        tape.stage = "scatter"
+        batch = _take_batch(tape, device, trace)
+        tape.stage = "forward"
+        if step == 1:  # the buckets are made anew, in the order in which gradients were ready
+            tape.give(held)
+            held = tape.take_all(device, buckets, "buckets")
+        for chunk in chunks(trace.buffers.sizes_bytes, DDP_SYNC_BYTES):
+            tape.give(tape.take(device, sum(chunk), "replicas"))
+        gradients = _play_step(tape, device, trace, state, batch, first=not step)
+
+
+class DataParallel:
+    """Training on several devices on one of the engine's schedules, or by torch.nn.DataParallel.
+
+    `collective` says that the devices are distinct GPUs, where weights and gradients move in flat buffers.
+    """
+
+    def __init__(self, tape: Tape, shards: Shards, schedule: Schedule, *, collective: bool) -> None:
+        self._tape, self._shards, self._schedule, self._collective = tape, shards, schedule, collective
+        self._devices = range(len(shards.parts))
+        self._sizes = shards.whole.parameters.sizes_bytes
+        self._trainable = [n for n, wants in enumerate(shards.whole.trainable) if wants]
+        self._copies: list[int] = []
+        self._gradients: list[int] = []
+        self._state: list[Names] = [{} for _ in self._devices]
+        self._kept = schedule.replicas == "persistent"
+
+    def run(self, steps: int) -> None:
+        """Set up, and take so many steps."""
+        self._setup()
+        for step in range(steps):
+            self._step(step)
+
+    def _setup(self) -> None:
+        """Put the module on device 0; with persistent replicas, everything that stays on the others."""
+        tape, whole = self._tape, self._shards.whole
+        _settle(tape, 0, whole)
+        if not self._kept:
+            return
+        for i in self._devices[1:]:
+            tape.take_all(i, self._sizes, "parameters")
+        for i in self._owners():
+            tape.take_all(i, [self._sizes[n] for n in self._owned(i)], "reduced")
+
+    def _owners(self) -> range:
+        """Return the devices whose optimizer steps."""
+        return self._devices[:1] if self._schedule.update == "root" else self._devices
+
+    def _owned(self, i: int) -> list[int]:
+        """Return the parameters that device i steps: the largest first to whoever has least, if they are shared out."""
+        if self._schedule.update != "sharded":
+            return self._trainable
+        load, mine = [0] * len(self._devices), []
+        for n in sorted(self._trainable, key=lambda n: -self._sizes[n]):
+            owner = load.index(min(load))
+            load[owner] += self._sizes[n]
+            mine += [n] if owner == i else []
+        return sorted(mine)
+
+    def _step(self, step: int) -> None:
+        """Take one training step."""
+        tape, parts, schedule = self._tape, self._shards.parts, self._schedule
+        tape.stage = "optimizer"
+        tape.give(self._gradients)
+        tape.stage = "scatter"
+        local = schedule.loss == "local"
+        batch = [h for i, trace in enumerate(parts) for h in tape.take_all(i, trace.inputs.sizes_bytes, "inputs")]
+        if local:
+            batch += [h for i, t in enumerate(parts) for h in tape.take_all(i, t.target.sizes_bytes, "inputs")]
+        self._replicate()
+        names: list[Names] = [{} for _ in parts]
+        self._gradients = []
+        for i, trace in enumerate(parts):
+            play_forward(tape, i, trace, names[i])
+        whole: Names = {}
+        gathered: list[int] = []
+        if local:
+            self._local_loss(names, first=step == 0)
+        else:
+            gathered = self._gather()
+            tape.stage = "scatter"
+            batch += tape.take_all(0, self._shards.whole.target.sizes_bytes, "inputs")
+            play_loss(tape, 0, self._shards.whole, whole)
+            self._hand_out(whole, names)
+        self._backward(names)
+        if not self._kept:
+            self._reduce([n for n in self._trainable if n not in self._reduced], names)
+            if schedule.replicas == "rebuilt":
+                tape.give(self._copies)
+        losses = [whole.pop(number) for number in self._shards.whole.losses if number in whole]
+        found = [h for trace, held in zip(parts, names, strict=True) for h in gradients_of(trace, held)]
+        tape.give([*batch, *gathered, *whole.values(), *(h for each in names for h in each.values())])
+        if self._kept:
+            self._reduce([n for n in self._trainable if n not in self._reduced], names)
+        self._optimize(step)
+        tape.give([*found, *losses])
+
+    def _replicate(self) -> None:
+        """Copy weights (unless they stay) and buffers to the other devices."""
+        tape, whole = self._tape, self._shards.whole
+        tape.stage = "replicate"
+        former, self._copies = self._copies, []
+        if not self._kept:
+            self._broadcast(self._sizes, flat=self._schedule.storage == "flat")
+        self._broadcast(whole.buffers.sizes_bytes)
+        tape.give(former)
+
+    def _broadcast(self, sizes: Sequence[int], *, flat: bool = False) -> None:
+        """Copy tensors of device 0 to the others: one by one, or in flat buffers."""
+        tape, others = self._tape, self._devices[1:]
+        if flat:
+            for i in others:
+                self._copies += tape.take(i, flat_bytes(sizes), "replicas")
+        elif not self._collective:
+            for i in others:
+                self._copies += tape.take_all(i, sizes, "replicas")
+        elif others:
+            for chunk in chunks(sizes, COALESCED_BYTES):
+                joined = tape.take(0, sum(chunk), "replicas") if len(chunk) > 1 else []
+                for i in others:
+                    self._copies += tape.take(i, sum(chunk), "replicas")
+                tape.give(joined)
+
+    def _gather(self) -> list[int]:
+        """Bring the outputs to device 0, and join them there."""
+        tape, whole, parts = self._tape, self._shards.whole, self._shards.parts
+        tape.stage = "gather"
+        if len(parts) == 1:
+            return []
+        gathered: list[int] = []
+        for j, size in enumerate(whole.output.sizes_bytes):
+            moved = [h for trace in parts[1:] for h in tape.take(0, trace.output.sizes_bytes[j], "outputs")]
+            gathered += tape.take(0, size, "outputs")
+            tape.give(moved)
+        return gathered
+
+    def _hand_out(self, whole: Names, names: Sequence[Names]) -> None:
+        """Give each device its part of the gradient of the gathered output."""
+        tape, parts = self._tape, self._shards.parts
+        tape.stage = "backward"
+        tape.play(0, self._shards.whole.loss_backward, whole, "loss")
+        for j, number in enumerate(self._shards.whole.output_gradients):
+            if number is None:
+                continue
+            for i, trace in enumerate(parts):
+                mine = trace.output_gradients[j]
+                if len(parts) == 1:
+                    names[i][mine or 0] = whole.pop(number)
+                elif taken := tape.take(i, trace.output.sizes_bytes[j], "outputs"):
+                    names[i][mine or 0] = taken[0]
+            tape.give([whole.pop(number, -1)])
+
+    def _local_loss(self, names: Sequence[Names], *, first: bool) -> None:
+        """Let each device take the loss of its own rows; the first time the whole is compared with the parts."""
+        tape, parts = self._tape, self._shards.parts
+        for i, trace in enumerate(parts):
+            tape.stage = "loss"
+            tape.play(i, trace.loss, names[i], "loss")
+        if first:
+            check = self._gather()
+            rest: Names = {}
+            check += tape.take_all(0, self._shards.whole.target.sizes_bytes, "inputs")
+            tape.play(0, self._shards.whole.loss, rest, "loss")
+            tape.give([*rest.values(), *check])
+        for i, trace in enumerate(parts):
+            tape.give(names[i].pop(number, -1) for number in trace.outputs)
+            tape.stage = "backward"
+            tape.play(i, trace.loss_backward, names[i], "loss")
+
+    def _backward(self, names: Sequence[Names]) -> None:
+        """Run the replicas' backwards; where the reduction overlaps with them, from bucket to bucket."""
+        tape, parts = self._tape, self._shards.parts
+        self._reduced: set[int] = set()
+        at = [0] * len(parts)
+        for bucket in self._buckets() if self._schedule.reduce == "overlap" else []:
+            for i, trace in enumerate(parts):
+                end = max(a for n, a in zip(trace.ready, trace.ready_at, strict=True) if n in bucket)
+                tape.stage = "backward"
+                play_backward(tape, i, trace, names[i], at[i], max(at[i], end))
+                at[i] = max(at[i], end)
+            self._reduce(bucket, names)
+        for i, trace in enumerate(parts):
+            tape.stage = "backward"
+            play_backward(tape, i, trace, names[i], at[i])
+
+    def _buckets(self) -> list[list[int]]:
+        """Return the parameters of each bucket that can be reduced during backward, in the order of readiness."""
+        wanted = self._trainable[::-1] if self._kept else self._trainable
+        runs: list[list[int]] = [[]]
+        for n in wanted:
+            runs[-1].append(n)
+            if sum(self._sizes[m] for m in runs[-1]) >= BUCKET_BYTES:
+                runs.append([])
+        ready = {n: k for k, n in enumerate(self._shards.whole.ready)}
+        full = [run for run in runs if run and all(n in ready for n in run)]
+        return sorted(full, key=lambda run: max(ready[n] for n in run))
+
+    def _reduce(self, numbers: Sequence[int], names: Sequence[Names]) -> None:
+        """Add up the replicas' gradients of some parameters."""
+        self._tape.stage = "reduce"
+        self._reduced.update(numbers)
+        if self._kept:
+            self._collect(numbers)
+        else:
+            self._sum(numbers, names)
+
+    def _sum(self, numbers: Sequence[int], names: Sequence[Names]) -> None:
+        """Add gradients on device 0 into new tensors, one by one or in flat buffers, and let the parts go."""
+        tape, parts, count = self._tape, self._shards.parts, len(self._devices)
+        found = [h for trace, held in zip(parts, names, strict=True) for h in gradients_of(trace, held, numbers)]
+        if count == 1:
+            self._gradients += found
+            return
+        sizes = [self._sizes[n] for n in numbers]
+        unused = [self._sizes[n] for n in numbers if self._shards.whole.gradients[n] is None]
+        found += [h for i in self._devices for h in tape.take_all(i, unused, "gradients")]
+        if self._collective:
+            for chunk in chunks(sizes, COALESCED_BYTES):
+                joined = self._devices if len(chunk) > 1 else ()
+                flats = [h for i in joined for h in tape.take(i, sum(chunk), "reduced")]
+                self._gradients += tape.take(0, sum(chunk), "reduced")
+                tape.give(flats)
+        else:
+            for size in sizes:
+                here = tape.take(0, size, "reduced")
+                self._gradients += tape.take(0, size, "reduced")
+                for _ in range(count - 2):  # the next one arrives before the one before it is let go
+                    there = tape.take(0, size, "reduced")
+                    tape.give(here)
+                    here = there
+                tape.give(here)
+        tape.give(found)
+
+    def _collect(self, numbers: Sequence[int]) -> None:
+        """Add gradients up into what each owner keeps for them."""
+        tape, wanted = self._tape, set(numbers)
+        for i in self._owners():
+            for n in self._owned(i):
+                if n in wanted:
+                    tape.give([h for _ in self._devices[1:] for h in tape.take(i, self._sizes[n], "reduced")])
+
+    def _optimize(self, step: int) -> None:
+        """Step the optimizer on every owner."""
+        for i in self._owners():
+            first, later = self._shards.optimizer(self._units(i))
+            play_optimizer(self._tape, i, later if step else first, self._state[i])
+
+    def _units(self, i: int) -> tuple[int, ...]:
+        """Return the sizes of what device i's optimizer steps."""
+        if self._schedule.optimizer != "flat":
+            return tuple(self._sizes[n] for n in self._owned(i))
+        size = flat_bytes([self._sizes[n] for n in self._trainable])
+        return (-(-size // len(self._devices)) if self._schedule.update == "sharded" else size,)
+
+
+def _settle(tape: Tape, device: int, trace: Trace) -> None:
+    """Put the module on a device."""
+    tape.stage = "setup"
+    tape.take_all(device, trace.parameters.sizes_bytes, "parameters")
+    tape.take_all(device, trace.buffers.sizes_bytes, "buffers")
+
+
+def _take_batch(tape: Tape, device: int, trace: Trace) -> list[int]:
+    return tape.take_all(device, [*trace.inputs.sizes_bytes, *trace.target.sizes_bytes], "inputs")
+
+
+def play_forward(tape: Tape, device: int, trace: Trace, names: Names) -> None:
+    """Run a forward."""
+    tape.stage = "forward"
+    tape.play(device, trace.forward, names, "activations", dict.fromkeys(trace.outputs, "outputs"))
+
+
+def play_loss(tape: Tape, device: int, trace: Trace, names: Names) -> None:
+    """Take a loss."""
+    tape.stage = "loss"
+    tape.play(device, trace.loss, names, "loss")
+
+
+def play_backward(tape: Tape, device: int, trace: Trace, names: Names, start: int = 0, stop: int | None = None) -> None:
+    """Run a backward, or some of its ops."""
+    kinds = dict.fromkeys(trace.gradients, "gradients")
+    tape.play(device, trace.backward[start:stop], names, "backward", kinds)
+
+
+def gradients_of(trace: Trace, names: Names, numbers: Sequence[int] | None = None) -> list[int]:
+    """Take the gradients of some parameters (default: all) out of a trace's names; return their holdings."""
+    wanted = trace.gradients if numbers is None else [trace.gradients[n] for n in numbers]
+    return [names.pop(storage) for storage in wanted if storage is not None and storage in names]
+
+
+def play_optimizer(tape: Tape, device: int, ops: Sequence[Op], state: Names) -> None:
+    """Step an optimizer."""
+    tape.stage = "optimizer"
+    tape.play(device, ops, state, "optimizer")

@@ -1,0 +1,110 @@
+"""Facets: which cases share a panel, in which order, and what is left out when there are too many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from dpbench.analysis.summary import Row
+from dpbench.records import Case, plan, words
+from dpbench.report import naming
+
+PANELS = 12
+"""Panels of one section; what is beyond stands in the table alone."""
+_ORDER = ("single", "single_all_cores", "torch_dp", "dp", "ddp")
+_SETTING = ("model", "size", "precision", "mode", "optimizer", "device_kind")
+
+
+@dataclass(frozen=True)
+class Facet:
+    """The cases of one panel, each with a name that tells it from the others."""
+
+    title: str
+    rows: tuple[Row, ...]
+    names: tuple[str, ...]
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Return the labels that must stand beside the panel."""
+        return naming.labels(self.rows)
+
+
+def order(rows: Iterable[Row]) -> list[Row]:
+    """Sort cases by model, batch and devices, then from the baseline to the rivals."""
+    return sorted(rows, key=lambda row: (setting(row.case), row.case.batch_size, row.case.devices, *rank(row.case)))
+
+
+def rank(case: Case) -> tuple[Hashable, ...]:
+    """Return a case's place among those of equal work: baselines, DataParallel, the engine, DDP, others."""
+    known = _ORDER.index(case.strategy) if case.strategy in _ORDER else len(_ORDER)
+    return (known, case.strategy, plan.place(case.schedule), case.placement, case.options, case.seed)
+
+
+def setting(case: Case) -> tuple[str, ...]:
+    """Return what cases must share to be drawn in one panel."""
+    return tuple(str(getattr(case, name)) for name in _SETTING)
+
+
+def split(
+    rows: Iterable[Row],
+    *,
+    per: int,
+    key: Callable[[Row], Hashable] = lambda row: None,
+    unit: Callable[[Row], Hashable] = lambda row: row.case,
+) -> tuple[list[Facet], str]:
+    """Return panels of cases with equal setting and key, and a sentence on what is left out.
+
+    A panel holds at most `per` units; the rows of one unit stay together.
+    """
+    groups: dict[Hashable, list[Row]] = {}
+    for row in order(rows):
+        groups.setdefault((setting(row.case), key(row)), []).append(row)
+    found = [facet for group in groups.values() for facet in _parts(group, per, unit)]
+    left_out = sum(len(facet.rows) for facet in found[PANELS:])
+    cases = f"{words.count(left_out, 'more case')} {words.verb(left_out, 'is', 'are')}"
+    return found[:PANELS], f"{cases} not drawn; the table has all." if left_out else ""
+
+
+def _parts(group: Sequence[Row], per: int, unit: Callable[[Row], Hashable]) -> list[Facet]:
+    """Cut one group into panels of nearly equal length."""
+    both = list(zip(group, named(group), strict=True))
+    units = list(dict.fromkeys(unit(row) for row in group))
+    count = -(-len(units) // per)
+    edges = [len(units) * part // count for part in range(count + 1)]
+    parts = []
+    for number, (start, end) in enumerate(pairwise(edges), start=1):
+        title = heading(group) + (f" ({number} of {count})" if count > 1 else "")
+        mine = [(row, name) for row, name in both if unit(row) in units[start:end]]
+        parts.append(Facet(title, tuple(row for row, _ in mine), tuple(name for _, name in mine)))
+    return parts
+
+
+def heading(group: Sequence[Row]) -> str:
+    """Name what the cases of a panel share."""
+    case = group[0].case
+    batches = {row.case.batch_size for row in group}
+    batch = [f"batch {case.batch_size}"] if len(batches) == 1 else []
+    kind = [] if case.device_kind == "cpu" else [case.device_kind]
+    return naming.clip(", ".join([f"{case.model} ({', '.join(naming.setting(case))})", *kind, *batch]), 90)
+
+
+def named(group: Sequence[Row]) -> tuple[str, ...]:
+    """Name each case by its strategy, its devices, and whatever else differs within the group."""
+    differ = {name for name in ("batch_size", "seed", "options") if len({getattr(r.case, name) for r in group}) > 1}
+    common = set.intersection(*(set(row.labels) for row in group))
+    return tuple(_name(row, differ, common) for row in group)
+
+
+def _name(row: Row, differ: set[str], common: set[str]) -> str:
+    case = row.case
+    count = "" if case.strategy in _ORDER[:2] else f" ×{case.devices}"
+    parts = [f"{naming.strategy(case)}{count}"]
+    if "batch_size" in differ:
+        parts.append(f"batch {case.batch_size}")
+    if "seed" in differ:
+        parts.append(f"seed {case.seed}")
+    if "options" in differ:
+        parts += [f"{name}={value}" for name, value in case.options]
+    # labels come first: what does not fit is cut off at the end
+    return naming.plain("".join(f"{label} " for label in row.labels if label not in common) + ", ".join(parts))

@@ -1,0 +1,205 @@
+"""Strips: device 0 against the others, and every step that was timed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.patches import PathPatch
+from matplotlib.path import Path
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from dpbench.analysis.summary import Row
+from dpbench.records import Case, Source, Trial, shown, words
+from dpbench.records.estimate import Estimate
+from dpbench.report import naming, small_multiples, svg
+from dpbench.report.svg import Panel, Section
+
+TICKS = 80
+"""Steps drawn of one round."""
+ROUNDS = 5
+"""Rounds drawn of one case."""
+
+
+def imbalance(rows: Sequence[Row]) -> Section:
+    """Draw device 0 against the others: busy time, and memory where it is known per device."""
+    panels, notes = [], []
+    for kind, draw in (("busy", _busy), ("memory", _memory)):
+        drawn = [row for row in rows if len(getattr(row, kind)) > 1]
+        found, left_out = small_multiples.split(drawn, per=12)
+        panels += [draw(facet, f"{kind}{i}") for i, facet in enumerate(found)]
+        if not found and kind == "memory" and panels:
+            notes.append("Memory is not known per device here, so it is not compared.")
+        notes.append(left_out)
+    if not panels:
+        notes = ["No case with several devices has busy time or memory per device."]
+    return Section(
+        "imbalance", "Device 0 against the others",
+        "DataParallel gathers on device 0. The filled mark is device 0, hollow ones are the others; the ratio is "
+        "device 0 over the mean of the others.",
+        panels, " ".join(filter(None, notes)),
+    )  # fmt: skip
+
+
+def _busy(facet: small_multiples.Facet, key: str) -> Panel:
+    """Draw busy time, and below it the time in which a device had a phase open."""
+    values = [shown.times(row.imbalance) if row.imbalance else "" for row in facet.rows]
+    figure, axes, tops = svg.lanes(facet.names, values, [46] * len(values), keys=2)
+    for row, top in zip(facet.rows, tops, strict=True):
+        _dumbbell(axes, {d: s * 1e3 for d, s in row.busy.items()}, top + 24, "D", svg.ROLES["dp"])
+        _dumbbell(axes, {d: s * 1e3 for d, s in row.occupied.items()}, top + 37, "s", svg.MUTED)
+    most = max(max([*row.busy.values(), *row.occupied.values()]) for row in facet.rows) * 1e3
+    axes.set(xlim=(0, most * 1.04 or 1), xlabel="milliseconds of one step")
+    svg.amounts(axes.xaxis)
+    keys = [
+        _mark("D", svg.ROLES["dp"], True, "device 0, busy"), _mark("D", svg.ROLES["dp"], False, "others, busy"),
+        _mark("s", svg.MUTED, True, "device 0, occupied"), _mark("s", svg.MUTED, False, "others, occupied"),
+    ]  # fmt: skip
+    svg.legend(figure, keys, 2)
+    said = "; ".join(f"{name}: busy time {value}" for name, value in zip(facet.names, values, strict=True))
+    drawing = svg.render(figure, key=key, title=f"Busy time of device 0: {facet.title}", description=said)
+    sources = ", ".join(sorted({row.busy_source for row in facet.rows if row.busy_source}))
+    caption = f"Busy: {sources or 'source unknown'}. Occupied: a phase was open on the device, busy or waiting."
+    return Panel(f"Busy time, {facet.title}", drawing, caption, facet.labels)
+
+
+def _memory(facet: small_multiples.Facet, key: str) -> Panel:
+    """Draw each device's peak memory."""
+    ratios = [row.memory_imbalance for row in facet.rows]
+    values = [f"{words.number(ratio)}×" if ratio is not None else "" for ratio in ratios]
+    figure, axes, tops = svg.lanes(facet.names, values, [38] * len(values), keys=1)
+    most = max(max(row.memory.values()) for row in facet.rows)
+    unit, scale = words.binary(most)
+    for row, top in zip(facet.rows, tops, strict=True):
+        _dumbbell(axes, {d: size / scale for d, size in row.memory.items()}, top + 24, "D", svg.ROLES["ddp"])
+    axes.set(xlim=(0, most / scale * 1.04 or 1), xlabel=f"peak memory, {unit}")
+    svg.amounts(axes.xaxis)
+    svg.legend(figure, [_mark("D", svg.ROLES["ddp"], f, n) for f, n in ((True, "device 0"), (False, "others"))], 2)
+    said = "; ".join(f"{name}: {value}" for name, value in zip(facet.names, values, strict=True))
+    drawing = svg.render(figure, key=key, title=f"Peak memory of device 0: {facet.title}", description=said)
+    sources = ", ".join(sorted({row.memory_source for row in facet.rows if row.memory_source}))
+    return Panel(f"Peak memory, {facet.title}", drawing, f"Source: {sources or 'unknown'}.", facet.labels)
+
+
+def _dumbbell(axes: Axes, values: Mapping[int, float], y: float, marker: str, colour: str) -> None:
+    """Draw the devices' values on one line, the first filled and on top."""
+    if not values:
+        return
+    axes.plot([min(values.values()), max(values.values())], [y, y], color=colour, linewidth=1.6)
+    rest = [value for device, value in values.items() if device]
+    axes.plot(rest, [y] * len(rest), marker, color=colour, markerfacecolor=svg.BACKGROUND, markersize=7)
+    if 0 in values:
+        axes.plot([values[0]], [y], marker, color=colour, markersize=6)
+
+
+def _mark(marker: str, colour: str, filled: bool, label: str) -> Line2D:
+    face = colour if filled else svg.BACKGROUND
+    return Line2D([], [], linestyle="", marker=marker, color=colour, markerfacecolor=face, markersize=6.5, label=label)
+
+
+def steps(rows: Sequence[Row], trials: Sequence[Trial]) -> Section:
+    """Draw every case's steps, one line of ticks a round, with warm-up apart."""
+    series: dict[Case, list[Trial]] = {}
+    for trial in trials:
+        if trial.trusted and trial.source is Source.MEASURED and trial.timed:
+            series.setdefault(trial.case, []).append(trial)
+    measured = [row for row in rows if row.source is Source.MEASURED and row.case in series]
+    panels, left_out = small_multiples.split([row for row in measured if row.step], per=12)
+    return Section(
+        "steps", "Every step that was timed",
+        "One tick a step and one line of ticks a round (a fresh process). The band is the 95% interval of the "
+        "median; open circles are warm-up steps, which count for nothing.",
+        [_steps(facet, series, f"steps{i}") for i, facet in enumerate(panels)],
+        left_out if panels else "No steps were recorded.",
+    )  # fmt: skip
+
+
+def _steps(facet: small_multiples.Facet, series: Mapping[Case, Sequence[Trial]], key: str) -> Panel:
+    groups = [series[row.case][:ROUNDS] for row in facet.rows]
+    values = [shown.ms(row.step) if row.step else "" for row in facet.rows]
+    figure, axes, tops = svg.lanes(facet.names, values, [22 + 9 * len(group) for group in groups], keys=1)
+    timed = [seconds * 1e3 for group in groups for trial in group for seconds in trial.timed]
+    low, high = _scale(axes, min(timed), max(timed))
+    for row, group, top in zip(facet.rows, groups, tops, strict=True):
+        if row.step and naming.drawable(row.step):
+            _interval(axes, row.step, top + 17, top + 17 + 9 * len(group))
+        for number, trial in enumerate(group):
+            _round(axes, trial, top + 18 + 9 * number, low, high)
+    axes.set_xlabel("milliseconds of one step")
+    svg.legend(figure, _step_keys(), 4)
+    said = "; ".join(f"{name}: median {value}" for name, value in zip(facet.names, values, strict=True))
+    drawing = svg.render(figure, key=key, title=f"Every step: {facet.title}", description=said)
+    return Panel(facet.title, drawing, _thinned(facet, series), facet.labels)
+
+
+def _interval(axes: Axes, step: Estimate, top: float, bottom: float) -> None:
+    """Draw the median as a line over the band of its interval."""
+    colour = svg.ROLES["torch_dp"]
+    axes.fill_betweenx([top, bottom], step.low * 1e3, step.high * 1e3, color=colour, alpha=0.35, linewidth=0)
+    axes.plot([step.value * 1e3] * 2, [top, bottom], color=colour, linewidth=1.6)
+
+
+def _scale(axes: Axes, low: float, high: float) -> tuple[float, float]:
+    """Set the axis to the timed steps; logarithmic where they span more than sixfold."""
+    if low > 0 and high / low > 6:
+        edges = low / 1.1, high * 1.1
+        decades = range(math.floor(math.log10(edges[0])), math.ceil(math.log10(edges[1])) + 1)
+        leading = (1, 2, 5) if edges[1] < 100 * edges[0] else (1,)
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(FixedLocator([m * 10.0**d for d in decades for m in leading]))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: words.exact(value)))
+    else:
+        room = (high - low) * 0.06 or high * 0.05 or 1.0
+        edges = max(0.0, low - room), high + room
+        svg.amounts(axes.xaxis)
+    axes.set_xlim(edges)
+    return edges
+
+
+def _round(axes: Axes, trial: Trial, y: float, low: float, high: float) -> None:
+    """Draw one round's steps as one path, and its warm-up as circles, at the edge where they are beyond it."""
+    timed = sorted(seconds * 1e3 for seconds in trial.timed)
+    count = min(TICKS, len(timed))
+    chosen = [timed[round(i * (len(timed) - 1) / max(1, count - 1))] for i in range(count)]
+    vertices = [point for x in chosen for point in ((x, y), (x, y + 7))]
+    axes.add_patch(
+        PathPatch(
+            Path(vertices, [Path.MOVETO, Path.LINETO] * count),
+            edgecolor=svg.FOREGROUND,
+            facecolor="none",
+            linewidth=0.9,
+        )
+    )
+    warm = [step.seconds * 1e3 for step in trial.steps if step.warmup]
+    inside = [x for x in warm if low <= x <= high]
+    beyond = [high if x > high else low for x in warm if not low <= x <= high]
+    axes.plot(inside, [y + 3.5] * len(inside), "o", color=svg.MUTED, markerfacecolor="none", markersize=4.5)
+    for edge in sorted(set(beyond)):
+        axes.plot([edge], [y + 3.5], ">" if edge == high else "<", color=svg.MUTED, markersize=5)
+
+
+def _step_keys() -> list[Line2D]:
+    return [
+        Line2D([], [], linestyle="", marker="|", color=svg.FOREGROUND, markersize=8, label="step"),
+        Line2D([], [], color=svg.ROLES["torch_dp"], linewidth=2, label="median"),
+        Line2D(
+            [], [], linestyle="", marker="o", color=svg.MUTED, markerfacecolor="none", markersize=4.5, label="warm-up"
+        ),
+        Line2D([], [], linestyle="", marker=">", color=svg.MUTED, markersize=5, label="warm-up, beyond"),
+    ]
+
+
+def _thinned(facet: small_multiples.Facet, series: Mapping[Case, Sequence[Trial]]) -> str:
+    """Say what of the steps is not drawn."""
+    groups = [series[row.case] for row in facet.rows]
+    said = []
+    if any(len(trial.timed) > TICKS for group in groups for trial in group):
+        said.append(
+            f"Of longer series {TICKS} steps a round, evenly by rank; the fastest and the slowest are among them."
+        )
+    if any(len(group) > ROUNDS for group in groups):
+        said.append(f"The first {words.count(ROUNDS, 'round')}.")
+    return " ".join(said) or "All timed steps."

@@ -1,7 +1,0 @@
-"""Run the sampler process: `python -m dpbench.samplers`."""
-
-import sys
-
-from dpbench.samplers._process import main
-
-sys.exit(main())
