@@ -105,7 +105,6 @@ def test_strong_goes_before_weak() -> None:
         case("single", 64, 1, precision="bf16"),
         case("single", 64, 1, device_kind="cuda"),
         case("single", 64, 1, optimizer="adam"),
-        case("single", 64, 1, mode="infer"),
         case("single_all_cores", 64, 1),
         Case(model="lstm", strategy="single", batch_size=64),
     ],

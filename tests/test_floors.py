@@ -24,7 +24,7 @@ ARROWS = 55
 HOMES = {
     "torch": (
         "hardware.device", "hardware.devices", "models", "engine", "strategies", "measure.clocks", "measure.profiler",
-        "measure.ranks", "measure.verification", "measure.worker", "predict", "probe",
+        "measure.failures", "measure.ranks", "measure.verification", "measure.worker", "predict", "probe",
     ),
     "pynvml": ("hardware.nvml",),
     "matplotlib": ("report",),

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from dpbench.analysis import imbalance, stats, summary, transfers
+from dpbench.analysis import imbalance, stats, summary
 from dpbench.records import Case, Memory, Phase, Sample, Span, Status, Step, Trial, Verified
+from dpbench.records.moves import Shapes
 
 DP = Case(model="mlp", strategy="dp", schedule="reference", batch_size=64, devices=3)
 DDP = replace(DP, strategy="ddp", schedule="")
@@ -193,7 +194,7 @@ def test_single_figures_of_one_round_decide_nothing() -> None:
 
 
 def test_every_quantity_comes_from_what_a_trial_holds() -> None:
-    shapes = transfers.Shapes(
+    shapes = Shapes(
         parameter_tensors=2, parameter_bytes=1000, trainable_bytes=1000, buffer_bytes=0, input_bytes=4.0,
         target_bytes=8.0, output_bytes=0.0,
     )  # fmt: skip

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from dpbench import models
 from dpbench.analysis import bandwidth, transfers
-from dpbench.analysis.transfers import Move, Shapes
 from dpbench.hardware.devices import _wrapper, open_devices
 from dpbench.measure.worker import facts
 from dpbench.records import HOST, Case, Phase, Sample, Span, Step, Trial, Verified, registry
+from dpbench.records.moves import FACT, Move, Shapes, received, sent
 
 SHAPES = Shapes(
     parameter_tensors=6, parameter_bytes=1200, trainable_bytes=1000, buffer_bytes=40, input_bytes=10, target_bytes=8,
@@ -91,10 +91,10 @@ def really_moved(case: Case, copies: Copies) -> tuple[dict[Key, int], Shapes]:
     """Take two steps on emulated devices; return what the second one copied."""
     model = models.load(case.model, case.size, 0)
     batch = model.batch(case.batch_size, 0)
-    shapes = Shapes.of({transfers.FACT: facts.of_model(model, batch)})
+    shapes = Shapes.of({FACT: facts.of_model(model, batch)})
     assert shapes is not None
     devices = open_devices("emulated", case.devices)
-    with registry.load("strategies", case.strategy).start(case, model, devices, copies.mark) as step:
+    with registry.strategy(case.strategy).start(case, model, devices, copies.mark) as step:
         step(*batch)
         copies.bytes.clear()
         step(*batch)
@@ -193,9 +193,7 @@ def test_what_is_sent_is_received(devices: int, batch: int) -> None:
         case = replace(DP, strategy=strategy, schedule=schedule, devices=devices, batch_size=batch)
         found = transfers.moves(case, SHAPES)
         used = [HOST, *range(len(case.rows))]
-        assert sum(transfers.sent(found, d) for d in used) == pytest.approx(
-            sum(transfers.received(found, d) for d in used)
-        )
+        assert sum(sent(found, d) for d in used) == pytest.approx(sum(received(found, d) for d in used))
         assert {move.source for move in found} | {move.target for move in found} <= set(used)
 
 

@@ -15,14 +15,16 @@ import pytest
 import torch
 
 from dpbench import models
-from dpbench.analysis.transfers import FACT, Shapes
-from dpbench.hardware.devices import open_devices
+from dpbench.engine.errors import in_replica
+from dpbench.hardware.devices import open_devices, resolve
+from dpbench.hardware.devices._ledger import DeviceFull
 from dpbench.hardware.devices.emulated import EmulatedDevice, bounded, bytes_only
+from dpbench.measure.failures import of_error, of_rank
 from dpbench.measure.memory import Peaks
-from dpbench.measure.ranks.failures import explain
 from dpbench.measure.worker import facts, memory
-from dpbench.measure.worker.trial import failed_device, merge, run
+from dpbench.measure.worker.trial import merge, run
 from dpbench.records import UNATTRIBUTED, Case, Effort, Memory, Phase, Status, Trial, Verified
+from dpbench.records.moves import FACT, Shapes
 
 TINY = Effort(budget_s=0.0, warmup_steps=2, min_steps=2, max_steps=2, block_steps=2)
 DP = Case(model="mlp", strategy="dp", schedule="reference", batch_size=16, devices=2)
@@ -279,17 +281,21 @@ def test_a_planted_lack_on_another_device_is_that_devices(tmp_path: Path, monkey
         ("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 79.11 GiB of which", (), 1),
         ("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has a total capacity of 79.11 GiB of which", (2, 3), 1),
         ("CUDA error: out of memory", (), None),
-        ("emulated device 2 has a total capacity of 5 bytes, of which 5 are in use; tried to allocate 1", (), 2),
     ],
 )
-def test_the_device_is_read_from_torchs_own_words(message: str, ids: tuple[int, ...], device: int | None) -> None:
-    case = replace(DP, device_kind="cuda", device_ids=ids, devices=4)
-    status, reason = explain(torch.OutOfMemoryError(message))
-    assert status == Status.OOM
-    assert failed_device(case, reason) == device
+def test_a_gpu_is_read_from_torchs_own_words(message: str, ids: tuple[int, ...], device: int | None) -> None:
+    failure = of_error(torch.OutOfMemoryError(message), device_ids=ids)
+    assert (failure.status, failure.device) == (Status.OOM, device)
 
 
-def test_a_rank_or_a_replica_goes_before_the_device_it_names() -> None:
-    assert failed_device(DP, "rank 1: out of memory on device cuda:0; use a smaller batch") == 1
-    assert failed_device(DP, "out of memory on replica 1 on device cuda:0/1; use a smaller batch") == 1
-    assert failed_device(DP, "out of memory on device cpu; use a smaller batch") is None
+def test_an_emulated_device_is_known_whatever_the_message() -> None:
+    full = DeviceFull("anything")
+    full.ordinal = 2
+    assert of_error(full).device == 2
+
+
+def test_a_rank_goes_before_a_replica_and_a_replica_before_the_ordinal() -> None:
+    full = torch.OutOfMemoryError("GPU 0 has a total capacity of")
+    assert of_rank(full, 1, 0.0).device == 1
+    assert of_error(in_replica(full, 1, resolve(["cpu", "cpu"])[1])).device == 1
+    assert of_error(MemoryError("anything")).device is None

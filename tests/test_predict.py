@@ -29,6 +29,7 @@ from dpbench.predict import (  # fmt: skip
 )
 from dpbench.predict.constants import DEFAULT
 from dpbench.predict.events import Job, simulate
+from dpbench.predict.loops import Loop
 from dpbench.predict.max_min_fair import rates
 from dpbench.records import Case, Cost, Phase, Profile, Source, Step, machine, registry
 from dpbench.records.machine import Link, Unknown
@@ -285,7 +286,10 @@ def test_ranks_beyond_eight_are_one() -> None:
 
 def test_late_reduction_costs_what_overlap_hides() -> None:
     profile, on = known("rtx-3090-x8", step_s=0.3)
-    beside, late = (seconds(case_of("ddp", 8, options=options), profile, on) for options in ((), (("overlap", "off"),)))
+    beside, late = (
+        simulation.step(case_of("ddp", 8), profile, on, loop=Loop(late_reduction=late)).seconds
+        for late in (False, True)
+    )
     wire = collectives.Group(on, 8, DEFAULT).one_s("all_reduce", COUNTED.parameter_bytes)
     assert late - 0.3 == pytest.approx(wire, rel=0.2)
     assert beside < late - 0.2 * wire

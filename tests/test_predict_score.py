@@ -89,7 +89,8 @@ def test_the_formula_that_is_fitted_is_the_simulation_that_is_scored() -> None:
     for one in matched[::40]:
         asked = rows.question(one)
         if asked.accumulated == 1:
-            formula = quick.seconds(asked.case, asked.profile, asked.machine.machine, phases=asked.phases)
+            on = asked.machine.machine
+            formula = quick.seconds(asked.case, asked.profile, on, phases=asked.phases, loop=asked.loop)
             assert asked.scale * formula == pytest.approx(rows.predicted_s(asked), rel=0.01)
 
 

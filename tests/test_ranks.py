@@ -20,8 +20,9 @@ import torch
 
 import dpbench
 from dpbench.measure import ranks
-from dpbench.measure.ranks.failures import Failure, in_order
+from dpbench.measure.failures import in_order, of_end, of_rank
 from dpbench.records import Status
+from dpbench.records.failure import Failure
 from tests.listening import Seen, real_address
 from tests.marked import NAME, Mark, marked
 
@@ -338,11 +339,11 @@ def test_ranks_die_with_the_process_that_started_them(tmp_path: Path, mark: Mark
 
 
 def failure(rank: int, at_s: float, error: BaseException) -> Failure:
-    return Failure.of(error, rank, at_s)
+    return of_rank(error, rank, at_s)
 
 
 LOST = RuntimeError("Connection closed by peer")
-DIED = Failure.of_end(-signal.SIGABRT, 1, 2.0)
+DIED = of_end(-signal.SIGABRT, 1, 2.0)
 
 
 @pytest.mark.parametrize(

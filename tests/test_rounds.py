@@ -98,9 +98,8 @@ def test_strategies_with_processes_or_threads_of_their_own_are_known_to_the_plan
     from dpbench.records import registry
 
     for name in registry.names("strategies"):
-        plug = registry.load("strategies", name)
-        own = hasattr(plug, "backend") or hasattr(plug, "threads")
-        assert own == (name in plan.OWN_PROCESSES), name
+        traits = registry.traits(name)
+        assert traits.alone == (name in ("ddp", "single_all_cores")), name
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 
 from dpbench.hardware import affinity, samplers
 from dpbench.measure import clocks, selfcheck
+from dpbench.measure.request import Arm, SelfCheck
 from dpbench.measure.server import Server
 from dpbench.measure.worker import selfcheck as worker
 from dpbench.records import Case, Effort, Phase, Status
@@ -25,12 +27,9 @@ from dpbench.store import Store
 linux = pytest.mark.skipif(sys.platform != "linux", reason="stops and reads processes as Linux does")
 
 
-def case(**options: str) -> Case:
-    """Return the step that is checked, on one device: no two threads that wait for each other."""
-    given = {"role": worker.ROLE, "toggle": "marks", "block_s": "0.005", "step_s": "0.01"} | options
-    return Case(
-        model="mlp", strategy="dp", schedule="reference", batch_size=8, devices=1, options=tuple(sorted(given.items()))
-    )
+CASE = Case(model="mlp", strategy="dp", schedule="reference", batch_size=8, devices=1)
+"""The step that is checked, on one device: no two threads that wait for each other."""
+MARKS = SelfCheck(arm=Arm.MARKS, block_s=0.005, step_s=0.01)
 
 
 def made(cost_s: float, *, pairs: int = 40, drift: float = 0.0, **more: Any) -> dict[str, Any]:
@@ -97,7 +96,7 @@ class _SlowClock(clocks.HostClock):
 @pytest.mark.alone
 def test_a_planted_cost_of_marks_comes_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clocks, "choose", lambda devices: _SlowClock())
-    facts = worker.measure(case(), Effort(budget_s=0.2)).provenance["self_check"]
+    facts = worker.measure(CASE, Effort(budget_s=0.2), MARKS).provenance["self_check"]
     assert len(facts["on_s"]) == len(facts["off_s"]) >= 10
     slept = [on - off for on, off in zip(facts["on_s"], facts["off_s"], strict=True)]
     assert statistics.median(slept) > facts["marks_per_step"] * 0.0005
@@ -113,7 +112,7 @@ class _BusyClock(clocks.HostClock):
 
 def test_a_cost_in_cpu_time_comes_out_whoever_else_is_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clocks, "choose", lambda devices: _BusyClock())
-    facts = worker.measure(case(), Effort(budget_s=0.4)).provenance["self_check"]
+    facts = worker.measure(CASE, Effort(budget_s=0.4), MARKS).provenance["self_check"]
     (cost,) = selfcheck.costs({"marks": facts})
     assert cost.cost_s is not None
     planted_s = facts["marks_per_step"] * 0.0002
@@ -152,9 +151,10 @@ def one_core() -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def beside(pid: int | None, *, block_s: str, budget_s: float) -> dict[str, Any]:
+def beside(pid: int | None, *, block_s: float, budget_s: float) -> dict[str, Any]:
     """Return what the worker measured with this process beside it."""
-    trial = worker.measure(case(toggle="sampler", pid=str(pid), block_s=block_s), Effort(budget_s=budget_s))
+    settings = SelfCheck(arm=Arm.SAMPLER, block_s=block_s, step_s=0.01, sampler_pid=pid or 0)
+    trial = worker.measure(CASE, Effort(budget_s=budget_s), settings)
     return dict(trial.provenance["self_check"])
 
 
@@ -162,7 +162,7 @@ def beside(pid: int | None, *, block_s: str, budget_s: float) -> dict[str, Any]:
 @pytest.mark.alone
 def test_what_a_process_takes_from_the_steps_core_comes_out() -> None:
     with one_core(), busy(spin_s=0.005, sleep_s=0.05) as pid:
-        facts = beside(pid, block_s="0.5", budget_s=3.0)
+        facts = beside(pid, block_s=0.5, budget_s=3.0)
     (cost,) = selfcheck.costs({"samplers": facts})
     assert cost.share is not None
     # what it took of the core, give or take what else was on it
@@ -174,13 +174,13 @@ def test_what_a_process_takes_from_the_steps_core_comes_out() -> None:
 @linux
 def test_a_process_at_work_in_every_step_leaves_none_to_compare_with() -> None:
     with pytest.raises(RuntimeError, match=r"at work in each of \d+ steps"):
-        beside(os.getpid(), block_s="0.05", budget_s=0.1)  # our own clock never stands still
+        beside(os.getpid(), block_s=0.05, budget_s=0.1)  # our own clock never stands still
 
 
 @linux
 def test_the_sampler_is_idle_by_comparison() -> None:
     with samplers.sampling((), Path("/dev/null")) as series:
-        facts = beside(series.pid, block_s="0.5", budget_s=1.0)
+        facts = beside(series.pid, block_s=0.5, budget_s=1.0)
     assert 0 < facts["sampler_cpu_ratio"] < 0.1
     assert 2 <= facts["steps_touched"] < 100
 
@@ -190,7 +190,7 @@ def test_a_sampler_that_is_gone_is_a_reason_and_no_crash(tmp_path: Path) -> None
     with busy() as pid:
         pass
     with Server(tmp_path) as server:
-        found = selfcheck._of_worker(server, case(toggle="sampler", pid=str(pid)), 0.01)
+        found = selfcheck._of_worker(server, CASE, Arm.SAMPLER, 0.01, sampler_pid=pid)
     assert "ProcessLookupError" in found["reason"]
 
 
@@ -222,6 +222,6 @@ def test_the_engine_is_held_against_torchs_own_on_one_gpu() -> None:
 
 def test_a_failed_worker_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with Server(tmp_path) as server:
-        found = selfcheck._of_worker(server, case(toggle="sampler"), 0.01)
-        assert "pid" in found["reason"]
+        found = selfcheck._of_worker(server, replace(CASE, model="no such"), Arm.MARKS, 0.01)
+        assert "no such" in found["reason"]
         assert found["reason"].startswith(Status.FAILED.value)

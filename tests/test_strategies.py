@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,11 +18,11 @@ from dpbench.measure.worker import loop, trial
 from dpbench.records import Case, Effort, Phase, Profile, Status, Task, Trial, Verified, no_mark, registry
 from dpbench.records.plan import normalise
 from dpbench.records.schedule import TRAIN_STEP, climb
-from dpbench.strategies import OPTIMIZERS, optimizer_of, precision_of
+from dpbench.strategies import OPTIMIZERS, Strategy, load, optimizer_of, precision_of
 
 NAMES = registry.names("strategies")
 MODELS = registry.names("models")
-LAUNCHED = [name for name in NAMES if hasattr(registry.load("strategies", name), "backend")]
+LAUNCHED = [name for name in NAMES if registry.traits(name).ranks]
 SHORT = Effort(budget_s=30, warmup_steps=2, min_steps=4, max_steps=4, block_steps=4)
 """Six steps, whatever they take: a budget that they could exceed would cut their warm-up."""
 PROFILE = Profile(
@@ -40,10 +39,10 @@ def case_of(name: str, **changed: Any) -> Case:
     return normalise(Case(**{"model": "mlp", "strategy": name, "devices": 2, "batch_size": 7, **changed}))
 
 
-def runnable(case: Case) -> ModuleType:
+def runnable(case: Case) -> Strategy:
     """Return the case's strategy; skip the test, with its own reason, where it cannot run here."""
-    plug = registry.load("strategies", case.strategy)
-    if reason := getattr(plug, "skip", lambda case: "")(case):
+    plug = load(case.strategy)
+    if reason := plug.skip(case):
         pytest.skip(f"{case.strategy}: {reason}")
     return plug
 
@@ -79,7 +78,7 @@ def collapsed(tasks: Sequence[Task], *, overlap: bool) -> set[tuple[DevicePhase,
 @pytest.mark.parametrize("rows", [1, 5, 8])
 def test_tasks_are_a_graph_in_order(name: str, devices: int, rows: int) -> None:
     case = case_of(name, devices=devices, batch_size=rows)
-    plug = registry.load("strategies", name)
+    plug = load(name)
     assert callable(plug.start)
     tasks = plug.tasks(case, PROFILE)
     assert tasks
@@ -222,16 +221,18 @@ def test_strategies_of_several_processes_are_verified(
 # ---------------------------------------------------------------- planted faults
 
 
-def planted(fault: Callable[[list[torch.Tensor | None]], torch.Tensor | None]) -> ModuleType:
-    """Return a strategy that joins each parameter's gradients of its chunks in the given way."""
-    plug = SimpleNamespace(steps=0)
+class Planted(Strategy):
+    """Joins each parameter's gradients of its chunks in the given way."""
+
+    def __init__(self, fault: Callable[[list[torch.Tensor | None]], torch.Tensor | None]) -> None:
+        self._fault, self.steps = fault, 0
 
     @contextmanager
-    def start(case: Case, model: models.Model, devices: Any, mark: Any) -> Iterator[Any]:
+    def start(self, case: Case, model: models.Model, devices: Any, mark: Any) -> Iterator[Any]:
         optimizer = optimizer_of(case)(model.module.parameters())
 
         def step(inputs: Any, target: Any) -> torch.Tensor:
-            plug.steps += 1
+            self.steps += 1
             total, parts, whole = len(target), [], 0.0
             for piece, wanted in zip(inputs.chunk(case.devices), target.chunk(case.devices), strict=True):
                 optimizer.zero_grad()
@@ -240,14 +241,11 @@ def planted(fault: Callable[[list[torch.Tensor | None]], torch.Tensor | None]) -
                 whole += loss.item()
                 parts.append([None if p.grad is None else p.grad.clone() for p in model.module.parameters()])
             for parameter, column in zip(model.module.parameters(), zip(*parts, strict=True), strict=True):
-                parameter.grad = fault(list(column))
+                parameter.grad = self._fault(list(column))
             optimizer.step()
             return torch.tensor(whole)
 
         yield step
-
-    plug.start, plug.tasks = start, lambda case, profile: []
-    return plug  # type: ignore[return-value]
 
 
 RIGHT = {
@@ -268,7 +266,7 @@ WRONG = {
 @pytest.mark.parametrize("devices", [2, 3])
 @pytest.mark.parametrize("join", RIGHT.values(), ids=RIGHT)
 def test_sums_in_any_order_are_accepted(join: Any, devices: int) -> None:
-    found = verdict(planted(join).start, "mlp", devices)
+    found = verdict(Planted(join).start, "mlp", devices)
     assert found.verified in (Verified.BITWISE, Verified.WITHIN_TOLERANCE), str(found)
 
 
@@ -277,18 +275,15 @@ def test_sums_in_any_order_are_accepted(join: Any, devices: int) -> None:
 def test_wrong_gradients_are_refused_and_never_timed(
     join: Any, devices: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    plug = planted(join)
+    plug = Planted(join)
     case = Case(model="mlp", strategy="dp", devices=devices, batch_size=11)
     with pytest.raises(loop.Unverified, match="fc"):
         loop.measure(case, SHORT, plug)
     assert plug.steps == 1, "an unverified strategy was stepped again"
-    monkeypatch.setattr(registry, "load", lambda folder, name: plug if folder == "strategies" else MLP)
+    monkeypatch.setattr(registry, "strategy", lambda name: plug)
     done = trial.run(case, SHORT, tmp_path)
     assert (done.status, done.verified, done.steps) == (Status.FAILED, Verified.NO, ())
     assert "gradients are wrong" in done.reason
-
-
-MLP = registry.load("models", "mlp")
 
 
 # ---------------------------------------------------------------- training

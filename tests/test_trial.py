@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dpbench.engine import parallel_apply
-from dpbench.measure.ranks.failures import explain
+from dpbench.measure.failures import of_error
 from dpbench.records import Status
 
 
@@ -28,7 +28,7 @@ def test_an_error_in_a_replica_is_told_as_it_was_raised(error: Exception, status
 
     with pytest.raises(type(error)) as caught:
         parallel_apply([lambda: None, fail], [(), ()], None, ["cpu", "cpu"])
-    got, reason = explain(caught.value)
-    assert got == status
-    assert reason.startswith(told)
-    assert "\n" not in reason
+    failure = of_error(caught.value)
+    assert failure.status == status
+    assert failure.reason.startswith(told)
+    assert "\n" not in failure.reason

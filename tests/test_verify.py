@@ -32,7 +32,7 @@ def own(module: nn.Module, shape: tuple[int, ...], loss: Any = None) -> models.M
 
 def checked(model: models.Model, devices: int = 2, rows: int = 9, **changed: Any) -> verification.Verdict:
     case = Case(model="own", strategy="dp", devices=devices, batch_size=rows, **changed)
-    return verification.check(dp.start, case, model, resolve(["cpu"] * devices), precision_of)
+    return verification.check(dp.STRATEGY.start, case, model, resolve(["cpu"] * devices), precision_of)
 
 
 # ---------------------------------------------------------------- the reference
@@ -110,7 +110,7 @@ def tampered(tamper: Any) -> Any:
 
     @contextmanager
     def start(case: Case, model: models.Model, devices: Any, mark: Any) -> Iterator[Any]:
-        with dp.start(case, model, devices, no_mark) as step:
+        with dp.STRATEGY.start(case, model, devices, no_mark) as step:
 
             def wrong(inputs: Any, target: Any) -> Tensor:
                 loss = step(inputs, target)

@@ -9,10 +9,12 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from dpbench.analysis import ledger, transfers
-from dpbench.analysis.transfers import Move, Shapes
+from dpbench.analysis import ledger
+from dpbench.analysis.transfers import moves as moves_of
 from dpbench.records import Case, Phase, Source, Trial
+from dpbench.records.moves import Move, Shapes, received, sent
 from dpbench.records.schedule import parse
+from dpbench.records.traits import Reduction
 
 MOVING = (Phase.SCATTER, Phase.REPLICATE, Phase.GATHER, Phase.REDUCE)
 """The phases whose seconds are for moving; elsewhere moves hide among compute."""
@@ -43,7 +45,7 @@ class Flow:
     def rate_of(self, device: int) -> float | None:
         """Return the bytes a second of what comes to a device, where the phase is marked on it."""
         seconds = self.seconds.get(device, 0.0)
-        return transfers.received(self.moves, device) / seconds if self.rate is not None and seconds > 0 else None
+        return received(self.moves, device) / seconds if self.rate is not None and seconds > 0 else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +88,8 @@ def counted(trials: Iterable[Trial]) -> list[Counted]:
                 found.append(
                     Counted(
                         case=case, source=source, link=link, device=device, received=rates[0][device] * step_s,
-                        sent=rates[1][device] * step_s, computed_received=transfers.received(moves, device),
-                        computed_sent=transfers.sent(moves, device),
+                        sent=rates[1][device] * step_s, computed_received=received(moves, device),
+                        computed_sent=sent(moves, device),
                     )
                 )  # fmt: skip
     return found
@@ -104,14 +106,14 @@ def _grouped(trials: Iterable[Trial]) -> dict[tuple[Case, Source], list[Trial]]:
 
 def _moves(case: Case, trials: Sequence[Trial]) -> list[Move]:
     shapes = next((found for trial in trials if (found := Shapes.of(trial.provenance))), None)
-    return transfers.moves(case, shapes) if shapes else []
+    return moves_of(case, shapes) if shapes else []
 
 
 def _told(case: Case, phase: Phase) -> bool:
     """Tell whether a phase's seconds are those of its moves: not where they hide behind backward."""
     if phase is Phase.REDUCE:
-        hidden = case.strategy == "ddp" or (case.strategy == "dp" and parse(case.schedule).reduce == "overlap")
-        return not hidden
+        scheduled = case.traits.scheduled and parse(case.schedule).reduce == "overlap"
+        return case.traits.reduction is not Reduction.OVERLAPPED and not scheduled
     return phase in MOVING
 
 

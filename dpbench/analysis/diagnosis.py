@@ -139,7 +139,7 @@ def _strategies(rows: Sequence[Row]) -> list[str]:
 
 def _cause(rows: Sequence[Row]) -> str:
     """Name the largest phase beside the compute of the engine's worst case, if it costs a tenth of the step."""
-    engine = [row for row in rows if row.case.strategy == "dp" and row.phases]
+    engine = [row for row in rows if row.case.traits.scheduled and row.phases]
     if not engine:
         return ""
     worst = min(engine, key=lambda row: row.speedup.value if row.speedup else 0.0)
@@ -161,7 +161,7 @@ def _of_all_cores(rows: Sequence[Row], top: Sequence[Row]) -> list[Row]:
     """Return the rows of one device with all cores that do the work of some of `top`."""
     work = {(row.case.model, row.case.batch_size) for row in top}
     alike = [row for row in rows if (row.case.model, row.case.batch_size) in work]
-    return [row for row in alike if row.case.strategy == "single_all_cores" and row.speedup]
+    return [row for row in alike if row.case.traits.all_cores and row.speedup]
 
 
 def _decided(rows: Sequence[Row]) -> str:
@@ -183,7 +183,7 @@ def tiles(rows: Sequence[Row], ladders: Sequence[Ladder] = ()) -> list[Tile]:
     """Return the four numbers of the page's top row, from the engine's case on the most devices: its best rung."""
     best = [found.fastest.row for found in ladders if _shown(found.fastest.row.speedup)]
     done = best or [row for row in rows if _shown(row.speedup) and row.efficiency and row.case.devices > 1]
-    engine = [row for row in done if row.case.strategy == "dp"] or done
+    engine = [row for row in done if row.case.traits.scheduled] or done
     if not engine:
         return []
     row = max(engine, key=lambda r: (r.case.devices, sum(r.phases.values())))
@@ -245,7 +245,7 @@ def _of_host(rows: Sequence[Row], provenance: Mapping[str, Any]) -> Iterator[str
     wide = max((row.case.devices for row in cpu), default=0)
     if wide > 1:
         yield "CPU-ONLY: logical CPU devices show that schedules are correct and what they cost, not what GPUs gain"
-        if not any(row.case.strategy == "single_all_cores" for row in cpu):
+        if not any(row.case.traits.all_cores for row in cpu):
             yield (
                 "one device has one thread here; add the strategy single_all_cores to see what all cores give "
                 "without data parallelism"

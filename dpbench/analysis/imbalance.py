@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dpbench.analysis import ledger, stats, transfers
-from dpbench.records import HOST, Case, Source, Trial, words
+from dpbench.records import HOST, Case, Source, Trial, plan, registry, words
 from dpbench.records.estimate import Estimate
+from dpbench.records.moves import Shapes, received, sent
+from dpbench.records.traits import Role
 
 Figures = Mapping[int, Sequence[float]]
 """By device, a figure for each timed step, or one for the trial."""
@@ -111,25 +113,21 @@ def _index(
     case, source = key
     alike = {at: found for at, found in amounts.items() if found and found.basis == mine.basis}
     first = stats.first_over_rest(mine.vectors)
-    beside = alike.get((control_of(case), source)) if case.strategy != "ddp" else None
+    is_control = case.traits.role is Role.CONTROL
+    beside = None if is_control else alike.get((control_of(case), source))
     control = stats.first_over_rest(beside.vectors) if beside and _several(beside) else None
-    alone = alike.get((floor_of(case), source))
+    alone = alike.get((plan.alone(case, case.batch_size), source))
     return Index(
         case=case, source=source, quantity=quantity.name, unit=quantity.unit, basis=mine.basis,
         devices=mine.medians(), first=first, most=stats.most_over_mean(mine.vectors), control=control,
-        verdict="the control" if case.strategy == "ddp" else _verdict(first, control),
+        verdict="the control" if is_control else _verdict(first, control),
         floor=alone.medians().get(0) if alone else None,
     )  # fmt: skip
 
 
 def control_of(case: Case) -> Case:
     """Return the balanced control's case: DistributedDataParallel on the same work."""
-    return replace(case, strategy="ddp", schedule="", options=())
-
-
-def floor_of(case: Case) -> Case:
-    """Return the one device's case: the whole batch without any wrapper."""
-    return replace(case, strategy="single", schedule="", devices=1, placement="spread", options=())
+    return replace(case, strategy=registry.of_role(Role.CONTROL), schedule="", options=())
 
 
 def _verdict(first: Estimate, control: Estimate | None) -> str:
@@ -192,10 +190,10 @@ def _energy(trial: Trial) -> Figures:
 
 def _moved(trial: Trial) -> Figures:
     """Work out the bytes that one step brings to a device and takes from it."""
-    shapes = transfers.Shapes.of(trial.provenance)
+    shapes = Shapes.of(trial.provenance)
     found = transfers.moves(trial.case, shapes) if shapes else []
     devices = range(len(trial.case.rows)) if found else ()
-    return {device: [transfers.received(found, device) + transfers.sent(found, device)] for device in devices}
+    return {device: [received(found, device) + sent(found, device)] for device in devices}
 
 
 QUANTITIES = (

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from dpbench.analysis import stats
-from dpbench.records import Case, Source, plan, schedule
+from dpbench.records import Case, Source, plan, registry, schedule
 from dpbench.records.estimate import Estimate
+from dpbench.records.traits import Role
 
 if TYPE_CHECKING:
     from dpbench.analysis.summary import Row
@@ -91,7 +92,7 @@ def ladders(rows: Iterable[Row]) -> list[Ladder]:
     table = {(row.case, row.source): row for row in rows}
     groups: dict[tuple[Case, Source], dict[str, Row]] = {}
     for (case, source), row in table.items():
-        if case.strategy == "dp" and case.devices > 1:
+        if case.traits.scheduled and case.devices > 1:
             groups.setdefault((replace(case, schedule=""), source), {})[case.schedule] = row
     found = []
     for (case, source), schedules in groups.items():
@@ -107,7 +108,7 @@ def _ladder(case: Case, steps: Mapping[str, Row], rivals: Mapping[Case, Row], lo
     """Return the ladder of schedules that were measured on equal work."""
     limit = plan.limit(case)
     # emulated devices show host cost alone: their step is no rival's
-    ddp = rivals.get(replace(case, strategy="ddp")) if case.device_kind != "emulated" else None
+    ddp = rivals.get(replace(case, strategy=registry.of_role(Role.CONTROL))) if case.device_kind != "emulated" else None
     rungs = tuple(_climb(steps, ddp))
     base, ablations, fixed = _ablated(steps, plan.conditions(case.device_kind))
     # a dozen changes are read together: their verdicts are corrected for it
@@ -118,7 +119,7 @@ def _ladder(case: Case, steps: Mapping[str, Row], rivals: Mapping[Case, Row], lo
     return Ladder(
         case=case, rungs=rungs, fastest=fastest, base=base, ablations=ablations, fixed=fixed, ddp=ddp, lost=lost,
         whole=_change(fastest.name, rungs[0].row, fastest.row, over=rungs[0].name),
-        single=rivals.get(replace(case, strategy="single", devices=1, placement="spread")),
+        single=rivals.get(plan.alone(case, case.batch_size)),
         limit=(rivals.get(limit) or rivals.get(replace(limit, options=()))) if limit else None,
     )  # fmt: skip
 
@@ -188,7 +189,7 @@ def notable(rows: Sequence[Row], found: Sequence[Ladder]) -> list[Row]:
         row
         for row in rows
         if row.case.options != plan.LIMIT
-        and (row.case.strategy != "dp" or row.case.schedule in kept or _setting(row.case) not in climbed)
+        and (not row.case.traits.scheduled or row.case.schedule in kept or _setting(row.case) not in climbed)
     ]
 
 

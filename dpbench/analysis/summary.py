@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import pandas as pd
 
 from dpbench.analysis import ledger, stats
 from dpbench.hardware import foreign_load
-from dpbench.records import HOST, UNATTRIBUTED, Case, Fault, Phase, Source, Status, Trial, Verified, plan
+from dpbench.records import CASE_FIELDS, HOST, UNATTRIBUTED, Case, Fault, Phase, Source, Status, Trial, Verified, plan
 from dpbench.records.estimate import Doubt, Estimate
+from dpbench.records.traits import Role
 
-BASELINES = ("single",)
-ONE_DEVICE = ("single", "single_all_cores")
-"""Strategies that use one device whatever the others have, in the order in which they are shown."""
 BUSY_METRICS = {"kernel_busy_s": "kernels of one profiled step", "busy_s": "thread CPU time"}
 """What busy time is made of, the best source first."""
 DEVICE_COLUMNS = 8
@@ -103,7 +101,8 @@ def rows(trials: Iterable[Trial]) -> list[Row]:
 def _order(trial: Trial) -> tuple[object, ...]:
     """Return what a row's place follows from."""
     case = trial.case
-    rank = next((i for i, name in enumerate(ONE_DEVICE) if name == case.strategy), len(ONE_DEVICE))
+    roles = [*Role]
+    rank = roles.index(case.traits.role) if case.traits.one_device else len(roles)
     return (case.model, case.size, case.device_kind, case.precision, rank, case.strategy, plan.place(case.schedule),
             case.devices, case.batch_size)  # fmt: skip
 
@@ -198,23 +197,17 @@ def _compared(
     else:
         ratio = stats.ratio(series[base, row.source], mine)
     speedup = _scaled(ratio, row.case.batch_size / base.batch_size)
-    efficiency = None if row.case.strategy in ONE_DEVICE else _scaled(speedup, 1 / row.case.devices)
+    efficiency = None if row.case.traits.one_device else _scaled(speedup, 1 / row.case.devices)
     return replace(row, speedup=speedup, scaling="strong" if strong else "weak", efficiency=efficiency)
 
 
 def baseline_in(case: Case, series: Mapping[Case, stats.Rounds]) -> Case | None:
     """Return the measured case that `case` is compared with: of equal global work, else of equal work per device."""
-    if case.strategy in BASELINES or case.device_kind == "emulated":
+    if case.traits.role is Role.BASELINE or case.device_kind == "emulated":
         return None  # emulated devices show host cost: a speed-up would say nothing
     share, rest = divmod(case.batch_size, case.devices)
     batches = [case.batch_size] if rest else [case.batch_size, share]
-    return next((base for batch in batches if series.get(base := baseline(case, batch))), None)
-
-
-def baseline(case: Case, batch: int) -> Case:
-    """Return the one-device case that `case` is compared with."""
-    single = {"strategy": "single", "schedule": "", "devices": 1, "placement": "spread", "options": ()}
-    return replace(case, batch_size=batch, **single)  # type: ignore[arg-type]
+    return next((base for batch in batches if series.get(base := plan.alone(case, batch))), None)
 
 
 def _scaled(estimate: Estimate, factor: float) -> Estimate:
@@ -294,7 +287,7 @@ def frame(
 
 def _record(row: Row, devices: int) -> dict[str, object]:
     """Return one line of the flat table."""
-    record: dict[str, object] = {f.name: getattr(row.case, f.name) for f in fields(Case)}
+    record: dict[str, object] = {f.name: getattr(row.case, f.name) for f in CASE_FIELDS}
     record |= {"status": row.outcome, "verified": row.verified, "rounds": row.rounds, "steps": row.steps}
     for name in ("step", "throughput", "speedup", "efficiency", "imbalance"):
         estimate: Estimate | None = getattr(row, name)

@@ -71,7 +71,7 @@ def _rung(name: str) -> str:
     """Say which switch a rung turns, what that removes, and what it needs beyond any device and DataParallel."""
     if name == REFERENCE:
         return "no switch turned: what torch.nn.DataParallel does, in phases that can be timed"
-    needs = {need.rpartition(" needs ")[2] for need in RUNGS[name].missing(TRAIN_STEP)}
+    needs = {need for _, need in RUNGS[name].needs(TRAIN_STEP)}
     notes = [*(f"needs {need}" for need in sorted(needs)), *([] if RUNGS[name].exact else ["tolerance"])]
     said = f" ({', '.join(notes)})" if notes else ""
     return f"{'='.join(LADDER[name])}; removes {REMOVES[name]}{said}"

@@ -72,7 +72,7 @@ def predict(table: Path | None, as_json: bool, all_rows: bool, **options: Any) -
         size=options["size"], precision=options["precision"], **batches,
     )  # fmt: skip
     # of several nodes only ddp uses more than one; where nothing else was asked for, predicting says so
-    asked = [case for case in asked if case.strategy == "ddp" or case.devices <= described.gpu.count] or asked
+    asked = [case for case in asked if case.traits.ranks or case.devices <= described.gpu.count] or asked
     _check(described, options)
     samples = next(iter(batches["batch_per_device"] or batches["batch_sizes"]))
     known = (options["step_s"], samples) if options["step_s"] else None

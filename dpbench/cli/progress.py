@@ -79,7 +79,7 @@ def _cells(row: Any, best: bool) -> tuple[str, ...]:
     """Return one row's cells; an unmeasured case has its status where the time would be."""
     case = row.case
     schedule = f"[{ladder.short(case.schedule)}]" if case.schedule not in ("", "reference") else ""
-    name = {"single_all_cores": "single, all cores"}.get(case.strategy, case.strategy) + schedule
+    name = ("single, all cores" if case.traits.all_cores else case.strategy) + schedule
     name += ", limit" if case.options == plan.LIMIT else " (best rung)" if best else ""
     head = (case.model, name, str(case.devices), str(case.batch_size))
     if row.step is None:

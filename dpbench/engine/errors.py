@@ -7,6 +7,8 @@ from typing import Any
 
 from dpbench.hardware.device import Device
 
+_REPLICA = "_dpbench_replica"
+
 
 class Refused(ValueError):
     """A schedule cannot train this module with this loss and optimizer; raised before anything has changed.
@@ -28,7 +30,14 @@ def in_replica(error: BaseException, replica: int, device: Device) -> BaseExcept
         cause, error = error, _rebuilt(error, f"Caught {type(error).__name__} {where}.\nOriginal {trace}")
         error.__cause__ = cause
     error.add_note(f"in replica {replica} on device {device.name}")
+    error.__dict__[_REPLICA] = replica
     return error
+
+
+def replica_of(error: BaseException) -> int | None:
+    """Return the replica that raised an exception which `in_replica` returned; None for any other exception."""
+    replica: int | None = error.__dict__.get(_REPLICA)
+    return replica
 
 
 def _rebuilt(error: Exception, message: str) -> Exception:

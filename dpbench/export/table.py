@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpbench.analysis import ledger
 from dpbench.export.choice import Labels
-from dpbench.records import UNATTRIBUTED, Case, Phase, Trial
+from dpbench.records import CASE_FIELDS, UNATTRIBUTED, Phase, Trial
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -52,7 +51,7 @@ def _schema() -> pa.Schema:
     return pa.schema(
         [
             ("run_id", pa.string()),
-            *((field.name, kinds[str(field.type)]) for field in fields(Case)),
+            *((field.name, kinds[str(field.type)]) for field in CASE_FIELDS),
             *((name, pa.string()) for name in ("source", "status", "verified", "labels")),
             ("round", pa.int64()),
             ("step", pa.int64()),
@@ -66,7 +65,7 @@ def _schema() -> pa.Schema:
 def _rows(run_id: str, trial: Trial, labels: Labels) -> list[dict[str, Any]]:
     """Return one trial's steps."""
     same = {
-        "run_id": run_id, **{field.name: getattr(trial.case, field.name) for field in fields(Case)},
+        "run_id": run_id, **{field.name: getattr(trial.case, field.name) for field in CASE_FIELDS},
         "source": trial.source.value, "status": trial.status.value, "verified": trial.verified.value,
         "labels": " ".join(labels(trial)), "round": trial.round,
     }  # fmt: skip

@@ -15,9 +15,11 @@ from typing import Any
 
 from dpbench.analysis import stats
 from dpbench.hardware import samplers
+from dpbench.measure.request import Arm, SelfCheck
 from dpbench.measure.server import Server
-from dpbench.records import Case, Effort, Status, Trial
+from dpbench.records import Case, Effort, Status, Trial, registry
 from dpbench.records.estimate import Estimate
+from dpbench.records.traits import Role
 from dpbench.records.words import count
 
 STEP_S = 0.010
@@ -27,7 +29,7 @@ GOAL = 0.005
 ROUNDS = 5
 """Fresh processes of each engine that are held against each other."""
 LIMIT_S = 300.0
-BUDGETS_S = {"marks": (30.0, 0.01), "sampler": (20.0, 1.0)}
+BUDGETS_S = {Arm.MARKS: (30.0, 0.01), Arm.SAMPLER: (20.0, 1.0)}
 """Seconds of steps, and of a block or part: short ones cancel most of a drift; the sampler reads every 0.2 s."""
 GROUPS = 20
 """Parts that a series of pairs is cut into, as if they were rounds: neighbours are alike."""
@@ -65,32 +67,32 @@ def measure(device_kind: str, devices: int, ordinals: Sequence[int] = (), *, sca
         scratch = Path(name)
         found = {}
         with Server(scratch) as server:
-            found["marks"] = _of_worker(server, _case(device_kind, devices, toggle="marks"), scale)
+            case = _case(device_kind, devices)
+            found["marks"] = _of_worker(server, case, Arm.MARKS, scale)
             with samplers.sampling(ordinals, scratch / "samples.jsonl") as series:
                 if series.pid is None:
                     found["samplers"] = {"reason": "the sampler process does not start"}
                 else:
-                    case = _case(device_kind, devices, toggle="sampler", pid=str(series.pid))
-                    found["samplers"] = _of_worker(server, case, scale)
+                    found["samplers"] = _of_worker(server, case, Arm.SAMPLER, scale, sampler_pid=series.pid)
             found["engine"] = _engines(server, device_kind, scale)
     return found
 
 
-def _case(device_kind: str, devices: int, **options: str) -> Case:
+def _case(device_kind: str, devices: int) -> Case:
     """Return the step that is checked: many marks, little else."""
     count = min(2, devices)
     placement = "colocated" if device_kind == "cuda" and count == 1 else "spread"
-    role = {"role": "self-check", "block_s": str(BUDGETS_S[options["toggle"]][1]), "step_s": str(STEP_S)}
     return Case(
-        model="mlp", strategy="dp", schedule="reference", devices=2 if placement == "colocated" else count,
-        batch_size=64, device_kind=device_kind, placement=placement, options=tuple(sorted((role | options).items())),
+        model="mlp", strategy=registry.of_role(Role.ENGINE), schedule="reference", batch_size=64,
+        devices=2 if placement == "colocated" else count, device_kind=device_kind, placement=placement,
     )  # fmt: skip
 
 
-def _of_worker(server: Server, case: Case, scale: float) -> dict[str, Any]:
+def _of_worker(server: Server, case: Case, arm: Arm, scale: float, sampler_pid: int = 0) -> dict[str, Any]:
     """Return what a worker measured, or why it did not."""
-    budget_s, _ = BUDGETS_S[dict(case.options)["toggle"]]
-    trial = server.run(case, Effort(budget_s=budget_s * scale), 0, LIMIT_S)
+    budget_s, block_s = BUDGETS_S[arm]
+    settings = SelfCheck(arm=arm, block_s=block_s, step_s=STEP_S, sampler_pid=sampler_pid)
+    trial = server.self_check(case, Effort(budget_s=budget_s * scale), settings, LIMIT_S)
     return dict(trial.provenance["self_check"]) if trial.status is Status.OK else {"reason": _why(trial)}
 
 
@@ -98,12 +100,12 @@ def _engines(server: Server, device_kind: str, scale: float) -> dict[str, Any]:
     """Return both engines' median steps, round by round, in turns; or why not."""
     if device_kind != "cuda":
         return {"reason": NEEDS_GPU}
-    both = {"on_s": "dp", "off_s": "torch_dp"}
+    both = {"on_s": registry.of_role(Role.ENGINE), "off_s": registry.of_role(Role.WRAPPER)}
     found: dict[str, Any] = {name: [] for name in both}
     for number in range(ROUNDS):
         for name, strategy in both.items() if number % 2 == 0 else reversed(both.items()):
             case = Case(
-                model="resnet18", strategy=strategy, schedule="reference" if strategy == "dp" else "", devices=2,
+                model="resnet18", strategy=strategy, schedule="reference" if name == "on_s" else "", devices=2,
                 batch_size=64, device_kind=device_kind, placement="colocated",
             )  # fmt: skip
             trial = server.run(case, Effort(budget_s=1.5 * scale), number, LIMIT_S)

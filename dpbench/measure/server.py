@@ -15,11 +15,12 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
 from dpbench.hardware import parent_death
+from dpbench.measure.request import Job, Request, SelfCheck
 from dpbench.records import Case, Effort, Status, Trial
 
 START_LIMIT_S = 120.0
@@ -49,15 +50,25 @@ class Server:
         return self.run_together([case], effort, number, limit_s)[0]
 
     def check(self, case: Case, limit_s: float) -> Trial:
-        """Check a case's model in a fresh worker, as `plan.model_check` asks; return a trial without steps."""
-        return self.run(case, Effort(), 0, limit_s)
+        """Check a case's model in a fresh worker; return a trial without steps."""
+        return self._ask([case], Effort(), 0, limit_s, job=Job.CHECK_MODEL)[0]
+
+    def self_check(self, case: Case, effort: Effort, settings: SelfCheck, limit_s: float) -> Trial:
+        """Measure in a fresh worker what measuring costs a case's step; return a trial without steps."""
+        return self._ask([case], effort, 0, limit_s, job=Job.SELF_CHECK, self_check=settings)[0]
 
     def run_together(self, cases: Sequence[Case], effort: Effort, number: int, limit_s: float) -> list[Trial]:
         """Run cases side by side in one fresh worker; whatever becomes of it, return a trial for each.
 
         After `limit_s` seconds for each the worker's Python stacks are stored and its process group is killed.
         """
-        limit_s *= len(cases)
+        return self._ask(cases, effort, number, limit_s * len(cases))
+
+    def _ask(
+        self, cases: Sequence[Case], effort: Effort, number: int, limit_s: float, *, job: Job = Job.MEASURE,
+        self_check: SelfCheck | None = None,
+    ) -> list[Trial]:  # fmt: skip
+        """Have a fresh worker do a job; return a trial for each case."""
 
         def lost(status: Status, reason: str) -> list[Trial]:
             now = time.time()
@@ -66,7 +77,12 @@ class Server:
         with tempfile.TemporaryDirectory(prefix="trial-", dir=self._scratch, ignore_cleanup_errors=True) as name:
             folder = Path(name)
             try:
-                status, pid = self._attempt(cases, effort, number, limit_s, folder)
+                status, pid = self._attempt(
+                    Request(
+                        cases=tuple(cases), effort=effort, folder=folder, round=number, job=job, self_check=self_check
+                    ),
+                    limit_s,
+                )
             except _ServerDied as died:
                 self._stop()
                 return lost(Status.FAILED, str(died))
@@ -76,18 +92,13 @@ class Server:
                 return [Trial.from_dict(one) for one in json.loads(finished.read_text())]
             return lost(status_of(status), _reason(status, pid, limit_s, folder))
 
-    def _attempt(
-        self, cases: Sequence[Case], effort: Effort, number: int, limit_s: float, folder: Path
-    ) -> tuple[int | None, int]:
+    def _attempt(self, request: Request, limit_s: float) -> tuple[int | None, int]:
         """Return the worker's exit status (None: it ran past its limit) and its pid."""
         process = self._started()
-        request = {
-            "cases": [case.to_dict() for case in cases], "effort": asdict(effort), "folder": str(folder),
-            "round": number, "requested_s": time.perf_counter(),
-        }  # fmt: skip
+        request = replace(request, requested_s=time.perf_counter())
         assert process.stdin is not None
         try:
-            process.stdin.write(json.dumps(request).encode() + b"\n")
+            process.stdin.write(request.to_json().encode() + b"\n")
             process.stdin.flush()
         except OSError as error:
             raise _ServerDied(self._obituary()) from error

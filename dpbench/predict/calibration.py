@@ -107,7 +107,7 @@ def _step_s(one: Matched, host: float, bus: float) -> float:
     constants, factor = _constants(one, host, bus)
     asked = rows.question(one, constants, factor)
     machine = asked.machine.machine
-    seconds = quick.seconds(asked.case, asked.profile, machine, constants, phases=asked.phases)
+    seconds = quick.seconds(asked.case, asked.profile, machine, constants, phases=asked.phases, loop=asked.loop)
     alone = rows.linear_s(asked, constants)
     return (asked.scale * seconds + (asked.accumulated - 1) * alone) / asked.accumulated
 

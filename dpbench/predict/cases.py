@@ -12,6 +12,7 @@ from dpbench.predict.constants import DEFAULT, Constants
 from dpbench.predict.needs import Need
 from dpbench.records import Case, Profile, Source, Span, Status, Step, Trial, plan, registry
 from dpbench.records.machine import Machine, Unknown
+from dpbench.records.traits import Role
 
 PRICED = ("traced", "counted")
 LAUNCHES = (intervals.HOST, "launch_s")
@@ -82,7 +83,7 @@ class Predictor:
             return other._seconds(case, other.machine, other.constants, other.profile(case) if again else profile)
 
         doubt = intervals.RESIDUAL[profile.source]
-        priors = intervals.of(case.strategy)
+        priors = intervals.of(case)
         if not self.given:
             del priors["forward_share"]
         low, high = intervals.interval(seconds, evaluate, priors, doubt)
@@ -131,7 +132,8 @@ def sweep(models: Sequence[str], device_kind: str = "cuda", **axes: object) -> l
 
 def strategies(machine: Machine) -> tuple[str, ...]:
     """Return what is predicted on a machine when nobody asks for more: torch.nn.DataParallel needs GPUs."""
-    return (stored.SINGLE, "dp", "ddp") if machine.logical else (stored.SINGLE, "torch_dp", "dp", "ddp")
+    roles = (Role.BASELINE, Role.WRAPPER, Role.ENGINE, Role.CONTROL)
+    return tuple(registry.of_role(role) for role in roles if not (machine.logical and role is Role.WRAPPER))
 
 
 def most_devices(machine: Machine) -> int:
@@ -145,7 +147,7 @@ def speedup(one: Prediction, others: Sequence[Prediction]) -> tuple[float, str]:
     for scaling, batch in (("strong", case.batch_size), ("weak", case.batch_size / case.devices)):
         for other in others:
             base = other.case
-            if base.strategy == stored.SINGLE and base.batch_size == batch and base.model == case.model:
+            if base.traits.role is Role.BASELINE and base.batch_size == batch and base.model == case.model:
                 return other.seconds / one.seconds * (case.batch_size / batch), scaling
     return 0.0, ""
 

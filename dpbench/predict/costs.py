@@ -14,7 +14,7 @@ from dpbench.predict.constants import Constants
 from dpbench.predict.events import Job
 from dpbench.records import Case, Cost, Phase, Profile, Task
 from dpbench.records.machine import Machine
-from dpbench.strategies import PASSES
+from dpbench.strategies._tasks import PASSES
 
 GIL = "gil"
 LOCAL = "local"
@@ -25,7 +25,8 @@ def jobs(
     tasks: Sequence[Task], case: Case, profile: Profile, machine: Machine, constants: Constants
 ) -> tuple[list[Job], list[int], dict[object, float]]:
     """Return the jobs of a step, which job each task is part of, and the capacities of what they share."""
-    prices = _Prices(case, profile, machine, constants)
+    overlapped = case.traits.ranks and any(task.phase is Phase.REDUCE and task.overlap for task in tasks)
+    prices = _Prices(case, profile, machine, constants, overlapped=overlapped and len(case.rows) > 1)
     found: list[Job] = []
     number: list[int] = []
     together: dict[str, int] = {}
@@ -62,7 +63,10 @@ COLLECTIVES = tuple(
 class _Prices:
     """What each unit costs in one case."""
 
-    def __init__(self, case: Case, profile: Profile, machine: Machine, constants: Constants) -> None:
+    def __init__(
+        self, case: Case, profile: Profile, machine: Machine, constants: Constants, *, overlapped: bool
+    ) -> None:
+        self._overlapped = overlapped
         self._case, self._profile, self._machine, self._c = case, profile, machine, constants
         self._group = Group(machine, case.devices, constants)
         self._rows = case.rows
@@ -105,7 +109,7 @@ class _Prices:
             backward = self._machine.host.launch_s or factor * self._c.backward_launch_s
             part = task.amount / profile.backward_launches if profile.backward_launches else 1.0
             whole = _capped(profile.backward_launches * backward, profile.backward, rows, self._c.host_share)
-            crowd = 0 if task.resource.startswith("host:") and self._case.strategy == "ddp" else len(self._rows) - 1
+            crowd = 0 if self._case.traits.ranks else len(self._rows) - 1
             return part * whole * (1 + self._c.contention * crowd)
         if task.phase is Phase.OPTIMIZER:
             return self._update * task.amount * factor * self._c.update_s
@@ -124,15 +128,9 @@ class _Prices:
         rows = self._rows[task.device]
         part = task.amount / (rows * flop) if flop else 1.0
         spent = part * cost.at(rows)
-        if task.phase is Phase.BACKWARD and self._beside():
+        if task.phase is Phase.BACKWARD and self._overlapped:
             spent = part * self._group.beside_s(cost.at(rows), profile.parameter_bytes)
         return Job(spent, task.resource)
-
-    def _beside(self) -> bool:
-        """Tell whether collectives run beside backward."""
-        if self._case.strategy == "ddp":
-            return len(self._rows) > 1 and dict(self._case.options).get("overlap") != "off"
-        return False
 
     def _bytes(self, task: Task) -> Job:
         """Price bytes: over links, in a collective, or through a device's memory."""
@@ -167,9 +165,7 @@ class _Prices:
         if source == "host":
             # the thread that calls waits: no two such copies at once
             rate = self._machine.host.pageable_bytes_per_s or self._c.pageable_bytes_per_s
-            return Job(
-                self._c.copy_s + task.amount / rate, f"pageable:{task.device if self._case.strategy == 'ddp' else 0}"
-            )
+            return Job(self._c.copy_s + task.amount / rate, f"pageable:{task.device if self._case.traits.ranks else 0}")
         return Job(self._c.copy_s, amount=task.amount, way=network.route(self._machine, *ends))
 
 

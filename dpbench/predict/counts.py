@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from dpbench.predict import features, profiles
 from dpbench.predict.constants import DEFAULT, Constants
-from dpbench.records import Case, Profile, registry
+from dpbench.records import Case, Profile, plan, registry
 from dpbench.records.machine import Machine
 
 if TYPE_CHECKING:
@@ -73,8 +73,8 @@ def _traces(model: str, size: str, precision: str, optimizer: str) -> tuple[Trac
     """Return a model's traces on shapes alone; None where that does not do, as with shapes that depend on numbers."""
     from dpbench.predict.memory import traces_of
 
-    case = Case(
-        model=model, size=size, strategy="single", batch_size=1, precision=precision, optimizer=optimizer,
+    case = plan.baseline(
+        model=model, size=size, batch_size=1, precision=precision, optimizer=optimizer,
         device_kind="cuda",
     )  # fmt: skip
     traces = traces_of(case, fake_only=True)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from dpbench.records import UNATTRIBUTED, Case, Cost, Phase, Profile, Span
 from dpbench.records.machine import Unknown
 from dpbench.records.schedule import FASTEST, REFERENCE
+from dpbench.records.traits import Role
 
 KIB = 2**10
 MOST = 2
@@ -87,15 +88,16 @@ def step(case: Case, profile: Profile, host: Host) -> dict[str, float]:
     """
     if case.device_kind != "cpu" or case.devices > MOST:
         raise ValueError(f"{case.label}: one or two logical CPU devices are known: the probe measures pairs")
-    if case.strategy == "single" or (case.strategy == "dp" and len(case.rows) == 1):
+    role = case.traits.role
+    if role is Role.BASELINE or (role is Role.ENGINE and len(case.rows) == 1):
         phases = (Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.OPTIMIZER)
         found = {phase.value: _at(getattr(profile, phase.value), case.batch_size) for phase in phases}
         return found | {UNATTRIBUTED: _at(profile.rest or Cost(), case.batch_size)}
-    if case.strategy == "ddp":
+    if role is Role.CONTROL:
         return _ddp(case, profile, host)
-    if case.strategy == "dp" and case.schedule in ("", REFERENCE):
+    if role is Role.ENGINE and case.schedule in ("", REFERENCE):
         return _reference(case, profile, host)
-    if case.strategy == "dp" and case.schedule == FASTEST:
+    if role is Role.ENGINE and case.schedule == FASTEST:
         return _fastest(case, profile, host)
     raise ValueError(f"{case.label}: known are single, ddp, and dp on {REFERENCE} and {FASTEST}")
 

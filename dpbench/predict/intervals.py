@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 
 from dpbench.predict.constants import Constants
+from dpbench.records import Case
+from dpbench.records.traits import Parallelism
 
 DRAWS = 200
 LOW, HIGH = 0.1, 0.9
@@ -22,8 +24,8 @@ STATED = {
     "variation": 0.7, "launch_s": 0.3,
 }  # fmt: skip
 """Standard deviations of logarithms, where a machine says what it is."""
-APART = {"ddp": ("launch_s",), "dp": ("slowdown", "variation"), "torch_dp": ("slowdown", "variation")}
-"""Priors that a strategy's step does not depend on, or hardly."""
+APART = {Parallelism.RANKS: ("launch_s",), Parallelism.THREADS: ("slowdown", "variation"), Parallelism.NONE: ()}
+"""The priors on which a strategy's step does not depend, or hardly, by its parallelism."""
 ASSUMED = {"bus_scale": 0.6}
 """The same where the text behind a row left links or peer access open."""
 ESTIMATED = {"features": 0.6}
@@ -66,9 +68,10 @@ def interval(
     return step_s * math.exp(min(0.0, low)), step_s * math.exp(max(0.0, high))
 
 
-def of(strategy: str) -> dict[str, float]:
-    """Return the priors that bear on a strategy's step."""
-    return {name: deviation for name, deviation in STATED.items() if name not in APART.get(strategy, ())}
+def of(case: Case) -> dict[str, float]:
+    """Return the priors on which a case's step depends."""
+    apart = APART[case.traits.parallelism]
+    return {name: deviation for name, deviation in STATED.items() if name not in apart}
 
 
 def scaled(constants: Constants, name: str, factor: float) -> Constants:

@@ -23,7 +23,8 @@ from dpbench.hardware.device import Device
 from dpbench.hardware.devices import open_devices
 from dpbench.measure import clocks
 from dpbench.predict.profiles import FIXED_SHARE
-from dpbench.records import UNATTRIBUTED, Case, Cost, Phase, Profile, Trial
+from dpbench.records import UNATTRIBUTED, Case, Cost, Phase, Profile, Trial, registry
+from dpbench.records.traits import Role
 from dpbench.strategies import Step, single
 
 WARMUP_STEPS, STEPS, PROFILED_STEPS = 3, 15, 3
@@ -79,7 +80,7 @@ def measure(case: Case, batches: Sequence[int], *, with_ops: bool = True) -> Mea
     phases: dict[int, Mapping[Phase, float]] = {}
     ops: dict[int, list[OpTime]] = {}
     for rows in sorted(set(batches)):
-        one = replace(case, strategy="single", batch_size=rows, devices=1)
+        one = replace(case, strategy=registry.of_role(Role.BASELINE), batch_size=rows, devices=1)
         phases[rows] = phase_seconds(one)
         if with_ops:
             ops[rows] = op_seconds(one)
@@ -208,7 +209,7 @@ def _running(case: Case) -> Iterator[tuple[Step, tuple[Any, Any], Sequence[Devic
     def mark(phase: Phase, device: int) -> AbstractContextManager[Any]:
         return listening[-1](phase, device)
 
-    with single.start(case, model, devices, mark) as step:
+    with single.STRATEGY.start(case, model, devices, mark) as step:
         yield step, model.batch(case.batch_size, case.seed), devices, listening.append
 
 

@@ -15,8 +15,9 @@ from dpbench.predict.allocator import OutOfDeviceMemory
 from dpbench.predict.memory_trace import Peak, Tape, replay
 from dpbench.predict.torch_dp_memory import TorchDataParallel
 from dpbench.predict.trace import Build, OptimizerFactory, trace, trace_optimizer
-from dpbench.records import Case
+from dpbench.records import Case, registry
 from dpbench.records.schedule import REFERENCE, Schedule, parse
+from dpbench.records.traits import Role
 from dpbench.strategies import optimizer_of, precision_of
 
 STEPS = 3
@@ -89,27 +90,29 @@ def tape_of(case: Case, traces: Traces, steps: int = STEPS) -> Tape:
     Raises ValueError for a strategy whose memory is not known.
     """
     tape = Tape()
-    if case.strategy in ("single", "single_all_cores"):
+    role = case.traits.role
+    if case.traits.one_device:
         strategy_memory.single(tape, traces.of(case.batch_size), steps)
-    elif case.strategy == "ddp":
+    elif role is Role.CONTROL:
         for device, rows in enumerate(case.rows):
             strategy_memory.ddp(tape, traces.of(rows), steps, device)
-    elif case.strategy in ("dp", "torch_dp"):
+    elif role in (Role.ENGINE, Role.WRAPPER):
         schedule = _schedule(case)
         parts = tuple(traces.of(rows) for rows in case.rows)
         shards = strategy_memory.Shards(traces.of(case.batch_size), parts, traces.optimizer)
         # distinct GPUs take collectives until weights stay where they are, or move in flat buffers
         collective = case.device_kind == "cuda" and case.placement == "spread" and len(parts) > 1
-        kind = TorchDataParallel if case.strategy == "torch_dp" else strategy_memory.DataParallel
+        kind = TorchDataParallel if role is Role.WRAPPER else strategy_memory.DataParallel
         kind(tape, shards, schedule, collective=collective).run(steps)
     else:
-        raise ValueError(f"the memory of strategy {case.strategy!r} is not known; known: single, ddp, dp, torch_dp")
+        known = ", ".join(registry.of_role(one) for one in Role if one is not Role.OTHER)
+        raise ValueError(f"the memory of strategy {case.strategy!r} is not known; known: {known}")
     return tape
 
 
 def _schedule(case: Case) -> Schedule:
-    """Return the schedule of a case of dp or torch_dp; `fastest` as it is where everything is legal."""
-    if case.strategy == "torch_dp" or not case.schedule:
+    """Return the schedule of a case, `reference` where it has none; `fastest` as it is where everything is legal."""
+    if not case.schedule:
         return parse(REFERENCE)
     if case.schedule == "fastest":
         from dpbench.engine.legal import BEST

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from dpbench.predict import counts
-from dpbench.records import Case, Memory, Status
+from dpbench.records import Case, Memory, Status, plan
 from dpbench.records.machine import Machine
 
 UNTRACED = "only dpbench's own models and --model have a module to trace"
@@ -47,8 +47,8 @@ def needs(cases: Sequence[Case], machine: Machine, *, largest: bool = False) -> 
         if counts.named(case.model):
             yield Need(case=case, reason=UNTRACED)
             continue
-        key = Case(
-            model=case.model, strategy="single", batch_size=1, size=case.size, optimizer=case.optimizer,
+        key = plan.baseline(
+            model=case.model, batch_size=1, size=case.size, optimizer=case.optimizer,
             precision=case.precision,
         )  # fmt: skip
         traces = kept.setdefault(key, traces_of(replace(key, device_kind=case.device_kind)))

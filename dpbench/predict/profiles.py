@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from dpbench.predict import quick
 from dpbench.predict.constants import DEFAULT, Constants
-from dpbench.records import Case, Cost, Phase, Profile
+from dpbench.records import Cost, Phase, Profile, plan
 from dpbench.records.machine import Machine, Unknown
 
 DTYPES = {"fp32": ("fp32",), "tf32": ("tf32", "fp32"), "bf16": ("bf16", "fp16", "fp32"), "fp16": ("fp16", "fp32")}
@@ -42,7 +42,7 @@ def given(
     if step_s <= 0:
         raise ValueError(f"a step of {step_s} s on one device: it must be positive")
     fixed = _fixed_share(step_s, samples, other)
-    case = Case(model=profile.model, strategy="single", batch_size=samples, optimizer=optimizer)
+    case = plan.baseline(model=profile.model, batch_size=samples, optimizer=optimizer)
     idle = replace(profile, forward=Cost(), backward=Cost(), source="given")
 
     def beside() -> float:

@@ -11,12 +11,15 @@ from collections.abc import Collection
 from dpbench.predict import network
 from dpbench.predict.collectives import Group
 from dpbench.predict.constants import DEFAULT, Constants
-from dpbench.records import Case, Cost, Phase, Profile
+from dpbench.predict.loops import PLAIN, Loop
+from dpbench.records import Case, Cost, Phase, Profile, registry
 from dpbench.records.machine import Machine
-from dpbench.strategies import PASSES, buckets
+from dpbench.records.schedule import REFERENCE
+from dpbench.records.traits import Role
+from dpbench.strategies._tasks import PASSES, buckets
 
-KNOWN = ("single", "torch_dp", "dp", "ddp")
-"""Strategies with a formula; of `dp`, the reference schedule."""
+KNOWN = (Role.BASELINE, Role.WRAPPER, Role.ENGINE, Role.CONTROL)
+"""Strategies with a formula; of the engine, the reference schedule."""
 
 
 def seconds(
@@ -26,22 +29,27 @@ def seconds(
     constants: Constants = DEFAULT,
     *,
     phases: Collection[Phase] = tuple(Phase),
+    loop: Loop = PLAIN,
 ) -> float:
     """Return the seconds of a step: of one device, of DataParallel as torch does it, or of DDP."""
-    if case.strategy not in KNOWN or (case.strategy == "dp" and case.schedule not in ("", "reference")):
-        raise ValueError(f"no formula for {case.label}; it has {', '.join(KNOWN)}: leave out --quick")
-    terms = _Terms(case, profile, machine, constants, phases)
-    if case.devices == 1 or case.strategy == "single":
+    traits = case.traits
+    if traits.role not in KNOWN or case.schedule not in ("", REFERENCE):
+        known = ", ".join(map(registry.of_role, KNOWN))
+        raise ValueError(f"no formula for {case.label}; it has {known}: leave out --quick")
+    terms = _Terms(case, profile, machine, constants, phases, loop)
+    if case.devices == 1 or traits.one_device:
         return terms.alone()
-    return terms.ddp() if case.strategy == "ddp" else terms.data_parallel()
+    return terms.ddp() if traits.ranks else terms.data_parallel()
 
 
 class _Terms:
     """The parts of a step's seconds."""
 
     def __init__(
-        self, case: Case, profile: Profile, machine: Machine, constants: Constants, phases: Collection[Phase]
-    ) -> None:
+        self, case: Case, profile: Profile, machine: Machine, constants: Constants, phases: Collection[Phase],
+        loop: Loop,
+    ) -> None:  # fmt: skip
+        self.loop = loop
         self.case, self.p, self.machine, self.c, self.phases = case, profile, machine, constants, phases
         self.n, self.rows, self.s = len(case.rows), case.rows[0], machine.host.factor
         self.group = Group(machine, case.devices, constants)
@@ -73,7 +81,7 @@ class _Terms:
 
     def ddp(self) -> float:
         """Return the step of one rank: buckets follow each other beside backward, or after it."""
-        late = dict(self.case.options).get("overlap") == "off"
+        late = self.loop.late_reduction
         backward = self.backward(0, beside=not late)
         sizes = buckets(self.p)
         ended = 0.0
@@ -90,7 +98,7 @@ class _Terms:
         return self.c.copy_s + size / rate if size else 0.0
 
     def scatter(self) -> float:
-        if dict(self.case.options).get("inputs") == "first":
+        if self.loop.batch_first:
             return self.pageable(sum(self.case.rows)) + self.moved(self.p.input_bytes)
         return sum(self.pageable(rows) for rows in self.case.rows)
 

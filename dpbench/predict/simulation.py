@@ -9,12 +9,13 @@ from functools import lru_cache
 
 from dpbench.predict import costs, events
 from dpbench.predict.constants import DEFAULT, Constants
-from dpbench.records import Case, Phase, Profile, Span, Task, registry
+from dpbench.predict.loops import PLAIN, Loop
+from dpbench.records import Case, Phase, Profile, Span, Task
 from dpbench.records.machine import Machine, Unknown
+from dpbench.strategies import load
 
-ONE_PROCESS = ("dp", "torch_dp")
 EXCHANGEABLE = 9
-"""From so many ranks on one stands for all: each is a process of its own that does the same."""
+"""From this number of ranks on, one representative rank is simulated: all ranks do the same work."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def check(case: Case, machine: Machine) -> None:
             f"{case.label}: {machine.name} has {machine.devices} GPUs ({machine.nodes} nodes of {machine.gpu.count}), "
             f"and the case wants {case.devices}; give --devices up to {machine.devices}, or a machine with more nodes"
         )
-    if case.strategy in ONE_PROCESS and case.devices > machine.gpu.count:
+    if case.traits.threads and case.devices > machine.gpu.count:
         raise Unknown(
             f"{case.label}: {case.strategy} drives all devices from one process, and a node of {machine.name} has "
             f"{machine.gpu.count} GPUs; give --devices up to {machine.gpu.count}, or --strategies ddp"
@@ -59,13 +60,17 @@ def step(
     constants: Constants = DEFAULT,
     *,
     phases: Collection[Phase] = tuple(Phase),
+    loop: Loop = PLAIN,
 ) -> Timeline:
-    """Simulate one step of a case; `phases` leaves out what a published figure did not time.
+    """Simulate one step of a case.
+
+    `phases` leaves out the phases that a published figure did not time. `loop` says how the training loop differs from
+    the strategy's own step.
 
     Raises Unknown where the machine has fewer devices than the case, or no way between two of them.
     """
     check(case, machine)
-    tasks = only(_tasks(case, profile), phases)
+    tasks = only(loop.changed(_tasks(case, profile)), phases)
     jobs, number, capacity = costs.jobs(tasks, case, profile, machine, constants)
     times = events.simulate(jobs, capacity)
     late = _straggling(case, constants)
@@ -74,17 +79,15 @@ def step(
 
 @lru_cache(maxsize=64)
 def _tasks(case: Case, profile: Profile) -> list[Task]:
-    """Return the strategy's own tasks; of many ranks alike, those of the first."""
-    plug = registry.load("strategies", case.strategy)
-    if case.strategy == "ddp" and case.devices >= EXCHANGEABLE:
-        found: list[Task] = plug.tasks(case, profile, ranks=(0,))
-        return found
-    return list(plug.tasks(case, profile))
+    """Return the strategy's own tasks; of many equal ranks, those of one."""
+    strategy = load(case.strategy)
+    many = case.traits.ranks and case.devices >= EXCHANGEABLE
+    return strategy.one_rank(case, profile) if many else strategy.tasks(case, profile)
 
 
 def _straggling(case: Case, constants: Constants) -> float:
     """Return by how much the slowest of all ranks is behind the mean, as a factor."""
-    if case.strategy != "ddp" or case.devices < 2:
+    if not case.traits.ranks or case.devices < 2:
         return 1.0
     return 1 + constants.variation * math.sqrt(2 * math.log(case.devices))
 

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from dpbench.predict import counts
-from dpbench.records import Case, Profile, Source, Status, Trial
+from dpbench.records import Case, Profile, Source, Status, Trial, registry
 from dpbench.records.machine import Machine, Unknown
+from dpbench.records.traits import Role
 from dpbench.store import Store
-
-SINGLE = "single"
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ def way_out(case: Case, path: Path | str = "FILE") -> str:
     batches = ",".join(map(str, sorted({max(1, rows // 2), rows})))
     return (
         f"measure it: dpbench run {flag} {case.model} --size {case.size}{precision} --device-kind {case.device_kind} "
-        f"--strategies {SINGLE} --batch-sizes {batches} --store {path}"
+        f"--strategies {registry.of_role(Role.BASELINE)} --batch-sizes {batches} --store {path}"
     )
 
 
@@ -81,7 +80,7 @@ def _usable(trial: Trial) -> bool:
     """Tell whether a trial is an ordinary measured step of one device; a prediction is none."""
     case = trial.case
     measured = trial.source is Source.MEASURED and trial.status is Status.OK and trial.trusted
-    return measured and case.strategy == SINGLE and not case.options
+    return measured and case.traits.role is Role.BASELINE and not case.options
 
 
 def _told(case: Case) -> str:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from dpbench.predict import simulation
 from dpbench.predict.cases import Predictor
 from dpbench.predict.constants import Constants
-from dpbench.records import Case, Profile, schedule
+from dpbench.records import Case, Profile, registry, schedule
 from dpbench.records.machine import Machine
+from dpbench.records.traits import Role
 
-PARALLEL = ("dp", "torch_dp")
 FASTER = 4.0
 """How much faster links are tried: one PCIe generation is twice, NVLink in the place of PCIe far more."""
 
@@ -35,14 +35,14 @@ def remedies(predictor: Predictor, cases: Sequence[Case]) -> list[Remedy]:
         node = predictor.machine.gpu.count
         mine = [case for case in cases if case.model == model and 1 < case.devices <= node]
         if mine:
-            most = max(mine, key=lambda case: (case.devices, case.strategy in PARALLEL, case.batch_size))
+            most = max(mine, key=lambda case: (case.devices, case.traits.threads, case.batch_size))
             found += sorted(_of(predictor, most), key=lambda one: -one.gain)
     return found
 
 
 def _of(predictor: Predictor, case: Case) -> Iterator[Remedy]:
     """Yield the changes to one case, the case as torch.nn.DataParallel runs it first."""
-    now = replace(case, strategy="dp", schedule=schedule.REFERENCE, options=())
+    now = replace(case, strategy=registry.of_role(Role.ENGINE), schedule=schedule.REFERENCE, options=())
     profile, machine, constants = predictor.profile(now), predictor.machine, predictor.constants
 
     def step(other: Case, c: Constants = constants, m: Machine = machine, p: Profile = profile) -> float:
@@ -58,7 +58,7 @@ def _of(predictor: Predictor, case: Case) -> Iterator[Remedy]:
     for name in schedule.climb(schedule.TRAIN_STEP)[1:]:
         other = replace(now, schedule=name)
         yield remedy(f"dpbench's schedule {name}", other, step(other))
-    ddp = replace(now, strategy="ddp", schedule="")
+    ddp = replace(now, strategy=registry.of_role(Role.CONTROL), schedule="")
     yield remedy("DistributedDataParallel", ddp, step(ddp))
     yield remedy(f"links {FASTER:g} times as fast", now, step(now, constants.changed(bus_scale=FASTER)))
     doubled = replace(now, batch_size=2 * now.batch_size)

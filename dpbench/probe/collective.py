@@ -209,7 +209,7 @@ def _chains(lengths: Sequence[int]) -> list[Any]:
 def _alone(layers: int, devices: Sequence[Device], ranks: int, before: Callable[[], Any] = tuple) -> Trial:
     """Take a chain's steps without the other ranks; `before` each one, it may meet them."""
     case, clock = Case(model="chain", strategy="single", batch_size=engine.ROWS // ranks), HostClock()
-    with single.start(case, engine.chain(layers), devices, clock.mark) as step:
+    with single.STRATEGY.start(case, engine.chain(layers), devices, clock.mark) as step:
 
         def met(*batch: Any) -> None:
             before()
@@ -221,7 +221,7 @@ def _alone(layers: int, devices: Sequence[Device], ranks: int, before: Callable[
 def _joint(layers: int, swept: int, devices: Sequence[Device], ranks: int) -> Trial:
     """Take a chain's steps under DistributedDataParallel."""
     case, clock = Case(model="chain", strategy="ddp", devices=ranks, batch_size=engine.ROWS), HostClock()
-    with ddp.start(case, engine.chain(layers, swept), devices, clock.mark) as step:
+    with ddp.STRATEGY.start(case, engine.chain(layers, swept), devices, clock.mark) as step:
         return engine.trial_of(step, clock, case.batch_size, step.observe)
 
 

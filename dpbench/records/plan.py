@@ -10,23 +10,17 @@ from dataclasses import replace
 from typing import Any
 
 from dpbench.records import Case, registry, schedule
+from dpbench.records.traits import Role
 
 DEVICE_KINDS = ("cpu", "cuda", "emulated")
 PLACEMENTS = ("spread", "colocated")
 PRECISIONS = ("fp32", "bf16")
 SIZES = ("small", "full")
-SINGLE = ("single", "single_all_cores")
-"""Strategies that know one device only."""
-OWN_PROCESSES = ("ddp", "single_all_cores")
-"""Strategies that start processes, or set threads, of their own: they share a worker with no other case."""
 LIMIT = (("role", "limit"),)
 """The options of `single` on one device's share of the batch: what no schedule of several devices can be faster than.
 
 It is a case of its own, so that no other comparison takes it for a baseline.
 """
-
-CHECK = (("role", "check"),)
-"""The options of a case that is no measurement: its model is built, its batch drawn, and one step taken."""
 
 
 def sweep(
@@ -84,7 +78,7 @@ def ladder(*, devices: Sequence[int], device_kind: str = "cpu", **axes: Any) -> 
     schedules = [*schedule.climb(*here), str(best), *map(str, schedule.ablations(best, *here).values())]
     rivals = default_strategies(device_kind)
     cases = sweep(strategies=rivals, schedules=schedules, devices=several, device_kind=device_kind, **axes)
-    limits = [found for case in cases if case.strategy == "dp" and (found := limit(case))]
+    limits = [found for case in cases if case.traits.scheduled and (found := limit(case))]
     return list(dict.fromkeys([*cases, *(case for case in limits if replace(case, options=()) not in cases)]))
 
 
@@ -93,8 +87,20 @@ def limit(case: Case) -> Case | None:
     share, rest = divmod(case.batch_size, case.devices)
     if rest or case.placement == "colocated" or case.device_kind == "emulated":
         return None
-    alone = replace(case, strategy="single", schedule="", devices=1, batch_size=share, placement="spread")
-    return replace(alone, options=LIMIT)
+    return replace(alone(case, share), options=LIMIT)
+
+
+def alone(case: Case, batch_size: int) -> Case:
+    """Return the case of one device without a wrapper that takes `batch_size` samples and is otherwise alike."""
+    baseline = registry.of_role(Role.BASELINE)
+    return replace(
+        case, strategy=baseline, schedule="", devices=1, batch_size=batch_size, placement="spread", options=()
+    )
+
+
+def baseline(**axes: Any) -> Case:
+    """Return a case of one device without a wrapper."""
+    return Case(strategy=registry.of_role(Role.BASELINE), devices=1, **axes)
 
 
 def model_check(case: Case) -> Case:
@@ -102,22 +108,22 @@ def model_check(case: Case) -> Case:
 
     Emulated devices compute on the CPU.
     """
-    return Case(
-        model=case.model, strategy="single", batch_size=1, size=case.size, precision=case.precision, seed=case.seed,
-        optimizer=case.optimizer, mode=case.mode, options=CHECK, device_ids=case.device_ids[:1],
+    return baseline(
+        model=case.model, batch_size=1, size=case.size, precision=case.precision, seed=case.seed,
+        optimizer=case.optimizer, device_ids=case.device_ids[:1],
         device_kind="cuda" if case.device_kind == "cuda" else "cpu",
     )  # fmt: skip
 
 
 def normalise(case: Case, *, weak_batches: Sequence[int] = ()) -> Case:
-    """Bring equal cases to one form: a single device has one device, only `dp` has a schedule."""
-    if case.strategy in SINGLE and case.devices > 1:
+    """Bring equal cases to one form: a strategy of one device has one, and only the engine has a schedule."""
+    if case.traits.one_device and case.devices > 1:
         # in weak scaling the one device's share is the work of reference
         batch = case.batch_size // case.devices if weak_batches else case.batch_size
         case = replace(case, devices=1, batch_size=batch)
     if case.devices == 1 and case.placement == "colocated":
         case = replace(case, placement="spread")
-    return case if case.strategy == "dp" else replace(case, schedule="")
+    return case if case.traits.scheduled else replace(case, schedule="")
 
 
 def side_by_side(cases: Sequence[Case]) -> list[tuple[Case, ...]]:
@@ -127,7 +133,7 @@ def side_by_side(cases: Sequence[Case]) -> list[tuple[Case, ...]]:
     """
     groups: dict[tuple[object, ...], list[Case]] = {}
     for case in cases:
-        alone = case if case.strategy in OWN_PROCESSES else None
+        apart = case if case.traits.alone else None
         where = (
             case.model.partition(":")[0],
             case.size,
@@ -136,7 +142,7 @@ def side_by_side(cases: Sequence[Case]) -> list[tuple[Case, ...]]:
             case.device_kind,
             case.device_ids,
         )
-        groups.setdefault((*where, alone), []).append(case)
+        groups.setdefault((*where, apart), []).append(case)
     return [tuple(group) for group in groups.values()]
 
 

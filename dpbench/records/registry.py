@@ -1,18 +1,32 @@
-"""Find plugs by name: the name of a file in a folder is the name of the plug."""
+"""The registry: find plugs (models, strategies, samplers) by name.
+
+A plug is a file of a package of dpbench; its name is the file's name. A strategy may also come from outside: from a
+file (`file.py:name`), from an importable module (`package.module:name`), or from an installed distribution that has an
+entry point in the group `dpbench.strategies`.
+"""
 
 from __future__ import annotations
 
 import difflib
 import importlib
 import importlib.machinery
+import importlib.util
 import pkgutil
 import sys
+from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
-from types import ModuleType
+from typing import Any
+
+from dpbench.records.traits import Role, Traits
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = {"models": "models", "strategies": "strategies", "samplers": "hardware.samplers"}
 """The package under `dpbench` in which each kind of plug lies."""
+GROUP = "dpbench.strategies"
+"""The group of entry points that name strategies."""
+STRATEGY = "STRATEGY"
+"""The name of the strategy in a file of dpbench's own package."""
 
 
 def folder_of(kind: str) -> Path:
@@ -21,33 +35,131 @@ def folder_of(kind: str) -> Path:
 
 
 def names(kind: str) -> list[str]:
-    """Return the names of all plugs of a kind, sorted. Files whose names begin with `_` are not plugs."""
+    """Return the names of all installed plugs of a kind, sorted. Files whose names begin with `_` are not plugs."""
+    return sorted({*own(kind), *(_installed() if kind == "strategies" else ())})
+
+
+def own(kind: str) -> list[str]:
+    """Return the names of dpbench's own plugs of a kind, sorted."""
     return sorted(m.name for m in pkgutil.iter_modules([str(folder_of(kind))]) if not m.name.startswith("_"))
 
 
-def load(kind: str, name: str) -> ModuleType:
+def load(kind: str, name: str) -> Any:
     """Import the plug `name` of a kind. An unknown name raises LookupError, which lists the known names."""
     check(kind, name)
     return importlib.import_module(f"dpbench.{PACKAGES[kind]}.{name}")
 
 
 def check(kind: str, name: str) -> None:
-    """Raise LookupError unless `name` is a plug of a kind. Nothing is imported."""
+    """Raise LookupError unless `name` is a plug of a kind. No module of a plug is imported, except of outside ones."""
+    if kind == "strategies" and ":" in name:
+        strategy(name)
+        return
     known = names(kind)
     if name not in known:
         singular = kind[:-3] + "y" if kind.endswith("ies") else kind[:-1]
         raise LookupError(unknown(singular, name, known))
 
 
+def strategy(name: str) -> Any:
+    """Return the strategy that a case calls `name`: an object as `dpbench.strategies.Strategy` describes it.
+
+    Raises LookupError when there is no such strategy, and TypeError when the object is not one.
+    """
+    if ":" not in name:
+        check("strategies", name)
+    found = _outside(name) if ":" in name else _named(name)
+    missing = [part for part, there in _parts(found) if not there]
+    if missing:
+        raise TypeError(
+            f"strategy {name}: {type(found).__name__} has no {' and no '.join(missing)}; subclass "
+            "dpbench.strategies.Strategy and name an instance of the class"
+        )
+    return found
+
+
+def _parts(found: Any) -> list[tuple[str, bool]]:
+    return [
+        ("attribute `traits` of type Traits", isinstance(getattr(found, "traits", None), Traits)),
+        ("method start(case, model, devices, mark)", callable(getattr(found, "start", None))),
+    ]
+
+
+def _named(name: str) -> Any:
+    if (folder_of("strategies") / f"{name}.py").exists():
+        return getattr(importlib.import_module(f"dpbench.{PACKAGES['strategies']}.{name}"), STRATEGY)
+    return _installed()[name].load()
+
+
+@lru_cache(maxsize=1)
+def _installed() -> dict[str, Any]:
+    """Return the entry points of installed strategies by name."""
+    from importlib.metadata import entry_points  # loaded late: it costs every command 30 ms
+
+    return {one.name: one for one in entry_points(group=GROUP)}
+
+
+@lru_cache(maxsize=64)
+def _outside(name: str) -> Any:
+    """Return an object of the user's: `file.py:name`, or `package.module:name` from here or Python's path."""
+    place, _, attribute = name.rpartition(":")
+    here = str(Path.cwd())
+    try:
+        if place.endswith(".py"):
+            module = _executed(Path(place))
+        else:
+            if here not in sys.path:
+                sys.path.insert(0, here)
+            module = importlib.import_module(place)
+    except (ImportError, OSError) as error:
+        raise LookupError(f"strategy {name}: cannot import {place} in {here}: {error}") from error
+    found = getattr(module, attribute, None)
+    if found is None:
+        raise LookupError(f"strategy {name}: {place} has no {attribute!r}; it is meant as file.py:name")
+    return found
+
+
+def _executed(path: Path) -> Any:
+    """Return the module of a file, executed once under a name of its own."""
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    spec = importlib.util.spec_from_file_location(f"dpbench_strategy_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@lru_cache(maxsize=256)
+def traits(name: str) -> Traits:
+    """Return the traits of a strategy; those of an unknown one for a name that cannot be loaded.
+
+    Records of strategies that are no longer installed carry their traits: see `Case.traits`.
+    """
+    try:
+        declared: Traits = strategy(name).traits
+    except (LookupError, TypeError):
+        return Traits(strategy=name)
+    return replace(declared, strategy=name)
+
+
+@lru_cache(maxsize=8)
+def of_role(role: Role) -> str:
+    """Return the name of dpbench's own strategy that has a role."""
+    return next(name for name in own("strategies") if traits(name).role is role)
+
+
 def check_module(name: str) -> None:
-    """Raise LookupError unless the module of `package.module:object` can be found, without importing anything."""
+    """Raise LookupError unless the module of `package.module:object` can be found. No module is imported."""
     top, here = name.partition(":")[0].partition(".")[0], str(Path.cwd())
     if importlib.machinery.PathFinder.find_spec(top, [here, *sys.path]) is None:
         raise LookupError(f"--model {name}: there is no module {top!r} in {here} or on Python's path")
 
 
 def unknown(kind: str, name: str, known: list[str]) -> str:
-    """Say that a name is unknown, which ones are known, and which was probably meant."""
+    """Return a message that a name is unknown, which names are known, and which of them is the closest."""
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"unknown {kind} {name!r}; known: {', '.join(known)}{hint}"

@@ -104,16 +104,23 @@ class Schedule:
         """
         return not any(getattr(self, switch) == position for switch, position in TOLERANCE)
 
-    def missing(self, *conditions: str) -> list[str]:
-        """Return what the schedule needs and neither has nor finds among `conditions` (TRAIN_STEP, CUDA)."""
+    def needs(self, *conditions: str) -> list[tuple[str, str]]:
+        """Return pairs (`switch=position`, need) of needs that neither the schedule nor `conditions` meet.
+
+        `conditions` are TRAIN_STEP and CUDA.
+        """
         found = []
         for switch, position, need in RULES:
             other, _, wanted = need.partition("=")
             if getattr(self, switch) == position and not (
                 getattr(self, other) == wanted if wanted else need in conditions
             ):
-                found.append(f"{switch}={position} needs {need}")
+                found.append((f"{switch}={position}", need))
         return found
+
+    def missing(self, *conditions: str) -> list[str]:
+        """Return the needs that are not met under `conditions`, as text."""
+        return [f"{turned} needs {need}" for turned, need in self.needs(*conditions)]
 
     def check(self, *conditions: str) -> Schedule:
         """Return the schedule; raise ValueError naming each condition that it misses."""

@@ -29,15 +29,15 @@ def withheld(estimates: Iterable[Estimate | None]) -> str:
 
 def strategy(case: Case) -> str:
     """Name a strategy with its schedule."""
-    if case.strategy == "single_all_cores":
+    if case.traits.all_cores:
         return "single, all cores"
     return f"{case.strategy}[{short(case.schedule)}]" if case.schedule else case.strategy
 
 
 def setting(case: Case) -> list[str]:
     """Name what a model was run with: its size, and all that is not the default."""
-    extra = [getattr(case, name) for name in ("precision", "mode", "optimizer")]
-    usual = [getattr(_PLAIN, name) for name in ("precision", "mode", "optimizer")]
+    extra = [getattr(case, name) for name in ("precision", "optimizer")]
+    usual = [getattr(_PLAIN, name) for name in ("precision", "optimizer")]
     bound = [f"within {words.size(case.device_memory_bytes)}"] if case.device_memory_bytes else []
     return [case.size, *(value for value, default in zip(extra, usual, strict=True) if value != default), *bound]
 

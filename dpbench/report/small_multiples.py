@@ -8,12 +8,12 @@ from itertools import pairwise
 
 from dpbench.analysis.summary import Row
 from dpbench.records import Case, plan, words
+from dpbench.records.traits import Role
 from dpbench.report import naming
 
 PANELS = 12
 """Panels of one section; what is beyond stands in the table alone."""
-_ORDER = ("single", "single_all_cores", "torch_dp", "dp", "ddp")
-_SETTING = ("model", "size", "precision", "mode", "optimizer", "device_kind")
+_SETTING = ("model", "size", "precision", "optimizer", "device_kind")
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ def order(rows: Iterable[Row]) -> list[Row]:
 
 def rank(case: Case) -> tuple[Hashable, ...]:
     """Return a case's place among those of equal work: baselines, DataParallel, the engine, DDP, others."""
-    known = _ORDER.index(case.strategy) if case.strategy in _ORDER else len(_ORDER)
-    return (known, case.strategy, plan.place(case.schedule), case.placement, case.options, case.seed)
+    role = [*Role].index(case.traits.role)
+    return (role, case.strategy, plan.place(case.schedule), case.placement, case.options, case.seed)
 
 
 def setting(case: Case) -> tuple[str, ...]:
@@ -98,7 +98,7 @@ def named(group: Sequence[Row]) -> tuple[str, ...]:
 
 def _name(row: Row, differ: set[str], common: set[str]) -> str:
     case = row.case
-    count = "" if case.strategy in _ORDER[:2] else f" ×{case.devices}"
+    count = "" if case.traits.one_device else f" ×{case.devices}"
     parts = [f"{naming.strategy(case)}{count}"]
     if "batch_size" in differ:
         parts.append(f"batch {case.batch_size}")

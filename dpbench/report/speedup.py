@@ -14,16 +14,15 @@ from matplotlib.ticker import MaxNLocator
 from dpbench.analysis.summary import Row
 from dpbench.records import Case, shown
 from dpbench.records.estimate import Estimate
+from dpbench.records.traits import Role
 from dpbench.report import naming, small_multiples, svg
 from dpbench.report.svg import Panel, Section
 
 LINES = 8
 """Lines of one panel."""
-MARKERS = {"torch_dp": "^", "dp": "o", "ddp": "s"}
+MARKERS = {Role.WRAPPER: "^", Role.ENGINE: "o", Role.CONTROL: "s"}
 MORE_MARKERS = ("P", "X", "v", "<", ">", "p", "h")
 DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
-LEVEL = "single_all_cores"
-"""The strategy that is drawn as a level: what one device gives without any data parallelism."""
 
 Points = Sequence[tuple[Row, Estimate]]
 
@@ -31,8 +30,8 @@ Points = Sequence[tuple[Row, Estimate]]
 def section(rows: Sequence[Row]) -> Section:
     """Draw speed-up over devices, a panel per model and amount of work."""
     drawn = _both_ways([row for row in rows if naming.drawable(row.speedup)])
-    levels = [row for row in drawn if row.case.strategy == LEVEL]
-    lines = [row for row in drawn if row.case.strategy != LEVEL] or levels
+    levels = [row for row in drawn if row.case.traits.all_cores]
+    lines = [row for row in drawn if not row.case.traits.all_cores] or levels
     panels, left_out = small_multiples.split(lines, per=LINES, key=_work, unit=_identity)
     left_out = " ".join(filter(None, (left_out, naming.withheld(row.speedup for row in rows))))
     missing = "" if panels or left_out else "No case could be compared with the strategy single at equal work."
@@ -93,7 +92,7 @@ def _panel(facet: small_multiples.Facet, levels: Sequence[Row], key: str) -> Pan
     for position, line in enumerate(lines.values()):
         nth = next(numbers.setdefault(line[0][0].case.strategy, count()))
         shift = (position - (len(lines) - 1) / 2) * 0.012 * most
-        keys.append(_level(axes, line) if line[0][0].case.strategy == LEVEL else _line(axes, line, nth, shift))
+        keys.append(_level(axes, line) if line[0][0].case.traits.all_cores else _line(axes, line, nth, shift))
     svg.legend(figure, keys, 1)
     scaling, batch = _work(facet.rows[0])
     work = f"Weak scaling: batch {batch} per device" if scaling == "weak" else f"Strong scaling: global batch {batch}"
@@ -113,7 +112,7 @@ def _frame(most: int, top: float, lines: int) -> tuple[Figure, Axes, list[Line2D
     svg.amounts(axes.yaxis, 6)
     axes.grid()
     (ideal,) = axes.plot([1, most], [1, most], ":", color=svg.MUTED, linewidth=1.6, label=f"ideal: {most}× on {most}")
-    (base,) = axes.plot([1], [1], "D", color=svg.ROLES["single"], markersize=5.5, label="single: the baseline, 1×")
+    (base,) = axes.plot([1], [1], "D", color=svg.ROLES[Role.BASELINE], markersize=5.5, label="single: the baseline, 1×")
     return figure, axes, [ideal, base]
 
 
@@ -128,7 +127,7 @@ def _name(case: Case, labels: Iterable[str], value: str) -> str:
 def _level(axes: Axes, line: Points) -> Line2D:
     """Draw a horizontal line of reference over its interval."""
     row, last = line[-1]
-    colour = svg.ROLES[LEVEL]
+    colour = svg.ROLES[Role.ALL_CORES]
     axes.axhspan(last.low, last.high, color=colour, alpha=0.15, linewidth=0)
     label = _name(row.case, row.labels, shown.times(last))
     return axes.axhline(last.value, color=colour, linewidth=1.6, dashes=(8, 3), label=label)
@@ -137,7 +136,7 @@ def _level(axes: Axes, line: Points) -> Line2D:
 def _line(axes: Axes, line: Points, nth: int, shift: float) -> Line2D:
     """Draw one strategy; `nth` of its schedules, moved aside by `shift` so that intervals can be told apart."""
     row, last = line[-1]
-    first = MARKERS.get(row.case.strategy, "P")
+    first = MARKERS.get(row.case.traits.role, "P")
     look = {
         "color": svg.colour(row.case), "marker": MORE_MARKERS[nth % len(MORE_MARKERS)] if nth else first,
         "markersize": 6, "linestyle": DASHES[nth % len(DASHES)], "linewidth": 1.8,

@@ -23,6 +23,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from dpbench.records import Case, words
+from dpbench.records.traits import Role
 from dpbench.report import naming
 from dpbench.report.table import Table
 
@@ -32,7 +33,10 @@ TEXT, SMALL = 12.5, 11.0
 COLUMNS = 54
 """Letters of a line across a panel, in the widest usual sans-serif."""
 FOREGROUND, GRID, MUTED, BACKGROUND = "#010203", "#010204", "#010205", "#010206"
-ROLES = {"single": "#020301", "single_all_cores": "#020302", "torch_dp": "#020303", "dp": "#020304", "ddp": "#020305"}
+ROLES = {
+    Role.BASELINE: "#020301", Role.ALL_CORES: "#020302", Role.WRAPPER: "#020303", Role.ENGINE: "#020304",
+    Role.CONTROL: "#020305",
+}  # fmt: skip
 GAIN, LOSS = "#020308", "#020309"
 OTHERS = ("#020306", "#020307")
 VARIABLES = {
@@ -78,7 +82,7 @@ class Section:
 
 def colour(case: Case) -> str:
     """Return a strategy's colour, the same in every panel."""
-    return ROLES.get(case.strategy) or OTHERS[sum(map(ord, case.strategy)) % len(OTHERS)]
+    return ROLES.get(case.traits.role) or OTHERS[sum(map(ord, case.strategy)) % len(OTHERS)]
 
 
 @contextmanager

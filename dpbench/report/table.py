@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from dpbench.analysis.summary import Row, frame
 from dpbench.records import Case, Fault, Phase, Source, Status, Trial, plan, shown, strictjson, words
 from dpbench.records.estimate import Estimate
+from dpbench.records.traits import Role
 from dpbench.report import naming, small_multiples
 
 COLUMNS = (
@@ -97,7 +98,7 @@ def _speedup(row: Row) -> Cell:
     if row.case.options == plan.LIMIT:
         return Cell("", "limit")
     if row.speedup is None:
-        return Cell("1×", "baseline", "1") if row.case.strategy == "single" and row.step else Cell("")
+        return Cell("1×", "baseline", "1") if row.case.traits.role is Role.BASELINE and row.step else Cell("")
     cell = _estimate(row.speedup, unit="×")
     return Cell(cell.text, f"{cell.small} {row.scaling}", cell.sort)
 

@@ -14,6 +14,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from dpbench.analysis.summary import Row
 from dpbench.records import Case, Source, Trial, shown, words
 from dpbench.records.estimate import Estimate
+from dpbench.records.traits import Role
 from dpbench.report import naming, small_multiples, svg
 from dpbench.report.svg import Panel, Section
 
@@ -48,13 +49,14 @@ def _busy(facet: small_multiples.Facet, key: str) -> Panel:
     values = [shown.times(row.imbalance) if row.imbalance else "" for row in facet.rows]
     figure, axes, tops = svg.lanes(facet.names, values, [46] * len(values), keys=2)
     for row, top in zip(facet.rows, tops, strict=True):
-        _dumbbell(axes, {d: s * 1e3 for d, s in row.busy.items()}, top + 24, "D", svg.ROLES["dp"])
+        _dumbbell(axes, {d: s * 1e3 for d, s in row.busy.items()}, top + 24, "D", svg.ROLES[Role.ENGINE])
         _dumbbell(axes, {d: s * 1e3 for d, s in row.occupied.items()}, top + 37, "s", svg.MUTED)
     most = max(max([*row.busy.values(), *row.occupied.values()]) for row in facet.rows) * 1e3
     axes.set(xlim=(0, most * 1.04 or 1), xlabel="milliseconds of one step")
     svg.amounts(axes.xaxis)
     keys = [
-        _mark("D", svg.ROLES["dp"], True, "device 0, busy"), _mark("D", svg.ROLES["dp"], False, "others, busy"),
+        _mark("D", svg.ROLES[Role.ENGINE], True, "device 0, busy"),
+        _mark("D", svg.ROLES[Role.ENGINE], False, "others, busy"),
         _mark("s", svg.MUTED, True, "device 0, occupied"), _mark("s", svg.MUTED, False, "others, occupied"),
     ]  # fmt: skip
     svg.legend(figure, keys, 2)
@@ -73,10 +75,11 @@ def _memory(facet: small_multiples.Facet, key: str) -> Panel:
     most = max(max(row.memory.values()) for row in facet.rows)
     unit, scale = words.binary(most)
     for row, top in zip(facet.rows, tops, strict=True):
-        _dumbbell(axes, {d: size / scale for d, size in row.memory.items()}, top + 24, "D", svg.ROLES["ddp"])
+        _dumbbell(axes, {d: size / scale for d, size in row.memory.items()}, top + 24, "D", svg.ROLES[Role.CONTROL])
     axes.set(xlim=(0, most / scale * 1.04 or 1), xlabel=f"peak memory, {unit}")
     svg.amounts(axes.xaxis)
-    svg.legend(figure, [_mark("D", svg.ROLES["ddp"], f, n) for f, n in ((True, "device 0"), (False, "others"))], 2)
+    colour = svg.ROLES[Role.CONTROL]
+    svg.legend(figure, [_mark("D", colour, full, name) for full, name in ((True, "device 0"), (False, "others"))], 2)
     said = "; ".join(f"{name}: {value}" for name, value in zip(facet.names, values, strict=True))
     drawing = svg.render(figure, key=key, title=f"Peak memory of device 0: {facet.title}", description=said)
     sources = ", ".join(sorted({row.memory_source for row in facet.rows if row.memory_source}))
@@ -136,7 +139,7 @@ def _steps(facet: small_multiples.Facet, series: Mapping[Case, Sequence[Trial]],
 
 def _interval(axes: Axes, step: Estimate, top: float, bottom: float) -> None:
     """Draw the median as a line over the band of its interval."""
-    colour = svg.ROLES["torch_dp"]
+    colour = svg.ROLES[Role.WRAPPER]
     axes.fill_betweenx([top, bottom], step.low * 1e3, step.high * 1e3, color=colour, alpha=0.35, linewidth=0)
     axes.plot([step.value * 1e3] * 2, [top, bottom], color=colour, linewidth=1.6)
 
@@ -184,7 +187,7 @@ def _round(axes: Axes, trial: Trial, y: float, low: float, high: float) -> None:
 def _step_keys() -> list[Line2D]:
     return [
         Line2D([], [], linestyle="", marker="|", color=svg.FOREGROUND, markersize=8, label="step"),
-        Line2D([], [], color=svg.ROLES["torch_dp"], linewidth=2, label="median"),
+        Line2D([], [], color=svg.ROLES[Role.WRAPPER], linewidth=2, label="median"),
         Line2D(
             [], [], linestyle="", marker="o", color=svg.MUTED, markerfacecolor="none", markersize=4.5, label="warm-up"
         ),

@@ -11,6 +11,7 @@ from matplotlib.patches import Patch
 
 from dpbench.analysis.ladder import Change, Ladder, Rung
 from dpbench.records import shown, words
+from dpbench.records.traits import Role
 from dpbench.report import naming, rungs, small_multiples, svg
 from dpbench.report.svg import Panel, Section
 
@@ -90,8 +91,8 @@ def _rivals(ladder: Ladder) -> list[tuple[str, float, dict[str, Any]]]:
     """Return the lines of reference as name, milliseconds and look; what is far beyond the rungs is left out."""
     slowest = max((rung.step.value for rung in ladder.rungs if not rung.step.doubt), default=0.0)
     looks = (
-        ("ddp", ladder.ddp, {"color": svg.ROLES["ddp"], "linestyle": (0, (5, 2))}),
-        ("limit", ladder.limit, {"color": svg.ROLES["single"], "linestyle": (0, (1.5, 1.5))}),
+        ("ddp", ladder.ddp, {"color": svg.ROLES[Role.CONTROL], "linestyle": (0, (5, 2))}),
+        ("limit", ladder.limit, {"color": svg.ROLES[Role.BASELINE], "linestyle": (0, (1.5, 1.5))}),
     )
     return [
         (name, row.step.value * 1e3, {**look, "linewidth": 1.6})

@@ -1,33 +1,97 @@
-"""Strategies: ways to train on several devices, one file each.
+"""Strategies: ways to train on one or several devices, one file each.
 
-    start(case, model, devices, mark) -> context manager yielding step(inputs, target) -> loss
-    tasks(case, profile) -> list[Task]      the same step as a graph of work, for the predictor
-
-and, where the defaults do not fit:
-
-    skip(case) -> str                       why this strategy cannot run the case; "" when it can
-    backend(case) -> str                    torch's name of the process group's backend, if each device has a rank
-    threads(case) -> int                    intra-op threads of each process on the CPU (default 1)
-    compares_buffers(case) -> bool          whether verification compares buffers too (default True)
-    SHARED_STREAM = True                    colocated replicas use one stream
-
-A step that has a method `observe()` is asked after each call, off the clock, for spans that only the library's own
-timers know: a list of (phase, device, start_s, end_s).
+A strategy is an instance of a subclass of `Strategy`. Plans, verification, reports and predictions ask it, and its
+traits, for everything that they depend on: no other package knows a strategy by name. A strategy from outside is run as
+`--strategies file.py:name`, or under the name of an entry point in the group `dpbench.strategies`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from dpbench.records import Case, Phase, Profile, Task
+from dpbench.hardware.device import Device
+from dpbench.records import Case, Mark, Profile, Task, registry
+from dpbench.records.moves import Move, Shapes
+from dpbench.records.traits import Parallelism, Reduction, Role, Traits
 
 if TYPE_CHECKING:  # the predictor asks for tasks, and loads no torch
     import torch
     from torch import nn
 
+    from dpbench.models import Model
+
+__all__ = [
+    "Strategy", "Step", "Traits", "Role", "Parallelism", "Reduction", "Unpredictable", "load", "optimizer_of",
+    "precision_of",
+]  # fmt: skip
+
 Step = Callable[[Any, Any], "torch.Tensor"]
+"""One training step: (inputs, target) -> the loss, a tensor without dimensions.
+
+A step with a method `observe()` is asked after each call, outside of the timed step, for spans that only the library's
+own timers know: a list of (phase, device, start_s, end_s).
+"""
+
+
+class Unpredictable(ValueError):
+    """A strategy does not describe its step as tasks, so that no prediction can be made of it."""
+
+
+class Strategy(Protocol):
+    """One way to train. Subclasses set `traits` and `start`; the other methods have defaults."""
+
+    traits: Traits = Traits()
+
+    def start(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> AbstractContextManager[Step]:
+        """Return a context manager that yields the training step of a case.
+
+        `devices` are the case's devices; a rank gets its own device only. The step enters `mark(phase, index)` around
+        each phase that it runs on a device. On exit the model's module holds the trained weights.
+        """
+        ...
+
+    def skip(self, case: Case) -> str:
+        """Return the reason why this strategy cannot run a case; an empty string when it can."""
+        if self.traits.needs_accelerator and case.device_kind != "cuda":
+            return f"{case.strategy} needs an accelerator, not {case.device_kind} devices"
+        if self.traits.ranks and case.device_kind == "emulated":
+            return f"{case.strategy} runs one process a rank, and emulated devices live in one process"
+        return ""
+
+    def backend(self, case: Case) -> str:
+        """Return torch's name of the backend with which ranks communicate."""
+        return rank_backend(case)
+
+    def compares_buffers(self, case: Case) -> bool:
+        """Return whether verification compares buffers as well as gradients."""
+        return True
+
+    def tasks(self, case: Case, profile: Profile) -> list[Task]:
+        """Return one step as a graph of work, for the predictor. Raises Unpredictable when it is not described."""
+        raise Unpredictable(f"the strategy {case.strategy} does not describe its step as tasks: measure it instead")
+
+    def one_rank(self, case: Case, profile: Profile) -> list[Task]:
+        """Return the tasks of one rank that stands for all others, for predictions of many ranks."""
+        return self.tasks(case, profile)
+
+    def moves(self, case: Case, shapes: Shapes) -> Iterable[Move]:
+        """Return the bytes that one step moves between devices; none when they are not known."""
+        return ()
+
+
+def load(name: str) -> Strategy:
+    """Return the strategy that a case calls `name`; LookupError or TypeError as `registry.strategy` raises them."""
+    found: Strategy = registry.strategy(name)
+    return found
+
+
+def rank_backend(case: Case) -> str:
+    """Return the backend for the ranks of a case: NCCL between distinct GPUs, gloo otherwise."""
+    # NCCL refuses two ranks on one GPU; gloo reduces through the host, which colocated ranks can do
+    spread = case.device_kind == "cuda" and case.placement == "spread"
+    return "cpu:gloo,cuda:nccl" if spread else "gloo"
 
 
 def _sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -43,8 +107,6 @@ def _adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {"sgd": _sgd, "adam": _adam}
-PASSES = {"sgd": 5, "adam": 7}
-"""How often an optimizer's step reads or writes as many bytes as the parameters have: weight, gradient and state."""
 
 
 def optimizer_of(case: Case) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
@@ -55,70 +117,9 @@ def optimizer_of(case: Case) -> Callable[[Iterable[nn.Parameter]], torch.optim.O
 
 
 def precision_of(case: Case) -> AbstractContextManager[Any]:
-    """Return the autocast region that the case's forward runs in."""
+    """Return the autocast region in which the case's forward runs."""
     if case.precision == "fp32":
         return nullcontext()
     import torch
 
     return torch.autocast(case.device_kind, dtype=torch.bfloat16)
-
-
-class Graph:
-    """A list of tasks in the making."""
-
-    def __init__(self) -> None:
-        self.tasks: list[Task] = []
-
-    def add(
-        self, phase: Phase, device: int, resource: str, amount: float, unit: str,
-        after: Iterable[int] = (), overlap: Iterable[int] = (),
-    ) -> int:  # fmt: skip
-        """Append a task and return its index."""
-        self.tasks.append(Task(phase, device, resource, amount, unit, tuple(after), tuple(overlap)))
-        return len(self.tasks) - 1
-
-    def launch(
-        self, phase: Phase, device: int, host: str, launches: float, kernels: tuple[float, str],
-        after: Iterable[int] = (), overlap: Iterable[int] = (),
-    ) -> int:  # fmt: skip
-        """Append what the host hands to a device, and the kernels that run beside it and end with it or later."""
-        before = tuple(after)
-        handed = self.add(phase, device, host, launches, "launches", before, overlap)
-        amount, unit = kernels
-        return self.add(phase, device, f"device:{device}", amount, unit, before, [handed])
-
-    def each(
-        self, phase: Phase, devices: Sequence[int], collective: str, amount: float,
-        after: Callable[[int], Iterable[int]], overlap: Callable[[int], Iterable[int]] = lambda i: (),
-    ) -> list[int]:  # fmt: skip
-        """Append one collective, a task for each device."""
-        return [self.add(phase, i, collective, amount, "bytes", after(i), overlap(i)) for i in devices]
-
-    def update(
-        self, case: Case, profile: Profile, device: int, host: str, after: Iterable[int],
-        *, flat: bool = False, share: float = 1.0,
-    ) -> int:  # fmt: skip
-        """Append the optimizer: it reads gradients and state, and rewrites the weights."""
-        launches = 1 if flat else profile.parameter_tensors
-        moved = PASSES.get(case.optimizer, 5) * profile.parameter_bytes * share
-        return self.launch(Phase.OPTIMIZER, device, host, launches * share, (moved, "bytes"), after)
-
-
-FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20
-"""What torch's DistributedDataParallel reduces first, and from then on, in one message."""
-
-
-def buckets(profile: Profile, first: int = FIRST_BUCKET_BYTES, limit: int = BUCKET_BYTES) -> list[float]:
-    """Return the bytes of each bucket of gradients, in the order in which backward fills them.
-
-    As torch assigns them: a bucket is closed by the tensor with which it reaches its limit.
-    """
-    count = max(1, profile.parameter_tensors)
-    sizes = profile.gradient_bytes or (profile.parameter_bytes / count,) * count
-    found, full = [0.0], first
-    for size in sizes:
-        if found[-1] >= full:
-            found.append(0.0)
-            full = limit
-        found[-1] += size
-    return found

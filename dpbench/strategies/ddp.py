@@ -10,13 +10,15 @@ contains them.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from dpbench.hardware.device import Device
 from dpbench.records import Case, Mark, Phase, Profile, Task
-from dpbench.strategies import Graph, buckets, optimizer_of, precision_of
+from dpbench.records.moves import Move, Shapes
+from dpbench.strategies import Parallelism, Reduction, Role, Strategy, Traits, _moves, optimizer_of, precision_of
+from dpbench.strategies._tasks import Graph, buckets
 from dpbench.strategies.single import put_all
 
 if TYPE_CHECKING:
@@ -24,23 +26,36 @@ if TYPE_CHECKING:
 
     from dpbench.models import Model
 
-SHARED_STREAM = True  # every rank has a process, and so a stream, of its own
 
+class DistributedDataParallel(Strategy):
+    """torch.nn.parallel.DistributedDataParallel in one rank per device."""
 
-def skip(case: Case) -> str:
-    """Refuse emulated devices: they live in one process."""
-    return (
-        "ddp runs one process a rank, and emulated devices live in one process"
-        if case.device_kind == "emulated"
-        else ""
+    traits = Traits(
+        parallelism=Parallelism.RANKS, reduction=Reduction.OVERLAPPED, role=Role.CONTROL, shared_stream=True
     )
 
+    @contextmanager
+    def start(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[_Step]:
+        """Yield this rank's step; `devices` holds the rank's own device only."""
+        yield _Step(case, model, devices[0], mark)
 
-def backend(case: Case) -> str:
-    """Return torch's name of the backend with which the ranks exchange gradients."""
-    # NCCL refuses two ranks on one GPU; gloo reduces through the host, which colocated ranks can do
-    spread = case.device_kind == "cuda" and case.placement == "spread"
-    return "cpu:gloo,cuda:nccl" if spread else "gloo"
+    def tasks(self, case: Case, profile: Profile) -> list[Task]:
+        """Return the tasks of all ranks, with each bucket reduced as soon as backward has filled it."""
+        return _tasks(case, profile, range(len(case.rows)))
+
+    def one_rank(self, case: Case, profile: Profile) -> list[Task]:
+        """Return the tasks of rank 0 and its part of the collectives."""
+        return _tasks(case, profile, [0])
+
+    def moves(self, case: Case, shapes: Shapes) -> Iterable[Move]:
+        """Yield each rank's rows, rank 0's buffers inside the forward, and a ring over the gradients."""
+        yield from _moves.batch(case, shapes, local=True)
+        count = len(case.rows)
+        for rank in range(1, count):
+            yield Move(Phase.FORWARD, 0, rank, shapes.buffer_bytes)
+        for rank in range(count if count > 1 else 0):
+            ring = 2 * (count - 1) / count * shapes.trainable_bytes
+            yield Move(Phase.REDUCE, rank, (rank + 1) % count, ring)
 
 
 class _Step:
@@ -106,31 +121,18 @@ class _Step:
         return [(Phase.REDUCE, self._device.index, start_s, self._returned_s)] if compute_end_ns else []
 
 
-@contextmanager
-def start(case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[_Step]:
-    """Yield this rank's step; `devices` is the rank's own device alone."""
-    yield _Step(case, model, devices[0], mark)
-
-
-def tasks(case: Case, profile: Profile, ranks: Sequence[int] = ()) -> list[Task]:
-    """Return each rank's chain, or that of `ranks` alone, and the buckets that are reduced beside backward.
-
-    The option `overlap=off` stands for training loops that reduce when backward has ended.
-    """
-    graph, rows = Graph(), case.rows
-    found = {i: _Rank(graph, case, profile, i) for i in ranks or range(len(rows))}
-    pieces = buckets(profile) if len(rows) > 1 else [float(profile.parameter_bytes)]
-    late = dict(case.options).get("overlap") == "off"
+def _tasks(case: Case, profile: Profile, ranks: Iterable[int]) -> list[Task]:
+    graph = Graph()
+    found = {i: _Rank(graph, case, profile, i) for i in ranks}
+    pieces = buckets(profile) if len(case.rows) > 1 else [float(profile.parameter_bytes)]
     ready = {i: rank.backward(len(pieces)) for i, rank in found.items()}
     reduced: dict[int, list[int]] = {i: [] for i in found}
     for number, size in enumerate(pieces):
         for i in found:
-            filled = ready[i][-1 if late else number]
             # beside backward, whose span in a trace contains the hidden part
             beside = graph.tasks[ready[i][-1]].overlap if number == len(pieces) - 1 else ()
-            reduced[i] = [
-                graph.add(Phase.REDUCE, i, f"all_reduce:{number}", size, "bytes", [*reduced[i], filled], beside)
-            ]
+            waits = [*reduced[i], ready[i][number]]
+            reduced[i] = [graph.add(Phase.REDUCE, i, f"all_reduce:{number}", size, "bytes", waits, beside)]
     for i in found:
         graph.update(case, profile, i, f"host:{i}", reduced[i])
     return graph.tasks
@@ -156,3 +158,6 @@ class _Rank:
             at = graph.launch(Phase.BACKWARD, i, self._host, profile.backward_launches / count, part, [at])
             found.append(at)
         return found
+
+
+STRATEGY = DistributedDataParallel()

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from dpbench.hardware.device import Device
 from dpbench.records import Case, Mark, Profile, Task
+from dpbench.records.moves import Move, Shapes
 from dpbench.records.schedule import FASTEST, REFERENCE, TRAIN_STEP, Schedule, best, parse
-from dpbench.strategies import Step, optimizer_of, precision_of, single
-from dpbench.strategies._chain import Chain
+from dpbench.strategies import Role, Step, Strategy, Traits, _moves, optimizer_of, precision_of, single
+from dpbench.strategies._tasks import Chain
 
 if TYPE_CHECKING:
     import torch
@@ -18,36 +19,49 @@ if TYPE_CHECKING:
     from dpbench.models import Model
 
 
-def skip(case: Case) -> str:
-    """Refuse flat storage on emulated devices."""
-    if case.device_kind == "emulated" and case.schedule not in ("", FASTEST) and parse(case.schedule).storage == "flat":
-        return "storage=flat needs CPU or CUDA devices: emulated parameters cannot be views of one buffer"
-    return ""
+class Engine(Strategy):
+    """dpbench's explicit DataParallel, on the schedule that the case names."""
 
+    traits = Traits(role=Role.ENGINE)
 
-@contextmanager
-def start(case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Step]:
-    """Yield the engine's training step on the case's schedule."""
-    from dpbench.engine.train_step import TrainStep
+    def skip(self, case: Case) -> str:
+        """Refuse flat storage on emulated devices."""
+        flat = case.schedule not in ("", FASTEST) and parse(case.schedule).storage == "flat"
+        if case.device_kind == "emulated" and flat:
+            return "storage=flat needs CPU or CUDA devices: emulated parameters cannot be views of one buffer"
+        return ""
 
-    module = model.module.to(devices[0].torch_device)
-    train_step = TrainStep(
-        module, model.loss, optimizer_of(case), list(devices), case.schedule or "reference", mark=mark
-    )
+    @contextmanager
+    def start(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Step]:
+        """Yield the engine's training step on the case's schedule."""
+        from dpbench.engine.train_step import TrainStep
 
-    def step(inputs: Any, target: Any) -> torch.Tensor:
-        with precision_of(case):
-            return train_step(inputs, target)
+        module = model.module.to(devices[0].torch_device)
+        train_step = TrainStep(
+            module, model.loss, optimizer_of(case), list(devices), case.schedule or "reference", mark=mark
+        )
 
-    with train_step:
-        yield step
+        def step(inputs: Any, target: Any) -> torch.Tensor:
+            with precision_of(case):
+                return train_step(inputs, target)
 
+        with train_step:
+            yield step
 
-def tasks(case: Case, profile: Profile) -> list[Task]:
-    """Return the schedule's tasks; `fastest` is taken for the best exact rung."""
-    return single.tasks(case, profile) if case.devices == 1 else Chain(case, profile, schedule_of(case)).tasks()
+    def tasks(self, case: Case, profile: Profile) -> list[Task]:
+        """Return the schedule's tasks; `fastest` is taken for the best exact rung."""
+        if case.devices == 1:
+            return single.STRATEGY.tasks(case, profile)
+        return Chain(case, profile, schedule_of(case)).tasks()
+
+    def moves(self, case: Case, shapes: Shapes) -> Iterable[Move]:
+        """Return the schedule's moves; none on `fastest`, which chooses its schedule while it runs."""
+        return () if case.schedule == FASTEST else _moves.scheduled(case, shapes)
 
 
 def schedule_of(case: Case) -> Schedule:
     """Return the switches of a case's schedule."""
     return best(TRAIN_STEP) if case.schedule == FASTEST else parse(case.schedule or REFERENCE)
+
+
+STRATEGY = Engine()

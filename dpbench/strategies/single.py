@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from dpbench.hardware.device import Device
-from dpbench.records import Case, Mark, Phase, Profile, Task
-from dpbench.strategies import Graph, Step, optimizer_of, precision_of
+from dpbench.records import HOST, Case, Mark, Phase, Profile, Task
+from dpbench.records.moves import Move, Shapes
+from dpbench.strategies import Parallelism, Role, Step, Strategy, Traits, optimizer_of, precision_of
+from dpbench.strategies._tasks import Graph
 
 if TYPE_CHECKING:
     import torch
@@ -16,32 +18,52 @@ if TYPE_CHECKING:
     from dpbench.models import Model
 
 
-@contextmanager
-def start(case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Step]:
-    """Yield a plain training step on the first device, written as in any tutorial."""
-    from dpbench.models import positional
+class Single(Strategy):
+    """A plain training loop on one device."""
 
-    device = devices[0]
-    module = model.module.to(device.torch_device)
-    optimizer = optimizer_of(case)(module.parameters())
+    traits = Traits(parallelism=Parallelism.NONE, role=Role.BASELINE)
 
-    def step(inputs: Any, target: Any) -> torch.Tensor:
-        with mark(Phase.OPTIMIZER, device.index):
-            optimizer.zero_grad(set_to_none=True)
-        with mark(Phase.SCATTER, device.index):
-            arguments, target = put_all(positional(inputs), device), device.put(target)
-        with precision_of(case):
-            with mark(Phase.FORWARD, device.index):
-                output = module(*arguments)
-            with mark(Phase.LOSS, device.index):
-                loss = model.loss(output, target)
-        with mark(Phase.BACKWARD, device.index):
-            loss.backward()
-        with mark(Phase.OPTIMIZER, device.index):
-            optimizer.step()
-        return loss.detach()
+    @contextmanager
+    def start(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Step]:
+        """Yield a plain training step on the first device, written as in any tutorial."""
+        from dpbench.models import positional
 
-    yield step
+        device = devices[0]
+        module = model.module.to(device.torch_device)
+        optimizer = optimizer_of(case)(module.parameters())
+
+        def step(inputs: Any, target: Any) -> torch.Tensor:
+            with mark(Phase.OPTIMIZER, device.index):
+                optimizer.zero_grad(set_to_none=True)
+            with mark(Phase.SCATTER, device.index):
+                arguments, target = put_all(positional(inputs), device), device.put(target)
+            with precision_of(case):
+                with mark(Phase.FORWARD, device.index):
+                    output = module(*arguments)
+                with mark(Phase.LOSS, device.index):
+                    loss = model.loss(output, target)
+            with mark(Phase.BACKWARD, device.index):
+                loss.backward()
+            with mark(Phase.OPTIMIZER, device.index):
+                optimizer.step()
+            return loss.detach()
+
+        yield step
+
+    def tasks(self, case: Case, profile: Profile) -> list[Task]:
+        """Return scatter, forward, loss, backward, optimizer, one after the other."""
+        graph, rows = Graph(), case.batch_size
+        forward, backward = (rows * profile.forward_flop, "flop"), (rows * profile.backward_flop, "flop")
+        at = graph.add(Phase.SCATTER, 0, "copy:host:0", rows * profile.input_bytes, "bytes")
+        at = graph.launch(Phase.FORWARD, 0, "host", profile.forward_launches, forward, [at])
+        at = graph.add(Phase.LOSS, 0, "device:0", rows * profile.output_bytes, "bytes", [at])
+        at = graph.launch(Phase.BACKWARD, 0, "host:0", profile.backward_launches, backward, [at])
+        graph.update(case, profile, 0, "host", [at])
+        return graph.tasks
+
+    def moves(self, case: Case, shapes: Shapes) -> Iterable[Move]:
+        """Yield the batch from the host to the device."""
+        yield Move(Phase.SCATTER, HOST, 0, case.batch_size * (shapes.input_bytes + shapes.target_bytes))
 
 
 def put_all(arguments: Sequence[Any], device: Device) -> list[Any]:
@@ -51,13 +73,4 @@ def put_all(arguments: Sequence[Any], device: Device) -> list[Any]:
     return [device.put(a) if isinstance(a, torch.Tensor) else a for a in arguments]
 
 
-def tasks(case: Case, profile: Profile) -> list[Task]:
-    """Return scatter, forward, loss, backward, optimizer, one after the other."""
-    graph, rows = Graph(), case.batch_size
-    forward, backward = (rows * profile.forward_flop, "flop"), (rows * profile.backward_flop, "flop")
-    at = graph.add(Phase.SCATTER, 0, "copy:host:0", rows * profile.input_bytes, "bytes")
-    at = graph.launch(Phase.FORWARD, 0, "host", profile.forward_launches, forward, [at])
-    at = graph.add(Phase.LOSS, 0, "device:0", rows * profile.output_bytes, "bytes", [at])
-    at = graph.launch(Phase.BACKWARD, 0, "host:0", profile.backward_launches, backward, [at])
-    graph.update(case, profile, 0, "host", [at])
-    return graph.tasks
+STRATEGY = Single()

@@ -6,75 +6,85 @@ add backward and reduce on both sides.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from dpbench.hardware.device import Device
 from dpbench.records import Case, Mark, Phase, Profile, Task
-from dpbench.strategies import Step, optimizer_of, precision_of, single
-from dpbench.strategies._chain import Chain
+from dpbench.records.moves import Move, Shapes
+from dpbench.strategies import Reduction, Role, Step, Strategy, Traits, _moves, optimizer_of, precision_of, single
+from dpbench.strategies._tasks import Chain
 
 if TYPE_CHECKING:
     import torch
 
     from dpbench.models import Model
 
-SHARED_STREAM = True
+
+class TorchDataParallel(Strategy):
+    """The training loop of the tutorials around torch.nn.DataParallel."""
+
+    traits = Traits(role=Role.WRAPPER, reduction=Reduction.IN_BACKWARD, needs_accelerator=True, shared_stream=True)
+
+    def skip(self, case: Case) -> str:
+        """Refuse what torch.nn.DataParallel does not do: run on the CPU, or in bf16 on several devices."""
+        if case.device_kind == "cuda" and case.precision == "bf16" and case.devices > 1:
+            return "torch.nn.DataParallel's threads do not take over autocast's dtype: bf16 would run as fp16"
+        if case.device_kind == "cuda":
+            return ""
+        if case.device_kind == "emulated":
+            return (
+                "torch.nn.DataParallel does not support emulated devices: it runs on them only under the patches of "
+                "dpbench's tests"
+            )
+        return "torch.nn.DataParallel needs an accelerator; on the CPU it passes its input through to the module"
+
+    def compares_buffers(self, case: Case) -> bool:
+        """Leave buffers out where replicas share a GPU: torch's replicas then alias them, and race."""
+        return case.placement != "colocated"
+
+    @contextmanager
+    def start(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Step]:
+        """Yield the training loop of the tutorials around torch.nn.DataParallel."""
+        from dpbench.models import positional
+        from dpbench.strategies._marked import Marked
+
+        root = devices[0]
+        model.module.to(root.torch_device)
+        wrapped = Marked(model.module, [device.torch_device.index for device in devices], mark)
+        optimizer = optimizer_of(case)(model.module.parameters())
+        used = range(len(case.rows))
+
+        def step(inputs: Any, target: Any) -> torch.Tensor:
+            with mark(Phase.OPTIMIZER, 0):
+                optimizer.zero_grad(set_to_none=True)
+            with mark(Phase.SCATTER, 0):
+                target = root.put(target)
+            with precision_of(case):
+                output = wrapped(*positional(inputs))
+                with mark(Phase.LOSS, 0):
+                    loss = model.loss(output, target)
+            with ExitStack() as stack:
+                for device in used:
+                    stack.enter_context(mark(Phase.BACKWARD, device))
+                loss.backward()
+            with mark(Phase.OPTIMIZER, 0):
+                optimizer.step()
+            return loss.detach()
+
+        yield step
+
+    def tasks(self, case: Case, profile: Profile) -> list[Task]:
+        """Return the tasks of the reference engine, whose reduction is here part of backward on device 0."""
+        if case.devices == 1:
+            return single.STRATEGY.tasks(case, profile)
+        return Chain(case, profile, threads_marked=False, reduction=Phase.BACKWARD).tasks()
+
+    def moves(self, case: Case, shapes: Shapes) -> Iterable[Move]:
+        """Yield the reference schedule's moves; torch reduces inside backward."""
+        for move in _moves.scheduled(case, shapes):
+            yield Move(Phase.BACKWARD, move.source, move.target, move.bytes) if move.phase is Phase.REDUCE else move
 
 
-def skip(case: Case) -> str:
-    """Refuse what torch.nn.DataParallel does not do: run on the CPU, or in bf16 on several devices."""
-    if case.device_kind == "cuda" and case.precision == "bf16" and case.devices > 1:
-        return "torch.nn.DataParallel's threads do not take over autocast's dtype: bf16 would run as fp16"
-    if case.device_kind == "cuda":
-        return ""
-    if case.device_kind == "emulated":
-        return (
-            "torch.nn.DataParallel knows no emulated devices: it runs on them only under the patches of dpbench's tests"
-        )
-    return "torch.nn.DataParallel needs an accelerator; on the CPU it passes its input through to the module"
-
-
-def compares_buffers(case: Case) -> bool:
-    """Leave buffers out where replicas share a GPU: torch's replicas then alias them, and race."""
-    return case.placement != "colocated"
-
-
-@contextmanager
-def start(case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Step]:
-    """Yield the training loop of the tutorials around torch.nn.DataParallel."""
-    from dpbench.models import positional
-    from dpbench.strategies._marked import Marked
-
-    root = devices[0]
-    model.module.to(root.torch_device)
-    wrapped = Marked(model.module, [device.torch_device.index for device in devices], mark)
-    optimizer = optimizer_of(case)(model.module.parameters())
-    used = range(len(case.rows))
-
-    def step(inputs: Any, target: Any) -> torch.Tensor:
-        with mark(Phase.OPTIMIZER, 0):
-            optimizer.zero_grad(set_to_none=True)
-        with mark(Phase.SCATTER, 0):
-            target = root.put(target)
-        with precision_of(case):
-            output = wrapped(*positional(inputs))
-            with mark(Phase.LOSS, 0):
-                loss = model.loss(output, target)
-        with ExitStack() as stack:
-            for device in used:
-                stack.enter_context(mark(Phase.BACKWARD, device))
-            loss.backward()
-        with mark(Phase.OPTIMIZER, 0):
-            optimizer.step()
-        return loss.detach()
-
-    yield step
-
-
-def tasks(case: Case, profile: Profile) -> list[Task]:
-    """Return the tasks of the reference engine, whose reduction is here part of backward on device 0."""
-    if case.devices == 1:
-        return single.tasks(case, profile)
-    return Chain(case, profile, threads_marked=False, reduction=Phase.BACKWARD).tasks()
+STRATEGY = TorchDataParallel()

@@ -73,7 +73,7 @@ def _finding(bench: Bench, rule: Rule, seen: Evidence) -> Finding:
 def cures(bench: Bench, rule: Rule) -> tuple[Cure, ...]:
     """Return the measured cases of the same work that hold a rule's remedy, the fastest first."""
     found = []
-    candidates = [*bench.rivals(), bench.other(strategy="single_all_cores", schedule="", devices=1)]
+    candidates = [*bench.rivals(), bench.all_cores()]
     for row in candidates:
         if row is not None and _holds(row, rule):
             ratio = stats.ratio(bench.row.series, row.series)
@@ -85,8 +85,8 @@ def cures(bench: Bench, rule: Rule) -> tuple[Cure, ...]:
 def _holds(row: Row, rule: Rule) -> bool:
     """Tell whether a case is what a rule advises; what TrainStep chose itself counts where any switch is advised."""
     case = row.case
-    if case.strategy != "dp":
-        return case.strategy in rule.strategies
+    if not case.traits.scheduled:
+        return case.traits.role in rule.roles
     if case.schedule == schedule.FASTEST or not rule.switches:
         return bool(rule.switches)
     mine = schedule.parse(case.schedule or schedule.REFERENCE)

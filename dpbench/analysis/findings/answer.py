@@ -12,6 +12,7 @@ from dpbench.analysis.summary import Row
 from dpbench.records import UNATTRIBUTED, schedule
 from dpbench.records.estimate import Estimate
 from dpbench.records.shown import doubt, times
+from dpbench.records.traits import Role
 from dpbench.records.words import NOT_ENOUGH, REMEDY, count, exact, percent, time
 
 _REMEDY = f"What would help: {REMEDY}."
@@ -129,12 +130,12 @@ def _alone(bench: Bench) -> str:
     """Say so where one device is decidedly faster than several, and than everything measured on several."""
     if bench.case.placement == "colocated" or bench.case.device_kind == "emulated":
         return ""
-    candidates = (bench.single(), bench.other(strategy="single_all_cores", schedule="", devices=1))
+    candidates = (bench.single(), bench.all_cores())
     found = _faster(bench, [row for row in candidates if row is not None])
     if not found:
         return ""
     row, ratio = found[0]
-    name = "one device" if row.case.strategy == "single" else strategy(row.case)
+    name = "one device" if row.case.traits.role is Role.BASELINE else strategy(row.case)
     several = [rival for rival in bench.rivals() if stats.verdict(stats.ratio(row.series, rival.series)) != "slower"]
     beaten = "" if several else ", and faster than everything measured on several: it is the better choice here"
     return f" Without data parallelism, {name} is {times(ratio)} as fast{beaten}."
@@ -149,7 +150,7 @@ def _faster(bench: Bench, others: Sequence[Row]) -> list[tuple[Row, Estimate]]:
 
 def _name(row: Row) -> str:
     """Name a change."""
-    if row.case.strategy != "dp":
+    if not row.case.traits.scheduled:
         return strategy(row.case)
     chosen = " (what TrainStep chooses itself)" if row.case.schedule == schedule.FASTEST else ""
     return f"the schedule {strategy(row.case)}{chosen}"

@@ -7,12 +7,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from dpbench.analysis import ledger, stats
-from dpbench.analysis.summary import Row, baseline
-from dpbench.records import HOST, Case, Phase, Source, Trial, plan, schedule
+from dpbench.analysis.summary import Row
+from dpbench.records import HOST, Case, Phase, Source, Trial, plan, registry, schedule
 from dpbench.records.estimate import Estimate
+from dpbench.records.traits import Role
 
-ENGINES = ("torch_dp", "dp")
-"""DataParallel's strategies, the one that users have first."""
 Ledger = list[dict[str, float]]
 """Seconds by phase of each timed step."""
 COMPUTE = (Phase.FORWARD.value, Phase.BACKWARD.value)
@@ -49,7 +48,7 @@ class Bench:
     @property
     def engine(self) -> bool:
         """Tell whether the subject is a DataParallel: one process, whose device 0 leads."""
-        return self.case.strategy in ENGINES
+        return self.case.traits.threads
 
     @property
     def oversubscribed(self) -> bool:
@@ -59,9 +58,9 @@ class Bench:
     @cached_property
     def schedule(self) -> schedule.Schedule | None:
         """Return the subject's switches; None where TrainStep chose them itself."""
-        if self.case.strategy == "torch_dp":
+        if self.case.traits.role is Role.WRAPPER:
             return schedule.Schedule()
-        if self.case.strategy != "dp" or self.case.schedule == schedule.FASTEST:
+        if not self.case.traits.scheduled or self.case.schedule == schedule.FASTEST:
             return None
         return schedule.parse(self.case.schedule or schedule.REFERENCE)
 
@@ -79,9 +78,13 @@ class Bench:
 
     def single(self, batch: int = 0) -> Row | None:
         """Return one device's row at a batch, by default the subject's; the ladder's limit serves as well."""
-        alone = baseline(self.case, batch or self.case.batch_size)
+        alone = plan.alone(self.case, batch or self.case.batch_size)
         found = self.rows.get(alone) or self.rows.get(replace(alone, options=plan.LIMIT))
         return found if found and found.step and found.series else None
+
+    def all_cores(self) -> Row | None:
+        """Return the row of one device with all cores at the subject's batch."""
+        return self.other(strategy=registry.of_role(Role.ALL_CORES), schedule="", devices=1)
 
     def ideal(self) -> tuple[Row, float] | None:
         """Return one device's row and what to divide it by for the step of perfect scaling.
@@ -214,4 +217,6 @@ def _setting(case: Case) -> Case:
 def _rank(row: Row) -> tuple[int, tuple[int, str]]:
     """Order what could be diagnosed: DataParallel as users have it, then its schedules, then the rest."""
     case = row.case
-    return ENGINES.index(case.strategy) if case.strategy in ENGINES else len(ENGINES), plan.place(case.schedule)
+    roles = [Role.WRAPPER, Role.ENGINE]
+    role = case.traits.role
+    return roles.index(role) if role in roles else len(roles), plan.place(case.schedule)

@@ -8,7 +8,7 @@ from dpbench.records import Case, words
 
 def strategy(case: Case) -> str:
     """Name a strategy with its schedule."""
-    if case.strategy == "single_all_cores":
+    if case.traits.all_cores:
         return "one device with all cores"
     return f"{case.strategy}[{short(case.schedule)}]" if case.schedule else case.strategy
 

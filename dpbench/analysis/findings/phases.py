@@ -8,6 +8,7 @@ from dpbench.analysis.findings.bench import Bench, overlap, share_of
 from dpbench.analysis.findings.rule import Evidence, Judgement, Missing, Rule
 from dpbench.records import UNATTRIBUTED, Phase
 from dpbench.records.estimate import Estimate
+from dpbench.records.traits import Reduction, Role
 from dpbench.records.words import count, percent, size, time, verb
 
 SERIAL = 1.25
@@ -96,7 +97,7 @@ def _serial(phase: Phase) -> Callable[[Bench], Judgement]:
 
     def when(bench: Bench) -> Judgement:
         # torch's own backward holds the reduction, which has no counterpart on one device
-        mixed = phase is Phase.BACKWARD and bench.case.strategy == "torch_dp"
+        mixed = phase is Phase.BACKWARD and bench.case.traits.reduction is Reduction.IN_BACKWARD
         if not bench.engine or mixed or bench.case.device_kind == "emulated":
             return None
         lost, ideal = bench.excess(phase.value), bench.ideal()
@@ -131,26 +132,26 @@ RULES = (
         name="replicate", when=_heavy(Phase.REPLICATE, _per_tensor),
         remedy="keep the replicas: cached keeps their module trees, flat_storage copies one buffer instead of many "
         "tensors, persistent keeps the weights too; ddp never replicates",
-        switches={"replicas": ("cached", "persistent"), "storage": ("flat",)}, strategies=("ddp",),
+        switches={"replicas": ("cached", "persistent"), "storage": ("flat",)}, roles=(Role.CONTROL,),
         needs="--schedules cached,flat_storage,persistent --strategies dp,ddp",
     ),
     Rule(
         name="reduce", when=_heavy(Phase.REDUCE, _per_gradient),
         remedy="add the gradients in one buffer (flat_storage), while backward still runs (overlap; ddp does so too), "
         "or on every device its share (zero1)",
-        switches={"storage": ("flat",), "reduce": ("overlap",), "update": ("each", "sharded")}, strategies=("ddp",),
+        switches={"storage": ("flat",), "reduce": ("overlap",), "update": ("each", "sharded")}, roles=(Role.CONTROL,),
         needs="--schedules flat_storage,overlap,zero1 --strategies dp,ddp",
     ),
     Rule(
         name="scatter", when=_heavy(Phase.SCATTER, _of_batch("input_bytes")),
         remedy="send less (smaller types, augmentation on the device), from pinned memory and in good time; ddp's "
         "ranks each load their own rows",
-        strategies=("ddp",), needs="--strategies dp,ddp",
+        roles=(Role.CONTROL,), needs="--strategies dp,ddp",
     ),
     Rule(
         name="gather", when=_heavy(Phase.GATHER, _of_batch("output_bytes")),
         remedy="leave the outputs where they are and compute the loss there: local_loss, or ddp",
-        switches={"loss": ("local",)}, strategies=("ddp",), needs="--schedules local_loss --strategies dp,ddp",
+        switches={"loss": ("local",)}, roles=(Role.CONTROL,), needs="--schedules local_loss --strategies dp,ddp",
     ),
     Rule(
         name="optimizer", when=_optimizer,
@@ -168,11 +169,12 @@ RULES = (
         name="serial forward", when=_serial(Phase.FORWARD),
         remedy="give each device more work at once (a bigger batch, fewer and larger operators), or a process of its "
         "own: ddp",
-        switches={"workers": ("pool",)}, strategies=("ddp",), needs="--schedules pool --strategies dp,ddp",
+        switches={"workers": ("pool",)}, roles=(Role.CONTROL,), needs="--schedules pool --strategies dp,ddp",
     ),
     Rule(
         name="serial backward", when=_serial(Phase.BACKWARD),
         remedy="let each device run its own backward in its own thread (local_backward), or its own process (ddp)",
-        switches={"backward": ("local",)}, strategies=("ddp",), needs="--schedules local_backward --strategies dp,ddp",
+        switches={"backward": ("local",)}, roles=(Role.CONTROL,),
+        needs="--schedules local_backward --strategies dp,ddp",
     ),
 )  # fmt: skip

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from dpbench.analysis.findings.bench import Bench
 from dpbench.analysis.summary import Row
 from dpbench.records.estimate import Estimate
+from dpbench.records.traits import Role
 
 SMALLEST = 0.02
 """The share of a step below which a finding is not worth a reader's time."""
@@ -41,15 +42,15 @@ Judgement = Evidence | Missing | None
 class Rule:
     """One way in which data parallelism loses time, and what helps.
 
-    `switches` (switch -> positions) and `strategies` say which other cases of the same work hold the remedy, so that
-    its gain can be read off where they were measured; `needs` are the options that would measure it.
+    `switches` (switch -> positions) and `roles` of strategies say which other cases of the same work hold the remedy,
+    so that its gain can be read off where they were measured; `needs` are the options that would measure it.
     """
 
     name: str
     when: Callable[[Bench], Judgement]
     remedy: str
     switches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    strategies: tuple[str, ...] = ()
+    roles: tuple[Role, ...] = ()
     needs: str = ""
 
 

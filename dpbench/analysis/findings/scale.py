@@ -10,6 +10,7 @@ from dpbench.analysis.summary import Row
 from dpbench.records import schedule
 from dpbench.records.estimate import Estimate
 from dpbench.records.shown import duration, times
+from dpbench.records.traits import Role
 from dpbench.records.words import NOT_ENOUGH, REMEDY, count, exact, number, percent, size, time, verb
 
 LEVEL = 1.1
@@ -73,7 +74,7 @@ def _all_cores(bench: Bench) -> Judgement:
     """Find that one device with all cores does the same work faster."""
     if bench.case.device_kind != "cpu":
         return None
-    rival = bench.other(strategy="single_all_cores", schedule="", devices=1)
+    rival = bench.all_cores()
     if rival is None:
         return Missing("whether one device with all cores is faster (--strategies single_all_cores)")
     return _against(bench, rival, "without data parallelism, one device with all cores")
@@ -102,7 +103,7 @@ def _against(bench: Bench, rival: Row, name: str) -> Evidence | Missing:
 def _ddp(bench: Bench) -> Judgement:
     if not bench.engine:
         return None
-    rival = next((row for row in bench.rivals() if row.case.strategy == "ddp"), None)
+    rival = next((row for row in bench.rivals() if row.case.traits.role is Role.CONTROL), None)
     if rival is None:
         return Missing("whether DistributedDataParallel is faster (--strategies ddp)")
     return _against(bench, rival, "DistributedDataParallel")
@@ -112,7 +113,7 @@ def _schedules(bench: Bench) -> Judgement:
     """Find the fastest schedule that needs no tolerance."""
     if not bench.engine:
         return None
-    rivals = [row for row in bench.rivals() if row.case.strategy == "dp" and _exact(row.case.schedule)]
+    rivals = [row for row in bench.rivals() if row.case.traits.scheduled and _exact(row.case.schedule)]
     if not rivals:
         return Missing("whether another schedule is faster (--schedules fastest, or --ladder)")
     best = min(rivals, key=lambda row: (row.doubt is not None, row.step.value if row.step else 0.0))
@@ -220,7 +221,7 @@ RULES = (
         name="imbalance", when=_busy,
         remedy="take work off device 0: the loss (local_loss), the update (zero1), or rows of the batch (TrainStep's "
         "chunk_sizes)",
-        switches={"loss": ("local",), "update": ("each", "sharded")}, strategies=("ddp",),
+        switches={"loss": ("local",), "update": ("each", "sharded")}, roles=(Role.CONTROL,),
         needs="--schedules local_loss,zero1 --strategies dp,ddp",
     ),
     Rule(
@@ -232,7 +233,7 @@ RULES = (
         remedy="use no more devices than cores, or another machine: these numbers say nothing of more",
     ),
     Rule(
-        name="all cores", when=_all_cores, strategies=("single_all_cores",),
+        name="all cores", when=_all_cores, roles=(Role.ALL_CORES,),
         remedy="on this CPU, leave data parallelism out and give one device all cores",
     ),
     Rule(
@@ -245,6 +246,6 @@ RULES = (
         name="diminishing", when=_diminishing,
         remedy="stay with fewer devices, or take away first what does not divide",
     ),
-    Rule(name="ddp", when=_ddp, remedy="use torch.nn.parallel.DistributedDataParallel", strategies=("ddp",)),
+    Rule(name="ddp", when=_ddp, remedy="use torch.nn.parallel.DistributedDataParallel", roles=(Role.CONTROL,)),
     Rule(name="schedule", when=_schedules, remedy="use dpbench.TrainStep with that schedule"),
 )  # fmt: skip

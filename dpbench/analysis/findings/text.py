@@ -68,7 +68,7 @@ def headline(finding: Finding) -> str:
 def parts(finding: Finding) -> list[tuple[str, str]]:
     """Return a finding's evidence, its remedy, and what the remedy gave where it was measured."""
     found = [("evidence", finding.evidence.numbers), ("remedy", finding.rule.remedy)]
-    if finding.evidence.measured or not (finding.rule.switches or finding.rule.strategies):
+    if finding.evidence.measured or not (finding.rule.switches or finding.rule.roles):
         return found
     if finding.cures:
         shown = [_cure(cure) for cure in finding.cures[:CURES]]

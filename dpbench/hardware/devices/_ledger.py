@@ -9,6 +9,12 @@ from collections import defaultdict
 import torch
 
 
+class DeviceFull(torch.OutOfMemoryError):
+    """An emulated device would hold more bytes than its bound. `ordinal` is the device's number."""
+
+    ordinal: int | None = None
+
+
 class Ledger:
     """Bytes that each device holds, by the lifetime of the storages; safe to use from any thread."""
 
@@ -29,10 +35,12 @@ class Ledger:
             _, before = self._owned.get(key, (device, None))
             bound = self._bound.get(device)
             if bound is not None and self._now[device] + size - (before or 0) > bound:
-                raise torch.OutOfMemoryError(
+                full = DeviceFull(
                     f"emulated device {device.index} has a total capacity of {bound} bytes, of which "
                     f"{self._now[device]} are in use; tried to allocate {size - (before or 0)}"
                 )
+                full.ordinal = device.index
+                raise full
             if before is None:
                 weakref.finalize(storage, self._free, key).atexit = False
             if before != size:

@@ -1,6 +1,6 @@
 """The server: it has imported torch, has run no tensor operation, and forks one fresh worker per request.
 
-Requests are JSON lines on stdin: {"cases", "effort", "folder", "round", "requested_s"}. For each, the server
+Requests are JSON lines on stdin; see `measure.request`. For each, the server
 answers on stdout with {"pid": n} and, when that worker has ended, {"exit": status}. The worker leaves its trials
 in folder/trials.json, what it printed in folder/log and, on SIGUSR1, its Python stacks in folder/stacks.
 
@@ -17,7 +17,6 @@ import signal
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from dpbench.hardware import parent_death
@@ -34,17 +33,18 @@ import torch.distributed
 import torch.optim
 
 from dpbench.hardware import malloc
+from dpbench.measure.request import Request
 from dpbench.measure.worker import trial as trials
-from dpbench.records import Case, Effort, registry
+from dpbench.records import registry
 
 
 def serve() -> None:
     """Answer requests until stdin ends."""
     malloc.keep()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends us
-    for folder in ("strategies", "models"):
-        for name in registry.names(folder):
-            registry.load(folder, name)
+    for kind in ("strategies", "models"):
+        for name in registry.own(kind):
+            registry.load(kind, name)
     if torch.cuda.is_initialized():
         raise RuntimeError("importing dpbench's strategies and models initialised CUDA; workers could not fork")
     gc.collect()
@@ -57,7 +57,7 @@ def serve() -> None:
 
     say(ready=torch.__version__)
     for line in sys.stdin:
-        request = json.loads(line)
+        request = Request.from_json(line)
         server = os.getpid()
         pid = os.fork()
         if pid == 0:
@@ -68,10 +68,10 @@ def serve() -> None:
         say(exit=os.waitstatus_to_exitcode(status))
 
 
-def _work(request: dict[str, Any], server: int) -> None:
+def _work(request: Request, server: int) -> None:
     """Be a worker: run the case, leave the trial, and end without any cleaning up that could hang."""
     born_s = time.perf_counter()
-    folder = Path(request["folder"])
+    folder = request.folder
     try:
         os.setsid()  # a group of its own, so that ranks end with it
         parent_death.die_with_parent(server)
@@ -83,11 +83,10 @@ def _work(request: dict[str, Any], server: int) -> None:
             faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
             faulthandler.enable(file=sys.__stderr__ or stacks)
             started_s = time.time()
-            cases = [Case.from_dict(case) for case in request["cases"]]
-            done = trials.run_together(cases, Effort(**request["effort"]), folder)
-        start_s = born_s - request["requested_s"]
+            done = trials.work(request)
+        start_s = born_s - request.requested_s
         done = [
-            replace(one, round=request["round"], started_s=started_s, setup={"start_s": start_s, **one.setup})
+            replace(one, round=request.round, started_s=started_s, setup={"start_s": start_s, **one.setup})
             for one in done
         ]
         partial = folder / "trials.json.part"

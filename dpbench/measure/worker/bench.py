@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from dpbench.measure import clocks, profiler
 from dpbench.measure.stopping import Stopping
 from dpbench.models import Model
 from dpbench.records import Case, Effort, Memory, Sample, Status, Trial, Verified
+from dpbench.strategies import Strategy
 
 SLOW = 10
 """A block that would take so many budgets is cut to single steps, and the warm-up to one."""
@@ -31,7 +31,7 @@ class Subject:
     """What is measured: a case that is verified and built, with the batches that its steps take turns with."""
 
     case: Case
-    strategy: ModuleType
+    strategy: Strategy
     devices: Sequence[Device]
     model: Model
     batches: Sequence[tuple[Any, Any]]

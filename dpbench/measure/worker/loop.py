@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,22 +17,20 @@ from dpbench import models
 from dpbench.hardware import malloc
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices import open_devices
+from dpbench.hardware.provenance import usable_cores
 from dpbench.measure import verification
+from dpbench.measure.failures import Unverified
 from dpbench.measure.worker import memory
 from dpbench.measure.worker.bench import Subject, on_bench, run
 from dpbench.measure.worker.facts import of_model, torch_facts
 from dpbench.records import HOST, Case, Effort, Memory, Trial, Verified
-from dpbench.strategies import precision_of
+from dpbench.strategies import Strategy, precision_of
 
 BATCHES = 4
 """Distinct batches that the steps take turns with, so that none is special."""
 
 
-class Unverified(RuntimeError):
-    """A strategy's gradients are not the reference's; it must not be timed."""
-
-
-def measure(case: Case, effort: Effort, strategy: ModuleType, rank: int | None = None) -> Trial:
+def measure(case: Case, effort: Effort, strategy: Strategy, rank: int | None = None) -> Trial:
     """Verify and time one case in this process; as a rank, its own share of it."""
     subject = prepare(case, strategy, rank)
     with memory.bound(case):
@@ -70,9 +67,9 @@ def _with_memory(timed: Trial, subject: Subject) -> Trial:
     )  # fmt: skip
 
 
-def prepare(case: Case, strategy: ModuleType, rank: int | None = None) -> Subject:
+def prepare(case: Case, strategy: Strategy, rank: int | None = None) -> Subject:
     """Return a case that is verified and built."""
-    threads = getattr(strategy, "threads", lambda case: 1)(case)
+    threads = usable_cores() if strategy.traits.all_cores else 1
     torch.set_num_threads(threads)
     devices = _devices(case, strategy, rank)
     if threads == 1:  # and not where one device is all cores
@@ -91,22 +88,25 @@ def prepare(case: Case, strategy: ModuleType, rank: int | None = None) -> Subjec
     )  # fmt: skip
 
 
-def _devices(case: Case, strategy: ModuleType, rank: int | None) -> list[Device]:
+def _devices(case: Case, strategy: Strategy, rank: int | None) -> list[Device]:
     """Open the case's devices; a rank has just its own."""
-    shared = getattr(strategy, "SHARED_STREAM", False)
     devices = open_devices(
-        case.device_kind, case.devices, ids=case.device_ids, placement=case.placement, shared_stream=shared,
-        own_processes=rank is not None,
+        case.device_kind, case.devices, ids=case.device_ids, placement=case.placement,
+        shared_stream=strategy.traits.shared_stream, own_processes=rank is not None,
     )  # fmt: skip
     return devices if rank is None else devices[rank : rank + 1]
 
 
-def _verify(case: Case, strategy: ModuleType, devices: Sequence[Device], rank: int | None) -> Verified:
+def _verify(case: Case, strategy: Strategy, devices: Sequence[Device], rank: int | None) -> Verified:
     """Return how the strategy compared; raise Unverified when it does not compute the same gradients."""
-    compares_buffers = getattr(strategy, "compares_buffers", lambda case: True)
     model = models.load(case.model, case.size, case.seed)
     verdict = verification.check(
-        strategy.start, case, model, devices, precision_of, buffers=compares_buffers(case) and rank in (None, 0)
+        strategy.start,
+        case,
+        model,
+        devices,
+        precision_of,
+        buffers=strategy.compares_buffers(case) and rank in (None, 0),
     )
     if verdict.verified is Verified.NO:
         raise Unverified(f"not timed, because its gradients are wrong: {verdict}")

@@ -6,7 +6,6 @@ import gc
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
 from dpbench import models
@@ -16,10 +15,11 @@ from dpbench.hardware.devices.emulated import bounded, bytes_only
 from dpbench.measure.memory import Peaks
 from dpbench.models import Model
 from dpbench.records import Case, Memory
+from dpbench.strategies import Strategy
 
 
 def by_phase(
-    case: Case, strategy: ModuleType, model: Model, devices: Sequence[Device], batch: tuple[Any, Any]
+    case: Case, strategy: Strategy, model: Model, devices: Sequence[Device], batch: tuple[Any, Any]
 ) -> tuple[tuple[Memory, ...], str]:
     """Return each device's peaks by phase, and why there are none; `model` is used up.
 
@@ -30,7 +30,7 @@ def by_phase(
         if case.precision != "fp32":
             return (), f"emulated devices stand in for the CPU's, and do not know autocast to {case.precision}"
         emulated = replace(case, device_kind="emulated")
-        if reason := getattr(strategy, "skip", lambda case: "")(emulated):
+        if reason := strategy.skip(emulated):
             return (), f"on emulated devices, which stand in for the CPU's: {reason}"
         devices = open_devices("emulated", case.devices)
     source = "allocator" if case.device_kind == "cuda" else "ledger"
@@ -55,7 +55,7 @@ def by_phase(
 
 
 def _watch(
-    case: Case, strategy: ModuleType, model: Model, devices: Sequence[Device], batch: tuple[Any, Any], peaks: Peaks
+    case: Case, strategy: Strategy, model: Model, devices: Sequence[Device], batch: tuple[Any, Any], peaks: Peaks
 ) -> None:
     """Take one step that makes the optimizer's state, and watch the next."""
     for parameter in model.module.parameters():

@@ -7,7 +7,7 @@ import torch
 from dpbench import models
 from dpbench.hardware.devices import open_devices
 from dpbench.records import Case, Trial, no_mark
-from dpbench.strategies import single
+from dpbench.strategies import load
 
 ROWS = 2
 """Of the batch that the step takes: BatchNorm refuses a single one."""
@@ -22,6 +22,6 @@ def check(case: Case) -> Trial:
     model = models.load(case.model, case.size, case.seed)
     model.batch(case.batch_size, case.seed)
     devices = open_devices(case.device_kind, 1, ids=case.device_ids)
-    with single.start(case, model, devices, no_mark) as step:
+    with load(case.strategy).start(case, model, devices, no_mark) as step:
         step(*model.batch(ROWS, case.seed))
     return Trial(case=case)

@@ -24,11 +24,10 @@ import torch
 from dpbench import models
 from dpbench.hardware.devices import open_devices
 from dpbench.measure import clocks
+from dpbench.measure.request import Arm, SelfCheck
 from dpbench.records import Case, Effort, Phase, Status, Trial, no_mark
-from dpbench.strategies import dp
+from dpbench.strategies import load
 
-ROLE = "self-check"
-"""The option `role` of a case that is no measurement of its own."""
 ARMS = {"on": True, "off": False}
 Seconds = tuple[float, float]
 """A step's seconds, and the CPU seconds of all the process's threads in it."""
@@ -39,13 +38,8 @@ Run = Callable[[int], None]
 _CPU_CLOCK = 2  # of another process, as in clock_getcpuclockid(3)
 
 
-def measure(case: Case, effort: Effort) -> Trial:
-    """Time the case's step in both arms for `effort.budget_s` seconds; its options say of what, and a block's length.
-
-    options: toggle "marks", or "sampler" with the "pid" of a sampler process; "block_s", a block's or part's seconds;
-    with marks also "step_s": CPU time is read in as large a share of the steps as it would be in steps so long.
-    """
-    options = dict(case.options)
+def measure(case: Case, effort: Effort, settings: SelfCheck) -> Trial:
+    """Time the case's step with and without one part of measuring, for `effort.budget_s` seconds."""
     torch.set_num_threads(1)
     devices = open_devices(case.device_kind, case.devices, ids=case.device_ids, placement=case.placement)
     devices[0].settle()
@@ -53,8 +47,8 @@ def measure(case: Case, effort: Effort) -> Trial:
     batch = model.batch(case.batch_size, case.seed)
     listener = clocks.choose(devices)
     marks = _Marks(listener)
-    sampler = _Sampler(int(options["pid"])) if options["toggle"] == "sampler" else None
-    block_s = float(options["block_s"])
+    sampler = _Sampler(settings.sampler_pid) if settings.arm is Arm.SAMPLER else None
+    block_s = settings.block_s
     count = max(2, round(effort.budget_s / block_s))
 
     def run(steps: int) -> None:
@@ -64,14 +58,14 @@ def measure(case: Case, effort: Effort) -> Trial:
         for device in devices:
             device.synchronize()
 
-    with dp.start(case, model, devices, marks.mark) as step, _garbage_kept():
+    with load(case.strategy).start(case, model, devices, marks.mark) as step, _garbage_kept():
         run(effort.warmup_steps)
         step_s = _seconds(run, effort.min_steps)[0]
         if sampler is not None:
             facts = _parts(run, sampler, count, block_s)
         else:
             if isinstance(listener, clocks.HostClock):
-                listener.read_each_s *= step_s / float(options["step_s"])
+                listener.read_each_s *= step_s / settings.step_s
             facts = _pairs(run, marks, count // 2, max(1, round(block_s / step_s)))
             facts["marks_per_step"] = marks.per_step()
             if devices[0].event() is not None:  # a host that waits for a GPU spends CPU time on that

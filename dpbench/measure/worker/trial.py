@@ -3,43 +3,56 @@
 from __future__ import annotations
 
 import faulthandler
-import re
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+from dpbench import strategies
 from dpbench.analysis import ledger
 from dpbench.measure import ranks
+from dpbench.measure.failures import of_error
 from dpbench.measure.ranks import RanksFailed
-from dpbench.measure.ranks.failures import explain
+from dpbench.measure.request import Job, Request
 from dpbench.measure.worker import modelcheck, selfcheck
 from dpbench.measure.worker.loop import measure, measure_together, prepare
-from dpbench.records import HOST, Case, Effort, Memory, Status, Trial, Verified, plan, registry
+from dpbench.records import HOST, Case, Effort, Memory, Status, Trial, Verified
+from dpbench.records.failure import Failure
+
+
+def work(request: Request) -> list[Trial]:
+    """Do what a request asks for; a failure is a trial too, with its reason."""
+    if request.job is Job.MEASURE:
+        return run_together(request.cases, request.effort, request.folder)
+    (case,) = request.cases
+    if request.job is Job.CHECK_MODEL:
+        return [_caught(case, lambda: modelcheck.check(case))]
+    assert request.self_check is not None
+    settings = request.self_check
+    return [_caught(case, lambda: selfcheck.measure(case, request.effort, settings))]
 
 
 def run(case: Case, effort: Effort, folder: Path) -> Trial:
-    """Run one case; a failure is a trial too, with its reason. `folder` is scratch space of this trial alone."""
-    strategy = registry.load("strategies", case.strategy)
-    if reason := _skip(strategy, case):
-        return Trial(case=case, status=Status.SKIPPED, reason=reason)
+    """Run one case. `folder` is scratch space of this trial only."""
+    return _caught(case, lambda: _run(case, effort, folder))
+
+
+def _caught(case: Case, do: Callable[[], Trial]) -> Trial:
+    """Return the trial that `do` returns, or the trial of its failure."""
     try:
-        return _run(case, effort, strategy, folder)
+        return do()
     except RanksFailed as failed:
-        return _failed(case, failed.failures[0].status, str(failed))
+        return _failed(case, replace(failed.failures[0], reason=str(failed)))
     except BaseException as error:
-        return _failed(case, *explain(error))
+        return _failed(case, of_error(error, device_ids=case.device_ids))
 
 
-def _run(case: Case, effort: Effort, strategy: ModuleType, folder: Path) -> Trial:
-    """Measure a case, or do what its options ask for in its place."""
-    if case.options == plan.CHECK:
-        return modelcheck.check(case)
-    if dict(case.options).get("role") == selfcheck.ROLE:
-        return selfcheck.measure(case, effort)
-    if not hasattr(strategy, "backend"):
+def _run(case: Case, effort: Effort, folder: Path) -> Trial:
+    strategy = strategies.load(case.strategy)
+    if reason := strategy.skip(case):
+        return Trial(case=case, status=Status.SKIPPED, reason=reason)
+    if not strategy.traits.ranks:
         return measure(case, effort, strategy)
 
     def entry(rank: int) -> dict[str, Any]:
@@ -57,51 +70,30 @@ def run_together(cases: Sequence[Case], effort: Effort, folder: Path) -> list[Tr
         return [run(cases[0], effort, folder)]
     done, subjects = {}, []
     for case in cases:
-        strategy = registry.load("strategies", case.strategy)
-        if reason := _skip(strategy, case):
-            done[case] = Trial(case=case, status=Status.SKIPPED, reason=reason)
-            continue
         try:
+            strategy = strategies.load(case.strategy)
+            if reason := strategy.skip(case):
+                done[case] = Trial(case=case, status=Status.SKIPPED, reason=reason)
+                continue
             subjects.append(prepare(case, strategy))
         except BaseException as error:
-            done[case] = _failed(case, *explain(error))
+            done[case] = _failed(case, of_error(error, device_ids=case.device_ids))
     try:
         done |= {trial.case: trial for trial in measure_together(subjects, effort)}
     except BaseException as error:
-        status, reason = explain(error)
-        beside = f"{reason} [measured side by side with {len(subjects) - 1} other(s), which ended too]"
-        done |= {subject.case: _failed(subject.case, status, beside) for subject in subjects}
+        for case in (subject.case for subject in subjects):
+            failure = of_error(error, device_ids=case.device_ids)
+            beside = f"{failure.reason} [measured side by side with {len(subjects) - 1} other(s), which ended too]"
+            done[case] = _failed(case, replace(failure, reason=beside))
     return [done[case] for case in cases]
 
 
-def _skip(strategy: ModuleType, case: Case) -> str:
-    """Return why a strategy cannot run a case; empty when it can."""
-    reason: str = getattr(strategy, "skip", lambda case: "")(case)
-    return reason
-
-
-def _failed(case: Case, status: Status, reason: str) -> Trial:
-    """Return the trial of a case that ended in an error."""
+def _failed(case: Case, failure: Failure) -> Trial:
+    """Return the trial of a case that ended in a failure."""
     return Trial(
-        case=case, status=status, reason=reason, verified=_verified(reason),
-        failed_device=failed_device(case, reason) if status == Status.OOM else None,
+        case=case, status=failure.status, reason=failure.reason, verified=failure.verified,
+        failed_device=failure.device if failure.status is Status.OOM else None,
     )  # fmt: skip
-
-
-def failed_device(case: Case, reason: str) -> int | None:
-    """Return the index of the device that a reason names, rank before replica before device; None if it names none."""
-    for named in (r"^rank (\d+): ", r"out of memory on replica (\d+) "):
-        if found := re.search(named, reason):
-            return int(found.group(1))
-    found = re.search(r"out of memory on device (?:cuda|emulated):(\d+)", reason)
-    if found is None:
-        return None
-    ordinal = int(found.group(1))
-    return case.device_ids.index(ordinal) if ordinal in case.device_ids else ordinal
-
-
-def _verified(reason: str) -> Verified:
-    return Verified.NO if "its gradients are wrong" in reason else Verified.NOT_APPLICABLE
 
 
 def merge(parts: Sequence[Trial]) -> Trial:

@@ -74,7 +74,9 @@ def error(matched: Sequence[Matched], constants: Constants, host: float) -> floa
     found = []
     for one in matched:
         asked = rows.question(one, constants, host)
-        seconds = quick.seconds(asked.case, asked.profile, asked.machine.machine, constants, phases=asked.phases)
+        seconds = quick.seconds(
+            asked.case, asked.profile, asked.machine.machine, constants, phases=asked.phases, loop=asked.loop
+        )
         found.append(min(WORST, abs(math.log(seconds / one.row.step_s))))
     return statistics.mean(found)
 

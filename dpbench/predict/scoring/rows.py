@@ -6,9 +6,11 @@ from dataclasses import dataclass, replace
 
 from dpbench.predict import features, profiles, quick, simulation
 from dpbench.predict.constants import DEFAULT, Constants
+from dpbench.predict.loops import PLAIN, Loop
 from dpbench.predict.scoring.described import Described, describe
 from dpbench.predict.scoring.published import NAMED, Matched, Row
-from dpbench.records import Case, Phase, Profile
+from dpbench.records import Case, Phase, Profile, registry
+from dpbench.records.traits import Role
 
 PUBLISHED_HOST = 3.1
 """The host factor of published runs of 2019-21, torch 1.4-1.7: 2.8-3.6 on three machines."""
@@ -39,6 +41,7 @@ class Question:
     """How the model's counts are known."""
     exact: bool = True
     """Whether one device was measured at this batch."""
+    loop: Loop = PLAIN
 
 
 def timed(row: Row) -> frozenset[Phase]:
@@ -54,15 +57,13 @@ def timed(row: Row) -> frozenset[Phase]:
     return frozenset(phases)
 
 
-def options(row: Row, known: features.Features) -> tuple[tuple[str, str], ...]:
-    """Return the strategy's options that a row's words stand for."""
+def loop_of(row: Row, known: features.Features) -> Loop:
+    """Return the training loop that a row's words describe."""
     kind = NAMED[row.strategy]
-    found = []
-    if kind == "dp" and "h2d" in row.timed.lower():
-        found.append(("inputs", "first"))
-    if kind in LATE or ("DeepLearningExamples" in row.notes and not known.overlap):
-        found.append(("overlap", "off"))
-    return tuple(found)
+    return Loop(
+        batch_first=kind == "dp" and "h2d" in row.timed.lower(),
+        late_reduction=kind in LATE or ("DeepLearningExamples" in row.notes and not known.overlap),
+    )
 
 
 def question(matched: Matched, constants: Constants = DEFAULT, host: float = PUBLISHED_HOST) -> Question:
@@ -80,12 +81,14 @@ def question(matched: Matched, constants: Constants = DEFAULT, host: float = PUB
         known.profile, matched.one_s / scale, samples, machine.machine, constants, other=other, phases=phases
     )
     case = Case(
-        model=row.model, strategy="torch_dp" if NAMED[row.strategy] == "dp" else "ddp", device_kind="cuda",
-        devices=row.devices, batch_size=each * row.devices, options=options(row, known),
+        model=row.model, device_kind="cuda",
+        strategy=registry.of_role(Role.WRAPPER if NAMED[row.strategy] == "dp" else Role.CONTROL),
+        devices=row.devices, batch_size=each * row.devices,
     )  # fmt: skip
     return Question(
-        row, case, profile, machine, phases, scale, _accumulated(row, known, each), known.known, samples == each
-    )
+        row, case, profile, machine, phases, scale, _accumulated(row, known, each), known.known, samples == each,
+        loop_of(row, known),
+    )  # fmt: skip
 
 
 def _accumulated(row: Row, known: features.Features, each: int) -> float:
@@ -96,7 +99,8 @@ def _accumulated(row: Row, known: features.Features, each: int) -> float:
 
 def predicted_s(asked: Question, constants: Constants = DEFAULT) -> float:
     """Return the seconds of the row's step."""
-    step = simulation.step(asked.case, asked.profile, asked.machine.machine, constants, phases=asked.phases)
+    machine = asked.machine.machine
+    step = simulation.step(asked.case, asked.profile, machine, constants, phases=asked.phases, loop=asked.loop)
     if asked.accumulated == 1:
         return asked.scale * step.seconds
     return (asked.scale * step.seconds + (asked.accumulated - 1) * linear_s(asked, constants)) / asked.accumulated
@@ -105,5 +109,5 @@ def predicted_s(asked: Question, constants: Constants = DEFAULT) -> float:
 def linear_s(asked: Question, constants: Constants = DEFAULT) -> float:
     """Return the step that linear scaling promises: one device's share of the batch, alone."""
     case, machine = asked.case, asked.machine.machine
-    alone = replace(case, strategy="single", devices=1, batch_size=case.rows[0], options=())
+    alone = replace(case, strategy=registry.of_role(Role.BASELINE), devices=1, batch_size=case.rows[0])
     return asked.scale * quick.seconds(alone, asked.profile, machine, constants, phases=asked.phases)

@@ -103,7 +103,7 @@ def predict(matched: Matched, constants: Constants = DEFAULT, host: float = rows
 
 def _quick(asked: Question, constants: Constants) -> float:
     machine = asked.machine.machine
-    return quick.seconds(asked.case, asked.profile, machine, constants, phases=asked.phases)
+    return quick.seconds(asked.case, asked.profile, machine, constants, phases=asked.phases, loop=asked.loop)
 
 
 def _scaled_counts(asked: Question, factor: float) -> Any:
@@ -117,7 +117,7 @@ def _scaled_counts(asked: Question, factor: float) -> Any:
 
 def priors(asked: Question) -> dict[str, float]:
     """Return what is in doubt about a row, as standard deviations of logarithms."""
-    found = intervals.of(asked.case.strategy)
+    found = intervals.of(asked.case)
     if asked.machine.assumed:
         found |= intervals.ASSUMED
     if asked.known == "estimated":

@@ -27,7 +27,8 @@ from typing import Any, NoReturn
 import psutil
 
 from dpbench.hardware import parent_death
-from dpbench.measure.ranks.failures import Failure, in_order
+from dpbench.measure.failures import in_order, of_end, of_rank
+from dpbench.records.failure import Failure
 
 TIMEOUT = timedelta(seconds=60)
 """How long a rank waits for its peers, when it joins them and in each collective."""
@@ -150,7 +151,7 @@ class _Rank:
     def _died(self) -> None:
         at_s = time.perf_counter()
         self.process.join(GRACE_S)  # its pipe is closed moments before its exit status is there
-        self.failure = Failure.of_end(self.process.exitcode, self.number, at_s)
+        self.failure = of_end(self.process.exitcode, self.number, at_s)
 
 
 def _results(ranks: Sequence[_Rank]) -> list[Any]:
@@ -192,7 +193,7 @@ def _be_rank(entry: Callable[[int], Any], group: Group, rank: int, parent: int, 
         dist.destroy_process_group()  # only after success: with peers in trouble it would wait for them
         pipe.send_bytes(f"result {result}".encode())
     except BaseException as error:
-        failure = Failure.of(error, rank, time.perf_counter())
+        failure = of_rank(error, rank, time.perf_counter())
         print(failure.traceback, file=sys.stderr, flush=True)
         pipe.send_bytes(f"failure {failure.to_json()}".encode())
         # a rank that ended now would break its peers' connections, and they would report failures that it caused

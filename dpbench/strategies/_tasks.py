@@ -1,10 +1,78 @@
-"""DataParallel's step as a graph of work: what each switch of a schedule adds, and what it takes away."""
+"""Tasks: steps as graphs of work, for the predictor.
+
+`Graph` is a list of tasks in the making. `chain` adds the tasks of a process that drives several devices on a schedule.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
+
 from dpbench.records import HOST, Case, Phase, Profile, Task
 from dpbench.records.schedule import Schedule
-from dpbench.strategies import BUCKET_BYTES, Graph, buckets
+
+PASSES = {"sgd": 5, "adam": 7}
+"""How often an optimizer's step reads or writes as many bytes as the parameters have: weight, gradient and state."""
+
+
+class Graph:
+    """A list of tasks in the making."""
+
+    def __init__(self) -> None:
+        self.tasks: list[Task] = []
+
+    def add(
+        self, phase: Phase, device: int, resource: str, amount: float, unit: str,
+        after: Iterable[int] = (), overlap: Iterable[int] = (),
+    ) -> int:  # fmt: skip
+        """Append a task and return its index."""
+        self.tasks.append(Task(phase, device, resource, amount, unit, tuple(after), tuple(overlap)))
+        return len(self.tasks) - 1
+
+    def launch(
+        self, phase: Phase, device: int, host: str, launches: float, kernels: tuple[float, str],
+        after: Iterable[int] = (), overlap: Iterable[int] = (),
+    ) -> int:  # fmt: skip
+        """Append what the host hands to a device, and the kernels that run beside it and end with it or later."""
+        before = tuple(after)
+        handed = self.add(phase, device, host, launches, "launches", before, overlap)
+        amount, unit = kernels
+        return self.add(phase, device, f"device:{device}", amount, unit, before, [handed])
+
+    def each(
+        self, phase: Phase, devices: Sequence[int], collective: str, amount: float,
+        after: Callable[[int], Iterable[int]], overlap: Callable[[int], Iterable[int]] = lambda i: (),
+    ) -> list[int]:  # fmt: skip
+        """Append one collective, a task for each device."""
+        return [self.add(phase, i, collective, amount, "bytes", after(i), overlap(i)) for i in devices]
+
+    def update(
+        self, case: Case, profile: Profile, device: int, host: str, after: Iterable[int],
+        *, flat: bool = False, share: float = 1.0,
+    ) -> int:  # fmt: skip
+        """Append the optimizer: it reads gradients and state, and rewrites the weights."""
+        launches = 1 if flat else profile.parameter_tensors
+        moved = PASSES.get(case.optimizer, 5) * profile.parameter_bytes * share
+        return self.launch(Phase.OPTIMIZER, device, host, launches * share, (moved, "bytes"), after)
+
+
+FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20
+"""What torch's DistributedDataParallel reduces first, and from then on, in one message."""
+
+
+def buckets(profile: Profile, first: int = FIRST_BUCKET_BYTES, limit: int = BUCKET_BYTES) -> list[float]:
+    """Return the bytes of each bucket of gradients, in the order in which backward fills them.
+
+    As torch assigns them: a bucket is closed by the tensor with which it reaches its limit.
+    """
+    count = max(1, profile.parameter_tensors)
+    sizes = profile.gradient_bytes or (profile.parameter_bytes / count,) * count
+    found, full = [0.0], first
+    for size in sizes:
+        if found[-1] >= full:
+            found.append(0.0)
+            full = limit
+        found[-1] += size
+    return found
 
 
 class Chain:
@@ -42,19 +110,12 @@ class Chain:
         return self._graph.tasks
 
     def _scatter(self) -> list[int]:
-        """Copy each replica's rows from the host, one after the other: one thread hands them out.
-
-        With the option `inputs=first` the whole batch goes to device 0 first, and from there to the others.
-        """
+        """Copy each replica's rows from the host, one after the other: one thread hands them out."""
         graph, size = self._graph, self._profile.input_bytes
         found: list[int] = []
-        first = dict(self._case.options).get("inputs") == "first"
-        if first:
-            found = [graph.add(Phase.SCATTER, 0, "copy:host:0", sum(self._rows) * size, "bytes")]
         for i, rows in enumerate(self._rows):
-            source = 0 if first else "host"
-            found.append(graph.add(Phase.SCATTER, i, f"copy:{source}:{i}", rows * size, "bytes", found[-1:]))
-        return found[-len(self._rows) :]
+            found.append(graph.add(Phase.SCATTER, i, f"copy:host:{i}", rows * size, "bytes", found[-1:]))
+        return found
 
     def _replicate(self, scattered: list[int]) -> list[int]:
         """Give all devices this step's weights and buffers; return what every forward waits for."""

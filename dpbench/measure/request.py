@@ -1,0 +1,75 @@
+"""Requests: what the parent asks of a worker, as one line of JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Self
+
+from dpbench.records import Case, Effort
+
+
+class Job(StrEnum):
+    """What a worker does with its cases."""
+
+    MEASURE = "measure"
+    CHECK_MODEL = "check the model"
+    """Build the case's model, draw its batch and take one step; no step is timed."""
+    SELF_CHECK = "self-check"
+    """Measure what measuring costs the case's step."""
+
+
+class Arm(StrEnum):
+    """The part of measuring whose cost a self-check measures."""
+
+    MARKS = "marks"
+    SAMPLER = "sampler"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelfCheck:
+    """The settings of a self-check.
+
+    `block_s` is the length of a block or part. With marks, CPU time is read in as large a share of the steps as it
+    would be in steps of `step_s` seconds. `sampler_pid` is the process id of a sampler.
+    """
+
+    arm: Arm
+    block_s: float
+    step_s: float
+    sampler_pid: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One worker's task. `requested_s` is the time of the request on the clock of `time.perf_counter`."""
+
+    cases: tuple[Case, ...]
+    effort: Effort
+    folder: Path
+    round: int
+    job: Job = Job.MEASURE
+    self_check: SelfCheck | None = None
+    requested_s: float = 0.0
+
+    def to_json(self) -> str:
+        """Return the request as one line of JSON."""
+        return json.dumps(
+            {
+                **asdict(self), "cases": [case.to_dict() for case in self.cases], "effort": asdict(self.effort),
+                "folder": str(self.folder),
+            }
+        )  # fmt: skip
+
+    @classmethod
+    def from_json(cls, line: str) -> Self:
+        """Return the request that `to_json` wrote."""
+        data = json.loads(line)
+        checked = data["self_check"]
+        return cls(
+            cases=tuple(Case.from_dict(case) for case in data["cases"]), effort=Effort(**data["effort"]),
+            folder=Path(data["folder"]), round=data["round"], requested_s=data["requested_s"], job=Job(data["job"]),
+            self_check=SelfCheck(**{**checked, "arm": Arm(checked["arm"])}) if checked else None,
+        )  # fmt: skip

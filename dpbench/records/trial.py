@@ -1,0 +1,209 @@
+"""Trial: what was seen of a case. Times are seconds on the machine's monotonic clock; sizes are bytes.
+
+Schema history of `Trial`: 1 (first); 2 (memory by phase and kind, the device that failed).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from enum import StrEnum
+from typing import Any
+
+from dpbench.records.case import Case, Phase
+
+SCHEMA = 2
+
+
+class Source(StrEnum):
+    """Who produced a trial."""
+
+    MEASURED = "measured"
+    PREDICTED = "predicted"
+
+
+class Status(StrEnum):
+    """How a trial ended; all but `killed` are final."""
+
+    OK = "ok"
+    OOM = "oom"
+    FAILED = "failed"
+    TIMEOUT = "timeout"
+    KILLED = "killed"
+    SKIPPED = "skipped"
+
+
+class Fault(StrEnum):
+    """Why a trial that ended well has no usable step seconds."""
+
+    UNVERIFIED = "unverified"
+    CLOCK = "bad clock"
+    UNTIMED = "untimed"
+
+
+class Verified(StrEnum):
+    """How a step's gradients compared with the chunked reference, best first."""
+
+    BITWISE = "bitwise"
+    WITHIN_TOLERANCE = "within_tolerance"
+    NOT_APPLICABLE = "not_applicable"
+    NO = "no"
+
+
+@dataclass(frozen=True)
+class Span:
+    """One phase on one device during one step, on the common time base."""
+
+    step: int
+    phase: Phase
+    device: int
+    clock: str  # "host" | "cuda_event"
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One reading of one metric; the metric's name carries its unit."""
+
+    time_s: float
+    device: int
+    metric: str
+    value: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training step: the interval that ends at `end_s`."""
+
+    seconds: float
+    warmup: bool
+    end_s: float
+
+    @property
+    def start_s(self) -> float:
+        """Return when the step began."""
+        return self.end_s - self.seconds
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The peak of one device's memory; `source` is allocator, rss or ledger.
+
+    `phase` is empty for the peak of whole steps. `kind` is allocated (what tensors, or the process, hold) or reserved
+    (what the allocator took from the driver).
+    """
+
+    device: int
+    peak_bytes: int
+    source: str
+    phase: str = ""
+    kind: str = "allocated"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One case run once (or predicted once): everything that was seen, nothing derived.
+
+    `setup` maps the stages before the first step to their seconds; `provenance` holds the facts of host and
+    torch that make the numbers repeatable. `failed_device` is the replica's device that failed first, where one did.
+    """
+
+    case: Case
+    source: Source = Source.MEASURED
+    status: Status = Status.OK
+    reason: str = ""
+    verified: Verified = Verified.NOT_APPLICABLE
+    steps: tuple[Step, ...] = ()
+    spans: tuple[Span, ...] = ()
+    samples: tuple[Sample, ...] = ()
+    memory: tuple[Memory, ...] = ()
+    setup: Mapping[str, float] = field(default_factory=dict)
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    schema: int = SCHEMA
+    round: int = 0
+    started_s: float = 0.0
+    """Seconds since the epoch."""
+    failed_device: int | None = None
+
+    def readings(self, metric: str, *, timed: bool = False) -> dict[int, list[float]]:
+        """Return a metric's values by device, in time; with `timed` those of warm-up steps are left out."""
+        warm_s = max((step.end_s for step in self.steps if timed and step.warmup), default=float("-inf"))
+        found: dict[int, list[float]] = {}
+        for sample in self.samples:
+            # a profiled step stands outside the series, at time 0
+            if sample.metric == metric and (sample.time_s > warm_s or sample.time_s == 0.0):
+                found.setdefault(sample.device, []).append(sample.value)
+        return found
+
+    @property
+    def timed(self) -> tuple[float, ...]:
+        """Return the seconds of the steps that are not warm-up, in order."""
+        return tuple(step.seconds for step in self.steps if not step.warmup)
+
+    @property
+    def fault(self) -> Fault | None:
+        """Return why a trial of status `ok` has no usable step seconds; None where it has them, or another status."""
+        if self.status is not Status.OK:
+            return None
+        if self.verified is Verified.NO:
+            return Fault.UNVERIFIED
+        if self._impossible_s is not None:
+            return Fault.CLOCK
+        return None if self.timed else Fault.UNTIMED
+
+    @property
+    def refusal(self) -> str:
+        """Say why the trial has no usable step seconds; empty where it has them."""
+        if self.status is Status.OK and self.fault is None:
+            return ""
+        said = {
+            Fault.CLOCK: f"the clock is wrong: a timed step took {self._impossible_s} s; it must be above 0 and finite",
+            Fault.UNTIMED: "no step was timed",
+        }
+        return said.get(self.fault or Fault.UNVERIFIED) or self.reason or "no reason given"
+
+    @property
+    def _impossible_s(self) -> float | None:
+        """Return the first timed seconds that no step can take: not finite, or not above 0."""
+        return next((seconds for seconds in self.timed if not (math.isfinite(seconds) and seconds > 0)), None)
+
+    @property
+    def trusted(self) -> bool:
+        """Tell whether the numbers may be shown; a trial without timed steps may still have others."""
+        return self.status is Status.OK and self.fault in (None, Fault.UNTIMED)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON; long series are columns, not rows."""
+        plain = {f.name: getattr(self, f.name) for f in fields(self)}
+        plain["case"] = self.case.to_dict()
+        plain["setup"], plain["provenance"] = dict(self.setup), dict(self.provenance)
+        for name, kind in _SERIES.items():
+            rows = getattr(self, name)
+            plain[name] = {f.name: [getattr(row, f.name) for row in rows] for f in fields(kind)}
+        return plain
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Trial:
+        """Rebuild a trial from `to_dict`, through JSON or not."""
+        if data.get("schema", SCHEMA) > SCHEMA:
+            raise ValueError(f"trial of schema {data['schema']}; this dpbench reads up to {SCHEMA}: update it")
+        values = dict(data)
+        values["case"] = Case.from_dict(values["case"])
+        for name, kind in (("source", Source), ("status", Status), ("verified", Verified)):
+            values[name] = kind(values[name])
+        for name, record in _SERIES.items():
+            columns = dict(values.get(name) or {})
+            if "phase" in columns and record is Span:
+                columns["phase"] = [_PHASES[phase] for phase in columns["phase"]]
+            # an older schema lacks the last fields, which have defaults
+            known = [f.name for f in fields(record) if f.name in columns or f.default is MISSING]
+            rows = zip(*(columns.get(name, ()) for name in known), strict=True)
+            values[name] = tuple(record(*row) for row in rows)
+        return cls(**values)
+
+
+_PHASES = {phase.value: phase for phase in Phase}
+"""A trial has thousands of spans: looking a phase up is ten times as fast as constructing it."""
+_SERIES: dict[str, Any] = {"steps": Step, "spans": Span, "samples": Sample, "memory": Memory}
