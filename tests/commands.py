@@ -25,11 +25,18 @@ class Folder:
         self.path, self.mark, self.store = path, mark, path / "dpbench.db"
         self.temporary = path / "tmp"
         self.temporary.mkdir(exist_ok=True)
+        self.paths: list[Path] = []
+        """Further entries of Python's path."""
 
     @property
     def env(self) -> dict[str, str]:
         """Return the environment of its commands, in which a commit made meanwhile makes no other code of dpbench."""
-        own = {"PYTHONPATH": str(ROOT), "TMPDIR": str(self.temporary), "GIT_DIR": str(self.path / "none")}
+        paths = [str(ROOT), *map(str, self.paths)]
+        own = {
+            "PYTHONPATH": os.pathsep.join(paths),
+            "TMPDIR": str(self.temporary),
+            "GIT_DIR": str(self.path / "none"),
+        }
         return os.environ | self.mark.env | own
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:

@@ -16,6 +16,6 @@ def moves(case: Case, shapes: Shapes) -> list[Move]:
         return []
     try:
         found = registry.strategy(case.strategy).moves(case, shapes)
-    except (LookupError, TypeError):  # a strategy of an earlier run that is not here any more
+    except LookupError:  # a strategy of an earlier run that is not installed any more
         return []
     return [move for move in found if move.bytes > 0]

@@ -64,7 +64,10 @@ def rows(kind: str) -> list[tuple[str, str]]:
         return sorted(METRICS.items())
     if kind == "schedules":
         return [*((name, _rung(name)) for name in RUNGS), (FASTEST, "the exact schedule that TrainStep chooses itself")]
-    return [(name, _first_line(registry.folder_of(kind) / f"{name}.py")) for name in registry.names(kind)]
+    own = registry.own(kind)
+    found = [(name, _first_line(registry.folder_of(kind) / f"{name}.py")) for name in own]
+    installed = [name for name in registry.names(kind) if name not in own]
+    return [*found, *((name, _summary(registry.strategy(name))) for name in installed)]
 
 
 def _rung(name: str) -> str:
@@ -86,6 +89,11 @@ def runs(found: Iterable[tuple[Run, int]]) -> list[tuple[str, str]]:
         started = datetime.fromtimestamp(run.started, UTC).strftime("%Y-%m-%d %H:%M UTC")
         lines.append((run.id[:12], f"{started}  {commit:<10}  {words.count(cases, 'case')}  {run.status}"))
     return lines
+
+
+def _summary(strategy: object) -> str:
+    """Return the first line of the docstring of a strategy's class."""
+    return (type(strategy).__doc__ or "").strip().partition("\n")[0]
 
 
 def _first_line(path: Path) -> str:

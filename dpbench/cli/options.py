@@ -25,6 +25,11 @@ a GPU has a context to open and libraries to load."""
 AUTO_BUDGET_S = 300.0
 
 
+AXES = (
+    "models", "own", "strategies", "own_strategies", "schedules", "ladder", "devices", "batch_sizes",
+    "batch_per_device",
+)  # fmt: skip
+"""The options that choose cases. A run without any of them is a short first look."""
 EMPTY = "give at least one, or leave the option out"
 
 
@@ -106,11 +111,10 @@ def cases_of(options: dict[str, Any]) -> tuple[list[Any], float | None]:
 
     if options["profile"] and options["paired"]:
         raise click.UsageError("--profile takes a step of one case in one process: leave out --paired")
-    axes = ("models", "own", "strategies", "schedules", "ladder", "devices", "batch_sizes", "batch_per_device")
-    quick = not any(options[axis] for axis in axes)
-    for axis in ("strategies", "schedules"):
+    quick = not any(options[axis] for axis in AXES)
+    for axis, option in (("strategies", "strategies"), ("own_strategies", "strategy"), ("schedules", "schedules")):
         if options["ladder"] and options[axis]:
-            raise click.UsageError(f"--ladder chooses strategies and schedules itself: leave out --{axis}")
+            raise click.UsageError(f"--ladder chooses strategies and schedules itself: leave out --{option}")
     gpus = len(options["device_ids"]) or cuda_device_count()
     kind = options["device_kind"] or ("cuda" if gpus and torch_has_cuda() else "cpu")
     # more processes than that are no first look
@@ -130,8 +134,6 @@ def cases_of(options: dict[str, Any]) -> tuple[list[Any], float | None]:
         cases = plan.ladder(**swept | {"devices": options["devices"] or (max(2, *devices),)})
     else:
         schedules = tuple(one for given in options["schedules"] for one in given)
-        cases = plan.sweep(
-            strategies=options["strategies"] or plan.default_strategies(kind), schedules=schedules or ("reference",),
-            **swept,
-        )  # fmt: skip
+        strategies = (*(options["strategies"] or plan.default_strategies(kind)), *options["own_strategies"])
+        cases = plan.sweep(strategies=strategies, schedules=schedules or ("reference",), **swept)
     return cases, options["budget"] or (QUICK_BUDGET_S[kind] if quick else None)

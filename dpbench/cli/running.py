@@ -38,6 +38,12 @@ SELF_CHECK_SCALE = 1.0
 @click.option("--model", "own", multiple=True, help="Your own model, package.module:name; may be repeated.")
 @click.option("--strategies", type=Names(), help="Ways to train.  [default: all that this machine can do]")
 @click.option(
+    "--strategy",
+    "own_strategies",
+    multiple=True,
+    help="Your own strategy, file.py:name or package.module:name, next to the others; may be repeated.",
+)
+@click.option(
     "--schedules",
     type=Schedules(),
     multiple=True,

@@ -59,7 +59,7 @@ def sweep(
                 case = Case(
                     model=model, strategy=strategy, devices=count, batch_size=batch, size=size, schedule=written,
                     device_kind=device_kind, device_ids=tuple(device_ids[: max(devices)]), placement=placement,
-                    precision=precision, device_memory_bytes=device_memory_bytes,
+                    precision=precision, device_memory_bytes=device_memory_bytes, declared=registry.declared(strategy),
                 )  # fmt: skip
                 cases.append(normalise(case, weak_batches=tuple(batch_per_device)))
     return list(dict.fromkeys(cases))

@@ -64,14 +64,14 @@ def check(kind: str, name: str) -> None:
 def strategy(name: str) -> Any:
     """Return the strategy that a case calls `name`: an object as `dpbench.strategies.Strategy` describes it.
 
-    Raises LookupError when there is no such strategy, and TypeError when the object is not one.
+    Raises LookupError when there is no such strategy, and when the object is not one.
     """
     if ":" not in name:
         check("strategies", name)
     found = _outside(name) if ":" in name else _named(name)
     missing = [part for part, there in _parts(found) if not there]
     if missing:
-        raise TypeError(
+        raise LookupError(
             f"strategy {name}: {type(found).__name__} has no {' and no '.join(missing)}; subclass "
             "dpbench.strategies.Strategy and name an instance of the class"
         )
@@ -140,9 +140,14 @@ def traits(name: str) -> Traits:
     """
     try:
         declared: Traits = strategy(name).traits
-    except (LookupError, TypeError):
+    except LookupError:
         return Traits(strategy=name)
     return replace(declared, strategy=name)
+
+
+def declared(name: str) -> Traits | None:
+    """Return the traits that the cases of an outside strategy carry; None for one of dpbench's own."""
+    return None if name in own("strategies") else traits(name)
 
 
 @lru_cache(maxsize=8)

@@ -82,7 +82,7 @@ class Strategy(Protocol):
 
 
 def load(name: str) -> Strategy:
-    """Return the strategy that a case calls `name`; LookupError or TypeError as `registry.strategy` raises them."""
+    """Return the strategy that a case calls `name`; LookupError when there is none."""
     found: Strategy = registry.strategy(name)
     return found
 

@@ -1,0 +1,146 @@
+"""A strategy from outside: one file of the user's, run, verified, reported, explained and exported like any other."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from dpbench.cli.ending import EXIT_FAILED
+from dpbench.records import Case, registry
+from dpbench.records.traits import Parallelism, Role
+from dpbench.store import Store
+from tests import commands
+
+MINE = textwrap.dedent('''
+    """Gradient accumulation over the chunks of a batch, on one device."""
+
+    from contextlib import contextmanager
+
+    from dpbench.records import Phase
+    from dpbench.strategies import Strategy, Traits, optimizer_of
+
+
+    class Chunks(Strategy):
+        """Runs the chunks that the replicas would have, one after the other."""
+
+        @contextmanager
+        def start(self, case, model, devices, mark):
+            optimizer, factor = optimizer_of(case)(model.module.parameters()), FACTOR
+
+            def step(inputs, target):
+                optimizer.zero_grad()
+                total = 0.0
+                for number, (x, y) in enumerate(zip(inputs.chunk(case.devices), target.chunk(case.devices))):
+                    with mark(Phase.FORWARD, number):
+                        loss = model.loss(model.module(x), y) * (len(y) / len(target))
+                    with mark(Phase.BACKWARD, number):
+                        (factor * loss).backward()
+                    total += loss.detach()
+                with mark(Phase.OPTIMIZER, 0):
+                    optimizer.step()
+                return total
+
+            yield step
+
+
+    chunks = Chunks()
+    plain = object()
+''')
+RUN = (
+    "run", "--models", "mlp", "--strategies", "single,dp", "--devices", "2", "--batch-sizes", "8", "--rounds", "3",
+    "--budget", "20",
+)  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("DPBENCH_PATIENCE", "0")
+    with commands.folder(tmp_path) as there:
+        yield there
+
+
+def shown_everywhere(folder: commands.Folder, name: str) -> None:
+    """Run every reader; each shows the strategy by its name."""
+    assert name in folder.do("report", "--md").stdout
+    assert folder.do("report", "--html", "page.html").returncode == 0
+    page = (folder.path / "page.html").read_text()
+    assert name in page
+    assert name in folder.do("explain").stdout
+    assert name in folder.do("export", "csv").stdout
+    trials = [json.loads(line) for line in folder.do("export", "jsonl").stdout.splitlines()]
+    assert {trial["verified"] for trial in trials if trial["case"]["strategy"] == name} == {"bitwise"}
+    assert name in folder.do("export", "trace").stdout
+    assert name in folder.do("export", "pyperf").stdout
+
+
+@pytest.mark.slow
+def test_a_strategy_in_a_file_is_run_verified_reported_explained_and_exported(folder: commands.Folder) -> None:
+    (folder.path / "mine.py").write_text(MINE.replace("FACTOR", "1.0"))
+    done = folder.do(*RUN, "--strategy", "mine.py:chunks")
+    assert done.returncode == 0, done.stderr
+    rows = folder.query("SELECT DISTINCT status, verified FROM trial")
+    assert rows == [("ok", "bitwise")]
+    shown_everywhere(folder, "mine.py:chunks")
+    (folder.path / "mine.py").unlink()  # a stored run tells the traits of its strategies without their code
+    shown_everywhere(folder, "mine.py:chunks")
+    with Store.read(folder.store) as store:
+        cases = {trial.case for run in store.runs() for trial in store.trials(run.id)}
+    (mine,) = (case for case in cases if case.strategy == "mine.py:chunks")
+    assert mine.declared is not None
+    assert mine.traits.threads
+
+
+def test_a_strategy_in_a_file_with_wrong_gradients_is_refused(folder: commands.Folder) -> None:
+    (folder.path / "mine.py").write_text(MINE.replace("FACTOR", "1.01"))
+    done = folder.do(*RUN[:-4], "--rounds", "1", "--strategy", "mine.py:chunks")
+    assert done.returncode == EXIT_FAILED
+    assert folder.query("SELECT status, verified FROM trial WHERE verified = 'no'") == [("failed", "no")]
+
+
+def test_an_installed_strategy_is_known_by_the_name_of_its_entry_point(folder: commands.Folder) -> None:
+    (folder.path / "chunking.py").write_text(MINE.replace("FACTOR", "1.0"))
+    described = folder.path / "chunking-1.0.dist-info"
+    described.mkdir()
+    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: chunking\nVersion: 1.0\n")
+    (described / "entry_points.txt").write_text("[dpbench.strategies]\nchunked = chunking:chunks\n")
+    folder.paths = [folder.path]
+    done = folder.do("list", "strategies")
+    assert "chunked" in done.stdout, done.stderr
+    done = folder.do(*RUN[:-4], "--rounds", "1", "--strategies", "chunked")
+    assert done.returncode == 0, done.stderr
+    assert folder.query("SELECT DISTINCT status, verified FROM trial") == [("ok", "bitwise")]
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("none.py:chunks", "there is no file none.py"),
+        ("mine.py:nothing", "mine.py has no 'nothing'"),
+        ("mine.py:plain", "object has no attribute `traits` of type Traits and no method start"),
+        ("no_such_module:chunks", "cannot import no_such_module"),
+        ("singel", "did you mean 'single'?"),
+    ],
+)
+def test_what_is_no_strategy_is_refused_with_the_reason(
+    name: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(MINE.replace("FACTOR", "1.0"))
+    with pytest.raises(LookupError) as caught:
+        registry.check("strategies", name)
+    assert told in str(caught.value)
+
+
+def test_each_role_has_one_strategy_of_dpbench() -> None:
+    roles = [registry.traits(name).role for name in registry.own("strategies")]
+    assert sorted(roles) == sorted(role for role in Role if role is not Role.OTHER)
+    assert all(registry.traits(registry.of_role(role)).role is role for role in roles)
+
+
+def test_a_strategy_that_is_nowhere_has_the_usual_traits() -> None:
+    unknown = Case(model="mlp", strategy="of another time", batch_size=1)
+    assert unknown.traits.role is Role.OTHER
+    assert unknown.traits.parallelism is Parallelism.THREADS
