@@ -54,7 +54,7 @@ def _call(part: str) -> Callable[[], Any]:
     import torch
 
     from dpbench import engine
-    from dpbench.engine.broadcast import copies_of
+    from dpbench.engine.collectives import copies_of
     from dpbench.engine.replicate import rebuild
     from dpbench.records import no_mark
 

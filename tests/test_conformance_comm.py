@@ -16,7 +16,7 @@ from torch import Tensor
 
 import dpbench
 from dpbench.engine import resolve
-from dpbench.engine.broadcast import copies_of
+from dpbench.engine.collectives import copies_of
 from dpbench.records import no_mark
 from tests.conformance import Place, close, every_kind, host, on, place, share
 

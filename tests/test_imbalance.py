@@ -12,7 +12,7 @@ from hypothesis import given, settings
 
 from dpbench.analysis import imbalance, stats, summary
 from dpbench.records import Case, Memory, Phase, Sample, Span, Status, Step, Trial, Verified
-from dpbench.records.moves import Shapes
+from dpbench.records.work import Shapes
 
 DP = Case(model="mlp", strategy="dp", schedule="reference", batch_size=64, devices=3)
 DDP = replace(DP, strategy="ddp", schedule="")

@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpbench import models
-from dpbench.analysis import bandwidth, transfers
+from dpbench.analysis import transfers
 from dpbench.hardware.devices import _wrapper, open_devices
-from dpbench.measure.worker import facts
+from dpbench.measure.worker import loop
 from dpbench.records import HOST, Case, Phase, Sample, Span, Step, Trial, Verified, registry
-from dpbench.records.moves import FACT, Move, Shapes, received, sent
+from dpbench.records.work import FACT, Move, Shapes, received, sent
 
 SHAPES = Shapes(
     parameter_tensors=6, parameter_bytes=1200, trainable_bytes=1000, buffer_bytes=40, input_bytes=10, target_bytes=8,
@@ -91,7 +91,7 @@ def really_moved(case: Case, copies: Copies) -> tuple[dict[Key, int], Shapes]:
     """Take two steps on emulated devices; return what the second one copied."""
     model = models.load(case.model, case.size, 0)
     batch = model.batch(case.batch_size, 0)
-    shapes = Shapes.of({FACT: facts.of_model(model, batch)})
+    shapes = Shapes.of({FACT: loop.of_model(model, batch)})
     assert shapes is not None
     devices = open_devices("emulated", case.devices)
     with registry.strategy(case.strategy).start(case, model, devices, copies.mark) as step:
@@ -226,7 +226,7 @@ def trial(case: Case = DP, *, number: int = 0, **changed: Any) -> Trial:
 
 
 def test_a_rate_is_bytes_over_the_ledgers_seconds() -> None:
-    found = {flow.phase: flow for flow in bandwidth.flows([trial(number=n) for n in range(3)])}
+    found = {flow.phase: flow for flow in transfers.flows([trial(number=n) for n in range(3)])}
     scatter, reduce = found[Phase.SCATTER], found[Phase.REDUCE]
     assert scatter.seconds == pytest.approx({0: 0.1, 1: 0.2})
     assert scatter.bytes == 180
@@ -240,14 +240,14 @@ def test_a_rate_is_bytes_over_the_ledgers_seconds() -> None:
 
 def test_a_reduction_beside_backward_has_no_rate() -> None:
     for case in (replace(DP, schedule="overlap"), replace(DP, strategy="ddp", schedule="")):
-        found = {flow.phase: flow for flow in bandwidth.flows([trial(case)])}
+        found = {flow.phase: flow for flow in transfers.flows([trial(case)])}
         assert found[Phase.REDUCE].rate is None
         assert found[Phase.REDUCE].bytes > 0
 
 
 def test_only_what_may_be_shown_has_flows() -> None:
-    assert bandwidth.flows([trial(verified=Verified.NO), Trial(case=DP)]) == []
-    assert bandwidth.flows([trial(provenance={})]) == []
+    assert transfers.flows([trial(verified=Verified.NO), Trial(case=DP)]) == []
+    assert transfers.flows([trial(provenance={})]) == []
 
 
 def test_counters_stand_beside_what_shapes_say() -> None:
@@ -257,8 +257,8 @@ def test_counters_stand_beside_what_shapes_say() -> None:
         for t in (11.0, 12.0)
         for way, value in (("rx", 100.0), ("tx", 10.0))
     )
-    first, second = bandwidth.counted([trial(samples=samples)])
+    first, second = transfers.counted([trial(samples=samples)])
     assert (first.link, first.device, first.received, first.sent) == ("pcie", 0, 100.0, 10.0)
     assert (second.received, second.sent) == (200.0, 20.0)
     assert (second.computed_received, second.computed_sent) == (50 + 1240 + 30, 30 + 1000)
-    assert bandwidth.counted([trial()]) == []
+    assert transfers.counted([trial()]) == []

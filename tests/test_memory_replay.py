@@ -16,10 +16,9 @@ from dpbench.hardware.devices import open_devices
 from dpbench.hardware.devices.emulated import EmulatedDevice
 from dpbench.models import Model
 from dpbench.predict import memory
-from dpbench.predict.allocator import MIB, Allocator, OutOfDeviceMemory
+from dpbench.predict.allocator import MIB, Allocator, OutOfDeviceMemory, Tape, replay
 from dpbench.predict.bucketing import bucket_sizes, chunks
 from dpbench.predict.memory import Closed, Traces, excess_bytes, largest_batch, needed, tape_of, traces_of
-from dpbench.predict.memory_trace import Tape, replay
 from dpbench.records import Case, no_mark
 from dpbench.strategies import optimizer_of, single
 

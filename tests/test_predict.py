@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from dpbench.analysis import ledger
 from dpbench.predict import (  # fmt: skip
     cases,
-    collectives,
     costs,
     counts,
     features,
@@ -28,9 +27,8 @@ from dpbench.predict import (  # fmt: skip
     what_if,
 )
 from dpbench.predict.constants import DEFAULT
-from dpbench.predict.events import Job, simulate
-from dpbench.predict.loops import Loop
-from dpbench.predict.max_min_fair import rates
+from dpbench.predict.events import Job, rates, simulate
+from dpbench.predict.simulation import Loop
 from dpbench.records import Case, Cost, Phase, Profile, Source, Step, machine, registry
 from dpbench.records.machine import Link, Unknown
 from dpbench.records.schedule import TRAIN_STEP, climb
@@ -151,7 +149,7 @@ def test_a_way_that_is_not_there_names_the_links() -> None:
     ],
 )
 def test_bus_bandwidth_follows_from_the_links(name: str, devices: int, gb_per_s: float, kind: str) -> None:
-    found = collectives.bus(machine.load(name), devices, DEFAULT)
+    found = network.bus(machine.load(name), devices, DEFAULT)
     assert (found.bytes_per_s / 1e9, found.kind) == (pytest.approx(gb_per_s, rel=0.02), kind)
 
 
@@ -161,14 +159,14 @@ def test_gpus_that_stage_share_the_way_to_memory() -> None:
         links += [{"between": [f"switch{k}", "cpu0"], "kind": "pcie", "bytes_per_s": 12e9} for k in range(4 // share)]
         return machine.read({"peer_access": False, "gpu": {"name": "x", "count": 4}, "link": links}, f"board{share}")
 
-    two, four = (collectives.bus(board(share), 4, DEFAULT).bytes_per_s for share in (2, 4))
+    two, four = (network.bus(board(share), 4, DEFAULT).bytes_per_s for share in (2, 4))
     # published on two boards with eight RTX 2080 Ti: 4.5-5 and 2.3 GB/s
     assert two == pytest.approx(5.1e9)
     assert four == pytest.approx(2.55e9)
 
 
 def test_the_curve_fits_published_all_reduces() -> None:
-    group = collectives.Group(machine.load("dgx-a100"), 8, DEFAULT)
+    group = network.Group(machine.load("dgx-a100"), 8, DEFAULT)
     # NCCL all-reduce on eight A100 of an Azure NDv4 (superbench-results v0.2.1, 7b5ea64): bytes, microseconds
     for size, measured_us in ((67108864, 587.2), (268435456, 2117.8), (1073741824, 8164.5)):
         assert group.one_s("all_reduce", size) * 1e6 == pytest.approx(measured_us, rel=0.25)
@@ -290,7 +288,7 @@ def test_late_reduction_costs_what_overlap_hides() -> None:
         simulation.step(case_of("ddp", 8), profile, on, loop=Loop(late_reduction=late)).seconds
         for late in (False, True)
     )
-    wire = collectives.Group(on, 8, DEFAULT).one_s("all_reduce", COUNTED.parameter_bytes)
+    wire = network.Group(on, 8, DEFAULT).one_s("all_reduce", COUNTED.parameter_bytes)
     assert late - 0.3 == pytest.approx(wire, rel=0.2)
     assert beside < late - 0.2 * wire
 

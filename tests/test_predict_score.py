@@ -13,7 +13,7 @@ import pytest
 
 from dpbench.predict import calibration, features, quick
 from dpbench.predict.constants import DEFAULT
-from dpbench.predict.scoring import described, fit, fitted, published, rows, score
+from dpbench.predict.scoring import described, fit, published, rows, score
 from dpbench.predict.scoring.published import Excluded
 from dpbench.records import Phase
 
@@ -58,7 +58,7 @@ def test_data_parallel_is_predicted_on_a_machine_that_was_not_fitted(
     assert line.skill >= 0.80
     assert line.coverage is not None
     assert 0.7 <= line.coverage <= 1.0
-    assert all(fitted.without(group)[0] != DEFAULT for group in fit.FITTED_ON)
+    assert all(rows.without(group)[0] != DEFAULT for group in fit.FITTED_ON)
 
 
 def test_hard_ddp_cases_from_a_description_and_from_one_workload(

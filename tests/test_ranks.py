@@ -22,7 +22,7 @@ import dpbench
 from dpbench.measure import ranks
 from dpbench.measure.failures import in_order, of_end, of_rank
 from dpbench.records import Status
-from dpbench.records.failure import Failure
+from dpbench.records.trial import Failure
 from tests.listening import Seen, real_address
 from tests.marked import NAME, Mark, marked
 

@@ -14,7 +14,7 @@ from dpbench.analysis.findings import text
 from dpbench.cli import progress
 from dpbench.cli.showing import content_of
 from dpbench.records import Case, Phase, Sample, Source, Span, Step, Trial, Verified
-from dpbench.records import shown as explained
+from dpbench.records import words as explained
 from dpbench.report import figures, markdown, page
 from dpbench.store import Run
 from tests import exported

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from dpbench.records import shown, words
+from dpbench.records import words
 from dpbench.records.estimate import Doubt, Estimate
 
 NUMBER = r"[−-]?\d{1,3}(?:,?\d{3})*(?:\.\d+)?"
@@ -115,17 +115,17 @@ def test_a_plural_of_another_form_is_given() -> None:
 
 
 def test_an_interval_is_in_the_unit_of_its_value() -> None:
-    assert shown.duration(Estimate(0.0005, 0.0004, 0.0012, 3)) == "500 µs (400–1,200)"
-    assert shown.ms(Estimate(0.0005, 0.0004, 0.0012, 3)) == "0.500 ms (0.400–1.20)"
-    assert shown.times(Estimate(1.5, 1.25, 2.0, 3)) == "1.50× (1.25–2.00)"
+    assert words.duration(Estimate(0.0005, 0.0004, 0.0012, 3)) == "500 µs (400–1,200)"
+    assert words.ms(Estimate(0.0005, 0.0004, 0.0012, 3)) == "0.500 ms (0.400–1.20)"
+    assert words.times(Estimate(1.5, 1.25, 2.0, 3)) == "1.50× (1.25–2.00)"
 
 
-@pytest.mark.parametrize("say", [shown.duration, shown.ms, shown.times])
+@pytest.mark.parametrize("say", [words.duration, words.ms, words.times])
 def test_an_estimate_in_doubt_is_not_written(say: Callable[[Estimate], str]) -> None:
     assert say(Estimate(1.0, 0.9, 1.1, 2)) == say(Estimate(1.0, 0.4, 1.7, 9)) == "not enough rounds"
-    assert shown.doubt(Estimate(1.0, 0.9, 1.1, 1)).startswith("1 round, and fewer than 3")
-    assert shown.doubt(Estimate(1.0, 0.4, 1.7, 9)) == "its interval spans more than a factor of 4"
-    assert shown.doubt(Estimate(1.0, 0.9, 1.1, 3)) == ""
+    assert words.doubt(Estimate(1.0, 0.9, 1.1, 1)).startswith("1 round, and fewer than 3")
+    assert words.doubt(Estimate(1.0, 0.4, 1.7, 9)) == "its interval spans more than a factor of 4"
+    assert words.doubt(Estimate(1.0, 0.9, 1.1, 3)) == ""
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 from dpbench.analysis import stats, validity
 from dpbench.analysis.ladder import Ladder, label, notable, short
 from dpbench.analysis.summary import Row
-from dpbench.records import UNATTRIBUTED, Phase, Status, Trial, shown, words
+from dpbench.records import UNATTRIBUTED, Phase, Status, Trial, words
 from dpbench.records.estimate import Estimate
 
 ROUNDS_MOST = 50
@@ -91,9 +91,9 @@ def _climbs(ladders: Sequence[Ladder]) -> str:
             parts.append(f"on {where} there are {words.NOT_ENOUGH} to name the best rung")
             continue
         doubt = " (undecided)" if found.whole.verdict == "undecided" else ""
-        first = f"{shown.times(found.whole.ratio)} over {found.whole.over}{doubt}"
+        first = f"{words.times(found.whole.ratio)} over {found.whole.over}{doubt}"
         big = found.biggest
-        step = f", its biggest step {big.name}: {shown.times(big.ratio)} over {big.over}" if big else ""
+        step = f", its biggest step {big.name}: {words.times(big.ratio)} over {big.over}" if big else ""
         parts.append(f"on {where} the best rung is {found.fastest.name}, {first}{step}")
     kind = "Of host time alone, c" if ladders[0].case.device_kind == "emulated" else "C"
     return f"{kind}limbing the ladder, {'; '.join(parts)}."
@@ -115,7 +115,7 @@ def _of_strategy(name: str, rows: Sequence[Row]) -> str:
     kept = sorted(rows, key=lambda row: row.speedup.value if row.speedup else 0.0)
     if len(kept) > 3:
         kept = [kept[0], kept[-1]]
-    parts = [f"{shown.times(row.speedup)} on {row.case.model}{_batch(row, rows)}" for row in kept if row.speedup]
+    parts = [f"{words.times(row.speedup)} on {row.case.model}{_batch(row, rows)}" for row in kept if row.speedup]
     joiner = " to " if len(rows) > 3 else ", "
     return f"{name} gives {joiner.join(parts)}"
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from dpbench.analysis import ledger, stats, transfers
 from dpbench.records import HOST, Case, Source, Trial, plan, registry, words
 from dpbench.records.estimate import Estimate
-from dpbench.records.moves import Shapes, received, sent
 from dpbench.records.traits import Role
+from dpbench.records.work import Shapes, received, sent
 
 Figures = Mapping[int, Sequence[float]]
 """By device, a figure for each timed step, or one for the trial."""

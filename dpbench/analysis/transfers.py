@@ -6,8 +6,15 @@ of local losses are left out. An all-reduce counts as a ring's. docs/measuring.m
 
 from __future__ import annotations
 
-from dpbench.records import Case, registry
-from dpbench.records.moves import Move, Shapes
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from dpbench.analysis import ledger
+from dpbench.records import Case, Phase, Source, Trial, registry
+from dpbench.records.schedule import parse
+from dpbench.records.traits import Reduction
+from dpbench.records.work import Move, Shapes, received, sent
 
 
 def moves(case: Case, shapes: Shapes) -> list[Move]:
@@ -19,3 +26,126 @@ def moves(case: Case, shapes: Shapes) -> list[Move]:
     except LookupError:  # a strategy of an earlier run that is not installed any more
         return []
     return [move for move in found if move.bytes > 0]
+
+
+MOVING = (Phase.SCATTER, Phase.REPLICATE, Phase.GATHER, Phase.REDUCE)
+"""The phases whose seconds are for moving; elsewhere moves hide among compute."""
+LINKS = ("pcie", "nvlink")
+"""The links that counters know, by the first part of a metric's name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flow:
+    """What one phase of one case moves in a step.
+
+    `seconds` are the ledger's, by the device that the phase is marked on, medians over the timed steps; `rate` is
+    bytes over their sum. None where moving cannot be told from computing.
+    """
+
+    case: Case
+    source: Source
+    phase: Phase
+    moves: tuple[Move, ...]
+    seconds: Mapping[int, float]
+    rate: float | None
+
+    @property
+    def bytes(self) -> float:
+        """Return all that the phase moves."""
+        return sum(move.bytes for move in self.moves)
+
+    def rate_of(self, device: int) -> float | None:
+        """Return the bytes a second of what comes to a device, where the phase is marked on it."""
+        seconds = self.seconds.get(device, 0.0)
+        return received(self.moves, device) / seconds if self.rate is not None and seconds > 0 else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counted:
+    """What a device's counters saw in a step's time, beside what shapes say: bytes received and sent."""
+
+    case: Case
+    source: Source
+    link: str
+    device: int
+    received: float
+    sent: float
+    computed_received: float
+    computed_sent: float
+
+
+def flows(trials: Iterable[Trial]) -> list[Flow]:
+    """Return what each case moves, phase by phase, in the order in which cases came."""
+    found = []
+    for (case, source), group in _grouped(trials).items():
+        moves = _moves(case, group)
+        for phase in dict.fromkeys(move.phase for move in moves):
+            mine = tuple(move for move in moves if move.phase is phase)
+            seconds = _seconds(group, phase) if _told(case, phase) else {}
+            total = sum(seconds.values())
+            rate = sum(move.bytes for move in mine) / total if total > 0 else None
+            found.append(Flow(case=case, source=source, phase=phase, moves=mine, seconds=seconds, rate=rate))
+    return found
+
+
+def counted(trials: Iterable[Trial]) -> list[Counted]:
+    """Return what the counters of each case's devices saw; nothing where there are none."""
+    found = []
+    for (case, source), group in _grouped(trials).items():
+        step_s = statistics.median(step.seconds for trial in group for step in trial.steps if not step.warmup)
+        moves = _moves(case, group)
+        for link in LINKS:
+            rates = [_means(group, f"{link}_{way}_bytes_per_s") for way in ("rx", "tx")]
+            for device in sorted(set(rates[0]) & set(rates[1]) & set(range(len(case.rows)))):
+                found.append(
+                    Counted(
+                        case=case, source=source, link=link, device=device, received=rates[0][device] * step_s,
+                        sent=rates[1][device] * step_s, computed_received=received(moves, device),
+                        computed_sent=sent(moves, device),
+                    )
+                )  # fmt: skip
+    return found
+
+
+def _grouped(trials: Iterable[Trial]) -> dict[tuple[Case, Source], list[Trial]]:
+    """Return the trials that may be shown, by case."""
+    groups: dict[tuple[Case, Source], list[Trial]] = {}
+    for trial in trials:
+        if trial.trusted and trial.timed:
+            groups.setdefault((trial.case, trial.source), []).append(trial)
+    return groups
+
+
+def _moves(case: Case, trials: Sequence[Trial]) -> list[Move]:
+    shapes = next((found for trial in trials if (found := Shapes.of(trial.provenance))), None)
+    return moves(case, shapes) if shapes else []
+
+
+def _told(case: Case, phase: Phase) -> bool:
+    """Tell whether a phase's seconds are those of its moves: not where they hide behind backward."""
+    if phase is Phase.REDUCE:
+        scheduled = case.traits.scheduled and parse(case.schedule).reduce == "overlap"
+        return case.traits.reduction is not Reduction.OVERLAPPED and not scheduled
+    return phase in MOVING
+
+
+def _seconds(trials: Sequence[Trial], phase: Phase) -> dict[int, float]:
+    """Return the ledger's seconds of a phase by device: medians over timed steps, then over rounds."""
+    rounds: dict[int, list[float]] = {}
+    for trial in trials:
+        steps: dict[int, list[float]] = {}
+        rows = ledger.by_step(trial.spans, len(trial.steps))
+        charged = [ledger.charge(s, spans) for s, spans in zip(trial.steps, rows, strict=True) if not s.warmup]
+        for device in sorted({d for charge in charged for name, d in charge if name == phase.value}):
+            steps[device] = [charge.get((phase.value, device), 0.0) for charge in charged]
+        for device, values in steps.items():
+            rounds.setdefault(device, []).append(statistics.median(values))
+    return {device: statistics.median(values) for device, values in sorted(rounds.items())}
+
+
+def _means(trials: Sequence[Trial], metric: str) -> dict[int, float]:
+    """Return a counter's mean by device."""
+    values: dict[int, list[float]] = {}
+    for sample in (sample for trial in trials for sample in trial.samples if sample.metric == metric):
+        values.setdefault(sample.device, []).append(sample.value)
+    return {device: statistics.mean(found) for device, found in values.items()}

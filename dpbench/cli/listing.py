@@ -58,8 +58,8 @@ REMOVES = {
 def rows(kind: str) -> list[tuple[str, str]]:
     """Return (name, one line of words) for each model, strategy, schedule, machine or metric."""
     if kind == "machines":
-        found = {name: machine.load(name) for name in machine.names()}
-        return [(name, f"{one.description} ({words.count(one.devices, 'GPU')})") for name, one in found.items()]
+        loaded = {name: machine.load(name) for name in machine.names()}
+        return [(name, f"{one.description} ({words.count(one.devices, 'GPU')})") for name, one in loaded.items()]
     if kind == "metrics":
         return sorted(METRICS.items())
     if kind == "schedules":

@@ -11,9 +11,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as RichProgress
 
 from dpbench.analysis import ladder
-from dpbench.records import Status, plan, shown, words
-from dpbench.records.columns import aligned
+from dpbench.records import Status, plan, words
 from dpbench.records.estimate import Estimate
+from dpbench.records.words import aligned
 
 
 class _Console(Console):
@@ -104,4 +104,4 @@ def _estimate(estimate: Estimate | None, scale: float = 1.0, unit: str = "") -> 
         return "", ""
     if estimate.doubt:
         return words.NOT_ENOUGH, ""
-    return words.number(estimate.value * scale) + unit, shown.interval(estimate, scale)
+    return words.number(estimate.value * scale) + unit, words.interval(estimate, scale)

@@ -11,7 +11,7 @@ import click
 from dpbench.cli.ending import EXIT_UNDECIDED, EXIT_WORSE, last_words
 from dpbench.cli.options import REPORT, run_option, store_option
 from dpbench.cli.showing import choose, content_of, read, write_report
-from dpbench.records import shown
+from dpbench.records import words
 
 if TYPE_CHECKING:
     from dpbench.records.estimate import Estimate
@@ -63,8 +63,8 @@ def list_(kind: str, store: Path) -> None:
     width = max((len(name) for name, _ in rows), default=0)
     if sys.stdout.isatty():
         click.echo(f"{kind}:")
-    for name, words in rows:
-        click.echo(f"{name:<{width}}  {words}".rstrip())
+    for name, text in rows:
+        click.echo(f"{name:<{width}}  {text}".rstrip())
 
 
 def _runs(store: Path) -> list[tuple[Run, int]]:
@@ -126,7 +126,6 @@ def compare(before: str, after: str, margin: float, store: Path) -> None:
     case got slower; 1: one did; 3: none did, but some are undecided.
     """
     from dpbench.analysis import summary
-    from dpbench.records import words
 
     first, second = (_side(store, name) for name in (before, after))
     lines = summary.compare(first, second, margin=margin)
@@ -146,10 +145,8 @@ def compare(before: str, after: str, margin: float, store: Path) -> None:
 
 def _ratio(estimate: Estimate) -> str:
     """Say a ratio with its interval to four digits: the default margin is 1 %."""
-    from dpbench.records import words
-
     if estimate.doubt:
-        return f"{words.NOT_ENOUGH} ({shown.doubt(estimate)}; {words.REMEDY} would help)"
+        return f"{words.NOT_ENOUGH} ({words.doubt(estimate)}; {words.REMEDY} would help)"
     value, low, high = (words.number(part, 4) for part in (estimate.value, estimate.low, estimate.high))
     return f"{value:>6}x [{low}-{high}]"
 

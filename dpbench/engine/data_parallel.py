@@ -13,11 +13,11 @@ from dpbench.engine import legal
 from dpbench.engine.apply import parallel_apply
 from dpbench.engine.errors import Refused
 from dpbench.engine.gather import gather, target_of
-from dpbench.engine.host_settings import IntraOp, keep_memory
 from dpbench.engine.identity import Identity
 from dpbench.engine.replicas import Maker, flat_weights, maker
 from dpbench.engine.replicate import check_placement, replicate
 from dpbench.engine.scatter import scatter
+from dpbench.engine.thread_settings import IntraOp, keep_memory
 from dpbench.engine.workers import choose
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices import DeviceId, resolve

@@ -16,7 +16,7 @@ from dpbench.engine.errors import Refused
 from dpbench.engine.flat_storage import is_dense
 from dpbench.engine.identity import has_hooks, is_watched
 from dpbench.engine.losses import Loss
-from dpbench.engine.optimizer_groups import ELEMENTWISE, groups_of
+from dpbench.engine.optimizer_state import ELEMENTWISE, groups_of
 from dpbench.engine.replicate import unique
 from dpbench.hardware.device import Device
 from dpbench.records.schedule import Schedule

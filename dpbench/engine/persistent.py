@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from dpbench.engine.broadcast import copies_of
+from dpbench.engine.collectives import copies_of
 from dpbench.engine.flat_storage import FlatWeights
 from dpbench.engine.replica_cache import Trees
 from dpbench.hardware.device import Device

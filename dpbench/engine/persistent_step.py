@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from dpbench.engine.broadcast import buckets_of
+from dpbench.engine.collectives import buckets_of
 from dpbench.engine.cuda_graphs import Graphs
-from dpbench.engine.finish import finish
 from dpbench.engine.flat_storage import FlatWeights
 from dpbench.engine.identity import Identity, Muted, has_hooks
 from dpbench.engine.losses import Loss
+from dpbench.engine.optimizer_state import finish
 from dpbench.engine.persistent import Overlap, Persistent
 from dpbench.engine.reduce import reduce
 from dpbench.engine.run_on_devices import in_stages, on_each

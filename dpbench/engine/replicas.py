@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from dpbench.engine.broadcast import Copier, copies_of
-from dpbench.engine.finish import finish
+from dpbench.engine.collectives import Copier, copies_of
 from dpbench.engine.flat_storage import FlatWeights
 from dpbench.engine.identity import Identity
-from dpbench.engine.optimizer_groups import groups_of
+from dpbench.engine.optimizer_state import finish, groups_of
 from dpbench.engine.persistent_step import Kept
 from dpbench.engine.replica_cache import Trees
 from dpbench.engine.replicate import check_placement, replicate, unique

@@ -15,7 +15,7 @@ from torch import nn
 from torch.fx import GraphModule
 from torch.nn.parameter import is_lazy
 
-from dpbench.engine.broadcast import Copier, broadcast, copies_of
+from dpbench.engine.collectives import Copier, broadcast, copies_of
 from dpbench.engine.errors import Refused
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices import Devices, as_devices

@@ -17,15 +17,13 @@ from dpbench.engine.containers import device_of, mapped, tensors_in
 from dpbench.engine.data_parallel import check_prefix
 from dpbench.engine.errors import Refused
 from dpbench.engine.gather import gather
-from dpbench.engine.host_settings import IntraOp, keep_memory
 from dpbench.engine.legal import Subject
-from dpbench.engine.local_loss import LocalLoss
-from dpbench.engine.losses import Loss, Summed
+from dpbench.engine.losses import LocalLoss, Loss, Summed
 from dpbench.engine.persistent_step import Kept
 from dpbench.engine.replicas import replicas_of
 from dpbench.engine.run_on_devices import in_stages, on_each
 from dpbench.engine.scatter import scatter
-from dpbench.engine.thread_settings import without_cast_cache
+from dpbench.engine.thread_settings import IntraOp, keep_memory, without_cast_cache
 from dpbench.engine.workers import Workers, choose
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices import Devices, as_devices, resolve

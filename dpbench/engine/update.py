@@ -15,10 +15,8 @@ import torch
 from torch.optim import Optimizer
 
 from dpbench.engine.collectives import Exchange, choose
-from dpbench.engine.flat_storage import FlatWeights, line
-from dpbench.engine.optimizer_groups import Stepper, groups_of, mirror
-from dpbench.engine.optimizer_state import FetchedState, State
-from dpbench.engine.param_shards import Piece, Sum, Unit, cut, gathered, sums
+from dpbench.engine.flat_storage import FlatWeights, Piece, Sum, Unit, cut, gathered, line, sums
+from dpbench.engine.optimizer_state import FetchedState, State, Stepper, groups_of, mirror
 from dpbench.engine.persistent import Persistent
 from dpbench.engine.reduce import arrive
 from dpbench.engine.run_on_devices import on_each

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from dpbench.export.choice import Labels, nameless, title
-from dpbench.records import HOST, Phase, Sample, Span, Step, Trial, strictjson
+from dpbench.records import HOST, Phase, Sample, Span, Step, Trial, words
 
 _T = TypeVar("_T")
 Timed = tuple[float, float, _T]
@@ -34,7 +34,7 @@ def trace(run_id: str, provenance: Mapping[str, Any], trials: Sequence[Trial], l
         "provenance": nameless(provenance),
         "trials": [_facts(pid, trial, labels) for pid, trial in enumerate(trials, 1)],
     }
-    yield f'{{"displayTimeUnit": "ms",\n"otherData": {strictjson.dumps(facts)},\n"traceEvents": [\n'
+    yield f'{{"displayTimeUnit": "ms",\n"otherData": {words.dumps(facts)},\n"traceEvents": [\n'
     for pid, trial in enumerate(trials, 1):
         yield ",\n" * (pid > 1) + ",\n".join(_events(pid, trial, zero_s, title(trial, labels)))
     yield "\n]}\n"
@@ -77,7 +77,7 @@ def _events(pid: int, trial: Trial, zero_s: float, name: str) -> Iterator[str]:
 def _steps(steps: Iterable[Step]) -> Iterator[Timed[str]]:
     """Yield the steps, each with its event's name, category and arguments."""
     for number, step in enumerate(steps):
-        args = strictjson.dumps({"seconds": step.seconds, "warmup": step.warmup})
+        args = words.dumps({"seconds": step.seconds, "warmup": step.warmup})
         yield step.start_s, step.end_s, f'"name":"step {number}","cat":"step","args":{args}'
 
 
@@ -132,14 +132,14 @@ def _complete(pid: int, tid: int, start: int, end: int, said: str) -> str:
 
 def meta(kind: str, pid: int, tid: int, **args: Any) -> str:
     """Return an event that names or sorts a process or a track."""
-    return strictjson.dumps({"ph": "M", "name": kind, "pid": pid, "tid": tid, "ts": 0, "args": args})
+    return words.dumps({"ph": "M", "name": kind, "pid": pid, "tid": tid, "ts": 0, "args": args})
 
 
 def _counters(pid: int, samples: Iterable[Sample], zero_s: float) -> Iterator[str]:
     """Yield the samples that have a place in time, each series a counter."""
     for sample in samples:
         if sample.time_s > 0.0:
-            counter = strictjson.dumps(f"{place(sample.device)} {sample.metric}")
+            counter = words.dumps(f"{place(sample.device)} {sample.metric}")
             at = ticks(sample.time_s - zero_s) / TICKS
             value = f'{{"{sample.metric}":{sample.value!r}}}'
             yield f'{{"ph":"C","pid":{pid},"ts":{at!r},"name":{counter},"args":{value}}}'

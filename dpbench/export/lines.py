@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 
 from dpbench.analysis import ledger
-from dpbench.records import Trial, strictjson
+from dpbench.records import Trial, words
 
 
 def jsonl(run_id: str, trials: Iterable[Trial]) -> Iterator[str]:
@@ -16,7 +16,7 @@ def jsonl(run_id: str, trials: Iterable[Trial]) -> Iterator[str]:
             {"seconds": step.seconds, "warmup": step.warmup, "phases": phases}
             for step, phases in zip(trial.steps, ledger.of_trial(trial), strict=True)
         ]
-        line = strictjson.dumps(
+        line = words.dumps(
             {
                 "run_id": run_id,
                 "case": {**trial.case.to_dict(), "devices": trial.case.devices},

@@ -18,7 +18,7 @@ from dpbench.hardware import provenance
 from dpbench.hardware.nvml import describe
 from dpbench.measure.server import Server
 from dpbench.records import Case, Effort, Status, Trial, plan, words
-from dpbench.records.columns import aligned
+from dpbench.records.words import aligned
 from dpbench.store import FINAL, Store
 
 EFFORT = Effort(budget_s=0.0, warmup_steps=1, min_steps=2, max_steps=2, block_steps=1)

@@ -11,7 +11,7 @@ from pathlib import Path
 from dpbench.engine.errors import replica_of
 from dpbench.hardware import parent_death
 from dpbench.records import Status, Verified
-from dpbench.records.failure import Failure
+from dpbench.records.trial import Failure
 
 NO_MEMORY = (
     "can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED",

@@ -28,7 +28,7 @@ import psutil
 
 from dpbench.hardware import parent_death
 from dpbench.measure.failures import in_order, of_end, of_rank
-from dpbench.records.failure import Failure
+from dpbench.records.trial import Failure
 
 TIMEOUT = timedelta(seconds=60)
 """How long a rank waits for its peers, when it joins them and in each collective."""

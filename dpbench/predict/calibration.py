@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from dpbench.predict import quick
 from dpbench.predict.constants import Constants
-from dpbench.predict.scoring import fitted, rows
+from dpbench.predict.scoring import rows
 from dpbench.predict.scoring.published import NAMED, Matched
 from dpbench.predict.scoring.score import Line, Scored, line
 
@@ -98,7 +98,7 @@ def _best(table: Mapping[Point, Sequence[float]], rows_: Sequence[Matched], use:
 
 
 def _constants(one: Matched, host: float, bus: float) -> tuple[Constants, float]:
-    constants, published = fitted.without(one.row.group)
+    constants, published = rows.without(one.row.group)
     return constants.changed(bus_scale=bus), host * published
 
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from dpbench.predict import network
-from dpbench.predict.collectives import Group
 from dpbench.predict.constants import Constants
 from dpbench.predict.events import Job
+from dpbench.predict.network import Group
 from dpbench.records import Case, Cost, Phase, Profile, Task
 from dpbench.records.machine import Machine
 from dpbench.strategies._tasks import PASSES

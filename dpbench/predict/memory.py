@@ -11,8 +11,7 @@ import torch
 
 from dpbench import models
 from dpbench.predict import strategy_memory
-from dpbench.predict.allocator import OutOfDeviceMemory
-from dpbench.predict.memory_trace import Peak, Tape, replay
+from dpbench.predict.allocator import OutOfDeviceMemory, Peak, Tape, replay
 from dpbench.predict.torch_dp_memory import TorchDataParallel
 from dpbench.predict.trace import Build, OptimizerFactory, trace, trace_optimizer
 from dpbench.records import Case, registry

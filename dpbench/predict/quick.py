@@ -9,9 +9,9 @@ import math
 from collections.abc import Collection
 
 from dpbench.predict import network
-from dpbench.predict.collectives import Group
 from dpbench.predict.constants import DEFAULT, Constants
-from dpbench.predict.loops import PLAIN, Loop
+from dpbench.predict.network import Group
+from dpbench.predict.simulation import PLAIN, Loop
 from dpbench.records import Case, Cost, Phase, Profile, registry
 from dpbench.records.machine import Machine
 from dpbench.records.schedule import REFERENCE

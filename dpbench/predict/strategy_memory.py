@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from dpbench.predict.allocator import Names, Tape
 from dpbench.predict.bucketing import BUCKET_BYTES, COALESCED_BYTES, DDP_SYNC_BYTES, bucket_sizes, chunks, flat_bytes
-from dpbench.predict.memory_trace import Names, Tape
 from dpbench.predict.recorder import Op
 from dpbench.predict.trace import Trace
 from dpbench.records.schedule import Schedule

@@ -12,7 +12,7 @@ from dpbench.predict.scoring.published import Excluded
 from dpbench.predict.scoring.score import Line
 from dpbench.predict.what_if import Remedy
 from dpbench.records import UNATTRIBUTED, Step, words
-from dpbench.records.columns import aligned
+from dpbench.records.words import aligned
 
 COLUMNS = ("model", "strategy", "devices", "batch", "ms/step", "80 % interval", "samples/s", "speed-up", "phases, ms",
            "profile", "label")  # fmt: skip

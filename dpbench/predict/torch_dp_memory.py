@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dpbench.predict.allocator import Names
 from dpbench.predict.bucketing import COALESCED_BYTES, chunks
-from dpbench.predict.memory_trace import Names
 from dpbench.predict.strategy_memory import (
     DataParallel,
     gradients_of,

@@ -5,8 +5,12 @@ No other module rounds, scales or picks units for a reader: three significant di
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Collection, Mapping, Sequence
 from decimal import Decimal
+
+from dpbench.records.estimate import Doubt, Estimate
 
 MISSING = "–"
 NOT_ENOUGH = "not enough rounds"
@@ -81,3 +85,69 @@ def binary(most: float) -> tuple[str, float]:
     """Return the binary unit that fits a number of bytes, and how many bytes it is."""
     power = next((p for p in range(len(_BINARY) - 1, 0, -1) if most >= 1024**p), 0)
     return _BINARY[power], 1024.0**power
+
+
+INTERVALS = (
+    "Intervals of measurements are 95% intervals by Student's t over the rounds; their spread comes from a "
+    "hierarchical bootstrap, which resamples rounds and then the steps in each."
+)
+WITHHELD = (
+    f"An estimate of fewer than {Estimate.ROUNDS} rounds, or whose interval spans more than a factor of "
+    f"{Estimate.WIDEST:.0f}, is replaced by “{NOT_ENOUGH}” and drawn nowhere: {REMEDY} would help."
+)
+
+
+def interval(estimate: Estimate, scale: float = 1.0) -> str:
+    """Say the interval from its low to its high end."""
+    return f"{number(estimate.low * scale)}–{number(estimate.high * scale)}"
+
+
+def duration(estimate: Estimate) -> str:
+    """Say a duration in seconds with its interval, both in one unit; or that there are not enough rounds."""
+    if estimate.doubt:
+        return NOT_ENOUGH
+    scale, unit = time_unit(estimate.value)
+    return f"{number(estimate.value / scale)} {unit} ({interval(estimate, 1 / scale)})"
+
+
+def ms(estimate: Estimate) -> str:
+    """Say a duration in seconds as milliseconds with its interval; or that there are not enough rounds."""
+    return NOT_ENOUGH if estimate.doubt else f"{number(estimate.value * 1e3)} ms ({interval(estimate, 1e3)})"
+
+
+def times(estimate: Estimate) -> str:
+    """Say a ratio with its interval; or that there are not enough rounds."""
+    return NOT_ENOUGH if estimate.doubt else f"{number(estimate.value)}× ({interval(estimate)})"
+
+
+def doubt(estimate: Estimate) -> str:
+    """Say why an estimate is not shown; empty where it is."""
+    if estimate.doubt is Doubt.ROUNDS:
+        return f"{count(estimate.n, 'round')}, and fewer than {Estimate.ROUNDS} do not tell how rounds differ"
+    if estimate.doubt is Doubt.WIDTH:
+        return f"its interval spans more than a factor of {exact(Estimate.WIDEST)}"
+    return ""
+
+
+def aligned(lines: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:
+    """Return cells in columns as wide as their widest, a rule below the first line; `left` columns begin alike."""
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+
+    def text(cells: Sequence[str]) -> str:
+        padded = (c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True)))
+        return "  ".join(padded).rstrip()
+
+    return [text(lines[0]), "  ".join("-" * width for width in widths), *map(text, lines[1:])]
+
+
+def dumps(value: object, *, default: type[str] | None = None, separators: tuple[str, str] | None = None) -> str:
+    """Return plain data as JSON without NaN and Infinity; `default` converts what JSON has no type for."""
+    return json.dumps(_finite(value), allow_nan=False, default=default, separators=separators)
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: _finite(inner) for name, inner in value.items()}
+    return [_finite(inner) for inner in value] if isinstance(value, list | tuple) else value

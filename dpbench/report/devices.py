@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from dpbench.analysis.bandwidth import Counted, Flow, counted, flows
 from dpbench.analysis.imbalance import Index, indexes
 from dpbench.analysis.memory import PHASES, Footprint, footprints
-from dpbench.records import HOST, Case, Trial, shown, words
+from dpbench.analysis.transfers import Counted, Flow, counted, flows
+from dpbench.records import HOST, Case, Trial, words
 from dpbench.records.estimate import Estimate
 from dpbench.report import naming, small_multiples
 from dpbench.report.table import Cell, Table
@@ -108,7 +108,7 @@ def _index(index: Index) -> tuple[Cell, ...]:
 def _estimate(estimate: Estimate) -> Cell:
     if estimate.doubt:
         return Cell(words.NOT_ENOUGH, words.count(estimate.n, "round"))
-    return Cell(words.number(estimate.value) + "×", shown.interval(estimate))
+    return Cell(words.number(estimate.value) + "×", words.interval(estimate))
 
 
 def _memory(found: Sequence[Footprint]) -> tuple[Table, list[Case]]:

@@ -10,7 +10,7 @@ from matplotlib.patches import Patch
 
 from dpbench.analysis.ladder import Ladder, notable
 from dpbench.analysis.summary import Row
-from dpbench.records import UNATTRIBUTED, Phase, Trial, shown, words
+from dpbench.records import UNATTRIBUTED, Phase, Trial, words
 from dpbench.report import heatmap, naming, small_multiples, speedup, svg, timeline, waterfall
 from dpbench.report.svg import Panel, Section
 
@@ -35,12 +35,12 @@ def sections(rows: Sequence[Row], trials: Sequence[Trial], ladders: Sequence[Lad
 
     A ladder is drawn in its own section and by its phases; the other sections show its ends alone.
     """
-    shown = notable(rows, ladders)
-    climbed = {row.case for row in (*shown, *(rung.row for found in ladders for rung in found.rungs))}
+    words = notable(rows, ladders)
+    climbed = {row.case for row in (*words, *(rung.row for found in ladders for rung in found.rungs))}
     with svg.theme():
         drawn = [
-            speedup.section(shown), throughput(shown), phases([row for row in rows if row.case in climbed]),
-            timeline.imbalance(shown), heatmap.utilisation(shown, trials), timeline.steps(shown, trials),
+            speedup.section(words), throughput(words), phases([row for row in rows if row.case in climbed]),
+            timeline.imbalance(words), heatmap.utilisation(words, trials), timeline.steps(words, trials),
         ]  # fmt: skip
         if not ladders:
             return drawn
@@ -61,7 +61,7 @@ def throughput(rows: Sequence[Row]) -> Section:
 
 def _throughput(facet: small_multiples.Facet, key: str) -> Panel:
     found = [row.throughput for row in facet.rows if row.throughput]
-    values = [f"{words.number(e.value)}/s ({shown.interval(e)})" for e in found]
+    values = [f"{words.number(e.value)}/s ({words.interval(e)})" for e in found]
     figure, axes, tops = svg.lanes(facet.names, values, [38] * len(values))
     for row, e, y in zip(facet.rows, found, (top + 24 for top in tops), strict=True):
         colour = svg.colour(row.case)

@@ -12,7 +12,7 @@ from dpbench.analysis.ladder import Ladder
 from dpbench.analysis.summary import Row
 from dpbench.measure import selfcheck
 from dpbench.records import Trial, words
-from dpbench.report import devices, header, naming, rungs, table
+from dpbench.report import devices, header, naming, table
 
 REASON = 160
 """Columns of a reason; the page has all of it."""
@@ -86,8 +86,8 @@ def _diagnosis(one: Diagnosis) -> Iterator[str]:
 
 def _ladder(ladder: Ladder) -> Iterator[str]:
     """Yield a ladder's heading and tables, each with the labels of what it was measured on."""
-    yield f"### {rungs.TITLE}: {_said(rungs.title(ladder))}{_labels(naming.labels(ladder.rows))}"
-    for found in reversed(rungs.tables(ladder)):
+    yield f"### {table.TITLE}: {_said(table.title(ladder))}{_labels(naming.labels(ladder.rows))}"
+    for found in reversed(table.tables(ladder)):
         yield f"**{_said(found.title)}**"
         yield _table(
             found.columns, ([_cell(cell) for cell in line] for line in found.lines), found.columns[: found.text]

@@ -14,7 +14,7 @@ from dpbench.analysis.findings import Diagnosis, text
 from dpbench.analysis.ladder import Ladder
 from dpbench.analysis.summary import Row
 from dpbench.measure import selfcheck
-from dpbench.records import Trial, shown, words
+from dpbench.records import Trial, words
 from dpbench.report import devices, figures, header, table
 
 
@@ -46,8 +46,8 @@ def render(
         tiles=tiles,
         diagnoses=diagnoses,
         count=words.count,
-        intervals=shown.INTERVALS,
-        withheld=shown.WITHHELD,
+        intervals=words.INTERVALS,
+        withheld=words.WITHHELD,
         headline=text.headline,
         parts=text.parts,
         findings_note=text.NOTE,

@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from dpbench.analysis.summary import Row
-from dpbench.records import Case, shown
+from dpbench.records import Case, words
 from dpbench.records.estimate import Estimate
 from dpbench.records.traits import Role
 from dpbench.report import naming, small_multiples, svg
@@ -129,7 +129,7 @@ def _level(axes: Axes, line: Points) -> Line2D:
     row, last = line[-1]
     colour = svg.ROLES[Role.ALL_CORES]
     axes.axhspan(last.low, last.high, color=colour, alpha=0.15, linewidth=0)
-    label = _name(row.case, row.labels, shown.times(last))
+    label = _name(row.case, row.labels, words.times(last))
     return axes.axhline(last.value, color=colour, linewidth=1.6, dashes=(8, 3), label=label)
 
 
@@ -147,5 +147,5 @@ def _line(axes: Axes, line: Points, nth: int, shift: float) -> Line2D:
     above = [estimate.high - estimate.value for _, estimate in line]
     places, values = [row.case.devices + shift for row, _ in line], [estimate.value for _, estimate in line]
     axes.errorbar(places, values, yerr=(below, above), capsize=3.5, **look)  # type: ignore[arg-type]
-    value = f"{shown.times(last)} on {row.case.devices}"
+    value = f"{words.times(last)} on {row.case.devices}"
     return Line2D([], [], label=_name(row.case, row.labels, value), **look)  # type: ignore[arg-type]

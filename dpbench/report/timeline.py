@@ -12,7 +12,7 @@ from matplotlib.path import Path
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from dpbench.analysis.summary import Row
-from dpbench.records import Case, Source, Trial, shown, words
+from dpbench.records import Case, Source, Trial, words
 from dpbench.records.estimate import Estimate
 from dpbench.records.traits import Role
 from dpbench.report import naming, small_multiples, svg
@@ -46,7 +46,7 @@ def imbalance(rows: Sequence[Row]) -> Section:
 
 def _busy(facet: small_multiples.Facet, key: str) -> Panel:
     """Draw busy time, and below it the time in which a device had a phase open."""
-    values = [shown.times(row.imbalance) if row.imbalance else "" for row in facet.rows]
+    values = [words.times(row.imbalance) if row.imbalance else "" for row in facet.rows]
     figure, axes, tops = svg.lanes(facet.names, values, [46] * len(values), keys=2)
     for row, top in zip(facet.rows, tops, strict=True):
         _dumbbell(axes, {d: s * 1e3 for d, s in row.busy.items()}, top + 24, "D", svg.ROLES[Role.ENGINE])
@@ -121,7 +121,7 @@ def steps(rows: Sequence[Row], trials: Sequence[Trial]) -> Section:
 
 def _steps(facet: small_multiples.Facet, series: Mapping[Case, Sequence[Trial]], key: str) -> Panel:
     groups = [series[row.case][:ROUNDS] for row in facet.rows]
-    values = [shown.ms(row.step) if row.step else "" for row in facet.rows]
+    values = [words.ms(row.step) if row.step else "" for row in facet.rows]
     figure, axes, tops = svg.lanes(facet.names, values, [22 + 9 * len(group) for group in groups], keys=1)
     timed = [seconds * 1e3 for group in groups for trial in group for seconds in trial.timed]
     low, high = _scale(axes, min(timed), max(timed))

@@ -10,9 +10,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from dpbench.analysis.ladder import Change, Ladder, Rung
-from dpbench.records import shown, words
+from dpbench.records import words
 from dpbench.records.traits import Role
-from dpbench.report import naming, rungs, small_multiples, svg
+from dpbench.report import naming, small_multiples, svg, table
 from dpbench.report.svg import Panel, Section
 
 COLOURS = {"faster": svg.GAIN, "slower": svg.LOSS}
@@ -27,12 +27,12 @@ def section(ladders: Sequence[Ladder]) -> Section:
     left_out = len(ladders) - len(panels)
     ladders_ = f"{words.count(left_out, 'more ladder')} {words.verb(left_out, 'is', 'are')}"
     note = f"{ladders_} not drawn; the table has all schedules." if left_out else ""
-    return Section("ladder", rungs.TITLE, rungs.LEAD, panels, note)
+    return Section("ladder", table.TITLE, table.LEAD, panels, note)
 
 
 def _panel(ladder: Ladder, key: str) -> Panel:
     names = [_name(rung) for rung in ladder.rungs]
-    values = [shown.times(r.change.ratio) if r.change else shown.ms(r.step) for r in ladder.rungs]
+    values = [words.times(r.change.ratio) if r.change else words.ms(r.step) for r in ladder.rungs]
     handles = list(_handles(ladder))
     figure, axes, tops = svg.lanes(names, values, [36] * len(names), keys=-(-len(handles) // 2))
     steps = {rung.name: rung.step.value * 1e3 for rung in ladder.rungs if not rung.step.doubt}
@@ -47,8 +47,8 @@ def _panel(ladder: Ladder, key: str) -> Panel:
     svg.amounts(axes.xaxis)
     svg.legend(figure, handles, 2)
     said = "; ".join(f"{name}: {value}" for name, value in zip(names, values, strict=True))
-    drawing = svg.render(figure, key=key, title=f"The ladder: {rungs.title(ladder)}", description=said)
-    return Panel(rungs.title(ladder), drawing, _caption(ladder), naming.labels(ladder.rows), rungs.tables(ladder))
+    drawing = svg.render(figure, key=key, title=f"The ladder: {table.title(ladder)}", description=said)
+    return Panel(table.title(ladder), drawing, _caption(ladder), naming.labels(ladder.rows), table.tables(ladder))
 
 
 def _drawable(rung: Rung, steps: dict[str, float]) -> bool:
@@ -61,7 +61,7 @@ def _name(rung: Rung) -> str:
     """Name a rung with its gain or loss and its verdict, so that no colour is needed to read it."""
     if not rung.change or rung.change.ratio.doubt or rung.change.gain_s.doubt:
         return rung.name
-    return f"{rung.name}: {words.signed(-rung.change.gain_s.value * 1e3)} ms, {rungs.VERDICTS[rung.change.verdict]}"
+    return f"{rung.name}: {words.signed(-rung.change.gain_s.value * 1e3)} ms, {table.VERDICTS[rung.change.verdict]}"
 
 
 def _bar(axes: Axes, rung: Rung, steps: dict[str, float], y: float) -> float:
@@ -121,7 +121,7 @@ def _caption(ladder: Ladder) -> str:
         said.append(f"Limit: one device's share alone, {share}: what the computing takes.")
     drawn = {name for name, _, _ in _rivals(ladder)}
     if ladder.ddp and ladder.ddp.step and "ddp" not in drawn:
-        said.append(f"ddp takes {shown.ms(ladder.ddp.step)}: beyond the axis.")
+        said.append(f"ddp takes {words.ms(ladder.ddp.step)}: beyond the axis.")
     if ladder.case.device_kind == "emulated":
         said.append("Host cost only, no speed-up.")
     return " ".join(said)

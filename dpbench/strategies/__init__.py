@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from dpbench.hardware.device import Device
 from dpbench.records import Case, Mark, Profile, Task, registry
-from dpbench.records.moves import Move, Shapes
 from dpbench.records.traits import Parallelism, Reduction, Role, Traits
+from dpbench.records.work import Move, Shapes
 
 if TYPE_CHECKING:  # the predictor asks for tasks, and loads no torch
     import torch

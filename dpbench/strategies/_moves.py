@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dpbench.records import HOST, Case, Phase
-from dpbench.records.moves import Move, Shapes
 from dpbench.records.schedule import Schedule, parse
+from dpbench.records.work import Move, Shapes
 
 
 def scheduled(case: Case, shapes: Shapes) -> Iterator[Move]:

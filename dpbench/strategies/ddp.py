@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpbench.hardware.device import Device
 from dpbench.records import Case, Mark, Phase, Profile, Task
-from dpbench.records.moves import Move, Shapes
+from dpbench.records.work import Move, Shapes
 from dpbench.strategies import Parallelism, Reduction, Role, Strategy, Traits, _moves, optimizer_of, precision_of
 from dpbench.strategies._tasks import Graph, buckets
 from dpbench.strategies.single import put_all

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpbench.hardware.device import Device
 from dpbench.records import HOST, Case, Mark, Phase, Profile, Task
-from dpbench.records.moves import Move, Shapes
+from dpbench.records.work import Move, Shapes
 from dpbench.strategies import Parallelism, Role, Step, Strategy, Traits, optimizer_of, precision_of
 from dpbench.strategies._tasks import Graph
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpbench.hardware.device import Device
 from dpbench.records import Case, Mark, Phase, Profile, Task
-from dpbench.records.moves import Move, Shapes
+from dpbench.records.work import Move, Shapes
 from dpbench.strategies import Reduction, Role, Step, Strategy, Traits, _moves, optimizer_of, precision_of, single
 from dpbench.strategies._tasks import Chain
 

@@ -6,14 +6,13 @@ from collections.abc import Mapping, Sequence
 
 from dpbench.analysis import stats
 from dpbench.analysis.findings.bench import Bench, scaled
-from dpbench.analysis.findings.naming import devices, strategy
 from dpbench.analysis.findings.rule import Finding
+from dpbench.analysis.findings.text import devices, strategy
 from dpbench.analysis.summary import Row
 from dpbench.records import UNATTRIBUTED, schedule
 from dpbench.records.estimate import Estimate
-from dpbench.records.shown import doubt, times
 from dpbench.records.traits import Role
-from dpbench.records.words import NOT_ENOUGH, REMEDY, count, exact, percent, time
+from dpbench.records.words import NOT_ENOUGH, REMEDY, count, doubt, exact, percent, time, times
 
 _REMEDY = f"What would help: {REMEDY}."
 LARGEST = 3

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dpbench.analysis import stats
 from dpbench.analysis.findings.bench import COMPUTE, Bench, scaled, share_of
-from dpbench.analysis.findings.naming import devices, strategy
 from dpbench.analysis.findings.rule import Evidence, Judgement, Missing, Rule
+from dpbench.analysis.findings.text import devices, strategy
 from dpbench.analysis.summary import Row
 from dpbench.records import schedule
 from dpbench.records.estimate import Estimate
-from dpbench.records.shown import duration, times
 from dpbench.records.traits import Role
-from dpbench.records.words import NOT_ENOUGH, REMEDY, count, exact, number, percent, size, time, verb
+from dpbench.records.words import NOT_ENOUGH, REMEDY, count, duration, exact, number, percent, size, time, times, verb
 
 LEVEL = 1.1
 """Device 0's memory over the others', up to which they are alike."""

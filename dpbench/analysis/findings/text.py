@@ -6,15 +6,15 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from dpbench.analysis.findings.naming import strategy
 from dpbench.analysis.findings.rule import Cure, Finding
-from dpbench.analysis.ladder import label
-from dpbench.records.shown import duration, times
-from dpbench.records.words import NOT_ENOUGH, percent, time
+from dpbench.analysis.ladder import label, short
+from dpbench.records import Case, words
+from dpbench.records.words import NOT_ENOUGH, duration, percent, time, times
 
 if TYPE_CHECKING:
     from dpbench.analysis.findings import Diagnosis
     from dpbench.analysis.summary import Row
+
 
 WIDTH = 100
 CURES = 2
@@ -85,3 +85,18 @@ def _cure(cure: Cure) -> str:
     verdict = said.get(cure.verdict, "as fast: undecided")
     saved = f", saves {time(cure.gain_s.value)}" if cure.verdict == "faster" else ""
     return f"{name} {times(cure.ratio)} {verdict}{saved}"
+
+
+def strategy(case: Case) -> str:
+    """Name a strategy with its schedule."""
+    if case.traits.all_cores:
+        return "one device with all cores"
+    return f"{case.strategy}[{short(case.schedule)}]" if case.schedule else case.strategy
+
+
+def devices(case: Case) -> str:
+    """Say how many devices of which kind a case has."""
+    if case.placement == "colocated":
+        return f"{words.count(case.devices, 'replica')} sharing one GPU"
+    noun = {"cpu": "logical CPU device", "cuda": "GPU"}.get(case.device_kind, f"{case.device_kind} device")
+    return words.count(case.devices, noun)

@@ -15,8 +15,7 @@ from contextlib import contextmanager
 import torch
 
 from dpbench.hardware.devices._host import HostDevice
-from dpbench.hardware.devices._ledger import ledger
-from dpbench.hardware.devices._wrapper import LAZY, install, set_home
+from dpbench.hardware.devices._wrapper import LAZY, install, ledger, set_home
 
 __all__ = ["EmulatedDevice", "bounded", "bytes_only", "install"]
 

@@ -9,16 +9,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dpbench import strategies
+import torch
+
+from dpbench import models, strategies
 from dpbench.analysis import ledger
+from dpbench.hardware.devices import open_devices
 from dpbench.measure import ranks
 from dpbench.measure.failures import of_error
 from dpbench.measure.ranks import RanksFailed
 from dpbench.measure.request import Job, Request
-from dpbench.measure.worker import modelcheck, selfcheck
+from dpbench.measure.worker import selfcheck
 from dpbench.measure.worker.loop import measure, measure_together, prepare
-from dpbench.records import HOST, Case, Effort, Memory, Status, Trial, Verified
-from dpbench.records.failure import Failure
+from dpbench.records import HOST, Case, Effort, Memory, Status, Trial, Verified, no_mark
+from dpbench.records.trial import Failure
+from dpbench.strategies import load
 
 
 def work(request: Request) -> list[Trial]:
@@ -27,7 +31,7 @@ def work(request: Request) -> list[Trial]:
         return run_together(request.cases, request.effort, request.folder)
     (case,) = request.cases
     if request.job is Job.CHECK_MODEL:
-        return [_caught(case, lambda: modelcheck.check(case))]
+        return [_caught(case, lambda: check(case))]
     assert request.self_check is not None
     settings = request.self_check
     return [_caught(case, lambda: selfcheck.measure(case, request.effort, settings))]
@@ -114,3 +118,21 @@ def merge(parts: Sequence[Trial]) -> Trial:
         memory=(*of_devices, Memory(HOST, resident, "rss")),
         setup={stage: slowest(stage) for stage in parts[0].setup},
     )
+
+
+ROWS = 2
+"""Of the batch that the step takes: BatchNorm refuses a single one."""
+
+
+def check(case: Case) -> Trial:
+    """Build the case's model, draw its batch, and take one step of a few rows on its one device.
+
+    Returns a trial without steps. Raises any error of the model.
+    """
+    torch.set_num_threads(1)
+    model = models.load(case.model, case.size, case.seed)
+    model.batch(case.batch_size, case.seed)
+    devices = open_devices(case.device_kind, 1, ids=case.device_ids)
+    with load(case.strategy).start(case, model, devices, no_mark) as step:
+        step(*model.batch(ROWS, case.seed))
+    return Trial(case=case)

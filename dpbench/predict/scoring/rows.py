@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
 
 from dpbench.predict import features, profiles, quick, simulation
 from dpbench.predict.constants import DEFAULT, Constants
-from dpbench.predict.loops import PLAIN, Loop
 from dpbench.predict.scoring.described import Described, describe
 from dpbench.predict.scoring.published import NAMED, Matched, Row
+from dpbench.predict.simulation import PLAIN, Loop
 from dpbench.records import Case, Phase, Profile, registry
 from dpbench.records.traits import Role
 
@@ -111,3 +114,20 @@ def linear_s(asked: Question, constants: Constants = DEFAULT) -> float:
     case, machine = asked.case, asked.machine.machine
     alone = replace(case, strategy=registry.of_role(Role.BASELINE), devices=1, batch_size=case.rows[0])
     return asked.scale * quick.seconds(alone, asked.profile, machine, constants, phases=asked.phases)
+
+
+FILE = Path(__file__).parents[1] / "data" / "fitted.toml"
+
+
+@lru_cache(maxsize=1)
+def _sections() -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = tomllib.loads(FILE.read_text())
+    return found
+
+
+@lru_cache(maxsize=64)
+def without(group: str) -> tuple[Constants, float]:
+    """Return constants and host factor fitted without a group; those of all groups where it was never in a fit."""
+    section = dict(_sections().get(group, {}))
+    host = section.pop("host", PUBLISHED_HOST)
+    return DEFAULT.changed(**section), host

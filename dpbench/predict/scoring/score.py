@@ -11,7 +11,7 @@ from typing import Any
 
 from dpbench.predict import intervals, quick
 from dpbench.predict.constants import DEFAULT, Constants
-from dpbench.predict.scoring import fitted, published, rows
+from dpbench.predict.scoring import published, rows
 from dpbench.predict.scoring.published import Excluded, Matched
 from dpbench.predict.scoring.rows import Question
 
@@ -137,7 +137,7 @@ def score(path: Path, *, all_rows: bool = False) -> tuple[list[Scored], list[Exc
     """
     table, unread = published.read(path)
     matched, excluded = published.match(table, all_rows=all_rows)
-    return [predict(one, *fitted.without(one.row.group)) for one in matched], [*unread, *excluded]
+    return [predict(one, *rows.without(one.row.group)) for one in matched], [*unread, *excluded]
 
 
 def lines(scored: Iterable[Scored], excluded: Sequence[Excluded] = ()) -> list[Line]:
