@@ -74,7 +74,7 @@ def phases_of_dp() -> dict[str, list[float]]:
     try:
         setup_step("dp", "resnet18", 2)
         with names_of_the_commit():
-            ledger = module("analysis.ledger")
+            ledger = module("records.ledger")
     except NotImplementedError:
         return {}  # raised here, it would count as a failure; setup_phase tells asv
     steps = [

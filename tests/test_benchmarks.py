@@ -159,8 +159,8 @@ def test_a_failed_trial_is_a_failed_benchmark(suite: dict[str, ModuleType], monk
 
 
 def test_phases_return_samples_of_the_same_steps(suite: dict[str, ModuleType]) -> None:
-    from dpbench.analysis.ledger import UNATTRIBUTED
     from dpbench.records import Phase
+    from dpbench.records.ledger import UNATTRIBUTED
 
     steps = suite["steps"]
     assert (*Phase, UNATTRIBUTED) == steps.PHASES, "spelled out there, for commits that lack the names"

@@ -56,9 +56,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
     pages = {
         "gpu": gpu_page(),
-        "cpu": page.render(**run_of(*colocated_cpu_and_weak())),
-        "ladder": page.render(**content()),
-        "empty": page.render(**run_of()),
+        "cpu": page.render(run_of(*colocated_cpu_and_weak())),
+        "ladder": page.render(content()),
+        "empty": page.render(run_of()),
     }
     for name, text in pages.items():
         (folder / f"{name}.html").write_text(text, encoding="utf-8")

@@ -11,6 +11,7 @@ import pytest
 from dpbench.analysis import findings, summary
 from dpbench.analysis.findings import text
 from dpbench.analysis.findings.rule import Finding
+from dpbench.analysis.report import Report
 from dpbench.records import UNATTRIBUTED, Case, Memory, Phase, Sample, Span, Step, Trial, Verified, plan
 from dpbench.report import markdown, page
 
@@ -379,12 +380,8 @@ def test_one_device_alone_is_nothing_to_explain() -> None:
 
 def test_page_and_comment_show_every_finding() -> None:
     trials = [*one(), *dp(replicate=0.015, gather=0.005)]
-    rows = summary.rows(trials)
-    content = {
-        "rows": rows, "trials": trials, "provenance": {}, "run_id": "7f3a", "started": 1.7e9, "verdict": "Nothing.",
-        "warnings": [], "tiles": [], "diagnoses": findings.diagnose(rows, trials, 8),
-    }  # fmt: skip
-    for rendered in (page.render(**content), markdown.render(**content)):
+    content = Report.of(trials, run_id="7f3a", started_s=1.7e9, provenance={"host": {"cores": 8}})
+    for rendered in (page.render(content), markdown.render(content)):
         assert "with perfect scaling" in rendered
         assert "replicate takes 33% of the step" in rendered
         assert "160 parameter tensors" in rendered

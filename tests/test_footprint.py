@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from dpbench.analysis import memory, summary
+from dpbench.analysis import memory
+from dpbench.analysis.report import Report
 from dpbench.records import UNATTRIBUTED, Case, Memory, Phase, Sample, Span, Step, Trial, Verified
 from dpbench.report import devices, markdown, page
 
@@ -78,8 +79,8 @@ def test_one_device_has_no_excess_and_whole_steps_have_no_phase() -> None:
 
 
 def parts(trials: list[Trial]) -> dict[str, devices.Part]:
-    labels = {row.case: row.labels for row in summary.rows(trials)}
-    return {part.id: part for part in devices.parts(trials, labels)}
+    report = Report.of(trials, run_id="a" * 32, started_s=0.0, provenance={})
+    return {part.id: part for part in devices.parts(report)}
 
 
 def cells(part: devices.Part, line: int) -> dict[str, tuple[str, str]]:
@@ -123,10 +124,7 @@ def test_what_a_run_does_not_have_makes_no_section() -> None:
 @pytest.mark.parametrize("form", [page.render, markdown.render])
 def test_page_and_markdown_have_the_tables(form: Any) -> None:
     trials = [trial(number=n) for n in range(3)]
-    text = form(
-        rows=summary.rows(trials), trials=trials, provenance={}, run_id="a" * 32, started=0.0, verdict="", warnings=[],
-        tiles=[],
-    )  # fmt: skip
+    text = form(Report.of(trials, run_id="a" * 32, started_s=0.0, provenance={}))
     for title in ("Imbalance", "Memory by phase", "Bytes over links"):
         assert re.search(rf"<(h2|summary)>{title}</", text), title
     assert "295 B" in text

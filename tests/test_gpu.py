@@ -12,13 +12,12 @@ import torch
 import torch.nn.functional as F
 
 from dpbench import models
-from dpbench.analysis import ledger
 from dpbench.engine import DataParallel, TrainStep
 from dpbench.hardware.devices import open_devices, resolve
 from dpbench.hardware.nvml import open_nvml
 from dpbench.measure import clocks
 from dpbench.measure.server import Server
-from dpbench.records import HOST, Case, Effort, Phase, Status, Trial, Verified
+from dpbench.records import HOST, Case, Effort, Phase, Status, Trial, Verified, ledger
 from dpbench.records.schedule import RUNGS
 
 pytestmark = pytest.mark.gpu

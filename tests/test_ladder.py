@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from html import unescape
-from typing import Any
 
 import pytest
 
 from dpbench.analysis import diagnosis, ladder, summary
+from dpbench.analysis.report import Report
 from dpbench.cli import progress
 from dpbench.records import Case, Phase, Source, Span, Status, Step, Trial, Verified, plan, schedule
 from dpbench.report import figures, markdown, page
@@ -270,31 +271,26 @@ def test_schedules_stand_in_the_order_of_the_ladder() -> None:
 
 
 @cache
-def content() -> dict[str, Any]:
+def content() -> Report:
     found = trials()
-    rows = summary.rows(found)
-    ladders = ladder.ladders(rows)
-    return {
-        "rows": rows, "trials": found, "provenance": {}, "run_id": "7f" * 16, "started": 1.7e9, "ladders": ladders,
-        "verdict": diagnosis.verdict(rows, ladders), "tiles": diagnosis.tiles(rows, ladders), "warnings": [],
-    }  # fmt: skip
+    return replace(Report.of(found, run_id="7f" * 16, started_s=1.7e9, provenance={}), warnings=[], diagnoses=[])
 
 
 def test_the_verdict_and_the_plain_table_name_the_best_rung_and_the_biggest_step() -> None:
-    verdict = content()["verdict"]
+    verdict = content().verdict
     assert "the best rung is overlap, 3.0" in verdict
     assert "its biggest step local_backward: 1.5" in verdict
     assert "over local_loss" in verdict
     assert "dp[reference] gives 0.500×" in verdict
-    lines = progress.table(content()["rows"], content()["ladders"]).splitlines()
+    lines = progress.table(content().rows, content().ladders).splitlines()
     assert [line.split()[1:4] for line in lines if "best rung" in line] == [["dp[overlap]", "(best", "rung)"]]
     assert [line.split()[1:3] for line in lines if "limit" in line] == [["single,", "limit"]]
     assert max(map(len, lines)) < 190
-    assert all("dp[overlap]" in tile.caption for tile in content()["tiles"])
+    assert all("dp[overlap]" in tile.caption for tile in content().tiles)
 
 
 def test_the_ladder_is_drawn_with_labels_tables_and_words_that_need_no_colour() -> None:
-    section = figures.sections(content()["rows"], content()["trials"], content()["ladders"])[1]
+    section = figures.sections(content())[1]
     (panel,) = section.panels
     assert section.id == "ladder"
     assert panel.labels == ("MEASURED", "CPU-ONLY")
@@ -345,23 +341,23 @@ def test_a_rival_far_beyond_the_rungs_is_said_and_not_drawn() -> None:
 
 
 def test_the_page_and_the_comment_have_the_ladder_and_other_runs_have_none() -> None:
-    text = page.render(**content())
+    text = page.render(content())
     assert text.index('<section id="speedup"') < text.index('<section id="ladder"') < text.index('<section id="phases"')
     assert len(text.encode()) < 400 * 1024
     for table in re.findall(r'<div class="beside.*?</table>', text, re.DOTALL):
         assert "MEASURED" in table
         assert "CPU-ONLY" in table
-    comment = markdown.render(**content())
+    comment = markdown.render(content())
     assert "### The ladder: mlp ×2, small, batch 64 `MEASURED` `CPU-ONLY`" in comment
     assert "zero1 without one of its switches" in comment
     assert r"| allreduce<br><sub>update=each</sub> | costs" in comment
-    other = {**content(), "ladders": []}
-    assert '<section id="ladder"' not in page.render(**other)
-    assert "The ladder" not in markdown.render(**other)
+    other = replace(content(), ladders=[])
+    assert '<section id="ladder"' not in page.render(other)
+    assert "The ladder" not in markdown.render(other)
 
 
 def test_other_sections_stay_readable_beside_a_ladder() -> None:
-    sections = {s.id: s for s in figures.sections(content()["rows"], content()["trials"], content()["ladders"])}
+    sections = {s.id: s for s in figures.sections(content())}
     assert [len(sections[name].panels) for name in ("speedup", "throughput", "phases", "steps")] == [1, 1, 1, 1]
     assert sections["throughput"].panels[0].svg.count("dp[") // 2 == 2
     assert all(f"dp[{name}]" in sections["phases"].panels[0].svg for name in schedule.climb(schedule.TRAIN_STEP))

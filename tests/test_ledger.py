@@ -15,10 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpbench.analysis import ledger
 from dpbench.engine import TrainStep
 from dpbench.measure.clocks import HostClock
-from dpbench.records import UNATTRIBUTED, Case, Phase, Span, Step, Trial
+from dpbench.records import UNATTRIBUTED, Case, Phase, Span, Step, Trial, ledger
 
 STEP = Step(10.0, False, 110.0)  # 100 .. 110
 REST = (UNATTRIBUTED, -1)

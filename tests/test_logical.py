@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from dpbench.analysis import ledger
 from dpbench.predict.cases import Predictor, most_devices, strategies
 from dpbench.predict.cpu_model import ENGINE, Host, step
-from dpbench.records import UNATTRIBUTED, Case, Cost, Profile, machine
+from dpbench.records import UNATTRIBUTED, Case, Cost, Profile, ledger, machine
 from dpbench.records.machine import Gpu, Link, Machine, Unknown
 
 PROFILE = Profile(

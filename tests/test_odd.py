@@ -20,7 +20,7 @@ from dpbench import export
 from dpbench.analysis import summary
 from dpbench.analysis.findings import text
 from dpbench.cli.progress import table
-from dpbench.cli.showing import content_of
+from dpbench.cli.showing import report_of
 from dpbench.records import HOST, Case, Memory, Phase, Sample, Span, Status, Step, Trial, Verified
 from dpbench.report import markdown, page
 from dpbench.store import Run
@@ -77,13 +77,13 @@ ODD: dict[str, list[Trial]] = {
 def readers(trials: list[Trial]) -> dict[str, str]:
     """Return what each reader shows of a run."""
     run = Run("7f" * 16, "finished", 1.7e9, 3, {})
-    content = content_of(run, trials)
-    rows = content["rows"]
+    content = report_of(run, trials)
+    rows = content.rows
     shown = {
-        "table": table(rows, content["ladders"]) + "\n".join([content["verdict"], *content["warnings"]]),
-        "page": page.render(**content),
-        "markdown": markdown.render(**content),
-        "explain": text.render(content["diagnoses"], rows),
+        "table": table(rows, content.ladders) + "\n".join([content.verdict, *content.warnings]),
+        "page": page.render(content),
+        "markdown": markdown.render(content),
+        "explain": text.render(content.diagnoses, rows),
         "csv": summary.frame(rows).to_csv(),
         "jsonl": "".join(export.jsonl(run.id, trials)),
     }
@@ -165,11 +165,11 @@ def test_a_device_without_rows_is_not_one_of_the_others() -> None:
 
 
 def test_a_round_without_result_is_told_beside_the_others() -> None:
-    content = content_of(Run("7f" * 16, "finished", 1.7e9, 3, {}), ODD["one round of zero seconds"])
-    row = next(row for row in content["rows"] if row.case == DP)
+    content = report_of(Run("7f" * 16, "finished", 1.7e9, 3, {}), ODD["one round of zero seconds"])
+    row = next(row for row in content.rows if row.case == DP)
     assert (row.outcome, row.rounds, row.fault) == ("ok", 3, None)
-    assert any("the clock is wrong: a timed step took 0.0 s" in warning for warning in content["warnings"])
-    assert "bad clock in round 4" in page.render(**content)
+    assert any("the clock is wrong: a timed step took 0.0 s" in warning for warning in content.warnings)
+    assert "bad clock in round 4" in page.render(content)
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpbench.analysis import ledger
 from dpbench.predict import (  # fmt: skip
     cases,
     costs,
@@ -29,7 +28,7 @@ from dpbench.predict import (  # fmt: skip
 from dpbench.predict.constants import DEFAULT
 from dpbench.predict.events import Job, rates, simulate
 from dpbench.predict.simulation import Loop
-from dpbench.records import Case, Cost, Phase, Profile, Source, Step, machine, registry
+from dpbench.records import Case, Cost, Phase, Profile, Source, Step, ledger, machine, registry
 from dpbench.records.machine import Link, Unknown
 from dpbench.records.schedule import TRAIN_STEP, climb
 

@@ -16,6 +16,7 @@ import pytest
 
 from dpbench.analysis import summary
 from dpbench.analysis.diagnosis import Tile
+from dpbench.analysis.report import Report
 from dpbench.analysis.summary import Row, labels
 from dpbench.records import UNATTRIBUTED, Case, Memory, Sample, Source, Status, Step, Trial, Verified, words
 from dpbench.records.estimate import Estimate
@@ -89,8 +90,8 @@ def ran(row: Row, seed: int = 0) -> list[Trial]:
 
 
 @functools.cache
-def gpu_run() -> dict:
-    """Return the arguments of a page with all that can be in one: 20 cases, some of them broken."""
+def gpu_run() -> Report:
+    """Return a report with all that can be in one: 20 cases, some of them broken."""
     rows = []
     for model, single_s in (("vgg16", 0.21), ("transformer", 0.084)):
         case = functools.partial(Case, model=model, batch_size=256, device_kind="cuda", size="full")
@@ -115,21 +116,23 @@ def gpu_run() -> dict:
             ("3.00×", "device 0's peak memory over the others'"), ("18%", "of the step moves data"),
         )
     ]  # fmt: skip
-    return {
-        "rows": rows, "trials": trials, "provenance": PROVENANCE, "run_id": "7f3a" * 8, "started": 1.7e9,
-        "verdict": "On 4 GPUs dp gives 2.24× [2.17–2.31] on vgg16; ddp gives 3.72× (ideal 4×).",
-        "warnings": [f"{HOSTILE}: oom"], "tiles": tiles,
-    }  # fmt: skip
+    return Report(
+        rows=rows, trials=trials, provenance=PROVENANCE, run_id="7f3a" * 8, started_s=1.7e9, ladders=(), diagnoses=(),
+        verdict="On 4 GPUs dp gives 2.24× [2.17–2.31] on vgg16; ddp gives 3.72× (ideal 4×).",
+        warnings=[f"{HOSTILE}: oom"], tiles=tiles,
+    )  # fmt: skip
 
 
-def run_of(*rows: Row, trials: list[Trial] | None = None) -> dict:
+def run_of(*rows: Row, trials: list[Trial] | None = None) -> Report:
     found = [trial for row in rows if row.step for trial in ran(row)] if trials is None else trials
-    return {**gpu_run(), "rows": list(rows), "trials": found, "warnings": [], "tiles": [], "verdict": "Nothing."}
+    return dataclasses.replace(
+        gpu_run(), rows=list(rows), trials=found, warnings=[], tiles=[], verdict="Nothing.", diagnoses=[], ladders=[]
+    )
 
 
 @functools.cache
 def gpu_page() -> str:
-    return page.render(**gpu_run())
+    return page.render(gpu_run())
 
 
 def drawings(text: str) -> list[str]:
@@ -175,7 +178,7 @@ def many(count: int) -> list[Row]:
 
 
 def test_every_section_is_there_in_order_with_drawings() -> None:
-    sections = figures.sections(gpu_run()["rows"], gpu_run()["trials"])
+    sections = figures.sections(gpu_run())
     assert [s.id for s in sections] == ["speedup", "throughput", "phases", "imbalance", "utilisation", "steps"]
     assert all(len(section.panels) >= 2 for section in sections)
     places = [gpu_page().index(f'<section id="{name}"') for name in (*(s.id for s in sections), "cases", "method")]
@@ -185,9 +188,9 @@ def test_every_section_is_there_in_order_with_drawings() -> None:
 
 def test_labels_stand_beside_every_figure_and_tile() -> None:
     for run in (gpu_run(), run_of(*colocated_cpu_and_weak())):
-        text = page.render(**run)
+        text = page.render(run)
         found = re.findall(r"<figure>.*?</svg>\s*<figcaption>(.*?)</figcaption>", text, re.DOTALL)
-        panels = [panel for s in figures.sections(run["rows"], run["trials"]) for panel in s.panels]
+        panels = [panel for s in figures.sections(run) for panel in s.panels]
         assert len(found) == len(panels)
         for caption, panel in zip(found, panels, strict=True):
             assert panel.labels
@@ -256,9 +259,10 @@ def test_what_users_wrote_stays_text() -> None:
             case=Case(model="m", strategy="s", batch_size=1), source=Source.MEASURED, status=Status.FAILED, reason=STACK
         ),
     ]
-    given = {**run_of(*rows), "verdict": HOSTILE, "warnings": [HOSTILE], "tiles": [Tile(HOSTILE, HOSTILE, (HOSTILE,))]}
+    tiles = [Tile(HOSTILE, HOSTILE, (HOSTILE,))]
+    given = dataclasses.replace(run_of(*rows), verdict=HOSTILE, warnings=[HOSTILE], tiles=tiles)
     given |= {"run_id": HOSTILE, "provenance": {"command": HOSTILE, "host": {"name": HOSTILE}, HOSTILE: HOSTILE}}
-    text = page.render(**given)
+    text = page.render(given)
     tags = Tags(text)
     assert [a.get("type") for a in tags.all("script")] == ["application/json", None]
     assert not [name for _, a in tags.found for name in a if name.startswith("on")]
@@ -272,7 +276,7 @@ def test_what_users_wrote_stays_text() -> None:
 
 
 def test_every_case_is_in_the_table_and_failures_keep_their_reason() -> None:
-    rows = gpu_run()["rows"]
+    rows = gpu_run().rows
     assert gpu_page().count('<tbody class="case">') == len(rows) == 20
     assert len(json.loads(re.search(r'id="numbers">(.*?)</script>', gpu_page())[1])) == len(rows)
     pre = re.search(r"<pre>(.*?)</pre>", gpu_page(), re.DOTALL)[1]
@@ -295,7 +299,7 @@ def test_an_unverified_case_is_never_shown_as_a_result() -> None:
     (line,) = table.lines([row], trials)
     assert line.status == "unverified"
     assert line.notes[0][1] == "differs"
-    text = page.render(**run_of(row, trials=[dataclasses.replace(t, samples=()) for t in trials]))
+    text = page.render(run_of(row, trials=[dataclasses.replace(t, samples=()) for t in trials]))
     assert not drawings(text)
 
 
@@ -325,14 +329,14 @@ def test_a_ladder_of_schedules_keeps_each_line_in_one_panel() -> None:
 BARE = made(Case(model="mlp", strategy="dp", batch_size=8), 0.1, busy={}, occupied={}, phases={}, host_bytes=0)
 ODD = {
     "nothing": run_of(),
-    "only failures": run_of(*gpu_run()["rows"][-2:]),
+    "only failures": run_of(*gpu_run().rows[-2:]),
     "one row": run_of(made(Case(model="mlp", strategy="single", batch_size=8), 0.1)),
     "bare row": run_of(BARE, trials=[]),
-    "no provenance": {**run_of(BARE, trials=[]), "provenance": {}},
+    "no provenance": dataclasses.replace(run_of(BARE, trials=[]), provenance={}),
     "predicted": run_of(
         *(
             dataclasses.replace(row, source=Source.PREDICTED, labels=("PREDICTED",), rounds=1, steps=1)
-            for row in gpu_run()["rows"][:9]
+            for row in gpu_run().rows[:9]
         )
     ),
     "infinite": run_of(
@@ -363,12 +367,12 @@ ODD = {
 @pytest.mark.parametrize("name", ODD)
 def test_odd_runs_make_a_page_and_a_comment(name: str) -> None:
     run = ODD[name]
-    text = page.render(**run)
+    text = page.render(run)
     assert text.count("<section id=") == 9
-    assert text.count('<tbody class="case">') == len(run["rows"])
+    assert text.count('<tbody class="case">') == len(run.rows)
     assert "nan" not in "".join(re.findall(r'(?: d| x| y|points)="[^"]*"', text)).lower()
-    assert markdown.render(**run)
-    for section in figures.sections(run["rows"], run["trials"]):
+    assert markdown.render(run)
+    for section in figures.sections(run):
         assert section.panels or section.note
 
 
@@ -392,13 +396,13 @@ def test_measured_and_predicted_of_one_case_stay_apart() -> None:
     run = run_of(
         seen, foreseen, trials=[*ran(seen), *ran(foreseen), Trial(case=case, status=Status.OOM, reason="full")]
     )
-    sections = figures.sections(run["rows"], run["trials"])
+    sections = figures.sections(run)
     assert [len(section.panels) for section in sections] == [1, 1, 1, 2, 1, 1]
     assert sections[0].panels[0].labels == sections[1].panels[0].labels == ("MEASURED", "PREDICTED")
     assert ">PREDICTED dp: 0.500×" in sections[0].panels[0].svg
     assert ">dp: 1.00×" in sections[0].panels[0].svg
     assert sections[4].panels[0].labels == sections[5].panels[0].labels == ("MEASURED",)
-    assert [len(line.notes) for line in table.lines(run["rows"], run["trials"])] == [1, 0]
+    assert [len(line.notes) for line in table.lines(run.rows, run.trials)] == [1, 0]
 
 
 def test_a_long_name_costs_the_interval_and_never_the_label() -> None:
@@ -460,16 +464,16 @@ def test_drawing_leaves_the_callers_matplotlib_alone() -> None:
 
     before = dict(mpl.rcParams)
     with mpl.rc_context({"lines.linewidth": 9.0, "text.usetex": True, "svg.fonttype": "path"}):
-        assert page.render(**gpu_run()) == gpu_page()
+        assert page.render(gpu_run()) == gpu_page()
     assert dict(mpl.rcParams) == before
 
 
 def test_markdown_has_the_verdict_the_table_and_no_markup_of_users() -> None:
-    text = markdown.render(**gpu_run())
+    text = markdown.render(gpu_run())
     rows = [line for line in text.splitlines() if line.startswith("|")]
     assert len(rows) == 2 + 20 + 2 + 18
     assert len({line.replace(r"\|", "").count("|") for line in rows[:22]}) == 1
-    assert gpu_run()["verdict"].partition(" [")[0] in text
+    assert gpu_run().verdict.partition(" [")[0] in text
     assert HOSTILE not in text
     assert "MEASURED" in text
     assert "skipped: needs" in text
@@ -479,7 +483,7 @@ def test_markdown_has_the_verdict_the_table_and_no_markup_of_users() -> None:
         status=Status.FAILED,
         reason="![x](https://e.org/i.png)",
     )
-    text = markdown.render(**run_of(hostile))
+    text = markdown.render(run_of(hostile))
     assert "![x](" not in text
     assert "https://" not in text
     assert " @me" not in text

@@ -11,8 +11,9 @@ import pytest
 
 from dpbench.analysis import diagnosis, findings, imbalance, ladder, stats, summary
 from dpbench.analysis.findings import text
+from dpbench.analysis.report import Report
 from dpbench.cli import progress
-from dpbench.cli.showing import content_of
+from dpbench.cli.showing import report_of
 from dpbench.records import Case, Phase, Sample, Source, Span, Step, Trial, Verified
 from dpbench.records import words as explained
 from dpbench.report import figures, markdown, page
@@ -37,8 +38,8 @@ def _round(case: Case, step_s: float, number: int) -> Trial:
     return Trial(case=case, round=number, verified=Verified.BITWISE, steps=steps, spans=spans, samples=busy)
 
 
-def content(*groups: list[Trial]) -> dict:
-    return content_of(Run("7f" * 16, "finished", 1.7e9, 3, {}), [trial for group in groups for trial in group])
+def content(*groups: list[Trial]) -> Report:
+    return report_of(Run("7f" * 16, "finished", 1.7e9, 3, {}), [trial for group in groups for trial in group])
 
 
 SOUND = content(rounds(SINGLE, 0.03), rounds(DP, 0.02), rounds(DDP, 0.016))
@@ -51,28 +52,28 @@ DOUBTFUL = {
 }
 
 
-def terminal(shown: dict) -> str:
-    return "\n".join([progress.table(shown["rows"], shown["ladders"]), shown["verdict"], *shown["warnings"]])
+def terminal(shown: Report) -> str:
+    return "\n".join([progress.table(shown.rows, shown.ladders), shown.verdict, *shown.warnings])
 
 
 def test_three_sound_rounds_are_shown_in_full() -> None:
-    for rendered in (terminal(SOUND), page.render(**SOUND), markdown.render(**SOUND), text.render(SOUND["diagnoses"])):
+    for rendered in (terminal(SOUND), page.render(SOUND), markdown.render(SOUND), text.render(SOUND.diagnoses)):
         assert "not enough rounds" not in rendered.replace(explained.WITHHELD, "")
         assert "1.50" in rendered  # the speed-up of dp
-    assert len(SOUND["tiles"]) == 4
-    assert [len(section.panels) for section in figures.sections(SOUND["rows"], SOUND["trials"])[:3]] == [1, 1, 1]
+    assert len(SOUND.tiles) == 4
+    assert [len(section.panels) for section in figures.sections(SOUND)[:3]] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("name", DOUBTFUL)
 def test_what_is_in_doubt_is_in_no_headline_and_on_no_axis(name: str) -> None:
     shown = DOUBTFUL[name]
-    (dp,) = [row for row in shown["rows"] if row.case == DP]
+    (dp,) = [row for row in shown.rows if row.case == DP]
     assert dp.step.doubt
     assert dp.speedup.doubt
-    assert shown["tiles"] == []
-    assert "×" not in shown["verdict"].replace("ideal", "")
-    assert "Not enough rounds for the speed-up of ddp on mlp, dp on mlp: more rounds (--rounds N" in shown["verdict"]
-    sections = {section.id: section for section in figures.sections(shown["rows"], shown["trials"])}
+    assert shown.tiles == []
+    assert "×" not in shown.verdict.replace("ideal", "")
+    assert "Not enough rounds for the speed-up of ddp on mlp, dp on mlp: more rounds (--rounds N" in shown.verdict
+    sections = {section.id: section for section in figures.sections(shown)}
     assert sections["speedup"].panels == []
     assert sections["speedup"].note == "2 cases are not drawn: not enough rounds."
     drawn = "".join(panel.svg for name in ("throughput", "phases") for panel in sections[name].panels)
@@ -83,13 +84,13 @@ def test_what_is_in_doubt_is_in_no_headline_and_on_no_axis(name: str) -> None:
 @pytest.mark.parametrize("name", DOUBTFUL)
 def test_every_report_says_so_in_the_place_of_the_number_and_what_would_help(name: str) -> None:
     shown = DOUBTFUL[name]
-    (line,) = [line for line in progress.table(shown["rows"]).splitlines() if re.match(r"mlp +dp ", line)]
+    (line,) = [line for line in progress.table(shown.rows).splitlines() if re.match(r"mlp +dp ", line)]
     assert line.count("not enough rounds") >= 2
     assert not re.search(r"\d-\d|\d–\d|\dx", line)
-    for rendered in (terminal(shown), page.render(**shown), markdown.render(**shown)):
+    for rendered in (terminal(shown), page.render(shown), markdown.render(shown)):
         assert "not enough rounds" in rendered
         assert "--rounds N, or --rounds auto" in rendered
-    explained = " ".join(text.render(shown["diagnoses"], shown["rows"]).split())
+    explained = " ".join(text.render(shown.diagnoses, shown.rows).split())
     assert "not enough rounds for the time of a step" in explained
     assert "--rounds N, or --rounds auto" in explained
     assert "of the step" not in explained.partition("Sizes are")[0]
@@ -98,16 +99,16 @@ def test_every_report_says_so_in_the_place_of_the_number_and_what_would_help(nam
 def test_the_issues_line_is_gone() -> None:
     """Three rounds of which one is off by orders of magnitude: neither the step nor the speed-up is printed."""
     shown = content(rounds(SINGLE, 0.0142), rounds(DP, 0.02146, (1.0, 4e3, 1e-3)))
-    (line,) = [line for line in progress.table(shown["rows"]).splitlines() if re.match(r"mlp +dp ", line)]
+    (line,) = [line for line in progress.table(shown.rows).splitlines() if re.match(r"mlp +dp ", line)]
     assert re.split(r"  +", line)[4:6] == ["not enough rounds", "not enough rounds"]
 
 
 def test_a_sound_step_without_a_sound_speed_up_is_still_shown() -> None:
     shown = content(rounds(SINGLE, 0.03, (1.0, OUTLIER, 1.01)), rounds(DP, 0.02))
-    (dp,) = [row for row in shown["rows"] if row.case == DP]
+    (dp,) = [row for row in shown.rows if row.case == DP]
     assert dp.step.doubt is None
     assert dp.speedup.doubt
-    (diagnosis,) = shown["diagnoses"]
+    (diagnosis,) = shown.diagnoses
     assert "take 20.0 ms a step; not enough rounds for the gain over one device (its interval spans" in diagnosis.answer
     assert "perfect scaling" not in diagnosis.answer
 
@@ -150,7 +151,7 @@ def test_an_imbalance_in_doubt_decides_nothing() -> None:
     trials = [*rounds(DP, 0.02, (1.0, 1.01)), *rounds(DDP, 0.02)]
     busy = next(one for one in imbalance.indexes(trials) if one.case == DP and one.quantity == "busy time")
     assert busy.verdict == "undecided: not enough rounds"
-    assert "not enough rounds" in markdown.render(**content(trials))
+    assert "not enough rounds" in markdown.render(content(trials))
 
 
 def test_a_prediction_is_shown_although_it_has_no_rounds() -> None:
@@ -173,36 +174,36 @@ def test_a_ladder_draws_no_rung_in_doubt_and_crowns_none() -> None:
     shown = content(
         rounds(SINGLE, 0.03), rung("reference", 0.02), rung("pool", 0.015), rung("cached", 0.001, (1.0, OUTLIER, 1.01))
     )
-    (found,) = shown["ladders"]
+    (found,) = shown.ladders
     assert found.fastest.name == "pool"
-    sections = figures.sections(shown["rows"], shown["trials"], shown["ladders"])
+    sections = figures.sections(shown)
     (panel,) = next(section.panels for section in sections if section.id == "ladder")
     labels = re.findall(r">([^<>]*)</text>", panel.svg)
     assert "cached" in labels
     assert "not enough rounds" in labels
     assert not any("1.0" in label and "ms" in label for label in labels)
-    assert "not enough rounds" in markdown.render(**shown)
+    assert "not enough rounds" in markdown.render(shown)
 
 
 def test_findings_in_doubt_are_named_and_not_sized() -> None:
     shown = content(rounds(SINGLE, 0.03), rounds(DP, 0.02), rounds(DDP, 0.016, (1.0, OUTLIER, 1.01)))
-    (diagnosis,) = shown["diagnoses"]
+    (diagnosis,) = shown.diagnoses
     assert isinstance(diagnosis, findings.Diagnosis)
     assert "ddp" not in [finding.rule.name for finding in diagnosis.findings]
     assert any(said.startswith("whether DistributedDataParallel is faster (not enough") for said in diagnosis.unjudged)
-    assert ladder.ladders(shown["rows"]) == []
+    assert ladder.ladders(shown.rows) == []
 
 
 def test_weak_scaling_is_named_beside_a_speed_up_that_is_shown() -> None:
     shown = content(rounds(SINGLE, 0.02), rounds(replace(DP, batch_size=128), 0.03))
-    (line,) = [line for line in progress.table(shown["rows"]).splitlines() if re.match(r"mlp +dp ", line)]
+    (line,) = [line for line in progress.table(shown.rows).splitlines() if re.match(r"mlp +dp ", line)]
     assert "1.33x weak" in line
-    assert shown["verdict"].startswith("On 2 logical CPU devices (weak scaling), dp gives 1.33× ")
+    assert shown.verdict.startswith("On 2 logical CPU devices (weak scaling), dp gives 1.33× ")
 
 
 def test_the_page_and_the_documents_describe_one_kind_of_interval() -> None:
     documents = " ".join((Path(__file__).parents[1] / "docs" / "measuring.md").read_text().split())
-    assert explained.INTERVALS in page.render(**SOUND).replace("&#39;", "'")
+    assert explained.INTERVALS in page.render(SOUND).replace("&#39;", "'")
     for clause in explained.INTERVALS.removesuffix(".").split("; "):
         assert clause.replace("95%", "95 %").partition(", which")[0] in documents
     assert "percentile" not in documents

@@ -123,7 +123,7 @@ def measure(planned: Sequence[Any], store: Path, rounds: int) -> list[Any]:
 
 def parts_of(trials: Iterable[Any]) -> dict[str, list[float]]:
     """Return the phases, and their sum, of every round's typical step."""
-    from dpbench.analysis import ledger
+    from dpbench.records import ledger
 
     rounds = [ledger.typical(trial) for trial in trials]
     names = dict.fromkeys(name for parts in rounds for name in parts)
@@ -135,9 +135,9 @@ def parts_of(trials: Iterable[Any]) -> dict[str, list[float]]:
 
 def predict(asked: Sequence[Any], store: Path, machine: Path) -> dict[Any, dict[str, float]]:
     """Return what one block's probe and steps of one device say of each case: its phases and their sum."""
-    from dpbench.analysis import ledger
     from dpbench.predict import stored
     from dpbench.predict.cases import Predictor
+    from dpbench.records import ledger
     from dpbench.records import machine as machines
 
     described = machines.load(str(machine))

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from dpbench.analysis import ledger, stats, transfers
+from dpbench.analysis import stats, transfers
 from dpbench.records import HOST, Case, Source, Trial, plan, registry, words
 from dpbench.records.estimate import Estimate
 from dpbench.records.traits import Role
@@ -200,7 +200,7 @@ QUANTITIES = (
     Quantity("busy time", "s", (
         ("kernels of one profiled step", _steps_of("kernel_busy_s")), ("thread CPU time", _steps_of("busy_s")),
     )),
-    Quantity("occupied time", "s", (("phases open on the device", ledger.occupied),)),
+    Quantity("occupied time", "s", (("phases open on the device", lambda trial: trial.ledger.occupied),)),
     Quantity("memory, allocated", "bytes", (
         ("allocator", _peak("allocated", "allocator")), ("ledger", _peak("allocated", "ledger")),
     )),

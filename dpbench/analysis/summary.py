@@ -12,9 +12,22 @@ from types import MappingProxyType
 
 import pandas as pd
 
-from dpbench.analysis import ledger, stats
+from dpbench.analysis import stats
 from dpbench.hardware import foreign_load
-from dpbench.records import CASE_FIELDS, HOST, UNATTRIBUTED, Case, Fault, Phase, Source, Status, Trial, Verified, plan
+from dpbench.records import (
+    CASE_FIELDS,
+    HOST,
+    UNATTRIBUTED,
+    Case,
+    Fault,
+    Phase,
+    Source,
+    Status,
+    Trial,
+    Verified,
+    ledger,
+    plan,
+)
 from dpbench.records.estimate import Doubt, Estimate
 from dpbench.records.traits import Role
 
@@ -258,7 +271,7 @@ def _imbalance(trials: Sequence[Trial], source: str) -> Estimate | None:
 def _occupied(trials: Sequence[Trial]) -> dict[int, float]:
     """Return the seconds of a step in which each device has a span open; medians over steps."""
     found: dict[int, list[float]] = {}
-    for device, seconds in (pair for trial in trials for pair in ledger.occupied(trial).items()):
+    for device, seconds in (pair for trial in trials for pair in trial.ledger.occupied.items()):
         found.setdefault(device, []).extend(seconds)
     return {device: statistics.median(values) for device, values in sorted(found.items())}
 

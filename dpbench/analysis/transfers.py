@@ -10,7 +10,6 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from dpbench.analysis import ledger
 from dpbench.records import Case, Phase, Source, Trial, registry
 from dpbench.records.schedule import parse
 from dpbench.records.traits import Reduction
@@ -134,8 +133,7 @@ def _seconds(trials: Sequence[Trial], phase: Phase) -> dict[int, float]:
     rounds: dict[int, list[float]] = {}
     for trial in trials:
         steps: dict[int, list[float]] = {}
-        rows = ledger.by_step(trial.spans, len(trial.steps))
-        charged = [ledger.charge(s, spans) for s, spans in zip(trial.steps, rows, strict=True) if not s.warmup]
+        charged = [charge for s, charge in zip(trial.steps, trial.ledger.charged, strict=True) if not s.warmup]
         for device in sorted({d for charge in charged for name, d in charge if name == phase.value}):
             steps[device] = [charge.get((phase.value, device), 0.0) for charge in charged]
         for device, values in steps.items():

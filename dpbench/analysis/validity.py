@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dpbench.analysis import ledger
 from dpbench.hardware import foreign_load
-from dpbench.records import HOST, UNATTRIBUTED, Case, Fault, Source, Status, Trial, Verified, words
+from dpbench.records import HOST, UNATTRIBUTED, Case, Fault, Source, Status, Trial, Verified, ledger, words
 
 SIGNIFICANT = 0.01
 """The chance, by Spearman's test, of a trend in a series without any, below which a trend is one."""

@@ -10,7 +10,7 @@ import click
 
 from dpbench.cli.ending import EXIT_UNDECIDED, EXIT_WORSE, last_words
 from dpbench.cli.options import REPORT, run_option, store_option
-from dpbench.cli.showing import choose, content_of, read, write_report
+from dpbench.cli.showing import choose, read, report_of, write_report
 from dpbench.records import words
 
 if TYPE_CHECKING:
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 def report(store: Path, run_id: str | None, html: Path, md: bool) -> None:
     """Make the report of a run: one HTML file that needs no network, or Markdown."""
     chosen, trials = read(store, run_id)
-    content = content_of(chosen, trials)
+    found = report_of(chosen, trials)
     if md:
         from dpbench.report import markdown
 
-        click.echo(markdown.render(**content))
+        click.echo(markdown.render(found))
         return
-    write_report(html, content)
+    write_report(html, found)
     click.echo(str(html))
 
 
@@ -48,8 +48,8 @@ def explain(store: Path, run_id: str | None) -> None:
     from dpbench.analysis.findings import text
 
     chosen, trials = read(store, run_id)
-    content = content_of(chosen, trials)
-    click.echo(text.render(content["diagnoses"], content["rows"]))
+    found = report_of(chosen, trials)
+    click.echo(text.render(found.diagnoses, found.rows))
 
 
 @click.command("list")

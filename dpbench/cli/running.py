@@ -21,7 +21,7 @@ from dpbench.cli.options import (  # fmt: skip
     patience_option,
     store_option,
 )
-from dpbench.cli.showing import choose, content_of, print_table, print_verdict, write_report
+from dpbench.cli.showing import choose, print_table, print_verdict, report_of, write_report
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -138,17 +138,17 @@ def run(store: Path, report: Path, **options: Any) -> None:
         if options["self_check"]:
             opened.annotate(outcome.run_id, "self_check", _self_check(cases))
         chosen = choose(opened.runs(), outcome.run_id)
-        content = content_of(chosen, opened.trials(outcome.run_id))
+        shown = report_of(chosen, opened.summaries(outcome.run_id))
     # the page first: what follows may have no reader left
-    write_report(report, content)
+    write_report(report, shown)
     try:
-        print_table(content)
-        print_verdict(content)
+        print_table(shown)
+        print_verdict(shown)
         click.echo(f"report: {report}   store: {store}   run: {outcome.run_id[:8]}", err=True)
     except BrokenPipeError:
         last_words(f"the output was closed; the run is complete: `dpbench report --run {outcome.run_id[:8]}` shows it")
     lost = any(outcome.counts.get(bad) for bad in ("failed", "oom", "timeout"))
-    sys.exit(EXIT_FAILED if lost or not any(row.step for row in content["rows"]) else 0)
+    sys.exit(EXIT_FAILED if lost or not any(row.step for row in shown.rows) else 0)
 
 
 def _find_max_batch(cases: Sequence[Case], store: Path, limit_s: float) -> int:

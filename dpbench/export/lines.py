@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 
-from dpbench.analysis import ledger
-from dpbench.records import Trial, words
+from dpbench.records import Trial, ledger, words
 
 
 def jsonl(run_id: str, trials: Iterable[Trial]) -> Iterator[str]:

@@ -6,9 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpbench.analysis import ledger
 from dpbench.export.choice import Labels
-from dpbench.records import CASE_FIELDS, UNATTRIBUTED, Phase, Trial
+from dpbench.records import CASE_FIELDS, UNATTRIBUTED, Phase, Trial, ledger
 
 if TYPE_CHECKING:
     import pyarrow as pa

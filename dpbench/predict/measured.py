@@ -18,12 +18,11 @@ import torch
 from scipy.optimize import nnls
 
 from dpbench import models
-from dpbench.analysis import ledger
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices import open_devices
 from dpbench.measure import clocks
 from dpbench.predict.profiles import FIXED_SHARE
-from dpbench.records import UNATTRIBUTED, Case, Cost, Phase, Profile, Trial, registry
+from dpbench.records import UNATTRIBUTED, Case, Cost, Phase, Profile, Trial, ledger, registry
 from dpbench.records.traits import Role
 from dpbench.strategies import Step, single
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from dpbench.analysis import ledger
 from dpbench.predict.cases import Prediction, speedup
 from dpbench.predict.needs import Need
 from dpbench.predict.scoring.published import Excluded
 from dpbench.predict.scoring.score import Line
 from dpbench.predict.what_if import Remedy
-from dpbench.records import UNATTRIBUTED, Step, words
+from dpbench.records import UNATTRIBUTED, Step, ledger, words
 from dpbench.records.words import aligned
 
 COLUMNS = ("model", "strategy", "devices", "batch", "ms/step", "80 % interval", "samples/s", "speed-up", "phases, ms",

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dpbench.analysis import ledger
 from dpbench.hardware import affinity, malloc, parent_death
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices import open_devices
@@ -28,7 +27,7 @@ from dpbench.measure.clocks import HostClock
 from dpbench.measure.ranks import run
 from dpbench.probe import engine, host
 from dpbench.probe.figures import WARM, Figure, Timing, figure, makespans, ratio, spread, timing
-from dpbench.records import UNATTRIBUTED, Case, Trial
+from dpbench.records import UNATTRIBUTED, Case, Trial, ledger
 from dpbench.strategies import ddp, single
 
 KIB, MIB = 2**10, 2**20

@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from dpbench.analysis import ledger
 from dpbench.engine import TrainStep
 from dpbench.engine.legal import BEST
 from dpbench.hardware.devices import open_devices
 from dpbench.measure.clocks import HostClock
 from dpbench.models import Model
 from dpbench.probe.figures import Figure, spread
-from dpbench.records import UNATTRIBUTED, Case, Phase, Trial
+from dpbench.records import UNATTRIBUTED, Case, Phase, Trial, ledger
 from dpbench.records.schedule import REFERENCE, Schedule
 
 LAYERS = (6, 48)

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from dpbench.analysis.ledger import middle_half
 from dpbench.hardware import affinity
+from dpbench.records.ledger import middle_half
 
 Work = Callable[[], object]
 After = Callable[[list[Any]], object]

@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from enum import StrEnum
+from functools import cached_property
 from typing import Any, Self
 
 from dpbench.records.case import Case, Phase
+from dpbench.records.ledger import Ledger
 
 SCHEMA = 2
 
@@ -127,6 +129,17 @@ class Trial:
     started_s: float = 0.0
     """Seconds since the epoch."""
     failed_device: int | None = None
+
+    @cached_property
+    def ledger(self) -> Ledger:
+        """Return the trial's ledger, which all readers share."""
+        return Ledger(self.steps, self.spans)
+
+    def summary(self) -> Trial:
+        """Return the trial without its spans; its ledger is computed and kept."""
+        found = replace(self, spans=())
+        found.__dict__["ledger"] = self.ledger.close()
+        return found
 
     def readings(self, metric: str, *, timed: bool = False) -> dict[int, list[float]]:
         """Return a metric's values by device, in time; with `timed` those of warm-up steps are left out."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
-from dpbench.analysis.imbalance import Index, indexes
-from dpbench.analysis.memory import PHASES, Footprint, footprints
-from dpbench.analysis.transfers import Counted, Flow, counted, flows
-from dpbench.records import HOST, Case, Trial, words
+from dpbench.analysis.imbalance import Index
+from dpbench.analysis.memory import PHASES, Footprint
+from dpbench.analysis.report import Report
+from dpbench.analysis.transfers import Counted, Flow
+from dpbench.records import HOST, Case, words
 from dpbench.records.estimate import Estimate
 from dpbench.report import naming, small_multiples
 from dpbench.report.table import Cell, Table
@@ -33,14 +35,15 @@ class Part(NamedTuple):
     open: bool
 
 
-def parts(trials: Sequence[Trial], labels: Mapping[Case, tuple[str, ...]]) -> list[Part]:
-    """Return the sections that have lines; `labels` are those of each case."""
-    found = sorted(trials, key=lambda trial: _place(trial.case))
+def parts(report: Report) -> list[Part]:
+    """Return the sections that have lines."""
+    found = replace(report, trials=sorted(report.trials, key=lambda trial: _place(trial.case)))
+    labels = report.labels
     tables = [
-        ("imbalance-index", "Imbalance", IMBALANCE, *_imbalance(indexes(found))),
-        ("memory-by-phase", "Memory by phase", MEMORY, *_memory(footprints(found))),
-        ("links", "Bytes over links", LINKS, *_links(flows(found))),
-        ("link-counters", "Bytes that counters saw", COUNTERS, *_counters(counted(found))),
+        ("imbalance-index", "Imbalance", IMBALANCE, *_imbalance(found.imbalance)),
+        ("memory-by-phase", "Memory by phase", MEMORY, *_memory(found.memory)),
+        ("links", "Bytes over links", LINKS, *_links(found.flows)),
+        ("link-counters", "Bytes that counters saw", COUNTERS, *_counters(found.counted)),
     ]
     return [
         Part(id, title, lead, table, _union(labels.get(case, ()) for case in cases), len(table.lines) <= OPEN)

@@ -8,9 +8,10 @@ from dataclasses import replace
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-from dpbench.analysis.ladder import Ladder, notable
+from dpbench.analysis.ladder import notable
+from dpbench.analysis.report import Report
 from dpbench.analysis.summary import Row
-from dpbench.records import UNATTRIBUTED, Phase, Trial, words
+from dpbench.records import UNATTRIBUTED, Phase, words
 from dpbench.report import heatmap, naming, small_multiples, speedup, svg, timeline, waterfall
 from dpbench.report.svg import Panel, Section
 
@@ -30,17 +31,19 @@ PHASES: Mapping[str, tuple[str, str]] = {
 ENDS = "Of each ladder the reference and the best rung are drawn; the other schedules are in the table below."
 
 
-def sections(rows: Sequence[Row], trials: Sequence[Trial], ladders: Sequence[Ladder] = ()) -> list[Section]:
+def sections(report: Report) -> list[Section]:
     """Return every section with drawings, in the page's order.
 
     A ladder is drawn in its own section and by its phases; the other sections show its ends alone.
     """
-    words = notable(rows, ladders)
-    climbed = {row.case for row in (*words, *(rung.row for found in ladders for rung in found.rungs))}
+    ladders, drawable = report.ladders, notable(report.rows, report.ladders)
+    climbed = {row.case for row in (*drawable, *(rung.row for found in ladders for rung in found.rungs))}
     with svg.theme():
         drawn = [
-            speedup.section(words), throughput(words), phases([row for row in rows if row.case in climbed]),
-            timeline.imbalance(words), heatmap.utilisation(words, trials), timeline.steps(words, trials),
+            speedup.section(drawable), throughput(drawable),
+            phases([row for row in report.rows if row.case in climbed]),
+            timeline.imbalance(drawable), heatmap.utilisation(drawable, report.trials),
+            timeline.steps(drawable, report.trials),
         ]  # fmt: skip
         if not ladders:
             return drawn

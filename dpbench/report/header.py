@@ -8,17 +8,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from dpbench.analysis.report import Report
 from dpbench.analysis.summary import Row
 from dpbench.records import Trial, words
 
 
-def facts(provenance: Mapping[str, Any], run_id: str, started: float) -> list[tuple[str, str]]:
-    """Return what names the run, the machine and the code."""
+def facts(report: Report) -> list[tuple[str, str]]:
+    """Return the names of the run, the machine and the code."""
+    provenance = report.provenance
     host, packages = provenance.get("host") or {}, provenance.get("packages") or {}
     cores = f", {words.count(host['cores'], 'core')}" if "cores" in host else ""
     return [
-        ("run", run_id[:12]),
-        ("date", datetime.fromtimestamp(started, UTC).strftime("%Y-%m-%d %H:%M UTC")),
+        ("run", report.run_id[:12]),
+        ("date", datetime.fromtimestamp(report.started_s, UTC).strftime("%Y-%m-%d %H:%M UTC")),
         ("host", f"{host.get('name', 'unknown')}, {host.get('cpu', 'unknown CPU')}{cores}"),
         ("GPUs", _gpus(provenance.get("gpus") or {})),
         ("torch", str(packages.get("torch", "unknown"))),

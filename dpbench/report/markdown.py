@@ -3,54 +3,41 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
-from dpbench.analysis.diagnosis import Tile
 from dpbench.analysis.findings import Diagnosis, text
 from dpbench.analysis.ladder import Ladder
+from dpbench.analysis.report import Report
 from dpbench.analysis.summary import Row
-from dpbench.measure import selfcheck
-from dpbench.records import Trial, words
+from dpbench.records import words
 from dpbench.report import devices, header, naming, table
 
 REASON = 160
 """Columns of a reason; the page has all of it."""
 
 
-def render(
-    *,
-    rows: Sequence[Row],
-    trials: Sequence[Trial],
-    provenance: Mapping[str, Any],
-    run_id: str,
-    started: float,
-    verdict: str,
-    warnings: Sequence[str],
-    tiles: Sequence[Tile],
-    ladders: Sequence[Ladder] = (),
-    diagnoses: Sequence[Diagnosis] = (),
-) -> str:
+def render(report: Report) -> str:
     """Return the report in GitHub's Markdown."""
-    lines = table.lines(rows, trials)
+    rows = report.rows
+    lines = table.lines(rows, report.trials)
     parts = [
-        f"## dpbench: run {_said(run_id[:12])}",
+        f"## dpbench: run {_said(report.run_id[:12])}",
         " ".join(f"**{label}**{f' ({where})' if where else ''}" for label, where in header.badges(rows)),
-        f"> {_said(verdict)}",
-        "\n".join(f"- **{_said(tile.value)}** {_said(tile.caption)}{_labels(tile.labels)}" for tile in tiles),
-        "\n".join(["**Warnings**", "", *(f"- {_said(warning, 400)}" for warning in warnings)])
-        if warnings
+        f"> {_said(report.verdict)}",
+        "\n".join(f"- **{_said(tile.value)}** {_said(tile.caption)}{_labels(tile.labels)}" for tile in report.tiles),
+        "\n".join(["**Warnings**", "", *(f"- {_said(warning, 400)}" for warning in report.warnings)])
+        if report.warnings
         else "No warnings.",
-        *(part for one in diagnoses for part in _diagnosis(one)),
-        *(part for ladder in ladders for part in _ladder(ladder)),
+        *(part for one in report.diagnoses for part in _diagnosis(one)),
+        *(part for ladder in report.ladders for part in _ladder(ladder)),
         _table(table.COLUMNS, ([_cell(cell) for cell in line.cells] for line in lines)),
         "\n".join(_notes(lines)),
         _details("Where a step goes, in ms", _phases(rows)),
-        *(_part(part) for part in devices.parts(trials, {row.case: row.labels for row in rows})),
-        _details("What measuring costs", "\n".join(f"- {_said(line)}" for line in selfcheck.words(provenance))),
+        *(_part(part) for part in devices.parts(report)),
+        _details("What measuring costs", "\n".join(f"- {_said(line)}" for line in report.self_check)),
         _details(
             "Machine and code",
-            "\n".join(f"- {name}: {_said(value)}" for name, value in _facts(provenance, run_id, started)),
+            "\n".join(f"- {name}: {_said(value)}" for name, value in _facts(report)),
         ),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -126,5 +113,5 @@ def _details(summary: str, body: str) -> str:
     return f"<details><summary>{summary}</summary>\n\n{body}\n\n</details>" if body else ""
 
 
-def _facts(provenance: Mapping[str, Any], run_id: str, started: float) -> list[tuple[str, str]]:
-    return [*header.facts(provenance, run_id, started), ("command", str(provenance.get("command", "")))]
+def _facts(report: Report) -> list[tuple[str, str]]:
+    return [*header.facts(report), ("command", str(report.provenance.get("command", "")))]

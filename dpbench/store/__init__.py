@@ -14,7 +14,7 @@ import time
 import uuid
 import zlib
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -192,6 +192,13 @@ class Store:
 
         Of a slot that was measured again the last trusted trial counts, else the last; the others are `superseded`.
         """
+        return list(self._each(run_id, superseded=superseded))
+
+    def summaries(self, run_id: str) -> list[Trial]:
+        """Return the ended trials of one run without their spans, of which one trial's are in memory at a time."""
+        return [trial.summary() for trial in self._each(run_id, superseded=False)]
+
+    def _each(self, run_id: str | None, *, superseded: bool) -> Iterator[Trial]:
         where, values = ("run_id=? AND ", (run_id,)) if run_id else ("", ())
         where += "" if superseded else "place=1 AND "
         failed = "failed_device" if "failed_device" in file.columns_of(self._db, "trial") else "NULL"
@@ -200,7 +207,7 @@ class Store:
             f"{failed} FROM ({_RANKED}) WHERE {where}status NOT IN (?,?) ORDER BY id",
             (*values, RUNNING, Status.KILLED),
         ).fetchall()
-        return [self._trial(row) for row in rows]
+        return map(self._trial, rows)
 
     def _trial(self, row: Sequence[Any]) -> Trial:
         trial_id, case, status, reason, verified, source, started, schema, setup, provenance, number, failed = row

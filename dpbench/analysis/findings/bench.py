@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from dpbench.analysis import ledger, stats
+from dpbench.analysis import stats
 from dpbench.analysis.summary import Row
-from dpbench.records import HOST, Case, Phase, Source, Trial, plan, registry, schedule
+from dpbench.records import Case, Phase, Source, Trial, ledger, plan, registry, schedule
 from dpbench.records.estimate import Estimate
 from dpbench.records.traits import Role
 
@@ -26,8 +26,6 @@ class Bench:
     rows: Mapping[Case, Row]
     trials_of: Mapping[Case, Sequence[Trial]]
     cores: int = 0
-    walked: dict[Case, dict[int, Ledger]] = field(default_factory=dict)
-    """The ledgers of the cases that somebody has asked for: the walk is made once."""
 
     @property
     def trials(self) -> Sequence[Trial]:
@@ -143,12 +141,11 @@ class Bench:
 
     def _series(self, case: Case, names: Sequence[str]) -> dict[int, list[float]]:
         """Return the seconds that some phases take of each timed step of a case, by round."""
-        if case not in self.walked:
-            walked = {trial.round: _timed(trial) for trial in self.trials_of.get(case, ()) if trial.trusted}
-            self.walked[case] = {number: steps for number, steps in walked.items() if steps}
+        timed = {trial.round: _timed(trial) for trial in self.trials_of.get(case, ()) if trial.trusted}
         return {
             number: [sum(phases.get(name, 0.0) for name in names) for phases in steps]
-            for number, steps in self.walked[case].items()
+            for number, steps in timed.items()
+            if steps
         }
 
 
@@ -169,15 +166,8 @@ def share_of(seconds: Estimate, share: float) -> Estimate:
 
 def overlap(trials: Iterable[Trial], phase: Phase) -> float:
     """Return how many devices are in a phase at once, on average over the time that any is; 0 without spans."""
-    together = apart = 0.0
-    for trial in trials:
-        warm = {number for number, step in enumerate(trial.steps) if step.warmup}
-        spans = [s for s in trial.spans if s.phase is phase and s.device != HOST and s.step not in warm]
-        apart += sum(span.end_s - span.start_s for span in spans)
-        reach = float("-inf")
-        for span in sorted(spans, key=lambda s: s.start_s):
-            together += max(0.0, span.end_s - max(span.start_s, reach))
-            reach = max(reach, span.end_s)
+    found = [trial.ledger.concurrency.get(phase, (0.0, 0.0)) for trial in trials]
+    apart, together = (sum(column) for column in zip(*found, strict=True)) if found else (0.0, 0.0)
     return apart / together if together else 0.0
 
 
@@ -197,7 +187,7 @@ def benches(rows: Sequence[Row], trials: Sequence[Trial], cores: int) -> list[Be
     for row in measured:
         if row.case.devices > 1:
             groups.setdefault(_setting(row.case), []).append(row)
-    found, walked = [], dict[Case, dict[int, Ledger]]()
+    found = []
     for group in groups.values():
         most = max(row.case.devices for row in group)
         batches: dict[int, list[Row]] = {}
@@ -205,7 +195,7 @@ def benches(rows: Sequence[Row], trials: Sequence[Trial], cores: int) -> list[Be
             if row.case.devices == most:
                 batches.setdefault(row.case.batch_size, []).append(row)
         for alike in batches.values():
-            found.append(Bench(min(alike, key=_rank), by_case, of_case, cores, walked))
+            found.append(Bench(min(alike, key=_rank), by_case, of_case, cores))
     return found
 
 

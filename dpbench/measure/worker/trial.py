@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from dpbench import models, strategies
-from dpbench.analysis import ledger
 from dpbench.hardware.devices import open_devices
 from dpbench.measure import ranks
 from dpbench.measure.failures import of_error
@@ -20,7 +19,7 @@ from dpbench.measure.ranks import RanksFailed
 from dpbench.measure.request import Job, Request
 from dpbench.measure.worker import selfcheck
 from dpbench.measure.worker.loop import measure, measure_together, prepare
-from dpbench.records import HOST, Case, Effort, Memory, Status, Trial, Verified, no_mark
+from dpbench.records import HOST, Case, Effort, Memory, Status, Trial, Verified, ledger, no_mark
 from dpbench.records.trial import Failure
 from dpbench.strategies import load
 

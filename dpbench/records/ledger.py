@@ -7,13 +7,67 @@ that no span covers is `unattributed`: it comes from coverage, never from a subt
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from functools import cached_property
+from typing import TYPE_CHECKING, TypeVar
 
-from dpbench.records import HOST, UNATTRIBUTED, Phase, Span, Step, Trial
+from dpbench.records.case import HOST, UNATTRIBUTED, Phase
+
+if TYPE_CHECKING:  # a trial makes its ledger
+    from dpbench.records.trial import Span, Step, Trial
 
 Value = TypeVar("Value")
+
+
+class Ledger:
+    """The ledger of one trial: each part is computed on first use, and once."""
+
+    def __init__(self, steps: Sequence[Step], spans: Sequence[Span]) -> None:
+        self._steps, self._spans = steps, spans
+
+    @cached_property
+    def charged(self) -> tuple[Mapping[tuple[str, int], float], ...]:
+        """Return `charge` of every step, warm-up included."""
+        rows = by_step(self._spans, len(self._steps))
+        return tuple(charge(step, spans) for step, spans in zip(self._steps, rows, strict=True))
+
+    @cached_property
+    def phases(self) -> tuple[dict[str, float], ...]:
+        """Return each step's seconds by phase, warm-up included, every phase in order and the unattributed rest."""
+        return tuple(_by_phase(charged) for charged in self.charged)
+
+    @cached_property
+    def occupied(self) -> Mapping[int, list[float]]:
+        """Return by device, for each timed step, the seconds in which it had a span open: the union of its spans."""
+        found: dict[int, list[float]] = {}
+        used = sorted({span.device for span in self._spans} - {HOST})
+        for step, spans in zip(self._steps, by_step(self._spans, len(self._steps)), strict=True):
+            if not step.warmup:
+                for device in used:
+                    mine = [span for span in spans if span.device == device]
+                    found.setdefault(device, []).append(step.seconds - phases(step, mine)[UNATTRIBUTED])
+        return found
+
+    @cached_property
+    def concurrency(self) -> Mapping[Phase, tuple[float, float]]:
+        """Return by phase, over the timed steps, the sum of its spans on devices and the length of their union."""
+        return {phase: self._concurrency(phase) for phase in {span.phase for span in self._spans}}
+
+    def _concurrency(self, phase: Phase) -> tuple[float, float]:
+        warm = {number for number, step in enumerate(self._steps) if step.warmup}
+        spans = [s for s in self._spans if s.phase is phase and s.device != HOST and s.step not in warm]
+        union, reach = 0.0, float("-inf")
+        for span in sorted(spans, key=lambda s: s.start_s):
+            union += max(0.0, span.end_s - max(span.start_s, reach))
+            reach = max(reach, span.end_s)
+        return sum(span.end_s - span.start_s for span in spans), union
+
+    def close(self) -> Ledger:
+        """Compute every part and forget the spans; return the ledger."""
+        _ = self.phases, self.occupied, self.concurrency
+        self._spans = ()
+        return self
 
 
 def charge(step: Step, spans: Iterable[Span]) -> dict[tuple[str, int], float]:
@@ -54,16 +108,19 @@ def by_step(spans: Iterable[Span], steps: int) -> list[list[Span]]:
 
 def phases(step: Step, spans: Sequence[Span]) -> dict[str, float]:
     """Return seconds by phase, every phase named in order, then the unattributed rest; they sum to the step."""
+    return _by_phase(charge(step, spans))
+
+
+def _by_phase(charged: Mapping[tuple[str, int], float]) -> dict[str, float]:
     total = dict.fromkeys([*(phase.value for phase in Phase), UNATTRIBUTED], 0.0)
-    for (phase, _), seconds in charge(step, spans).items():
+    for (phase, _), seconds in charged.items():
         total[phase] += seconds
     return {name: seconds for name, seconds in total.items() if seconds or name == UNATTRIBUTED}
 
 
 def of_trial(trial: Trial) -> list[dict[str, float]]:
     """Return `phases` of every step of a trial, warm-up included."""
-    rows = by_step(trial.spans, len(trial.steps))
-    return [phases(step, spans) for step, spans in zip(trial.steps, rows, strict=True)]
+    return list(trial.ledger.phases)
 
 
 def joined(parts: Sequence[Trial]) -> tuple[tuple[Step, ...], tuple[Span, ...]]:
@@ -104,15 +161,3 @@ def middle_half(ordered: Sequence[Value]) -> Sequence[Value]:
     """Return a sorted series without its lowest and its highest quarter; a short one is left as it is."""
     aside = len(ordered) // 4
     return ordered[aside : len(ordered) - aside]
-
-
-def occupied(trial: Trial) -> dict[int, list[float]]:
-    """Return by device, for each timed step, the seconds in which it had a span open: the union of its spans."""
-    found: dict[int, list[float]] = {}
-    used = sorted({span.device for span in trial.spans} - {HOST})
-    for step, spans in zip(trial.steps, by_step(trial.spans, len(trial.steps)), strict=True):
-        if not step.warmup:
-            for device in used:
-                mine = [span for span in spans if span.device == device]
-                found.setdefault(device, []).append(step.seconds - phases(step, mine)[UNATTRIBUTED])
-    return found
