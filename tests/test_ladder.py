@@ -222,7 +222,9 @@ def test_emulated_devices_have_a_ladder_and_no_speed_up() -> None:
     assert "host cost only" in verdict
     assert "ideal" not in verdict
     assert any("EMULATED" in warning for warning in diagnosis.warnings(rows, [], {}))
-    section = next(s for s in figures.sections(rows, [], [found]) if s.id == "ladder")
+    section = next(
+        s for s in figures.sections(replace(content(), rows=rows, trials=[], ladders=[found])) if s.id == "ladder"
+    )
     assert section.panels[0].labels == ("MEASURED", "EMULATED")
     assert "no speed-up" in section.panels[0].caption
 
@@ -309,7 +311,11 @@ def test_the_ladder_is_drawn_with_labels_tables_and_words_that_need_no_colour() 
 
 
 def drawn(one: ladder.Ladder) -> str:
-    return figures.sections([rung.row for rung in one.rungs], [], [one])[1].panels[0].svg
+    return (
+        figures.sections(replace(content(), rows=[rung.row for rung in one.rungs], trials=[], ladders=[one]))[1]
+        .panels[0]
+        .svg
+    )
 
 
 def test_bars_fall_from_the_step_below_and_what_is_undecided_is_grey() -> None:
@@ -335,7 +341,7 @@ def test_no_whisker_leaves_the_plot_however_wide_it_is() -> None:
 def test_a_rival_far_beyond_the_rungs_is_said_and_not_drawn() -> None:
     slow = [trial(t.case, t.round, 0.1, 0.0) if t.case.strategy == "ddp" else t for t in trials()]
     rows = summary.rows(slow)
-    panel = figures.sections(rows, [], ladder.ladders(rows))[1].panels[0]
+    panel = figures.sections(replace(content(), rows=rows, trials=[], ladders=ladder.ladders(rows)))[1].panels[0]
     assert ">ddp: " not in panel.svg
     assert "ddp takes 100 ms" in panel.caption
 

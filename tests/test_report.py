@@ -130,6 +130,10 @@ def run_of(*rows: Row, trials: list[Trial] | None = None) -> Report:
     )
 
 
+def of_rows(rows: list[Row], trials: list[Trial] | None = None) -> Report:
+    return run_of(*rows, trials=trials or [])
+
+
 @functools.cache
 def gpu_page() -> str:
     return page.render(gpu_run())
@@ -208,7 +212,7 @@ def test_a_label_that_only_some_cases_carry_is_in_their_names() -> None:
 def test_parts_of_a_bar_sum_to_the_step() -> None:
     row = made(Case(model="mlp", strategy="dp", batch_size=8, devices=2), 0.1)
     assert sum(row.phases.values()) == pytest.approx(row.step.value)
-    (panel,) = figures.sections([row], [])[2].panels
+    (panel,) = figures.sections(of_rows([row]))[2].panels
     drawn = r'<path d="M ?([\d.]+) [\d.]+\s+L ?([\d.]+) [\d.]+[^"]*" style="fill:(#[0-9a-f]{6}|none);'
     edges = re.findall(drawn, panel.svg)
     assert len(edges) >= len(row.phases)
@@ -261,7 +265,8 @@ def test_what_users_wrote_stays_text() -> None:
     ]
     tiles = [Tile(HOSTILE, HOSTILE, (HOSTILE,))]
     given = dataclasses.replace(run_of(*rows), verdict=HOSTILE, warnings=[HOSTILE], tiles=tiles)
-    given |= {"run_id": HOSTILE, "provenance": {"command": HOSTILE, "host": {"name": HOSTILE}, HOSTILE: HOSTILE}}
+    provenance = {"command": HOSTILE, "host": {"name": HOSTILE}, HOSTILE: HOSTILE}
+    given = dataclasses.replace(given, run_id=HOSTILE, provenance=provenance)
     text = page.render(given)
     tags = Tags(text)
     assert [a.get("type") for a in tags.all("script")] == ["application/json", None]
@@ -304,7 +309,7 @@ def test_an_unverified_case_is_never_shown_as_a_result() -> None:
 
 
 def test_speedup_says_weak_or_strong_and_draws_all_cores_as_a_level() -> None:
-    section = figures.sections(colocated_cpu_and_weak(), [])[0]
+    section = figures.sections(of_rows(colocated_cpu_and_weak()))[0]
     strong, weak = section.panels
     assert "Strong scaling: global batch 64" in strong.caption
     assert "Weak scaling: batch 64 per device" in weak.caption
@@ -321,7 +326,7 @@ def test_a_ladder_of_schedules_keeps_each_line_in_one_panel() -> None:
         made(Case(model="mlp", strategy="dp", schedule=f"rung{i:02}", batch_size=64, devices=n), 0.01 / n, 0.01)
         for i in range(13) for n in (1, 2, 4)
     ]  # fmt: skip
-    panels = figures.sections(rows, [])[0].panels
+    panels = figures.sections(of_rows(rows))[0].panels
     assert [panel.title for panel in panels] == ["mlp (small), batch 64 (1 of 2)", "mlp (small), batch 64 (2 of 2)"]
     assert sum(panel.svg.count("on 4</text>") for panel in panels) == 13 + 2  # each line's key, and each panel's ideal
 
@@ -377,14 +382,14 @@ def test_odd_runs_make_a_page_and_a_comment(name: str) -> None:
 
 
 def test_sixty_cases_stay_readable_and_what_is_left_out_is_said() -> None:
-    sections = figures.sections(many(60), [])
+    sections = figures.sections(of_rows(many(60)))
     throughput = sections[1]
     assert [panel.svg.count("/s (") // 2 for panel in throughput.panels] == [10] * 6
     assert not throughput.note
     crowd = [
         dataclasses.replace(row, case=dataclasses.replace(row.case, model=f"m{i:02}")) for i, row in enumerate(many(60))
     ]
-    sections = figures.sections(crowd, [])
+    sections = figures.sections(of_rows(crowd))
     assert len(sections[1].panels) == small_multiples.PANELS
     assert sections[1].note == "48 more cases are not drawn; the table has all."
 
@@ -407,7 +412,7 @@ def test_measured_and_predicted_of_one_case_stay_apart() -> None:
 
 def test_a_long_name_costs_the_interval_and_never_the_label() -> None:
     rows = [row for row in colocated_cpu_and_weak() if row.case.devices == 2]
-    (panel,) = figures.sections(rows, [])[1].panels
+    (panel,) = figures.sections(of_rows(rows))[1].panels
     found = re.findall(r">([^<>]*)</text>", panel.svg)
     assert "COLOCATED dp[reference] ×2, batch 64" in found
     assert "3,200/s" in found
@@ -415,7 +420,7 @@ def test_a_long_name_costs_the_interval_and_never_the_label() -> None:
 
 def test_warm_up_and_rounds_are_told_apart_in_the_steps() -> None:
     row = made(Case(model="mlp", strategy="dp", batch_size=8), 0.1)
-    (panel,) = figures.sections([row], ran(row))[-1].panels
+    (panel,) = figures.sections(of_rows([row], ran(row)))[-1].panels
     keys = re.findall(r">([^<>]+)</text>", panel.svg)
     assert {"step", "median", "warm-up", "warm-up, beyond"} <= set(keys)
     assert panel.svg.count("V") >= 3 * 30
