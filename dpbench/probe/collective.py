@@ -27,7 +27,8 @@ from dpbench.measure.clocks import HostClock
 from dpbench.measure.ranks import run
 from dpbench.probe import engine, host
 from dpbench.probe.figures import WARM, Figure, Timing, figure, makespans, ratio, spread, timing
-from dpbench.records import UNATTRIBUTED, Case, Trial, ledger
+from dpbench.records import UNATTRIBUTED, Case, Trial, ledger, plan, registry
+from dpbench.records.traits import Role
 from dpbench.strategies import ddp, single
 
 KIB, MIB = 2**10, 2**20
@@ -207,7 +208,7 @@ def _chains(lengths: Sequence[int]) -> list[Any]:
 
 def _alone(layers: int, devices: Sequence[Device], ranks: int, before: Callable[[], Any] = tuple) -> Trial:
     """Take a chain's steps without the other ranks; `before` each one, it may meet them."""
-    case, clock = Case(model="chain", strategy="single", batch_size=engine.ROWS // ranks), HostClock()
+    case, clock = plan.baseline(model="chain", batch_size=engine.ROWS // ranks), HostClock()
     with single.STRATEGY.start(case, engine.chain(layers), devices, clock.mark) as step:
 
         def met(*batch: Any) -> None:
@@ -219,7 +220,10 @@ def _alone(layers: int, devices: Sequence[Device], ranks: int, before: Callable[
 
 def _joint(layers: int, swept: int, devices: Sequence[Device], ranks: int) -> Trial:
     """Take a chain's steps under DistributedDataParallel."""
-    case, clock = Case(model="chain", strategy="ddp", devices=ranks, batch_size=engine.ROWS), HostClock()
+    case, clock = (
+        Case(model="chain", strategy=registry.of_role(Role.CONTROL), devices=ranks, batch_size=engine.ROWS),
+        HostClock(),
+    )
     with ddp.STRATEGY.start(case, engine.chain(layers, swept), devices, clock.mark) as step:
         return engine.trial_of(step, clock, case.batch_size, step.observe)
 

@@ -19,7 +19,7 @@ from dpbench.hardware.devices import open_devices
 from dpbench.measure.clocks import HostClock
 from dpbench.models import Model
 from dpbench.probe.figures import Figure, spread
-from dpbench.records import UNATTRIBUTED, Case, Phase, Trial, ledger
+from dpbench.records import UNATTRIBUTED, Phase, Trial, ledger, plan
 from dpbench.records.schedule import REFERENCE, Schedule
 
 LAYERS = (6, 48)
@@ -148,7 +148,7 @@ def trial_of(step: Callable[..., Any], clock: HostClock, rows: int, observe: Cal
             step(*batch)
         for span in observe():
             clock.add(*span)
-    case = Case(model="chain", strategy="single", batch_size=rows)
+    case = plan.baseline(model="chain", batch_size=rows)
     return Trial(case=case, steps=clock.steps(), spans=clock.spans())
 
 
