@@ -17,7 +17,7 @@ from dpbench.engine import errors
 from dpbench.hardware import parent_death
 from dpbench.hardware.devices import _wrapper
 from dpbench.measure import failures, verification
-from dpbench.measure.worker import memory, trial
+from dpbench.measure.worker import loop, memory, trial
 from dpbench.records import Case, Effort, Mark, Status, Trial, Verified, registry
 from dpbench.strategies import Strategy
 
@@ -141,6 +141,7 @@ CASES: dict[str, tuple[Callable[..., Trial], Case, tuple[Status, int | None, Ver
 def say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace every text of ours that a failure is made of."""
     monkeypatch.setattr(verification.Verdict, "__str__", lambda self: "-")
+    monkeypatch.setattr(loop, "Unverified", lambda message: failures.Unverified("-"))
     monkeypatch.setattr(failures, "_frames", lambda error: "-")
     monkeypatch.setattr(failures, "_memory_of", lambda error, ordinal: "-")
     monkeypatch.setattr(parent_death, "ending", lambda status: "-")
