@@ -100,7 +100,8 @@ def test_the_same_description_is_the_same_machine() -> None:
 
 def test_predicting_loads_no_torch() -> None:
     code = (
-        "import sys; from dpbench import machine; from dpbench.predict import cases, score, calibrate;"
+        "import sys; from dpbench.records import machine; from dpbench.predict import calibration, cases;"
+        "from dpbench.predict.scoring import score;"
         "p = cases.Predictor(machine.load('dgx-a100'));"
         "found = [p.predict(case) for case in cases.sweep(['resnet50'], strategies=('single', 'torch_dp', 'dp', 'ddp'),"
         " devices=(1, 2, 8), batch_per_device=(32,), schedules=('reference', 'zero1'))];"

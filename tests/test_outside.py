@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from dpbench.analysis.findings import text
+from dpbench.analysis.report import Report
 from dpbench.cli.ending import EXIT_FAILED
-from dpbench.records import Case, registry
-from dpbench.records.traits import Parallelism, Role
+from dpbench.records import Case, Step, Trial, Verified, registry
+from dpbench.records.traits import Parallelism, Role, Traits
 from dpbench.store import Store
 from tests import commands
 
@@ -68,7 +71,7 @@ def shown_everywhere(folder: commands.Folder, name: str) -> None:
     assert folder.do("report", "--html", "page.html").returncode == 0
     page = (folder.path / "page.html").read_text()
     assert name in page
-    assert name in folder.do("explain").stdout
+    assert folder.do("explain").returncode == 0  # it names the strategies that the rounds decide on
     assert name in folder.do("export", "csv").stdout
     trials = [json.loads(line) for line in folder.do("export", "jsonl").stdout.splitlines()]
     assert {trial["verified"] for trial in trials if trial["case"]["strategy"] == name} == {"bitwise"}
@@ -91,6 +94,26 @@ def test_a_strategy_in_a_file_is_run_verified_reported_explained_and_exported(fo
     (mine,) = (case for case in cases if case.strategy == "mine.py:chunks")
     assert mine.declared is not None
     assert mine.traits.threads
+
+
+def test_an_outside_strategy_is_explained_next_to_the_others() -> None:
+    mine = Case(
+        model="mlp", strategy="mine.py:chunks", batch_size=8, devices=2, declared=Traits(strategy="mine.py:chunks")
+    )
+    seconds = {
+        mine: 0.015, replace(mine, strategy="dp", schedule="reference"): 0.03,
+        replace(mine, strategy="single", devices=1): 0.04,
+    }  # fmt: skip
+    steps = {case: tuple(Step(s, False, 1.0 + k) for k in range(10)) for case, s in seconds.items()}
+    trials = [
+        Trial(case=case, steps=given, round=number, verified=Verified.BITWISE)
+        for case, given in steps.items()
+        for number in range(3)
+    ]
+    report = Report.of(trials, run_id="7f" * 16, started_s=0.0, provenance={})
+    (found,) = report.diagnoses
+    assert found.row.case.strategy == "dp"
+    assert "mine.py:chunks is 2.00×" in text.render(report.diagnoses, report.rows)
 
 
 def test_a_strategy_in_a_file_with_wrong_gradients_is_refused(folder: commands.Folder) -> None:
