@@ -15,7 +15,8 @@ from dpbench.records import registry
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-DOCS = sorted((ROOT / "docs").glob("*.md"))
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
 
 
 def test_every_test_that_the_contract_names_exists() -> None:
@@ -25,11 +26,20 @@ def test_every_test_that_the_contract_names_exists() -> None:
     assert named <= written
 
 
-def test_every_row_of_the_contract_has_a_test() -> None:
-    lines = (ROOT / "docs" / "contract.md").read_text().splitlines()
-    rows = [line for line in lines if line.startswith("| ") and not line.startswith("| what")]
-    assert len(rows) > 60
-    assert [row for row in rows if not re.search(r"\| `test_\w+`(?:, `test_\w+`)* \|$", row)] == []
+def entries(text: str) -> list[str]:
+    """Return the rows of tables and the items of lists, each as one line."""
+    joined = re.sub(r"\n {2,}", " ", text)
+    return [line for line in joined.splitlines() if re.match(r"- |\| (?!what)", line)]
+
+
+def test_every_entry_of_the_contract_has_a_test() -> None:
+    text = (ROOT / "docs" / "contract.md").read_text()
+    promised, between = text[: text.index("\n## Schedules")].split("\n## Between two steps")
+    table = between[: between.index("\n1. ")]
+    assert len(entries(promised)) > 60
+    assert len(entries(table)) > 10
+    tests = r"`test_\w+`(?:, `test_\w+`)*(?: \|)?$"
+    assert [entry for entry in entries(promised + table) if not re.search(tests, entry)] == []
 
 
 @pytest.mark.parametrize("number", range(len(re.findall(r"```python\n", README))))
@@ -45,7 +55,7 @@ def test_the_readmes_python_runs(number: int, tmp_path: Path) -> None:
 def test_every_option_that_a_document_names_is_one() -> None:
     known = {option for command in cli.commands.values() for p in command.params for option in p.opts}
     known |= {"--help"}
-    shown = re.findall(r"dpbench \w+[^`\n]*", README + (ROOT / "docs" / "measuring.md").read_text())
+    shown = re.findall(r"dpbench \w+[^`\n]*", README + CONTRIBUTING + "".join(path.read_text() for path in DOCS))
     named = {option for line in shown for option in re.findall(r"--[a-z][a-z-]+", line)}
     assert named
     assert named <= known
@@ -64,8 +74,9 @@ def test_the_changelog_names_every_plug(folder: str) -> None:
 
 
 def test_documents_name_only_files_that_exist() -> None:
-    text = README + "".join(path.read_text() for path in DOCS if path.name != "design.md")
-    named = set(re.findall(r"`((?:docs|tests|benchmarks|reports)/[\w./-]+\.\w+)`", text)) - {
+    text = README + CONTRIBUTING + "".join(path.read_text() for path in DOCS)
+    named = set(re.findall(r"`((?:docs|dpbench|tests|benchmarks|reports)/[\w./-]+\.\w+)`", text)) - {
         "reports/latest/index.html"
     }
-    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+    missing = [name for name in sorted(named) if not (ROOT / name).exists()]
+    assert [name for name in missing if not re.search(r"/NAME\.\w+$", name)] == []

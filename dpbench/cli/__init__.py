@@ -29,7 +29,7 @@ for command in (
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line; errors say what, where and the way out, and exit as the design says."""
+    """Run the command line; errors say what, where and the way out; `ending` has the exit codes."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything is tidied up on the way out
     try:
         cli.main(arguments, prog_name="dpbench", standalone_mode=False)
