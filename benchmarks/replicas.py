@@ -58,13 +58,14 @@ def _call(part: str) -> Callable[[], Any]:
     from dpbench.engine.replicate import rebuild
     from dpbench.records import no_mark
 
-    Trees = module("engine.replica_cache").Trees  # noqa: N806
+    cached = module("engine.replica_cache")
+    cache_class = getattr(cached, "ReplicaCache", None) or cached.Trees  # earlier commits call it Trees
 
     torch.set_num_threads(1)
     with torch.device("cpu" if part == "broadcast" else "meta"):
         network = resnet50()
-    trees = Trees(network)
-    sources = [*trees.parameters, *trees.buffers]
+    cache = cache_class(network)
+    sources = [*cache.parameters, *cache.buffers]
     if part == "broadcast":
         devices = engine.resolve(["cpu"] * 2)  # one copy of 102 MB: what each further replica costs
         return torch.no_grad()(lambda: copies_of(sources, devices, no_mark))
@@ -72,12 +73,12 @@ def _call(part: str) -> Callable[[], Any]:
     if part == "rebuild":
         tables = [{id(s): t for s, t in zip(sources, one, strict=True)} for one in copies]
         return lambda: [rebuild(network, table) for table in tables]
-    trees.bind(sources, copies)
+    cache.bind(sources, copies)
     if part == "notice changes":
         device = engine.resolve(["cpu"])[0]
         device.torch_device = torch.device("meta")
-        return lambda: trees.refresh(device)
-    return lambda: trees.bind(sources, copies)
+        return lambda: cache.refresh(device)
+    return lambda: cache.bind(sources, copies)
 
 
 @timing(params=(PARTS,), param_names=("part",))

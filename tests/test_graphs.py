@@ -16,7 +16,7 @@ from dpbench.engine import cuda_graphs
 from dpbench.engine.train_step import TrainStep
 from dpbench.hardware.devices import resolve
 from dpbench.hardware.devices._host import HostDevice
-from dpbench.hardware.devices.cuda import Graphs
+from dpbench.hardware.devices.cuda import GraphRecorder
 from dpbench.records import schedule as schedules
 from dpbench.records.schedule import RUNGS, Schedule
 from tests.test_properties import leaves
@@ -337,7 +337,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], dict[str, Any]]:
 
 def test_a_capture_has_its_own_stream_pool_and_error_mode(cuda: tuple[list[str], dict[str, Any]]) -> None:
     told, given = cuda
-    recorder = Graphs(SimpleNamespace(ordinal=3))  # type: ignore[arg-type]
+    recorder = GraphRecorder(SimpleNamespace(ordinal=3))  # type: ignore[arg-type]
     recorder.warm_up(lambda: told.append("work"))
     assert told[:4] == ["side waits for current", *["work"] * 3]
     assert told[4:] == ["current waits for side", "synchronize", "state of 3 is back"]
@@ -355,4 +355,4 @@ def test_a_capture_that_fails_raises_what_failed(kind: type[Exception], cuda: An
         raise kind("the cause")
 
     with pytest.raises(kind, match="the cause"):
-        Graphs(SimpleNamespace(ordinal=0)).record(work)  # type: ignore[arg-type]
+        GraphRecorder(SimpleNamespace(ordinal=0)).record(work)  # type: ignore[arg-type]

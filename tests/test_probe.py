@@ -358,7 +358,7 @@ def test_a_quiet_machine_is_waited_for_and_its_file_has_no_label(
 
 
 def test_a_load_that_cannot_be_told_is_not_called_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = passing(monkeypatch, foreign_load.Unknown("no counts here"), QUIET)
+    said = passing(monkeypatch, foreign_load.UnknownLoad("no counts here"), QUIET)
     text = to_toml(probe.probe(said.append))
     assert "is unknown: no counts here" in tomllib.loads(text)["source"]
     assert any("no counts here" in line for line in said)

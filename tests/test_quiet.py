@@ -12,7 +12,7 @@ import pytest
 
 from dpbench.hardware import foreign_load
 from dpbench.hardware.affinity import TICKS_PER_S, Ticks
-from dpbench.hardware.foreign_load import Load, Snapshot, Unknown, between
+from dpbench.hardware.foreign_load import Load, Snapshot, UnknownLoad, between
 
 SECOND = TICKS_PER_S
 QUIET = Load(foreign=0.0, steal=0.0, cores=2, seconds=0.5)
@@ -58,13 +58,13 @@ def test_the_limit_is_a_tenth_of_the_capacity(foreign: float, found: bool) -> No
 def test_counts_that_stand_still_are_not_quiet_but_unknown() -> None:
     before = at(10, 0.0, c0=(1.0, 0.0))
     now = Snapshot(time_s=11, ticks=before.ticks, own_s=0.0)
-    assert isinstance(between(before, now), Unknown)
+    assert isinstance(between(before, now), UnknownLoad)
     assert not foreign_load.busy(between(before, now))
-    assert isinstance(between(at(10, 0.0), at(11, 0.0)), Unknown), "no core at all"
+    assert isinstance(between(at(10, 0.0), at(11, 0.0)), UnknownLoad), "no core at all"
 
 
 def test_too_short_a_time_is_unknown() -> None:
-    assert isinstance(between(at(10, 0.0, c0=(1.0, 0.0)), at(10.1, 0.0, c0=(1.1, 0.0))), Unknown)
+    assert isinstance(between(at(10, 0.0, c0=(1.0, 0.0)), at(10.1, 0.0, c0=(1.1, 0.0))), UnknownLoad)
 
 
 @pytest.mark.parametrize(
@@ -91,10 +91,10 @@ def test_under_a_quota_and_without_cores_the_load_is_unknown(monkeypatch: pytest
     monkeypatch.setattr(foreign_load, "CORES", (0, 1))
     monkeypatch.setattr(foreign_load, "_quota", lambda: 1.5)
     found = foreign_load.measure(0.0)
-    assert isinstance(found, Unknown)
+    assert isinstance(found, UnknownLoad)
     assert "a quota of 1.5 CPUs" in str(found)
     monkeypatch.setattr(foreign_load, "CORES", ())
-    assert isinstance(foreign_load.measure(0.0), Unknown)
+    assert isinstance(foreign_load.measure(0.0), UnknownLoad)
 
 
 def test_waiting_ends_when_it_is_quiet_and_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,5 +157,5 @@ def test_our_own_time_holds_children_that_run_and_those_that_were_reaped() -> No
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_counts_of_this_machine_give_a_load_or_a_reason() -> None:
     found = foreign_load.measure(0.3)
-    assert isinstance(found, Unknown) or 0 <= found.taken <= 1.5
-    assert isinstance(found, Unknown) or found.cores == len(os.sched_getaffinity(0))
+    assert isinstance(found, UnknownLoad) or 0 <= found.taken <= 1.5
+    assert isinstance(found, UnknownLoad) or found.cores == len(os.sched_getaffinity(0))

@@ -13,7 +13,7 @@ import pytest
 
 from dpbench.cli import showing
 from dpbench.hardware import foreign_load, samplers
-from dpbench.hardware.foreign_load import Load, Unknown
+from dpbench.hardware.foreign_load import Load, UnknownLoad
 from dpbench.measure import run as module
 from dpbench.measure.run import Ended, Note, Started, run
 from dpbench.records import Case, Effort, Sample, Status, Step, Trial, Verified
@@ -410,7 +410,7 @@ def test_a_busy_machine_is_waited_for_and_the_run_labelled_when_it_stays_busy(st
 
 @pytest.mark.usefixtures("quick")
 def test_a_load_that_cannot_be_told_is_not_called_quiet(store, monkeypatch):
-    monkeypatch.setattr(foreign_load, "measure", lambda: Unknown("no counts here"))
+    monkeypatch.setattr(foreign_load, "measure", lambda: UnknownLoad("no counts here"))
     outcome = run(CASES[:1], store, rounds=1)
     content = showing.report_of(store.runs()[0], store.trials(outcome.run_id))
     assert "it is unknown whether other processes used the cores: no counts here" in content.warnings

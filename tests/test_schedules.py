@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpbench import DataParallel, models
-from dpbench.engine.autotune import Trials
+from dpbench.engine.autotune import Autotuner
 from dpbench.engine.errors import Refused
 from dpbench.engine.legal import BEST
-from dpbench.engine.replica_cache import Trees
+from dpbench.engine.replica_cache import ReplicaCache
 from dpbench.engine.train_step import TrainStep
 from dpbench.engine.update import Update
 from dpbench.hardware.devices import resolve
@@ -353,7 +353,7 @@ def test_the_planted_faults_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(Update, "copy", lambda self, i: None)
         assert differing(expected, train("odd", "zero1", 3, 8)[0])
     with monkeypatch.context() as patch:  # trees that do not see a change
-        patch.setattr(Trees, "_changed", lambda self: False)
+        patch.setattr(ReplicaCache, "_changed", lambda self: False)
         module, x = nn.Sequential(nn.BatchNorm1d(4)), torch.randn(8, 4)
         wrapped = DataParallel(module, ["cpu", "cpu"], schedule="cached")
         first = wrapped(x)
@@ -494,8 +494,8 @@ def test_fastest_settles_and_stays() -> None:
         for batch in batches:
             step(*batch)
             seen.append(step.schedule)
-        assert step._trials is not None
-        assert step._trials.settled
+        assert step._autotuner is not None
+        assert step._autotuner.settled
         assert {one.workers for one in seen[:20]} == {"pool", "serial"}
         assert len(set(seen[-3:])) == 1
         assert step.schedule.exact
@@ -509,9 +509,9 @@ def ticking(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def settle(now: list[float], seconds: Callable[[str, int], float], calls: int = 1) -> Trials:
+def settle(now: list[float], seconds: Callable[[str, int], float], calls: int = 1) -> Autotuner:
     """Return settled trials whose updates take `calls` calls of `seconds(workers, number)` each."""
-    trials = Trials(BEST, resolve(["cpu", "cpu"]))
+    trials = Autotuner(BEST, resolve(["cpu", "cpu"]))
     for number in itertools.count():
         workers = trials.next().workers
         if trials.settled:
@@ -540,7 +540,7 @@ def test_a_slow_update_does_not_decide(ticking: list[float]) -> None:
 
 
 def test_trials_tell_when_one_device_would_be_faster(ticking: list[float]) -> None:
-    trials = Trials(BEST, resolve(["cpu", "cpu"]))
+    trials = Autotuner(BEST, resolve(["cpu", "cpu"]))
     while not trials.settled:
         workers = trials.next().workers
         with trials.timed(no_mark) as mark:

@@ -135,7 +135,7 @@ def test_jagged_inputs_are_cut_between_sequences(place: Place) -> None:
 
 def test_jagged_inputs_that_want_gradients_are_refused(place: Place) -> None:
     place.not_on("emulated", NO_NESTED)
-    with pytest.raises(TypeError, match="cannot scatter a nested tensor that wants gradients"):
+    with pytest.raises(TypeError, match="cannot scatter a nested tensor that requires gradients"):
         place.wrap(Pooled().to(place.device()))(jagged(requires_grad=True))
 
 

@@ -178,7 +178,7 @@ def _foreign_gpu(trial: Trial, cores: int) -> Finding | None:
 def _foreign_cpu(trial: Trial, cores: int) -> Finding | None:
     """Return the cores that other processes and the hypervisor took while the trial ran."""
     load = foreign_load.during(trial)
-    if isinstance(load, foreign_load.Unknown):
+    if isinstance(load, foreign_load.UnknownLoad):
         return None
     return load.taken * load.cores, {"cores": load.cores, "steal": load.steal * load.cores}
 

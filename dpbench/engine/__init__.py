@@ -1,4 +1,4 @@
-"""The explicit DataParallel engine: each verb usable alone, and the compositions of all."""
+"""The explicit DataParallel engine: functions for its single operations, and the classes that combine them."""
 
 from dpbench.engine.apply import parallel_apply
 from dpbench.engine.data_parallel import DataParallel, data_parallel

@@ -1,4 +1,4 @@
-"""Parallel apply: run each replica on its device, in its worker, under the caller's torch settings."""
+"""Parallel apply: run each replica on its device, in its worker thread, under the caller's torch settings."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dpbench.engine.containers import devices_of
-from dpbench.engine.run_on_devices import on_each
+from dpbench.engine.run_on_devices import run_on_devices
 from dpbench.engine.workers import Spawn, Workers
 from dpbench.hardware.devices import Devices, as_devices
 from dpbench.records import HOST, Mark, Phase, no_mark
@@ -22,11 +22,12 @@ def parallel_apply(
     compat: bool = False,
     mark: Mark = no_mark,
 ) -> list[Any]:
-    """Call `modules[i](*inputs[i], **kwargs[i])` on `devices[i]`, each in its worker; return the outputs.
+    """Call `modules[i](*inputs[i], **kwargs[i])` on `devices[i]`, each in its own worker; return the list of outputs.
 
-    Without `devices`, where the inputs are. An input that is no tuple or list is a single argument. One module runs
-    in the calling thread. When replicas fail, the error of the lowest is raised after all have ended: see
-    `errors.in_replica`. `compat` forwards only the settings that torch.nn.parallel.parallel_apply forwards.
+    Without `devices`, each replica runs where its input is. An input that is not a tuple or list is passed as a single
+    argument. A single module runs in the calling thread. When replicas fail, the error of the lowest-numbered one is
+    raised after all have ended: see `errors.in_replica`. `compat` forwards only the settings that
+    torch.nn.parallel.parallel_apply forwards. Raises ValueError when the lengths of the four sequences differ.
     """
     devices = devices_of(inputs) if devices is None else as_devices(devices)
     kwargs = kwargs or [{}] * len(modules)
@@ -41,4 +42,4 @@ def parallel_apply(
         with mark(Phase.FORWARD, devices[i].index):
             return modules[i](*arguments, **kwargs[i])
 
-    return on_each(call, devices, workers, compat=compat, starting=mark(Phase.FORWARD, HOST))
+    return run_on_devices(call, devices, workers, compat=compat, starting=mark(Phase.FORWARD, HOST))

@@ -1,4 +1,4 @@
-"""Fastest: threads or none, decided by timing both in the first steps of a training."""
+"""Autotune: choose between a thread pool and no threads by timing both in the first steps of a training."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from dpbench.records.schedule import Schedule
 from dpbench.records.words import time as duration
 
 PAUSE, SKIP, BLOCK = 2, 1, 3
-"""Updates that no trial counts at the start, the first ones of each block, and those that count in a block."""
+"""Updates to ignore at the start; updates to ignore at the start of each block; updates to count per block."""
 PAIRS = range(4, 9)
-"""How many pairs of blocks are compared: at least, and at most."""
+"""The minimum and maximum numbers of pairs of blocks to compare."""
 T95 = {4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}
-"""Student's t for a two-sided interval of 95 %, by the number of pairs."""
+"""Student's t for a two-sided 95 % interval, by the number of pairs."""
 ALIKE = 0.02
-"""The pool stays where going without threads takes less than this share off an update."""
+"""Keep the pool unless running without threads reduces the time of an update by more than this fraction."""
 WORK = (Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.OPTIMIZER)
 """The phases that a training on one device has too."""
 
 
-class Trials:
-    """Takes turns between a pool of threads and none over the first steps, then settles for the faster.
+class Autotuner:
+    """Alternates between a pool of threads and no threads in the first steps, then chooses the faster.
 
-    Threads win where kernels are long; where they are short, two threads cost each other the interpreter's lock. The
-    choice moves no bit. Blocks run in ABBA order, so that a drift of the machine's speed cancels; the ratio of
-    neighbouring blocks decides, as soon as its interval leaves 1, or by its median in the end. Times are of whole
-    updates, all calls of an accumulation together. `advice` says if one device is likely to be faster.
+    Threads win where kernels are long. Where kernels are short, two threads compete for the interpreter lock. The
+    choice does not change any result. Blocks run in ABBA order, so that a drift of the machine's speed cancels. The
+    ratio of neighbouring blocks decides, as soon as its confidence interval excludes 1, or by its median in the end.
+    Times are those of whole updates, all calls of an accumulation together. `advice` is a text if one device is likely
+    to be faster.
     """
 
     def __init__(self, schedule: Schedule, devices: Sequence[Device]) -> None:
@@ -48,7 +49,7 @@ class Trials:
         self.advice = ""
 
     def _turns(self) -> Iterator[tuple[int, bool]]:
-        """Yield which candidate makes the next update, and whether it counts."""
+        """Yield, for each update, the candidate that runs it and whether its time counts."""
         for _ in range(PAUSE):
             yield 0, False
         for pair in range(PAIRS.stop - 1):
@@ -70,7 +71,7 @@ class Trials:
         return self._running
 
     def _count(self) -> None:
-        """Take the update that has ended into account."""
+        """Store the time of the update that has just ended."""
         if self._counts:
             candidate, seconds = self._blocks[-1]
             seconds.append(self._update_s)
@@ -79,14 +80,14 @@ class Trials:
         self._counts, self._update_s, self._work_s = False, 0.0, 0.0
 
     def _ratios(self) -> list[float]:
-        """Return, for each whole pair of blocks, the logarithm of the pool's seconds over those without threads."""
+        """Return log(pool seconds / seconds without threads) for each complete pair of blocks."""
         pairs = [dict(self._blocks[i : i + 2]) for i in range(0, len(self._blocks) - 1, 2)]
         return [
             math.log(statistics.median(pair[0]) / statistics.median(pair[1])) for pair in pairs if pair[0] and pair[1]
         ]
 
     def _is_decided(self) -> bool:
-        """Return whether a pair of blocks has just ended, and the ratios' interval leaves 1."""
+        """Return whether a pair of blocks has just ended and the ratios' confidence interval excludes 1."""
         at_pair = len(self._blocks) % 2 == 1 and not self._blocks[-1][1]
         ratios = self._ratios() if at_pair else []
         return len(ratios) in PAIRS and abs(statistics.fmean(ratios)) > _half(ratios)
@@ -96,20 +97,20 @@ class Trials:
         self.settled, self._running = True, self.schedule
         ratios = self._ratios()
         if len(ratios) not in PAIRS:
-            return  # too many steps have failed
+            return  # too many steps have failed to compare
         chosen = int(statistics.median(ratios) > ALIKE)
         self._running = self._candidates[chosen]
         took_s = statistics.median(s for candidate, seconds in self._blocks if candidate == chosen for s in seconds)
         alone_s = statistics.median(self._works_s)
         if self._on_host and alone_s < took_s:
             self.advice = (
-                f"one device is likely to be faster: about {duration(alone_s)} for each update, by the phases that "
-                f"it has too; {len(self._devices)} devices take {duration(took_s)}"
+                f"one device is likely to be faster: about {duration(alone_s)} per update, estimated from the phases "
+                f"that one device has too; {len(self._devices)} devices take {duration(took_s)}"
             )
 
     @contextmanager
     def timed(self, mark: Mark) -> Iterator[Mark]:
-        """Time one call, as a part of its update; yield the mark to use in it."""
+        """Time one call as part of its update; yield the mark to use in it."""
         if self.settled:
             yield mark
             return
@@ -139,5 +140,5 @@ class Trials:
 
 
 def _half(ratios: Sequence[float]) -> float:
-    """Return half the width of the ratios' 95 % interval."""
+    """Return half the width of the 95 % confidence interval of the ratios' mean."""
     return T95[len(ratios)] * statistics.stdev(ratios) / math.sqrt(len(ratios))

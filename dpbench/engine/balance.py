@@ -1,4 +1,4 @@
-"""Balance: unequal shares of a batch, so that a device with more to do besides takes fewer rows."""
+"""Balance: unequal shares of a batch, so that a device with more other work gets fewer rows."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from dpbench.records import HOST, Mark, Phase
 
 AUTO = "auto"
 SETTLING = 8
-"""Steps that "auto" watches before it decides, the first half of which only warm up."""
+"""The number of steps that "auto" times before it decides. The first half of them is warm-up."""
 
 
 class Shares:
-    """How many rows each device gets: in proportion to given weights, or to what the first steps showed."""
+    """The number of rows per device, in proportion to given weights or to the speed measured in the first steps."""
 
     def __init__(self, chunk_sizes: Sequence[float] | str | None, devices: Sequence[Device]) -> None:
         self._devices = devices
         self._auto = chunk_sizes == AUTO
         if isinstance(chunk_sizes, str) and not self._auto:
-            raise ValueError(f"chunk_sizes are one weight per device, or {AUTO!r}; got {chunk_sizes!r}")
+            raise ValueError(f"chunk_sizes must be one weight per device, or {AUTO!r}; got {chunk_sizes!r}")
         self.weights: tuple[float, ...] | None = None
         if chunk_sizes is not None and not isinstance(chunk_sizes, str):
             self.weights = tuple(chunk_sizes)
@@ -47,12 +47,12 @@ class Shares:
 
     @property
     def settled(self) -> bool:
-        """Return whether no more steps have to be watched."""
+        """Return whether no further steps need to be timed."""
         return not self._auto or len(self._devices) == 1
 
     @contextmanager
     def timed(self, mark: Mark) -> Iterator[Mark]:
-        """Yield the mark to use in this step: one that also watches, while "auto" has not decided."""
+        """Yield the mark to use in this step; until "auto" has decided, a mark that also times the devices."""
         if self.settled:
             yield mark
             return
@@ -72,14 +72,14 @@ class Shares:
             self._decide()
 
     def _decide(self) -> None:
-        """Give each device rows in inverse proportion to what a row cost it, everything else it did included."""
+        """Set each device's weight in inverse proportion to its measured time per row, its other work included."""
         seen = self._busy[SETTLING // 2 :]
         cost = [
             statistics.median(step.get(d.index, 0.0) for step in seen) / max(rows, 1)
             for d, rows in zip(self._devices, self._rows, strict=True)
         ]
         memory = [device.memory() for device in self._devices]
-        if all(size is not None for size in memory):  # the fuller of time and memory decides
+        if all(size is not None for size in memory):  # the scarcer of time and memory decides
             peaks = [float(size or 1) for size in memory]
             cost = [max(c / min(cost), m / min(peaks)) for c, m in zip(cost, peaks, strict=True)]
         if min(cost) > 0:
@@ -88,7 +88,7 @@ class Shares:
 
 
 def apportion(rows: int, weights: Sequence[float]) -> list[int]:
-    """Split rows in proportion to the weights, by largest remainder; at least one each while there are enough."""
+    """Return `rows` split in proportion to the weights, by largest remainder; at least 1 each if there are enough."""
     whole = sum(weights)
     if rows < len(weights):
         return [1] * rows

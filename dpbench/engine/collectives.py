@@ -1,7 +1,8 @@
-"""Comm: gradients and weights exchanged by the devices' own collectives, over flat buffers that stay where they are.
+"""Collectives: gradients and weights exchanged over persistent flat buffers, and the broadcast through autograd.
 
-Distinct GPUs have collectives (NCCL's). They add in an order of their own: fast, but not bit by bit what ordered adds
-make. Everything else, colocated replicas, logical CPU devices, what is sent rounded, has ordered adds and copies.
+Distinct GPUs have collectives (NCCL's). They choose the order of additions, so that their sums are fast but not bitwise
+equal to ordered additions. Ordered additions and copies serve all other cases: replicas that share a GPU, logical CPU
+devices, and gradients that are rounded for the transfer.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from dpbench.records.schedule import Schedule
 
 
 def choose(devices: Sequence[Device], schedule: Schedule, tensors: Sequence[torch.Tensor]) -> Collectives | None:
-    """Return the devices' collectives where they may carry `tensors` on this schedule; None asks for ordered adds."""
+    """Return the devices' collectives if they may carry `tensors` on this schedule; None means ordered additions."""
     if schedule.comm_dtype != "none" or not all(is_dense(one) and one.is_floating_point() for one in tensors):
         return None
     return devices[0].collectives(devices)
 
 
 @dataclass(frozen=True)
-class Run:
-    """Elements [start, stop) of a flat buffer, and the numbers of the parameters whose gradients they are."""
+class Bucket:
+    """Elements [start, stop) of flat buffer `flat`, and the numbers of the parameters whose gradients are there."""
 
     flat: int
     start: int
@@ -41,10 +42,10 @@ class Run:
 
 
 class Exchange:
-    """Every device's gradients in flat buffers of one layout, and how they become the sums of who steps them.
+    """Every device's gradients in flat buffers of one layout, and their reduction to the devices that step them.
 
-    `owners[g]` is the device that has the sums of `groups[g]`; None cuts them evenly, so that device i has part i, and
-    `everyone` gives all of them to all.
+    `owners[g]` is the device that gets the sums of `groups[g]`. If it is None, the sums are split evenly: device i gets
+    part i. With `everyone`, all devices get all sums.
     """
 
     def __init__(
@@ -65,15 +66,15 @@ class Exchange:
         owner_of = {n: owner for numbers, owner in zip(groups, owners, strict=True) for n in numbers}
         self._owners = [owner_of[flat.slots[0].parameter] for flat in layout.flats]
         self._wholes = [
-            Run(f, 0, flat.size, tuple(s.parameter for s in flat.slots)) for f, flat in enumerate(layout.flats)
+            Bucket(f, 0, flat.size, tuple(s.parameter for s in flat.slots)) for f, flat in enumerate(layout.flats)
         ]
-        self.buckets = [run for f, flat in enumerate(layout.flats) for run in _buckets(f, flat)]
-        self._lock = threading.Lock()  # two threads' collectives, in another order on each GPU, would wait for ever
+        self.buckets = [bucket for f, flat in enumerate(layout.flats) for bucket in _buckets(f, flat)]
+        self._lock = threading.Lock()  # collectives queued in another order on each GPU deadlock
 
     def stage(
         self, i: int, gradients: Sequence[torch.Tensor | None] | None, numbers: Sequence[int] | None = None
     ) -> None:
-        """Copy device i's gradients, all or the numbered ones, into its buffers; zeros for what it has not used."""
+        """Copy device i's gradients, all or the numbered ones, into its buffers; write zeros for missing gradients."""
         views, device = self.views[i], self._devices[i]
         wanted = views if numbers is None else [n for n in numbers if n in views]
         given = {n: gradients[n] for n in wanted} if gradients is not None else dict.fromkeys(wanted)
@@ -85,48 +86,51 @@ class Exchange:
             self._collectives.follow(i)
 
     def reduce(self, numbers: Sequence[int] | None = None) -> None:
-        """Sum what is staged, of all parameters or of the buckets that the numbers fill; nobody is told to wait."""
+        """Queue the sums of all parameters' staged gradients, or of the buckets that `numbers` fill."""
         runs = self._wholes
         if numbers is not None:
             wanted = set(numbers)
-            runs = [run for run in self.buckets if wanted.issuperset(run.numbers)]
+            runs = [bucket for bucket in self.buckets if wanted.issuperset(bucket.numbers)]
         with self._lock, torch.no_grad():
-            for run in runs:
-                self._reduce(run)
+            for bucket in runs:
+                self._reduce(bucket)
 
-    def _reduce(self, run: Run) -> None:
-        """Sum one run, in place."""
-        count, owner = len(self._devices), self._owners[run.flat]
-        tensors = [own[run.flat][run.start : run.stop] for own in self.buffers]
-        whole = self._wholes[run.flat]
+    def _reduce(self, bucket: Bucket) -> None:
+        """Reduce one bucket in place."""
+        count, owner = len(self._devices), self._owners[bucket.flat]
+        tensors = [own[bucket.flat][bucket.start : bucket.stop] for own in self.buffers]
+        whole = self._wholes[bucket.flat]
         if self._everyone:
             self._collectives.all_reduce(tensors)
         elif owner is not None:
             self._collectives.reduce(tensors, owner)
-        elif run == whole:
+        elif bucket == whole:
             self._collectives.reduce_scatter(tensors)
         else:
             for i in range(count):
-                start, stop = max(run.start, whole.stop // count * i), min(run.stop, whole.stop // count * (i + 1))
+                start, stop = (
+                    max(bucket.start, whole.stop // count * i),
+                    min(bucket.stop, whole.stop // count * (i + 1)),
+                )
                 if start < stop:
-                    self._collectives.reduce([own[run.flat][start:stop] for own in self.buffers], i)
+                    self._collectives.reduce([own[bucket.flat][start:stop] for own in self.buffers], i)
 
     def wait(self, phase: Phase = Phase.REDUCE) -> None:
-        """Let every device wait for the collectives so far: what of them nothing hides is this phase's time."""
+        """Make every device wait for the collectives queued so far; time that nothing hides counts for `phase`."""
         with self._marked(phase):
             for i in range(len(self._devices)):
                 self._collectives.lead(i)
 
     def spread(self, weights: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Give to all devices the part that each has stepped of `weights[device][flat]`, in place."""
+        """Send to all devices the part of `weights[device][flat]` that each device has stepped, in place."""
         self._together(self._collectives.all_gather, weights)
 
     def broadcast(self, weights: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Give device 0's `weights[device][flat]` to all."""
+        """Copy device 0's `weights[device][flat]` to all devices, in place."""
         self._together(lambda tensors: self._collectives.broadcast(tensors, 0), weights)
 
     def _together(self, run: Callable[[list[torch.Tensor]], None], weights: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Run a collective behind all that the devices have queued; let them wait for it."""
+        """Run a collective after all work that the devices have queued, and make them wait for it."""
         with self._marked(Phase.REPLICATE), self._lock, torch.no_grad():
             for i in range(len(self._devices)):
                 self._collectives.follow(i)
@@ -136,27 +140,27 @@ class Exchange:
                 self._collectives.lead(i)
 
     def _marked(self, phase: Phase) -> ExitStack:
-        """Mark a phase on all devices."""
+        """Return a context that marks a phase on all devices."""
         stack = ExitStack()
         for device in self._devices:
             stack.enter_context(self._mark(phase, device.index))
         return stack
 
 
-def _buckets(f: int, flat: Flat) -> list[Run]:
-    """Cut a flat buffer into runs of about as many bytes as a bucket, from its end, which backward reaches first."""
-    runs: list[Run] = []
+def _buckets(f: int, flat: Flat) -> list[Bucket]:
+    """Return a flat buffer cut into buckets of about BUCKET_BYTES, from its end, which backward reaches first."""
+    runs: list[Bucket] = []
     stop, numbers = flat.size, []
     for slot in reversed(flat.slots):
         numbers.append(slot.parameter)
         if (stop - slot.start) * flat.dtype.itemsize >= BUCKET_BYTES or slot.start == 0:
-            runs.append(Run(f, slot.start, stop, tuple(numbers)))
+            runs.append(Bucket(f, slot.start, stop, tuple(numbers)))
             stop, numbers = slot.start, []
     return runs
 
 
 def dense(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a gradient that kept replicas can add up; ValueError for a sparse one."""
+    """Return the gradient. Raises ValueError for a sparse one, which persistent replicas cannot add."""
     if gradient.layout is not torch.strided:
         raise ValueError(
             "replicas=persistent needs dense gradients, and one is sparse; use schedule='cached', or sparse=False"
@@ -165,12 +169,12 @@ def dense(gradient: torch.Tensor) -> torch.Tensor:
 
 
 Copier = Callable[[Sequence[torch.Tensor], Sequence[Device], Mark], list[list[torch.Tensor]]]
-"""How tensors get to all devices: one list a device, the first device's being the tensors themselves."""
+"""Copies tensors to all devices: returns one list per device; the first list contains the tensors themselves."""
 
 BUCKET_BYTES = 25 * 2**20
-"""How much is reduced at a time where the reduction overlaps with backward: what DistributedDataParallel takes."""
+"""The bucket size when the reduction overlaps with backward, the same as DistributedDataParallel's."""
 FIRST = 2**63 - 1
-"""The sequence number of a node that autograd runs as soon as it can; older nodes wait for all younger ones."""
+"""The sequence number of a node that autograd runs as soon as it is ready, before all nodes created later."""
 
 
 def broadcast(
@@ -183,7 +187,10 @@ def broadcast(
     mark: Mark,
     on_reduce: Callable[[], None],
 ) -> list[list[torch.Tensor]]:
-    """Return each device's copies, from one node, or with `overlap` from one a bucket, reduced when it is full."""
+    """Return each device's copies, through a single node, or with `overlap` through one node per bucket.
+
+    A bucket's node reduces its gradients when all of them are there.
+    """
     each: list[list[torch.Tensor]] = [[] for _ in devices]
     for bucket in buckets_of(tensors) if overlap else [range(len(tensors))]:
         part = [tensors[i] for i in bucket]
@@ -198,7 +205,7 @@ def broadcast(
 
 
 def buckets_of(tensors: Sequence[torch.Tensor], limit: int = BUCKET_BYTES) -> list[range]:
-    """Cut the tensors, in order, into runs of about `limit` bytes."""
+    """Return consecutive ranges of the tensors' indices, each of about `limit` bytes."""
     runs, start, size = [], 0, 0
     for i, tensor in enumerate(tensors):
         size += tensor.nbytes
@@ -211,8 +218,8 @@ def buckets_of(tensors: Sequence[torch.Tensor], limit: int = BUCKET_BYTES) -> li
 class Broadcast(Function):
     """Copy tensors to every device; backward reduces all their gradients at once.
 
-    Being one node for all parameters, its backward starts when the last replica's backward has ended: that is
-    the border between the phases backward and reduce, and `on_reduce` is called there.
+    As a single node for all parameters, its backward starts when the last replica's backward has ended. That is the
+    border between the phases backward and reduce, where `on_reduce` is called.
     """
 
     @staticmethod
@@ -235,7 +242,7 @@ class Broadcast(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        """Return the sums over the replicas; a parameter that no replica used gets zeros, as in torch."""
+        """Return the sums over the replicas; zeros for a parameter that no replica used, as in torch."""
         ctx.on_reduce()
         each = [gradients[i : i + ctx.count] for i in range(0, len(gradients), ctx.count)]
         wanted = [i for i, wants in enumerate(ctx.needs_input_grad[5:]) if wants]

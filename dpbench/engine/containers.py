@@ -1,4 +1,4 @@
-"""Containers: what scatter takes apart and gather puts together, and how to build another of the same kind."""
+"""Containers: take apart the structures that scatter and gather handle, and rebuild them with other contents."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dpbench.hardware.devices import as_devices
 
 
 def keys_of(value: Any) -> Collection[Any] | None:
-    """Return what finds the parts of a tuple, list, dict or dataclass instance; None for anything else."""
+    """Return the keys, indices or field names of a dict, sequence or dataclass instance; None for anything else."""
     if isinstance(value, dict):
         return value.keys()
     if isinstance(value, tuple | list):
@@ -26,7 +26,7 @@ def keys_of(value: Any) -> Collection[Any] | None:
 
 
 def parts_of(value: Any, keys: Iterable[Any]) -> list[Any]:
-    """Return the parts that the keys find."""
+    """Return the parts of a container at the keys that `keys_of` returned."""
     if isinstance(value, tuple | list):
         return list(value)
     if isinstance(value, dict):
@@ -35,12 +35,12 @@ def parts_of(value: Any, keys: Iterable[Any]) -> list[Any]:
 
 
 def rebuilt(value: Any, parts: Sequence[Any]) -> Any:
-    """Return a container like `value` around other parts, in the order of `keys_of`."""
+    """Return a container like `value` with other parts, given in the order of `keys_of`."""
     if isinstance(value, tuple | list):
         return value._make(parts) if hasattr(value, "_make") else type(value)(parts)
     if type(value) is dict:
         return dict(zip(value, parts, strict=True))
-    if isinstance(value, dict):  # a copy keeps what a subclass has besides its items: a default, an order
+    if isinstance(value, dict):  # a copy keeps a subclass's other state, such as a default factory
         new = copy.copy(value)
         for key, part in zip(value, parts, strict=True):
             new[key] = part
@@ -49,7 +49,7 @@ def rebuilt(value: Any, parts: Sequence[Any]) -> Any:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Return all tensors of a structure, in order. Raises TypeError for a PackedSequence, which cannot be cut."""
+    """Return all tensors of a structure, in order. Raises TypeError for a PackedSequence, which cannot be split."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, PackedSequence):
@@ -61,7 +61,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """Return a structure with its tensors changed; where none does, the very same object."""
+    """Return a structure with `change` applied to its tensors; the same object if none changes."""
     if isinstance(value, torch.Tensor):
         return change(value)
     keys = keys_of(value)
@@ -73,7 +73,7 @@ def mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def first_tensor(value: Any) -> torch.Tensor | None:
-    """Return the first tensor of a structure, if it has any."""
+    """Return the first tensor of a structure, or None."""
     if isinstance(value, torch.Tensor):
         return value
     parts = parts_of(value, keys_of(value) or ())
@@ -81,13 +81,13 @@ def first_tensor(value: Any) -> torch.Tensor | None:
 
 
 def device_of(value: Any) -> torch.device | None:
-    """Return where the first tensor of a structure is."""
+    """Return the device of a structure's first tensor, or None."""
     tensor = first_tensor(value)
     return None if tensor is None else tensor.device
 
 
 def devices_of(values: Sequence[Any]) -> list[Device]:
-    """Return one device per value: where its first tensor is, or, without any, where the others' are."""
+    """Return one device per value: its first tensor's, or another value's device for a value without tensors."""
     found = [device_of(value) for value in values]
     anywhere = next((place for place in found if place is not None), torch.device("cpu"))
     return as_devices([place or anywhere for place in found])

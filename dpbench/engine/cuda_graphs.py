@@ -1,11 +1,12 @@
-"""Graphs: a replica's forward, loss and backward as two CUDA graphs, recorded once a shape and replayed without Python.
+"""Graphs: a replica's forward, loss and backward as two CUDA graphs, recorded per shape and replayed without Python.
 
-Two, because the replicas' weights are added up in between: backward starts from a slope that is computed eagerly, so
-that the divisor, an accumulation or a gradient scale enter as they do elsewhere, bit by bit. What a graph reads and
-writes stays where it was recorded: rows are copied in, gradients are handed out. Dropout draws anew in every replay.
+There are two graphs because the divisor of the loss is summed over the replicas in between. Backward starts from a
+gradient of the loss sum that is computed eagerly, so that the divisor, an accumulation and a gradient scale enter as
+they do without graphs, bit by bit. A graph reads and writes the memory it was recorded with: rows are copied in, and
+gradients are returned in it. Dropout draws new random numbers in every replay.
 
-A replay runs what was recorded, whatever Python would have done: a module, a weight, a buffer or an autocast setting
-that has changed makes all graphs void.
+A replay runs what was recorded, whatever Python would have done. All graphs are therefore discarded when a module, a
+weight, a buffer or an autocast setting has changed.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ from torch import nn
 from dpbench.engine.collectives import dense
 from dpbench.engine.containers import keys_of, mapped, parts_of, tensors_in
 from dpbench.engine.losses import Loss
-from dpbench.engine.persistent import Persistent
+from dpbench.engine.persistent import ReplicaWeights
 from dpbench.hardware.device import Device, Recorder
 from dpbench.hardware.devices._many import copy_all
 
 LIMIT = 4
-"""How many shapes of batch are recorded, the first that come: each keeps its activations' memory."""
+"""The maximum number of batch shapes to record, the first that occur: each keeps the memory of its activations."""
 
 
 def key_of(value: Any) -> Hashable | None:
-    """Return what batches have in common that one graph can serve; None for what no graph can.
+    """Return a key that is equal for batches that one graph can serve, or None if no graph can serve the batch.
 
-    That is a tensor that wants a gradient, and an object whose meaning only Python knows.
+    No graph can serve a tensor that requires a gradient, or an object other than tensors, numbers and strings.
     """
     if isinstance(value, torch.Tensor):
         if value.requires_grad:
@@ -59,7 +60,7 @@ class Recorded:
         inputs, target = static = mapped(piece, torch.clone)
         self._given = tensors_in(static)
         self._parameters = [p for p in parameters if p.requires_grad]
-        live: list[torch.Tensor] = []  # the sum with its history, from forward to backward
+        live: list[torch.Tensor] = []  # the sum with its autograd history, from forward to backward
 
         def forward() -> tuple[Any, torch.Tensor]:
             output = module(*inputs)
@@ -81,13 +82,13 @@ class Recorded:
         self._gradients, self._backward = recorder.record(backward)
 
     def forward(self, piece: tuple[Any, Any]) -> tuple[Any, torch.Tensor]:
-        """Return output and sum over the rows of `piece`, in memory that the next forward writes again."""
+        """Return output and loss sum for the rows of `piece`, in memory that the next forward overwrites."""
         copy_all(self._given, tensors_in(piece))
         self._forward()
         return self._output, self._total
 
     def backward(self, slope: torch.Tensor, *, owned: bool) -> None:
-        """Leave gradients in `.grad`, in memory that the next backward writes again unless they are `owned`."""
+        """Leave gradients in `.grad`, in memory that the next backward overwrites unless they are `owned`."""
         self._slope.copy_(slope)
         self._backward()
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
@@ -102,10 +103,10 @@ def _laid_out(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 class Graphs:
-    """All replicas' graphs, by the shape of the batch. Raises ValueError where the devices record nothing."""
+    """All replicas' graphs, by the shape of the batch. Raises ValueError if a device cannot record graphs."""
 
-    def __init__(self, module: nn.Module, devices: Sequence[Device], kept: Persistent, loss: Loss) -> None:
-        self._module, self._devices, self._kept, self._loss = module, devices, kept, loss
+    def __init__(self, module: nn.Module, devices: Sequence[Device], weights: ReplicaWeights, loss: Loss) -> None:
+        self._module, self._devices, self._weights, self._loss = module, devices, weights, loss
         self._recorders = [_recorder(device) for device in devices]
         self._state = self._now()
         self._recorded: dict[Hashable, list[Recorded]] = {}
@@ -113,7 +114,7 @@ class Graphs:
     def prepare(self, pieces: Sequence[tuple[Any, Any]], replicas: Sequence[nn.Module]) -> list[Recorded] | None:
         """Return the replicas' graphs for pieces of a batch, recorded now if their shape is new.
 
-        None asks to run eagerly: for what no graph can serve, and for more shapes than `LIMIT`.
+        None means to run eagerly, because no graph can serve the batch, or `LIMIT` shapes are recorded already.
         """
         if (state := self._now()) != self._state:
             self._recorded, self._state = {}, state
@@ -126,28 +127,28 @@ class Graphs:
         return self._recorded[key]
 
     def _now(self) -> Hashable:
-        """Return what graphs are bound to besides shapes: the module's version, the loss, addresses, and autocast."""
-        tensors = [t for of in (self._kept.parameters, self._kept.buffers) for one in of for t in one]
+        """Return the state other than shapes that graphs depend on: module version, autocast, loss, and addresses."""
+        tensors = [t for of in (self._weights.parameters, self._weights.buffers) for one in of for t in one]
         kind = self._devices[0].torch_device.type
         autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-        return self._kept.version, autocast, self._loss.key(), tuple(tensor.data_ptr() for tensor in tensors)
+        return self._weights.version, autocast, self._loss.key(), tuple(tensor.data_ptr() for tensor in tensors)
 
     def _record(self, i: int, piece: tuple[Any, Any], replica: nn.Module) -> Recorded:
-        """Record one replica, in the calling thread and one after the other: captures must not meet."""
-        device, buffers = self._devices[i], self._kept.buffers[i]
+        """Record one replica. The caller records the replicas in turn, because captures must not overlap."""
+        device, buffers = self._devices[i], self._weights.buffers[i]
         with device.guard():
             before = [buffer.detach().clone() for buffer in buffers]
             summed = self._loss.summed()
             assert summed is not None
             try:
-                return Recorded(self._recorders[i], replica, self._kept.parameters[i], summed.total, piece)
+                return Recorded(self._recorders[i], replica, self._weights.parameters[i], summed.total, piece)
             except Exception as error:
                 error.add_note(
                     f"graphs=on: replica {i} on device {device.name} cannot be recorded as a CUDA graph (it may wait "
-                    "for the GPU, or shape its work by the data); use graphs=off, such as schedule='zero1'"
+                    "for the GPU, or have data-dependent shapes); use graphs=off, such as schedule='zero1'"
                 )
                 raise
-            finally:  # warming up has run the module
+            finally:  # the warm-up has run the module, which may have written its buffers
                 with torch.no_grad():
                     copy_all(buffers, before)
 
@@ -160,7 +161,7 @@ def _recorder(device: Device) -> Recorder:
 
 
 def _check_hooks(module: nn.Module) -> None:
-    """Refuse hooks of modules, which a replay would not run."""
+    """Raise ValueError for modules with hooks, which a replay would not run."""
     for name, part in module.named_modules():
         if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""DataParallel, explicit: scatter, replicate, parallel_apply, gather, in four visible lines."""
+"""DataParallel: a module wrapper, and a function, that scatter, replicate, apply and gather in four visible calls."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def scatter_arguments(
     compat: bool = False,
     mark: Mark = no_mark,
 ) -> list[Any]:
-    """Split a call's arguments into one (inputs, kwargs) pair per replica; a call without any needs just one.
+    """Split a call's arguments into one (inputs, kwargs) pair per replica; a call without arguments gets one pair.
 
-    With `compat`, what one of the two lacks is filled up where torch fills it up, and an AssertionError elsewhere.
+    With `compat`, the shorter of inputs and kwargs is padded where torch pads it, with an AssertionError elsewhere.
     """
     if not inputs and not kwargs:
         return [((), {})]
@@ -70,10 +70,10 @@ def run_pieces(
     mark: Mark = no_mark,
     on_reduce: Callable[[], None] = lambda: None,
 ) -> Any:
-    """Replicate, apply and gather: what follows once the arguments are scattered.
+    """Replicate, apply and gather, given the scattered arguments; return the gathered output.
 
-    One device runs the module itself; fewer pieces than devices use fewer replicas. `on_reduce` is called in
-    backward where the replicas' work ends and the reduction begins.
+    A single device runs the module itself. Fewer pieces than devices use fewer replicas. `on_reduce` is called in
+    backward when the replicas' backward ends and the reduction begins.
     """
     used = devices[: len(pieces)]
     arguments, keywords = [piece[0] for piece in pieces], [piece[1] for piece in pieces]
@@ -99,9 +99,9 @@ def data_parallel(
 ) -> Any:
     """Evaluate `module(*inputs, **module_kwargs)` in parallel over `device_ids`.
 
-    The functional form of `DataParallel`, with the arguments of torch.nn.parallel.data_parallel; `device_ids`
-    also takes "cpu" repeated, for logical CPU devices. An `inputs` that is no tuple is a single argument; None is
-    no argument. Returns the gathered output on `output_device` (default: the first device).
+    The functional form of `DataParallel`, with the arguments of torch.nn.parallel.data_parallel; `device_ids` also
+    accepts "cpu" repeated, for logical CPU devices. `inputs` that are not a tuple are a single argument; None is no
+    argument. Returns the gathered output on `output_device` (default: the first device).
     """
     arguments = () if inputs is None else inputs if isinstance(inputs, tuple) else (inputs,)
     devices = resolve(device_ids)
@@ -112,7 +112,7 @@ def data_parallel(
 
 
 def output_of(devices: Sequence[Device], output_device: DeviceId | None) -> Device:
-    """Return the device that outputs are gathered on: one of `devices`, or another one as an extra."""
+    """Return the device on which outputs are gathered: one of `devices`, or an additional one."""
     if output_device is None:
         return devices[0]
     wanted = target_of(output_device)
@@ -124,12 +124,12 @@ def output_of(devices: Sequence[Device], output_device: DeviceId | None) -> Devi
 
 
 def id_of(device: Device) -> DeviceId:
-    """Return what torch's users expect an attribute to hold: a GPU's number, or a torch.device of another kind."""
+    """Return a device as torch's users expect it in attributes: a GPU's number, or a torch.device of another kind."""
     return device.torch_device.index if device.torch_device.type == "cuda" else device.torch_device
 
 
 def _schedule(schedule: str | Schedule, devices: Sequence[Device]) -> Schedule:
-    """Return the schedule to use; ValueError for one that needs what a wrapper does not have, such as TrainStep."""
+    """Return the schedule to use. Raises ValueError for one that wrappers cannot run, because it needs TrainStep."""
     if schedule == FASTEST:
         return Schedule(workers="pool", replicas="cached")
     cuda = [CUDA] if devices and devices[0].torch_device.type == "cuda" else []
@@ -137,15 +137,15 @@ def _schedule(schedule: str | Schedule, devices: Sequence[Device]) -> Schedule:
 
 
 class DataParallel(nn.Module):
-    """A drop-in for torch.nn.DataParallel whose every phase is a verb of its own.
+    """A drop-in for torch.nn.DataParallel with a separate method for each phase.
 
-    `device_ids` takes what torch takes (GPU numbers, devices, names) and "cpu" repeated for logical CPU devices;
-    None means all GPUs, and without a GPU the wrapper passes calls through. The module must be on
-    `device_ids[0]` when it is called, not when it is wrapped; a single device has it moved there. Gradients of the
-    replicas sum into the module's; unused parameters get zeros; names in `state_dict` carry the prefix "module.".
+    `device_ids` accepts the values that torch accepts (GPU numbers, devices, names), and "cpu" repeated for logical CPU
+    devices. None means all GPUs; without a GPU the wrapper passes calls through. The module must be on `device_ids[0]`
+    when it is called, not yet when it is wrapped; with a single device, the wrapper moves it there. Gradients of the
+    replicas are summed into the module's; unused parameters get zeros. Names in `state_dict` have the prefix "module.".
     Subclasses may override `scatter`, `replicate`, `parallel_apply` and `gather`, as with torch. `compat` restores
-    what torch does in silence and this engine does right or refuses: see docs/contract.md. `schedule` is a rung of the
-    ladder, or switches, as far as they do not need TrainStep.
+    torch's behaviour where torch is silently wrong and this engine is right or refuses: see docs/contract.md.
+    `schedule` is a rung of the ladder, or switches, except those that need TrainStep.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class DataParallel(nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module on the batch split over the devices; return the gathered output."""
-        # inside a replica of another wrapper there is one device, and its share of the batch, already
+        # inside a replica of another wrapper the batch is split already
         if not self.devices or "_is_replica" in self.__dict__:
             return self.module(*inputs, **kwargs)
         arguments, keywords = self.scatter(inputs, kwargs, self.device_ids)
@@ -192,7 +192,7 @@ class DataParallel(nn.Module):
             return self.gather(outputs, self.output_device)
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], device_ids: Sequence[DeviceId]) -> Any:
-        """Return a call's arguments as (inputs of each replica, keywords of each replica)."""
+        """Return a call's arguments as (inputs of each replica, keyword arguments of each replica)."""
         devices = self.devices[: len(device_ids)]
         return tuple(zip(*scatter_arguments(inputs, kwargs, devices, self.dim, compat=self.compat), strict=True))
 
@@ -206,7 +206,7 @@ class DataParallel(nn.Module):
         return self._make(devices, not torch.is_grad_enabled(), no_mark, lambda: None)
 
     def _maker(self, devices: Sequence[Device]) -> Maker:
-        """Return how to replicate the module in its present form: users wrap first, and move or convert it later."""
+        """Return a function that replicates the module as it is now: users may move or convert it after wrapping it."""
         check_placement(self.module, devices[0])
         if reason := legal.storage(self.schedule, self.module, devices):
             raise Refused(reason)
@@ -220,16 +220,16 @@ class DataParallel(nn.Module):
         return parallel_apply(replicas, inputs, kwargs, devices, workers=self._workers, compat=self.compat)
 
     def gather(self, outputs: Sequence[Any], output_device: DeviceId | None) -> Any:
-        """Return the outputs joined on a device."""
+        """Return the outputs concatenated on a device."""
         target = self._output if output_device == self.output_device else output_of(self.devices, output_device)
         return gather(outputs, target, self.devices[: len(outputs)], self.dim, compat=self.compat)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copy and pickle without what is kept from call to call: it belongs to this wrapper's module."""
+        """Return the state to copy or pickle, without the objects kept between calls: they belong to this wrapper."""
         return {**self.__dict__, "_make": None, "_identity": None}
 
     def __getattr__(self, name: str) -> Any:
-        """Look up what nn.Module holds; point at `.module` for what the wrapped module has."""
+        """Return an attribute of the wrapper. If only the wrapped module has the name, the error suggests `.module`."""
         try:
             return super().__getattr__(name)
         except AttributeError as error:
@@ -240,30 +240,30 @@ class DataParallel(nn.Module):
             raise
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load weights saved from a DataParallel module; refuse a prefix that does not fit, with the way out."""
+        """Load weights saved from a DataParallel module. Raises RuntimeError for a prefix that does not match."""
         check_prefix(list(self.state_dict()), list(state_dict), strict=strict)
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
 
 def check_prefix(expected: Sequence[str], given: Sequence[str], *, strict: bool) -> None:
-    """Raise RuntimeError when names differ from the expected ones by the prefix "module.", or share none.
+    """Raise RuntimeError when no name is an expected one: the prefix "module." differs, or the names are unrelated.
 
-    Without this, `strict=False` would load nothing and say nothing.
+    Without this, `strict=False` would load nothing without an error.
     """
     if not expected or set(expected) & set(given):
         return
     if {PREFIX + name for name in given} & set(expected):
-        problem = f'they lack the prefix "{PREFIX}": they were saved from the unwrapped module'
+        problem = f'they lack the prefix "{PREFIX}", because they were saved from the unwrapped module'
         remedy = "load them into .module instead: wrapped.module.load_state_dict(state)"
     elif set(given) & {PREFIX + name for name in expected}:
-        problem = f'they carry the prefix "{PREFIX}" once too often: they were saved from a wrapped module'
+        problem = f'they have the prefix "{PREFIX}" once too often, because they were saved from a wrapped module'
         remedy = "strip it: torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state, 'module.')"
     elif not strict and given:
         problem, remedy = "none is expected", f"the module expects names like {expected[0]!r}"
     else:
         return  # torch's own message lists what is missing
-    silent = "; strict=False would load nothing and say nothing" if not strict else ""
+    silent = "; strict=False would load nothing without an error" if not strict else ""
     raise RuntimeError(
-        f"none of the {len(given)} names in the state dict fits the {len(expected)} of this module, "
+        f"none of the {len(given)} names in the state dict matches the {len(expected)} names of this module, "
         f"e.g. {given[0]!r}: {problem}{silent}; {remedy}"
     )

@@ -1,4 +1,4 @@
-"""Errors: what a replica raised, as the caller is to see it."""
+"""Errors: the exceptions that the engine raises, and how an exception of a replica reaches the caller."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ _REPLICA = "_dpbench_replica"
 
 
 class Refused(ValueError):
-    """A schedule cannot train this module with this loss and optimizer; raised before anything has changed.
+    """A schedule cannot train this module with this loss and optimizer. Raised before anything has changed.
 
-    The message names the reason and the way out.
+    The message gives the reason and an alternative.
     """
 
 
 def in_replica(error: BaseException, replica: int, device: Device) -> BaseException:
     """Return the exception to raise in the caller, with a note "in replica i on device NAME".
 
-    Type and message are torch's, the original is its `__cause__`. An exception that cannot be built from a message
-    becomes a RuntimeError; an exit or an interrupt stays itself.
+    It has the type and message that torch would give it, and the original exception as its `__cause__`. An exception
+    that cannot be constructed from a message is replaced by a RuntimeError. Exits and interrupts are returned
+    unchanged.
     """
     if isinstance(error, Exception):
         number = device.torch_device.index
@@ -35,13 +36,13 @@ def in_replica(error: BaseException, replica: int, device: Device) -> BaseExcept
 
 
 def replica_of(error: BaseException) -> int | None:
-    """Return the replica that raised an exception which `in_replica` returned; None for any other exception."""
+    """Return the number of the replica that failed, for an exception from `in_replica`; None for all others."""
     replica: int | None = error.__dict__.get(_REPLICA)
     return replica
 
 
 def _rebuilt(error: Exception, message: str) -> Exception:
-    """Return an exception of the same type with another message, where the type can be built from one."""
+    """Return an exception of the same type with another message; a RuntimeError if the type accepts none."""
     kind: Any = type(error)
     text = _Plain(message) if kind is KeyError else message
     try:
@@ -52,7 +53,7 @@ def _rebuilt(error: Exception, message: str) -> Exception:
 
 
 class _Plain(str):
-    """A text that shows its line breaks even where Python prints the repr of it, as for a KeyError."""
+    """A string whose repr keeps line breaks, because Python prints the repr of a KeyError's message."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""Flat storage: parameters as views of one buffer per optimizer group and dtype, so that one copy moves them all."""
+"""Flat storage: parameters as views of one buffer per optimizer group and dtype, so that one copy moves all of them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from dpbench.engine.optimizer_state import State, is_elementwise
 from dpbench.hardware.device import Device
 
 ALIGNMENT_BYTES = 64
-"""Every slot starts on such a boundary: kernels take other paths, and so make other bits, where a tensor does not."""
+"""Every slot starts at a multiple of this: on unaligned tensors, kernels take other paths and round differently."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of one parameter (by its number) in a flat buffer, in elements."""
+    """The range of one parameter (given by its number) in a flat buffer, in elements."""
 
     parameter: int
     start: int
@@ -27,7 +27,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Flat:
-    """One buffer's plan: whose values it holds, where, and how many elements it has with the padding."""
+    """The plan of one buffer: its dtype, the slot of each parameter, and its number of elements including padding."""
 
     dtype: torch.dtype
     slots: tuple[Slot, ...]
@@ -36,15 +36,15 @@ class Flat:
 
 @dataclass(frozen=True)
 class Layout:
-    """The plan of all buffers: the same on every device.
+    """The plan of all buffers, which is the same on every device.
 
-    Parameters that no buffer holds (frozen ones) are not mentioned.
+    Parameters that are in no buffer (frozen ones) are not listed.
     """
 
     flats: tuple[Flat, ...]
 
     def allocate(self, device: Device) -> list[torch.Tensor]:
-        """Return a zeroed buffer per plan on `device`."""
+        """Return one zeroed buffer per plan, on `device`."""
         with device.guard():
             return [torch.zeros(flat.size, dtype=flat.dtype, device=device.torch_device) for flat in self.flats]
 
@@ -58,10 +58,10 @@ class Layout:
 
 
 def plan(groups: Iterable[Iterable[int]], tensors: Sequence[torch.Tensor], shares: int = 1) -> Layout:
-    """Lay out the tensors whose numbers each group lists, one buffer per group and dtype.
+    """Return the layout of the tensors whose numbers each group lists, with one buffer per group and dtype.
 
-    Buffers can be cut into so many equal `shares`, each starting on a boundary. Raises ValueError for a tensor that
-    has holes or overlaps, which a slot cannot mirror.
+    Each buffer can be cut into `shares` equal parts that start at aligned addresses. Raises ValueError for a tensor
+    whose elements do not fill a contiguous range of memory exactly once, because a slot cannot represent its strides.
     """
     flats = []
     for group in groups:
@@ -73,7 +73,7 @@ def plan(groups: Iterable[Iterable[int]], tensors: Sequence[torch.Tensor], share
 
 
 def _flat(dtype: torch.dtype, numbers: Sequence[int], tensors: Sequence[torch.Tensor], shares: int) -> Flat:
-    """Place the tensors one after the other, each on a boundary."""
+    """Return the plan of one buffer, with the tensors one after the other at aligned offsets."""
     step = max(ALIGNMENT_BYTES // dtype.itemsize, 1)
     slots, at = [], 0
     for number in numbers:
@@ -89,7 +89,7 @@ def _flat(dtype: torch.dtype, numbers: Sequence[int], tensors: Sequence[torch.Te
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Tell whether a strided tensor fills its memory exactly once, in whatever order of dimensions."""
+    """Return whether a strided tensor fills its memory exactly once, in any order of dimensions."""
     if tensor.layout is not torch.strided:
         return False
     expected = 1
@@ -101,12 +101,12 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def line(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a dense tensor's elements as a vector in memory order, which is the order of its slot."""
+    """Return a dense tensor's elements as a vector in memory order, which is also the order of its slot."""
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
 class FlatWeights:
-    """A module's parameters, moved into flat buffers on its device; the parameters stay the same objects."""
+    """A module's parameters, moved into flat buffers on their device; the Parameter objects stay the same."""
 
     def __init__(
         self, parameters: Sequence[torch.Tensor], groups: Iterable[Iterable[int]], root: Device, shares: int = 1
@@ -120,13 +120,13 @@ class FlatWeights:
             self.parameters[number].data = view
 
     def copies(self, device: Device) -> dict[int, torch.Tensor]:
-        """Return fresh copies on `device` of all that the buffers hold, one transfer a buffer."""
+        """Return new copies of all buffers on `device`, by parameter; one transfer per buffer."""
         return self.layout.views([device.put(buffer) for buffer in self.buffers], self.parameters)
 
     def release(self) -> None:
-        """Give the parameters that still lie in the buffers storage of their own again.
+        """Give separate storage to the parameters that are still in the buffers.
 
-        Those that a loop has made views of one slot share memory afterwards too.
+        Parameters that a training loop has made views of the same slot share memory afterwards too.
         """
         inside: dict[int, list[torch.Tensor]] = {}
         for parameter in self.parameters:
@@ -139,7 +139,7 @@ class FlatWeights:
 
 
 def _move_out(parameters: Sequence[torch.Tensor], slot: Slot, buffer: torch.Tensor) -> None:
-    """Give the parameters of one slot other storage: one of them a compact one, several a common one."""
+    """Move the parameters of one slot to other storage: clone a single one, or copy the slot that several share."""
     if len(parameters) == 1:
         parameters[0].data = parameters[0].detach().clone()
     elif parameters:
@@ -150,8 +150,8 @@ def _move_out(parameters: Sequence[torch.Tensor], slot: Slot, buffer: torch.Tens
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Where elements [start, stop) of a parameter lie in a unit: from `at`."""
+class Segment:
+    """Elements [start, stop) of a parameter, which begin at element `at` of a shard."""
 
     parameter: int
     start: int
@@ -159,93 +159,99 @@ class Piece:
     at: int
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the piece's elements of a tensor that is laid out as the unit."""
+        """Return the segment's elements of a tensor that has the shard's layout."""
         return line(whole)[self.at : self.at + self.stop - self.start]
 
 
 @dataclass(frozen=True)
-class Unit:
-    """One tensor that an optimizer steps, its gradient, what it is made of, and where other devices keep it."""
+class ParamShard:
+    """One tensor that an optimizer steps, its gradient, the parameters in it, and its copies on all devices."""
 
     weight: torch.Tensor
     gradient: torch.Tensor
     group: int
-    pieces: tuple[Piece, ...]
+    segments: tuple[Segment, ...]
     twins: tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True)
 class Sum:
-    """Where the sum of one piece's gradients goes: `target`, in the parameter's own shape if the piece is all of it."""
+    """The destination of one segment's summed gradients.
 
-    piece: Piece
+    If the segment is a whole parameter, `target` has the parameter's shape; otherwise it is a vector.
+    """
+
+    segment: Segment
     target: torch.Tensor
     whole: bool
 
     def of(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return the elements of a dense gradient, of the parameter's layout, that are summed here."""
+        """Return the elements of a dense gradient, in the parameter's layout, that belong to this sum."""
         if self.whole:
             return gradient
-        start, stop = self.piece.start, self.piece.stop
+        start, stop = self.segment.start, self.segment.stop
         return gradient.as_strided((stop - start,), (1,), gradient.storage_offset() + start)
 
 
-def sums(unit: Unit, parameters: Sequence[torch.Tensor]) -> Iterator[Sum]:
-    """Yield where each piece of a unit is summed: views made once, since cutting one takes longer than adding two."""
-    for piece in unit.pieces:
-        like, gradient = parameters[piece.parameter], unit.gradient
-        if piece.stop - piece.start < like.numel():
-            yield Sum(piece, piece.of(gradient), whole=False)
+def sums(shard: ParamShard, parameters: Sequence[torch.Tensor]) -> Iterator[Sum]:
+    """Yield the destination of each segment's sum.
+
+    The views are made once, since making one takes longer than an addition.
+    """
+    for segment in shard.segments:
+        like, gradient = parameters[segment.parameter], shard.gradient
+        if segment.stop - segment.start < like.numel():
+            yield Sum(segment, segment.of(gradient), whole=False)
         elif gradient.shape == like.shape:  # it may have holes
-            yield Sum(piece, gradient, whole=True)
+            yield Sum(segment, gradient, whole=True)
         else:
-            at = gradient.storage_offset() + piece.at
-            yield Sum(piece, gradient.as_strided(like.size(), like.stride(), at), whole=True)
+            at = gradient.storage_offset() + segment.at
+            yield Sum(segment, gradient.as_strided(like.size(), like.stride(), at), whole=True)
 
 
 def gathered(
-    states: Sequence[tuple[Sequence[Unit], Any]], parameters: Sequence[torch.Tensor], like: Sequence[torch.Tensor]
+    states: Sequence[tuple[Sequence[ParamShard], Any]], parameters: Sequence[torch.Tensor], like: Sequence[torch.Tensor]
 ) -> State:
-    """Return the state by parameter, from units and the state of each, laid out as `like`: what units were cut from."""
+    """Return the optimizer state by parameter, joined from the state of each shard, in the layout of `like`."""
     found: State = State(dict)
     with torch.no_grad():
-        for units, state in states:
-            for unit in units:
-                for name, value in state.get(unit.weight, {}).items():
-                    for piece in unit.pieces:
-                        n = piece.parameter
-                        _put(found[parameters[n]], like[n], unit, piece, name, value)
+        for shards, state in states:
+            for shard in shards:
+                for name, value in state.get(shard.weight, {}).items():
+                    for segment in shard.segments:
+                        n = segment.parameter
+                        _put(found[parameters[n]], like[n], shard, segment, name, value)
     return found
 
 
-def _put(own: dict[str, Any], like: torch.Tensor, unit: Unit, piece: Piece, name: str, value: Any) -> None:
-    """Write one piece of a unit's state into a parameter's; what is no such piece belongs to all alike."""
-    if not isinstance(value, torch.Tensor) or name == "step" or value.numel() != unit.weight.numel():
+def _put(own: dict[str, Any], like: torch.Tensor, shard: ParamShard, segment: Segment, name: str, value: Any) -> None:
+    """Write one segment of a shard's state into a parameter's; values that are not per element are copied whole."""
+    if not isinstance(value, torch.Tensor) or name == "step" or value.numel() != shard.weight.numel():
         own[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
         return
     if name not in own:
         own[name] = torch.zeros_like(like, dtype=value.dtype, requires_grad=False)
-    line(own[name])[piece.start : piece.stop].copy_(piece.of(value))
+    line(own[name])[segment.start : segment.stop].copy_(segment.of(value))
 
 
-def cut(given: Mapping[Any, Any], units: Sequence[Unit], parameters: Sequence[torch.Tensor]) -> State:
-    """Return the state by unit, from that by parameter."""
+def cut(given: Mapping[Any, Any], shards: Sequence[ParamShard], parameters: Sequence[torch.Tensor]) -> State:
+    """Return the optimizer state by shard, from the state by parameter."""
     found: State = State(dict)
     with torch.no_grad():
-        for unit in units:
-            for piece in unit.pieces:
-                for name, value in given.get(parameters[piece.parameter], {}).items():
-                    _take(found[unit.weight], parameters[piece.parameter], unit, piece, name, value)
+        for shard in shards:
+            for segment in shard.segments:
+                for name, value in given.get(parameters[segment.parameter], {}).items():
+                    _take(found[shard.weight], parameters[segment.parameter], shard, segment, name, value)
     return found
 
 
-def _take(own: dict[str, Any], like: torch.Tensor, unit: Unit, piece: Piece, name: str, value: Any) -> None:
-    """Write a parameter's state into one piece of a unit's."""
+def _take(own: dict[str, Any], like: torch.Tensor, shard: ParamShard, segment: Segment, name: str, value: Any) -> None:
+    """Write a parameter's state into one segment of a shard's state."""
     if not is_elementwise(name, value, like):
         if name not in own:
             own[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
         return
     if name not in own:
-        own[name] = torch.zeros_like(unit.weight, dtype=value.dtype, requires_grad=False)
+        own[name] = torch.zeros_like(shard.weight, dtype=value.dtype, requires_grad=False)
     source = torch.empty_like(like, dtype=value.dtype).copy_(value)  # in the parameter's own strides
-    piece.of(own[name]).copy_(line(source.detach())[piece.start : piece.stop])
+    segment.of(own[name]).copy_(line(source.detach())[segment.start : segment.stop])

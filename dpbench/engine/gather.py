@@ -1,4 +1,4 @@
-"""Gather: bring the replicas' outputs together on one device."""
+"""Gather: concatenate the replicas' outputs on one device."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class Gather(Function):
         for device in devices:
             target.wait(device)
         target.borrow(tensors)
-        follows = target.torch_device.type != "cpu"  # the host orders nothing behind a copy that it did not wait for
+        follows = target.torch_device.type != "cpu"  # the host does not wait for non-blocking copies
         with target.guard():
             return torch.cat([tensor.to(target.torch_device, non_blocking=follows) for tensor in tensors], dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        """Return each device's part as a copy of its own, so that it is aligned as the forward was."""
+        """Return each device's part as a copy, so that it has the alignment of the forward's tensor."""
         parts = gradient.split(ctx.sizes, ctx.dim)
         placed = [
             device.put(part) if home == device.torch_device else part.to(home)
@@ -59,12 +59,12 @@ def gather(
     compat: bool = False,
     mark: Mark = no_mark,
 ) -> Any:
-    """Concatenate `outputs[i]` of `devices[i]` along `dim` on `target`; without `devices`, from where they are.
+    """Return `outputs[i]`, from `devices[i]`, concatenated along `dim` on `target`.
 
-    Tensors, None, tuples, lists, dicts and dataclass instances of them; anything else raises TypeError. Scalars
-    become a vector, with torch's warning. Replicas that return unlike structures raise ValueError, and tensors that
-    do not fit together RuntimeError. With `compat`, replica 0 decides the structure and texts become iterators'
-    names, as in torch.
+    Without `devices`, the outputs' own devices are used. Outputs are tensors, None, or tuples, lists, dicts and
+    dataclass instances of them; anything else raises TypeError. Scalars become a vector, with torch's warning. Raises
+    ValueError when replicas return different structures, and RuntimeError when the shapes of tensors do not match. With
+    `compat`, replica 0 decides the structure, and any iterable is treated as a sequence, as in torch.
     """
     if not outputs:
         raise ValueError("gather needs at least one replica's output, got none")
@@ -77,7 +77,7 @@ def gather(
 
 
 def target_of(target: Device | DeviceId) -> Device:
-    """Return the device to gather on; -1 is the host, as in torch, which calls that deprecated too."""
+    """Return the device to gather on; -1 means the host, which torch accepts with a deprecation warning too."""
     if target == -1:
         warnings.warn('-1 for the CPU is deprecated; use "cpu"', FutureWarning, stacklevel=3)
         target = "cpu"
@@ -86,16 +86,16 @@ def target_of(target: Device | DeviceId) -> Device:
 
 
 def _gather(outputs: Sequence[Any], target: Device, devices: Sequence[Device], dim: int, path: tuple[Any, ...]) -> Any:
-    """Gather one level of the structure; `path` leads there."""
+    """Return one level of the structure gathered; `path` lists the keys that lead to it."""
     first = outputs[0]
     if isinstance(first, torch.Tensor):
         if first.is_nested:
             raise TypeError(
-                f"cannot gather {_named(path)}, a nested tensor: each piece has offsets that the others do not know; "
-                "return a dense tensor from forward, such as a padded one"
+                f"cannot gather {_named(path)}, a nested tensor: the offsets of its pieces cannot be joined; return a "
+                "dense tensor from forward, such as a padded one"
             )
         shape = first.shape
-        for output, device in zip(outputs, devices, strict=True):  # the checks cost more than they find
+        for output, device in zip(outputs, devices, strict=True):  # check in full only if needed: it is slow
             if type(output) is not type(first) or output.shape != shape or output.device != device.torch_device:
                 _check_kinds(outputs, path)
                 _check_tensors(outputs, devices, dim, path)
@@ -117,24 +117,24 @@ def _gather(outputs: Sequence[Any], target: Device, devices: Sequence[Device], d
 
 
 def _check_kinds(outputs: Sequence[Any], path: tuple[Any, ...]) -> None:
-    """Raise ValueError unless all replicas returned the same kind of thing, with the same keys."""
+    """Raise ValueError unless all replicas returned the same type, with the same keys."""
     kinds = [torch.Tensor if isinstance(output, torch.Tensor) else type(output) for output in outputs]
     keys = [list(keys_of(output) or ()) for output in outputs]
     for replica, kind in enumerate(kinds):
         if kind is not kinds[0]:
             raise ValueError(
-                f"replicas returned unlike structures: {_named(path)} is of type {kinds[0].__name__} from replica 0, "
-                f"but {kind.__name__} from replica {replica}"
+                f"replicas returned different structures: {_named(path)} has type {kinds[0].__name__} on replica 0, "
+                f"but {kind.__name__} on replica {replica}"
             )
         if set(keys[replica]) != set(keys[0]):
             raise ValueError(
-                f"All {kind.__name__}s must have the same number of keys, and the same ones: {_named(path)} has "
+                f"All {kind.__name__}s must have the same number of keys, and the same keys: {_named(path)} has "
                 f"{keys[0]} from replica 0, but {keys[replica]} from replica {replica}"
             )
 
 
 def _check_tensors(tensors: Sequence[torch.Tensor], devices: Sequence[Device], dim: int, path: tuple[Any, ...]) -> None:
-    """Raise when tensors do not fit together, or were left on the host."""
+    """Raise when shapes do not match, or when an output was left on the host."""
     for replica, (tensor, device) in enumerate(zip(tensors, devices, strict=True)):
         if tensor.device.type == "cpu" != device.torch_device.type:
             raise TypeError(
@@ -147,7 +147,7 @@ def _check_tensors(tensors: Sequence[torch.Tensor], devices: Sequence[Device], d
         if shape != expected:
             raise RuntimeError(
                 f"Input tensor at index {replica} has invalid shape {shape}, but expected {expected}: {_named(path)} "
-                f"of the replicas may differ along dim {dim} alone; pad to the same length (pad_packed_sequence takes "
+                f"may differ between replicas along dim {dim} only; pad to the same length (pad_packed_sequence takes "
                 "total_length=)"
             )
 
@@ -157,7 +157,7 @@ def _named(path: tuple[Any, ...]) -> str:
 
 
 def _gather_as_torch(outputs: Sequence[Any], target: Device, devices: Sequence[Device], dim: int) -> Any:
-    """Gather one level as torch does: replica 0 decides, and whatever can be iterated over is a sequence."""
+    """Return one level gathered as torch does: replica 0 decides the structure, and any iterable is a sequence."""
     first = outputs[0]
     if isinstance(first, torch.Tensor):
         if any(

@@ -1,7 +1,7 @@
-"""Identity: the facts that a kept schedule was built for, and whether a training loop has changed one of them.
+"""Identity: the properties for which persistent state was built, and whether a training loop has changed any of them.
 
-They are compared at the start of each step, so that a change has its effect, or an error, before it could be missed.
-Values that are written in place change no fact: `Persistent.versions` and `TrainStep.sync` are for those.
+They are compared at the start of each step, so that a change takes effect, or raises an error, in that step. Values
+that are written in place change none of these properties: `ReplicaWeights.versions` and `TrainStep.sync` handle those.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Identity:
         self.watched = optimizer is not None and is_watched(optimizer)
 
     def changed(self) -> bool:
-        """Return whether one of the facts has changed."""
+        """Return whether one of the properties has changed."""
         return (
             not all(map(torch.Tensor.is_set_to, self._parameters, self._memory))
             or list(map(_requires_grad, self._parameters)) != self._wanted
@@ -54,9 +54,9 @@ def has_hooks(parameters: Sequence[torch.Tensor]) -> bool:
 
 
 def is_watched(optimizer: Optimizer) -> bool:
-    """Return whether a method of the optimizer is hooked or replaced: such code must meet the user's own parameters.
+    """Return whether a method of the optimizer is hooked or replaced; such code must get the user's own parameters.
 
-    torch's learning rate schedulers replace `step` too, by a function that only counts.
+    A `step` that was replaced by torch's learning rate schedulers does not count, because it only counts its calls.
     """
     step: Any = optimizer.__dict__.get("step")
     return bool(
@@ -70,14 +70,14 @@ def is_watched(optimizer: Optimizer) -> bool:
 
 
 def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Return whether two lists hold the same objects."""
+    """Return whether two lists contain the same objects."""
     return len(some) == len(others) and all(map(is_, some, others))
 
 
 class Muted:
-    """Parameters' hooks, taken off while a backward may reach the parameters past the replicas.
+    """Removes parameters' hooks while a backward may reach the parameters directly, not through the replicas.
 
-    The gradient that comes so is a part; hooks are to see the whole, once.
+    Such a gradient is only a part of the whole; hooks must be called once, with the whole gradient.
     """
 
     def __init__(self, parameters: Sequence[Any]) -> None:
@@ -85,10 +85,10 @@ class Muted:
         found = (getattr(parameter, kind, None) for parameter in parameters for kind in kinds)
         self._hooks = [(hooks, dict(hooks)) for hooks in found if hooks]
         for hooks, _ in self._hooks:
-            hooks.clear()  # in place: handles that remove hooks know these dicts
+            hooks.clear()  # in place: handles that remove hooks reference these dicts
 
     def restore(self) -> None:
-        """Put the hooks back, before those that were added meanwhile."""
+        """Put the hooks back, before those that were added in the meantime."""
         while self._hooks:
             hooks, taken = self._hooks.pop()
             hooks.update({**taken, **hooks})

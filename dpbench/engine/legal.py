@@ -1,6 +1,6 @@
 """Legal: which switches of a schedule this module, loss, optimizer and these devices forbid, and why.
 
-An explicit schedule runs as named or is refused. `fastest` sets back what is forbidden, and keeps the reasons.
+An explicit schedule runs as named or is refused. `fastest` changes the forbidden switches, and keeps the reasons.
 """
 
 from __future__ import annotations
@@ -25,23 +25,26 @@ BEST = Schedule(
     workers="pool", replicas="persistent", storage="flat", loss="local", backward="local", update="sharded",
     optimizer="flat",
 )  # fmt: skip
-"""What wins where everything is legal. Overlap is left out: it needs a link that is idle during backward."""
+"""The best schedule where everything is legal. Overlap is left out: it needs a link that is idle during backward."""
 FALLBACKS = {
     "loss": {"loss": "gathered", "backward": "joint"},
     "optimizer": {"optimizer": "per_parameter"},
     "storage": {"storage": "separate", "optimizer": "per_parameter"},
     "update": {"update": "root", "optimizer": "per_parameter"},
 }
-"""What `fastest` sets back when a switch may not stand as it does in `BEST`."""
+"""The switches that `fastest` changes when a switch of `BEST` is forbidden, by the forbidden switch."""
 CACHED = Schedule(workers="pool", replicas="cached")
-"""The schedule of `fastest` where replicas may not keep their weights."""
+"""The schedule of `fastest` where persistent replicas are forbidden."""
 EXACT_DTYPES = (torch.float32, torch.float64)
-"""Dtypes whose elementwise kernels make the same bits wherever an element lies in a tensor."""
+"""Dtypes whose elementwise kernels round an element independently of its position in a tensor."""
 
 
 @dataclass(frozen=True)
-class Subject:
-    """A training that schedules are checked for. `powers`: losses are scaled by powers of two only, if at all."""
+class TrainingSetup:
+    """The training for which schedules are checked.
+
+    `powers` is True if the loss is scaled by powers of two only, or not at all.
+    """
 
     module: nn.Module
     loss: Loss
@@ -51,54 +54,54 @@ class Subject:
 
     @property
     def trained(self) -> list[torch.Tensor]:
-        """Return the parameters that take part in training."""
+        """Return the parameters that require gradients, without repetitions."""
         return trained(self.module)
 
 
 def trained(module: nn.Module) -> list[torch.Tensor]:
-    """Return a module's parameters that want gradients, each once."""
+    """Return a module's parameters that require gradients, without repetitions."""
     return [p for p in unique(module.parameters()) if p.requires_grad]
 
 
-Reason = Callable[[Schedule, Subject], str]
+Reason = Callable[[Schedule, TrainingSetup], str]
 
 
-def _local_loss(schedule: Schedule, subject: Subject) -> str:
-    if schedule.loss == "local" and subject.loss.summed() is None:
+def _local_loss(schedule: Schedule, setup: TrainingSetup) -> str:
+    if schedule.loss == "local" and setup.loss.summed() is None:
         return (
-            "loss=local needs a loss whose mean has a known divisor: one of torch's own, such as "
+            "loss=local needs a loss whose mean has a known divisor: one of torch's losses, such as "
             "torch.nn.functional.cross_entropy, without hooks, or a pair (sum_fn, weight_fn)"
         )
     return ""
 
 
-def _persistent(schedule: Schedule, subject: Subject) -> str:
+def _persistent(schedule: Schedule, setup: TrainingSetup) -> str:
     if schedule.replicas != "persistent":
         return ""
-    groups_of(subject.optimizer, unique(subject.module.parameters()))
-    if any(getattr(part, "sparse", False) for part in subject.module.modules()):
+    groups_of(setup.optimizer, unique(setup.module.parameters()))
+    if any(getattr(part, "sparse", False) for part in setup.module.modules()):
         return "replicas=persistent needs dense gradients; use schedule='cached', or sparse=False"
-    if any(buffer.requires_grad for buffer in subject.module.buffers()):
-        return "replicas=persistent gives no gradients to buffers, and one wants them; use schedule='cached'"
+    if any(buffer.requires_grad for buffer in setup.module.buffers()):
+        return "replicas=persistent gives no gradients to buffers, and a buffer requires them; use schedule='cached'"
     return ""
 
 
-def _storage(schedule: Schedule, subject: Subject) -> str:
-    shared = any(p.untyped_storage().nbytes() != p.nbytes for p in subject.trained if is_dense(p))
-    if schedule.storage == "flat" and subject.devices[0].torch_device.type == "cpu" and shared:
+def _storage(schedule: Schedule, setup: TrainingSetup) -> str:
+    shared = any(p.untyped_storage().nbytes() != p.nbytes for p in setup.trained if is_dense(p))
+    if schedule.storage == "flat" and setup.devices[0].torch_device.type == "cpu" and shared:
         return "storage=flat needs parameters that share no memory with other tensors; use storage=separate"
-    return storage(schedule, subject.module, subject.devices)
+    return storage(schedule, setup.module, setup.devices)
 
 
 def storage(schedule: Schedule, module: nn.Module, devices: Sequence[Device]) -> str:
-    """Return why parameters cannot move into the memory that a schedule wants them in; "" if they can."""
+    """Return why the schedule's storage is impossible for the parameters; "" if it is possible."""
     if schedule.storage != "flat":
         return ""
     kind = devices[0].torch_device.type
     if kind not in ("cpu", "cuda"):
         return f"storage=flat needs CPU or CUDA devices: parameters on {kind} cannot be views of one buffer"
     if kind == "cuda" and any(isinstance(part, nn.RNNBase) for part in module.modules()):
-        return "storage=flat needs a module without RNNs on CUDA: cuDNN packs their weights itself"
+        return "storage=flat needs a module without RNNs on CUDA, because cuDNN packs their weights itself"
     for parameter in (wanted := trained(module)):
         if not is_dense(parameter):
             return (
@@ -110,58 +113,58 @@ def storage(schedule: Schedule, module: nn.Module, devices: Sequence[Device]) ->
     return ""
 
 
-def _update(schedule: Schedule, subject: Subject) -> str:
-    kind = type(subject.optimizer)
+def _update(schedule: Schedule, setup: TrainingSetup) -> str:
+    kind = type(setup.optimizer)
     if schedule.update == "root":
         return ""
     if schedule.update == "sharded" and kind not in ELEMENTWISE:
         return (
-            "update=sharded needs an optimizer that treats parameters one by one, and does not know "
+            "update=sharded needs an optimizer that treats parameters one by one, and this is not known of "
             f"{kind.__name__}; use update=root"
         )
     if not kind.__module__.startswith("torch.optim."):
         return (
-            "update=each needs one of torch's own optimizers, which it can make again for each device, not "
+            "update=each needs one of torch's optimizers, which it can copy for each device, not "
             f"{kind.__name__}; use update=root"
         )
-    if _overlap(subject.trained):
+    if _overlap(setup.trained):
         return f"update={schedule.update} needs parameters that share no memory, and two do; use update=root"
     return ""
 
 
-def _flat_optimizer(schedule: Schedule, subject: Subject) -> str:
-    if schedule.optimizer == "flat" and type(subject.optimizer) not in ELEMENTWISE:
+def _flat_optimizer(schedule: Schedule, setup: TrainingSetup) -> str:
+    if schedule.optimizer == "flat" and type(setup.optimizer) not in ELEMENTWISE:
         names = ", ".join(one.__name__ for one in ELEMENTWISE)
-        return f"optimizer=flat needs an elementwise optimizer ({names}), not {type(subject.optimizer).__name__}"
+        return f"optimizer=flat needs an elementwise optimizer ({names}), not {type(setup.optimizer).__name__}"
     return ""
 
 
-def _exact_loss(schedule: Schedule, subject: Subject) -> str:
-    summed = subject.loss.summed() if schedule.loss == "local" else None
-    if summed is None or summed.keeps_bits(powers=subject.powers):
+def _exact_loss(schedule: Schedule, setup: TrainingSetup) -> str:
+    summed = setup.loss.summed() if schedule.loss == "local" else None
+    if summed is None or summed.keeps_bits(powers=setup.powers):
         return ""
-    return "the loss is taken over the gathered batch: by parts, its gradients would differ in the last bits"
+    return "the loss is computed over the gathered batch: by parts, its gradients would differ in the last bits"
 
 
-def _exact_optimizer(schedule: Schedule, subject: Subject) -> str:
+def _exact_optimizer(schedule: Schedule, setup: TrainingSetup) -> str:
     if schedule.optimizer != "flat":
         return ""
-    if any(group.get("fused") for group in subject.optimizer.param_groups):
-        return "the optimizer steps parameters one by one: fused kernels round an element by its place in a tensor"
-    if any(p.dtype not in EXACT_DTYPES for p in subject.trained):
-        return "the optimizer steps parameters one by one: low precision rounds an element by its place in a tensor"
+    if any(group.get("fused") for group in setup.optimizer.param_groups):
+        return "the optimizer steps parameters one by one: fused kernels round depending on an element's position"
+    if any(p.dtype not in EXACT_DTYPES for p in setup.trained):
+        return "the optimizer steps parameters one by one: low-precision rounding depends on an element's position"
     return ""
 
 
-def _unwatched(schedule: Schedule, subject: Subject) -> str:
-    if schedule.replicas == "persistent" and has_hooks(subject.trained):
-        return "a parameter has a hook, which is to see the reduced gradient of autograd"
+def _unwatched(schedule: Schedule, setup: TrainingSetup) -> str:
+    if schedule.replicas == "persistent" and has_hooks(setup.trained):
+        return "a parameter has a hook, which must get the reduced gradient from autograd"
     return ""
 
 
-def _unwatched_optimizer(schedule: Schedule, subject: Subject) -> str:
-    if schedule.update != "root" and is_watched(subject.optimizer):
-        return "the optimizer's step is hooked or replaced, and is to see the module's own parameters"
+def _unwatched_optimizer(schedule: Schedule, setup: TrainingSetup) -> str:
+    if schedule.update != "root" and is_watched(setup.optimizer):
+        return "the optimizer's step is hooked or replaced, and must get the module's own parameters"
     return ""
 
 
@@ -172,43 +175,43 @@ ALWAYS: dict[Reason, str] = {
     _update: "update",
     _flat_optimizer: "optimizer",
 }
-"""What forbids a schedule, each with the switch that it forbids."""
+"""The checks that forbid a schedule, each with the switch that it forbids."""
 FOR_FASTEST: dict[Reason, str] = {
     _unwatched: "replicas",
     _unwatched_optimizer: "update",
     _exact_loss: "loss",
     _exact_optimizer: "optimizer",
 }
-"""What `fastest` avoids besides: detours, and bits that differ from those of `reference`."""
+"""The additional checks for `fastest`, which avoids detours, and results that differ from `reference` in any bit."""
 
 
-def hindrances(schedule: Schedule, subject: Subject, reasons: dict[Reason, str]) -> Iterator[tuple[str, str]]:
-    """Yield (switch, reason) for all that forbids a schedule."""
+def hindrances(schedule: Schedule, setup: TrainingSetup, reasons: dict[Reason, str]) -> Iterator[tuple[str, str]]:
+    """Yield (switch, reason) for each check that forbids a schedule."""
     for find, switch in reasons.items():
         try:
-            reason = find(schedule, subject)
+            reason = find(schedule, setup)
         except Refused as error:
             reason = str(error)
         if reason:
             yield switch, reason
 
 
-def check(schedule: Schedule, subject: Subject) -> None:
-    """Raise Refused, with the reason, where a schedule cannot train the subject."""
-    if isinstance(subject.optimizer, torch.optim.LBFGS):
+def check(schedule: Schedule, setup: TrainingSetup) -> None:
+    """Raise Refused, with the reason, where a schedule cannot run the training."""
+    if isinstance(setup.optimizer, torch.optim.LBFGS):
         raise Refused(
-            "LBFGS asks for the loss several times a step, through a closure; TrainStep takes one step at a time"
+            "LBFGS evaluates the loss several times per step, through a closure, which TrainStep does not support"
         )
-    for _, reason in hindrances(schedule, subject, ALWAYS):
+    for _, reason in hindrances(schedule, setup, ALWAYS):
         raise Refused(f"schedule {str(schedule)!r}: {reason}")
 
 
-def best_legal(subject: Subject) -> tuple[Schedule, list[str]]:
-    """Return the best schedule that makes the bits of `reference`, and the reason for each switch that it sets back."""
-    if len(subject.devices) == 1:
+def best_legal(setup: TrainingSetup) -> tuple[Schedule, list[str]]:
+    """Return the best schedule that is bitwise equal to `reference`, and the reason for each switch that it changes."""
+    if len(setup.devices) == 1:
         return Schedule(), []
     schedule, notes = BEST, []
-    while found := next(hindrances(schedule, subject, ALWAYS | FOR_FASTEST), None):
+    while found := next(hindrances(schedule, setup, ALWAYS | FOR_FASTEST), None):
         switch, reason = found
         notes.append(reason)
         schedule = CACHED if switch == "replicas" else replace(schedule, **FALLBACKS[switch])
@@ -226,6 +229,6 @@ def _overlap(parameters: Sequence[torch.Tensor]) -> bool:
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """Return how many bytes a tensor spans in its storage."""
+    """Return the number of bytes that a tensor spans in its storage."""
     steps = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
     return (steps + 1) * tensor.itemsize

@@ -1,7 +1,7 @@
-"""Losses: one number over the gathered batch, or sums that each replica takes over its rows.
+"""Losses: one number over the gathered batch, or sums that each replica computes over its rows.
 
-A replica may take its part of the loss only where the divisor of the mean is known: for torch's own losses, whose
-rules are written down here, and for a pair `(sum_fn, weight_fn)`. The divisor of any other function would be a guess.
+A replica may compute its part of the loss only where the divisor of the mean is known: for torch's own losses, whose
+divisors are defined in this module, and for a pair `(sum_fn, weight_fn)`. For any other function it would be a guess.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ if TYPE_CHECKING:  # graphs record losses
 
 Function = Callable[..., Any]
 Divisor = Callable[[torch.Tensor, torch.Tensor, Mapping[str, Any]], Any]
-"""Rows' share of the divisor of a mean, from output, target and the loss function's keywords."""
+"""Returns the rows' share of the divisor of a mean, from output, target and the loss function's keywords."""
 
 
 def _elements(output: torch.Tensor, target: torch.Tensor, keywords: Mapping[str, Any]) -> int:
-    """Count the elements that an elementwise loss averages over; both arguments may be broadcast."""
+    """Return the number of elements over which an elementwise loss averages; both arguments may be broadcast."""
     if output.shape == target.shape:
         return output.numel()
     return math.prod(torch.broadcast_shapes(output.shape, target.shape))
 
 
 def _classes(output: torch.Tensor, target: torch.Tensor, keywords: Mapping[str, Any]) -> Any:
-    """Count the targets that are not ignored, by the weights of their classes if there are such."""
-    if target.is_floating_point():  # probabilities of classes: ignore_index and weight are not in the divisor
+    """Return the number of targets that are not ignored, or the sum of their class weights if these are given."""
+    if target.is_floating_point():  # class probabilities: the divisor is without ignore_index and weight
         return output.numel() // output.shape[1]
     counted = target != keywords.get("ignore_index", -100)
     weight = keywords.get("weight")
@@ -50,7 +50,7 @@ def _classes(output: torch.Tensor, target: torch.Tensor, keywords: Mapping[str, 
 
 
 class Bits(Enum):
-    """Which gradients the replicas' sums leave, compared with the mean over the whole batch."""
+    """How the gradients of the replicas' sums compare with those of the mean over the whole batch."""
 
     SAME = "the same bits"
     SAME_UNSCALED = "the same bits if the loss is scaled by powers of two only"
@@ -58,8 +58,8 @@ class Bits(Enum):
 
 
 @dataclass(frozen=True)
-class Rule:
-    """One of torch's losses as a sum over rows: its function, the settings of its module, the divisor of its mean."""
+class DivisorRule:
+    """One of torch's losses as a sum over rows: its function, its module's settings, and the divisor of its mean."""
 
     function: Function
     settings: tuple[str, ...]
@@ -67,54 +67,57 @@ class Rule:
     bits: Bits = Bits.ROUNDED
 
     def splits(self, output: torch.Tensor, target: torch.Tensor) -> bool:
-        """Return whether rows of output and target meet one to one, so that no broadcasting couples rows."""
+        """Return whether rows of output and target correspond one to one, so that no broadcasting couples rows."""
         return target.shape[:1] == output.shape[:1] and (
             target.dim() == output.dim() or (self.divisor is _classes and target.dim() == output.dim() - 1)
         )
 
 
 _RULES = {
-    nn.CrossEntropyLoss: Rule(F.cross_entropy, ("weight", "ignore_index", "label_smoothing"), _classes, Bits.SAME),
-    nn.NLLLoss: Rule(F.nll_loss, ("weight", "ignore_index"), _classes, Bits.SAME),
-    nn.MSELoss: Rule(F.mse_loss, (), _elements, Bits.SAME_UNSCALED),
-    nn.L1Loss: Rule(F.l1_loss, (), _elements, Bits.SAME),
-    nn.SmoothL1Loss: Rule(F.smooth_l1_loss, ("beta",), _elements),
-    nn.HuberLoss: Rule(F.huber_loss, ("delta",), _elements),
-    nn.BCELoss: Rule(F.binary_cross_entropy, ("weight",), _elements),
-    nn.BCEWithLogitsLoss: Rule(F.binary_cross_entropy_with_logits, ("weight", "pos_weight"), _elements),
+    nn.CrossEntropyLoss: DivisorRule(
+        F.cross_entropy, ("weight", "ignore_index", "label_smoothing"), _classes, Bits.SAME
+    ),
+    nn.NLLLoss: DivisorRule(F.nll_loss, ("weight", "ignore_index"), _classes, Bits.SAME),
+    nn.MSELoss: DivisorRule(F.mse_loss, (), _elements, Bits.SAME_UNSCALED),
+    nn.L1Loss: DivisorRule(F.l1_loss, (), _elements, Bits.SAME),
+    nn.SmoothL1Loss: DivisorRule(F.smooth_l1_loss, ("beta",), _elements),
+    nn.HuberLoss: DivisorRule(F.huber_loss, ("delta",), _elements),
+    nn.BCELoss: DivisorRule(F.binary_cross_entropy, ("weight",), _elements),
+    nn.BCEWithLogitsLoss: DivisorRule(F.binary_cross_entropy_with_logits, ("weight", "pos_weight"), _elements),
 }
-"""`bits` was found by comparing gradients over many sizes and scales: tests/test_losses.py."""
+"""The rules by loss module. tests/test_losses.py determines `bits` by comparing gradients of many sizes and scales."""
 _BY_FUNCTION = {rule.function: rule for rule in _RULES.values()}
 _ROUNDING = ("weight", "pos_weight", "label_smoothing")
-"""Settings that divide by other numbers than counts, or add terms with divisors: they leave no loss its bits."""
+"""Settings that divide by other numbers than counts, or add terms with divisors: with them, any loss is ROUNDED."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
 
 
 @dataclass(frozen=True)
 class Summed:
-    """A loss that replicas can take over their rows, as it is configured in this step."""
+    """A loss that replicas can compute over their rows, with its settings in this step."""
 
     sum_fn: Function
     weight_fn: Function | None
     bits: Bits
-    rule: Rule | None = None
+    rule: DivisorRule | None = None
 
     def keeps_bits(self, *, powers: bool) -> bool:
-        """Return whether gradients keep their bits, with a loss scaled by `powers` of two only or by anything."""
+        """Return whether gradients are bitwise equal to the whole batch's; `powers`: scaled by powers of two only."""
         return self.bits is Bits.SAME or (powers and self.bits is Bits.SAME_UNSCALED)
 
     def splits(self, output: Any, target: Any) -> bool:
-        """Return whether the rows of these arguments can be summed apart; a pair's functions promise it."""
+        """Return whether the rows of these arguments can be summed separately; a pair's functions promise this."""
         if self.rule is None:
             return True
         tensors = isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)
         return tensors and self.rule.splits(output, target)
 
     def weight_of(self, target: Any) -> int | None:
-        """Return the weight of all rows where the host knows it before any output is there; None where it does not.
+        """Return the weight of all rows if the host knows it before there are outputs; otherwise None.
 
-        That is a count of class numbers. Where rows of output and target do not meet, these losses raise by themselves.
+        This is a count of class numbers. Where rows of output and target do not correspond, these losses raise an
+        error.
         """
         if self.weight_fn is None or self.rule is None or self.rule.divisor is not _classes:
             return None
@@ -128,7 +131,10 @@ class Summed:
         return self.sum_fn(output, target)  # type: ignore[no-any-return]
 
     def weight(self, output: Any, target: Any) -> Any:
-        """Return the rows' share of the divisor: the sum over all replicas divides the sum of totals; None for none."""
+        """Return the rows' share of the divisor, or None for no divisor.
+
+        The sum of the totals over all replicas is divided by the sum of these shares.
+        """
         return None if self.weight_fn is None else self.weight_fn(output, target)
 
 
@@ -136,7 +142,7 @@ class Loss:
     """A loss as a whole, and as a sum over rows where the divisor of its mean is known.
 
     `loss_fn(output, target)` returns the mean (or sum) over the batch, or it is a pair `(sum_fn, weight_fn)` of
-    functions of output and target, whose quotient is then the loss. Nothing about it is kept from step to step.
+    functions of output and target, whose quotient is the loss. Its settings are read again in every step.
     """
 
     def __init__(self, loss_fn: Any) -> None:
@@ -152,7 +158,7 @@ class Loss:
         return self.loss_fn(output, target)  # type: ignore[no-any-return]
 
     def summed(self) -> Summed | None:
-        """Return how replicas take their own parts, from the loss's present settings; None where they cannot."""
+        """Return the loss by parts for the loss's present settings; None where it cannot be computed by parts."""
         return self._fixed or self._summed()
 
     def _summed(self) -> Summed | None:
@@ -175,7 +181,7 @@ class Loss:
         )
 
     def key(self) -> Hashable:
-        """Return what recorded work depends on: the present settings, of tensors their addresses."""
+        """Return the settings on which recorded graphs depend, with the address of each tensor."""
         found = None if self.pair else _settings(self.loss_fn)
         return tuple(
             (name, value.data_ptr() if isinstance(value, torch.Tensor) else value)
@@ -183,8 +189,8 @@ class Loss:
         )
 
 
-def _settings(loss_fn: Any) -> tuple[Rule, dict[str, Any]] | None:
-    """Return a torch loss's rule and its present keywords; None for any other function, and for what hooks watch."""
+def _settings(loss_fn: Any) -> tuple[DivisorRule, dict[str, Any]] | None:
+    """Return a torch loss's rule and its present keywords; None for any other function, and for a hooked module."""
     if isinstance(loss_fn, functools.partial):
         rule = _BY_FUNCTION.get(loss_fn.func) if not loss_fn.args else None
         known = {"reduction", *(rule.settings if rule else ())}
@@ -203,7 +209,7 @@ def _settings(loss_fn: Any) -> tuple[Rule, dict[str, Any]] | None:
 
 
 def _placed(keywords: Mapping[str, Any], output: torch.Tensor | None) -> Mapping[str, Any]:
-    """Return the keywords with their tensors where the output is, if there is one."""
+    """Return the keywords with their tensors on the output's device, if there is an output."""
     if not keywords or output is None:
         return keywords
     return {
@@ -221,9 +227,9 @@ def _weigh(divisor: Divisor, keywords: Mapping[str, Any], output: Any, target: A
 
 
 def check(loss: Loss, parts: torch.Tensor, output: Any, target: Any) -> bool:
-    """Return whether a pair could be checked; raise ValueError where its parts do not make the loss of the batch.
+    """Return whether a pair could be checked. Raises ValueError where its parts do not make the loss of the batch.
 
-    A loss that is not finite proves nothing.
+    A loss that is not finite cannot be checked.
     """
     with torch.no_grad():
         whole = float(loss.whole(output, target))
@@ -233,20 +239,21 @@ def check(loss: Loss, parts: torch.Tensor, output: Any, target: Any) -> bool:
     half = isinstance(output, torch.Tensor) and output.dtype in (torch.float16, torch.bfloat16)
     if not abs(mine - whole) <= (3e-2 if half else 1e-3) * max(abs(whole), 1e-3):
         raise ValueError(
-            f"loss=local: the replicas' sums make {mine:.6g}, but the loss of the whole batch is {whole:.6g}: it is "
-            "not a sum over rows; give another pair (sum_fn, weight_fn), or use a schedule with loss=gathered"
+            f"loss=local: the replicas' sums make {mine:.6g}, but the loss of the whole batch is {whole:.6g}: the loss "
+            "is not a sum over rows; give another pair (sum_fn, weight_fn), or use a schedule with loss=gathered"
         )
     return True
 
 
 class LocalLoss:
-    """The replicas' parts: `forward` for each replica, `meet` once, then `backward` for each, or `joint` for all.
+    """The replicas' parts of a loss.
 
-    With the `weight` of all rows known, replicas need not meet: `alone` for each, then `add` once.
+    Call `forward` for each replica, `meet` once, then `backward` for each replica or `joint` once for all. If the
+    `weight` of all rows is known in advance, call `alone` for each replica, then `add` once.
 
-    `pieces` are (inputs, target) pairs; `scale` is applied to the loss that backward starts from. With `recorded`
-    graphs a replica's work is replayed. Where rows of output and target do not meet one to one, `split` is False after
-    `meet`, and the outputs wait for a loss over the gathered batch.
+    `pieces` are (inputs, target) pairs. `scale` is applied to the loss from which backward starts. With `recorded`
+    graphs a replica's work is replayed. If rows of output and target do not correspond one to one, `split` is False
+    after `meet`, and `outputs` are kept for a loss over the gathered batch.
     """
 
     def __init__(
@@ -271,7 +278,7 @@ class LocalLoss:
         self.loss = torch.empty(0)
 
     def forward(self, i: int) -> None:
-        """Run replica i, and take the loss of its rows."""
+        """Run replica i, and compute the loss of its rows."""
         (inputs, target), device, mark = self._pieces[i], self._devices[i], self._mark
         with mark(Phase.FORWARD, device.index):
             if self._recorded:
@@ -285,7 +292,7 @@ class LocalLoss:
             self._weights[i] = self._summed.weight(self.outputs[i], target)
 
     def meet(self) -> None:
-        """Add up the parts on the first device."""
+        """Add the parts on the first device."""
         self.split = all(total is not None for total in self._totals)
         if not self.split:
             return
@@ -293,10 +300,10 @@ class LocalLoss:
         tensors = [one for one in self._weights if isinstance(one, torch.Tensor)]
         if any(one.requires_grad for one in tensors):
             raise ValueError(
-                "loss=local: the weight of a pair (sum_fn, weight_fn) depends on the output, and replicas cannot "
-                "follow its gradient; detach it, or use a schedule with loss=gathered"
+                "loss=local: the weight of a pair (sum_fn, weight_fn) requires gradients, which replicas cannot "
+                "compute separately; detach it, or use a schedule with loss=gathered"
             )
-        for device in self._devices[1:]:  # replicas that share a GPU have streams of their own
+        for device in self._devices[1:]:  # replicas that share a GPU have separate streams
             root.wait(device)
         root.borrow([*self._totals, *tensors])
         with self._mark(Phase.LOSS, root.index), torch.no_grad():
@@ -322,7 +329,7 @@ class LocalLoss:
                 self._recorded[i].backward(total.grad, owned=len(self._pieces) == 1)
 
     def alone(self, i: int) -> None:
-        """Run replica i forward and backward, with the weight that is known."""
+        """Run replica i's forward and backward, with the known weight of all rows."""
         (inputs, target), device, mark = self._pieces[i], self._devices[i], self._mark
         with mark(Phase.FORWARD, device.index):
             output = self._replicas[i](*inputs)
@@ -332,26 +339,26 @@ class LocalLoss:
         self.backward(i)
 
     def add(self) -> None:
-        """Add up the parts on the first device, after the backwards: no phase waits for it."""
+        """Add the parts on the first device, after the backwards; this counts for no phase."""
         with torch.no_grad():
             self.loss = _divided(_sum(self._totals, self._devices[0]), self._weight)
 
     def joint(self) -> torch.Tensor:
-        """Return what one backward through all replicas starts from."""
+        """Return the loss from which one backward through all replicas starts."""
         root = self._devices[0]
         with self._mark(Phase.LOSS, root.index):
             return self._scale(_divided(_sum(self._totals, root), self._weight))
 
 
 def _here(value: Any, device: Device) -> Any:
-    """Return a number or tensor on a device."""
+    """Return a number, or a tensor copied to a device."""
     if not isinstance(value, torch.Tensor) or value.device == device.torch_device:
         return value
     return value.to(device.torch_device, non_blocking=True)
 
 
 def _sum(values: Sequence[Any], device: Device) -> Any:
-    """Add up numbers or tensors on a device, in order; `sum` would begin with an operation on 0."""
+    """Return the sum of numbers or tensors on a device, in order; `sum` would begin with an addition to 0."""
     return functools.reduce(operator.add, [_here(value, device) for value in values])
 
 

@@ -1,8 +1,8 @@
-"""State: `optimizer.state` by parameter, while the values are kept by the units that devices step.
+"""Optimizer state: `optimizer.state` by parameter, while the values are stored by the shards that devices step.
 
-Reading it, or changing it, does what it does in a loop without the engine. The first access fetches the values; from
-then on every step reads the entries before it and writes them back after it, since a loop may hold on to them. An
-optimizer whose state is never looked at pays nothing.
+Reading and changing it has the same effect as in a loop without the engine. The first access fetches the values. From
+then on every step reads the entries before it and writes them back after it, because a loop may keep references to
+them. An optimizer whose state is never accessed has no such cost.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from dpbench.engine.errors import Refused
 
 State = defaultdict[Any, Any]
-"""An optimizer's state, as torch keeps it: a dict by name, for each tensor that is stepped."""
+"""An optimizer's state, in torch's format: for each tensor that is stepped, a dict by name."""
 
 
 class FetchedState(State):
-    """The state by parameter, fetched when it is first looked at."""
+    """The state by parameter, fetched at the first access."""
 
     def __init__(self, fetch: Callable[[], State]) -> None:
         super().__init__(dict)
@@ -32,7 +32,7 @@ class FetchedState(State):
 
     @property
     def fetched(self) -> bool:
-        """Return whether the entries have been looked at, and so may have been changed, or be held by others."""
+        """Return whether the entries have been accessed, so that a loop may have changed them or may reference them."""
         return self._fetch is None
 
     def _load(self) -> None:
@@ -51,7 +51,7 @@ class FetchedState(State):
                 else:
                     entry[name] = value
 
-    # every way in which a dict is looked at
+    # all ways to access a dict
 
     def __getitem__(self, key: Any) -> Any:
         self._load()
@@ -134,7 +134,7 @@ class FetchedState(State):
         return super().popitem()
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
-        """Return an entry, having set it if it was missing."""
+        """Return an entry, after setting it if it was missing."""
         self._load()
         return super().setdefault(key, default)
 
@@ -150,7 +150,7 @@ class FetchedState(State):
 
 
 def _alike(held: Any, value: Any) -> bool:
-    """Return whether a tensor can take over another's values without becoming another tensor."""
+    """Return whether `value` can be copied into the tensor `held` in place."""
     return (
         isinstance(held, torch.Tensor)
         and isinstance(value, torch.Tensor)
@@ -160,33 +160,33 @@ def _alike(held: Any, value: Any) -> bool:
 
 
 ELEMENTWISE = (Adam, AdamW, SGD, RMSprop, Adagrad)
-"""Optimizers that treat every element by itself, so that parameters may be joined and cut."""
+"""Optimizers that treat every element separately, so that parameters may be joined and cut."""
 
 Stepped = tuple[torch.Tensor, torch.Tensor, int]
-"""A weight, its gradient, and the number of the optimizer's group that it belongs to."""
+"""A weight, its gradient, and the number of its group in the optimizer."""
 
 
 class Stepper:
-    """One device's optimizer over the weights that it steps, with their state by unit.
+    """One device's optimizer for the weights that it steps, with their state by shard.
 
-    A `natural` one is the user's optimizer, which steps its own parameters with its own state.
+    A `natural` stepper is the user's optimizer, which steps its own parameters with its own state.
     """
 
-    def __init__(self, optimizer: Optimizer, leader: Optimizer, units: Sequence[Stepped], *, natural: bool) -> None:
-        self._optimizer, self._leader, self._units, self._natural = optimizer, leader, units, natural
-        self._params = [[weight for weight, _, group in units if group == g] for g in range(len(leader.param_groups))]
+    def __init__(self, optimizer: Optimizer, leader: Optimizer, shards: Sequence[Stepped], *, natural: bool) -> None:
+        self._optimizer, self._leader, self._shards, self._natural = optimizer, leader, shards, natural
+        self._params = [[weight for weight, _, group in shards if group == g] for g in range(len(leader.param_groups))]
         self.state: Any = defaultdict(dict)
 
     def step(self) -> None:
-        """Step the units with the leader's present options."""
-        for weight, gradient, _ in self._units:
+        """Step the shards with the leader's present options."""
+        for weight, gradient, _ in self._shards:
             weight.grad = gradient
         with self._swapped():
             self._optimizer.step()
 
     @contextmanager
     def _swapped(self) -> Iterator[None]:
-        """Put the units and their state in the place of the optimizer's own."""
+        """Replace the optimizer's parameters and state by the shards and their state inside the context."""
         if self._natural:
             yield
             return
@@ -208,17 +208,18 @@ class Stepper:
 
 
 @dataclass(frozen=True)
-class Group:
-    """Parameters, by number, that may be stepped as one tensor: of one of the optimizer's groups, with alike state."""
+class OptimizerGroup:
+    """Parameters, by number, of one of the optimizer's groups that can be joined and stepped as one tensor."""
 
     number: int
     parameters: tuple[int, ...]
 
 
-def groups_of(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> list[Group]:
-    """Return the optimizer's groups, cut where states differ in more than elements (a parameter that joined later).
+def groups_of(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> list[OptimizerGroup]:
+    """Return the optimizer's groups, split where parameters' states cannot be joined (one that joined the group later).
 
-    Parameters that need no gradient are never stepped. Raises Refused for tensors that the module does not have.
+    Parameters that require no gradient are never stepped. Raises Refused for tensors that are not the module's
+    parameters.
     """
     number = {id(p): n for n, p in enumerate(parameters)}
     found = []
@@ -227,24 +228,24 @@ def groups_of(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> list[
         for parameter in group["params"]:
             if id(parameter) not in number:
                 raise Refused(
-                    f"the optimizer steps a tensor of shape {tuple(parameter.shape)} that the module does not have as "
-                    "a parameter; schedules with replicas=persistent cannot carry it: use schedule='cached'"
+                    f"the optimizer steps a tensor of shape {tuple(parameter.shape)} that is not a parameter of the "
+                    "module; schedules with replicas=persistent cannot handle it: use schedule='cached'"
                 )
             if parameter.requires_grad:
                 alike.setdefault(_form(optimizer.state.get(parameter, {}), parameter), []).append(number[id(parameter)])
-        found += [Group(g, tuple(numbers)) for numbers in alike.values()]
+        found += [OptimizerGroup(g, tuple(numbers)) for numbers in alike.values()]
     return found
 
 
 def _form(state: Mapping[str, Any], parameter: torch.Tensor) -> Hashable:
-    """Return what two parameters' states have in common if one tensor can stand for both."""
+    """Return a key that is equal for parameters whose states can be joined."""
     return tuple(
         (name, "" if is_elementwise(name, value, parameter) else _plain(value)) for name, value in sorted(state.items())
     )
 
 
 def is_elementwise(name: str, value: Any, parameter: torch.Tensor) -> bool:
-    """Return whether an entry of an optimizer's state has a number for each element of the parameter."""
+    """Return whether an entry of an optimizer's state has one value for each element of the parameter."""
     return isinstance(value, torch.Tensor) and name != "step" and value.shape == parameter.shape
 
 
@@ -255,7 +256,7 @@ def _plain(value: Any) -> Hashable:
 
 
 def mirror(optimizer: Optimizer) -> Optimizer:
-    """Return an optimizer of the same kind and options, without parameters or state, as unpickling would make it."""
+    """Return an optimizer of the same type and options, without parameters or state, as unpickling would make it."""
     groups: list[Mapping[str, Any]] = [{**group, "params": []} for group in optimizer.param_groups]
     twin: Optimizer = type(optimizer).__new__(type(optimizer))
     twin.__setstate__({"defaults": optimizer.defaults, "state": defaultdict(dict), "param_groups": groups})
@@ -269,7 +270,7 @@ def finish(
     scaler: torch.amp.GradScaler | None,
     stepper: Any,
 ) -> None:
-    """Unscale, clip, and step unless the gradients overflow."""
+    """Unscale and clip the gradients, and step unless they overflow."""
     if clip_norm is not None:
         if scaler is not None:
             scaler.unscale_(stepper)

@@ -1,6 +1,6 @@
-"""Persistent replicas: modules with leaf parameters of their own, whose memory stays and whose values are refreshed.
+"""Persistent replicas: modules with their own leaf parameters, kept between steps and refreshed in place.
 
-Only TrainStep can have them: it knows when the optimizer has changed the weights.
+Only TrainStep can have them, because it knows when the optimizer has changed the weights.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from torch import nn
 
 from dpbench.engine.collectives import copies_of
 from dpbench.engine.flat_storage import FlatWeights
-from dpbench.engine.replica_cache import Trees
+from dpbench.engine.replica_cache import ReplicaCache
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices._many import copy_all
 from dpbench.records import Mark, Phase
 
 
-class Persistent:
-    """One kept replica per device, each with leaf parameters whose gradients belong to that replica alone.
+class ReplicaWeights:
+    """One persistent replica per device, each with leaf parameters whose gradients belong to that replica alone.
 
     Replica 0's parameters share the memory of the module's, and its buffers are the module's. The module's own
-    parameters (`originals`) take no part in forward, so that their `.grad` and their hooks see reduced gradients only.
-    The other replicas' buffers are new in every step, or, `fixed`, written in place. `version` counts the module's
-    changes.
+    parameters (`originals`) take no part in forward, so that only reduced gradients reach their `.grad` and their
+    hooks. The other replicas' buffers are new tensors in every step; with `fixed` they are written in place. `version`
+    counts the changes of the module.
     """
 
     def __init__(
@@ -34,9 +34,9 @@ class Persistent:
         self._devices, self._flat, self._mark, self._fixed = devices, flat, mark, fixed
         self.version = 0
         self.buffers: list[list[torch.Tensor]] = []
-        self._trees = Trees(module)
-        self._trees.check_placed(devices[0])
-        self.originals = list(self._trees.parameters)
+        self._cache = ReplicaCache(module)
+        self._cache.check_placed(devices[0])
+        self.originals = list(self._cache.parameters)
         self.flats: list[list[torch.Tensor]] = [flat.buffers] if flat else [[] for _ in devices]
         self.parameters: list[list[torch.Tensor]] = [
             [nn.Parameter(p.detach(), p.requires_grad) for p in self.originals]
@@ -59,25 +59,25 @@ class Persistent:
 
     def notice(self) -> bool:
         """Read the module again if it has changed; return whether its parameters are still the same objects."""
-        if not self._trees.refresh():
+        if not self._cache.refresh():
             return True
         self.version += 1
-        self._trees.check_placed(self._devices[0])
-        return _same(self._trees.parameters, self.originals)
+        self._cache.check_placed(self._devices[0])
+        return _same(self._cache.parameters, self.originals)
 
     def modules(self, count: int) -> list[nn.Module]:
-        """Return the first replicas, their buffers restarted from replica 0's. Call `notice` before."""
-        root, trees = self._devices[0], self._trees
+        """Return the first `count` replicas, with buffers copied from replica 0. `notice` must be called first."""
+        root, cache = self._devices[0], self._cache
         with self._mark(Phase.REPLICATE, root.index):
             self._copy_buffers(count)
             for device in self._devices[1:count]:  # replica 0 writes its buffers while others may still copy them
                 root.wait(device)
-            order = [*trees.parameters, *trees.buffers]
-            return trees.bind(order, [[*p, *b] for p, b in zip(self.parameters, self.buffers[:count], strict=False)])
+            order = [*cache.parameters, *cache.buffers]
+            return cache.bind(order, [[*p, *b] for p, b in zip(self.parameters, self.buffers[:count], strict=False)])
 
     def _copy_buffers(self, count: int) -> None:
-        """Bring replica 0's buffers to the others."""
-        originals = self._trees.buffers
+        """Copy replica 0's buffers to the other replicas."""
+        originals = self._cache.buffers
         if not self._fixed:
             self.buffers = copies_of(originals, self._devices[:count], self._mark)
         elif not self.buffers or not _same(originals, self.buffers[0]):
@@ -89,7 +89,10 @@ class Persistent:
                     copy_all(own, originals)
 
     def refresh(self, i: int, *, flats: bool = True) -> None:
-        """Copy replica 0's weights into replica i's, in one transfer a flat buffer, or what is outside of those."""
+        """Copy replica 0's weights to replica i, one transfer per flat buffer.
+
+        Without `flats`, only the weights outside flat buffers are copied.
+        """
         device = self._devices[i]
         with self._mark(Phase.REPLICATE, device.index), device.guard(), torch.no_grad():
             device.wait(self._devices[0])
@@ -98,7 +101,7 @@ class Persistent:
             copy_all(self._outside[i], self._outside[0])
 
     def gradients(self, count: int) -> list[list[torch.Tensor | None]]:
-        """Return the first replicas' gradients, by parameter."""
+        """Return the first `count` replicas' gradients, by parameter."""
         return [[p.grad for p in one] for one in self.parameters[:count]]
 
     def clear(self) -> None:
@@ -108,7 +111,7 @@ class Persistent:
                 parameter.grad = None
 
     def versions(self) -> list[int]:
-        """Return the counts of torch's own in-place writes to the module's parameters."""
+        """Return torch's counts of in-place writes to the module's parameters."""
         return [p._version for p in self.originals]
 
     def stale(self) -> list[int]:
@@ -122,17 +125,17 @@ class Persistent:
 
 
 class Overlap:
-    """Calls back as soon as a bucket's gradients are there on every replica, while backward still runs.
+    """Calls back as soon as every replica has a bucket's gradients, while backward still runs.
 
-    Buckets go from the last parameters to the first, the order in which backward finishes them. `staged` is called
-    with each replica's number when its own are there, in the thread that made them; `ready` after the last of these.
-    What never fires (unused parameters), or fires again (checkpoints that re-enter autograd), is left to the end of
-    the step.
+    Buckets run from the last parameters to the first, the order in which backward finishes them. `staged` is called
+    once per replica, with its number, in the thread that computed its gradients; `ready` is called after the last of
+    these. Gradients that never come (unused parameters), or that come again (checkpoints that re-enter autograd), are
+    left to the end of the step.
     """
 
     def __init__(
         self,
-        replicas: Persistent,
+        replicas: ReplicaWeights,
         buckets: Sequence[Sequence[int]],
         ready: Callable[[Sequence[int]], None],
         staged: Callable[[int, Sequence[int]], None],
@@ -149,13 +152,13 @@ class Overlap:
         ]
 
     def begin(self, count: int) -> None:
-        """Expect gradients of so many replicas."""
+        """Expect the gradients of `count` replicas."""
         self._expected, self._again, self._done = count, False, set[int]()
         self._fired = [[0] * len(self._buckets) for _ in range(self._replicas)]
         self._complete = [0] * len(self._buckets)
 
     def rest(self) -> list[int]:
-        """Stop, and return the numbers of the parameters whose buckets have not been called for, or too early."""
+        """Stop, and return the numbers of the parameters whose buckets were not reported, or reported too early."""
         self._expected = 0
         done = () if self._again else self._done
         return [number for b, bucket in enumerate(self._buckets) if b not in done for number in bucket]
@@ -184,11 +187,11 @@ class Overlap:
         return fired
 
     def close(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
 
 def _same(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
-    """Tell whether two lists hold the same objects."""
+    """Return whether two lists contain the same objects."""
     return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))

@@ -1,4 +1,4 @@
-"""Reduce: add the replicas' gradients onto one device, in replica order, so that the bits repeat."""
+"""Reduce: sum the replicas' gradients on one device, in replica order, so that the result is bitwise reproducible."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ def reduce(
     comm_dtype: torch.dtype | None = None,
     mark: Mark = no_mark,
 ) -> list[torch.Tensor]:
-    """Sum `gradients[replica][parameter]` over the replicas onto `devices[0]`.
+    """Return the sums of `gradients[replica][parameter]` over the replicas, on `devices[0]`.
 
-    The order is ((g0 + g1) + g2) + ...; distinct GPUs use torch's coalesced reduction, whose order is its own.
-    With `comm_dtype` every gradient is rounded to it for the way.
+    The order is ((g0 + g1) + g2) + ...; distinct GPUs use torch's coalesced reduction, which chooses the order itself.
+    With `comm_dtype` every gradient is rounded to that dtype for the transfer.
     """
     devices = as_devices(devices)
     root = devices[0]
     with mark(Phase.REDUCE, root.index):
-        # a collective has no graph: second derivatives take the plain adds
+        # a collective builds no graph, so second derivatives need the plain additions
         if root.can_collect(devices) and not torch.is_grad_enabled() and comm_dtype is None:
             return root.reduce_add(gradients, devices)
         for device, one in zip(devices, gradients, strict=True):
@@ -37,11 +37,11 @@ def reduce(
 
 
 def _sum(parts: Sequence[torch.Tensor], root: Device, comm_dtype: torch.dtype | None) -> torch.Tensor:
-    """Add in order; a single gradient passes through. Where all are sparse, the sum is."""
+    """Return the sum of `parts` in order; a single gradient is returned unchanged, and sparse parts stay sparse."""
     total = arrive(parts[0], root, comm_dtype) if len(parts) > 1 else parts[0]
     for number, part in enumerate(parts[1:]):
         here = arrive(part, root, comm_dtype)
-        if total.is_sparse and not here.is_sparse:  # torch adds a sparse tensor to a dense one, never the reverse
+        if total.is_sparse and not here.is_sparse:  # torch adds a sparse tensor to a dense one only
             total = here + total
         else:
             total = total + here if number == 0 else total.add_(here)
@@ -49,8 +49,8 @@ def _sum(parts: Sequence[torch.Tensor], root: Device, comm_dtype: torch.dtype | 
 
 
 def arrive(part: torch.Tensor, root: Device, comm_dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return a gradient on `root`, rounded to `comm_dtype` for the way if one is given."""
+    """Return a gradient on `root`, rounded to `comm_dtype` for the transfer if one is given."""
     home = root.torch_device
     if comm_dtype is None or not part.is_floating_point():
-        return part if part.device == home else part.to(home, non_blocking=True)  # asking is cheaper than moving
+        return part if part.device == home else part.to(home, non_blocking=True)  # cheaper than `to`
     return part.to(comm_dtype).to(home, non_blocking=True).to(part.dtype)

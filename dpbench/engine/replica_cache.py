@@ -1,6 +1,6 @@
-"""Cached replicas: the copies of the tree of modules are kept, and each step only binds new tensors to them.
+"""Cached replicas: keep the copies of the module tree between steps, and bind new tensors to them in each step.
 
-Building the trees is most of what replicate costs the host; binding costs some tens of nanoseconds a tensor.
+Building the copies is most of the host time of replicate; binding takes tens of nanoseconds per tensor.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _GLOBAL_HOOKS = [getattr(module_hooks, f"_global{name}") for name in _HOOKS]
 
 
-class Trees:
-    """Kept copies of a module's tree, one per replica: one set for training, one for calls without gradients.
+class ReplicaCache:
+    """Copies of a module's tree, one per replica: one set for training, one for calls without gradients.
 
-    Two sets, because a checkpoint recomputes its forward in backward, and calls without gradients may come between.
+    There are two sets, because a checkpoint recomputes its forward in backward, and calls without gradients may happen
+    in between.
 
-    Before every use the module is compared with what the trees were copied from: one whose parameters, submodules or
-    plain attributes have changed (`eval()`, `dropout.p = 0.1`) is copied anew. So is a tree whose own attributes a
-    forward has written: torch's replicas forget them after each forward.
+    Before every use the module is compared with its state when the copies were made. If its parameters, submodules or
+    plain attributes have changed (`eval()`, `dropout.p = 0.1`), it is copied again. So is a replica whose attributes
+    were written by a forward, because torch's replicas lose such attributes after each forward.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -38,7 +39,7 @@ class Trees:
         self._unchecked = True
 
     def _read(self) -> None:
-        """Take down the module as it is now."""
+        """Record the module's present state."""
         modules = self._modules = list(self.module.modules())
         self._types = list(map(type, modules))
         self._watched: list[dict[str, Any]] = [d for m in modules for d in (m.__dict__, m._modules)]
@@ -49,11 +50,11 @@ class Trees:
         self._library = all(_is_library(m) for m in modules)
         self.parameters: list[torch.Tensor] = unique(self.module.parameters())
         self.buffers: list[torch.Tensor] = unique(self.module.buffers())
-        self._trees: dict[bool, list[_Tree]] = {}
+        self._replicas: dict[bool, list[_CachedReplica]] = {}
         self._orders: dict[bool, list[int]] = {}
 
     def refresh(self) -> bool:
-        """Read the module again if it has changed; return whether it had."""
+        """Read the module again if it has changed; return whether it had changed."""
         changed = self._changed()
         if changed:
             self._read()
@@ -61,49 +62,52 @@ class Trees:
         return changed
 
     def check_placed(self, root: Device) -> None:
-        """Raise RuntimeError unless all tensors are on `root`, and have shapes."""
+        """Raise RuntimeError unless all tensors are on `root` and initialized."""
         home = root.torch_device
         if self._unchecked or not all(tensor.device == home for tensor in self.parameters):
             check_placed(chain(self.parameters, self.buffers), root)
             self._unchecked = False
 
     def _changed(self) -> bool:
-        """Return whether the module differs from what was read."""
+        """Return whether the module differs from the recorded state."""
         if [id(tensor) for holder in self._holders for tensor in holder.values()] != self._ids:
             return True
         try:
             return self._watched != self._seen or list(map(type, self._modules)) != self._types
-        except (RuntimeError, ValueError):  # tensors and arrays that are not the same object refuse to be compared
+        except (RuntimeError, ValueError):  # comparing two distinct tensors or arrays raises
             return True
 
     def bind(
         self, sources: Sequence[torch.Tensor], copies: Sequence[Sequence[torch.Tensor]], *, detached: bool = False
     ) -> list[nn.Module]:
-        """Return one replica per list of `copies`, which stand for the module's tensors in the order of `sources`."""
-        order, trees = [id(source) for source in sources], self._trees.get(detached, [])
+        """Return one replica per list in `copies`, which replace the module's tensors in the order of `sources`."""
+        order, replicas = [id(source) for source in sources], self._replicas.get(detached, [])
         watching = not self._library or any(self._hooks)
         if (
-            len(trees) < len(copies)
+            len(replicas) < len(copies)
             or order != self._orders[detached]
-            or any(tree.watching != watching or tree.written() for tree in trees)
+            or any(replica.watching != watching or replica.written() for replica in replicas)
         ):
             self._orders[detached] = order
-            trees = self._trees[detached] = [_Tree(self.module, sources, one, watching=watching) for one in copies]
+            replicas = self._replicas[detached] = [
+                _CachedReplica(self.module, sources, one, watching=watching) for one in copies
+            ]
         else:
-            for tree, tensors in zip(trees, copies, strict=False):
-                tree.bind(tensors)
-        return [tree.root for tree in trees[: len(copies)]]
+            for replica, tensors in zip(replicas, copies, strict=False):
+                replica.bind(tensors)
+        return [replica.root for replica in replicas[: len(copies)]]
 
 
 def _is_library(module: nn.Module) -> bool:
-    """Return whether a module's forward is torch's own code, which writes no attributes unless hooks do."""
+    """Return whether a module's forward is torch's own code, which sets no attributes unless hooks do."""
     return type(module).__module__.startswith("torch.nn.modules.") and "forward" not in module.__dict__
 
 
-class _Tree:
-    """One replica: its root module, and every place in it that holds a tensor of the original.
+class _CachedReplica:
+    """One replica: its root module, and every place in it that refers to a tensor of the original.
 
-    `watching` keeps what `written` compares: only code that torch does not ship, or a hook, can write attributes.
+    With `watching` it stores the values that `written` compares. Only a hook, or code outside torch, can set
+    attributes.
     """
 
     def __init__(
@@ -138,7 +142,10 @@ class _Tree:
         self._mutable = _picker([at for at, value in enumerate(self._seen) if _is_mutable(value)])
 
     def bind(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Put each tensor wherever the replica holds it, a loop that never enters Python code."""
+        """Put each tensor in its places in the replica.
+
+        The loop runs in C, because it runs for every tensor in every step.
+        """
         if len(tensors) == len(self._bound) and all(map(is_, tensors, self._bound)):
             return
         self._bound = tensors
@@ -148,18 +155,18 @@ class _Tree:
             deque(map(setitem, repeat(self._seen), self._at, picked), maxlen=0)
 
     def written(self) -> bool:
-        """Return whether a forward has bound attributes since the tree was built or bound."""
+        """Return whether a forward has set attributes since the replica was built or last bound."""
         if not self.watching:
             return False
         values = self._values()
         try:
-            # what may change later must be the same object; of the rest, equal values are as good
+            # mutable values must be the same object; for immutable ones equality is enough
             return values != self._seen or not all(map(is_, self._mutable(values), self._mutable(self._seen)))
-        except (RuntimeError, ValueError):  # tensors and arrays that are not the same object refuse to be compared
+        except (RuntimeError, ValueError):  # comparing two distinct tensors or arrays raises
             return True
 
     def _values(self) -> list[Any]:
-        """Return all entries of all containers, in order; the values are kept, so that no id is reused."""
+        """Return all entries of all containers, in order. References are kept, so that no id is reused."""
         return [*chain.from_iterable(map(dict.values, self._dicts)), *chain.from_iterable(self._lists)]
 
 
@@ -169,9 +176,9 @@ def _is_mutable(value: Any) -> bool:
 
 
 def _containers(root: nn.Module) -> Iterable[Any]:
-    """Yield the dicts and lists of all modules of a tree: attributes, and what these hold one level down.
+    """Yield the dicts and lists of all modules of a tree: attribute dicts, and the containers that are attributes.
 
-    Modules that keep tensors in containers of their own (RNNs keep `_flat_weights`) are so found without knowing them.
+    This also finds the containers in which some modules keep tensors, such as the `_flat_weights` of RNNs.
     """
     for module in root.modules():
         yield module.__dict__
@@ -184,7 +191,7 @@ _HOLDERS = ("_parameters", "_buffers", "_modules", "_former_parameters")
 
 
 def _picker(numbers: Sequence[int]) -> Any:
-    """Return a function that picks those items of a sequence, in C."""
+    """Return a function, implemented in C, that returns the items with these indices."""
     if len(numbers) > 1:
         return itemgetter(*numbers)
     return lambda tensors: [tensors[number] for number in numbers]

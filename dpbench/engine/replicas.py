@@ -1,4 +1,4 @@
-"""The two lives of a TrainStep's replicas: joined to the module by autograd in every step, or kept with weights."""
+"""Replicas of a TrainStep: copied through autograd in every step, or persistent with their own weights."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dpbench.engine.collectives import Copier, copies_of
 from dpbench.engine.flat_storage import FlatWeights
 from dpbench.engine.identity import Identity
 from dpbench.engine.optimizer_state import finish, groups_of
-from dpbench.engine.persistent_step import Kept
-from dpbench.engine.replica_cache import Trees
+from dpbench.engine.persistent_step import PersistentReplicas
+from dpbench.engine.replica_cache import ReplicaCache
 from dpbench.engine.replicate import check_placement, replicate, unique
 from dpbench.engine.workers import Workers
 from dpbench.hardware.device import Device
@@ -23,7 +23,10 @@ from dpbench.records.schedule import Schedule
 def flat_weights(
     module: nn.Module, optimizer: torch.optim.Optimizer | None, schedule: Schedule, root: Device, shares: int = 1
 ) -> FlatWeights | None:
-    """Move the module's trainable parameters into flat buffers, one a group and dtype, if the schedule says so."""
+    """Move the module's trainable parameters into flat buffers if the schedule has storage=flat; return the buffers.
+
+    There is one buffer per optimizer group and dtype.
+    """
     if schedule.storage != "flat":
         return None
     check_placement(module, root)
@@ -35,7 +38,7 @@ def flat_weights(
 
 
 def flat_copier(flat: FlatWeights) -> Copier:
-    """Return a copier that moves the flat buffers whole, and everything else by itself."""
+    """Return a copier that copies each flat buffer in one transfer, and every other tensor separately."""
     number = {id(parameter): n for n, parameter in enumerate(flat.parameters)}
 
     def copier(tensors: Sequence[torch.Tensor], devices: Sequence[Device], mark: Mark) -> list[list[torch.Tensor]]:
@@ -60,8 +63,8 @@ Maker = Callable[[Sequence[Device], bool, Mark, Callable[[], None]], list[nn.Mod
 
 
 def maker(module: nn.Module, schedule: Schedule, flat: FlatWeights | None) -> Maker:
-    """Return how a schedule replicates a module through autograd."""
-    trees = Trees(module) if schedule.replicas == "cached" else None
+    """Return a function that replicates a module through autograd, as the schedule asks."""
+    cache = ReplicaCache(module) if schedule.replicas == "cached" else None
     copier = flat_copier(flat) if flat else copies_of
     overlap = schedule.reduce == "overlap"
     comm_dtype = torch.bfloat16 if schedule.comm_dtype == "bf16" else None
@@ -72,11 +75,11 @@ def maker(module: nn.Module, schedule: Schedule, flat: FlatWeights | None) -> Ma
             list(devices),
             detach=detach,
             copier=copier,
-            trees=trees,
+            cache=cache,
             overlap=overlap,
             comm_dtype=comm_dtype,
             mark=mark,
-            # where buckets are reduced during backward, the first of them is not its end
+            # with overlap, the first reduction does not mark the end of backward
             on_reduce=(lambda: None) if overlap else on_reduce,
         )
 
@@ -84,7 +87,7 @@ def maker(module: nn.Module, schedule: Schedule, flat: FlatWeights | None) -> Ma
 
 
 class Autograd:
-    """Replicas made of copies that a Broadcast node joins to the module: its backward leaves the sum in `.grad`."""
+    """Replicas joined to the module by a Broadcast node, whose backward leaves the summed gradients in `.grad`."""
 
     unusual = ""
 
@@ -102,18 +105,18 @@ class Autograd:
         self._identity = Identity(flat.parameters, optimizer) if flat else None
 
     def changed(self) -> bool:
-        """Return whether parameters have left the flat buffers, or may no longer be in them."""
+        """Return whether parameters have been moved out of the flat buffers, or may have been."""
         return self._identity is not None and self._identity.changed()
 
     def stale(self) -> list[int]:
-        """Return nothing: every step copies the weights."""
+        """Return an empty list: every step copies the weights."""
         return []
 
     def abandon(self) -> None:
-        """Do nothing: gradients of a step that failed have not reached the module."""
+        """Do nothing: the gradients of a failed step have not reached the module."""
 
     def modules(self, count: int, workers: Workers, on_reduce: Callable[[], None] = lambda: None) -> list[nn.Module]:
-        """Return the first replicas; one device alone runs the module itself."""
+        """Return the first `count` replicas. A single device runs the module itself."""
         if len(self._devices) == 1:
             check_placement(self._module, self._devices[0])
             return [self._module]
@@ -124,7 +127,7 @@ class Autograd:
         self._optimizer.zero_grad(set_to_none=True)
 
     def reduce(self, workers: Workers) -> None:
-        """Do nothing: autograd has reduced."""
+        """Do nothing: autograd has reduced the gradients."""
 
     def update(self, workers: Workers, clip_norm: float | None, scaler: torch.amp.GradScaler | None) -> None:
         """Step the optimizer on the first device."""
@@ -135,7 +138,7 @@ class Autograd:
         """Do nothing: every step copies the weights."""
 
     def close(self) -> None:
-        """Give the parameters storage of their own."""
+        """Move the parameters out of the flat buffers."""
         if self._flat:
             self._flat.release()
 
@@ -148,14 +151,14 @@ def replicas_of(
     *,
     whole_gradient: bool,
     mark: Mark,
-) -> Autograd | Kept:
-    """Return the replicas that a schedule asks for, which `legal.check` has found legal.
+) -> Autograd | PersistentReplicas:
+    """Return the replicas for a schedule that `legal.check` has accepted.
 
-    With `whole_gradient` the module's parameters get the whole of it before the optimizer steps.
+    With `whole_gradient` the whole gradient is in the module's parameters before the optimizer steps.
     """
-    if len(devices) == 1 and schedule.graphs == "off":  # the module itself runs, and nothing is kept apart from it
+    if len(devices) == 1 and schedule.graphs == "off":  # the module itself runs
         return Autograd(module, optimizer, devices, maker(module, Schedule(), None), None, mark)
     flat = flat_weights(module, optimizer, schedule, devices[0], len(devices))
     if schedule.replicas == "persistent":
-        return Kept(module, optimizer, devices, schedule, flat, whole_gradient=whole_gradient, mark=mark)
+        return PersistentReplicas(module, optimizer, devices, schedule, flat, whole_gradient=whole_gradient, mark=mark)
     return Autograd(module, optimizer, devices, maker(module, schedule, flat), flat, mark)

@@ -1,7 +1,7 @@
 """Replicate: one copy of the module per device, joined to the original by a single autograd node.
 
-The private `Module._replicate_for_data_parallel` is used here and nowhere else: modules that must prepare their
-copies (RNNs and their flat weights) override it.
+Only this module calls torch's private `Module._replicate_for_data_parallel`. Modules that must prepare their copies
+override that method (RNNs, for their flat weights).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from dpbench.hardware.device import Device
 from dpbench.hardware.devices import Devices, as_devices
 from dpbench.records import Mark, Phase, no_mark
 
-if TYPE_CHECKING:  # trees are built by this module's own verb
-    from dpbench.engine.replica_cache import Trees
+if TYPE_CHECKING:  # replica_cache imports this module
+    from dpbench.engine.replica_cache import ReplicaCache
 
 
 def replicate(
@@ -31,7 +31,7 @@ def replicate(
     *,
     detach: bool = False,
     copier: Copier = copies_of,
-    trees: Trees | None = None,
+    cache: ReplicaCache | None = None,
     overlap: bool = False,
     comm_dtype: torch.dtype | None = None,
     mark: Mark = no_mark,
@@ -39,20 +39,21 @@ def replicate(
 ) -> list[nn.Module]:
     """Return one replica of `module` per device; replica 0 shares storage with the original.
 
-    The replicas' weights are non-leaf tensors whose gradients sum into the original's; with `detach` they are
-    plain copies. `trees` keeps the copied modules from call to call, `copier` moves the tensors, `overlap` reduces
-    while backward still runs, `comm_dtype` is what gradients are rounded to on their way. Raises RuntimeError for
-    parameters on another device than `devices[0]`, or without shape yet.
+    The replicas' weights are non-leaf tensors whose gradients are summed into the original's; with `detach` they are
+    plain copies. `cache` keeps the copied modules between calls. `copier` copies the tensors to the devices. `overlap`
+    reduces gradients while backward still runs. `comm_dtype` is the dtype to which gradients are rounded for the
+    transfer. Raises RuntimeError for parameters that are on another device than `devices[0]` or that are still
+    uninitialized.
     """
     devices = as_devices(devices)
     with mark(Phase.REPLICATE, devices[0].index):
-        if trees is None:
+        if cache is None:
             parameters, buffers = unique(module.parameters()), unique(module.buffers())
-            check_placed((*parameters, *buffers), devices[0])  # not of the module: walking it is what costs
+            check_placed((*parameters, *buffers), devices[0])  # the lists, since walking the module again is slow
         else:
-            trees.refresh()
-            trees.check_placed(devices[0])
-            parameters, buffers = trees.parameters, trees.buffers
+            cache.refresh()
+            cache.check_placed(devices[0])
+            parameters, buffers = cache.parameters, cache.buffers
     sources = [*parameters, *(b for b in buffers if b.requires_grad and not detach)]
     plain = [b for b in buffers if detach or not b.requires_grad]
     if detach:
@@ -67,9 +68,9 @@ def replicate(
         devices[0].wait(device)
     order = [*sources, *plain]
     each = [[*weights, *statistics] for weights, statistics in zip(copies, shared, strict=True)]
-    if trees is not None:
+    if cache is not None:
         with mark(Phase.REPLICATE, devices[0].index):
-            return trees.bind(order, each, detached=detach)
+            return cache.bind(order, each, detached=detach)
     replicas = []
     for device, tensors in zip(devices, each, strict=True):
         with mark(Phase.REPLICATE, device.index):
@@ -78,12 +79,12 @@ def replicate(
 
 
 def check_placement(module: nn.Module, root: Device) -> None:
-    """Raise RuntimeError unless every parameter and buffer of `module` lives on `root`."""
+    """Raise RuntimeError unless every parameter and buffer of `module` is on `root`."""
     check_placed((*module.parameters(), *module.buffers()), root)
 
 
 def check_placed(tensors: Iterable[torch.Tensor], root: Device) -> None:
-    """Raise RuntimeError unless all of a module's tensors live on `root`."""
+    """Raise RuntimeError unless all of a module's tensors are on `root` and initialized."""
     home = root.torch_device
     for tensor in tensors:
         if is_lazy(tensor):
@@ -99,12 +100,12 @@ def check_placed(tensors: Iterable[torch.Tensor], root: Device) -> None:
 
 
 def rebuild(module: nn.Module, table: dict[int, torch.Tensor]) -> nn.Module:
-    """Copy the tree of modules, putting `table`'s tensor wherever the original has the tensor of that id."""
+    """Return a copy of the module tree, with `table[id(tensor)]` in place of each tensor of the original."""
     modules = list(module.modules())
     _check_compiled(modules)
     copies = {id(m): m._replicate_for_data_parallel() for m in modules}
     for original in modules:
-        if isinstance(original, GraphModule):  # the copy of one has parameters of its own
+        if isinstance(original, GraphModule):  # copying it registers new parameters
             copies[id(original)]._parameters = {}
     for original in modules:
         copy = copies[id(original)]
@@ -114,7 +115,7 @@ def rebuild(module: nn.Module, table: dict[int, torch.Tensor]) -> nn.Module:
         for name, parameter in original._parameters.items():
             if parameter is None:
                 copy._parameters[name] = None
-            else:  # a plain attribute: a copy is no leaf, so it cannot be a Parameter
+            else:  # a plain attribute: a copy is not a leaf, so it cannot be a Parameter
                 former[name] = table[id(parameter)]
                 setattr(copy, name, former[name])
         copy._former_parameters = former
@@ -124,7 +125,7 @@ def rebuild(module: nn.Module, table: dict[int, torch.Tensor]) -> nn.Module:
 
 
 def _check_compiled(modules: Sequence[nn.Module]) -> None:
-    """Refuse modules that `torch.compile` has wrapped: what is set on a copy of one is set on the original."""
+    """Raise Refused for modules wrapped by `torch.compile`: an attribute set on a copy would change the original."""
     eval_frame = sys.modules.get("torch._dynamo.eval_frame")
     if eval_frame is not None and any(isinstance(part, eval_frame.OptimizedModule) for part in modules):
         raise Refused(
@@ -134,5 +135,5 @@ def _check_compiled(modules: Sequence[nn.Module]) -> None:
 
 
 def unique(tensors: Any) -> list[torch.Tensor]:
-    """List tensors once each, in order."""
+    """Return the tensors in order, without repetitions."""
     return list({id(tensor): tensor for tensor in tensors}.values())

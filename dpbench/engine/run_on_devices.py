@@ -1,4 +1,4 @@
-"""Run something on each device: in the workers, under the caller's settings, with every error brought home."""
+"""Run on devices: call a function for each device in the workers, under the caller's settings, and raise its errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dpbench.hardware.device import Device
 Result = TypeVar("Result")
 
 
-def on_each(
+def run_on_devices(
     work: Callable[[int], Result],
     devices: Sequence[Device],
     workers: Workers,
@@ -25,8 +25,8 @@ def on_each(
 ) -> list[Result]:
     """Call `work(i)` for each device with that device current, and return the results in order.
 
-    Inside `starting` the calling thread sets the others to work: a cost of the schedule, not of a device.
-    When some fail, the error of the lowest is raised after all have ended: see `errors.in_replica`.
+    `starting` is entered while the calling thread starts the workers: a cost of the schedule, not of a device. When
+    calls fail, the error of the lowest-numbered device is raised after all have ended: see `errors.in_replica`.
     """
     results: dict[int, Result] = {}
 
@@ -44,10 +44,10 @@ def in_stages(
     devices: Sequence[Device],
     workers: Workers,
 ) -> None:
-    """Call `first(i)` for each device, then `between()` once, then `second(i)` for each, as `on_each` does.
+    """Call `first(i)` for each device, then `between()` once, then `second(i)` for each, as `run_on_devices` does.
 
-    Threads meet between the stages instead of going back to the caller: the last to arrive calls `between`, and only
-    the others have to be woken. After an error nothing of a later stage is called.
+    The threads meet at a barrier between the stages instead of returning to the caller. The last thread to arrive calls
+    `between`, so that only the other threads have to be woken. After an error no later stage is called.
     """
     _run([first, second], between, devices, workers)
 
@@ -61,7 +61,7 @@ def _run(
     compat: bool = False,
     starting: Context = NOTHING,
 ) -> None:
-    """Run the stages on all devices; raise the error of `between`, or of the lowest device that has one."""
+    """Run the stages on all devices; raise the error of `between`, or that of the lowest device that failed."""
     errors: dict[int, BaseException] = {}
     settings = capture(compat=compat)
     guards = [device.guard() for device in devices]
@@ -73,7 +73,7 @@ def _run(
                 devices[i].settle()
             with settings(), guards[i]:
                 stage(i)
-        except BaseException as error:  # whatever it is, it belongs to the caller
+        except BaseException as error:  # raised in the caller after all have ended
             errors[i] = error
 
     def pause() -> None:
@@ -108,11 +108,11 @@ def _run(
 
 
 BETWEEN = -1
-"""Whose errors come from the work between two stages: the caller's own, not a replica's."""
+"""The key of an error from the work between two stages: it is the caller's error, not a replica's."""
 
 
 def _meet(meeting: threading.Barrier) -> bool:
-    """Wait for the other threads; return whether all have come. One that is interrupted lets the others go."""
+    """Wait for the other threads; return whether all have arrived. An interrupted thread releases the others."""
     try:
         meeting.wait()
     except threading.BrokenBarrierError:
@@ -124,9 +124,9 @@ def _meet(meeting: threading.Barrier) -> bool:
 
 
 def _raise(errors: dict[int, BaseException], devices: Sequence[Device]) -> None:
-    """Raise the first of the errors, if there are any."""
+    """Raise the error of the lowest-numbered device, if there are errors."""
     for i in sorted(errors):
         try:
             raise errors[i] if i == BETWEEN else in_replica(errors[i], i, devices[i])
-        finally:  # the frames and the errors know each other: leave no cycle behind
+        finally:  # the frames and the errors reference each other: break the cycle
             errors.clear()

@@ -1,4 +1,4 @@
-"""Scatter: split every tensor of a structure over the devices; share everything else."""
+"""Scatter: split every tensor of a structure over the devices, and share everything else."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from dpbench.records import Mark, Phase, no_mark
 
 
 class Scatter(Function):
-    """Copy the chunks of one tensor to the devices; backward concatenates their gradients where it came from."""
+    """Copy the chunks of one tensor to the devices; backward concatenates their gradients on the tensor's device."""
 
     @staticmethod
     def forward(
         ctx: Any, devices: Sequence[Device], sizes: Sequence[int] | None, dim: int, mark: Mark, tensor: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Return one fresh chunk a device; fewer than devices when the tensor is short."""
+        """Return one new chunk per device, or fewer chunks than devices when the tensor is short."""
         ctx.dim, ctx.home = dim, tensor.device
         chunks = tensor.chunk(len(devices), dim) if sizes is None else tensor.split(sizes, dim)
         pieces = []
@@ -32,7 +32,7 @@ class Scatter(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        """Return the whole tensor's gradient."""
+        """Return the gradient of the whole tensor."""
         whole = torch.cat([gradient.to(ctx.home) for gradient in gradients], ctx.dim)
         return None, None, None, None, whole
 
@@ -46,12 +46,12 @@ def scatter(
     compat: bool = False,
     mark: Mark = no_mark,
 ) -> list[Any]:
-    """Split `value` into one piece per device, or fewer where its tensors yield fewer chunks.
+    """Split `value` into one piece per device, or fewer if its tensors yield fewer chunks.
 
-    Tensors are cut along `dim` by `torch.chunk`, or into `chunk_sizes` rows, and copied; tuples, lists, dicts, and
-    dataclass instances that hold tensors, are rebuilt around the pieces; everything else is shared by all. Raises
-    ValueError when tensors disagree on their length, where torch would drop rows, or pair wrong ones, in silence;
-    one row per piece is a length that fits. Raises TypeError for PackedSequences and sparse tensors. With `compat`,
+    Tensors are cut along `dim` by `torch.chunk`, or into `chunk_sizes` rows, and copied to the devices. Tuples, lists,
+    dicts, and dataclass instances that contain tensors, are rebuilt around the pieces. All other values are shared. A
+    tensor with one row per piece fits any batch. Raises ValueError when the lengths of tensors disagree, where torch
+    would silently drop rows or pair wrong ones. Raises TypeError for PackedSequences and sparse tensors. With `compat`,
     rows are dropped and dataclass instances shared, as torch does.
     """
     devices = as_devices(devices)
@@ -70,7 +70,7 @@ def scatter(
 def _split(
     value: Any, devices: Sequence[Device], pieces: int, sizes: Sequence[int] | None, dim: int, mark: Mark
 ) -> list[Any]:
-    """Return `value` in so many pieces."""
+    """Return `value` split into `pieces` pieces."""
     if isinstance(value, torch.Tensor):
         return list(Scatter.apply(devices, sizes, dim, mark, value))  # type: ignore[no-untyped-call]
     keys = keys_of(value)
@@ -83,7 +83,10 @@ def _split(
 def _split_as_torch(
     value: Any, devices: Sequence[Device], sizes: Sequence[int] | None, dim: int, mark: Mark
 ) -> list[Any]:
-    """Return `value` in as many pieces as its shortest part makes; keys are split, and tuples lose their class."""
+    """Return the pieces that torch makes.
+
+    There are as many as the shortest part has. Keys of dicts are split too, and tuples lose their class.
+    """
     if isinstance(value, torch.Tensor):
         return list(Scatter.apply(devices, sizes, dim, mark, value))  # type: ignore[no-untyped-call]
     if not isinstance(value, tuple | list | dict) or not value:
@@ -96,7 +99,7 @@ def _split_as_torch(
 
 
 def _length(tensor: torch.Tensor, dim: int) -> int:
-    """Return the extent to cut; a scalar tensor has none."""
+    """Return the extent along `dim`. Raises for tensors that cannot be cut."""
     if tensor.dim() == 0:
         raise RuntimeError(
             "chunk expects at least a 1-dimensional tensor: scatter got a 0-dim tensor; pass a Python number to "
@@ -104,34 +107,34 @@ def _length(tensor: torch.Tensor, dim: int) -> int:
         )
     if tensor.layout not in (torch.strided, torch.jagged):
         raise TypeError(
-            f"cannot scatter a tensor of layout {tensor.layout}; pass it dense, or pass what it is made of and build "
-            "it in forward"
+            f"cannot scatter a tensor of layout {tensor.layout}; pass it dense, or pass its components and build it "
+            "in forward"
         )
     if tensor.is_nested and tensor.requires_grad:
         raise TypeError(
-            "cannot scatter a nested tensor that wants gradients: torch cannot join those of its pieces; pass a padded "
-            "tensor and the lengths"
+            "cannot scatter a nested tensor that requires gradients: torch cannot join the gradients of its pieces; "
+            "pass a padded tensor and the lengths"
         )
     return tensor.size(dim)
 
 
 def _agreed(lengths: set[int], devices: int, dim: int) -> int:
-    """Return how many pieces tensors of these lengths make; all of them that many."""
+    """Return the number of pieces that tensors of these lengths make. Raises ValueError when they differ."""
     counts = {_chunks(length, devices) for length in lengths}
     pieces = max(counts, default=devices)
     if len(counts) > 1 or len(lengths - {pieces}) > 1:
         raise ValueError(
             f"cannot scatter over {devices} devices: tensors of length {sorted(lengths)} along dim {dim} "
-            f"make {sorted(counts)} chunks; give all the same batch size, or pass the odd one inside an object"
+            f"make {sorted(counts)} chunks; give all the same batch size, or pass the other one inside an object"
         )
     return pieces
 
 
 def _checked(sizes: Sequence[int], lengths: set[int], devices: int, dim: int) -> int:
-    """Return how many pieces `chunk_sizes` asks for."""
+    """Return the number of pieces that `chunk_sizes` gives. Raises ValueError when sizes are invalid."""
     if not 0 < len(sizes) <= devices or any(not isinstance(size, int) or size < 1 for size in sizes):
         raise ValueError(
-            f"chunk_sizes must be positive whole numbers, at most one for each of the {devices} devices; got {[*sizes]}"
+            f"chunk_sizes must be positive integers, at most one for each of the {devices} devices; got {[*sizes]}"
         )
     if lengths - {sum(sizes)}:
         raise ValueError(
@@ -142,7 +145,7 @@ def _checked(sizes: Sequence[int], lengths: set[int], devices: int, dim: int) ->
 
 
 def _chunks(length: int, devices: int) -> int:
-    """Return how many pieces `torch.chunk` makes: pieces of ceil(length / devices), as many as that takes."""
+    """Return the number of chunks that `torch.chunk` makes: each has ceil(length / devices) rows, except the last."""
     if length == 0:
         return devices
     piece = -(-length // devices)

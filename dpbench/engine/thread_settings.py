@@ -1,8 +1,8 @@
-"""Settings: what torch keeps per thread, taken from the caller and applied in the threads that work for it.
+"""Thread settings: capture torch's per-thread settings in the caller, and apply them in the worker threads.
 
-Process-wide, and so not here: default dtype, deterministic algorithms, anomaly mode, the flags of cuDNN and of
-attention, the number of threads. The stacks of modes and of saved-tensor hooks have no public face in torch: they
-are read here and nowhere else.
+Settings that are process-wide need no transfer: default dtype, deterministic algorithms, anomaly mode, the flags of
+cuDNN and of attention, the number of threads. torch has no public interface for the stacks of modes and of saved-tensor
+hooks; only this module reads them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Enter = Callable[[], AbstractContextManager[Any]]
 
 
 def capture(*, compat: bool = False) -> Enter:
-    """Take the calling thread's settings; return a factory of context managers that apply them in any thread.
+    """Return a factory of context managers that apply the calling thread's settings in any thread.
 
-    Grad and inference mode, every autocast with its dtype and cache setting, default device, saved-tensor hooks,
-    function and dispatch modes, the multithreading of backward. With `compat` only what torch.nn.DataParallel
-    forwards: grad mode, and that autocast is on, in the receiving thread's own dtype.
+    The settings are grad and inference mode, every autocast with its dtype and cache setting, default device,
+    saved-tensor hooks, function and dispatch modes, and the multithreading of backward. With `compat` they are those
+    that torch.nn.DataParallel forwards: grad mode, and whether autocast is on, in the receiving thread's dtype.
     """
     settings = [*_autocasts(compat), *([] if compat else [*_modes(), *_autograd()])]
     grad = partial(torch.set_grad_enabled, torch.is_grad_enabled())
@@ -37,10 +37,10 @@ def capture(*, compat: bool = False) -> Enter:
 
 
 def without_cast_cache() -> AbstractContextManager[Any]:
-    """Return what makes autocast cast a weight at each use, while it is on.
+    """Return a context in which autocast casts a weight at each use, while autocast is on.
 
-    Its cache holds casts of leaf tensors alone, so that the gradients of a weight that is used twice would add up in
-    another dtype where replicas have leaf parameters.
+    The cache keeps casts of leaf tensors only. With it, replicas with leaf parameters would add the gradients of a
+    weight that is used twice in another dtype than replicas with non-leaf weights.
     """
     cached = torch._C._is_any_autocast_enabled() and torch.is_autocast_cache_enabled()
     return _uncached() if cached else nullcontext()
@@ -64,7 +64,7 @@ def _applied(settings: Sequence[Enter]) -> Iterator[None]:
 
 
 def _autocasts(compat: bool) -> list[Enter]:
-    """Return what enters every autocast that is on."""
+    """Return a factory for each autocast that is on."""
     if not torch._C._is_any_autocast_enabled():
         return []
     kinds = [kind for kind in torch._C._autocast_supported_devices() if torch.is_autocast_enabled(kind)]
@@ -75,7 +75,7 @@ def _autocasts(compat: bool) -> list[Enter]:
 
 
 def _modes() -> list[Enter]:
-    """Return what puts the caller's modes on a thread's stacks; a default device is one of the function modes."""
+    """Return factories that push the caller's modes on a thread's stacks; a default device is a function mode."""
     settings: list[Enter] = []
     if functions := overrides._get_current_function_mode_stack():
         settings.append(partial(_function_modes, functions))
@@ -84,8 +84,8 @@ def _modes() -> list[Enter]:
     return settings
 
 
-# The modes themselves are pushed, not entered: entering keeps its state in the mode, which threads would overwrite
-# for each other. Those that a thread has already stay as they are.
+# The modes are pushed, not entered: entering stores state in the mode, which concurrent threads would overwrite.
+# Modes that a thread already has are not pushed again.
 
 
 @contextmanager
@@ -113,7 +113,10 @@ def _dispatch_modes(modes: Sequence[Any]) -> Iterator[None]:
 
 
 def _autograd() -> list[Enter]:
-    """Return what enters inference mode, the innermost saved-tensor hooks (torch applies no other), and the rest."""
+    """Return factories for inference mode, saved-tensor hooks and their prohibition, and single-threaded backward.
+
+    Of the saved-tensor hooks only the innermost are returned, because torch applies no others.
+    """
     settings: list[Enter] = []
     if torch.is_inference_mode_enabled():
         settings.append(torch.inference_mode)
@@ -127,23 +130,24 @@ def _autograd() -> list[Enter]:
 
 
 KEEP_MEMORY = "DPBENCH_KEEP_MEMORY"
-"""The variable that leaves the allocator unchanged, if it is 0."""
+"""The environment variable that leaves the allocator unchanged if it is 0."""
 
 
 def keep_memory(devices: Sequence[Device]) -> None:
     """Keep freed memory in this process, for logical CPU devices, unless DPBENCH_KEEP_MEMORY=0.
 
-    Process-wide, and for as long as the process lasts: see `heap.keep`, which does nothing where malloc is not glibc's.
+    This is process-wide and lasts as long as the process: see `malloc.keep`, which does nothing unless malloc is
+    glibc's.
     """
     if len(devices) > 1 and devices[0].torch_device.type == "cpu" and os.environ.get(KEEP_MEMORY) != "0":
         keep()
 
 
 class IntraOp:
-    """The caller's threads for operations, shared by logical CPU devices that work at the same time.
+    """Shares the caller's intra-op threads between logical CPU devices that work at the same time.
 
-    Inside, an operation runs on max(1, threads // devices) threads; after it, the caller's number is restored. The
-    number is the same on every schedule, since some operations round by it.
+    Inside the context an operation runs on max(1, threads // devices) threads; on exit the caller's number is restored.
+    The number is the same on every schedule, because the rounding of some operations depends on it.
     """
 
     def __init__(self, devices: Sequence[Device]) -> None:

@@ -12,16 +12,16 @@ from torch import nn
 
 from dpbench.engine import balance, legal, losses
 from dpbench.engine.apply import parallel_apply
-from dpbench.engine.autotune import Trials
+from dpbench.engine.autotune import Autotuner
 from dpbench.engine.containers import device_of, mapped, tensors_in
 from dpbench.engine.data_parallel import check_prefix
 from dpbench.engine.errors import Refused
 from dpbench.engine.gather import gather
-from dpbench.engine.legal import Subject
+from dpbench.engine.legal import TrainingSetup
 from dpbench.engine.losses import LocalLoss, Loss, Summed
-from dpbench.engine.persistent_step import Kept
+from dpbench.engine.persistent_step import PersistentReplicas
 from dpbench.engine.replicas import replicas_of
-from dpbench.engine.run_on_devices import in_stages, on_each
+from dpbench.engine.run_on_devices import in_stages, run_on_devices
 from dpbench.engine.scatter import scatter
 from dpbench.engine.thread_settings import IntraOp, keep_memory, without_cast_cache
 from dpbench.engine.workers import Workers, choose
@@ -34,7 +34,7 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 class _Marking:
-    """The mark of the present step: trials and shares of the batch watch some steps."""
+    """The mark of the present step, which differs while the autotuner or the batch shares time steps."""
 
     def __init__(self, mark: Mark) -> None:
         self.mark = mark
@@ -46,26 +46,28 @@ class _Marking:
 class TrainStep:
     """Scatter, replicate, forward, gather, loss, backward, reduce, update: `step(inputs, target) -> loss`.
 
-    `module` stays unwrapped and holds the current weights and buffers after every call. `loss_fn(output, target)`
-    returns a scalar; one with `reduction=`, or a pair `(sum_fn, weight_fn)`, can be taken by each replica of its own
-    rows. `optimizer_fn(parameters)` is called once, and `.optimizer` is what schedulers attach to. `device_ids` as for
-    `DataParallel`, or Device objects; None without a GPU means one CPU device. `schedule` is a rung's name, switches,
-    or "fastest", which takes the best that needs no tolerance and settles within the first steps (`step.schedule`).
-    With graphs=on the first four shapes of batch are recorded; more shapes, inputs that want gradients, and inputs with
-    objects other than numbers and texts run eagerly.
+    `module` stays unwrapped and has the current weights and buffers after every call. `loss_fn(output, target)` returns
+    a scalar. A loss with `reduction=`, or a pair `(sum_fn, weight_fn)`, can be computed by each replica over its own
+    rows. `optimizer_fn(parameters)` is called once; its result is `.optimizer`, to which schedulers attach.
+    `device_ids` accepts the values that `DataParallel` accepts, or Device objects; None without a GPU means one CPU
+    device. `schedule` is the name of a rung, switches, or "fastest", which takes the best schedule that is bitwise
+    exact, and settles within the first steps (`step.schedule`). With graphs=on the first four batch shapes are
+    recorded. Other shapes, inputs that require gradients, and inputs with objects other than numbers and strings run
+    eagerly.
 
-    Every `accumulate` calls make one update, their losses averaged; `clip_norm` bounds the gradient's total norm;
-    `scaler` is a torch.amp.GradScaler; `chunk_sizes` are the devices' shares of a batch, as weights, or "auto".
+    Every `accumulate` calls make one update, with their losses averaged. `clip_norm` bounds the gradient's total norm.
+    `scaler` is a torch.amp.GradScaler. `chunk_sizes` are the devices' shares of a batch, as weights, or "auto".
 
-    Inputs that are a tuple are positional arguments. Inputs may come from any device; a target from the host is
-    copied to the output's device, one from another accelerator raises RuntimeError.
+    A tuple of inputs is passed as positional arguments. Inputs may be on any device. A target on the host is copied to
+    the output's device; one on another accelerator raises RuntimeError.
 
-    Between two steps a loop may change what it likes: options, `requires_grad`, weights, hooks, the loss, the
-    optimizer's groups and state. The next step sees it, on every schedule. A schedule that cannot run here, or no
-    longer, raises `Refused` (a ValueError) with the reason; "fastest" takes another one, and `note` says why. Weights
-    that are written past torch (`p.data.mul_()`, numpy) need `sync()` where devices step for themselves
-    (`update=each`, `sharded`); `debug` compares all weights before each step, and refuses what needs it. Used as a
-    context manager it leaves module and optimizer as an ordinary loop would; without, call `close()`.
+    Between two steps a loop may change anything: options, `requires_grad`, weights, hooks, the loss, the optimizer's
+    groups and state. The change takes effect in the next step, on every schedule. A schedule that cannot run, or can no
+    longer run, raises `Refused` (a ValueError) with the reason. "fastest" switches to another schedule instead, and
+    `note` gives the reason. Weights that are written without torch's knowledge (`p.data.mul_()`, numpy) need `sync()`
+    where all devices step (`update=each`, `sharded`). `debug` compares all weights before each step, and refuses a step
+    that needs `sync()`. Used as a context manager, it leaves module and optimizer as an ordinary loop would; otherwise
+    call `close()`.
     """
 
     def __init__(
@@ -99,37 +101,37 @@ class TrainStep:
         keep_memory(self.devices)
         conditions = [TRAIN_STEP, *([CUDA] if self.devices[0].torch_device.type == "cuda" else [])]
         self._wanted = None if schedule == FASTEST else parse(schedule).check(*conditions)
-        self._trials: Trials | None = None
+        self._autotuner: Autotuner | None = None
         self._unfit = ""
         self._build()
 
     def _build(self) -> None:
-        """Make everything that is kept from step to step, for the module, loss and optimizer as they are now."""
+        """Make everything that persists between steps, for the present module, loss and optimizer."""
         self._loss, self._checked = Loss(self.loss_fn), False
-        subject = Subject(self.module, self._loss, self.optimizer, self.devices, powers=self._powers())
+        setup = TrainingSetup(self.module, self._loss, self.optimizer, self.devices, powers=self._powers())
         if self._wanted is not None:
-            legal.check(self._wanted, subject)
+            legal.check(self._wanted, setup)
             schedule, notes = self._wanted, []
         elif self._unfit:
             schedule, notes = legal.CACHED, [self._unfit]
         else:
-            schedule, notes = legal.best_legal(subject)
+            schedule, notes = legal.best_legal(setup)
         whole = self._accumulate > 1 or self._clip_norm is not None or self._scaler is not None
         self._replicas = replicas_of(
             self.module, self.optimizer, self.devices, schedule, whole_gradient=whole, mark=self._marking
         )
         self._built = (self.module, self.loss_fn, self.optimizer, self._unfit)
         self._best, self._why = schedule, "; ".join(notes)
-        if self._wanted is None and (self._trials is None or self._trials.schedule != schedule):
-            self._trials = Trials(schedule, self.devices)
+        if self._wanted is None and (self._autotuner is None or self._autotuner.schedule != schedule):
+            self._autotuner = Autotuner(schedule, self.devices)
         self.schedule, self.note = schedule, self._why
         self._graphs = None
-        if schedule.graphs == "on" and isinstance(self._replicas, Kept):
+        if schedule.graphs == "on" and isinstance(self._replicas, PersistentReplicas):
             self._graphs = self._replicas.graphs(self._loss)
 
     @property
     def _workers(self) -> Workers:
-        """Return the workers of the present schedule; `fastest` takes turns between two kinds."""
+        """Return the workers of the present schedule; `fastest` alternates between two kinds at first."""
         name = self._best.workers
         if name not in self._hired:
             self._hired[name] = choose(name)
@@ -152,27 +154,27 @@ class TrainStep:
         self.close()
 
     def close(self) -> None:
-        """End the threads; give the parameters storage, gradients and optimizer state of an ordinary loop."""
+        """End the threads; give the parameters the storage, gradients and optimizer state of an ordinary loop."""
         if not self._closed:
             self._closed = True
             self._dismiss()
             self._replicas.close()
 
     def sync(self) -> None:
-        """Bring weights that were written past torch's own operations to all devices before the next step."""
+        """Copy weights that were written without torch's knowledge to all devices before the next step."""
         self._replicas.sync()
 
     def __call__(self, inputs: Any, target: Any) -> torch.Tensor:
-        """Take one training step on a global batch; return the loss, detached, on the first device."""
+        """Run one training step on a global batch; return the loss, detached, on the first device."""
         self._prepare()
         arguments = inputs if isinstance(inputs, tuple) else (inputs,)
         try:
             with self._threads:
-                if self._shares.settled and (self._trials is None or self._trials.settled):
+                if self._shares.settled and (self._autotuner is None or self._autotuner.settled):
                     self._marking.mark = self._mark
                     return self._step(arguments, target)
                 with (
-                    self._trials.timed(self._mark) if self._trials else nullcontext(self._mark) as mark,
+                    self._autotuner.timed(self._mark) if self._autotuner else nullcontext(self._mark) as mark,
                     self._shares.timed(mark) as self._marking.mark,
                 ):
                     return self._step(arguments, target)
@@ -182,7 +184,7 @@ class TrainStep:
             raise
 
     def _prepare(self) -> None:
-        """Notice what the loop has changed since the last step; raise before anything depends on it."""
+        """Detect the changes that the loop has made since the last step; raise before they affect anything."""
         if self._closed:
             raise RuntimeError("this TrainStep is closed; make a new one to train on, with the same module")
         if self._wanted is None:
@@ -193,22 +195,22 @@ class TrainStep:
             or self._replicas.changed()
         ):
             self._rebuild()
-        if self._trials is not None and self._calls % self._accumulate == 0:
-            self._best = self._trials.next()
+        if self._autotuner is not None and self._calls % self._accumulate == 0:
+            self._best = self._autotuner.next()
         if self._debug and (stale := self._replicas.stale()):
             names = [name for name, _ in self.module.named_parameters()]
             raise Refused(
-                f"{names[stale[0]]} (and {len(stale) - 1} more) was written past torch's operations, and the replicas "
-                "on the other devices do not know: call sync() after such writes"
+                f"{names[stale[0]]} (and {len(stale) - 1} more) was written without torch's operations, and differs "
+                "from the replicas on the other devices: call sync() after such writes"
             )
 
     def _rebuild(self) -> None:
-        """Give back what was kept, and make it anew. What may not go on is refused, and stays as it was given back."""
-        if self._failed:  # nodes of a backward that failed wait in this thread, and keep its graph, until the next one
+        """Discard the persistent state and build it again. If the rebuild is refused, nothing persists."""
+        if self._failed:  # a failed backward's nodes stay queued in this thread, with its graph, until the next one
             torch.zeros((), requires_grad=True).clone().backward()
-            self._dismiss()  # one that was interrupted may still be at work
+            self._dismiss()  # an interrupted thread may still be running
         self._replicas.close()
-        self._failed = True  # until all is made
+        self._failed = True  # until the rebuild has succeeded
         self._build()
         self._failed = False
 
@@ -219,7 +221,7 @@ class TrainStep:
         if self._calls % self._accumulate == 0:
             with mark(Phase.OPTIMIZER, self.devices[0].index):
                 self._replicas.clear()
-        with without_cast_cache() if isinstance(self._replicas, Kept) else nullcontext():
+        with without_cast_cache() if isinstance(self._replicas, PersistentReplicas) else nullcontext():
             loss = self._local(arguments, target, summed, mark) if summed else self._backward(arguments, target, mark)
         self._calls += 1
         self._replicas.reduce(self._workers)
@@ -228,8 +230,8 @@ class TrainStep:
         return loss
 
     def _backward(self, arguments: tuple[Any, ...], target: Any, mark: Mark) -> torch.Tensor:
-        """Take the loss over the gathered batch, and leave gradients with the replicas; return the loss."""
-        with ExitStack() as running:  # the backward phase ends where the reduction begins, deep inside autograd
+        """Compute the loss over the gathered batch, and leave gradients with the replicas; return the loss."""
+        with ExitStack() as running:  # the backward phase ends where autograd starts the reduction
             pieces = self._scatter(arguments, mark)
             devices = self.devices[: len(pieces)]
             replicas = self._replicas.modules(len(pieces), self._workers, on_reduce=running.close)
@@ -239,7 +241,7 @@ class TrainStep:
     def _joint(
         self, outputs: Sequence[Any], target: Any, devices: Sequence[Device], running: ExitStack, mark: Mark
     ) -> torch.Tensor:
-        """Gather the outputs, take the loss of the whole batch, and run one backward through all replicas."""
+        """Gather the outputs, compute the loss of the whole batch, and run one backward through all replicas."""
         root = self.devices[0]
         output = gather(outputs, root, devices, mark=mark) if len(self.devices) > 1 else outputs[0]
         placed = self._place(target, device_of(output), root)
@@ -252,23 +254,23 @@ class TrainStep:
         return loss.detach()
 
     def _summed(self, arguments: tuple[Any, ...], target: Any) -> Summed | None:
-        """Return how replicas take their parts of the loss in this step; None for a loss over the gathered batch."""
+        """Return the loss by parts that the replicas use in this step; None for a loss over the gathered batch."""
         summed = self._loss.summed()
         if summed is None:
-            reason = "loss=local: the loss has settings or hooks now that leave its divisor unknown"
+            reason = "loss=local: the loss now has settings or hooks that leave its divisor unknown"
         elif summed.rule is not None and not isinstance(target, torch.Tensor):
             reason = f"loss=local: the target is of type {type(target).__name__}, not a tensor"
         elif self._has_history(arguments, target):
-            reason = "loss=local: an input or the target has a history, which one backward must go through"
+            reason = "loss=local: an input or the target has an autograd history, which needs a single backward"
         elif self._wanted is None and not summed.keeps_bits(powers=self._powers()):
-            reason = "by parts, the gradients of this loss would differ in the last bits"
+            reason = "computed by parts, the gradients of this loss would differ in the last bits"
         else:
             return summed
         self._gather_loss(reason)
         return None
 
     def _has_history(self, arguments: tuple[Any, ...], target: Any) -> bool:
-        """Return whether several backwards would meet in the graph that a batch comes from."""
+        """Return whether the replicas' backwards would continue into a common graph that produced the batch."""
         if isinstance(target, torch.Tensor) and all(isinstance(one, torch.Tensor) for one in arguments):
             return target.requires_grad or any(one.grad_fn is not None for one in arguments)
         return any(tensor.requires_grad for tensor in tensors_in(target)) or any(
@@ -276,14 +278,14 @@ class TrainStep:
         )
 
     def _gather_loss(self, reason: str) -> None:
-        """Take this step's loss over the gathered batch, as `fastest` may; refuse it on any other schedule."""
+        """Compute this step's loss over the gathered batch, for `fastest`. Raises Refused on an explicit schedule."""
         if self._wanted is not None:
             raise Refused(f"schedule {str(self._wanted)!r}: {reason}; use a schedule with loss=gathered")
         self.schedule = replace(self._best, **legal.FALLBACKS["loss"])
         self.note = "; ".join(filter(None, [self._why, reason]))
 
     def _local(self, arguments: tuple[Any, ...], target: Any, summed: Summed, mark: Mark) -> torch.Tensor:
-        """Let each replica take the loss of its own rows; gather nothing but numbers."""
+        """Compute each replica's loss over its own rows, without gathering outputs; return the loss of the batch."""
         root = self.devices[0]
         pieces = self._scatter((arguments, self._on_host_or(root, target)), mark)
         devices = self.devices[: len(pieces)]
@@ -293,7 +295,7 @@ class TrainStep:
         weight = summed.weight_of(target) if alone else None
         parts = LocalLoss(summed, pieces, replicas, devices, mark, scale=self._scaled, recorded=recorded, weight=weight)
         if weight is not None:
-            on_each(parts.alone, devices, self._workers)
+            run_on_devices(parts.alone, devices, self._workers)
             parts.add()
             return parts.loss
 
@@ -303,16 +305,16 @@ class TrainStep:
                 whole = gather([mapped(output, torch.Tensor.detach) for output in parts.outputs], root, devices)
                 self._checked = losses.check(self._loss, parts.loss, whole, self._place(target, device_of(whole), root))
             if parts.split:
-                parts.outputs = []  # their memory is for backward
+                parts.outputs = []  # free their memory for backward
 
         if self.schedule.backward == "local":
             in_stages(parts.forward, meet, parts.backward, devices, self._workers)
         else:
-            on_each(parts.forward, devices, self._workers)
+            run_on_devices(parts.forward, devices, self._workers)
             meet()
         with ExitStack() as running:
             if not parts.split:
-                self._gather_loss("loss=local: rows of output and target do not meet one to one")
+                self._gather_loss("loss=local: the rows of output and target do not correspond one to one")
                 return self._joint(parts.outputs, target, devices, running, mark)
             if self.schedule.backward == "joint":
                 scaled = parts.joint()
@@ -322,33 +324,33 @@ class TrainStep:
         return parts.loss
 
     def _scatter(self, value: Any, mark: Mark) -> list[Any]:
-        """Split over the devices, by their shares where they have unequal ones."""
+        """Split a structure over the devices, by their shares where these are unequal."""
         if sizes := self._shares.sizes(value):
             return scatter(value, self.devices, chunk_sizes=sizes, mark=mark)
         return scatter(value, self.devices, mark=mark)
 
     def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return what backward starts from."""
+        """Return the loss from which backward starts."""
         if self._accumulate > 1:
             loss = loss / self._accumulate
         return loss if self._scaler is None else self._scaler.scale(loss)
 
     def _on_host_or(self, root: Device, target: Any) -> Any:
-        """Refuse a target from an accelerator that is not the first device."""
+        """Return the target. Raises RuntimeError for one on an accelerator other than the first device."""
         where = device_of(target)
         if where is not None and where.type != "cpu" and where != root.torch_device:
             self._place(target, root.torch_device, root)
         return target
 
     def _place(self, target: Any, device: torch.device | None, root: Device) -> Any:
-        """Copy a target from the host to where the output is; refuse one from another accelerator."""
+        """Copy a target from the host to the output's device. Raises RuntimeError for one on another accelerator."""
 
         def placed(tensor: torch.Tensor) -> torch.Tensor:
             if device is None or tensor.device == device:
                 return tensor
             if tensor.device.type != "cpu":
                 raise RuntimeError(
-                    f"the target is on {tensor.device} but the output, and so the loss, is on {device} "
+                    f"the target is on {tensor.device} but the output, and therefore the loss, is on {device} "
                     f"(device_ids[0]); move it first: target.to('{device}')"
                 )
             with self._marking(Phase.SCATTER, root.index):
@@ -358,8 +360,8 @@ class TrainStep:
 
     @property
     def advice(self) -> str:
-        """Return what `fastest` has found about one device; empty if it is not likely to be faster."""
-        return self._trials.advice if self._trials else ""
+        """Return the advice of `fastest` to use one device, if that is likely to be faster; otherwise ""."""
+        return self._autotuner.advice if self._autotuner else ""
 
     @property
     def chunk_sizes(self) -> tuple[float, ...] | None:
@@ -374,7 +376,7 @@ class TrainStep:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned; an accumulation that was under way begins anew."""
+        """Restore the state that `state_dict` returned; an unfinished accumulation starts again."""
         self._calls = 0
         check_prefix(list(self.module.state_dict()), list(state["module"]), strict=True)
         self.module.load_state_dict(state["module"])

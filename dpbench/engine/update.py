@@ -1,8 +1,8 @@
-"""Update: reduced gradients to new weights, on device 0, on each device, or on each device a share.
+"""Update: turn reduced gradients into new weights, on device 0, on each device, or on each device for its share.
 
-A unit is what one device's optimizer steps: a parameter, or a slice of a flat buffer. The optimizer that the user
-made steps device 0's units, so that its param_groups, schedulers and hooks are the ones that count; the other
-devices' optimizers follow its options.
+A shard is the tensor that one device's optimizer steps: a parameter, or a slice of a flat buffer. The user's optimizer
+steps device 0's shards, so that its param_groups, schedulers and hooks take effect. The optimizers of the other devices
+copy its options.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 from torch.optim import Optimizer
 
 from dpbench.engine.collectives import Exchange, choose
-from dpbench.engine.flat_storage import FlatWeights, Piece, Sum, Unit, cut, gathered, line, sums
+from dpbench.engine.flat_storage import FlatWeights, ParamShard, Segment, Sum, cut, gathered, line, sums
 from dpbench.engine.optimizer_state import FetchedState, State, Stepper, groups_of, mirror
-from dpbench.engine.persistent import Persistent
+from dpbench.engine.persistent import ReplicaWeights
 from dpbench.engine.reduce import arrive
-from dpbench.engine.run_on_devices import on_each
+from dpbench.engine.run_on_devices import run_on_devices
 from dpbench.engine.workers import Workers
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices._many import copy_all, sum_all
@@ -27,24 +27,24 @@ from dpbench.records import Mark, Phase
 from dpbench.records.schedule import Schedule
 
 Sources = Sequence[tuple[Device, Sequence[torch.Tensor | None]]]
-"""Gradients by parameter, of each replica that has some."""
+"""The gradients by parameter of each replica that has gradients, with the replica's device."""
 
 
 SMALL_BYTES = 2**16
-"""Gradients up to this size stay in a core's cache, so that writing them twice costs less than a call for each."""
+"""Gradients up to this size stay in a core's cache, so that writing them twice is cheaper than one call for each."""
 FEW = 8
-"""Fewer small gradients than this are added one by one."""
+"""Fewer small gradients than this are summed separately."""
 HELD = 2
-"""References to a tensor that only a list and the call that counts them hold."""
+"""The reference count of a tensor that only a list and the call of getrefcount reference."""
 
 
 class Update:
-    """All devices' units and optimizers."""
+    """All devices' shards and optimizers."""
 
     def __init__(
         self,
         optimizer: Optimizer,
-        replicas: Persistent,
+        replicas: ReplicaWeights,
         flat: FlatWeights | None,
         devices: Sequence[Device],
         schedule: Schedule,
@@ -65,10 +65,12 @@ class Update:
             assert flat is not None
             if self._on_host:  # logical devices share the host's memory: their slices make up the whole gradient
                 self._whole_buffers = flat.layout.allocate(devices[0])
-            self._units = [self._slices(flat, i) for i in self.owners]
+            self._shards = [self._slices(flat, i) for i in self.owners]
         else:
-            self._units = [self._whole(i) for i in self.owners]
-        self._sums = [[one for unit in units for one in sums(unit, replicas.parameters[0])] for units in self._units]
+            self._shards = [self._whole(i) for i in self.owners]
+        self._sums = [
+            [one for shard in shards for one in sums(shard, replicas.parameters[0])] for shards in self._shards
+        ]
         self._small = [_small(each) for each in self._sums]
         together = {id(one) for small in self._small for one in small}
         self._large = [[one for one in each if id(one) not in together] for each in self._sums]
@@ -78,10 +80,10 @@ class Update:
             Stepper(
                 optimizer if i == 0 else mirror(optimizer),
                 optimizer,
-                [(u.weight, u.gradient, u.group) for u in units],
+                [(u.weight, u.gradient, u.group) for u in shards],
                 natural=self.natural,
             )
-            for i, units in enumerate(self._units)
+            for i, shards in enumerate(self._shards)
         ]
         whole = self._whole_gradients(flat)
         stepped = [n for group in self._groups for n in group.parameters]
@@ -94,7 +96,10 @@ class Update:
             self._keep_state()
 
     def _keep_state(self) -> None:
-        """Take over the optimizer's state by unit; leave in its place what fetches it, or entries that loops hold."""
+        """Move the optimizer's state to the shards, and replace it by a mapping that gathers it when it is accessed.
+
+        If a training loop may hold entries of the previous mapping, that mapping stays in place.
+        """
         state: Any = self.optimizer.state
         stepped = {self._replicas.originals[n] for group in self._groups for n in group.parameters}
         self._rest = {key: entry for key, entry in state.items() if key not in stepped}
@@ -108,13 +113,13 @@ class Update:
         ]
 
     def _shared_out(self) -> dict[int, int]:
-        """Return which device steps each parameter, where every device steps whole ones, about as many elements."""
+        """Return the device that steps each parameter, such that every device has about the same number of elements."""
         numbers = [n for group in self._groups for n in group.parameters]
         sizes = [self._replicas.originals[n].numel() for n in numbers]
         return dict(zip(numbers, _shares(sizes, len(self._devices)), strict=True))
 
     def _exchange(self, schedule: Schedule) -> Exchange | None:
-        """Return what sums gradients by collectives, where the devices have such; its buffers are the units' own."""
+        """Return the exchange that sums gradients by collectives, or None; its buffers are the shards' gradients."""
         parameters, count = self._replicas.parameters, len(self._devices)
         stepped = [parameters[0][n] for group in self._groups for n in group.parameters]
         collectives = choose(self._devices, schedule, stepped)
@@ -128,11 +133,11 @@ class Update:
         everyone = schedule.update == "each"
         return Exchange(collectives, self._devices, parameters, groups, owners, everyone=everyone, mark=self._mark)
 
-    def _whole(self, i: int) -> list[Unit]:
-        """Return a unit for every parameter that device i steps: all, or its share by size."""
+    def _whole(self, i: int) -> list[ParamShard]:
+        """Return a shard for every whole parameter that device i steps: all parameters, or its share of them."""
         parameters = self._weights
         mine = [(g.number, n) for g in self._groups for n in g.parameters if self._owner.get(n, i) == i]
-        units = []
+        shards = []
         for group, n in mine:
             weight = parameters[i][n]
             if self.exchange:
@@ -140,22 +145,22 @@ class Update:
             else:
                 with self._devices[i].guard():
                     gradient = torch.zeros_like(weight, requires_grad=False)
-            piece = Piece(n, 0, weight.numel(), 0)
-            units.append(Unit(weight, gradient, group, (piece,), tuple(one[n].data for one in parameters)))
-        return units
+            segment = Segment(n, 0, weight.numel(), 0)
+            shards.append(ParamShard(weight, gradient, group, (segment,), tuple(one[n].data for one in parameters)))
+        return shards
 
-    def _slices(self, flat: FlatWeights, i: int) -> list[Unit]:
-        """Return a unit for every flat buffer that an optimizer's group fills, or for device i's slice of it."""
-        units = []
+    def _slices(self, flat: FlatWeights, i: int) -> list[ParamShard]:
+        """Return a shard for every flat buffer with an optimizer group's parameters, or for device i's slice of it."""
+        shards = []
         group_of = {n: group.number for group in self._groups for n in group.parameters}
         for f, plan in enumerate(flat.layout.flats):
             group = group_of.get(plan.slots[0].parameter)
             if group is None:
                 continue
-            share = plan.size // len(self._devices)  # even, because the layout was made for so many shares
+            share = plan.size // len(self._devices)  # an integer, because the layout was made for this number
             start, stop = (i * share, (i + 1) * share) if self._sharded else (0, plan.size)
-            pieces = tuple(
-                Piece(
+            segments = tuple(
+                Segment(
                     s.parameter, max(s.start, start) - s.start, min(s.stop, stop) - s.start, max(s.start, start) - start
                 )
                 for s in plan.slots
@@ -170,11 +175,11 @@ class Update:
                     gradient = self._whole_buffers[f][start:stop]
                 else:
                     gradient = torch.zeros_like(twins[i])
-            units.append(Unit(weight, gradient, group, pieces, twins))
-        return units
+            shards.append(ParamShard(weight, gradient, group, segments, twins))
+        return shards
 
     def collect(self, i: int, sources: Sources, numbers: Sequence[int] | None = None) -> None:
-        """Add up the sources' gradients, in order, into the units of device i; of the numbered parameters, or all."""
+        """Sum the gradients of all sources, in order, into device i's shards: for the numbered parameters, or all."""
         device, wanted = self._devices[i], None if numbers is None else set(numbers)
         with self._mark(Phase.REDUCE, device.index), device.guard(), torch.no_grad():
             for other, gradients in () if self._on_host else sources:
@@ -182,15 +187,15 @@ class Update:
                 device.borrow([g for g in gradients if g is not None])
             single = self._sum_small(i, sources) if wanted is None else self._sums[i]
             for one in single:
-                if wanted is None or one.piece.parameter in wanted:
-                    self._sum(device, one, [gradients[one.piece.parameter] for _, gradients in sources])
+                if wanted is None or one.segment.parameter in wanted:
+                    self._sum(device, one, [gradients[one.segment.parameter] for _, gradients in sources])
 
     def _sum_small(self, i: int, sources: Sources) -> Sequence[Sum]:
-        """Add up the small gradients of device i together; return the sums that are left to be made one by one."""
+        """Sum the small gradients of device i in one call; return the sums that remain to be computed separately."""
         small = self._small[i]
         if not small:
             return self._sums[i]
-        parts = [[gradients[one.piece.parameter] for one in small] for _, gradients in sources]
+        parts = [[gradients[one.segment.parameter] for one in small] for _, gradients in sources]
         home = self._devices[i].torch_device
         if self.comm_dtype or any(part is None or part.device != home for one in parts for part in one):
             return self._sums[i]
@@ -198,7 +203,7 @@ class Update:
         return self._large[i]
 
     def _sum(self, device: Device, one: Sum, found: Sequence[torch.Tensor | None]) -> None:
-        """Write the sum of one piece; a replica that did not use the parameter adds nothing."""
+        """Write the sum of one segment; a replica that did not use the parameter adds nothing."""
         comm = self.comm_dtype if len(found) > 1 else None
         parts = [one.of(part) for part in found if part is not None]
         if comm is not None or not self._on_host:
@@ -213,8 +218,8 @@ class Update:
                 one.target.add_(part)
 
     def show(self) -> None:
-        """Put the reduced gradients where the module's user looks for them, as far as the host or device 0 has them."""
-        # a loop may have kept them, or `module.to()` may have given them other storage
+        """Put the reduced gradients that are on the host or on device 0 into the `.grad` of the module's parameters."""
+        # a loop may have kept the views, or `module.to()` may have replaced their storage
         if not self._shown or not all(map(torch.Tensor.is_set_to, self._shown, self._views)):
             self._shown = [view.detach() for view in self._views]
         for parameter, gradient in zip(self._seen, self._shown, strict=True):
@@ -223,63 +228,65 @@ class Update:
             parameter.grad = None
 
     def hide(self) -> None:
-        """Give the gradients of the last step that a loop has kept memory of their own, before the next step writes."""
+        """Move the last step's gradients to other memory if a loop still references them, before the next step."""
         shown = self._shown
         for i in range(len(shown)):  # by number: a loop variable would be one more reference
             if sys.getrefcount(shown[i]) > HELD:
                 shown[i].data = shown[i].clone()
 
     def _whole_gradients(self, flat: FlatWeights | None) -> dict[int, torch.Tensor]:
-        """Return the tensors that hold whole reduced gradients, by parameter."""
+        """Return the tensors that contain whole reduced gradients, by parameter."""
         if self._whole_buffers and flat is not None:
             return flat.layout.views(self._whole_buffers, self._replicas.parameters[0])
-        units = self._sums if self._on_host else self._sums[:1]
-        return {one.piece.parameter: one.target for sums in units for one in sums if one.whole}
+        shards = self._sums if self._on_host else self._sums[:1]
+        return {one.segment.parameter: one.target for sums in shards for one in sums if one.whole}
 
     def step(self, i: int) -> None:
-        """Let device i's optimizer step its units."""
+        """Run device i's optimizer on its shards."""
         device = self._devices[i]
         with self._mark(Phase.OPTIMIZER, device.index), device.guard():
             self._steppers[i].step()
 
     def spread(self, workers: Workers) -> None:
-        """Bring to every device what the others have stepped for it."""
+        """Bring each device the weights that the other devices have stepped."""
         if self.collective:
             assert self.exchange is not None
             self.exchange.spread(
                 [flats[: len(one)] for flats, one in zip(self._replicas.flats, self.exchange.buffers, strict=True)]
             )
         else:
-            on_each(self.copy, self._devices, workers)
+            run_on_devices(self.copy, self._devices, workers)
 
     @property
     def collective(self) -> bool:
-        """Return whether devices exchange what they stepped by a collective, and not by copies."""
+        """Return whether devices exchange stepped weights by a collective, not by copies."""
         return self.exchange is not None and not self._owner
 
     def copy(self, i: int) -> None:
-        """Copy to device i what the other devices have stepped for it."""
+        """Copy to device i the weights that the other devices have stepped."""
         device = self._devices[i]
         with self._mark(Phase.REPLICATE, device.index), device.guard(), torch.no_grad():
             for j in self.owners:
                 if j != i:
                     device.wait(self._devices[j])
-                    copy_all([unit.twins[i] for unit in self._units[j]], [unit.twins[j] for unit in self._units[j]])
+                    copy_all(
+                        [shard.twins[i] for shard in self._shards[j]], [shard.twins[j] for shard in self._shards[j]]
+                    )
 
     @property
     def shared(self) -> bool:
-        """Tell whether devices have to exchange what they stepped."""
+        """Return whether each device steps a share of the weights, so that devices must exchange them."""
         return self._sharded
 
     def gather_gradients(self) -> None:
-        """Bring the whole reduced gradient to device 0, after a last step of sharded updates."""
+        """Put the whole reduced gradient on device 0, after the last step of sharded updates."""
         found: dict[int, torch.Tensor] = {}
-        for unit in (unit for units in self._units for unit in units):
-            for piece in unit.pieces:
-                n = piece.parameter
+        for shard in (shard for shards in self._shards for shard in shards):
+            for segment in shard.segments:
+                n = segment.parameter
                 if n not in found:
                     found[n] = torch.zeros_like(self._replicas.parameters[0][n], requires_grad=False)
-                line(found[n])[piece.start : piece.stop].copy_(piece.of(unit.gradient))
+                line(found[n])[segment.start : segment.stop].copy_(segment.of(shard.gradient))
         for n, gradient in found.items():
             parameter = self._replicas.originals[n]
             if parameter.shape == gradient.shape and parameter.dtype == gradient.dtype:
@@ -287,7 +294,7 @@ class Update:
 
     @property
     def regrouped(self) -> bool:
-        """Return whether the optimizer has got other state than units can take over as they are cut."""
+        """Return whether the optimizer's state has been replaced, or changed so that it no longer fits the shards."""
         if self.natural:
             return False
         if self.optimizer.state is not self._state:
@@ -295,17 +302,17 @@ class Update:
         return self._state.fetched and groups_of(self.optimizer, self._replicas.originals) != self._groups
 
     def begin(self) -> None:
-        """Take over what a training loop has written into `optimizer.state` since the last step."""
+        """Copy into the shards the values that a loop has written into `optimizer.state` since the last step."""
         if not self.natural and self._state.fetched:
             self._import(self._state)
 
     def end(self) -> None:
-        """Write the units' state into the entries of `optimizer.state` that have been looked at."""
+        """Write the shards' state into `optimizer.state` if its entries have been accessed."""
         if not self.natural and self._state.fetched:
             self._state.store(self._gathered())
 
     def step_plainly(self) -> None:
-        """Step the module's own parameters by the user's own optimizer and state, as an ordinary loop does."""
+        """Step the module's own parameters with the user's optimizer and state, as an ordinary loop does."""
         if self.natural:
             self.optimizer.step()
             return
@@ -317,19 +324,19 @@ class Update:
             self._shut()
 
     def _gathered(self) -> State:
-        """Return every parameter's optimizer state, gathered from all units; frozen parameters keep theirs."""
+        """Return every parameter's optimizer state, gathered from all shards; frozen parameters keep theirs."""
         owners = self.owners if self._sharded else self.owners[:1]
-        states = [(self._units[i], self._steppers[i].state) for i in owners]
+        states = [(self._shards[i], self._steppers[i].state) for i in owners]
         found = gathered(states, self._replicas.originals, self._replicas.parameters[0])
         return State(dict, {**self._rest, **found})
 
     def _import(self, state: State) -> None:
-        """Give the steppers the state of their units, cut from the state by parameter."""
+        """Give the steppers the state of their shards, cut from the state by parameter."""
         for i in self.owners:
-            self._steppers[i].state = cut(state, self._units[i], self._replicas.originals)
+            self._steppers[i].state = cut(state, self._shards[i], self._replicas.originals)
 
     def _open(self) -> None:
-        """Put the state by parameter where torch's own code reads it; what a loop has put there stays."""
+        """Make the state by parameter available to torch's own code, unless a loop has replaced or accessed it."""
         self._opened = self.optimizer.state is self._state and not self._state.fetched
         if self._opened:
             self.optimizer.state = self._gathered()
@@ -340,22 +347,22 @@ class Update:
             self.optimizer.state = self._state
 
     def close(self) -> None:
-        """Leave the user's optimizer as an ordinary loop would: state complete, no hooks."""
+        """Leave the user's optimizer as an ordinary loop would, with its complete state and without hooks."""
         if not self.natural and self.optimizer.state is self._state and not self._state.fetched:
             self.optimizer.state = self._gathered()
         for hook in self._hooks:
             hook.remove()
-        self._state = FetchedState(State)  # the other one knows this object: leave no cycle behind
+        self._state = FetchedState(State)  # the former one references this object: break the cycle
 
 
 def _small(each: Sequence[Sum]) -> list[Sum]:
-    """Return the sums that are worth making together; none if they are few."""
+    """Return the sums that are worth computing in one call; an empty list if there are few."""
     found = [one for one in each if one.whole and one.target.nbytes <= SMALL_BYTES]
     return found if len(found) >= FEW else []
 
 
 def _shares(sizes: Sequence[int], devices: int) -> list[int]:
-    """Give each size to a device, the largest first to whoever has least."""
+    """Return a device for each size, assigned from the largest to the device with the smallest load."""
     load, owner = [0] * devices, [0] * len(sizes)
     for n in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
         owner[n] = load.index(min(load))

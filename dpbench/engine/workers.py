@@ -1,4 +1,4 @@
-"""Workers: the threads that the replicas run in. New ones every time, kept ones, or none at all."""
+"""Workers: the threads that run the replicas: new threads for each call, a pool, or the calling thread only."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 Job = Callable[[int], None]
-"""One replica's work, called with the replica's number. It keeps its own results and errors: it must not raise."""
+"""The work of one replica, called with the replica's number. It stores its results and errors; it must not raise."""
 Context = AbstractContextManager[Any]
 NOTHING: Context = nullcontext()
 
 
 class Workers(Protocol):
-    """Who runs the jobs of one step. `concurrent` ones run all jobs at once, so that jobs may wait for each other."""
+    """The interface of all workers. `concurrent` workers run all jobs at once, so that jobs may wait for each other."""
 
     concurrent: bool
 
     def run(self, job: Job, count: int, starting: Context = NOTHING) -> None:
-        """Call `job(i)` for each i below `count`, getting threads to work inside `starting`; return when all end."""
+        """Call `job(i)` for each i below `count` and wait for all of them; threads are started inside `starting`."""
 
     def close(self) -> None:
-        """End the threads, if any are kept; `run` starts them again."""
+        """End the threads, if any persist; `run` starts them again."""
 
 
 class Spawn:
@@ -34,7 +34,7 @@ class Spawn:
     concurrent = True
 
     def run(self, job: Job, count: int, starting: Context = NOTHING) -> None:
-        """Start, and join, one thread per job; a single job runs in the calling thread."""
+        """Start one thread per job and join all of them; a single job runs in the calling thread."""
         if count == 1:
             return job(0)
         with starting:
@@ -45,11 +45,11 @@ class Spawn:
         return None
 
     def close(self) -> None:
-        """Do nothing: no thread outlives its call."""
+        """Do nothing: every thread ends with its call."""
 
 
 class Serial:
-    """The calling thread, one replica after the other: no thread waits for another's interpreter lock."""
+    """The calling thread runs the replicas in turn, so that threads do not compete for the interpreter lock."""
 
     concurrent = False
 
@@ -63,10 +63,11 @@ class Serial:
 
 
 class Pool:
-    """One kept thread per replica but the first, which the calling thread runs itself.
+    """One persistent thread per replica, except for the first replica, which runs in the calling thread.
 
-    Kept threads spare their start, and keep what libraries hold per thread (cuDNN's plans). They start with the
-    first call that needs them, and end with `close`, or with the pool. A forked child starts its own.
+    Persistent threads avoid the cost of starting threads, and keep the state that libraries hold per thread (cuDNN's
+    plans). They start with the first call that needs them, and end with `close` or when the pool is collected. A forked
+    child starts new threads.
     """
 
     concurrent = True
@@ -76,7 +77,7 @@ class Pool:
         self._owner = os.getpid()
 
     def run(self, job: Job, count: int, starting: Context = NOTHING) -> None:
-        """Hand job i to thread i, run job 0 here, and wait for the others."""
+        """Pass job i to thread i, run job 0 in the calling thread, and wait for the others."""
         if os.getpid() != self._owner:
             self._inboxes, self._owner = [], os.getpid()
         while len(self._inboxes) < count - 1:
@@ -91,11 +92,11 @@ class Pool:
             try:
                 _all(done.get for _ in range(1, count))
             except BaseException:
-                self._inboxes = []  # a thread may still be at work: it gets nothing more to do
+                self._inboxes = []  # a thread may still be running: give it no further jobs
                 raise
 
     def _start(self) -> None:
-        """Start the next thread; it knows its inbox but not the pool, which can so be collected."""
+        """Start the next thread. It references its inbox but not the pool, so that the pool can be collected."""
         inbox: SimpleQueue[Any] = SimpleQueue()
         name = f"replica-{len(self._inboxes) + 1}"
         threading.Thread(target=_serve, args=(inbox,), name=name, daemon=True).start()
@@ -103,20 +104,20 @@ class Pool:
         self._inboxes.append(inbox)
 
     def close(self) -> None:
-        """Tell the threads to end."""
+        """Signal the threads to end."""
         for inbox in self._inboxes:
             inbox.put(None)
         self._inboxes = []
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle as a new pool: threads belong to one process and one owner."""
+        """Copy and pickle as a new pool, because threads belong to one process and one owner."""
         return Pool, ()
 
 
 def _all(waits: Iterable[Callable[[], object]]) -> None:
-    """Wait for all, even when interrupted: work that goes on beside the next step would write into it.
+    """Wait for all, even when interrupted: a job that runs on during the next step would write into its tensors.
 
-    The interrupt is raised at the end. A second one ends the waiting at once.
+    The interrupt is raised at the end. A second interrupt ends the wait at once.
     """
     interrupt: BaseException | None = None
     for wait in waits:
@@ -132,15 +133,15 @@ def _all(waits: Iterable[Callable[[], object]]) -> None:
 
 
 def _serve(inbox: SimpleQueue[Any]) -> None:
-    """Run jobs until told to end."""
+    """Run jobs until the message None arrives."""
     while (message := inbox.get()) is not None:
         job, i, done = message
         job(i)
-        del job, message  # nothing of a step may outlive it in a waiting thread
+        del job, message  # a waiting thread must not keep a step's objects alive
         done.put(None)
 
 
 def choose(name: str) -> Workers:
-    """Return the workers that a schedule's switch names."""
+    """Return the workers that a schedule's `workers` switch names."""
     kinds: dict[str, type[Workers]] = {"spawn": Spawn, "pool": Pool, "serial": Serial}
     return kinds[name]()

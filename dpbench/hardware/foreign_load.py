@@ -70,9 +70,9 @@ def measure(seconds: float = WINDOW_S) -> Measured:
     return since(before)
 
 
-def since(before: Snapshot | Unknown) -> Measured:
+def since(before: Snapshot | UnknownLoad) -> Measured:
     """Return the foreign load from a snapshot until now."""
-    return before if isinstance(before, Unknown) else _to(before, snapshot())
+    return before if isinstance(before, UnknownLoad) else _to(before, snapshot())
 
 
 def busy(load: Measured) -> bool:
@@ -83,7 +83,7 @@ def busy(load: Measured) -> bool:
 def during(trial: Trial) -> Measured:
     """Return the foreign load while a trial ran, as stored with it."""
     facts = trial.provenance.get(FACT)
-    return Unknown("no load is stored with the trial") if facts is None else Load(**facts)
+    return UnknownLoad("no load is stored with the trial") if facts is None else Load(**facts)
 
 
 def noisy(trial: Trial) -> bool:
@@ -91,23 +91,23 @@ def noisy(trial: Trial) -> bool:
     return busy(during(trial))
 
 
-def snapshot() -> Snapshot | Unknown:
+def snapshot() -> Snapshot | UnknownLoad:
     """Return the CPU time so far of our cores and of our process tree."""
     if not CORES:
-        return Unknown("this system does not list the cores that a process may use")
+        return UnknownLoad("this system does not list the cores that a process may use")
     quota = _quota()
     if quota is not None and quota < len(CORES):
-        return Unknown(f"a quota of {quota:g} CPUs limits this container; /proc/stat counts all {len(CORES)} cores")
+        return UnknownLoad(f"a quota of {quota:g} CPUs limits this container; /proc/stat counts all {len(CORES)} cores")
     try:
         ticks = parse_ticks(Path("/proc/stat").read_bytes())
     except (OSError, ValueError) as error:
-        return Unknown(f"/proc/stat cannot be read: {error}")
+        return UnknownLoad(f"/proc/stat cannot be read: {error}")
     mine = {core: ticks[core] for core in CORES if core in ticks}
     return Snapshot(time_s=time.monotonic(), ticks=mine, own_s=_own_s())
 
 
-def _to(before: Snapshot, now: Snapshot | Unknown) -> Measured:
-    return now if isinstance(now, Unknown) else between(before, now)
+def _to(before: Snapshot, now: Snapshot | UnknownLoad) -> Measured:
+    return now if isinstance(now, UnknownLoad) else between(before, now)
 
 
 def between(before: Snapshot, now: Snapshot) -> Measured:
@@ -120,10 +120,10 @@ def between(before: Snapshot, now: Snapshot) -> Measured:
         return sum(max(0, count(now.ticks[core]) - count(before.ticks[core])) for core in cores) / TICKS_PER_S
 
     if seconds < SHORTEST_S:
-        return Unknown(f"{seconds:.2f} s are too short a time")
+        return UnknownLoad(f"{seconds:.2f} s are too short a time")
     counted_s = passed_s(lambda ticks: ticks.total)
     if counted_s <= COUNTED * capacity_s:
-        return Unknown(f"the kernel accounts for {counted_s:.2f} of {capacity_s:.2f} core-seconds")
+        return UnknownLoad(f"the kernel accounts for {counted_s:.2f} of {capacity_s:.2f} core-seconds")
     foreign_s = max(0.0, passed_s(lambda ticks: ticks.busy) - (now.own_s - before.own_s))
     steal_s = passed_s(lambda ticks: ticks.steal)
     return Load(foreign=foreign_s / capacity_s, steal=steal_s / capacity_s, cores=len(cores), seconds=seconds)
@@ -183,7 +183,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Unknown:
+class UnknownLoad:
     """Why the foreign load is unknown."""
 
     reason: str
@@ -192,4 +192,4 @@ class Unknown:
         return f"the load of other processes is unknown: {self.reason}"
 
 
-Measured = Load | Unknown
+Measured = Load | UnknownLoad

@@ -65,7 +65,7 @@ SLOW_METRICS = tuple(_SLOW)  # these block for about 20 ms a call
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Gpu:
+class NvmlGpu:
     """One GPU that CUDA would see; `index` is its CUDA ordinal."""
 
     index: int
@@ -127,7 +127,7 @@ class Gpu:
 class Nvml:
     """An open NVML: `gpus` are those CUDA would see, `physical_gpus` counts all that the driver has."""
 
-    gpus: tuple[Gpu, ...]
+    gpus: tuple[NvmlGpu, ...]
     physical_gpus: int
     library: Library = field(repr=False)
 
@@ -217,12 +217,12 @@ def _physical(library: Library) -> dict[str, Handle]:
     return found
 
 
-def _gpu(library: Library, handle: Handle, index: int) -> Gpu:
+def _gpu(library: Library, handle: Handle, index: int) -> NvmlGpu:
     """Read what names a GPU; a MIG instance may not tell everything."""
     uuid = _tell(library, library.nvmlDeviceGetUUID, handle) or ""
     name = _tell(library, library.nvmlDeviceGetName, handle) or ""
     memory = getattr(_tell(library, library.nvmlDeviceGetMemoryInfo, handle), "total", None)
-    return Gpu(index=index, uuid=uuid, name=name, memory_bytes=memory, library=library, handle=handle)
+    return NvmlGpu(index=index, uuid=uuid, name=name, memory_bytes=memory, library=library, handle=handle)
 
 
 def _tell(library: Library, call: Callable[..., Any], *arguments: Any) -> Any:

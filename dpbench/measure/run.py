@@ -160,7 +160,7 @@ def run(
 
 def _plain(load: foreign_load.Measured) -> dict[str, float | str]:
     """Return the foreign load before a run as facts."""
-    return {"unknown": load.reason} if isinstance(load, foreign_load.Unknown) else asdict(load)
+    return {"unknown": load.reason} if isinstance(load, foreign_load.UnknownLoad) else asdict(load)
 
 
 def _noise(load: foreign_load.Measured, trials: Collection[Slot]) -> dict[str, str]:

@@ -92,7 +92,7 @@ def probe(say: Say = lambda _: None, *, patience_s: float | None = None, anyway:
 def _worst(loads: Sequence[foreign_load.Measured]) -> foreign_load.Measured:
     """Return the highest load; an unknown one where none is too high, so that it is not called quiet."""
     known = [load for load in loads if isinstance(load, foreign_load.Load)]
-    unknown = [load for load in loads if isinstance(load, foreign_load.Unknown)]
+    unknown = [load for load in loads if isinstance(load, foreign_load.UnknownLoad)]
     highest = max(known, key=lambda load: load.taken, default=None)
     return highest if highest and (foreign_load.busy(highest) or not unknown) else unknown[0]
 
@@ -113,7 +113,7 @@ def _noise(load: foreign_load.Measured) -> Iterator[str]:
     """Yield that the figures are NOISY, or that this is unknown."""
     if foreign_load.busy(load):
         yield f"{foreign_load.NOISY}: {load}"
-    elif isinstance(load, foreign_load.Unknown):
+    elif isinstance(load, foreign_load.UnknownLoad):
         yield str(load)
 
 

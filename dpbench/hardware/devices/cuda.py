@@ -140,7 +140,7 @@ class CudaDevice:
 
     def recorder(self) -> Recorder | None:
         """Return what records CUDA graphs, with memory of its own."""
-        return Graphs(self)
+        return GraphRecorder(self)
 
     def _follow(self, tensors: Sequence[torch.Tensor]) -> None:
         """Wait for the current streams of the GPUs that the tensors come from."""
@@ -193,7 +193,7 @@ class Nccl:
         return [tensor.view(len(tensors), -1)[i] for i, tensor in enumerate(tensors)]
 
 
-class Graphs:
+class GraphRecorder:
     """CUDA graphs of one replica: recorded on a side stream, in a pool of memory that no other replica's share.
 
     All are replayed on the stream that is current then, never two at once, so that they may reuse each other's memory.

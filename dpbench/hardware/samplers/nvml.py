@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from dpbench.hardware.nvml import FAST_METRICS, SLOW_METRICS, Gpu, Library, open_nvml
+from dpbench.hardware.nvml import FAST_METRICS, SLOW_METRICS, Library, NvmlGpu, open_nvml
 from dpbench.hardware.samplers._cadence import every
 from dpbench.hardware.samplers._tree import ProcessTree, root_pid
 from dpbench.records import Sample
@@ -37,7 +37,7 @@ def start(devices: Sequence[int], interval_s: float, library: Library = None) ->
             yield samples
 
 
-def readings(gpus: Sequence[Gpu], samples: list[Sample]) -> tuple[Callable[[], None], Callable[[], None]]:
+def readings(gpus: Sequence[NvmlGpu], samples: list[Sample]) -> tuple[Callable[[], None], Callable[[], None]]:
     """Return what a fast and a slow tick do: append the counters that answer at once, and those that block."""
     tree = ProcessTree(root_pid())
 
