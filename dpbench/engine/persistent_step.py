@@ -231,9 +231,7 @@ class PersistentReplicas:
         """Run the user's optimizer on the module's own parameters, from their whole gradients."""
         with self._mark(Phase.OPTIMIZER, self._devices[0].index), self._devices[0].guard():
             self._update.step_plainly()
-        self.unusual = (
-            "some gradients can only be stepped by the user's optimizer: sparse, missing, or of the loss alone"
-        )
+        self.unusual = "only the user's optimizer can step some gradients: sparse, missing, or of the loss alone"
         self._seen = []
 
     def _step(self, workers: Workers, sources: Any, numbers: Sequence[int] | None) -> None:

@@ -1,4 +1,4 @@
-"""Cores: which ones this process was given, threads that stay on one of them, and how long each core was busy."""
+"""Affinity: the cores available to this process, binding threads to one core, and the busy time of each core."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import NamedTuple
 
 _TOPOLOGY = Path("/sys/devices/system/cpu")
 TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
-"""The kernel's ticks, in which it counts the time of cores."""
+"""The kernel's ticks per second, the unit in which it counts the time of cores."""
 _here = threading.local()
 
 
 def spread(cores: Sequence[int], topology: Path = _TOPOLOGY) -> tuple[int, ...]:
-    """Order logical cores so that those which share a physical one with an earlier one come last."""
+    """Return logical cores ordered so that those that share a physical core with an earlier one come last."""
     seen: Counter[str] = Counter()
     turn = {}
     for core in sorted(cores):
         whole = str(core)
-        with suppress(OSError):  # not every system tells
+        with suppress(OSError):  # not every system provides the topology
             whole = (topology / f"cpu{core}" / "topology" / "thread_siblings_list").read_text()
         turn[core] = seen[whole]
         seen[whole] += 1
@@ -30,18 +30,19 @@ def spread(cores: Sequence[int], topology: Path = _TOPOLOGY) -> tuple[int, ...]:
 
 
 CORES: tuple[int, ...] = spread([*os.sched_getaffinity(0)]) if hasattr(os, "sched_getaffinity") else ()
-"""The cores that this process might use when it loaded this module; none where the system cannot bind threads."""
+"""The cores available to this process when it loaded this module; empty where the system cannot bind threads."""
 
 
 def stay(number: int) -> None:
-    """Keep the calling thread on one core, counted among those of the process; threads that it starts inherit it.
+    """Bind the calling thread to one core of the process, by its position; threads that it starts inherit the binding.
 
-    Schedulers that gather threads on few cores leave two of them on one for milliseconds after they wake.
+    Without it, schedulers that pack threads on few cores leave two threads on one core for milliseconds after they
+    wake.
     """
     core = CORES[number % len(CORES)] if CORES else None
     if core is None or getattr(_here, "core", None) == core:
         return
-    with suppress(OSError):  # where binding is forbidden, or the core was taken away, threads run where they can
+    with suppress(OSError):  # binding is forbidden, or the core was removed: run unbound
         if getattr(_here, "before", None) is None:
             _here.before = os.sched_getaffinity(0)
         os.sched_setaffinity(0, {core})
@@ -49,7 +50,7 @@ def stay(number: int) -> None:
 
 
 def roam() -> None:
-    """Let the calling thread use the cores again that it used before it stayed on one."""
+    """Restore the cores that the calling thread could use before `stay` bound it."""
     if (before := getattr(_here, "before", None)) is not None:
         with suppress(OSError):
             os.sched_setaffinity(0, before)
@@ -58,7 +59,7 @@ def roam() -> None:
 
 @contextmanager
 def staying(number: int) -> Iterator[None]:
-    """Keep the calling thread on one core for a while."""
+    """Bind the calling thread to one core inside the context."""
     stay(number)
     try:
         yield
@@ -67,13 +68,13 @@ def staying(number: int) -> Iterator[None]:
 
 
 def parse_ticks(stat: bytes) -> dict[int, Ticks]:
-    """Return the ticks of each core from the text of /proc/stat."""
+    """Return the ticks of each core from the content of /proc/stat."""
     cores: dict[int, Ticks] = {}
     for line in stat.splitlines()[1:]:  # the first line is the sum
         if not line.startswith(b"cpu"):
             break
         name, *columns = line.split()
-        # user nice system idle iowait irq softirq steal; guest time is already in user
+        # user nice system idle iowait irq softirq steal; user includes guest time
         user, nice, system, idle, iowait, irq, softirq, steal = map(int, columns[:8])
         busy = user + nice + system + irq + softirq
         cores[int(name[3:])] = Ticks(busy, steal, busy + idle + iowait + steal)
@@ -81,7 +82,7 @@ def parse_ticks(stat: bytes) -> dict[int, Ticks]:
 
 
 class Ticks(NamedTuple):
-    """How long a core was busy, how long a hypervisor gave it to others, and all of its time; in the kernel's ticks."""
+    """A core's busy time, the time that a hypervisor gave to others, and its total time; in the kernel's ticks."""
 
     busy: int
     steal: int

@@ -1,8 +1,9 @@
-"""Quiet: how much of our cores other processes take, and waiting until it is little.
+"""Foreign load: the share of this process's cores that other processes use, and waiting until it is low.
 
-The kernel counts the CPU time of each core, and of each process with the children that it has reaped. The foreign load
-is the busy time of the cores less the CPU time of our own process tree; steal is the time that a hypervisor gave to
-others. Where the counts do not exist, or do not describe our capacity, the load is unknown, never low.
+The kernel counts the CPU time of each core, and that of each process, including the children that it has reaped. The
+foreign load is the busy time of the cores minus the CPU time of this process tree. Steal is the time that a hypervisor
+gave to other machines. Where the counts do not exist, or do not describe the capacity of this process, the load is
+unknown; it is never reported as low.
 """
 
 from __future__ import annotations
@@ -18,46 +19,46 @@ from dpbench.hardware.affinity import CORES, TICKS_PER_S, Ticks, parse_ticks
 from dpbench.records import Trial
 
 LIMIT = 0.10
-"""The share of the cores' capacity that others may take, above which a measurement is NOISY."""
+"""The fraction of the cores' capacity that others may use; above it a measurement is NOISY."""
 WINDOW_S = 0.5
 SHORTEST_S = 0.2
-"""The kernel counts in ticks of 10 ms: a shorter time would show little but those."""
+"""The kernel counts in ticks of 10 ms, whose rounding would dominate in a shorter time."""
 PATIENCE_S = 30.0
 PATIENCE = "DPBENCH_PATIENCE"
 """The environment variable for the default of --patience, in seconds."""
 COUNTED = 0.5
-"""The share of the elapsed core-seconds that the kernel must account for, or its counts are useless."""
+"""The fraction of the elapsed core-seconds that the kernel must account for; otherwise its counts are useless."""
 NOISY = "NOISY"
 FACT = "foreign_load"
-"""The name of the load in the provenance of a run and of a trial."""
+"""The key of the load in the provenance of a run and of a trial."""
 
 _QUOTAS = (
     ("/sys/fs/cgroup/cpu.max", None),
     ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us"),
 )
-"""Where version 2 and version 1 of control groups state a container's quota, and its period if that is apart."""
+"""Files with a container's CPU quota in control groups of versions 2 and 1, each with its file for the period."""
 
 
 def patience(given_s: float | None = None) -> float:
-    """Return the seconds to wait for quiet: as given, else from the environment, else the default."""
+    """Return the seconds to wait for a low load: as given, else from the environment, else the default."""
     if given_s is not None:
         return given_s
     text = os.environ.get(PATIENCE, str(PATIENCE_S))
     with suppress(ValueError):
         if 0 <= (seconds := float(text)) < float("inf"):
             return seconds
-    raise ValueError(f"{PATIENCE} must be a number of seconds, from 0, got {text!r}")
+    raise ValueError(f"{PATIENCE} must be a number of seconds, 0 or more, got {text!r}")
 
 
 def wait(patience_s: float, say: Callable[[str], None]) -> Measured:
-    """Measure the foreign load, again and again while it is too high and patience lasts; return the last one.
+    """Measure the foreign load until it is low or `patience_s` seconds have passed; return the last measurement.
 
-    `say` gets one line when waiting begins.
+    `say` is called with one line of text when waiting begins.
     """
     deadline_s = time.monotonic() + patience_s
     load = measure()
     if busy(load) and patience_s > 0:
-        say(f"busy machine: {load}; waiting up to {patience_s:.0f} s for quiet (--patience)")
+        say(f"busy machine: {load}; waiting up to {patience_s:.0f} s for a low load (--patience)")
     while busy(load) and time.monotonic() < deadline_s:
         load = measure()
     return load
@@ -76,25 +77,25 @@ def since(before: Snapshot | UnknownLoad) -> Measured:
 
 
 def busy(load: Measured) -> bool:
-    """Return whether others are known to take more than the limit."""
+    """Return whether others are known to use more than the limit."""
     return isinstance(load, Load) and load.taken > LIMIT
 
 
 def during(trial: Trial) -> Measured:
-    """Return the foreign load while a trial ran, as stored with it."""
+    """Return the foreign load while a trial ran, as stored with the trial."""
     facts = trial.provenance.get(FACT)
     return UnknownLoad("no load is stored with the trial") if facts is None else Load(**facts)
 
 
 def noisy(trial: Trial) -> bool:
-    """Return whether others are known to have taken more than the limit while a trial ran."""
+    """Return whether others are known to have used more than the limit while a trial ran."""
     return busy(during(trial))
 
 
 def snapshot() -> Snapshot | UnknownLoad:
-    """Return the CPU time so far of our cores and of our process tree."""
+    """Return the CPU time that the cores and this process tree have used until now."""
     if not CORES:
-        return UnknownLoad("this system does not list the cores that a process may use")
+        return UnknownLoad("this system does not provide the list of cores that a process may use")
     quota = _quota()
     if quota is not None and quota < len(CORES):
         return UnknownLoad(f"a quota of {quota:g} CPUs limits this container; /proc/stat counts all {len(CORES)} cores")
@@ -120,7 +121,7 @@ def between(before: Snapshot, now: Snapshot) -> Measured:
         return sum(max(0, count(now.ticks[core]) - count(before.ticks[core])) for core in cores) / TICKS_PER_S
 
     if seconds < SHORTEST_S:
-        return UnknownLoad(f"{seconds:.2f} s are too short a time")
+        return UnknownLoad(f"{seconds:.2f} s are too short for a measurement")
     counted_s = passed_s(lambda ticks: ticks.total)
     if counted_s <= COUNTED * capacity_s:
         return UnknownLoad(f"the kernel accounts for {counted_s:.2f} of {capacity_s:.2f} core-seconds")
@@ -130,20 +131,20 @@ def between(before: Snapshot, now: Snapshot) -> Measured:
 
 
 def _own_s() -> float:
-    """Return the CPU seconds of this process and all below it, with those of the children that each has reaped."""
+    """Return the CPU seconds of this process and its descendants, including the children that each has reaped."""
     import psutil
 
     own = psutil.Process()
     total = 0.0
     for process in (own, *own.children(recursive=True)):
-        with suppress(psutil.Error):  # it ended meanwhile: its parent counts it from now on
+        with suppress(psutil.Error):  # it has ended: its parent's count includes it from now on
             spent = process.cpu_times()
             total += spent.user + spent.system + spent.children_user + spent.children_system
     return total
 
 
 def _quota() -> float | None:
-    """Return how many CPUs' time this container may use; None without a quota."""
+    """Return the number of CPUs whose time this container may use; None without a quota."""
     for limit, period in _QUOTAS:
         with suppress(OSError, ValueError):
             words = Path(limit).read_text().split() + (Path(period).read_text().split() if period else [])
@@ -154,7 +155,7 @@ def _quota() -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """Cumulative CPU time at one moment: ticks by core, and seconds of our own process tree."""
+    """Cumulative CPU time at one moment: ticks by core, and seconds of this process tree."""
 
     time_s: float
     ticks: Mapping[int, Ticks]
@@ -163,7 +164,7 @@ class Snapshot:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """The shares of our cores' capacity that others took for some seconds, 0 to 1."""
+    """The fractions of the cores' capacity, 0 to 1, that others used over some seconds."""
 
     foreign: float
     steal: float
@@ -172,19 +173,19 @@ class Load:
 
     @property
     def taken(self) -> float:
-        """Return the share of both."""
+        """Return the sum of both fractions."""
         return self.foreign + self.steal
 
     def __str__(self) -> str:
         return (
-            f"other processes took {self.foreign:.0%}, and the hypervisor {self.steal:.0%}, of {self.cores} core(s) "
-            f"for {self.seconds:.1f} s; the limit is {LIMIT:.0%}"
+            f"other processes used {self.foreign:.0%}, and the hypervisor {self.steal:.0%}, of {self.cores} core(s) "
+            f"over {self.seconds:.1f} s; the limit is {LIMIT:.0%}"
         )
 
 
 @dataclass(frozen=True)
 class UnknownLoad:
-    """Why the foreign load is unknown."""
+    """The reason why the foreign load is unknown."""
 
     reason: str
 

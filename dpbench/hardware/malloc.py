@@ -1,4 +1,4 @@
-"""Heap: memory that was freed stays with the process, as CUDA's caching allocator keeps it for a GPU."""
+"""Malloc: keep freed memory in the process, as CUDA's caching allocator does on a GPU."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from functools import cache
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # M_... of glibc's malloc.h
 _OPTIONS = {
-    _MMAP_THRESHOLD: 2**25,  # glibc takes no more: larger blocks are mapped and unmapped each time
+    _MMAP_THRESHOLD: 2**25,  # the largest value glibc accepts; it maps and unmaps larger blocks each time
     _TRIM_THRESHOLD: 2**31 - 1,
-    _TOP_PAD: 2**26,  # a thread's heap is no larger, so none is given back
+    _TOP_PAD: 2**26,  # the maximum size of a thread's heap, so that no heap is returned to the system
 }
 
 
@@ -21,10 +21,10 @@ def _libc() -> ctypes.CDLL | None:
 
 
 def keep() -> None:
-    """Keep freed memory in this process, and in those that it forks; nothing happens where malloc is not glibc's.
+    """Keep freed memory in this process, and in those that it forks. Does nothing unless malloc is glibc's.
 
-    By default blocks of a step's size go back to the system when they are freed, and every page of the next ones is
-    faulted in anew: a tenth of a small transformer's step on two threads here.
+    By default, blocks of the size that a step allocates return to the system when they are freed, and every page of the
+    next blocks causes a page fault: a tenth of a small transformer's step on two threads.
     """
     if libc := _libc():
         for option, value in _OPTIONS.items():
@@ -32,6 +32,6 @@ def keep() -> None:
 
 
 def release() -> None:
-    """Give back, once, what is kept and not in use."""
+    """Return the memory that is kept but not in use to the system, once."""
     if libc := _libc():
         libc.malloc_trim(ctypes.c_size_t(0))

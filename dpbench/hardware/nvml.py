@@ -1,8 +1,8 @@
-"""What the GPUs that CUDA would see report about themselves, through NVIDIA's management library.
+"""NVML: counters and facts of the GPUs that CUDA would see, from NVIDIA's management library.
 
-1. The only place that imports pynvml, and only when asked; never torch, and it makes no CUDA context.
-2. No library, no driver, no GPU, a counter that this GPU lacks: absent, never an error and never a zero.
-3. All calls go through one object, the module pynvml or whatever has its functions: the tests' seam.
+1. Only this module imports pynvml, and only when a function needs it. It never imports torch or creates a CUDA context.
+2. Without library, driver or GPU, or for a counter that a GPU lacks, the value is absent: never an error, never zero.
+3. All calls go through one object, the module pynvml or a substitute with its functions, so that tests can replace it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 Library = Any  # pynvml has no type information; a protocol of its forty functions would only repeat its names
-Handle = Any  # what NVML calls a device, opaque to us
+Handle = Any  # NVML's handle of a device, opaque here
 Reader = Callable[[Library, Handle], float]
 
 # Numbers of NVML's C interface, which never change
@@ -26,13 +26,13 @@ _CLOCK_SM, _CLOCK_MEMORY, _TEMPERATURE_GPU, _PCIE_TX, _PCIE_RX = 1, 2, 0, 0, 1
 # invalid argument, not supported, no permission, function not found, version mismatch, deprecated
 _NEVER = frozenset((2, 3, 4, 13, 25, 26))
 
-# Per metric the calls that give it: the name that every driver has, then the one that is to replace it.
+# The calls for each metric: first the name that every driver has, then the name that replaces it.
 _FAST: dict[str, tuple[Reader, ...]] = {
     # the driver averages over 1/6 s to 1 s
     "utilization_ratio": (lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,),
-    # the first version of the call, which every driver has: includes what the driver reserves for itself
+    # the first version of the call, which every driver has; includes the memory that the driver reserves
     "memory_used_bytes": (lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).used,),
-    # Ampere (GA100 apart) and newer report the average of the last second: prefer energy_j over short windows
+    # Ampere (except GA100) and newer report the average of the last second: prefer energy_j for short windows
     "power_w": (lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3,),
     "energy_j": (lambda nvml, gpu: nvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1e3,),
     "sm_clock_hz": (lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, _CLOCK_SM) * 1e6,),
@@ -46,12 +46,12 @@ _FAST: dict[str, tuple[Reader, ...]] = {
         lambda nvml, gpu: nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu),
     ),
 }
-# NVML gives KB/s over the 20 ms for which each call blocks; KB is taken as 1000 bytes
+# NVML reports KB/s over the 20 ms for which each call blocks; a KB is taken as 1000 bytes
 _SLOW: dict[str, tuple[Reader, ...]] = {
     "pcie_rx_bytes_per_s": (lambda nvml, gpu: nvml.nvmlDeviceGetPcieThroughput(gpu, _PCIE_RX) * 1e3,),
     "pcie_tx_bytes_per_s": (lambda nvml, gpu: nvml.nvmlDeviceGetPcieThroughput(gpu, _PCIE_TX) * 1e3,),
 }
-# What does not change during a run; of the PCIe link what GPU and slot can do, not what they do when idle
+# Facts that do not change during a run; for the PCIe link the maximum of GPU and slot, not the present state
 _FACTS: dict[str, Reader] = {
     "power_limit_w": lambda nvml, gpu: nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1e3,
     "max_sm_clock_hz": lambda nvml, gpu: nvml.nvmlDeviceGetMaxClockInfo(gpu, _CLOCK_SM) * 1e6,
@@ -60,13 +60,13 @@ _FACTS: dict[str, Reader] = {
     "pcie_width": lambda nvml, gpu: nvml.nvmlDeviceGetMaxPcieLinkWidth(gpu),
 }
 _READERS = {**_FAST, **_SLOW}
-FAST_METRICS = tuple(_FAST)  # these answer at once
-SLOW_METRICS = tuple(_SLOW)  # these block for about 20 ms a call
+FAST_METRICS = tuple(_FAST)  # their calls return at once
+SLOW_METRICS = tuple(_SLOW)  # their calls block for about 20 ms each
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class NvmlGpu:
-    """One GPU that CUDA would see; `index` is its CUDA ordinal."""
+    """A GPU that CUDA would see; `index` is its CUDA ordinal."""
 
     index: int
     uuid: str
@@ -77,7 +77,7 @@ class NvmlGpu:
     answers: dict[Any, bool] = field(default_factory=dict, repr=False)
 
     def read(self, metric: str) -> float | None:
-        """Read one counter now; None where this GPU, driver or moment does not give it."""
+        """Return the present value of one counter; None if the GPU, the driver or the moment does not provide it."""
         for reader in _READERS[metric]:
             value = self._ask(reader)
             if value is not None:
@@ -85,28 +85,34 @@ class NvmlGpu:
         return None
 
     def process_memory_bytes(self, pids: Collection[int]) -> float | None:
-        """Sum what these hold here; None if NVML lists none of them (in a container it lists the host's)."""
+        """Return the GPU memory of these processes, in bytes.
+
+        None if NVML lists none of them, as in a container, where it lists the host's process ids.
+        """
         used = [size for pid, size in self._held() if pid in pids]
         return float(sum(used)) if used else None
 
     def foreign_memory_bytes(self, pids: Collection[int]) -> float | None:
-        """Sum what all others hold here; None if NVML lists none of these, for then its numbers are not ours."""
+        """Return the GPU memory of all processes except these, in bytes.
+
+        None if NVML lists none of these: its process ids are then of another namespace.
+        """
         held = self._held()
         known = any(pid in pids for pid, _ in held)
         return float(sum(size for pid, size in held if pid not in pids)) if known else None
 
     def _held(self) -> list[tuple[int, int]]:
-        """Return the processes that compute here, and the bytes that each holds."""
+        """Return (process id, bytes of GPU memory) of each compute process on this GPU."""
         return [(p.pid, p.usedGpuMemory) for p in self._ask(_processes) or () if p.usedGpuMemory is not None]
 
     def describe(self) -> dict[str, Any]:
-        """Return the facts that belong to a measurement's provenance; those unknown are left out."""
+        """Return the facts for a measurement's provenance; unknown ones are left out."""
         facts = {"index": self.index, "name": self.name, "uuid": self.uuid, "memory_bytes": self.memory_bytes}
         facts.update((fact, self._ask(reader)) for fact, reader in _FACTS.items())
         return _known(facts)
 
     def _ask(self, reader: Callable[[Library, Handle], Any]) -> Any:
-        """Call `reader` unless it is known to be missing; errors are None."""
+        """Return the result of `reader`, or None for errors. A call that is known to be missing is not repeated."""
         if self.answers.get(reader) is False:
             return None
         try:
@@ -114,7 +120,7 @@ class NvmlGpu:
         except AttributeError:  # this pynvml does not have the call
             self.answers[reader] = False
         except self.library.NVMLError as error:
-            # one that has answered before may refuse a reading when polled fast: it is asked again
+            # a call that succeeded before may fail when polled fast: keep calling it
             if error.value in _NEVER:
                 self.answers.setdefault(reader, False)
         else:
@@ -125,7 +131,7 @@ class NvmlGpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Nvml:
-    """An open NVML: `gpus` are those CUDA would see, `physical_gpus` counts all that the driver has."""
+    """An open NVML: `gpus` are those that CUDA would see; `physical_gpus` is the number that the driver has."""
 
     gpus: tuple[NvmlGpu, ...]
     physical_gpus: int
@@ -134,7 +140,7 @@ class Nvml:
 
 @contextmanager
 def open_nvml(library: Library = None, environ: Mapping[str, str] = os.environ) -> Iterator[Nvml | None]:
-    """Open NVML for the length of a `with`; None where there is no library, no driver or no GPU."""
+    """Open NVML for the length of a `with`; yield None without a library, a driver or a GPU."""
     library = library or _import_library()
     if not library or not _tell(library, lambda: library.nvmlInit() or True):
         yield None
@@ -149,7 +155,7 @@ def open_nvml(library: Library = None, environ: Mapping[str, str] = os.environ) 
 
 
 def describe(library: Library = None) -> dict[str, Any]:
-    """Return driver and GPUs for provenance; `physical_gpus` is 0 where NVML knows of none."""
+    """Return driver and GPUs for provenance; `physical_gpus` is 0 if NVML reports none."""
     with open_nvml(library) as nvml:
         if nvml is None:
             return {"physical_gpus": 0, "gpus": []}
@@ -161,17 +167,17 @@ def describe(library: Library = None) -> dict[str, Any]:
 
 
 def cuda_device_count(library: Library = None) -> int:
-    """Count the GPUs that CUDA would see, without CUDA; 0 without NVML."""
+    """Return the number of GPUs that CUDA would see, without loading CUDA; 0 without NVML."""
     with open_nvml(library) as nvml:
         return 0 if nvml is None else len(nvml.gpus)
 
 
 def cuda_visible(visible: str | None, uuids: Sequence[str]) -> tuple[int, ...]:
-    """Return the positions in `uuids` that CUDA would show, in its order, for a CUDA_VISIBLE_DEVICES.
+    """Return the positions in `uuids` that CUDA would show, in its order, for a value of CUDA_VISIBLE_DEVICES.
 
-    As CUDA and torch read it: the first entry decides between numbers and UUIDs; of a number the leading
-    digits count; a UUID may be cut short while it stays unique; an unknown entry ends the list; a repeated
-    one empties it.
+    The rules are those of CUDA and torch: the first entry decides between numbers and UUIDs. Of a number the leading
+    digits count. A UUID may be abbreviated as long as it is unique. An unknown entry ends the list; a repeated one
+    empties it.
     """
     if visible is None:
         return tuple(range(len(uuids)))
@@ -193,13 +199,13 @@ def cuda_visible(visible: str | None, uuids: Sequence[str]) -> tuple[int, ...]:
 
 
 def _visible_handles(library: Library, physical: dict[str, Handle], visible: str | None) -> list[Handle]:
-    """Return the handles that CUDA would number 0, 1, ...
+    """Return the handles of the GPUs that CUDA would number 0, 1, ...
 
-    Numbers are taken in PCI order, which is NVML's. CUDA's default, CUDA_DEVICE_ORDER=FASTEST_FIRST, cannot
-    be known from here; with identical GPUs it is the same order.
+    Numbers follow PCI order, which is NVML's. CUDA's default order, CUDA_DEVICE_ORDER=FASTEST_FIRST, cannot be
+    determined without CUDA; with identical GPUs it is the same order.
     """
     if visible is not None and visible.strip().startswith("MIG-"):
-        # CUDA shows a process one MIG instance, the first that is named; NVML may not know the older names
+        # CUDA shows a process one MIG instance, the first in the list; NVML may not accept the older names
         instance = _tell(library, library.nvmlDeviceGetHandleByUUID, visible.split(",")[0].strip())
         return [] if instance is None else [instance]
     handles = list(physical.values())
@@ -207,7 +213,7 @@ def _visible_handles(library: Library, physical: dict[str, Handle], visible: str
 
 
 def _physical(library: Library) -> dict[str, Handle]:
-    """Map UUID to handle for all GPUs in PCI order; one that fell off the bus is left out."""
+    """Return the handles of all GPUs by UUID, in PCI order, without those that fell off the bus."""
     found = {}
     for index in range(_tell(library, library.nvmlDeviceGetCount) or 0):
         handle = _tell(library, library.nvmlDeviceGetHandleByIndex, index)
@@ -218,7 +224,7 @@ def _physical(library: Library) -> dict[str, Handle]:
 
 
 def _gpu(library: Library, handle: Handle, index: int) -> NvmlGpu:
-    """Read what names a GPU; a MIG instance may not tell everything."""
+    """Return a GPU with its identity; for a MIG instance some facts may be missing."""
     uuid = _tell(library, library.nvmlDeviceGetUUID, handle) or ""
     name = _tell(library, library.nvmlDeviceGetName, handle) or ""
     memory = getattr(_tell(library, library.nvmlDeviceGetMemoryInfo, handle), "total", None)
@@ -226,11 +232,11 @@ def _gpu(library: Library, handle: Handle, index: int) -> NvmlGpu:
 
 
 def _tell(library: Library, call: Callable[..., Any], *arguments: Any) -> Any:
-    """Return what a call answers; None if it fails."""
+    """Return the result of a call; None if it fails."""
     try:
         return call(*arguments)
     except library.NVMLError as error:  # of nvmlInit: most often an ordinary machine without a driver
-        log.info("no answer from NVML: %s", error)
+        log.info("an NVML call failed: %s", error)
         return None
 
 
@@ -239,18 +245,18 @@ def _known(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def _processes(library: Library, handle: Handle) -> Any:
-    # by version, because on older drivers the bare name raises what is no NVMLError
+    # with the version suffix, because on older drivers the bare name raises an exception other than NVMLError
     return library.nvmlDeviceGetComputeRunningProcesses_v3(handle)
 
 
 def _import_library() -> Library | None:
-    """Import pynvml; None if it is not there or not NVIDIA's own."""
+    """Return the module pynvml; None if it is missing or not NVIDIA's."""
     try:
         import pynvml
     except ImportError:
         log.warning("no GPU counters: the package nvidia-ml-py is not installed")
         return None
-    if not hasattr(pynvml, "_nvmlGetFunctionPointer"):  # the older package of that name does not export it
+    if not hasattr(pynvml, "_nvmlGetFunctionPointer"):  # missing from the older package of that name
         log.warning("no GPU counters: %s is not NVIDIA's: remove pynvml, install nvidia-ml-py", pynvml)
         return None
     return pynvml

@@ -1,4 +1,4 @@
-"""Lifeline: a child process ends when its parent ends, and an exit status becomes text."""
+"""Parent death: end a child process when its parent ends, and describe exit statuses as text."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int, by: int = signal.SIGKILL) -> None:
-    """Have the kernel send this process a signal when `parent` dies; end at once if it already has.
+    """Make the kernel send the signal `by` to this process when `parent` dies; exit at once if it has died already.
 
-    The parent's *thread* counts that started this process: it must last as long as the child is wanted.
+    The signal comes when the parent's *thread* that started this process ends: that thread must live as long as the
+    child is needed.
 
-    Linux only; elsewhere children end when their stdin or their work does.
+    This works on Linux only. Elsewhere children end when their stdin is closed or their work is done.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, by, 0, 0, 0)
@@ -24,7 +25,7 @@ def die_with_parent(parent: int, by: int = signal.SIGKILL) -> None:
 
 
 def ending(exit_status: int | None) -> str:
-    """Return how a process ended; a negative status is a signal, None an unknown one."""
+    """Return how a process ended, as text; a negative status is a signal, None an unknown status."""
     if exit_status is None or exit_status >= 0:
         return f"exit status {exit_status}"
     known = {each.value: each.name for each in signal.Signals}
@@ -32,6 +33,6 @@ def ending(exit_status: int | None) -> str:
 
 
 def advice(exit_status: int | None) -> str:
-    """Return the likely cause of a process's end and the remedy; empty where none is known."""
+    """Return the likely cause of a process's end and the remedy; empty where no cause is known."""
     no_memory = "; the kernel ends processes in this way when memory runs out: use a smaller batch"
     return no_memory if exit_status == -signal.SIGKILL else ""

@@ -1,4 +1,4 @@
-"""Provenance: the facts of this host that make a number repeatable. Knows no torch: the worker adds torch's."""
+"""Provenance: the facts of this host that make a measurement repeatable. Without torch, whose facts the worker adds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VARIABLES = (
 
 
 def collect(gpus: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return host, software and version-control facts as plain data; `gpus` is what NVML says."""
+    """Return host, software and version-control facts as plain data; `gpus` are the facts from NVML."""
     return {
         "host": host_facts(),
         "gpus": gpus or {},
@@ -37,7 +37,7 @@ def collect(gpus: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def host_facts() -> dict[str, Any]:
-    """Return what stays the same from run to run on one machine."""
+    """Return the facts that stay the same from run to run on one machine."""
     import psutil
 
     return {
@@ -51,25 +51,25 @@ def host_facts() -> dict[str, Any]:
 
 
 def usable_cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def host_key(facts: dict[str, Any]) -> str:
-    """Name a machine by its facts, without its host name: containers change that from run to run."""
+    """Return a key that identifies a machine by its facts, without the host name, which containers change."""
     stable = {key: facts["host"][key] for key in ("machine", "cpu", "cores")}
     gpus = [gpu.get("uuid") for gpu in facts["gpus"].get("gpus", [])]
     return hashlib.sha256(json.dumps([stable, gpus], sort_keys=True).encode()).hexdigest()[:16]
 
 
 def code_key(facts: dict[str, Any]) -> str:
-    """Name the code that ran: dpbench's and the project's commits, and torch's version."""
+    """Return a key that identifies the code that ran: dpbench's and the project's commits, and torch's version."""
     parts = [facts["dpbench"]["version"], facts["dpbench"].get("commit", ""), facts["project"].get("commit", "")]
     return " ".join([*parts, facts["packages"].get("torch", "")])
 
 
 def torch_has_cuda() -> bool:
-    """Tell by its version, without loading it, whether torch was built for the CPU alone."""
+    """Return whether torch was built for more than the CPU, by its version, without loading torch."""
     return not _version("torch").endswith("+cpu")
 
 
@@ -81,7 +81,7 @@ def _version(name: str) -> str:
 
 
 def _cpu_name() -> str:
-    """Return the processor's name, from the kernel where it says."""
+    """Return the processor's name, from the kernel if available."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -92,7 +92,7 @@ def _cpu_name() -> str:
 
 
 def _git(folder: Path) -> dict[str, Any]:
-    """Return commit and dirtiness of the checkout around `folder`; nothing outside of one."""
+    """Return commit and dirtiness of the checkout around `folder`; empty outside a checkout."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(

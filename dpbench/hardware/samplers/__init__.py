@@ -1,9 +1,9 @@
-"""Samplers: what GPUs and host report while a run goes on, gathered by one process beside it.
+"""Samplers: counters of GPUs and host during a run, read by a separate process.
 
-A thread inside the run would fight for the GIL that DataParallel lives on. Each plug of this folder offers
-`start(devices, interval_s)`, a context manager that yields a growing list of samples; whoever holds the list
-may take from its front. `sampling` runs all plugs in a process of their own and cuts their series by time,
-which is time.perf_counter(), the same in all processes of a machine.
+A sampling thread inside the run would compete for the GIL that DataParallel depends on. Each plug of this folder
+provides `start(devices, interval_s)`, a context manager that yields a growing list of samples; the list's user may
+remove samples from its front. `sampling` runs all plugs in a separate process and cuts their series by time. Times are
+those of time.perf_counter(), which is the same in all processes of a machine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STOP_TIMEOUT_S = 2.0
 
 
 class Series:
-    """The samples of a sampler process, read from its file as far as they are asked for."""
+    """The samples of a sampler process, read from its file on demand."""
 
     def __init__(self, output: Path, offset: int, process: subprocess.Popen[bytes] | None) -> None:
         self._output = output
@@ -45,10 +45,10 @@ class Series:
         return self._process.pid if self._process else None
 
     def cut(self, start_s: float, end_s: float, settle_s: float = 1.0) -> tuple[Sample, ...]:
-        """Return the samples of [start_s, end_s] in order of time, and forget those before.
+        """Return the samples of [start_s, end_s] in order of time, and discard earlier ones.
 
-        The sampler is asked to write what it holds, which takes about a millisecond; `settle_s` is how long
-        to wait for that at most, 0 not to ask.
+        The sampler is first requested to write its buffered samples, which takes about a millisecond; `settle_s` limits
+        the wait for this, and 0 skips the request.
         """
         if settle_s > 0:
             self._settle(settle_s)
@@ -57,7 +57,7 @@ class Series:
         return tuple(sorted(within, key=lambda sample: sample.time_s))
 
     def _settle(self, timeout_s: float) -> None:
-        """Have the sampler write what it holds; if it is gone, warn once and expect no more of it."""
+        """Make the sampler write its buffered samples; if its process has ended, warn once and do not try again."""
         if self._process is None or _closed(self._process):
             return
         self._requests += 1
@@ -68,17 +68,17 @@ class Series:
             self._process = None
 
     def _read(self) -> list[Sample]:
-        """Read the complete lines that are new in the file."""
+        """Return the samples of the complete lines that are new in the file."""
         try:
             with self._output.open("rb") as file:
                 file.seek(self._offset)
                 complete, newline, _ = file.read().rpartition(b"\n")
-        except OSError:  # nothing was ever written
+        except OSError:  # no samples have been written
             return []
         self._offset += len(complete) + len(newline)
         samples = []
         for line in complete.splitlines():
-            with suppress(ValueError, TypeError):  # a line that a full disk has cut short
+            with suppress(ValueError, TypeError):  # a line truncated by a full disk
                 samples.append(Sample(*json.loads(line)))
         return samples
 
@@ -87,10 +87,10 @@ class Series:
 def sampling(
     devices: Sequence[int], output: Path, interval_s: float = 0.1, root_pid: int | None = None
 ) -> Iterator[Series]:
-    """Sample these CUDA ordinals and the host in a process beside this one; an error costs samples only.
+    """Sample the GPUs with these CUDA ordinals and the host, in a separate process; its errors cost samples only.
 
-    `root_pid` is the root of the process tree to watch, by default this process. Linux ends the sampler with
-    the *thread* that enters here: enter from one that lasts as long as the run.
+    `root_pid` is the root of the process tree to watch, by default this process. Linux ends the sampler with the
+    *thread* that enters the context: enter it from a thread that lives as long as the run.
     """
     offset = output.stat().st_size if output.exists() else 0
     process = _start(devices, output, interval_s, os.getpid() if root_pid is None else root_pid)
@@ -102,38 +102,38 @@ def sampling(
 
 
 def _start(devices: Sequence[int], output: Path, interval_s: float, root_pid: int) -> subprocess.Popen[bytes] | None:
-    """Start the process and wait until it samples; None, with a warning, if it does not."""
+    """Start the process and wait until it samples; return None, after a warning, if it fails."""
     command = [sys.executable, "-P", "-m", "dpbench.hardware.samplers", "--parent-pid", str(os.getpid())]
     command += ["--root-pid", str(root_pid), "--interval", str(interval_s), "--output", str(output)]
     command += ["--devices", ",".join(map(str, devices))]
-    # what this process imports, from wherever, is what the child imports
+    # the child must import the same modules as this process
     path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
     pipe = subprocess.PIPE
     try:
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, bufsize=0, env={**os.environ, "PYTHONPATH": path})
     except OSError as error:
-        log.warning("the sampler process does not start, this run has no samples: %s", error)
+        log.warning("the sampler process did not start, so that this run has no samples: %s", error)
         return None
     try:
         if _hears(process, b"ready", START_TIMEOUT_S):
             return process
-        why = f"does not answer in {START_TIMEOUT_S:g} s"
+        why = f"did not answer within {START_TIMEOUT_S:g} s"
     except EOFError:
-        why = "ends at once"
-    log.warning("the sampler process does not start, this run has no samples: it %s", why)
+        why = "ended at once"
+    log.warning("the sampler process did not start, so that this run has no samples: it %s", why)
     _end(process)
     return None
 
 
 def _ask(process: subprocess.Popen[bytes], line: bytes, timeout_s: float) -> bool:
-    """Send a line, which the sampler sends back when it has written its samples; raise if it is gone."""
+    """Send a line, which the sampler sends back after it has written its samples; raise if its process has ended."""
     assert process.stdin is not None
     process.stdin.write(line + b"\n")
     return _hears(process, line, timeout_s)
 
 
 def _hears(process: subprocess.Popen[bytes], line: bytes, timeout_s: float) -> bool:
-    """Wait for a line from the sampler; False if it is late, EOFError if the sampler is gone."""
+    """Wait for a line from the sampler; return False if it is late. Raises EOFError if the sampler has ended."""
     assert process.stdout is not None
     deadline_s = time.perf_counter() + timeout_s
     heard = b""
@@ -153,7 +153,7 @@ def _closed(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Let the process end by itself, else make it; reap it."""
+    """Wait for the process to end by itself, otherwise end it; reap it."""
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.close()

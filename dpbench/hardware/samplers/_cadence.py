@@ -1,7 +1,7 @@
-"""Do something again and again, on time: what every sampler's thread runs.
+"""Cadence: call an action at fixed intervals, in a thread.
 
 start     +1 interval     +2            +3            +4
-  |action|    .   |action, late ........|.|action|     |action|      tick 3 keeps its place, 2 is not bunched
+  |action|    .   |action, late ........|.|action|     |action|      tick 3 keeps its time, tick 2 is skipped
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 def ticks(
     interval_s: float, wait: Callable[[float], bool], now: Callable[[], float] = time.perf_counter
 ) -> Iterator[int]:
-    """Yield k at start + k * interval until `wait(seconds)` is true; ticks that are past are skipped."""
+    """Yield k at start + k * interval until `wait(seconds)` returns true; ticks whose time has passed are skipped."""
     start_s = now()
     k = 0
     while not wait(max(0.0, start_s + k * interval_s - now())):
@@ -29,19 +29,19 @@ def ticks(
 
 @contextmanager
 def every(interval_s: float, action: Callable[[], None]) -> Iterator[None]:
-    """Call `action` each `interval_s` in a thread of its own until the `with` ends."""
+    """Call `action` every `interval_s` seconds in a separate thread until the `with` ends."""
     if not interval_s > 0:
-        raise ValueError(f"interval_s must be positive, not {interval_s}")
+        raise ValueError(f"interval_s must be positive, got {interval_s}")
     stop = threading.Event()
 
     def run() -> None:
         try:
             for _ in ticks(interval_s, stop.wait):
                 action()
-        except Exception:  # a fault of ours costs its own series, never the run
-            log.exception("a series of samples ends early")
+        except Exception:  # an error ends this series, never the run
+            log.exception("a series of samples ended early")
 
-    # a daemon, so that a driver that never answers cannot keep the sampler process alive
+    # a daemon thread, so that a driver call that never returns cannot keep the sampler process alive
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     try:

@@ -1,7 +1,7 @@
-"""The sampler process: starts every sampler, writes what they see, ends with its parent. Never loads torch.
+"""Sampler process: starts every sampler, writes their samples, and ends with its parent. Never loads torch.
 
-Protocol: `ready` on stdout once all samplers run; then whatever line comes in on stdin is answered by the
-same line after all samples so far are in the file; the end of stdin, SIGTERM or the parent's death ends it.
+Protocol: it prints `ready` on stdout once all samplers run. It answers each line on stdin with the same line, after
+writing all samples so far to the file. It ends at the end of stdin, on SIGTERM, or when its parent dies.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from dpbench.records import Sample, registry
 log = logging.getLogger(__name__)
 
 WRITE_INTERVAL_S = 1.0
-"""Seconds between two writes that nobody asked for: they bound what is held, and what is lost if this is killed."""
+"""Seconds between unrequested writes, which bound the memory used, and the samples lost if the process is killed."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Sample until told to stop."""
+    """Sample until a stop is requested."""
     options = _parse(argv)
     logging.basicConfig(level=logging.WARNING, format="dpbench samplers: %(message)s")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it then ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C, and then ends this process
     stopped = _stop_signal()
     die_with_parent(options.parent_pid, signal.SIGTERM)
     os.environ[ROOT_PID] = str(options.root_pid)
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 file.write(_lines(series))
                 file.flush()
                 _answer(request)
-        file.write(_lines(series))  # what the samplers saw while they stopped
+        file.write(_lines(series))  # the samples taken while the samplers stopped
     return 0
 
 
@@ -54,7 +54,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--parent-pid", type=int, default=os.getppid(), help="end when this process ends")
     parser.add_argument("--interval", type=float, default=0.1, help="seconds between readings")
     parser.add_argument("--devices", type=_numbers, default=(), help="CUDA ordinals to watch: 0,1")
-    parser.add_argument("--output", required=True, help="append samples to this file, one JSON list a line")
+    parser.add_argument("--output", required=True, help="append samples to this file, one JSON list per line")
     return parser.parse_args(argv)
 
 
@@ -63,7 +63,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _stop_signal() -> int:
-    """Return a descriptor that becomes readable on SIGTERM, so that one select hears all that may happen."""
+    """Return a descriptor that becomes readable on SIGTERM, so that one select waits for all events."""
     heard, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)
@@ -72,18 +72,18 @@ def _stop_signal() -> int:
 
 
 def _start_all(samplers: ExitStack, devices: Sequence[int], interval_s: float) -> list[list[Sample]]:
-    """Start every plug; one that cannot start costs its own series only."""
+    """Start every plug; a plug that cannot start costs only its own series."""
     series = []
     for name in registry.names("samplers"):
         try:
             series.append(samplers.enter_context(registry.load("samplers", name).start(devices, interval_s)))
         except Exception:
-            log.exception("sampler %s does not start", name)
+            log.exception("sampler %s did not start", name)
     return series
 
 
 def _requests(stopped: int) -> Iterator[bytes]:
-    """Yield each line from stdin as it comes, and b"" at least every `WRITE_INTERVAL_S`, until the end."""
+    """Yield each line from stdin as it arrives, and b"" at least every `WRITE_INTERVAL_S`, until the end."""
     stdin = sys.stdin.fileno()
     while True:
         readable, _, _ = select.select([stdin, stopped], [], [], WRITE_INTERVAL_S)
@@ -96,10 +96,10 @@ def _requests(stopped: int) -> Iterator[bytes]:
 
 
 def _lines(series: Sequence[list[Sample]]) -> bytes:
-    """Take what the samplers have gathered, as JSON lines [time_s, device, metric, value]."""
+    """Remove the gathered samples from `series`, and return them as JSON lines [time_s, device, metric, value]."""
     taken: list[Sample] = []
     for samples in series:
-        count = len(samples)  # a sampler's thread may append meanwhile; it only ever touches the end
+        count = len(samples)  # a sampler's thread may append at the same time, but only at the end
         taken += samples[:count]
         del samples[:count]
     rows = ([round(s.time_s, 6), s.device, s.metric, s.value] for s in taken)

@@ -1,6 +1,6 @@
-"""Which processes belong to this run, at a cost that does not disturb it.
+"""Process tree: the processes that belong to this run, found at a cost that does not disturb it.
 
-Walking all of /proc costs percents of a core; Linux lists each thread's children, so only the tree is read.
+Walking all of /proc costs percents of a core. Linux lists each thread's children, so that reading the tree suffices.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import time
 from collections.abc import Callable
 
 ROOT_PID = "DPBENCH_ROOT_PID"
-"""The environment variable that names the root of the watched tree."""
+"""The environment variable with the process id of the watched tree's root."""
 
 
 def root_pid() -> int:
-    """Return the root to watch: from the environment, or the parent of this process."""
+    """Return the process id of the root to watch: from the environment, or the parent of this process."""
     return int(os.environ.get(ROOT_PID) or os.getppid())
 
 
 class ProcessTree:
-    """A process and its descendants, this process apart; walked again at most every `refresh_s`."""
+    """A process and its descendants without this process; walked again at most every `refresh_s` seconds."""
 
     def __init__(self, root: int, refresh_s: float = 0.5, now: Callable[[], float] = time.perf_counter) -> None:
         self.root = root
@@ -29,7 +29,7 @@ class ProcessTree:
         self._pids: frozenset[int] = frozenset()
 
     def pids(self) -> frozenset[int]:
-        """Return the tree as of at most `refresh_s` ago; some may be gone since."""
+        """Return the tree's process ids as of at most `refresh_s` seconds ago; some processes may have ended since."""
         if self._now() - self._walked_s >= self.refresh_s:
             self._walked_s = self._now()
             self._pids = descendants(self.root) - {os.getpid()}
@@ -37,7 +37,7 @@ class ProcessTree:
 
 
 def descendants(root: int) -> frozenset[int]:
-    """Return `root` and all processes below it; empty if it is gone."""
+    """Return `root` and all its descendants; empty if it has ended."""
     if not has_children_files():
         return _descendants_by_psutil(root)
     found: set[int] = set()
@@ -53,12 +53,12 @@ def descendants(root: int) -> frozenset[int]:
 
 
 def has_children_files() -> bool:
-    """Tell whether this kernel lists children (Linux with CONFIG_PROC_CHILDREN)."""
+    """Return whether this kernel lists children (Linux with CONFIG_PROC_CHILDREN)."""
     return os.access(f"/proc/self/task/{os.getpid()}/children", os.R_OK)
 
 
 def read_file(path: str, most_bytes: int = 1 << 16) -> bytes:
-    """Read a file of /proc in the cheapest way."""
+    """Return the content of a file of /proc, by the fewest system calls."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         return os.read(descriptor, most_bytes)

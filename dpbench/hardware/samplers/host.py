@@ -1,8 +1,8 @@
-"""What the host does: CPU and memory of the run's own processes, every core, and what others take.
+"""Host sampler: CPU and memory of the run's processes, the load of every core, and CPU use by other processes.
 
-All figures are those of device -1. Rates (`_ratio`) cover the time since the reading before, so the first has
-none. A process joins the watched tree up to 0.5 s after its birth; until then its work counts as foreign.
-Memory pages that forked processes share count once for each.
+All samples have device -1. Rates (`_ratio`) cover the time since the previous reading, so that the first reading has
+none. A process joins the watched tree up to 0.5 s after its start; until then its CPU time counts as foreign. Memory
+pages that forked processes share are counted once for each process.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from dpbench.records import HOST, Sample
 log = logging.getLogger(__name__)
 
 CLOCK_INTERVAL_S = 0.5
-"""Some kernels ask each core for its clock when it is read: not more often than this."""
+"""The minimum interval for clock frequencies, because some kernels query each core when the file is read."""
 SHORTEST_INTERVAL_S = 0.2
-"""The kernel counts a core's time in steps of 10 ms: a shorter interval would show little but those steps."""
+"""The kernel counts a core's time in steps of 10 ms, whose rounding would dominate in a shorter interval."""
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
-_CPU_CLOCK = 2  # CPUCLOCK_SCHED of the kernel's posix-timers.h: what clock_getcpuclockid(3) puts together
+_CPU_CLOCK = 2  # CPUCLOCK_SCHED of the kernel's posix-timers.h, which clock_getcpuclockid(3) uses
 
 
 @contextmanager
 def start(devices: Sequence[int], interval_s: float, root: int | None = None) -> Iterator[list[Sample]]:
     """Watch the host and the process tree below `root`; yield a list that grows until the `with` ends.
 
-    `root` is by default what the environment names, or the parent process. `devices` do not matter here.
+    `root` defaults to the one in the environment, or the parent process. `devices` is unused.
     """
     samples: list[Sample] = []
     if sys.platform != "linux" or not Path("/proc/stat").exists():
-        log.info("no host samples: they come from Linux's /proc")
+        log.info("no host samples: they need Linux's /proc")
         yield samples
         return
     tree = ProcessTree(root_pid() if root is None else root)
@@ -65,9 +65,9 @@ def start(devices: Sequence[int], interval_s: float, root: int | None = None) ->
 
 
 def cpu_clock_hz(folder: str = "/sys/devices/system/cpu") -> float | None:
-    """Return the highest clock of the cores that this process may use; None where the kernel does not tell.
+    """Return the highest clock of the cores that this process may use, in Hz; None if the kernel does not provide it.
 
-    The highest, because a core that idles tells nothing of those that work.
+    The highest, because an idle core's clock says nothing about the working cores.
     """
     found = []
     for core in os.sched_getaffinity(0):
@@ -78,7 +78,7 @@ def cpu_clock_hz(folder: str = "/sys/devices/system/cpu") -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """Cumulative CPU times at one moment, the ticks by core."""
+    """Cumulative CPU times at one moment; ticks by core."""
 
     time_s: float
     core_ticks: Mapping[int, Ticks]
@@ -88,7 +88,7 @@ class Reading:
 
 
 def take_reading(pids: Collection[int]) -> Reading:
-    """Read the cores and these processes now; processes that are gone are left out."""
+    """Read the cores and these processes now; processes that have ended are left out."""
     before_s = time.perf_counter()
     process_s: dict[int, float] = {}
     rss_bytes = 0
@@ -108,16 +108,16 @@ def take_reading(pids: Collection[int]) -> Reading:
 
 
 def levels(now: Reading) -> dict[str, float]:
-    """Return what one reading tells by itself."""
+    """Return the metrics of a single reading."""
     load = {"load_1m": os.getloadavg()[0]}
     return {**load, "rss_bytes": float(now.rss_bytes)} if now.process_s else load
 
 
 def rates(before: Reading, now: Reading) -> dict[str, float]:
-    """Return what two readings tell together.
+    """Return the metrics of the interval between two readings.
 
-    A process counts from the second reading that sees it, for its earlier work is not this interval's. This
-    sampler belongs neither to the watched tree nor to the others.
+    A process counts from the second reading that includes it, because its earlier CPU time is not of this interval. The
+    CPU time of this sampler counts neither for the watched tree nor as foreign.
     """
     elapsed_s = now.time_s - before.time_s
     known = now.process_s.keys() & before.process_s.keys()
@@ -128,7 +128,7 @@ def rates(before: Reading, now: Reading) -> dict[str, float]:
         earlier = before.core_ticks.get(core, ticks)
         busy, total = ticks.busy - earlier.busy, ticks.total - earlier.total
         all_busy += busy
-        if total > 0:  # the kernel's counts may stand still or step back
+        if total > 0:  # the kernel's counts may stay the same or decrease
             found[f"core{core}_utilization_ratio"] = max(0, busy) / total
     if now.process_s:
         found["process_cpu_ratio"] = process_s / elapsed_s

@@ -1,4 +1,4 @@
-"""Counters of the GPUs that a run uses; no GPU, no samples."""
+"""GPU sampler: NVML's counters of the GPUs that a run uses; without GPUs there are no samples."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from dpbench.hardware.samplers._tree import ProcessTree, root_pid
 from dpbench.records import Sample
 
 SLOW_INTERVAL_S = 0.2
-"""The PCIe counters block for 20 ms each: more often than this they would do little else."""
+"""The minimum interval for the PCIe counters, because each of their calls blocks for 20 ms."""
 
 
 @contextmanager
 def start(devices: Sequence[int], interval_s: float, library: Library = None) -> Iterator[list[Sample]]:
     """Watch the GPUs with these CUDA ordinals; yield a list that grows until the `with` ends.
 
-    The PCIe counters have a thread of their own, so that they never hold up the others. `library` stands in
-    for pynvml.
+    A separate thread reads the PCIe counters, so that they never delay the others. `library` replaces pynvml in tests.
     """
     samples: list[Sample] = []
-    if not devices:  # without starting NVML, which can take a second
+    if not devices:  # do not start NVML, which can take a second
         yield samples
         return
     with open_nvml(library) as nvml:
@@ -38,7 +37,7 @@ def start(devices: Sequence[int], interval_s: float, library: Library = None) ->
 
 
 def readings(gpus: Sequence[NvmlGpu], samples: list[Sample]) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Return what a fast and a slow tick do: append the counters that answer at once, and those that block."""
+    """Return two functions that append samples: of the counters that return at once, and of those that block."""
     tree = ProcessTree(root_pid())
 
     def fast() -> None:
@@ -59,7 +58,7 @@ def readings(gpus: Sequence[NvmlGpu], samples: list[Sample]) -> tuple[Callable[[
 
 
 def _sample(samples: list[Sample], device: int, metric: str, read: Callable[[], float | None]) -> None:
-    """Append one reading with the time of its middle; nothing if there is no value."""
+    """Append one reading with the time of its middle; append nothing if there is no value."""
     before_s = time.perf_counter()
     value = read()
     after_s = time.perf_counter()
