@@ -178,7 +178,7 @@ class Load:
 
     def __str__(self) -> str:
         return (
-            f"other processes used {self.foreign:.0%}, and the hypervisor {self.steal:.0%}, of {self.cores} core(s) "
+            f"other processes took {self.foreign:.0%}, and the hypervisor {self.steal:.0%}, of {self.cores} core(s) "
             f"over {self.seconds:.1f} s; the limit is {LIMIT:.0%}"
         )
 

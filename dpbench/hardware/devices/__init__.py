@@ -1,4 +1,4 @@
-"""From the ids that users write to devices: what torch takes, "cpu" repeated, and "emulated:0", "emulated:1", ..."""
+"""Devices: resolve the ids that users give: torch's ids, "cpu" repeated, and "emulated:0", "emulated:1", ..."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from dpbench.hardware.devices.emulated import EmulatedDevice
 
 DeviceId = int | str | torch.device
 Devices = Sequence[Device | DeviceId]
-"""What every verb takes: devices, or the ids that `resolve` makes devices of."""
+"""The argument type of the engine's functions: devices, or ids for `resolve`."""
 
 
 def as_devices(devices: Devices) -> list[Device]:
-    """Return devices as they are, and resolve ids."""
+    """Return the devices unchanged, or the devices for the ids."""
     given: list[Any] = list(devices)
     return given if given and hasattr(given[0], "put") else resolve(given)
 
 
 def resolve(device_ids: Sequence[DeviceId] | None) -> list[Device]:
-    """Return one device per id; None means every GPU, and none at all where there is no GPU.
+    """Return one device per id; None means every GPU, and gives an empty list without GPUs.
 
-    An id is a GPU's number, a torch.device, or its name. A GPU named twice carries colocated replicas; "cpu"
-    may be named as often as wanted; "emulated:1" is the device of tensors on "lazy:1". Ids of other kinds, or
-    mixed kinds, raise ValueError.
+    An id is a GPU's number, a torch.device, or its name. A GPU that is named twice runs colocated replicas; "cpu" may
+    be repeated any number of times; "emulated:1" is the device of tensors on "lazy:1". Ids of other kinds, or of mixed
+    kinds, raise ValueError.
     """
     if isinstance(device_ids, DeviceId):
         raise ValueError(f"device_ids must be a list, such as [{device_ids!r}], got {device_ids!r}")
@@ -48,7 +48,7 @@ def resolve(device_ids: Sequence[DeviceId] | None) -> list[Device]:
 
 
 def _parse(device_id: DeviceId) -> torch.device:
-    """Return the torch.device that an id names; a bare number is a GPU's."""
+    """Return the torch.device of an id; a bare number is a GPU's."""
     if isinstance(device_id, int):
         return torch.device("cuda", device_id)
     name = str(device_id)
@@ -56,7 +56,7 @@ def _parse(device_id: DeviceId) -> torch.device:
 
 
 def _emulated(ordinals: Sequence[int]) -> list[Device]:
-    """Return emulated devices; one named again shares its memory."""
+    """Return emulated devices; a repeated ordinal shares its memory."""
     return [
         cast(Device, EmulatedDevice(index, ordinal, shares_memory=ordinal in ordinals[:index]))
         for index, ordinal in enumerate(ordinals)
@@ -64,7 +64,7 @@ def _emulated(ordinals: Sequence[int]) -> list[Device]:
 
 
 def _ordinal(device: torch.device) -> int:
-    """Return the GPU's number; a bare "cuda" is the current one."""
+    """Return the GPU's number; a bare "cuda" is the current GPU. Raises ValueError for a GPU that does not exist."""
     count = torch.cuda.device_count()
     if count == 0:
         raise ValueError(f"device_ids names {device}, but torch sees no GPU here; use 'cpu' for logical CPU devices")
@@ -75,11 +75,11 @@ def _ordinal(device: torch.device) -> int:
 
 
 def _cuda(ordinals: Sequence[int], *, shared_stream: bool = False, own_processes: bool = False) -> list[Device]:
-    """Give each replica its GPU; one that is not the first on its GPU has a stream of its own, unless shared."""
+    """Return a device per replica; a replica that is not the first on its GPU has its own stream, unless shared."""
     devices = []
     for index, ordinal in enumerate(ordinals):
         again = ordinal in ordinals[:index]
-        shares_memory = again and not own_processes  # each process has an allocator of its own
+        shares_memory = again and not own_processes  # each process has its own allocator
         device = CudaDevice(index, ordinal, own_stream=again and not shared_stream, shares_memory=shares_memory)
         devices.append(cast(Device, device))
     return devices
@@ -94,11 +94,10 @@ def open_devices(
     shared_stream: bool = False,
     own_processes: bool = False,
 ) -> list[Device]:
-    """Return `count` devices as a case describes them; a logical CPU device has a core of its own.
+    """Return `count` devices as a case describes them; each logical CPU device has its own core.
 
-    Spread takes the first `count` of `ids` (or of all GPUs); colocated puts every replica on the first.
-    `own_processes` says that each device will be used in another process. Raises ValueError where this machine
-    has fewer.
+    Spread takes the first `count` of `ids` (or of all GPUs); colocated puts every replica on the first. `own_processes`
+    means that each device is used in a separate process. Raises ValueError if this machine has fewer devices.
     """
     if kind == "cpu":
         return [cast(Device, CpuDevice(index, core=index)) for index in range(count)]

@@ -1,4 +1,4 @@
-"""What devices on the host share: work is done when its call returns, so that there is nothing to order or to await."""
+"""Host devices: the common methods of devices on the host, where work is done when its call returns."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from dpbench.hardware.device import Collectives, Device, Recorder
 
 
 class HostDevice:
-    """A device whose tensors are the host's, whatever they say."""
+    """A device whose tensors are in the host's memory, whatever device they report."""
 
     index: int
     name: str
     torch_device: torch.device
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a fresh copy: fresh storage starts on a 64-byte boundary, and `linear` changes bits without."""
+        """Return a new copy. New storage is aligned to 64 bytes, without which `linear` gives different bits."""
         return tensor.to(self.torch_device, copy=True)
 
     def clone(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copy tensor by tensor: one flat copy would lose the alignment of all but the first."""
+        """Copy tensor by tensor, because in one flat copy all tensors except the first would lose their alignment."""
         return [self.put(tensor) for tensor in tensors]
 
     def guard(self) -> AbstractContextManager[Any]:
@@ -31,7 +31,7 @@ class HostDevice:
         return nullcontext()
 
     def settle(self) -> None:
-        """Do nothing: where no core is the device's, threads run where they like."""
+        """Do nothing: the device has no core."""
 
     def wait(self, other: Device) -> None:
         """Do nothing: host work is done when its call returns."""
@@ -40,7 +40,7 @@ class HostDevice:
         """Do nothing: the host has no streams."""
 
     def event(self) -> Any:
-        """Return None: the host's clock tells the truth here."""
+        """Return None: the host's clock measures this device's work."""
         return None
 
     def synchronize(self) -> None:
@@ -51,11 +51,11 @@ class HostDevice:
         return False
 
     def broadcast(self, tensors: Sequence[torch.Tensor], devices: Sequence[Device]) -> list[list[torch.Tensor]]:
-        """Refuse; see `can_collect`."""
+        """Raise RuntimeError; see `can_collect`."""
         raise RuntimeError(f"{self.name} has no collectives")
 
     def reduce_add(self, tensors: Sequence[Sequence[torch.Tensor]], devices: Sequence[Device]) -> list[torch.Tensor]:
-        """Refuse; see `can_collect`."""
+        """Raise RuntimeError; see `can_collect`."""
         raise RuntimeError(f"{self.name} has no collectives")
 
     def collectives(self, devices: Sequence[Device]) -> Collectives | None:
@@ -63,5 +63,5 @@ class HostDevice:
         return None
 
     def recorder(self) -> Recorder | None:
-        """Return None: the host runs Python every time."""
+        """Return None: the host cannot replay work without Python."""
         return None

@@ -1,4 +1,4 @@
-"""Many tensors at once: multi-tensor operations have no public names in torch, and are used here and nowhere else."""
+"""Multi-tensor operations, which have no public names in torch; only this module uses the private ones."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 
 
 def copy_all(into: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> None:
-    """Copy each tensor of `source` into its counterpart, in one launch where all share a device."""
+    """Copy each tensor of `source` into its counterpart, in one launch if all are on one device."""
     if into:
         torch._foreach_copy_(list(into), list(source), non_blocking=True)
 
 
 def sum_all(into: Sequence[torch.Tensor], sources: Sequence[Sequence[torch.Tensor]]) -> None:
-    """Write ((s0 + s1) + s2) + ... into each tensor, from its counterparts of all `sources`, on one device."""
+    """Write ((s0 + s1) + s2) + ... into each tensor, from its counterparts in all `sources`, on one device."""
     if into:
         torch._foreach_copy_(list(into), list(sources[0]))
         for source in sources[1:]:

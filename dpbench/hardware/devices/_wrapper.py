@@ -1,9 +1,9 @@
-"""Emulated tensors: they say they are on `lazy:i`, hold an ordinary tensor inside, and are counted byte by byte.
+"""Emulated tensors: they report the device `lazy:i`, wrap an ordinary tensor, and their bytes are counted.
 
-torch's lazy backend has a device type but no kernels of its own until someone starts it. The kernels registered
-here, two that allocate and one that copies, are all that factories, `.to("lazy:0")` and ops that allocate need, in
-every thread and without any mode. All other ops see an EmulatedTensor among their arguments and come to `_dispatch`:
-it checks devices as CUDA would, and runs the op on the tensors held inside.
+torch's lazy backend has a device type, but no kernels until it is started. The kernels registered here, two that
+allocate and one that copies, suffice for factories, `.to("lazy:0")` and ops that allocate, in every thread and without
+any mode. All other ops have an EmulatedTensor among their arguments, so that torch calls `_dispatch`: it checks devices
+as CUDA would, and runs the op on the wrapped tensors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 LAZY = "lazy"
-"""The device type that emulated tensors report; autograd runs it, as it does the CPU, in the calling thread."""
+"""The device type that emulated tensors report. For it, as for the CPU, autograd runs in the calling thread."""
 
 aten = torch.ops.aten
 ANY_DEVICE = {aten.copy_.default, aten._to_copy.default}
@@ -33,7 +33,7 @@ HOST_ARGUMENTS = {
     aten._pack_padded_sequence.default,
     aten._pack_padded_sequence_backward.default,
 }
-"""Ops that take indices or lengths from the host, as on a GPU."""
+"""Ops that accept indices or lengths on the host, as on a GPU."""
 
 
 SPARSE = torch._C.DispatchKeySet(torch._C.DispatchKey.SparseCPU)
@@ -43,13 +43,13 @@ class EmulatedTensor(torch.Tensor):
     """A tensor on `lazy:i`; `held` has its numbers on the host, or its shape alone on `meta`."""
 
     held: torch.Tensor
-    __torch_function__: Any = torch._C._disabled_torch_function_impl  # results are what ops return, no subclass
+    __torch_function__: Any = torch._C._disabled_torch_function_impl  # do not convert results to the subclass
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run an op on the tensors inside; in inference mode composite ops come here too, and are taken apart."""
+        """Run an op on the wrapped tensors. In inference mode composite ops arrive here too, and are decomposed."""
         if torch.is_inference_mode_enabled():
             result = func.decompose(*args, **(kwargs or {}))
             if result is not NotImplemented:
@@ -58,17 +58,17 @@ class EmulatedTensor(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """Return the tensor without its history, as torch does."""
+        """Return the tensor without its autograd history, as torch does."""
         return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        """Take over shape and numbers; torch alone would take over the shape and leave the numbers."""
+        """Set shape and numbers; torch alone would set the shape but not the numbers."""
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         self.held = _held(value)
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.device]:
-        """Tell torch that this is a wrapper: `module.to` then swaps tensors, which keeps ties and optimizers."""
+        """Declare this a wrapper, so that `module.to` swaps tensors, which keeps tied weights and optimizers."""
         return ["held"], self.device
 
     @staticmethod
@@ -96,13 +96,13 @@ class EmulatedTensor(torch.Tensor):
         return f"Parameter containing:\n{text}" if isinstance(self, torch.nn.Parameter) else text
 
     def type(self, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
-        """Return the type's name, or cast; torch has no name for sparse tensors here."""
+        """Return the type's name, or cast; the name of a sparse type is made here, because torch has none."""
         if dtype is None and self.is_sparse:
             return self.held.type().replace("torch.", f"torch.{LAZY}.")
         return super().type(dtype, non_blocking, **kwargs)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Refuse, as a GPU's tensor does."""
+        """Raise TypeError, as a GPU's tensor does, unless `force`."""
         if force:
             return self.detach().cpu().numpy()
         raise TypeError(f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy it first.")
@@ -116,11 +116,11 @@ class EmulatedTensor(torch.Tensor):
 
 
 def wrap(inner: torch.Tensor, device: torch.device) -> EmulatedTensor:
-    """Return `inner` as a tensor of `device`, which owns its memory from now on."""
-    if inner.is_conj() or inner.is_neg():  # bits that torch keeps on a tensor; on a wrapper it would miss them
+    """Return `inner` as a tensor of `device`, whose memory counts for the device from now on."""
+    if inner.is_conj() or inner.is_neg():  # bits of a tensor that torch cannot see inside a wrapper
         inner = inner.resolve_conj().resolve_neg()
     geometry: dict[str, Any]
-    if inner.layout == torch.sparse_coo:  # torch knows no sparse lazy backend
+    if inner.layout == torch.sparse_coo:  # torch has no sparse lazy backend
         geometry = {"dispatch_layout": True, "_extra_dispatch_keys": SPARSE}
         parts = [inner._indices(), inner._values()]
     else:
@@ -136,7 +136,7 @@ def wrap(inner: torch.Tensor, device: torch.device) -> EmulatedTensor:
 
 
 def _rebuild(inner: torch.Tensor, device: torch.device, requires_grad: bool, rest: dict[str, Any]) -> EmulatedTensor:
-    """Undo pickling."""
+    """Return the tensor from its pickled parts."""
     install()
     tensor = wrap(inner, device)
     tensor.__dict__.update(rest)
@@ -148,7 +148,7 @@ _home = torch.device("cpu")
 
 
 def set_home(device: torch.device) -> torch.device:
-    """Let new emulated tensors hold tensors of `device` (cpu or meta); return what it was before."""
+    """Make new emulated tensors wrap tensors of `device` (cpu or meta); return the device used before."""
     global _home
     before, _home = _home, device
     return before
@@ -156,7 +156,7 @@ def set_home(device: torch.device) -> torch.device:
 
 @functools.cache
 def install() -> torch.library.Library:
-    """Give the lazy backend the kernels that allocate; they stay for the life of the process."""
+    """Register the lazy backend's kernels, for the life of the process; return their library."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("empty.memory_format", _empty, LAZY.capitalize())
     library.impl("empty_strided", _empty_strided, LAZY.capitalize())
@@ -165,30 +165,30 @@ def install() -> torch.library.Library:
 
 
 def _empty(size: Any, *, device: Any, dtype: Any = None, memory_format: Any = None, **_: Any) -> torch.Tensor:
-    """Allocate on an emulated device."""
+    """Return a new tensor on an emulated device."""
     kept = {} if memory_format is None else {"memory_format": memory_format}
     return wrap(torch.empty(size, dtype=dtype, device=_home, **kept), _numbered(device))
 
 
 def _empty_strided(size: Any, stride: Any, *, device: Any, dtype: Any = None, **_: Any) -> torch.Tensor:
-    """Allocate with these strides on an emulated device."""
+    """Return a new tensor with these strides on an emulated device."""
     return wrap(torch.empty_strided(size, stride, dtype=dtype, device=_home), _numbered(device))
 
 
 def _copy_from(source: torch.Tensor, target: EmulatedTensor, non_blocking: bool = False) -> torch.Tensor:
-    """Copy where torch has switched subclasses off: inside `torch.tensor`."""
+    """Copy where torch has disabled subclasses: inside `torch.tensor`."""
     _held(target).copy_(_held(source))
     return target
 
 
 def _numbered(device: Any) -> torch.device:
-    """Return the device with its number; a bare "lazy" is the first."""
+    """Return the device with its number; a bare "lazy" is number 0."""
     device = torch.device(device)
     return device if device.index is not None else torch.device(device.type, 0)
 
 
 def _dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Check the devices, run `func` on the tensors inside, and wrap what is new."""
+    """Check the devices, run `func` on the wrapped tensors, and wrap new results."""
     tensors = list(_tensors((*args, *kwargs.values())))
     emulated = [t for t in tensors if isinstance(t, EmulatedTensor)]
     by_position = func.name().startswith("aten::_foreach_")
@@ -207,7 +207,7 @@ def _dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     known = {id(t.held): t for t in emulated} | {id(t): t for t in tensors}
     if by_position:
         return [_outside(t, known, s.device) for t, s in zip(result, args[0], strict=True)]
-    if func is aten._pack_padded_sequence.default:  # batch sizes are for the host
+    if func is aten._pack_padded_sequence.default:  # batch sizes stay on the host
         return _outside(result[0], known, target), result[1]
     # a view made in inference mode is an inference tensor only if its base is
     keeps_history = not torch.is_inference_mode_enabled() or (func.is_view and not emulated[0].is_inference())
@@ -216,7 +216,7 @@ def _dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _check_devices(func: Any, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
-    """Raise RuntimeError when tensors live on different devices; scalars of the host go anywhere."""
+    """Raise RuntimeError when tensors are on different devices; scalars on the host go with any device."""
     if func in ANY_DEVICE:
         return
     for tensor in tensors:
@@ -229,7 +229,7 @@ def _check_devices(func: Any, tensors: Sequence[torch.Tensor], device: torch.dev
 
 
 def _check_positions(func: Any, args: Sequence[Any]) -> None:
-    """Check a multi-tensor op, whose lists may go over several devices in step."""
+    """Check a multi-tensor op, whose lists may contain tensors of several devices at corresponding positions."""
     lists = [value for value in args if isinstance(value, list | tuple)]
     for tensors in zip(*(each for each in lists if isinstance(each[0], torch.Tensor)), strict=True):
         _check_devices(func, tensors, tensors[0].device)
@@ -246,12 +246,12 @@ def _outside(tensor: torch.Tensor, known: dict[int, torch.Tensor], device: torch
 
 
 def _held(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor that an op is to run on."""
+    """Return the tensor on which an op runs."""
     return tensor.held if isinstance(tensor, EmulatedTensor) else tensor
 
 
 def _map(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Apply `change` to the tensors among an op's arguments or results."""
+    """Return a structure with `change` applied to the tensors among an op's arguments or results."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, list | tuple):
@@ -269,25 +269,25 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 class DeviceFull(torch.OutOfMemoryError):
-    """An emulated device would hold more bytes than its bound. `ordinal` is the device's number."""
+    """An emulated device would exceed its bound in bytes. `ordinal` is the device's number."""
 
     ordinal: int | None = None
 
 
 class Ledger:
-    """Bytes that each device holds, by the lifetime of the storages; safe to use from any thread."""
+    """The bytes of each device's storages while they exist; safe to use from any thread."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a finalizer may run in the midst of any of these methods
+        self._lock = threading.RLock()  # reentrant: a finalizer may run within any of these methods
         self._owned: dict[int, tuple[torch.device, int]] = {}
         self._now: dict[torch.device, int] = defaultdict(int)
         self._peak: dict[torch.device, int] = defaultdict(int)
         self._bound: dict[torch.device, int] = {}
 
     def own(self, storage: torch.UntypedStorage, device: torch.device) -> None:
-        """Count a storage until it is freed; a storage counted before changes its size at most.
+        """Count a storage until it is freed; of a storage that is counted already, update the size.
 
-        Raises torch.OutOfMemoryError, and counts nothing, where the device would hold more than its bound.
+        Raises torch.OutOfMemoryError, and counts nothing, if the device would exceed its bound.
         """
         key, size = id(storage), storage.nbytes()
         with self._lock:
@@ -308,30 +308,30 @@ class Ledger:
                 self._peak[device] = max(self._peak[device], self._now[device])
 
     def _free(self, key: int) -> None:
-        """Forget a storage."""
+        """Subtract a storage that was freed."""
         with self._lock:
             device, size = self._owned.pop(key)
             self._now[device] -= size
 
     def now(self, device: torch.device) -> int:
-        """Return the bytes that live on `device`."""
+        """Return the bytes that are allocated on `device` now."""
         with self._lock:
             return self._now[device]
 
     def peak(self, device: torch.device) -> int:
-        """Return the most bytes that lived on `device` since `reset`."""
+        """Return the peak of bytes on `device` since `reset`."""
         with self._lock:
             return self._peak[device]
 
     def take(self, device: torch.device) -> int:
-        """Return the peak and let it start anew, with nothing in between."""
+        """Return the peak and reset it, in one atomic operation."""
         with self._lock:
             peak = self._peak[device]
             self._peak[device] = self._now[device]
             return peak
 
     def bind(self, device: torch.device, size: int | None) -> None:
-        """Let the device hold so many bytes at most; None lifts the bound."""
+        """Limit the device to `size` bytes; None removes the limit."""
         with self._lock:
             if size is None:
                 self._bound.pop(device, None)
@@ -339,10 +339,10 @@ class Ledger:
                 self._bound[device] = size
 
     def reset(self, device: torch.device) -> None:
-        """Let the peak start anew from what lives now."""
+        """Reset the peak to the bytes that are allocated now."""
         with self._lock:
             self._peak[device] = self._now[device]
 
 
 ledger = Ledger()
-"""The one of this process: storages outlive the device objects that made them."""
+"""The only ledger of the process, because storages outlive the device objects that created them."""

@@ -9,9 +9,9 @@ from dpbench.hardware.devices._host import HostDevice
 
 
 class CpuDevice(HostDevice):
-    """One logical device on the host, told from its siblings by its tensors, and by a core of its own if it has one.
+    """A logical device on the host, with separate tensors and, optionally, its own core.
 
-    `core` counts among the process's cores; threads that work for the device stay there.
+    `core` is a position among the process's cores; threads that work for the device are bound to it.
     """
 
     def __init__(self, index: int, core: int | None = None) -> None:
@@ -21,17 +21,17 @@ class CpuDevice(HostDevice):
         self.torch_device = torch.device("cpu")
 
     def settle(self) -> None:
-        """Keep the calling thread on the device's core."""
+        """Bind the calling thread to the device's core."""
         if self._core is not None:
             stay(self._core)
 
     def memory(self) -> int | None:
-        """Return None: the host cannot tell the memory of one logical device from another's."""
+        """Return None: the host's memory cannot be attributed to a logical device."""
         return None
 
     def take_peaks(self) -> dict[str, int]:
-        """Return nothing; see `memory`."""
+        """Return an empty dict; see `memory`."""
         return {}
 
     def reset_memory(self) -> None:
-        """Do nothing, as `memory` has nothing to forget."""
+        """Do nothing: there is no peak to reset."""

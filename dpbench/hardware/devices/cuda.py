@@ -1,7 +1,7 @@
-"""CUDA devices: a GPU and a stream. The only file of the engine that calls `torch.cuda`.
+"""CUDA devices: a GPU and a stream. Within the engine only this file calls `torch.cuda`.
 
-Spread replicas use their GPU's current stream, as torch.nn.DataParallel does. Colocated replicas share one GPU
-and have a stream each, so that their kernels may overlap as far as the card allows.
+Spread replicas use their GPU's current stream, as torch.nn.DataParallel does. Colocated replicas share one GPU and have
+separate streams, so that their kernels may overlap as far as the GPU allows.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from dpbench.hardware.devices._many import copy_all
 
 
 class CudaDevice:
-    """One GPU, or one stream of a GPU that several replicas share.
+    """A GPU, or one stream of a GPU that several replicas share.
 
-    `ordinal` is CUDA's number of the GPU; `own_stream` gives the replica a stream of its own. `shares_memory`
-    marks a replica whose GPU already reports its memory under an earlier index.
+    `ordinal` is the GPU's number in CUDA. `own_stream` gives the replica a separate stream. `shares_memory` marks a
+    replica whose GPU already reports its memory under an earlier index.
     """
 
     def __init__(self, index: int, ordinal: int, *, own_stream: bool = False, shares_memory: bool = False) -> None:
@@ -35,11 +35,11 @@ class CudaDevice:
 
     @property
     def stream(self) -> torch.cuda.Stream:
-        """Return this replica's own stream, or the one that is current on its GPU in this thread."""
+        """Return this replica's own stream, or the stream that is current on its GPU in this thread."""
         return self._own or torch.cuda.current_stream(self.ordinal)
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy on this device's stream; the source may still be in the making on its own current stream."""
+        """Copy on this device's stream, after work on the source that its GPU's current stream has queued."""
         self._follow([tensor])
         with self.guard():
             copy = tensor.to(self.torch_device, non_blocking=True, copy=True)
@@ -47,7 +47,7 @@ class CudaDevice:
         return copy
 
     def clone(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copy all in one multi-tensor launch where source and copy share the GPU."""
+        """Copy all tensors, in one multi-tensor launch if source and copy share the GPU."""
         self._follow(tensors)
         with self.guard():
             copies = [torch.empty_like(tensor, device=self.torch_device) for tensor in tensors]
@@ -56,10 +56,10 @@ class CudaDevice:
         return copies
 
     def guard(self) -> AbstractContextManager[Any]:
-        """Make GPU and stream current; the stream is looked up here, in the thread that dispatches.
+        """Return a context in which GPU and stream are current.
 
-        A new thread's current stream is the default one, not its parent's: to enter the guard there must not
-        change the stream.
+        The stream is looked up here, in the thread that dispatches: a new thread's current stream is the default
+        stream, not that of the thread which started it.
         """
         stack = ExitStack()
         device, stream = torch.cuda.device(self.ordinal), torch.cuda.stream(self.stream)
@@ -69,13 +69,13 @@ class CudaDevice:
         """Do nothing: the device is not one of the host's cores."""
 
     def wait(self, other: Device) -> None:
-        """Let this stream wait for the other's."""
+        """Make this device's stream wait for the other device's stream."""
         stream = getattr(other, "stream", None)
         if stream is not None and stream != self.stream:
             self.stream.wait_stream(stream)
 
     def borrow(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Tell the allocator that this stream reads the tensors, so that it does not reuse them too early."""
+        """Register this stream as a reader of the tensors, so that the allocator does not reuse their memory early."""
         for tensor in tensors:
             if tensor.is_cuda:
                 tensor.record_stream(self.stream)
@@ -91,11 +91,11 @@ class CudaDevice:
         torch.cuda.synchronize(self.ordinal)
 
     def memory(self) -> int | None:
-        """Return the allocator's peak; a colocated replica's share cannot be told apart, so only one reports."""
+        """Return the allocator's peak in bytes, or None for a colocated replica whose GPU another replica reports."""
         return None if self._shares_memory else torch.cuda.max_memory_allocated(self.ordinal)
 
     def take_peaks(self) -> dict[str, int]:
-        """Return the allocator's peaks since the last call, and begin anew; it allocates when a call is made."""
+        """Return the allocator's peaks since the last call, and reset them."""
         if self._shares_memory:
             return {}
         found = torch.cuda.memory_stats(self.ordinal)
@@ -103,20 +103,20 @@ class CudaDevice:
         return {kind: int(found.get(f"{kind}_bytes.all.peak", 0)) for kind in ("allocated", "reserved")}
 
     def reset_memory(self) -> None:
-        """Empty the allocator's cache and forget its peak."""
+        """Empty the allocator's cache and reset its peak."""
         torch.cuda.synchronize(self.ordinal)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.ordinal)
 
     def can_collect(self, devices: Sequence[Device]) -> bool:
-        """Tell whether all are CUDA devices on GPUs of their own."""
+        """Return whether all are CUDA devices on distinct GPUs."""
         ordinals = [getattr(device, "ordinal", None) for device in devices]
         return None not in ordinals and len(set(ordinals)) == len(ordinals) > 1
 
     def broadcast(self, tensors: Sequence[torch.Tensor], devices: Sequence[Device]) -> list[list[torch.Tensor]]:
-        """Copy to all GPUs in 10 MiB buffers, by NCCL where torch has it: what torch.nn.DataParallel does."""
+        """Copy to all GPUs in 10 MiB buffers, by NCCL where torch has it, as torch.nn.DataParallel does."""
         copies = comm.broadcast_coalesced(list(tensors), [d.torch_device.index for d in devices])
-        # torch's collectives see a complex tensor as pairs of reals
+        # torch's collectives return a complex tensor as pairs of reals
         return [
             [torch.view_as_complex(c) if t.is_complex() and not c.is_complex() else c
              for c, t in zip(one, tensors, strict=True)]
@@ -130,20 +130,20 @@ class CudaDevice:
         return [torch.view_as_complex(s) if t.is_complex() else s for s, t in zip(sums, tensors[0], strict=True)]
 
     def collectives(self, devices: Sequence[Device]) -> Collectives | None:
-        """Return NCCL's, on GPUs of their own, where torch has it."""
+        """Return NCCL's collectives on distinct GPUs, if torch has NCCL; otherwise None."""
         if not self.can_collect(devices):
             return None
-        with warnings.catch_warnings():  # it warns where torch is built without NCCL, to which this is the answer
+        with warnings.catch_warnings():  # is_available warns if torch is built without NCCL
             warnings.simplefilter("ignore")
             probe = [torch.empty(1, device=device.torch_device) for device in devices]
             return Nccl(devices) if nccl.is_available(probe) else None
 
     def recorder(self) -> Recorder | None:
-        """Return what records CUDA graphs, with memory of its own."""
+        """Return a recorder of CUDA graphs with a separate memory pool."""
         return GraphRecorder(self)
 
     def _follow(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Wait for the current streams of the GPUs that the tensors come from."""
+        """Wait for the current streams of the GPUs that the tensors are on."""
         for ordinal in {tensor.device.index for tensor in tensors if tensor.is_cuda}:
             source = torch.cuda.current_stream(ordinal)
             if source != self.stream:
@@ -151,10 +151,10 @@ class CudaDevice:
 
 
 class Nccl:
-    """NCCL from one process, over distinct GPUs, on a stream of its own on each: backward may go on beside it.
+    """NCCL from one process, over distinct GPUs, on separate streams, so that backward can continue concurrently.
 
-    Every call is one NCCL group over all the GPUs: calls must not be mixed with another thread's, which is for the
-    caller to see to.
+    Every call is one NCCL group over all the GPUs. The caller must ensure that no other thread makes calls at the same
+    time.
     """
 
     def __init__(self, devices: Sequence[Device]) -> None:
@@ -162,11 +162,11 @@ class Nccl:
         self._streams = [torch.cuda.Stream(ordinal) for ordinal in self._ordinals]
 
     def follow(self, i: int) -> None:
-        """Let collectives from now on wait for the GPU's stream that is current in this thread."""
+        """Make later collectives wait for the GPU's stream that is current in this thread."""
         self._streams[i].wait_stream(torch.cuda.current_stream(self._ordinals[i]))
 
     def lead(self, i: int) -> None:
-        """Let the GPU's stream that is current in this thread wait for all collectives so far."""
+        """Make the GPU's stream that is current in this thread wait for all collectives queued so far."""
         torch.cuda.current_stream(self._ordinals[i]).wait_stream(self._streams[i])
 
     def reduce(self, tensors: Sequence[torch.Tensor], root: int) -> None:
@@ -174,19 +174,19 @@ class Nccl:
         nccl.reduce(tensors, root=root, streams=self._streams)
 
     def all_reduce(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Sum onto all, in place."""
+        """Sum onto all GPUs, in place."""
         nccl.all_reduce(tensors, streams=self._streams)
 
     def reduce_scatter(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Sum each part onto its owner, in place: NCCL takes an output that is the owner's part of the input."""
+        """Sum each part onto its owner, in place: NCCL accepts the owner's part of the input as the output."""
         nccl.reduce_scatter(tensors, self._parts(tensors), streams=self._streams)
 
     def all_gather(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy each owner's part to all, in place: NCCL takes an input that is the owner's part of the output."""
+        """Copy each owner's part to all GPUs, in place: NCCL accepts the owner's part of the output as the input."""
         nccl.all_gather(self._parts(tensors), tensors, streams=self._streams)
 
     def broadcast(self, tensors: Sequence[torch.Tensor], root: int) -> None:
-        """Copy the root's tensor to all."""
+        """Copy the root's tensor to all GPUs."""
         nccl.broadcast(tensors, root=root, streams=self._streams)
 
     def _parts(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -194,9 +194,10 @@ class Nccl:
 
 
 class GraphRecorder:
-    """CUDA graphs of one replica: recorded on a side stream, in a pool of memory that no other replica's share.
+    """Records CUDA graphs of one replica, on a side stream, in a memory pool that only this replica's graphs share.
 
-    All are replayed on the stream that is current then, never two at once, so that they may reuse each other's memory.
+    All graphs are replayed on the stream that is then current, never two at once, so that they may reuse the same
+    memory.
     """
 
     def __init__(self, device: CudaDevice) -> None:
@@ -205,12 +206,12 @@ class GraphRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self, work: Callable[[], object]) -> None:
-        """Run work three times on the side stream, as torch's documentation of graphs asks for."""
+        """Run the work three times on the side stream, as torch's documentation of graphs requires."""
         current, random = torch.cuda.current_stream(self._ordinal), torch.cuda.get_rng_state(self._ordinal)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             for _ in range(3):
-                torch.clear_autocast_cache()  # casts of weights belong into the graph, which must make them anew
+                torch.clear_autocast_cache()  # the graph must contain the casts of weights
                 work()
         torch.clear_autocast_cache()
         current.wait_stream(self._stream)
@@ -218,7 +219,7 @@ class GraphRecorder:
         torch.cuda.set_rng_state(random, self._ordinal)
 
     def record(self, work: Callable[[], Result]) -> tuple[Result, Callable[[], None]]:
-        """Capture work; only what this thread does can spoil it, so that other replicas' threads go on."""
+        """Capture the work. Only calls of this thread can invalidate the capture; other replicas' threads continue."""
         graph, first = torch.cuda.CUDAGraph(), None
         try:
             # a capture that fails leaves its stream current
@@ -231,7 +232,7 @@ class GraphRecorder:
                 except BaseException as error:
                     first = error
                     raise
-        except RuntimeError as error:  # torch's, when it ends a capture that has failed: the cause says more
+        except RuntimeError as error:  # torch's error on ending a failed capture hides the cause
             raise first or error from None
         finally:
             torch.clear_autocast_cache()
@@ -239,7 +240,7 @@ class GraphRecorder:
 
 
 class _Entered:
-    """Context managers made in one thread and entered, together, in another."""
+    """Context managers created in one thread and entered, together, in another."""
 
     def __init__(self, stack: ExitStack, contexts: Sequence[AbstractContextManager[Any]]) -> None:
         self._stack, self._contexts = stack, contexts

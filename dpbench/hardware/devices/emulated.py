@@ -1,10 +1,10 @@
 """Emulated devices: real placement errors and an exact count of bytes per device, on a machine without a GPU.
 
-Once a device has been made (or `install` called), `module.to("lazy:0")`, `x.to("lazy:1")`, `torch.zeros(3,
-device="lazy:0")` and `.cpu()` work in every thread, and tensors of two devices do not mix. Numbers are computed on
-the host, bit by bit as on logical CPU devices, except where torch itself goes another way on the host: attention
-(choose `SDPBackend.MATH` on both to compare) and RNNs, whose input it multiplies step by step, as on a GPU. Both
-then agree within rounding.
+Once a device has been created (or `install` called), `module.to("lazy:0")`, `x.to("lazy:1")`, `torch.zeros(3,
+device="lazy:0")` and `.cpu()` work in every thread, and tensors of two devices cannot be combined. Numbers are computed
+on the host, bitwise equal to those of logical CPU devices, with two exceptions that agree within rounding. For
+attention, torch takes another path on the host (choose `SDPBackend.MATH` on both to compare). For RNNs, it multiplies
+the input step by step, as on a GPU.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ __all__ = ["EmulatedDevice", "bounded", "bytes_only", "install"]
 
 
 class EmulatedDevice(HostDevice):
-    """One emulated device, or one of several replicas on it.
+    """An emulated device, or one of several replicas on it.
 
-    `ordinal` is its number among the emulated devices; `shares_memory` marks a replica whose device already
-    reports its memory under an earlier index.
+    `ordinal` is its number among the emulated devices. `shares_memory` marks a replica whose device already reports its
+    memory under an earlier index.
     """
 
     def __init__(self, index: int, ordinal: int | None = None, *, shares_memory: bool = False) -> None:
@@ -36,25 +36,25 @@ class EmulatedDevice(HostDevice):
         self._shares_memory = shares_memory
 
     def memory(self) -> int | None:
-        """Return the peak of bytes; a colocated replica's share cannot be told apart, so only one reports."""
+        """Return the peak in bytes, or None for a colocated replica whose device another replica reports."""
         return None if self._shares_memory else ledger.peak(self.torch_device)
 
     def take_peaks(self) -> dict[str, int]:
-        """Return the peak of bytes since the last call, and begin anew."""
+        """Return the peak in bytes since the last call, and reset it."""
         return {} if self._shares_memory else {"allocated": ledger.take(self.torch_device)}
 
     def allocated(self) -> int:
-        """Return the bytes that live on this device now."""
+        """Return the bytes that are allocated on this device now."""
         return ledger.now(self.torch_device)
 
     def reset_memory(self) -> None:
-        """Let the peak start anew from what lives now."""
+        """Reset the peak to the bytes that are allocated now."""
         ledger.reset(self.torch_device)
 
 
 @contextmanager
 def bytes_only() -> Iterator[None]:
-    """Let emulated tensors made here, by any thread, hold no numbers: models of any size, counted at no cost."""
+    """Create emulated tensors, in any thread, without numbers inside the context: any model size at no memory cost."""
     before = set_home(torch.device("meta"))
     try:
         yield
@@ -64,7 +64,7 @@ def bytes_only() -> Iterator[None]:
 
 @contextmanager
 def bounded(count: int, size: int) -> Iterator[None]:
-    """Let each of the first emulated devices hold so many bytes at most: beyond, torch.OutOfMemoryError names it."""
+    """Limit the first `count` emulated devices to `size` bytes each; exceeding it raises torch.OutOfMemoryError."""
     devices = [torch.device(LAZY, ordinal) for ordinal in range(count)]
     for device in devices:
         ledger.bind(device, size)

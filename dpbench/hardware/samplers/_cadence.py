@@ -31,7 +31,7 @@ def ticks(
 def every(interval_s: float, action: Callable[[], None]) -> Iterator[None]:
     """Call `action` every `interval_s` seconds in a separate thread until the `with` ends."""
     if not interval_s > 0:
-        raise ValueError(f"interval_s must be positive, got {interval_s}")
+        raise ValueError(f"interval_s must be positive, not {interval_s}")
     stop = threading.Event()
 
     def run() -> None:
