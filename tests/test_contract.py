@@ -270,7 +270,7 @@ def test_chunk_sizes_cut_as_told() -> None:
         ([6, 0], r"positive.*\[6, 0\]"),
         ([2, 2, 2], r"at most one for each of the 2 devices.*\[2, 2, 2\]"),
         ([], r"positive.*\[\]"),
-        ([3.0, 3.0], r"whole numbers.*\[3\.0, 3\.0\]"),
+        ([3.0, 3.0], r"positive integers.*\[3\.0, 3\.0\]"),
     ],
 )
 def test_chunk_sizes_that_do_not_fit_are_refused_with_the_numbers(sizes: Any, told: str) -> None:
@@ -714,11 +714,11 @@ def test_outputs_that_are_no_tensors_are_refused_with_where_they_are(value: Any)
 
 
 UNLIKE: dict[str, tuple[Any, Any, str]] = {
-    "kinds": ((1,), [1], r"the output is of type tuple from replica 0, but list from replica 1"),
-    "nothing": (None, torch.zeros(1), r"type NoneType from replica 0, but Tensor from replica 1"),
+    "kinds": ((1,), [1], r"the output has type tuple on replica 0, but list on replica 1"),
+    "nothing": (None, torch.zeros(1), r"type NoneType on replica 0, but Tensor on replica 1"),
     "lengths": ([None], [None, None], r"same number of keys.*\[0\] from replica 0, but \[0, 1\] from replica 1"),
-    "keys": ({"a": None}, {"b": None}, r"same ones: the output has \['a'\].*\['b'\]"),
-    "deep": ({"a": [None]}, {"a": [torch.zeros(1)]}, r"the output\['a'\]\[0\] is of type NoneType"),
+    "keys": ({"a": None}, {"b": None}, r"same keys: the output has \['a'\].*\['b'\]"),
+    "deep": ({"a": [None]}, {"a": [torch.zeros(1)]}, r"the output\['a'\]\[0\] has type NoneType"),
 }
 
 

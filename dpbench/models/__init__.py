@@ -1,4 +1,4 @@
-"""Reference models: plain torch, seeded, dropout 0, in two sizes; and the door for a user's own.
+"""Models: the reference models in two sizes (plain torch, seeded, dropout 0), and loading of users' models.
 
 A plug is a file (or, given as `package.module:name`, an object) with three functions:
 
@@ -28,7 +28,7 @@ SIZES = ("small", "full")
 
 @dataclass(frozen=True)
 class Model:
-    """A built module with the batches and the loss that belong to it."""
+    """A built module with its batches and its loss."""
 
     name: str
     module: nn.Module
@@ -36,10 +36,10 @@ class Model:
     loss: Callable[..., torch.Tensor]
 
     def batch(self, n: int, seed: int) -> tuple[Any, Any]:
-        """Return `n` samples of made-up inputs and targets, the same for the same seed.
+        """Return `n` samples of synthetic inputs and targets, the same for the same seed.
 
-        Raises ValueError when a tensor of the inputs or of the target has another first dimension than `n`: a step
-        would be timed on other work than its case says.
+        Raises ValueError when the first dimension of a tensor of the inputs or of the target is not `n`: a step would
+        then be timed on other work than its case describes.
         """
         inputs, target = self.make_batch(n, seed)
         wrong = [f"{where} has {_shape(one)}" for where, one in _tensors((inputs, target)) if one.shape[:1] != (n,)]
@@ -52,7 +52,7 @@ class Model:
 
 
 def _tensors(batch: tuple[Any, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a batch, however deeply its inputs are nested, each with its place in words."""
+    """Yield (location as text, tensor) for each tensor of a batch, at any depth of nesting."""
     for name, part in zip(("inputs", "target"), batch, strict=True):
         for path, leaf in tree_flatten_with_path(part)[0]:
             if isinstance(leaf, torch.Tensor):
@@ -60,19 +60,19 @@ def _tensors(batch: tuple[Any, Any]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _shape(tensor: torch.Tensor) -> str:
-    """Return the rows of a tensor and its shape in words."""
+    """Return a tensor's number of rows and its shape as text."""
     return f"{len(tensor)} (shape {tuple(tensor.shape)})" if tensor.dim() else "no dimension"
 
 
 def load(name: str, size: str, seed: int) -> Model:
     """Build the model `name` (a plug, or `package.module:object`) with weights drawn from `seed`.
 
-    The generator's state is restored, so building one model does not change the next one.
+    The state of the random generator is restored, so that building one model does not change the next.
     """
     if size not in SIZES:
         raise ValueError(registry.unknown("size", size, list(SIZES)))
     plug = _own(name) if ":" in name else registry.load("models", name)
-    with torch.random.fork_rng(devices=[]):  # build() works on the CPU; forking CUDA's would initialise it
+    with torch.random.fork_rng(devices=[]):  # build() runs on the CPU; forking CUDA's generator would initialise CUDA
         torch.manual_seed(seed)
         module = plug.build(size)
     if not isinstance(module, nn.Module):
@@ -81,7 +81,7 @@ def load(name: str, size: str, seed: int) -> Model:
 
 
 def _own(name: str) -> Any:
-    """Import a user's model object, looking in the current directory first, as `python -m` does."""
+    """Import a user's model object, from the current directory first, as `python -m` does."""
     module_name, _, attribute = name.partition(":")
     here = str(Path.cwd())
     if here not in sys.path:
@@ -103,11 +103,11 @@ def _own(name: str) -> Any:
 
 
 def profile(model: Model, samples: int = 2) -> Profile:
-    """Count what one sample costs: FLOP by torch's own counter, bytes from shapes."""
+    """Return the cost of one sample: FLOP from torch's own counter, bytes from shapes."""
     from torch.utils.flop_counter import FlopCounterMode
 
     inputs, target = model.batch(samples, 0)
-    module = copy.deepcopy(model.module)  # a forward moves the statistics of BatchNorm
+    module = copy.deepcopy(model.module)  # a forward changes the statistics of BatchNorm
     parameters, buffers = list(module.parameters()), list(module.buffers())
     with FlopCounterMode(display=False) as forward:
         output = module(*positional(inputs))

@@ -1,7 +1,6 @@
-"""A large embedding table with dense gradients: all weights travel to every replica, hardly any arithmetic.
+"""Embedding: a large table with dense gradients, so that every replica gets all weights for hardly any arithmetic.
 
-A batch touches a few rows of the table; replicate still copies all of it, and reduce adds gradients that are
-mostly zeros.
+A batch uses a few rows of the table; replicate still copies all of it, and reduce adds gradients that are mostly zeros.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 
 class Dims(NamedTuple):
-    """The numbers that make a size; `bag` is how many rows of the table one sample reads."""
+    """The dimensions of a size; `bag` is the number of table rows that one sample reads."""
 
     rows: int
     bag: int
@@ -43,7 +42,7 @@ class EmbeddingMean(nn.Module):
 
 
 def build(size: str) -> nn.Module:
-    """Return the model: 1,836,138 parameters small, 128,129,000 full."""
+    """Return the model: 1,836,138 parameters in the small size, 128,129,000 in the full size."""
     return EmbeddingMean(DIMS[size])
 
 

@@ -1,8 +1,8 @@
-"""An LSTM over packed sequences of different lengths: the recurrent case of torch's DataParallel FAQ.
+"""LSTM over packed sequences of different lengths: the recurrent case of torch's DataParallel FAQ.
 
-The inputs are a tuple, tokens (n, T) and lengths (n,), both scattered along dimension 0. Each row is one
-sample with one class, so that the padding never enters the loss: its mean is its sum over the number of rows.
-Packing wants the lengths on the host: on an accelerator every forward waits there for the copy.
+The inputs are a tuple, tokens (n, T) and lengths (n,), both scattered along dimension 0. Each row is one sample with
+one class, so that the padding never enters the loss, whose divisor is the number of rows. Packing needs the lengths on
+the host, so that on an accelerator every forward waits for their copy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 
 class Dims(NamedTuple):
-    """The numbers that make a size; `tokens` is the length T to which all sequences are padded."""
+    """The dimensions of a size; `tokens` is the length T to which all sequences are padded."""
 
     vocabulary: int
     tokens: int
@@ -33,7 +33,7 @@ DIMS = {
 
 
 class PackedLSTM(nn.Module):
-    """Embedding, LSTM over packed sequences, mean over each sequence's own steps, one linear layer."""
+    """Embedding, LSTM over packed sequences, mean over the steps of each sequence, one linear layer."""
 
     def __init__(self, dims: Dims) -> None:
         super().__init__()
@@ -42,11 +42,11 @@ class PackedLSTM(nn.Module):
         self.head = nn.Linear(dims.hidden, dims.classes)
 
     def states(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        """Return the outputs of all steps, (batch, T, hidden), zeros after the end of each sequence."""
+        """Return the outputs of all steps, (batch, T, hidden), with zeros after the end of each sequence."""
         self.lstm.flatten_parameters()
         x = pack_padded_sequence(self.embedding(tokens), lengths.cpu(), batch_first=True, enforce_sorted=False)
-        # A replica sees its chunk only and would pad to the longest sequence *there*: chunks of different
-        # widths, which gather cannot join. total_length pads all of them to the T of the whole batch.
+        # A replica sees only its chunk, and would pad to the longest sequence *in it*: gather cannot concatenate
+        # chunks of different widths. total_length pads all chunks to the T of the whole batch.
         padded, _ = pad_packed_sequence(self.lstm(x)[0], batch_first=True, total_length=tokens.size(1))
         return padded
 
@@ -58,14 +58,14 @@ class PackedLSTM(nn.Module):
 
 
 def build(size: str) -> nn.Module:
-    """Return the model: 131,210 parameters small, 48,538,600 full."""
+    """Return the model: 131,210 parameters in the small size, 48,538,600 in the full size."""
     return PackedLSTM(DIMS[size])
 
 
 def batch(n: int, seed: int, size: str) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """Return ((n, T) token numbers, 0 after the end; n lengths from 1 to T) and n class numbers.
 
-    The lengths are spread evenly over 1..T and shuffled: every seed makes a batch of the same total work, and
+    The lengths are spread evenly over 1..T and shuffled, so that batches of every seed have the same total work, while
     the chunks of a batch differ.
     """
     generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""SimpleModel of the usual DataParallel tutorials: three linear layers, 67,210 parameters.
+"""MLP: SimpleModel of the usual DataParallel tutorials, three linear layers with 67,210 parameters.
 
 Source of the layers: the tutorial "Multi-GPU training with DataParallel" (128-256-128-10, ReLU, cross entropy).
 """
@@ -32,7 +32,7 @@ class SimpleModel(nn.Module):
 
 
 def build(size: str) -> nn.Module:
-    """Return the model: 67,210 parameters small, 71,218,152 full."""
+    """Return the model: 67,210 parameters in the small size, 71,218,152 in the full size."""
     return SimpleModel(WIDTHS[size])
 
 

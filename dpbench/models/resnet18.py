@@ -1,8 +1,8 @@
-"""ResNet-18: convolutions with BatchNorm, whose running statistics are buffers that every replica carries.
+"""ResNet-18: convolutions with BatchNorm, whose running statistics are buffers that are copied to every replica.
 
-Topology: K. He et al., "Deep Residual Learning for Image Recognition", 2015, the 18-layer column of table 1,
-projection shortcuts where the shape changes. The small size is the same network for 24x24 images: a 3x3 stem
-of stride 1, no max-pooling, narrow stages.
+Topology: K. He et al., "Deep Residual Learning for Image Recognition", 2015, the 18-layer column of table 1, with
+projection shortcuts where the shape changes. The small size is the same network for 24x24 images: a 3x3 stem of stride
+1, no max-pooling, narrow stages.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 class Dims(NamedTuple):
-    """The numbers that make a size; `width` is the channel count of the first stage."""
+    """The dimensions of a size; `width` is the channel count of the first stage."""
 
     pixels: int
     width: int
@@ -32,7 +32,7 @@ BLOCKS_PER_STAGE = 2
 
 
 class Block(nn.Module):
-    """Two 3x3 convolutions beside a shortcut; the first of them may halve the image."""
+    """Two 3x3 convolutions in parallel with a shortcut; the first of them may halve the image."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def _projection(inputs: int, outputs: int, stride: int) -> nn.Module:
 
 
 def _stem(dims: Dims) -> nn.Module:
-    """Return the layers before the first block; the large stem leaves a quarter of each image side."""
+    """Return the layers before the first block; the large stem reduces each image side to a quarter."""
     kernel, stride = (7, 2) if dims.large_stem else (3, 1)
     layers = [
         nn.Conv2d(3, dims.width, kernel, stride, padding=kernel // 2, bias=False),
@@ -95,7 +95,7 @@ def _stem(dims: Dims) -> nn.Module:
 
 
 def build(size: str) -> nn.Module:
-    """Return the model: 176,402 parameters small, 11,689,512 full."""
+    """Return the model: 176,402 parameters in the small size, 11,689,512 in the full size."""
     return ResNet18(DIMS[size])
 
 

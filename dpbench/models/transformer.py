@@ -1,7 +1,7 @@
-"""A transformer encoder that classifies token sequences: many equal layers, many small parameter tensors.
+"""Transformer encoder that classifies token sequences: many equal layers, many small parameter tensors.
 
-The full size has the widths of BERT-base (J. Devlin et al., "BERT", 2018: 12 layers, width 768, 12 heads,
-vocabulary 30,522, 512 positions) without its segment table and pooling layer. Dropout is 0.
+The full size has the widths of BERT-base (J. Devlin et al., "BERT", 2018: 12 layers, width 768, 12 heads, vocabulary
+30,522, 512 positions) without its segment table and pooling layer. Dropout is 0.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 class Dims(NamedTuple):
-    """The numbers that make a size; `tokens` is the length of the sequences in a batch."""
+    """The dimensions of a size; `tokens` is the length of the sequences in a batch."""
 
     vocabulary: int
     positions: int
@@ -45,7 +45,7 @@ class Transformer(nn.Module):
         )
         self.encoder = nn.TransformerEncoder(layer, dims.layers, enable_nested_tensor=False)
         self.head = nn.Linear(dims.width, dims.classes)
-        # TransformerEncoder copies its layer, weights included: draw each layer's own
+        # TransformerEncoder copies its layer with the weights: draw separate weights for each layer
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.02)
@@ -58,7 +58,7 @@ class Transformer(nn.Module):
 
 
 def build(size: str) -> nn.Module:
-    """Return the model: 166,794 parameters small, 109,659,112 full."""
+    """Return the model: 166,794 parameters in the small size, 109,659,112 in the full size."""
     return Transformer(DIMS[size])
 
 

@@ -1,9 +1,9 @@
-"""VGG-16 without BatchNorm: most parameters sit in the fully connected head, the worst case for replicate.
+"""VGG-16 without BatchNorm: most parameters are in the fully connected head, the worst case for replicate.
 
-Layers: K. Simonyan, A. Zisserman, "Very Deep Convolutional Networks for Large-Scale Image Recognition",
-2014, configuration D, without its dropout. In the full size the head holds 89 % of the parameters and does
-0.8 % of the forward arithmetic: replicate and reduce move weights that hardly any computation pays for. In
-the small size it holds 91 % and does 33 %.
+Layers: K. Simonyan, A. Zisserman, "Very Deep Convolutional Networks for Large-Scale Image Recognition", 2014,
+configuration D, without its dropout. In the full size the head has 89 % of the parameters and does 0.8 % of the forward
+arithmetic: replicate and reduce move weights with hardly any computation to hide the transfer. In the small size it has
+91 % of the parameters and does 33 % of the arithmetic.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 
 class Dims(NamedTuple):
-    """The numbers that make a size; `width` is the channel count of the first stage, `hidden` the head's."""
+    """The dimensions of a size; `width` is the channel count of the first stage, `hidden` the width of the head."""
 
     pixels: int
     width: int
@@ -29,7 +29,7 @@ DIMS = {
     "full": Dims(pixels=224, width=64, hidden=4096, classes=1000),
 }
 STAGES = ((1, 2), (2, 2), (4, 3), (8, 3), (8, 3))
-"""Channels, as a multiple of `width`, and convolutions of each stage; a stage ends by halving the image."""
+"""Per stage: channels as a multiple of `width`, and number of convolutions. A stage ends by halving the image."""
 
 
 class VGG16(nn.Module):
@@ -54,7 +54,7 @@ class VGG16(nn.Module):
             nn.ReLU(),
             nn.Linear(dims.hidden, dims.classes),
         )
-        # thirteen layers without normalisation: torch's default weights would let the signal die out
+        # thirteen layers without normalisation: with torch's default weights, activations would vanish
         for module in self.features:
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
@@ -67,7 +67,7 @@ class VGG16(nn.Module):
 
 
 def build(size: str) -> nn.Module:
-    """Return the model: 2,706,610 parameters small, 138,357,544 full."""
+    """Return the model: 2,706,610 parameters in the small size, 138,357,544 in the full size."""
     return VGG16(DIMS[size])
 
 

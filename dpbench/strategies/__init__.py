@@ -1,8 +1,8 @@
 """Strategies: ways to train on one or several devices, one file each.
 
-A strategy is an instance of a subclass of `Strategy`. Plans, verification, reports and predictions ask it, and its
-traits, for everything that they depend on: no other package knows a strategy by name. A strategy from outside is run as
-`--strategies file.py:name`, or under the name of an entry point in the group `dpbench.strategies`.
+A strategy is an instance of a subclass of `Strategy`. Plans, verification, reports and predictions depend on its
+methods and its traits only; no other package uses a strategy's name. A strategy from outside is run as `--strategies
+file.py:name`, or under the name of an entry point in the group `dpbench.strategies`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dpbench.records import Case, Mark, Profile, Task, registry
 from dpbench.records.traits import Parallelism, Reduction, Role, Traits
 from dpbench.records.work import Move, Shapes
 
-if TYPE_CHECKING:  # the predictor asks for tasks, and loads no torch
+if TYPE_CHECKING:  # the predictor calls `tasks` without loading torch
     import torch
     from torch import nn
 
@@ -28,19 +28,19 @@ __all__ = [
 ]  # fmt: skip
 
 Step = Callable[[Any, Any], "torch.Tensor"]
-"""One training step: (inputs, target) -> the loss, a tensor without dimensions.
+"""One training step: (inputs, target) -> the loss, a 0-dim tensor.
 
-A step with a method `observe()` is asked after each call, outside of the timed step, for spans that only the library's
-own timers know: a list of (phase, device, start_s, end_s).
+If the step has a method `observe()`, it is called after each step, outside the timed region. It returns the spans that
+only the library's internal timers record, as a list of (phase, device, start_s, end_s).
 """
 
 
 class Unpredictable(ValueError):
-    """A strategy does not describe its step as tasks, so that no prediction can be made of it."""
+    """A strategy does not describe its step as tasks, so that it cannot be predicted."""
 
 
 class Strategy(Protocol):
-    """One way to train. Subclasses set `traits` and `start`; the other methods have defaults."""
+    """One way to train. Subclasses set `traits` and define `start`; the other methods have defaults."""
 
     traits: Traits = Traits()
 
@@ -48,16 +48,16 @@ class Strategy(Protocol):
         """Return a context manager that yields the training step of a case.
 
         `devices` are the case's devices; a rank gets its own device only. The step enters `mark(phase, index)` around
-        each phase that it runs on a device. On exit the model's module holds the trained weights.
+        each phase that it runs on a device. On exit the model's module must have the trained weights.
         """
         ...
 
     def skip(self, case: Case) -> str:
-        """Return the reason why this strategy cannot run a case; an empty string when it can."""
+        """Return the reason why this strategy cannot run a case; an empty string if it can."""
         if self.traits.needs_accelerator and case.device_kind != "cuda":
             return f"{case.strategy} needs an accelerator, not {case.device_kind} devices"
         if self.traits.ranks and case.device_kind == "emulated":
-            return f"{case.strategy} runs one process a rank, and emulated devices live in one process"
+            return f"{case.strategy} runs one process per rank, and emulated devices exist in one process only"
         return ""
 
     def backend(self, case: Case) -> str:
@@ -69,27 +69,27 @@ class Strategy(Protocol):
         return True
 
     def tasks(self, case: Case, profile: Profile) -> list[Task]:
-        """Return one step as a graph of work, for the predictor. Raises Unpredictable when it is not described."""
+        """Return one step as a graph of tasks, for the predictor. Raises Unpredictable if the step is not described."""
         raise Unpredictable(f"the strategy {case.strategy} does not describe its step as tasks: measure it instead")
 
     def one_rank(self, case: Case, profile: Profile) -> list[Task]:
-        """Return the tasks of one rank that stands for all others, for predictions of many ranks."""
+        """Return the tasks of one representative rank, for predictions of many ranks."""
         return self.tasks(case, profile)
 
     def moves(self, case: Case, shapes: Shapes) -> Iterable[Move]:
-        """Return the bytes that one step moves between devices; none when they are not known."""
+        """Return the transfers between devices in one step; empty if they are not known."""
         return ()
 
 
 def load(name: str) -> Strategy:
-    """Return the strategy that a case calls `name`; LookupError when there is none."""
+    """Return the strategy with the name `name`. Raises LookupError if there is none."""
     found: Strategy = registry.strategy(name)
     return found
 
 
 def rank_backend(case: Case) -> str:
     """Return the backend for the ranks of a case: NCCL between distinct GPUs, gloo otherwise."""
-    # NCCL refuses two ranks on one GPU; gloo reduces through the host, which colocated ranks can do
+    # NCCL refuses two ranks on one GPU; gloo reduces through the host, which works for colocated ranks
     spread = case.device_kind == "cuda" and case.placement == "spread"
     return "cpu:gloo,cuda:nccl" if spread else "gloo"
 
@@ -110,7 +110,7 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]]
 
 
 def optimizer_of(case: Case) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
-    """Return the case's optimizer as a function of parameters."""
+    """Return the case's optimizer as a function of parameters. Raises LookupError for an unknown one."""
     if case.optimizer not in OPTIMIZERS:
         raise LookupError(f"unknown optimizer {case.optimizer!r}; known: {', '.join(sorted(OPTIMIZERS))}")
     return OPTIMIZERS[case.optimizer]

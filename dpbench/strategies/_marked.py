@@ -1,4 +1,4 @@
-"""torch.nn.DataParallel, marked at the four methods that it lets a subclass replace."""
+"""torch.nn.DataParallel with marks in the four methods that subclasses may override."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from dpbench.records import Mark, Phase
 
 
 class Marked(nn.DataParallel):  # type: ignore[type-arg]
-    """DataParallel whose four verbs are marked on every device they serve."""
+    """DataParallel with each of its four methods marked on every device that it uses."""
 
     def __init__(self, module: nn.Module, ids: list[int], mark: Mark) -> None:
         super().__init__(module, ids)
         self._mark = mark
-        if len(ids) == 1:  # torch then calls the module past parallel_apply
+        if len(ids) == 1:  # torch then calls the module without parallel_apply
             inner = module.forward
 
             def forward(*inputs: Any, **kwargs: Any) -> Any:

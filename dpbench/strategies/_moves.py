@@ -1,4 +1,4 @@
-"""Moves: the bytes that one step on a schedule must move, by phase, source and target, worked out from shapes."""
+"""Moves: the bytes that one step on a schedule must move, by phase, source and target, computed from shapes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dpbench.records.work import Move, Shapes
 
 
 def scheduled(case: Case, shapes: Shapes) -> Iterator[Move]:
-    """Yield the moves of a schedule of the engine."""
+    """Yield the moves of one step on a schedule of the engine."""
     schedule, rows = parse(case.schedule or "reference"), case.rows
     yield from batch(case, shapes, local=schedule.loss == "local")
     if case.devices == 1:
@@ -22,15 +22,15 @@ def scheduled(case: Case, shapes: Shapes) -> Iterator[Move]:
 
 
 def batch(case: Case, shapes: Shapes, *, local: bool) -> Iterator[Move]:
-    """Yield the inputs to their devices; the target as well, or whole to device 0 where the loss is taken there."""
+    """Yield the moves of the inputs, and of the target: by rows if `local`, otherwise whole to device 0."""
     for device, count in enumerate(case.rows):
         yield Move(Phase.SCATTER, HOST, device, count * (shapes.input_bytes + shapes.target_bytes * local))
-    if not local and case.device_kind != "cpu":  # logical CPU devices read the host's
+    if not local and case.device_kind != "cpu":  # logical CPU devices read the host's memory
         yield Move(Phase.SCATTER, HOST, 0, case.batch_size * shapes.target_bytes)
 
 
 def _weights(schedule: Schedule, shapes: Shapes, count: int) -> Iterator[Move]:
-    """Yield weights and buffers to the replicas; where every device updates, the weights are there already."""
+    """Yield the moves of weights and buffers to the replicas; of buffers only if every device updates its weights."""
     kept = schedule.replicas == "persistent" and schedule.update != "root"
     for device in range(1, count):
         yield Move(Phase.REPLICATE, 0, device, shapes.buffer_bytes + (0 if kept else shapes.parameter_bytes))
@@ -39,15 +39,15 @@ def _weights(schedule: Schedule, shapes: Shapes, count: int) -> Iterator[Move]:
 
 
 def _outputs(case: Case, shapes: Shapes) -> Iterator[Move]:
-    """Yield the outputs to device 0, and their gradients back, which the phase backward contains."""
+    """Yield the moves of the outputs to device 0, and of their gradients back, which the phase backward contains."""
     for device, rows in enumerate(case.rows[1:], start=1):
         yield Move(Phase.GATHER, device, 0, rows * shapes.output_bytes)
         yield Move(Phase.BACKWARD, 0, device, rows * shapes.output_bytes)
 
 
 def _gradients(schedule: Schedule, shapes: Shapes, count: int) -> Iterator[Move]:
-    """Yield the gradients to whoever updates: all of them, or a share."""
-    each = shapes.trainable_bytes / (2 if schedule.comm_dtype == "bf16" else 1)  # of parameters in fp32
+    """Yield the moves of the gradients to the devices that update, whole or by shares."""
+    each = shapes.trainable_bytes / (2 if schedule.comm_dtype == "bf16" else 1)  # for fp32 parameters
     if schedule.update == "root":
         for device in range(1, count):
             yield Move(Phase.REDUCE, device, 0, each)
@@ -56,7 +56,7 @@ def _gradients(schedule: Schedule, shapes: Shapes, count: int) -> Iterator[Move]
 
 
 def _exchanged(phase: Phase, each: float, count: int) -> Iterator[Move]:
-    """Yield equal bytes from every device to every other."""
+    """Yield moves of equal bytes from every device to every other."""
     for source in range(count):
         for target in range(count):
             if source != target:

@@ -1,6 +1,6 @@
 """Tasks: steps as graphs of work, for the predictor.
 
-`Graph` is a list of tasks in the making. `chain` adds the tasks of a process that drives several devices on a schedule.
+`Graph` builds a list of tasks. `Chain` makes the tasks of a process that drives several devices on a schedule.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from dpbench.records import HOST, Case, Phase, Profile, Task
 from dpbench.records.schedule import Schedule
 
 PASSES = {"sgd": 5, "adam": 7}
-"""How often an optimizer's step reads or writes as many bytes as the parameters have: weight, gradient and state."""
+"""The bytes that an optimizer's step reads and writes (weight, gradient, state), per byte of the parameters."""
 
 
 class Graph:
-    """A list of tasks in the making."""
+    """A list of tasks that is being built."""
 
     def __init__(self) -> None:
         self.tasks: list[Task] = []
@@ -32,7 +32,7 @@ class Graph:
         self, phase: Phase, device: int, host: str, launches: float, kernels: tuple[float, str],
         after: Iterable[int] = (), overlap: Iterable[int] = (),
     ) -> int:  # fmt: skip
-        """Append what the host hands to a device, and the kernels that run beside it and end with it or later."""
+        """Append the host's launches, and the kernels, which run concurrently and end with the launches or later."""
         before = tuple(after)
         handed = self.add(phase, device, host, launches, "launches", before, overlap)
         amount, unit = kernels
@@ -42,27 +42,27 @@ class Graph:
         self, phase: Phase, devices: Sequence[int], collective: str, amount: float,
         after: Callable[[int], Iterable[int]], overlap: Callable[[int], Iterable[int]] = lambda i: (),
     ) -> list[int]:  # fmt: skip
-        """Append one collective, a task for each device."""
+        """Append one collective, as one task per device."""
         return [self.add(phase, i, collective, amount, "bytes", after(i), overlap(i)) for i in devices]
 
     def update(
         self, case: Case, profile: Profile, device: int, host: str, after: Iterable[int],
         *, flat: bool = False, share: float = 1.0,
     ) -> int:  # fmt: skip
-        """Append the optimizer: it reads gradients and state, and rewrites the weights."""
+        """Append the optimizer's step, which reads gradients and state, and rewrites the weights."""
         launches = 1 if flat else profile.parameter_tensors
         moved = PASSES.get(case.optimizer, 5) * profile.parameter_bytes * share
         return self.launch(Phase.OPTIMIZER, device, host, launches * share, (moved, "bytes"), after)
 
 
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20
-"""What torch's DistributedDataParallel reduces first, and from then on, in one message."""
+"""The size limits of the first bucket, and of all later ones, in torch's DistributedDataParallel."""
 
 
 def buckets(profile: Profile, first: int = FIRST_BUCKET_BYTES, limit: int = BUCKET_BYTES) -> list[float]:
     """Return the bytes of each bucket of gradients, in the order in which backward fills them.
 
-    As torch assigns them: a bucket is closed by the tensor with which it reaches its limit.
+    The assignment is torch's: a bucket is closed by the tensor with which it reaches its limit.
     """
     count = max(1, profile.parameter_tensors)
     sizes = profile.gradient_bytes or (profile.parameter_bytes / count,) * count
@@ -78,8 +78,8 @@ def buckets(profile: Profile, first: int = FIRST_BUCKET_BYTES, limit: int = BUCK
 class Chain:
     """The tasks of one process that drives several devices.
 
-    `threads_marked` says whether the starting of threads is a task of its own; `reduction` is the phase under which
-    gradients are added.
+    `threads_marked` is True if starting threads is a separate task. `reduction` is the phase under which gradients are
+    summed.
     """
 
     def __init__(
@@ -95,14 +95,14 @@ class Chain:
         self._threads_marked, self._reduction = threads_marked, reduction
         self._rows = case.rows
         self._devices = range(len(self._rows))
-        # a device that got no rows still takes part in updates that every device makes
+        # a device without rows still takes part in updates by every device
         self._owners = range(1 if self._schedule.update == "root" else case.devices)
         self._graph = Graph()
         self._bytes = profile.parameter_bytes // (2 if self._schedule.comm_dtype == "bf16" else 1)
         self._collectives = 0
 
     def tasks(self) -> list[Task]:
-        """Return the step, from scatter to the last weight sent out."""
+        """Return the tasks of one step, from the scatter to the last transfer of weights."""
         forwards = self._forward(self._replicate(self._scatter()))
         local = self._schedule.loss == "local"
         losses = self._local_loss(forwards) if local else [[self._gathered_loss(forwards)]] * len(self._rows)
@@ -110,7 +110,7 @@ class Chain:
         return self._graph.tasks
 
     def _scatter(self) -> list[int]:
-        """Copy each replica's rows from the host, one after the other: one thread hands them out."""
+        """Append the copies of each replica's rows from the host, in sequence, because one thread makes them."""
         graph, size = self._graph, self._profile.input_bytes
         found: list[int] = []
         for i, rows in enumerate(self._rows):
@@ -118,7 +118,7 @@ class Chain:
         return found
 
     def _replicate(self, scattered: list[int]) -> list[int]:
-        """Give all devices this step's weights and buffers; return what every forward waits for."""
+        """Append the transfers of weights and buffers to all devices; return the tasks that every forward waits for."""
         graph, profile, schedule = self._graph, self._profile, self._schedule
         weights = schedule.replicas != "persistent" or schedule.update == "root"
         sent = profile.buffer_bytes + (profile.parameter_bytes if weights else 0)
@@ -126,12 +126,12 @@ class Chain:
         modules = profile.modules if schedule.replicas == "rebuilt" else 0
         joined = [graph.add(Phase.REPLICATE, i, "host", tensors, "tensors", scattered) for i in self._devices]
         wire = graph.each(Phase.REPLICATE, self._devices, self._collective("broadcast"), sent, lambda i: [joined[i]])
-        # the copies are on their way while Python rebuilds the trees
+        # the copies are transferred while Python rebuilds the module trees
         trees = [graph.add(Phase.REPLICATE, i, "host", modules, "modules", [joined[i]]) for i in self._devices]
         return [*wire, *trees]
 
     def _forward(self, copied: list[int]) -> list[int]:
-        """Launch every replica's forward from its own thread; all threads share one interpreter."""
+        """Append every replica's forward, launched from its own thread; all threads share one interpreter lock."""
         graph, profile, schedule = self._graph, self._profile, self._schedule
         serial = schedule.workers == "serial"
         started: list[int] = []
@@ -150,7 +150,7 @@ class Chain:
         return found
 
     def _gathered_loss(self, forwards: list[int]) -> int:
-        """Bring all outputs to device 0, and take the loss there."""
+        """Append the gather of all outputs on device 0, and the loss there."""
         graph, size = self._graph, self._profile.output_bytes
         gathered = [
             graph.add(Phase.GATHER, 0, f"copy:{i}:0", self._rows[i] * size, "bytes", forwards) for i in self._devices
@@ -158,14 +158,14 @@ class Chain:
         return graph.add(Phase.LOSS, 0, "device:0", sum(self._rows) * size, "bytes", gathered)
 
     def _local_loss(self, forwards: list[int]) -> list[list[int]]:
-        """Take each replica's loss where its outputs are; device 0 adds the numbers up."""
+        """Append each replica's loss on its device, and the sum of these numbers on device 0."""
         graph, size = self._graph, self._profile.output_bytes
         own = [
             graph.add(Phase.LOSS, i, f"device:{i}", rows * size, "bytes", [forwards[i]])
             for i, rows in enumerate(self._rows)
         ]
         if self._schedule.backward == "local" and self._case.device_kind == "cpu":
-            # the count of the targets divides the loss, and the host knows it before any replica is done
+            # the loss is divided by the count of targets, which the host knows before any replica has finished
             return [[graph.add(Phase.LOSS, i, "gil", 1, "launches", [own[i]])] for i in self._devices]
         total = graph.add(Phase.LOSS, 0, "host", 1, "launches", own)
         if self._schedule.backward == "joint":
@@ -173,7 +173,7 @@ class Chain:
         return [[graph.add(Phase.LOSS, i, "gil", 1, "launches", [own[i], total])] for i in self._devices]
 
     def _backward(self, losses: list[list[int]]) -> list[int]:
-        """Run each replica's backward; return what the update waits for: gradients where they are wanted."""
+        """Append each replica's backward; return the tasks that the update waits for."""
         pieces = [float(self._bytes)]
         if self._schedule.reduce == "overlap":
             scale = self._bytes / self._profile.parameter_bytes if self._profile.parameter_bytes else 0.0
@@ -183,14 +183,14 @@ class Chain:
         beside = self._schedule.reduce == "overlap" or self._reduction is Phase.BACKWARD
         reduced: list[int] = []
         for number, size in enumerate(pieces):
-            # a bucket's span in a trace lies beside backward's, which contains it
+            # in a trace, backward's span contains a bucket's span
             overlap = [at for end in last for at in self._graph.tasks[end].overlap] if beside else []
             final = overlap if number == len(pieces) - 1 else []
             reduced = self._reduce(size, [*reduced, *(segment[number] for segment in segments)], final)
         return reduced
 
     def _segments(self, device: int, after: list[int], count: int) -> list[int]:
-        """Cut one device's backward into as many parts as there are buckets to fill."""
+        """Append one device's backward, cut into one part per bucket."""
         found, profile = [], self._profile
         work, launches = self._rows[device] * profile.backward_flop / count, profile.backward_launches / count
         for _ in range(count):
@@ -200,7 +200,7 @@ class Chain:
         return found
 
     def _reduce(self, size: float, ready: list[int], overlap: list[int]) -> list[int]:
-        """Add up one message of gradients, on device 0 or on all that update."""
+        """Append the reduction of one message of gradients, to device 0 or to all devices that update."""
         schedule, graph = self._schedule, self._graph
         share = size / self._bytes if self._bytes else 0.0
         tensors = 1.0 if schedule.storage == "flat" else self._profile.parameter_tensors * share * len(self._rows)
@@ -213,7 +213,7 @@ class Chain:
         return graph.each(self._reduction, owners, name, size, lambda i: [joined[i]], lambda i: overlap)
 
     def _update(self, after: list[int]) -> None:
-        """Step the optimizer on device 0, on every device, or on every device's share."""
+        """Append the optimizer's step on device 0, on every device, or on every device for its share."""
         schedule, graph, profile = self._schedule, self._graph, self._profile
         owners = self._owners
         share = 1 / len(owners) if schedule.update == "sharded" else 1.0
@@ -224,7 +224,7 @@ class Chain:
             graph.each(Phase.REPLICATE, owners, name, profile.parameter_bytes, lambda i: stepped)
 
     def _collective(self, kind: str) -> str:
-        """Name the next collective; without flat storage torch joins tensors into messages of 10 MiB."""
+        """Return the name of the next collective. Without flat storage, torch joins tensors in messages of 10 MiB."""
         self._collectives += 1
         joined = "" if self._schedule.storage == "flat" else "_coalesced"
         return f"{kind}{joined}:{self._collectives}"

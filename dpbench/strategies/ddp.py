@@ -1,10 +1,10 @@
-"""torch's DistributedDataParallel: one process per device, gradients averaged by all-reduce beside backward.
+"""DDP: torch's DistributedDataParallel, one process per device, with an all-reduce that overlaps with backward.
 
-The ranks are forked processes on this machine, which connect over the loopback interface alone. No communication hook
-is installed, since it would change what is measured; the private DDP logger (`_set_ddp_runtime_logging_sample_rate`,
-`_get_ddp_logging_data`, `logger.set_runtime_stats_and_log`), used in this file alone, tells when backward's compute
-ended. The rest of backward is the exposed part of the reduction. DDP synchronises buffers inside its forward, which
-contains them.
+The ranks are forked processes on this machine, which connect over the loopback interface only. No communication hook is
+installed, because it would change the measurement. The end of backward's compute comes from the private DDP logger
+(`_set_ddp_runtime_logging_sample_rate`, `_get_ddp_logging_data`, `logger.set_runtime_stats_and_log`), which only this
+file uses. The rest of backward is the exposed part of the reduction. DDP synchronises buffers inside its forward, so
+that the phase forward contains them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class DistributedDataParallel(Strategy):
-    """torch.nn.parallel.DistributedDataParallel in one rank per device."""
+    """torch.nn.parallel.DistributedDataParallel with one rank per device."""
 
     traits = Traits(
         parallelism=Parallelism.RANKS, reduction=Reduction.OVERLAPPED, role=Role.CONTROL, shared_stream=True
@@ -48,7 +48,7 @@ class DistributedDataParallel(Strategy):
         return _tasks(case, profile, [0])
 
     def moves(self, case: Case, shapes: Shapes) -> Iterable[Move]:
-        """Yield each rank's rows, rank 0's buffers inside the forward, and a ring over the gradients."""
+        """Yield the moves of each rank's rows, of rank 0's buffers in the forward, and of a ring over the gradients."""
         yield from _moves.batch(case, shapes, local=True)
         count = len(case.rows)
         for rank in range(1, count):
@@ -70,7 +70,7 @@ class _Step:
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._on_host = device.torch_device.type == "cpu"
         if not self._on_host:
-            torch.accelerator.set_device_index(device.torch_device)  # or every rank would open a context on GPU 0
+            torch.accelerator.set_device_index(device.torch_device)  # otherwise all ranks open contexts on GPU 0
         module = model.module.to(device.torch_device)
         ids = None if self._on_host else [device.torch_device]
         self.ddp = DistributedDataParallel(module, device_ids=ids)
@@ -80,7 +80,7 @@ class _Step:
         self._returned_s = 0.0
 
     def __call__(self, inputs: Any, target: Any) -> torch.Tensor:
-        """Train on this rank's chunk; its loss is scaled so that DDP's mean is the global batch's gradient."""
+        """Train on this rank's chunk, with the loss scaled so that DDP's mean gives the global batch's gradient."""
         from dpbench.models import positional
 
         device, mark, i = self._device, self._mark, self._device.index
@@ -103,7 +103,7 @@ class _Step:
         return loss.detach()
 
     def _chunk(self, value: Any) -> tuple[Any, int]:
-        """Return this rank's rows of a tensor, and how many there are in all; share anything else."""
+        """Return this rank's rows of a tensor, and the number of all rows; (value, 1) for anything else."""
         import torch
 
         if not isinstance(value, torch.Tensor):
@@ -111,9 +111,9 @@ class _Step:
         return value.chunk(self._case.devices)[self._rank], len(value)
 
     def observe(self) -> list[tuple[Phase, int, float, float]]:
-        """Return the exposed reduction of the step just made: from backward's last compute to its return."""
+        """Return the exposed reduction of the last step: from the end of backward's compute to its return."""
         if not self._on_host:
-            return []  # the logger's CUDA times are not on the host's clock
+            return []  # the logger's CUDA times do not use the host's clock
         self.ddp.logger.set_runtime_stats_and_log()  # type: ignore[union-attr]
         compute_end_ns = self.ddp._get_ddp_logging_data().get("backward_compute_time_end", 0)
         offset_ns = time.time_ns() - time.perf_counter_ns()  # the logger's clock is the time of day
@@ -129,7 +129,7 @@ def _tasks(case: Case, profile: Profile, ranks: Iterable[int]) -> list[Task]:
     reduced: dict[int, list[int]] = {i: [] for i in found}
     for number, size in enumerate(pieces):
         for i in found:
-            # beside backward, whose span in a trace contains the hidden part
+            # overlaps with backward, whose span in a trace contains the hidden part
             beside = graph.tasks[ready[i][-1]].overlap if number == len(pieces) - 1 else ()
             waits = [*reduced[i], ready[i][number]]
             reduced[i] = [graph.add(Phase.REDUCE, i, f"all_reduce:{number}", size, "bytes", waits, beside)]
@@ -139,14 +139,14 @@ def _tasks(case: Case, profile: Profile, ranks: Iterable[int]) -> list[Task]:
 
 
 class _Rank:
-    """One rank's own work: a process, with an interpreter of its own."""
+    """The work of one rank, a process with its own interpreter."""
 
     def __init__(self, graph: Graph, case: Case, profile: Profile, rank: int) -> None:
         self._graph, self._profile, self._rank = graph, profile, rank
         self._rows, self._host = case.rows[rank], f"host:{rank}"
 
     def backward(self, count: int) -> list[int]:
-        """Append everything up to the gradients; return what each of `count` buckets waits for."""
+        """Append all tasks up to the gradients; return the task that each of `count` buckets waits for."""
         graph, profile, i, rows = self._graph, self._profile, self._rank, self._rows
         at = graph.add(Phase.SCATTER, i, f"copy:host:{i}", rows * profile.input_bytes, "bytes")
         forward = (rows * profile.forward_flop, "flop")

@@ -1,4 +1,4 @@
-"""dpbench's own engine: a thin adapter over TrainStep."""
+"""dp: dpbench's own engine, as a thin adapter over TrainStep."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 class Engine(Strategy):
-    """dpbench's explicit DataParallel, on the schedule that the case names."""
+    """dpbench's explicit DataParallel, on the schedule of the case."""
 
     traits = Traits(role=Role.ENGINE)
 
     def skip(self, case: Case) -> str:
-        """Refuse flat storage on emulated devices."""
+        """Return a reason for flat storage on emulated devices, which is not possible."""
         flat = case.schedule not in ("", FASTEST) and parse(case.schedule).storage == "flat"
         if case.device_kind == "emulated" and flat:
             return "storage=flat needs CPU or CUDA devices: emulated parameters cannot be views of one buffer"
@@ -49,13 +49,13 @@ class Engine(Strategy):
             yield step
 
     def tasks(self, case: Case, profile: Profile) -> list[Task]:
-        """Return the schedule's tasks; `fastest` is taken for the best exact rung."""
+        """Return the tasks of the schedule; for `fastest`, those of the best exact rung."""
         if case.devices == 1:
             return single.STRATEGY.tasks(case, profile)
         return Chain(case, profile, schedule_of(case)).tasks()
 
     def moves(self, case: Case, shapes: Shapes) -> Iterable[Move]:
-        """Return the schedule's moves; none on `fastest`, which chooses its schedule while it runs."""
+        """Return the moves of the schedule; empty for `fastest`, which chooses its schedule while it runs."""
         return () if case.schedule == FASTEST else _moves.scheduled(case, shapes)
 
 

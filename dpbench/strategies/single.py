@@ -1,4 +1,4 @@
-"""One device, no wrapper: the floor that every speed-up is measured against."""
+"""single: one device without a wrapper, the baseline of every speed-up."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Single(Strategy):
 
     @contextmanager
     def start(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Step]:
-        """Yield a plain training step on the first device, written as in any tutorial."""
+        """Yield a plain training step on the first device, written as in tutorials."""
         from dpbench.models import positional
 
         device = devices[0]
@@ -51,7 +51,7 @@ class Single(Strategy):
         yield step
 
     def tasks(self, case: Case, profile: Profile) -> list[Task]:
-        """Return scatter, forward, loss, backward, optimizer, one after the other."""
+        """Return the tasks of scatter, forward, loss, backward and optimizer, in sequence."""
         graph, rows = Graph(), case.batch_size
         forward, backward = (rows * profile.forward_flop, "flop"), (rows * profile.backward_flop, "flop")
         at = graph.add(Phase.SCATTER, 0, "copy:host:0", rows * profile.input_bytes, "bytes")
@@ -62,12 +62,12 @@ class Single(Strategy):
         return graph.tasks
 
     def moves(self, case: Case, shapes: Shapes) -> Iterable[Move]:
-        """Yield the batch from the host to the device."""
+        """Yield the move of the batch from the host to the device."""
         yield Move(Phase.SCATTER, HOST, 0, case.batch_size * (shapes.input_bytes + shapes.target_bytes))
 
 
 def put_all(arguments: Sequence[Any], device: Device) -> list[Any]:
-    """Copy the tensors among the arguments to the device."""
+    """Return the arguments, with tensors copied to the device."""
     import torch
 
     return [device.put(a) if isinstance(a, torch.Tensor) else a for a in arguments]

@@ -1,7 +1,7 @@
-"""One device that uses every core: what a CPU gives without any data parallelism.
+"""single_all_cores: one device that uses every core, the performance of a CPU without data parallelism.
 
-Logical CPU devices have one thread each, so that device counts compare like with like. A speed-up on a CPU is a gain of
-the machine only if it is above this strategy's.
+Logical CPU devices have one thread each, so that device counts are compared at equal resources. A speed-up on a CPU is
+a gain of the whole machine only if it exceeds this strategy's.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ class SingleAllCores(Single):
     traits = Traits(parallelism=Parallelism.NONE, role=Role.ALL_CORES)
 
     def skip(self, case: Case) -> str:
-        """Refuse GPUs: a GPU always uses all of itself."""
-        return "" if case.device_kind == "cpu" else "a GPU always uses all of itself: see the strategy single"
+        """Return a reason for GPUs: a GPU always uses all of its resources."""
+        return "" if case.device_kind == "cpu" else "a GPU always uses all of its resources: see the strategy single"
 
 
 STRATEGY = SingleAllCores()

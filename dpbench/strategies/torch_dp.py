@@ -1,7 +1,7 @@
-"""torch.nn.DataParallel itself, marked at the four methods that it lets a subclass replace.
+"""torch_dp: torch.nn.DataParallel itself, marked in the four methods that subclasses may override.
 
-Its reduction happens inside autograd, out of reach of any mark: the phase backward contains it, and comparisons
-add backward and reduce on both sides.
+Its reduction runs inside autograd, where no mark can be set. The phase backward therefore contains it, and comparisons
+use the sum of backward and reduce on both sides.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ if TYPE_CHECKING:
 
 
 class TorchDataParallel(Strategy):
-    """The training loop of the tutorials around torch.nn.DataParallel."""
+    """The training loop of the tutorials, with torch.nn.DataParallel."""
 
     traits = Traits(role=Role.WRAPPER, reduction=Reduction.IN_BACKWARD, needs_accelerator=True, shared_stream=True)
 
     def skip(self, case: Case) -> str:
-        """Refuse what torch.nn.DataParallel does not do: run on the CPU, or in bf16 on several devices."""
+        """Return why torch.nn.DataParallel cannot run the case: on the CPU, or in bf16 on several devices."""
         if case.device_kind == "cuda" and case.precision == "bf16" and case.devices > 1:
-            return "torch.nn.DataParallel's threads do not take over autocast's dtype: bf16 would run as fp16"
+            return "torch.nn.DataParallel does not forward autocast's dtype to its threads: bf16 would run as fp16"
         if case.device_kind == "cuda":
             return ""
         if case.device_kind == "emulated":
             return (
-                "torch.nn.DataParallel does not support emulated devices: it runs on them only under the patches of "
+                "torch.nn.DataParallel does not support emulated devices: it runs on them only with the patches in "
                 "dpbench's tests"
             )
         return "torch.nn.DataParallel needs an accelerator; on the CPU it passes its input through to the module"
 
     def compares_buffers(self, case: Case) -> bool:
-        """Leave buffers out where replicas share a GPU: torch's replicas then alias them, and race."""
+        """Return False where replicas share a GPU, because torch's replicas then share buffers, with races."""
         return case.placement != "colocated"
 
     @contextmanager
     def start(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Step]:
-        """Yield the training loop of the tutorials around torch.nn.DataParallel."""
+        """Yield the training loop of the tutorials, with torch.nn.DataParallel."""
         from dpbench.models import positional
         from dpbench.strategies._marked import Marked
 
@@ -76,13 +76,13 @@ class TorchDataParallel(Strategy):
         yield step
 
     def tasks(self, case: Case, profile: Profile) -> list[Task]:
-        """Return the tasks of the reference engine, whose reduction is here part of backward on device 0."""
+        """Return the tasks of the reference schedule, with the reduction as part of backward on device 0."""
         if case.devices == 1:
             return single.STRATEGY.tasks(case, profile)
         return Chain(case, profile, threads_marked=False, reduction=Phase.BACKWARD).tasks()
 
     def moves(self, case: Case, shapes: Shapes) -> Iterable[Move]:
-        """Yield the reference schedule's moves; torch reduces inside backward."""
+        """Yield the moves of the reference schedule, with those of reduce in backward."""
         for move in _moves.scheduled(case, shapes):
             yield Move(Phase.BACKWARD, move.source, move.target, move.bytes) if move.phase is Phase.REDUCE else move
 
