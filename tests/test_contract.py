@@ -716,7 +716,7 @@ def test_outputs_that_are_no_tensors_are_refused_with_where_they_are(value: Any)
 UNLIKE: dict[str, tuple[Any, Any, str]] = {
     "kinds": ((1,), [1], r"the output has type tuple on replica 0, but list on replica 1"),
     "nothing": (None, torch.zeros(1), r"type NoneType on replica 0, but Tensor on replica 1"),
-    "lengths": ([None], [None, None], r"same number of keys.*\[0\] from replica 0, but \[0, 1\] from replica 1"),
+    "lengths": ([None], [None, None], r"same number of keys.*\[0\] on replica 0, but \[0, 1\] on replica 1"),
     "keys": ({"a": None}, {"b": None}, r"same keys: the output has \['a'\].*\['b'\]"),
     "deep": ({"a": [None]}, {"a": [torch.zeros(1)]}, r"the output\['a'\]\[0\] has type NoneType"),
 }

@@ -31,9 +31,9 @@ class Autotuner:
 
     Threads win where kernels are long. Where kernels are short, two threads compete for the interpreter lock. The
     choice does not change any result. Blocks run in ABBA order, so that a drift of the machine's speed cancels. The
-    ratio of neighbouring blocks decides, as soon as its confidence interval excludes 1, or by its median in the end.
-    Times are those of whole updates, all calls of an accumulation together. `advice` is a text if one device is likely
-    to be faster.
+    time ratios of neighbouring blocks decide as soon as their confidence interval excludes 1, otherwise by their median
+    after the last pair. Times are those of whole updates, all calls of an accumulation together. `advice` is a text if
+    one device is likely to be faster.
     """
 
     def __init__(self, schedule: Schedule, devices: Sequence[Device]) -> None:
@@ -97,7 +97,7 @@ class Autotuner:
         self.settled, self._running = True, self.schedule
         ratios = self._ratios()
         if len(ratios) not in PAIRS:
-            return  # too many steps have failed to compare
+            return  # too few pairs, because too many steps have failed
         chosen = int(statistics.median(ratios) > ALIKE)
         self._running = self._candidates[chosen]
         took_s = statistics.median(s for candidate, seconds in self._blocks if candidate == chosen for s in seconds)

@@ -69,7 +69,7 @@ class Exchange:
             Bucket(f, 0, flat.size, tuple(s.parameter for s in flat.slots)) for f, flat in enumerate(layout.flats)
         ]
         self.buckets = [bucket for f, flat in enumerate(layout.flats) for bucket in _buckets(f, flat)]
-        self._lock = threading.Lock()  # collectives queued in another order on each GPU deadlock
+        self._lock = threading.Lock()  # collectives queued in different orders on two GPUs deadlock
 
     def stage(
         self, i: int, gradients: Sequence[torch.Tensor | None] | None, numbers: Sequence[int] | None = None

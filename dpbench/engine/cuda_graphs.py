@@ -77,7 +77,7 @@ class Recorded:
             backward()
 
         recorder.warm_up(both)
-        self._slope = torch.ones_like(self._slope)  # on the stream that will write it
+        self._slope = torch.ones_like(self._slope)  # allocate it on the stream that writes it
         (self._output, self._total), self._forward = recorder.record(forward)
         self._gradients, self._backward = recorder.record(backward)
 

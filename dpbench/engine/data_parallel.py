@@ -206,7 +206,7 @@ class DataParallel(nn.Module):
         return self._make(devices, not torch.is_grad_enabled(), no_mark, lambda: None)
 
     def _maker(self, devices: Sequence[Device]) -> Maker:
-        """Return a function that replicates the module as it is now: users may move or convert it after wrapping it."""
+        """Return a function that replicates the module as it is at present: users may convert it after wrapping it."""
         check_placement(self.module, devices[0])
         if reason := legal.storage(self.schedule, self.module, devices):
             raise Refused(reason)

@@ -202,7 +202,7 @@ def sums(shard: ParamShard, parameters: Sequence[torch.Tensor]) -> Iterator[Sum]
         like, gradient = parameters[segment.parameter], shard.gradient
         if segment.stop - segment.start < like.numel():
             yield Sum(segment, segment.of(gradient), whole=False)
-        elif gradient.shape == like.shape:  # it may have holes
+        elif gradient.shape == like.shape:  # the parameter may have holes
             yield Sum(segment, gradient, whole=True)
         else:
             at = gradient.storage_offset() + segment.at

@@ -95,7 +95,7 @@ def _gather(outputs: Sequence[Any], target: Device, devices: Sequence[Device], d
                 "dense tensor from forward, such as a padded one"
             )
         shape = first.shape
-        for output, device in zip(outputs, devices, strict=True):  # check in full only if needed: it is slow
+        for output, device in zip(outputs, devices, strict=True):  # the full checks below are slow
             if type(output) is not type(first) or output.shape != shape or output.device != device.torch_device:
                 _check_kinds(outputs, path)
                 _check_tensors(outputs, devices, dim, path)
@@ -129,7 +129,7 @@ def _check_kinds(outputs: Sequence[Any], path: tuple[Any, ...]) -> None:
         if set(keys[replica]) != set(keys[0]):
             raise ValueError(
                 f"All {kind.__name__}s must have the same number of keys, and the same keys: {_named(path)} has "
-                f"{keys[0]} from replica 0, but {keys[replica]} from replica {replica}"
+                f"{keys[0]} on replica 0, but {keys[replica]} on replica {replica}"
             )
 
 

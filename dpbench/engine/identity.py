@@ -56,7 +56,7 @@ def has_hooks(parameters: Sequence[torch.Tensor]) -> bool:
 def is_watched(optimizer: Optimizer) -> bool:
     """Return whether a method of the optimizer is hooked or replaced; such code must get the user's own parameters.
 
-    A `step` that was replaced by torch's learning rate schedulers does not count, because it only counts its calls.
+    A `step` that torch's learning rate schedulers have wrapped is ignored, because the wrapper only counts calls.
     """
     step: Any = optimizer.__dict__.get("step")
     return bool(

@@ -119,7 +119,7 @@ def _update(schedule: Schedule, setup: TrainingSetup) -> str:
         return ""
     if schedule.update == "sharded" and kind not in ELEMENTWISE:
         return (
-            "update=sharded needs an optimizer that treats parameters one by one, and this is not known of "
+            "update=sharded needs an optimizer that is known to step each parameter independently, not "
             f"{kind.__name__}; use update=root"
         )
     if not kind.__module__.startswith("torch.optim."):
@@ -143,7 +143,7 @@ def _exact_loss(schedule: Schedule, setup: TrainingSetup) -> str:
     summed = setup.loss.summed() if schedule.loss == "local" else None
     if summed is None or summed.keeps_bits(powers=setup.powers):
         return ""
-    return "the loss is computed over the gathered batch: by parts, its gradients would differ in the last bits"
+    return "the loss is computed over the gathered batch: computed by parts, its gradients would differ in the last bit"
 
 
 def _exact_optimizer(schedule: Schedule, setup: TrainingSetup) -> str:

@@ -40,7 +40,7 @@ def _elements(output: torch.Tensor, target: torch.Tensor, keywords: Mapping[str,
 
 def _classes(output: torch.Tensor, target: torch.Tensor, keywords: Mapping[str, Any]) -> Any:
     """Return the number of targets that are not ignored, or the sum of their class weights if these are given."""
-    if target.is_floating_point():  # class probabilities: the divisor is without ignore_index and weight
+    if target.is_floating_point():  # class probabilities: ignore_index and weight do not affect the divisor
         return output.numel() // output.shape[1]
     counted = target != keywords.get("ignore_index", -100)
     weight = keywords.get("weight")

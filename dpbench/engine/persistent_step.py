@@ -235,7 +235,7 @@ class PersistentReplicas:
         self._seen = []
 
     def _step(self, workers: Workers, sources: Any, numbers: Sequence[int] | None) -> None:
-        """Collect, step and spread, on all stepping devices at once."""
+        """Collect the gradients, run the optimizers and exchange the weights, on all stepping devices at once."""
         update, owners = self._update, [self._devices[i] for i in self._update.owners]
         together = update.exchange is not None and len(sources) > 1
         if together:

@@ -41,7 +41,7 @@ def _sum(parts: Sequence[torch.Tensor], root: Device, comm_dtype: torch.dtype | 
     total = arrive(parts[0], root, comm_dtype) if len(parts) > 1 else parts[0]
     for number, part in enumerate(parts[1:]):
         here = arrive(part, root, comm_dtype)
-        if total.is_sparse and not here.is_sparse:  # torch adds a sparse tensor to a dense one only
+        if total.is_sparse and not here.is_sparse:  # torch cannot add a dense tensor to a sparse one
             total = here + total
         else:
             total = total + here if number == 0 else total.add_(here)

@@ -49,7 +49,7 @@ def replicate(
     with mark(Phase.REPLICATE, devices[0].index):
         if cache is None:
             parameters, buffers = unique(module.parameters()), unique(module.buffers())
-            check_placed((*parameters, *buffers), devices[0])  # the lists, since walking the module again is slow
+            check_placed((*parameters, *buffers), devices[0])  # use the lists: walking the module again is slow
         else:
             cache.refresh()
             cache.check_placed(devices[0])

@@ -65,7 +65,7 @@ def wait(patience_s: float, say: Callable[[str], None]) -> Measured:
 
 
 def measure(seconds: float = WINDOW_S) -> Measured:
-    """Return the foreign load of the next `seconds`."""
+    """Wait for `seconds`, and return the foreign load of that time."""
     before = snapshot()
     time.sleep(seconds)
     return since(before)

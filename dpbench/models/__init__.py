@@ -45,8 +45,8 @@ class Model:
         wrong = [f"{where} has {_shape(one)}" for where, one in _tensors((inputs, target)) if one.shape[:1] != (n,)]
         if wrong:
             raise ValueError(
-                f"model {self.name}: batch({n}, ...) must return {n} rows, but {', '.join(wrong)}; make the first "
-                "dimension of each tensor of the inputs and of the target the number of rows that batch() is asked for"
+                f"model {self.name}: batch({n}, ...) must return {n} rows, but {', '.join(wrong)}; in each tensor of "
+                "the inputs and of the target, the first dimension must be the first argument of batch()"
             )
         return inputs, target
 

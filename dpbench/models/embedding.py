@@ -1,4 +1,4 @@
-"""Embedding: a large table with dense gradients, so that every replica gets all weights for hardly any arithmetic.
+"""A large embedding table with dense gradients: every replica gets all weights, for hardly any arithmetic.
 
 A batch uses a few rows of the table; replicate still copies all of it, and reduce adds gradients that are mostly zeros.
 """

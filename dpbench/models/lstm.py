@@ -1,4 +1,4 @@
-"""LSTM over packed sequences of different lengths: the recurrent case of torch's DataParallel FAQ.
+"""An LSTM over packed sequences of different lengths: the recurrent case of torch's DataParallel FAQ.
 
 The inputs are a tuple, tokens (n, T) and lengths (n,), both scattered along dimension 0. Each row is one sample with
 one class, so that the padding never enters the loss, whose divisor is the number of rows. Packing needs the lengths on

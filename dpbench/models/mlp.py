@@ -1,4 +1,4 @@
-"""MLP: SimpleModel of the usual DataParallel tutorials, three linear layers with 67,210 parameters.
+"""Three linear layers with 67,210 parameters: SimpleModel of the usual DataParallel tutorials.
 
 Source of the layers: the tutorial "Multi-GPU training with DataParallel" (128-256-128-10, ReLU, cross entropy).
 """

@@ -1,4 +1,4 @@
-"""Transformer encoder that classifies token sequences: many equal layers, many small parameter tensors.
+"""A transformer encoder that classifies token sequences: many equal layers, many small parameter tensors.
 
 The full size has the widths of BERT-base (J. Devlin et al., "BERT", 2018: 12 layers, width 768, 12 heads, vocabulary
 30,522, 512 positions) without its segment table and pooling layer. Dropout is 0.

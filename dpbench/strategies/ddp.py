@@ -1,4 +1,4 @@
-"""DDP: torch's DistributedDataParallel, one process per device, with an all-reduce that overlaps with backward.
+"""torch's DistributedDataParallel: one process per device, with an all-reduce that overlaps with backward.
 
 The ranks are forked processes on this machine, which connect over the loopback interface only. No communication hook is
 installed, because it would change the measurement. The end of backward's compute comes from the private DDP logger

@@ -1,4 +1,4 @@
-"""dp: dpbench's own engine, as a thin adapter over TrainStep."""
+"""dpbench's own engine, as a thin adapter over TrainStep."""
 
 from __future__ import annotations
 

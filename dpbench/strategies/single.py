@@ -1,4 +1,4 @@
-"""single: one device without a wrapper, the baseline of every speed-up."""
+"""One device without a wrapper: the baseline of every speed-up."""
 
 from __future__ import annotations
 

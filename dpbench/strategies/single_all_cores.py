@@ -1,4 +1,4 @@
-"""single_all_cores: one device that uses every core, the performance of a CPU without data parallelism.
+"""One device that uses every core: the performance of a CPU without data parallelism.
 
 Logical CPU devices have one thread each, so that device counts are compared at equal resources. A speed-up on a CPU is
 a gain of the whole machine only if it exceeds this strategy's.

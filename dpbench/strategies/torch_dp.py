@@ -1,4 +1,4 @@
-"""torch_dp: torch.nn.DataParallel itself, marked in the four methods that subclasses may override.
+"""torch.nn.DataParallel itself, marked in the four methods that subclasses may override.
 
 Its reduction runs inside autograd, where no mark can be set. The phase backward therefore contains it, and comparisons
 use the sum of backward and reduce on both sides.

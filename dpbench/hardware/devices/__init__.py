@@ -109,7 +109,7 @@ def open_devices(
     wanted = available[:1] * count if placement == "colocated" else available[:count]
     if len(wanted) < count:
         raise ValueError(
-            f"{count} devices asked for, {len(available)} GPU(s) here"
+            f"{count} devices are required, but there are {len(available)} GPU(s)"
             + ("; --placement colocated lets replicas share one" if available else "; use --device-kind cpu")
         )
     return _cuda(

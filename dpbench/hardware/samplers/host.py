@@ -67,7 +67,7 @@ def start(devices: Sequence[int], interval_s: float, root: int | None = None) ->
 def cpu_clock_hz(folder: str = "/sys/devices/system/cpu") -> float | None:
     """Return the highest clock of the cores that this process may use, in Hz; None if the kernel does not provide it.
 
-    The highest, because an idle core's clock says nothing about the working cores.
+    The highest, because the clock of an idle core is not representative of the working cores.
     """
     found = []
     for core in os.sched_getaffinity(0):
