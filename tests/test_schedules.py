@@ -510,14 +510,14 @@ def ticking(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def settle(now: list[float], seconds: Callable[[str, int], float], calls: int = 1) -> Autotuner:
-    """Return settled trials whose updates take `calls` calls of `seconds(workers, number)` each."""
-    trials = Autotuner(BEST, resolve(["cpu", "cpu"]))
+    """Return a settled autotuner whose updates take `calls` calls of `seconds(workers, number)` each."""
+    autotuner = Autotuner(BEST, resolve(["cpu", "cpu"]))
     for number in itertools.count():
-        workers = trials.next().workers
-        if trials.settled:
-            return trials
+        workers = autotuner.next().workers
+        if autotuner.settled:
+            return autotuner
         for _ in range(calls):
-            with trials.timed(no_mark) as mark, mark(Phase.FORWARD, 0):
+            with autotuner.timed(no_mark) as mark, mark(Phase.FORWARD, 0):
                 now[0] += seconds(workers, number)
     raise AssertionError
 
@@ -525,35 +525,37 @@ def settle(now: list[float], seconds: Callable[[str, int], float], calls: int = 
 @pytest.mark.parametrize("faster", ["pool", "serial"])
 def test_trials_choose_the_faster(ticking: list[float], faster: str) -> None:
     noise = itertools.cycle([0.0, 0.01, -0.01, 0.02])
-    trials = settle(ticking, lambda workers, number: (1.0 if workers == faster else 1.2) + next(noise))
-    assert trials.next().workers == faster
+    autotuner = settle(ticking, lambda workers, number: (1.0 if workers == faster else 1.2) + next(noise))
+    assert autotuner.next().workers == faster
 
 
 def test_trials_of_equals_keep_the_pool_whatever_the_drift(ticking: list[float]) -> None:
-    trials = settle(ticking, lambda workers, number: 1.0 + 0.01 * number)
-    assert trials.next().workers == "pool"
+    autotuner = settle(ticking, lambda workers, number: 1.0 + 0.01 * number)
+    assert autotuner.next().workers == "pool"
 
 
 def test_a_slow_update_does_not_decide(ticking: list[float]) -> None:
-    trials = settle(ticking, lambda workers, number: 50.0 if (workers, number) == ("pool", 4) else 1.0)
-    assert trials.next().workers == "pool"
+    autotuner = settle(ticking, lambda workers, number: 50.0 if (workers, number) == ("pool", 4) else 1.0)
+    assert autotuner.next().workers == "pool"
 
 
 def test_trials_tell_when_one_device_would_be_faster(ticking: list[float]) -> None:
-    trials = Autotuner(BEST, resolve(["cpu", "cpu"]))
-    while not trials.settled:
-        workers = trials.next().workers
-        with trials.timed(no_mark) as mark:
+    autotuner = Autotuner(BEST, resolve(["cpu", "cpu"]))
+    while not autotuner.settled:
+        workers = autotuner.next().workers
+        with autotuner.timed(no_mark) as mark:
             with mark(Phase.REPLICATE, 0):
                 ticking[0] += 1.0
             with mark(Phase.FORWARD, 0):
                 ticking[0] += 2.0 if workers == "serial" else 2.5
-    assert trials.advice.startswith("one device is likely to be faster: about 2.00 s for each update")
+    assert autotuner.advice.startswith("one device is likely to be faster: about 2.00 s per update")
 
 
 def test_calls_of_an_accumulation_are_timed_together(ticking: list[float]) -> None:
     """The call that makes the update takes longer; it must not count for one candidate alone."""
     turn = itertools.cycle([1.0, 9.0])
-    trials = settle(ticking, lambda workers, number: next(turn) * (0.8 if workers == "serial" else 1.0), calls=2)
-    assert trials.next().workers == "serial"
-    assert all(seconds == pytest.approx([10.0 * (0.8 if c else 1.0)] * len(seconds)) for c, seconds in trials._blocks)
+    autotuner = settle(ticking, lambda workers, number: next(turn) * (0.8 if workers == "serial" else 1.0), calls=2)
+    assert autotuner.next().workers == "serial"
+    assert all(
+        seconds == pytest.approx([10.0 * (0.8 if c else 1.0)] * len(seconds)) for c, seconds in autotuner._blocks
+    )

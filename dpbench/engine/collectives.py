@@ -87,12 +87,12 @@ class Exchange:
 
     def reduce(self, numbers: Sequence[int] | None = None) -> None:
         """Queue the sums of all parameters' staged gradients, or of the buckets that `numbers` fill."""
-        runs = self._wholes
+        buckets = self._wholes
         if numbers is not None:
             wanted = set(numbers)
-            runs = [bucket for bucket in self.buckets if wanted.issuperset(bucket.numbers)]
+            buckets = [bucket for bucket in self.buckets if wanted.issuperset(bucket.numbers)]
         with self._lock, torch.no_grad():
-            for bucket in runs:
+            for bucket in buckets:
                 self._reduce(bucket)
 
     def _reduce(self, bucket: Bucket) -> None:
@@ -149,14 +149,14 @@ class Exchange:
 
 def _buckets(f: int, flat: Flat) -> list[Bucket]:
     """Return a flat buffer cut into buckets of about BUCKET_BYTES, from its end, which backward reaches first."""
-    runs: list[Bucket] = []
+    buckets: list[Bucket] = []
     stop, numbers = flat.size, []
     for slot in reversed(flat.slots):
         numbers.append(slot.parameter)
         if (stop - slot.start) * flat.dtype.itemsize >= BUCKET_BYTES or slot.start == 0:
-            runs.append(Bucket(f, slot.start, stop, tuple(numbers)))
+            buckets.append(Bucket(f, slot.start, stop, tuple(numbers)))
             stop, numbers = slot.start, []
-    return runs
+    return buckets
 
 
 def dense(gradient: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Legal: which switches of a schedule this module, loss, optimizer and these devices forbid, and why.
+"""Legal: the switches of a schedule that this module, loss, optimizer and these devices forbid, and why.
 
 An explicit schedule runs as named or is refused. `fastest` changes the forbidden switches, and keeps the reasons.
 """

@@ -128,7 +128,7 @@ class PersistentReplicas:
     def _buckets(self) -> list[Sequence[int]]:
         """Return the numbers of the parameters in each bucket that is reduced while backward runs."""
         if self._update.exchange:
-            return [run.numbers for run in self._update.exchange.buckets]
+            return [bucket.numbers for bucket in self._update.exchange.buckets]
         wanted = [n for n, p in enumerate(self._weights.parameters[0]) if p.requires_grad][::-1]
         return [[wanted[i] for i in run] for run in buckets_of([self._weights.parameters[0][n] for n in wanted])]
 

@@ -146,7 +146,7 @@ def _checked(sizes: Sequence[int], lengths: set[int], devices: int, dim: int) ->
 
 
 def _chunks(length: int, devices: int) -> int:
-    """Return the number of chunks that `torch.chunk` makes: each has ceil(length / devices) rows, except the last."""
+    """Return the number of chunks that `torch.chunk` makes: ceil(length / devices) rows each, fewer in the last."""
     if length == 0:
         return devices
     piece = -(-length // devices)

@@ -56,7 +56,7 @@ def usable_cores() -> int:
 
 
 def host_key(facts: dict[str, Any]) -> str:
-    """Return a key that identifies a machine by its facts, without the host name, which containers change."""
+    """Return a key that identifies a machine by its facts, without the host name, which differs between containers."""
     stable = {key: facts["host"][key] for key in ("machine", "cpu", "cores")}
     gpus = [gpu.get("uuid") for gpu in facts["gpus"].get("gpus", [])]
     return hashlib.sha256(json.dumps([stable, gpus], sort_keys=True).encode()).hexdigest()[:16]
@@ -69,7 +69,7 @@ def code_key(facts: dict[str, Any]) -> str:
 
 
 def torch_has_cuda() -> bool:
-    """Return whether torch was built for more than the CPU, by its version, without loading torch."""
+    """Return whether torch was built for more than the CPU, judging by its version, without loading torch."""
     return not _version("torch").endswith("+cpu")
 
 

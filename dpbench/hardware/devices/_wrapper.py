@@ -108,7 +108,7 @@ class EmulatedTensor(torch.Tensor):
         raise TypeError(f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy it first.")
 
     def tolist(self) -> Any:
-        """Return the numbers."""
+        """Return the values as nested lists."""
         return self.detach().cpu().tolist()
 
     def __format__(self, spec: str) -> str:

@@ -58,7 +58,7 @@ def readings(gpus: Sequence[NvmlGpu], samples: list[Sample]) -> tuple[Callable[[
 
 
 def _sample(samples: list[Sample], device: int, metric: str, read: Callable[[], float | None]) -> None:
-    """Append one reading with the time of its middle; append nothing if there is no value."""
+    """Append one reading, with the time at the middle of the call; append nothing without a value."""
     before_s = time.perf_counter()
     value = read()
     after_s = time.perf_counter()
