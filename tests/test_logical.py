@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from dpbench.predict.cases import Predictor, most_devices, strategies
-from dpbench.predict.cpu_model import ENGINE, Host, step
+from dpbench.predict.cpu_model import ENGINE, ProbedHost, step
 from dpbench.records import UNATTRIBUTED, Case, Cost, Profile, ledger, machine
 from dpbench.records.machine import Gpu, Link, Machine, Unknown
 
@@ -37,7 +37,7 @@ FIGURES = {
     "ddp_reduce_s": 0.01,  # a small all-reduce
     "ddp_long_reduce_s": 0.01, "ddp_long_reduce_tensor_s": 0.0,
 }  # fmt: skip
-HOST = Host(FIGURES)
+HOST = ProbedHost(FIGURES)
 
 
 def case(strategy: str, schedule: str = "", batch_size: int = 20, devices: int = 2) -> Case:
@@ -65,7 +65,7 @@ def test_fastest_goes_forward_and_backward_in_kept_threads() -> None:
 
 
 def test_fastest_does_without_threads_where_they_cost_more() -> None:
-    host = Host({**FIGURES, "resnet18_training_2_threads_ratio": 1.9, "fastest_pool_unattributed_s": 9.0})
+    host = ProbedHost({**FIGURES, "resnet18_training_2_threads_ratio": 1.9, "fastest_pool_unattributed_s": 9.0})
     found = step(case("dp", "fastest"), PROFILE, host)
     assert found["forward"] == pytest.approx(2 * 2.0), "one replica after the other"
     assert found["backward"] == pytest.approx(2 * 4.0)
@@ -75,7 +75,7 @@ def test_fastest_does_without_threads_where_they_cost_more() -> None:
 
 
 def test_the_device_with_most_small_gradients_is_waited_for() -> None:
-    host = Host({**FIGURES, "fastest_pool_reduce_tensor_s": 0.1})
+    host = ProbedHost({**FIGURES, "fastest_pool_reduce_tensor_s": 0.1})
     even = step(case("dp", "fastest"), PROFILE, host)["reduce"]
     skewed = replace(PROFILE, gradient_bytes=(4, 4, 4, 2**20 - 12))
     assert even == pytest.approx(4 * 0.1 + 1.5 / 2, rel=0.01)
@@ -99,35 +99,39 @@ def test_copies_have_the_rates_of_their_own_sizes() -> None:
 
 
 def test_modules_that_the_chains_have_too_cost_nothing_more() -> None:
-    host = Host({**FIGURES, "module_replica_s": 1.0, "reference_unattributed_tensor_s": 0.1})
+    host = ProbedHost({**FIGURES, "module_replica_s": 1.0, "reference_unattributed_tensor_s": 0.1})
     found = [step(case("dp", "reference"), replace(PROFILE, modules=count), host) for count in (5, 7)]
     assert [one["replicate"] - 1.0 for one in found] == pytest.approx([0.0, 2 * 2.0]), "two more, in two replicas"
     assert [one[UNATTRIBUTED] for one in found] == pytest.approx([4 * 0.1, 8 * 0.1]), "two parameters for a module"
 
 
 def test_ranks_that_compute_for_long_wake_up_later() -> None:
-    host = Host({**FIGURES, "ddp_long_reduce_s": 0.02, "ddp_long_reduce_tensor_s": 0.001})
+    host = ProbedHost({**FIGURES, "ddp_long_reduce_s": 0.02, "ddp_long_reduce_tensor_s": 0.001})
     short = replace(PROFILE, forward=Cost(1e-4), backward=Cost(2e-4))
     assert step(case("ddp"), PROFILE, host)["reduce"] == pytest.approx(1.0 + 0.32 + 0.01 + 4 * 0.001)
     assert step(case("ddp"), short, host)["reduce"] == pytest.approx(1.0 + 0.32)
 
 
 def test_one_rank_reduces_with_nobody() -> None:
-    found = step(case("ddp", devices=1), PROFILE, Host({**FIGURES, "ddp_long_reduce_s": 9.0, "ddp_reduce_s": 0.012}))
+    found = step(
+        case("ddp", devices=1), PROFILE, ProbedHost({**FIGURES, "ddp_long_reduce_s": 9.0, "ddp_reduce_s": 0.012})
+    )
     assert found["reduce"] == pytest.approx(1.0 + 0.002)
-    found = step(case("ddp", devices=1), PROFILE, Host({**FIGURES, "ddp_reduce_s": 0.001}))
+    found = step(case("ddp", devices=1), PROFILE, ProbedHost({**FIGURES, "ddp_reduce_s": 0.001}))
     assert found["reduce"] == pytest.approx(1.0), "its copies remain"
 
 
 def test_ranks_take_from_each_other_what_the_probe_saw() -> None:
     beside = {"resnet18_forward_2_processes_ratio": 1.5, "resnet18_training_2_processes_ratio": 1.25}
-    found, plain = step(case("ddp"), PROFILE, Host({**FIGURES, **beside})), step(case("ddp"), PROFILE, HOST)
+    found, plain = step(case("ddp"), PROFILE, ProbedHost({**FIGURES, **beside})), step(case("ddp"), PROFILE, HOST)
     assert found["forward"] == pytest.approx(2.0 * 1.5)
     assert found["forward"] + found["backward"] - plain["forward"] - plain["backward"] == pytest.approx(0.25 * 6.0)
 
 
 def test_what_ddp_costs_beside_the_net_is_a_step_and_a_parameters() -> None:
-    host = Host({**FIGURES, "ddp_backward_more_tensor_s": 0.1, "ddp_forward_more_s": 0.5, "ddp_unattributed_s": 0.25})
+    host = ProbedHost(
+        {**FIGURES, "ddp_backward_more_tensor_s": 0.1, "ddp_forward_more_s": 0.5, "ddp_unattributed_s": 0.25}
+    )
     found, plain = step(case("ddp"), PROFILE, host), step(case("ddp"), PROFILE, HOST)
     assert found["backward"] - plain["backward"] == pytest.approx(4 * 0.1)
     assert found["forward"] - plain["forward"] == pytest.approx(0.5)
@@ -148,7 +152,7 @@ def test_all_reduces_are_interpolated_and_extrapolated() -> None:
 
 
 def test_a_ratio_is_never_below_one() -> None:
-    assert Host({**FIGURES, "resnet18_forward_2_threads_ratio": 0.5}).beside("net", "forward_2_threads") == 1.0
+    assert ProbedHost({**FIGURES, "resnet18_forward_2_threads_ratio": 0.5}).beside("net", "forward_2_threads") == 1.0
 
 
 def test_what_is_not_known_is_refused() -> None:
@@ -206,6 +210,6 @@ def test_logical_devices_are_predicted_from_measured_steps_alone() -> None:
 
 
 def test_an_all_reduce_that_was_held_up_is_bounded_by_a_larger_one() -> None:
-    host = Host({**FIGURES, "all_reduce_256_kib_s": 5.0})
+    host = ProbedHost({**FIGURES, "all_reduce_256_kib_s": 5.0})
     assert host.all_reduce_s(256 * 2**10) == pytest.approx(0.32)
     assert host.all_reduce_s(32 * 2**10) == 0.01

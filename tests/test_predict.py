@@ -26,7 +26,7 @@ from dpbench.predict import (  # fmt: skip
     what_if,
 )
 from dpbench.predict.constants import DEFAULT
-from dpbench.predict.events import Job, rates, simulate
+from dpbench.predict.events import SimulatedJob, rates, simulate
 from dpbench.predict.simulation import Loop
 from dpbench.records import Case, Cost, Phase, Profile, Source, Step, ledger, machine, registry
 from dpbench.records.machine import Link, Unknown
@@ -61,33 +61,50 @@ def test_no_link_carries_more_than_it_can_and_every_flow_meets_a_full_one(seed: 
 
 
 def test_a_resource_serves_one_at_a_time_in_order() -> None:
-    found = simulate([Job(2.0, "gpu"), Job(1.0, "gpu"), Job(1.0, "gpu", after=(1,)), Job(5.0)], {})
+    found = simulate(
+        [SimulatedJob(2.0, "gpu"), SimulatedJob(1.0, "gpu"), SimulatedJob(1.0, "gpu", after=(1,)), SimulatedJob(5.0)],
+        {},
+    )
     assert found == [(0.0, 2.0), (2.0, 3.0), (3.0, 4.0), (0.0, 5.0)]
 
 
 def test_a_job_beside_another_starts_with_it_and_ends_no_earlier() -> None:
-    long = simulate([Job(1.0, "host"), Job(3.0, "host"), Job(1.0, "gpu", overlap=(1,)), Job(1.0, after=(2,))], {})
+    long = simulate(
+        [
+            SimulatedJob(1.0, "host"),
+            SimulatedJob(3.0, "host"),
+            SimulatedJob(1.0, "gpu", overlap=(1,)),
+            SimulatedJob(1.0, after=(2,)),
+        ],
+        {},
+    )
     assert long == [(0.0, 1.0), (1.0, 4.0), (1.0, 4.0), (4.0, 5.0)]
-    short = simulate([Job(1.0, "host"), Job(3.0, "gpu", overlap=(0,))], {})
+    short = simulate([SimulatedJob(1.0, "host"), SimulatedJob(3.0, "gpu", overlap=(0,))], {})
     assert short == [(0.0, 1.0), (0.0, 3.0)]
 
 
 def test_jobs_released_while_others_are_started_start_once() -> None:
     # the second waits for nothing but the start of the first, which comes in the same round
-    found = simulate([Job(1.0, "host"), Job(1.0, "gpu", overlap=(0,)), Job(1.0, "gpu", after=(1,))], {})
+    found = simulate(
+        [SimulatedJob(1.0, "host"), SimulatedJob(1.0, "gpu", overlap=(0,)), SimulatedJob(1.0, "gpu", after=(1,))], {}
+    )
     assert found == [(0.0, 1.0), (0.0, 1.0), (1.0, 2.0)]
 
 
 def test_flows_share_what_they_cross_and_speed_up_when_one_ends() -> None:
-    found = simulate([Job(0.0, amount=10.0, way=("x",)), Job(0.0, amount=30.0, way=("x",))], {"x": 10.0})
+    found = simulate(
+        [SimulatedJob(0.0, amount=10.0, way=("x",)), SimulatedJob(0.0, amount=30.0, way=("x",))], {"x": 10.0}
+    )
     assert [end for _, end in found] == pytest.approx([2.0, 4.0])
-    late = simulate([Job(0.0, amount=20.0, way=("x",)), Job(1.0, amount=10.0, way=("x",))], {"x": 10.0})
+    late = simulate(
+        [SimulatedJob(0.0, amount=20.0, way=("x",)), SimulatedJob(1.0, amount=10.0, way=("x",))], {"x": 10.0}
+    )
     assert [end for _, end in late] == pytest.approx([3.0, 3.0])
 
 
 def test_jobs_in_a_circle_are_an_error() -> None:
     with pytest.raises(ValueError, match=r"jobs \[0, 1\] of 2 wait for each other"):
-        simulate([Job(1.0, after=(1,)), Job(1.0, after=(0,))], {})
+        simulate([SimulatedJob(1.0, after=(1,)), SimulatedJob(1.0, after=(0,))], {})
 
 
 @settings(max_examples=100, deadline=None)
@@ -97,7 +114,7 @@ def test_work_is_conserved(seed: int) -> None:
     jobs = []
     for i in range(draw.randint(1, 20)):
         before = tuple(sorted(draw.sample(range(i), min(i, draw.randint(0, 2)))))
-        jobs.append(Job(draw.uniform(0, 1), draw.choice(["", "a", "b"]), draw.choice([0.0, draw.uniform(0, 5)]),
+        jobs.append(SimulatedJob(draw.uniform(0, 1), draw.choice(["", "a", "b"]), draw.choice([0.0, draw.uniform(0, 5)]),
                         ("x",), after=before))  # fmt: skip
     found = simulate(jobs, {"x": 2.0})
     for job, (start, end) in zip(jobs, found, strict=True):
@@ -165,7 +182,7 @@ def test_gpus_that_stage_share_the_way_to_memory() -> None:
 
 
 def test_the_curve_fits_published_all_reduces() -> None:
-    group = network.Group(machine.load("dgx-a100"), 8, DEFAULT)
+    group = network.DeviceGroup(machine.load("dgx-a100"), 8, DEFAULT)
     # NCCL all-reduce on eight A100 of an Azure NDv4 (superbench-results v0.2.1, 7b5ea64): bytes, microseconds
     for size, measured_us in ((67108864, 587.2), (268435456, 2117.8), (1073741824, 8164.5)):
         assert group.one_s("all_reduce", size) * 1e6 == pytest.approx(measured_us, rel=0.25)
@@ -287,7 +304,7 @@ def test_late_reduction_costs_what_overlap_hides() -> None:
         simulation.step(case_of("ddp", 8), profile, on, loop=Loop(late_reduction=late)).seconds
         for late in (False, True)
     )
-    wire = network.Group(on, 8, DEFAULT).one_s("all_reduce", COUNTED.parameter_bytes)
+    wire = network.DeviceGroup(on, 8, DEFAULT).one_s("all_reduce", COUNTED.parameter_bytes)
     assert late - 0.3 == pytest.approx(wire, rel=0.2)
     assert beside < late - 0.2 * wire
 
@@ -414,7 +431,7 @@ def test_a_faster_host_helps_a_launch_bound_net_that_was_traced() -> None:
     predictor = cases.Predictor(replace(machine.load("h100-sxm-x8"), host=machine.Host(factor=4.0)))
     case = Case(model="resnet18", size="small", strategy="dp", schedule="reference", batch_size=8, devices=2,
                 device_kind="cuda")  # fmt: skip
-    gains = {one.what: one.gain for one in what_if.remedies(predictor, [case])}
+    gains = {one.what: one.gain for one in what_if.what_ifs(predictor, [case])}
     assert gains["a host twice as fast"] > 1.6
 
 

@@ -89,8 +89,8 @@ def predict(table: Path | None, as_json: bool, all_rows: bool, **options: Any) -
         held = list(needs(asked, described, largest=options["max_batch"]))
         found = [replace(one, need=need) for one, need in zip(found, held, strict=True)]
         click.echo(f"\n{text.needs(held)}")
-    if not (options["quick"] or described.logical) and (changes := what_if.remedies(predictor, asked)):
-        click.echo(f"\n{text.remedies(changes)}")
+    if not (options["quick"] or described.logical) and (changes := what_if.what_ifs(predictor, asked)):
+        click.echo(f"\n{text.what_ifs(changes)}")
     if options["store"]:
         run_id = cases.keep(options["store"], found, described)
         click.echo(f"store: {options['store']}   run: {run_id[:8]}", err=True)

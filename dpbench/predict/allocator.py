@@ -31,15 +31,15 @@ class OutOfDeviceMemory(RuntimeError):
 
 
 @dataclass(eq=False)
-class Block:
+class MemoryBlock:
     """A part of a segment: taken, or free to be taken; it knows its neighbours in the segment."""
 
     segment: int
     offset: int
     size: int
     small: bool
-    before: Block | None = None
-    after: Block | None = None
+    before: MemoryBlock | None = None
+    after: MemoryBlock | None = None
     free: bool = False
     asked: int = 0
 
@@ -66,9 +66,11 @@ class Allocator:
     peak_allocated_bytes: int = 0
     peak_reserved_bytes: int = 0
     _made: int = 0
-    _free: dict[bool, list[tuple[tuple[int, int, int], Block]]] = field(default_factory=lambda: {True: [], False: []})
+    _free: dict[bool, list[tuple[tuple[int, int, int], MemoryBlock]]] = field(
+        default_factory=lambda: {True: [], False: []}
+    )
 
-    def take(self, size_bytes: int) -> Block:
+    def take(self, size_bytes: int) -> MemoryBlock:
         """Return a block of at least so many bytes; raise OutOfDeviceMemory if the device has no room for it."""
         if size_bytes < 1:
             raise ValueError(f"a block has at least one byte, not {size_bytes}; empty tensors take no memory")
@@ -84,7 +86,7 @@ class Allocator:
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
         return block
 
-    def give(self, block: Block) -> None:
+    def give(self, block: MemoryBlock) -> None:
         """Take a block back, and join it with free neighbours."""
         self.requested_bytes -= block.asked
         self.allocated_bytes -= block.size
@@ -98,13 +100,13 @@ class Allocator:
             block = before
         bisect.insort(self._free[block.small], (block.key, block))
 
-    def _fitting(self, size: int, small: bool) -> Block | None:
+    def _fitting(self, size: int, small: bool) -> MemoryBlock | None:
         """Take the smallest free block that is large enough out of its pool."""
         pool = self._free[small]
         at = bisect.bisect_left(pool, ((size, -1, -1),))
         return pool.pop(at)[1] if at < len(pool) else None
 
-    def _segment(self, size: int, small: bool) -> Block:
+    def _segment(self, size: int, small: bool) -> MemoryBlock:
         """Reserve a new segment, after giving free ones back if there is no room else."""
         length = SMALL_SEGMENT_BYTES if small else LARGE_SEGMENT_BYTES
         if size >= OWN_SEGMENT_BYTES:
@@ -120,7 +122,7 @@ class Allocator:
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
         self.segments += 1
         self._made += 1
-        return Block(self._made, 0, length, small)
+        return MemoryBlock(self._made, 0, length, small)
 
     def _release(self) -> None:
         """Give back every segment that is one free block."""
@@ -130,9 +132,9 @@ class Allocator:
             self.segments -= len(whole)
             self.reserved_bytes -= sum(block.size for block in whole)
 
-    def _split(self, block: Block, size: int) -> None:
+    def _split(self, block: MemoryBlock, size: int) -> None:
         """Cut a block; the rest becomes free."""
-        rest = Block(
+        rest = MemoryBlock(
             block.segment,
             block.offset + size,
             block.size - size,
@@ -146,18 +148,18 @@ class Allocator:
         block.after, block.size = rest, size
         bisect.insort(self._free[rest.small], (rest.key, rest))
 
-    def _swallow(self, block: Block, after: Block) -> None:
+    def _swallow(self, block: MemoryBlock, after: MemoryBlock) -> None:
         self._remove(after)
         self._absorb(block, after)
 
-    def _absorb(self, block: Block, after: Block) -> None:
+    def _absorb(self, block: MemoryBlock, after: MemoryBlock) -> None:
         """Let a block reach to the end of the one after it."""
         block.size += after.size
         block.after = after.after
         if after.after is not None:
             after.after.before = block
 
-    def _remove(self, block: Block) -> None:
+    def _remove(self, block: MemoryBlock) -> None:
         """Take a free block out of its pool."""
         pool = self._free[block.small]
         pool.pop(bisect.bisect_left(pool, (block.key,)))
@@ -168,7 +170,7 @@ Names = dict[int, int]
 
 
 @dataclass(frozen=True)
-class Change:
+class MemoryChange:
     """One allocation (or, with `taken` False, its end) of a holding of one kind on a device."""
 
     device: int
@@ -197,15 +199,15 @@ class Tape:
     """Changes in the order in which they happen."""
 
     def __init__(self) -> None:
-        self.changes: list[Change] = []
+        self.changes: list[MemoryChange] = []
         self.stage = "setup"
-        self._live: dict[int, Change] = {}
+        self._live: dict[int, MemoryChange] = {}
 
     def take(self, device: int, size_bytes: int, kind: str) -> list[int]:
         """Hold one more tensor; return its holding in a list, and none for an empty tensor."""
         if not size_bytes:
             return []
-        change = Change(device, len(self.changes), size_bytes, kind, self.stage, taken=True)
+        change = MemoryChange(device, len(self.changes), size_bytes, kind, self.stage, taken=True)
         self.changes.append(change)
         self._live[change.holding] = change
         return [change.holding]
@@ -219,7 +221,7 @@ class Tape:
         for holding in holdings:
             if change := self._live.pop(holding, None):
                 self.changes.append(
-                    Change(change.device, holding, change.size_bytes, change.kind, self.stage, taken=False)
+                    MemoryChange(change.device, holding, change.size_bytes, change.kind, self.stage, taken=False)
                 )
 
     def play(
@@ -246,7 +248,7 @@ class Tape:
 def replay(tape: Tape, device: int, *, capacity_bytes: int | None = None, rounding_bytes: int | None = None) -> Peak:
     """Return a device's peaks; raise OutOfDeviceMemory, naming stage and kind, where its memory is not enough."""
     allocator = Allocator(capacity_bytes) if rounding_bytes is None else Allocator(capacity_bytes, rounding_bytes)
-    blocks: dict[int, Block] = {}
+    blocks: dict[int, MemoryBlock] = {}
     now: Counter[str] = Counter()
     requested, stage, kinds = 0, "", Counter[str]()
     for change in tape.changes:

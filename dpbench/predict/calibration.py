@@ -13,7 +13,7 @@ from dpbench.predict import quick
 from dpbench.predict.constants import Constants
 from dpbench.predict.scoring import rows
 from dpbench.predict.scoring.published import NAMED, Matched
-from dpbench.predict.scoring.score import Line, Scored, line
+from dpbench.predict.scoring.score import ScoreLine, Scored, line
 
 HOSTS = tuple(0.6 * 1.12**k for k in range(10))
 """Host factors tried, as ratios to the published one."""
@@ -28,7 +28,7 @@ DOUBT = 0.002
 Point = tuple[float, float]
 
 
-def lines(matched: Sequence[Matched]) -> list[Line]:
+def lines(matched: Sequence[Matched]) -> list[ScoreLine]:
     """Return one line a group: its rows predicted by a machine that was calibrated on other models of its own."""
     found = []
     for group in dict.fromkeys(one.row.group for one in matched):

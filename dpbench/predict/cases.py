@@ -97,7 +97,7 @@ class Predictor:
                 f"{case.label}: {self.machine.name} has logical CPU devices, whose steps are predicted from a measured "
                 f"one of one device: {stored.way_out(case)}, then give --from FILE"
             )
-        phases = cpu_model.step(case, profile, cpu_model.Host(self.machine.probe))
+        phases = cpu_model.step(case, profile, cpu_model.ProbedHost(self.machine.probe))
         seconds = sum(phases.values())
         doubt = intervals.RESIDUAL[profile.source] if len(case.rows) == 1 else intervals.ON_HOST
         low, high = intervals.interval(seconds, lambda *_: seconds, {}, doubt)

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from dpbench.predict import network
 from dpbench.predict.constants import Constants
-from dpbench.predict.events import Job
-from dpbench.predict.network import Group
+from dpbench.predict.events import SimulatedJob
+from dpbench.predict.network import DeviceGroup
 from dpbench.records import Case, Cost, Phase, Profile, Task
 from dpbench.records.machine import Machine
 from dpbench.strategies._tasks import PASSES
@@ -23,11 +23,11 @@ LOCAL = "local"
 
 def jobs(
     tasks: Sequence[Task], case: Case, profile: Profile, machine: Machine, constants: Constants
-) -> tuple[list[Job], list[int], dict[object, float]]:
+) -> tuple[list[SimulatedJob], list[int], dict[object, float]]:
     """Return the jobs of a step, which job each task is part of, and the capacities of what they share."""
     overlapped = case.traits.ranks and any(task.phase is Phase.REDUCE and task.overlap for task in tasks)
     prices = _Prices(case, profile, machine, constants, overlapped=overlapped and len(case.rows) > 1)
-    found: list[Job] = []
+    found: list[SimulatedJob] = []
     number: list[int] = []
     together: dict[str, int] = {}
     for task in tasks:
@@ -45,7 +45,7 @@ def jobs(
             if kind in COLLECTIVES:
                 together[task.resource] = at
             work = prices.job(task)
-            found.append(Job(work.seconds, work.resource, work.amount, work.way, after, overlap))
+            found.append(SimulatedJob(work.seconds, work.resource, work.amount, work.way, after, overlap))
         number.append(at)
     capacity: dict[object, float] = {GIL: 1.0, LOCAL: prices.memory_bytes_per_s}
     for way, rate in network.capacities(machine).items():
@@ -68,7 +68,7 @@ class _Prices:
     ) -> None:
         self._overlapped = overlapped
         self._case, self._profile, self._machine, self._c = case, profile, machine, constants
-        self._group = Group(machine, case.devices, constants)
+        self._group = DeviceGroup(machine, case.devices, constants)
         self._rows = case.rows
         self.memory_bytes_per_s = machine.gpu.memory_bytes_per_s or constants.memory_bytes_per_s
         host, factor, c = machine.host, machine.host.factor, constants
@@ -82,13 +82,13 @@ class _Prices:
         }
         self._update = self._update_scale()
         self._hand_off = _or(host.hand_off, c.hand_off)
-        self._units: dict[str, Callable[[Task], Job]] = {"flop": self._flop, "bytes": self._bytes}
+        self._units: dict[str, Callable[[Task], SimulatedJob]] = {"flop": self._flop, "bytes": self._bytes}
 
-    def job(self, task: Task) -> Job:
+    def job(self, task: Task) -> SimulatedJob:
         """Return the work of one task, without what it waits for."""
         return self._units.get(task.unit, self._host)(task)
 
-    def _host(self, task: Task) -> Job:
+    def _host(self, task: Task) -> SimulatedJob:
         """Price what a host thread does one by one."""
         spent = task.amount * self._each_s[task.unit]
         others = len(self._rows) - 1
@@ -96,8 +96,8 @@ class _Prices:
             spent = self._launches(task, spent)
         if task.resource == GIL:
             # all threads want the interpreter at once
-            return Job(0.0, amount=spent * (1 + self._hand_off * others), way=(GIL,))
-        return Job(spent, task.resource)
+            return SimulatedJob(0.0, amount=spent * (1 + self._hand_off * others), way=(GIL,))
+        return SimulatedJob(spent, task.resource)
 
     def _launches(self, task: Task, spent: float) -> float:
         """Price launches by phase; they never take longer than the known step of one device did."""
@@ -115,7 +115,7 @@ class _Prices:
             return self._update * task.amount * factor * self._c.update_s
         return spent
 
-    def _flop(self, task: Task) -> Job:
+    def _flop(self, task: Task) -> SimulatedJob:
         """Price kernels of forward and backward: by the profile's seconds."""
         profile = self._profile
         cost, flop = (
@@ -130,9 +130,9 @@ class _Prices:
         spent = part * cost.at(rows)
         if task.phase is Phase.BACKWARD and self._overlapped:
             spent = part * self._group.beside_s(cost.at(rows), profile.parameter_bytes)
-        return Job(spent, task.resource)
+        return SimulatedJob(spent, task.resource)
 
-    def _bytes(self, task: Task) -> Job:
+    def _bytes(self, task: Task) -> SimulatedJob:
         """Price bytes: over links, in a collective, or through a device's memory."""
         kind, _, rest = task.resource.partition(":")
         if kind == "copy":
@@ -140,12 +140,12 @@ class _Prices:
         if kind in COLLECTIVES:
             name = kind.removesuffix("_coalesced")
             one = self._group.one_s(name, task.amount)
-            return Job(one if name == kind else self._group.coalesced_s(name, task.amount), "collectives")
+            return SimulatedJob(one if name == kind else self._group.coalesced_s(name, task.amount), "collectives")
         loss, output = self._profile.loss, self._profile.output_bytes
         if task.phase is Phase.LOSS and loss is not None and output:
-            return Job(loss.at(task.amount / output), task.resource)
+            return SimulatedJob(loss.at(task.amount / output), task.resource)
         scale = self._update if task.phase is Phase.OPTIMIZER else 1.0
-        return Job(scale * task.amount / self.memory_bytes_per_s, task.resource)
+        return SimulatedJob(scale * task.amount / self.memory_bytes_per_s, task.resource)
 
     def _update_scale(self) -> float:
         """Return what the optimizer's bytes and launches are multiplied with, to take what is known of a whole step."""
@@ -156,17 +156,19 @@ class _Prices:
         launches = profile.parameter_tensors * self._machine.host.factor * self._c.update_s
         return profile.optimizer.at(self._rows[0]) / max(moved, launches)
 
-    def _copy(self, task: Task, source: str, target: str) -> Job:
+    def _copy(self, task: Task, source: str, target: str) -> SimulatedJob:
         """Price a copy: over the links between two devices, or from memory that is not pinned."""
         if task.amount <= 0 or source == target:
-            return Job(0.0)
+            return SimulatedJob(0.0)
         node = self._machine.gpu.count
         ends = [end if end == "host" else f"gpu{int(end) % node}" for end in (source, target)]
         if source == "host":
             # the thread that calls waits: no two such copies at once
             rate = self._machine.host.pageable_bytes_per_s or self._c.pageable_bytes_per_s
-            return Job(self._c.copy_s + task.amount / rate, f"pageable:{task.device if self._case.traits.ranks else 0}")
-        return Job(self._c.copy_s, amount=task.amount, way=network.route(self._machine, *ends))
+            return SimulatedJob(
+                self._c.copy_s + task.amount / rate, f"pageable:{task.device if self._case.traits.ranks else 0}"
+            )
+        return SimulatedJob(self._c.copy_s, amount=task.amount, way=network.route(self._machine, *ends))
 
 
 def _or(measured: float | None, constant: float) -> float:

@@ -30,7 +30,7 @@ OTHERS = "resnet18"
 
 
 @dataclass(frozen=True)
-class Host:
+class ProbedHost:
     """The figures that `dpbench probe` wrote into a machine's file, by name."""
 
     figures: Mapping[str, float]
@@ -81,7 +81,7 @@ class Host:
         return max(0.0, first + (second - first) * (size_bytes - low) / (high - low)) if size_bytes > low else first
 
 
-def step(case: Case, profile: Profile, host: Host) -> dict[str, float]:
+def step(case: Case, profile: Profile, host: ProbedHost) -> dict[str, float]:
     """Return the seconds of each phase of one step, and of what no phase covers.
 
     ValueError for a case that this model does not know.
@@ -117,7 +117,7 @@ def _at(cost: Cost | None, rows: float) -> float:
     return cost.at(rows)
 
 
-def _engine(case: Case, profile: Profile, host: Host, schedule: str) -> dict[str, float]:
+def _engine(case: Case, profile: Profile, host: ProbedHost, schedule: str) -> dict[str, float]:
     """Return the engine's own work, by phase, with the bytes of inputs and buffers."""
     found = {phase: host.engine_s(schedule, phase, profile.parameter_tensors) for phase in ENGINE}
     # what no phase covers is replicas being looked after and let go: a matter of modules
@@ -136,7 +136,7 @@ ENGINE = (
 )  # fmt: skip
 
 
-def _reference(case: Case, profile: Profile, host: Host) -> dict[str, float]:
+def _reference(case: Case, profile: Profile, host: ProbedHost) -> dict[str, float]:
     """A new thread a replica in forward; backward of all replicas in the calling thread, one after the other."""
     rows = case.rows
     forward = max(_at(profile.forward, n) for n in rows)
@@ -155,13 +155,13 @@ def _reference(case: Case, profile: Profile, host: Host) -> dict[str, float]:
     return found
 
 
-def _fastest(case: Case, profile: Profile, host: Host) -> dict[str, float]:
+def _fastest(case: Case, profile: Profile, host: ProbedHost) -> dict[str, float]:
     """What `fastest` settles for: a kept thread a replica, or one thread for all, whichever takes less."""
     ways = [_kept(case, profile, host, pool=True), _kept(case, profile, host, pool=False)]
     return min(ways, key=lambda phases: sum(phases.values()))
 
 
-def _kept(case: Case, profile: Profile, host: Host, *, pool: bool) -> dict[str, float]:
+def _kept(case: Case, profile: Profile, host: ProbedHost, *, pool: bool) -> dict[str, float]:
     """Weights stay; each device sums and steps its share of one buffer. In threads together, or one after the other."""
     rows, schedule = case.rows, "fastest_pool" if pool else "fastest_serial"
     share = profile.parameter_bytes / (len(rows) if pool else 1)
@@ -210,7 +210,7 @@ OPTIMIZER_PASSES = {"sgd": 8, "adam": 18}
 """How often the host's ops go over the weights' bytes: SGD with momentum in three ops, Adam in seven."""
 
 
-def _ddp(case: Case, profile: Profile, host: Host) -> dict[str, float]:
+def _ddp(case: Case, profile: Profile, host: ProbedHost) -> dict[str, float]:
     """A process a rank; gradients are copied to buckets, reduced, and copied back, what backward does not cover."""
     rows, tensors = case.rows, profile.parameter_tensors
     forward, backward = (max(_at(cost, n) for n in rows) for cost in (profile.forward, profile.backward))

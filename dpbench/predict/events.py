@@ -17,7 +17,7 @@ from typing import TypeVar
 
 
 @dataclass(frozen=True)
-class Job:
+class SimulatedJob:
     """`seconds` on `resource` (or on nothing, when that is empty), then `amount` over the shared `way`."""
 
     seconds: float
@@ -28,7 +28,7 @@ class Job:
     overlap: tuple[int, ...] = ()
 
 
-def simulate(jobs: Sequence[Job], capacity: Mapping[object, float]) -> list[tuple[float, float]]:
+def simulate(jobs: Sequence[SimulatedJob], capacity: Mapping[object, float]) -> list[tuple[float, float]]:
     """Return each job's (start, end) in seconds; ValueError where jobs wait for each other in a circle."""
     run = _Run(jobs, capacity)
     run.go()
@@ -40,7 +40,7 @@ def simulate(jobs: Sequence[Job], capacity: Mapping[object, float]) -> list[tupl
 class _Run:
     """One simulation in progress."""
 
-    def __init__(self, jobs: Sequence[Job], capacity: Mapping[object, float]) -> None:
+    def __init__(self, jobs: Sequence[SimulatedJob], capacity: Mapping[object, float]) -> None:
         self._jobs, self._capacity = jobs, capacity
         self.times = [(math.nan, math.nan)] * len(jobs)
         self._waits = [len(job.after) + len(job.overlap) for job in jobs]

@@ -12,7 +12,7 @@ import torch
 from dpbench import models
 from dpbench.predict import strategy_memory
 from dpbench.predict.allocator import OutOfDeviceMemory, Peak, Tape, replay
-from dpbench.predict.torch_dp_memory import TorchDataParallel
+from dpbench.predict.torch_dp_memory import WrapperMemory
 from dpbench.predict.trace import Build, OptimizerFactory, trace, trace_optimizer
 from dpbench.records import Case, registry
 from dpbench.records.schedule import REFERENCE, Schedule, parse
@@ -101,7 +101,7 @@ def tape_of(case: Case, traces: Traces, steps: int = STEPS) -> Tape:
         shards = strategy_memory.Shards(traces.of(case.batch_size), parts, traces.optimizer)
         # distinct GPUs take collectives until weights stay where they are, or move in flat buffers
         collective = case.device_kind == "cuda" and case.placement == "spread" and len(parts) > 1
-        kind = TorchDataParallel if role is Role.WRAPPER else strategy_memory.DataParallel
+        kind = WrapperMemory if role is Role.WRAPPER else strategy_memory.EngineMemory
         kind(tape, shards, schedule, collective=collective).run(steps)
     else:
         known = ", ".join(registry.of_role(one) for one in Role if one is not Role.OTHER)

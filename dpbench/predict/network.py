@@ -207,7 +207,7 @@ def _within_node(machine: Machine, count: int, c: Constants, one_way: bool) -> B
 
 
 @dataclass(frozen=True)
-class Group:
+class DeviceGroup:
     """The devices of a case that talk to each other, what carries their messages, and the constants of both."""
 
     machine: Machine

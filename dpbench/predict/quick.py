@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 from dpbench.predict import network
 from dpbench.predict.constants import DEFAULT, Constants
-from dpbench.predict.network import Group
+from dpbench.predict.network import DeviceGroup
 from dpbench.predict.simulation import PLAIN, Loop
 from dpbench.records import Case, Cost, Phase, Profile, registry
 from dpbench.records.machine import Machine
@@ -52,7 +52,7 @@ class _Terms:
         self.loop = loop
         self.case, self.p, self.machine, self.c, self.phases = case, profile, machine, constants, phases
         self.n, self.rows, self.s = len(case.rows), case.rows[0], machine.host.factor
-        self.group = Group(machine, case.devices, constants)
+        self.group = DeviceGroup(machine, case.devices, constants)
         self.memory = machine.gpu.memory_bytes_per_s or constants.memory_bytes_per_s
 
     def on(self, phase: Phase, seconds: float) -> float:

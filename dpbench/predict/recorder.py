@@ -55,7 +55,7 @@ class Op:
     events: tuple[Event, ...]
 
 
-class Recorder(TorchDispatchMode):
+class OpRecorder(TorchDispatchMode):
     """Writes down every op of a part, and the life of every storage that ops make on one device."""
 
     def __init__(self, device: torch.device) -> None:
@@ -70,9 +70,9 @@ class Recorder(TorchDispatchMode):
         self._forgotten: set[int] = set()
         self._count = 0
 
-    def part(self, name: str, phase: Phase) -> Part:
+    def part(self, name: str, phase: Phase) -> OpPart:
         """Return the context in which ops belong to a part of the step."""
-        return Part(self, name, phase)
+        return OpPart(self, name, phase)
 
     def enter(self, name: str, phase: Phase | None) -> None:
         """Let the ops from now on belong to a part, or with None to nothing."""
@@ -131,10 +131,10 @@ class Recorder(TorchDispatchMode):
         }
 
 
-class Part:
+class OpPart:
     """The context of one part of the step."""
 
-    def __init__(self, recorder: Recorder, name: str, phase: Phase) -> None:
+    def __init__(self, recorder: OpRecorder, name: str, phase: Phase) -> None:
         self._recorder, self._name, self._phase = recorder, name, phase
 
     def __enter__(self) -> None:

@@ -78,7 +78,7 @@ def ddp(tape: Tape, trace: Trace, steps: int, device: int) -> None:
         gradients = _play_step(tape, device, trace, state, batch, first=not step)
 
 
-class DataParallel:
+class EngineMemory:
     """Training on several devices on one of the engine's schedules, or by torch.nn.DataParallel.
 
     `collective` says that the devices are distinct GPUs, where weights and gradients move in flat buffers.

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from dpbench.predict.cases import Prediction, speedup
 from dpbench.predict.needs import Need
 from dpbench.predict.scoring.published import Excluded
-from dpbench.predict.scoring.score import Line
-from dpbench.predict.what_if import Remedy
+from dpbench.predict.scoring.score import ScoreLine
+from dpbench.predict.what_if import WhatIf
 from dpbench.records import UNATTRIBUTED, Step, ledger, words
 from dpbench.records.words import aligned
 
@@ -70,7 +70,7 @@ def needs(found: Iterable[Need]) -> str:
     return "\n".join(aligned(lines, left=(0, 1, 8, 10)))
 
 
-def remedies(found: Sequence[Remedy]) -> str:
+def what_ifs(found: Sequence[WhatIf]) -> str:
     """Return what would help, the most first."""
     lines = [("model", "devices", "batch", "what would help", "ms/step", "samples/s", "times as fast")]
     for one in found:
@@ -80,7 +80,7 @@ def remedies(found: Sequence[Remedy]) -> str:
     return "\n".join(aligned(lines, left=(0, 3)))
 
 
-def scores(lines: Iterable[Line]) -> str:
+def scores(lines: Iterable[ScoreLine]) -> str:
     """Return one line a group and strategy."""
     rows = [SCORES]
     for one in lines:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dpbench.predict.allocator import Names
 from dpbench.predict.bucketing import COALESCED_BYTES, chunks
 from dpbench.predict.strategy_memory import (
-    DataParallel,
+    EngineMemory,
     gradients_of,
     play_backward,
     play_forward,
@@ -24,7 +24,7 @@ Release = tuple[int, list[int]]
 """After how many of backward's ops, and which holdings."""
 
 
-class TorchDataParallel(DataParallel):
+class WrapperMemory(EngineMemory):
     """One process of torch.nn.DataParallel."""
 
     def _step(self, step: int) -> None:

@@ -22,7 +22,7 @@ from torch.autograd.function import Function
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dpbench.models import Model, positional
-from dpbench.predict.recorder import Op, Recorder
+from dpbench.predict.recorder import Op, OpRecorder
 from dpbench.records import Phase
 
 Build = Callable[[], Model]
@@ -121,14 +121,14 @@ def trace(
         with FakeTensorMode():
             _place(model.module, torch.device(device))
             batch = [_rows_of(value, rows, torch.device(device)) for value in (positional(inputs), target)]
-            return _Step(model, rows, batch, torch.device(device), optimizer_fn, precision, fake=True).trace()
+            return _TracedStep(model, rows, batch, torch.device(device), optimizer_fn, precision, fake=True).trace()
     except Exception:  # whatever fake tensors do not know; if it is the model's own fault, it comes again
         if fake_only:
             raise
         model = build()
         inputs, target = model.batch(rows, 0)
         batch = [positional(inputs), target]
-        return _Step(model, rows, batch, torch.device("cpu"), optimizer_fn, precision, fake=False).trace()
+        return _TracedStep(model, rows, batch, torch.device("cpu"), optimizer_fn, precision, fake=False).trace()
 
 
 def trace_optimizer(
@@ -139,7 +139,7 @@ def trace_optimizer(
         parameters = [nn.Parameter(torch.empty(size // 4, device=device)) for size in sizes_bytes]
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)
-        optimizer, recorder = optimizer_fn(parameters), Recorder(torch.device(device))
+        optimizer, recorder = optimizer_fn(parameters), OpRecorder(torch.device(device))
         with recorder:
             for name in ("first", "later"):
                 with recorder.part(name, Phase.OPTIMIZER):
@@ -158,7 +158,7 @@ def _shapes(build: Build) -> Model:
         return build()
 
 
-class _Step:
+class _TracedStep:
     """A model, a batch and an optimizer, and the two steps that are taken with them."""
 
     def __init__(
@@ -171,7 +171,7 @@ class _Step:
         self._optimizer = optimizer_fn(self._module.parameters())
         self._parameters = list(self._module.parameters())
         self._ready: list[tuple[int, int]] = []
-        self._recorder = Recorder(device)
+        self._recorder = OpRecorder(device)
 
     def trace(self) -> Trace:
         """Take two steps; the first tells how the optimizer makes its state, the second all the rest."""
@@ -264,7 +264,7 @@ class _Edge(Function):
 class _Saved:
     """Hooks on what forward saves for backward, to see when each tensor is let go."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: OpRecorder) -> None:
         self._recorder = recorder
         self._at: dict[int, int] = {}
 

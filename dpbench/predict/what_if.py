@@ -17,7 +17,7 @@ FASTER = 4.0
 
 
 @dataclass(frozen=True)
-class Remedy:
+class WhatIf:
     """A change, the step in seconds that it leads to, and how many times as many samples a second that gives."""
 
     model: str
@@ -28,7 +28,7 @@ class Remedy:
     gain: float
 
 
-def remedies(predictor: Predictor, cases: Sequence[Case]) -> list[Remedy]:
+def what_ifs(predictor: Predictor, cases: Sequence[Case]) -> list[WhatIf]:
     """Return what would help DataParallel on the most devices that were asked for, for each model, the best first."""
     found = []
     for model in dict.fromkeys(case.model for case in cases):
@@ -40,7 +40,7 @@ def remedies(predictor: Predictor, cases: Sequence[Case]) -> list[Remedy]:
     return found
 
 
-def _of(predictor: Predictor, case: Case) -> Iterator[Remedy]:
+def _of(predictor: Predictor, case: Case) -> Iterator[WhatIf]:
     """Yield the changes to one case, the case as torch.nn.DataParallel runs it first."""
     now = replace(case, strategy=registry.of_role(Role.ENGINE), schedule=schedule.REFERENCE, options=())
     profile, machine, constants = predictor.profile(now), predictor.machine, predictor.constants
@@ -50,9 +50,9 @@ def _of(predictor: Predictor, case: Case) -> Iterator[Remedy]:
 
     before = step(now)
 
-    def remedy(what: str, other: Case, seconds: float) -> Remedy:
+    def remedy(what: str, other: Case, seconds: float) -> WhatIf:
         gain = before / seconds * other.batch_size / now.batch_size
-        return Remedy(case.model, other.devices, other.batch_size, what, seconds, gain)
+        return WhatIf(case.model, other.devices, other.batch_size, what, seconds, gain)
 
     yield remedy("nothing: DataParallel as torch does it", now, before)
     for name in schedule.climb(schedule.TRAIN_STEP)[1:]:

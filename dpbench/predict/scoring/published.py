@@ -31,7 +31,7 @@ NAMED = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class PublishedRow:
     """One published figure. `parameters` is a count; batches are 0 where the table says nothing."""
 
     id: str
@@ -87,7 +87,7 @@ class Matched:
     `other` is a second step of one device, (seconds, samples), where another batch was measured too.
     """
 
-    row: Row
+    row: PublishedRow
     one_s: float
     one_samples: float
     other: tuple[float, int] | None = None
@@ -106,7 +106,7 @@ class Excluded:
     reason: str
 
 
-def read(path: Path) -> tuple[list[Row], list[Excluded]]:
+def read(path: Path) -> tuple[list[PublishedRow], list[Excluded]]:
     """Return a table's rows, and those that cannot be read as one."""
     with path.open(newline="", encoding="utf-8") as file:
         table = csv.DictReader(file)
@@ -122,14 +122,14 @@ def read(path: Path) -> tuple[list[Row], list[Excluded]]:
     return rows, excluded
 
 
-def _row(line: Mapping[str, str]) -> Row:
+def _row(line: Mapping[str, str]) -> PublishedRow:
     devices, value = int(_number(line["n_gpu"])), _number(line["value"])
     batch = _number(line.get("batch_per_gpu", ""), 0.0)
     if not batch and devices:
         batch = _number(line.get("batch_global", ""), 0.0) / devices
     if not (math.isfinite(value) and value > 0 and devices > 0):
         raise ValueError(f"value {value}, n_gpu {devices}")
-    return Row(
+    return PublishedRow(
         id=line["id"], group=line["id"].rpartition("-")[0] or line["id"], model=line["model"],
         parameters=_number(line.get("params_M", ""), 0.0) * 1e6, framework=line.get("framework", "").lower(),
         strategy=line["strategy"].lower(), gpu=line.get("gpu", ""), devices=devices,
@@ -149,10 +149,10 @@ def _number(text: str, default: float | None = None) -> float:
     return found if math.isfinite(found) or default is None else default
 
 
-def match(rows: Iterable[Row], *, all_rows: bool = False) -> tuple[list[Matched], list[Excluded]]:
+def match(rows: Iterable[PublishedRow], *, all_rows: bool = False) -> tuple[list[Matched], list[Excluded]]:
     """Find each figure's own baseline; `all_rows` keeps rows that are repeats or not trusted."""
     rows, matched, excluded = list(rows), [], []
-    ones: dict[tuple[str, ...], list[Row]] = {}
+    ones: dict[tuple[str, ...], list[PublishedRow]] = {}
     for row in rows:
         if row.devices == 1 and row.metric in TIMES and (all_rows or _trusted(row)):
             ones.setdefault(_setting(row), []).append(row)
@@ -169,11 +169,11 @@ def match(rows: Iterable[Row], *, all_rows: bool = False) -> tuple[list[Matched]
     return matched, excluded
 
 
-def _trusted(row: Row) -> bool:
+def _trusted(row: PublishedRow) -> bool:
     return not row.notes.startswith(DISTRUSTED) and not row.repeats
 
 
-def _unfit(row: Row, all_rows: bool) -> str:
+def _unfit(row: PublishedRow, all_rows: bool) -> str:
     """Say why a row is not scored, or nothing."""
     if not all_rows and row.notes.startswith(DISTRUSTED):
         return "suspect or low trust"
@@ -186,13 +186,13 @@ def _unfit(row: Row, all_rows: bool) -> str:
     return ""
 
 
-def _setting(row: Row) -> tuple[str, ...]:
+def _setting(row: PublishedRow) -> tuple[str, ...]:
     """Return what a row and its baseline have in common."""
     return (row.group, row.framework, features.plain(row.model), row.gpu.lower(), row.precision.lower(), row.metric,
             row.timed)  # fmt: skip
 
 
-def _baseline(row: Row, ones: Sequence[Row]) -> Matched | None:
+def _baseline(row: PublishedRow, ones: Sequence[PublishedRow]) -> Matched | None:
     """Return the one-device step of the same batch a device, of the same machine if there is a choice."""
     if not ones:
         return None
@@ -211,10 +211,10 @@ def _apart(a: float, b: float) -> float:
     return abs(math.log(max(a, 0.5) / max(b, 0.5)))
 
 
-def _alike(row: Row, one: Row) -> int:
+def _alike(row: PublishedRow, one: PublishedRow) -> int:
     """Return how much two rows' machines and settings have in common, by the words of their descriptions."""
 
-    def words(r: Row) -> set[str]:
+    def words(r: PublishedRow) -> set[str]:
         return set(re.split(r"[\s,;]+", f"{r.interconnect} {r.notes}".lower()))
 
     return len(words(row) & words(one)) + 100 * (row.interconnect == one.interconnect)

@@ -10,7 +10,7 @@ from pathlib import Path
 from dpbench.predict import features, profiles, quick, simulation
 from dpbench.predict.constants import DEFAULT, Constants
 from dpbench.predict.scoring.described import Described, describe
-from dpbench.predict.scoring.published import NAMED, Matched, Row
+from dpbench.predict.scoring.published import NAMED, Matched, PublishedRow
 from dpbench.predict.simulation import PLAIN, Loop
 from dpbench.records import Case, Phase, Profile, registry
 from dpbench.records.traits import Role
@@ -31,7 +31,7 @@ EPOCH_STEP_S = 0.2
 class Question:
     """A row as a case: what is simulated, on which machine, which phases were timed."""
 
-    row: Row
+    row: PublishedRow
     case: Case
     profile: Profile
     machine: Described
@@ -47,7 +47,7 @@ class Question:
     loop: Loop = PLAIN
 
 
-def timed(row: Row) -> frozenset[Phase]:
+def timed(row: PublishedRow) -> frozenset[Phase]:
     """Return the phases that a figure includes, from the words of `timed` and `optimizer`."""
     phases = set(Phase)
     words = row.timed.lower()
@@ -60,7 +60,7 @@ def timed(row: Row) -> frozenset[Phase]:
     return frozenset(phases)
 
 
-def loop_of(row: Row, known: features.Features) -> Loop:
+def loop_of(row: PublishedRow, known: features.Features) -> Loop:
     """Return the training loop that a row's words describe."""
     kind = NAMED[row.strategy]
     return Loop(
@@ -94,7 +94,7 @@ def question(matched: Matched, constants: Constants = DEFAULT, host: float = PUB
     )  # fmt: skip
 
 
-def _accumulated(row: Row, known: features.Features, each: int) -> float:
+def _accumulated(row: PublishedRow, known: features.Features, each: int) -> float:
     """Return the backwards of a step, where a training script keeps the samples of an update and adds gradients up."""
     update = known.update_samples if "DeepLearningExamples" in row.notes else 0
     return max(1.0, update / (each * row.devices))

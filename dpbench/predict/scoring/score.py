@@ -53,7 +53,7 @@ class Scored:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
+class ScoreLine:
     """One line of the scoreboard. Ratios are fractions; `skill` is 1 - MAPE over that of linear scaling.
 
     `coverage` is None where no intervals were made; `overhead` is the error of T(n) - T(1), summed over the rows,
@@ -140,7 +140,7 @@ def score(path: Path, *, all_rows: bool = False) -> tuple[list[Scored], list[Exc
     return [predict(one, *rows.without(one.row.group)) for one in matched], [*unread, *excluded]
 
 
-def lines(scored: Iterable[Scored], excluded: Sequence[Excluded] = ()) -> list[Line]:
+def lines(scored: Iterable[Scored], excluded: Sequence[Excluded] = ()) -> list[ScoreLine]:
     """Return one line a group and strategy and metric, in the order of the table.
 
     Rows whose one-device row has another batch stand apart: a part of their error is that row's.
@@ -157,7 +157,7 @@ def lines(scored: Iterable[Scored], excluded: Sequence[Excluded] = ()) -> list[L
     return [line(key, group, left.get(key[0], 0)) for key, group in found.items()]
 
 
-def line(key: tuple[str, str, str], group: Sequence[Scored], excluded: int = 0) -> Line:
+def line(key: tuple[str, str, str], group: Sequence[Scored], excluded: int = 0) -> ScoreLine:
     """Return what a group's rows come to."""
     errors = sorted(abs(one.error) for one in group)
     linear = statistics.mean(abs(one.linear_error) for one in group)
@@ -167,7 +167,7 @@ def line(key: tuple[str, str, str], group: Sequence[Scored], excluded: int = 0) 
     extra = sum(one.measured_s / one.linear_s - 1 for one in group)
     missed = sum(one.predicted_s / one.linear_s - one.measured_s / one.linear_s for one in group)
     coverage = statistics.mean(one.covered for one in group) if any(one.high_s for one in group) else None
-    return Line(
+    return ScoreLine(
         group=key[0], strategy=key[1], metric=key[2], n=len(group), mape=mape, median=statistics.median(errors),
         p90=quantile(errors, 0.9), bias=statistics.mean(one.error for one in group),
         skill=1 - mape / linear if linear else 0.0, coverage=coverage,
@@ -184,7 +184,7 @@ def quantile(ordered: Sequence[float], q: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
 
 
-def as_json(found: Iterable[Line]) -> list[dict[str, Any]]:
+def as_json(found: Iterable[ScoreLine]) -> list[dict[str, Any]]:
     """Return lines as plain data, ratios as fractions."""
     return [
         {key: round(value, 6) if isinstance(value, float) else value for key, value in asdict(one).items()}
