@@ -114,8 +114,9 @@ def test_work_is_conserved(seed: int) -> None:
     jobs = []
     for i in range(draw.randint(1, 20)):
         before = tuple(sorted(draw.sample(range(i), min(i, draw.randint(0, 2)))))
-        jobs.append(SimulatedJob(draw.uniform(0, 1), draw.choice(["", "a", "b"]), draw.choice([0.0, draw.uniform(0, 5)]),
-                        ("x",), after=before))  # fmt: skip
+        seconds, resource = draw.uniform(0, 1), draw.choice(["", "a", "b"])
+        amount = draw.choice([0.0, draw.uniform(0, 5)])
+        jobs.append(SimulatedJob(seconds, resource, amount, ("x",), after=before))
     found = simulate(jobs, {"x": 2.0})
     for job, (start, end) in zip(jobs, found, strict=True):
         assert all(found[before][1] <= start + 1e-9 for before in job.after)

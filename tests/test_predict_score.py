@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.scripts import fit_constants
 from dpbench.predict import calibration, features, quick
 from dpbench.predict.constants import DEFAULT
-from dpbench.predict.scoring import described, fit, published, rows, score
+from dpbench.predict.scoring import described, published, rows, score
 from dpbench.predict.scoring.published import Excluded
 from dpbench.records import Phase
 
@@ -50,7 +51,7 @@ def test_no_held_out_error_got_worse(scored: tuple[list[score.Scored], list[Excl
 def test_data_parallel_is_predicted_on_a_machine_that_was_not_fitted(
     scored: tuple[list[score.Scored], list[Excluded]],
 ) -> None:
-    found = [one for one in scored[0] if one.matched.row.group in fit.FITTED_ON]
+    found = [one for one in scored[0] if one.matched.row.group in fit_constants.FITTED_ON]
     line = score.line(("both", "dp", "step_ms"), found)
     assert line.n == 384
     assert line.mape <= 0.10
@@ -58,7 +59,7 @@ def test_data_parallel_is_predicted_on_a_machine_that_was_not_fitted(
     assert line.skill >= 0.80
     assert line.coverage is not None
     assert 0.7 <= line.coverage <= 1.0
-    assert all(rows.without(group)[0] != DEFAULT for group in fit.FITTED_ON)
+    assert all(rows.without(group)[0] != DEFAULT for group in fit_constants.FITTED_ON)
 
 
 def test_hard_ddp_cases_from_a_description_and_from_one_workload(

@@ -114,7 +114,7 @@ def test_all_of_a_measured_step_is_in_the_profile(tmp_path: Path) -> None:
         case = single(32, device_kind=kind)
         steps = tuple(Step(0.3, False, 0.3 * (i + 1)) for i in range(10))
         spans = [Span(i, Phase.FORWARD, 0, "host", 0.3 * i, 0.3 * i + 0.2) for i in range(10)]
-        found = of_trials(counts.of(case), [Trial(case=case, steps=steps, spans=tuple(spans))]).profile
+        found = of_trials(counts.of(case), [Trial(case=case, steps=steps, spans=tuple(spans))])
         assert found.forward is not None
         assert found.forward.at(32) + (found.rest.at(32) if found.rest else 0.0) == pytest.approx(0.3)
         assert (found.rest is None) == (kind == "cuda")

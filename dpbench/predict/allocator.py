@@ -240,10 +240,6 @@ class Tape:
                 elif event.storage in names:
                     self.give([names.pop(event.storage)])
 
-    def live(self, device: int) -> int:
-        """Return the bytes that are held on a device now."""
-        return sum(change.size_bytes for change in self._live.values() if change.device == device)
-
 
 def replay(tape: Tape, device: int, *, capacity_bytes: int | None = None, rounding_bytes: int | None = None) -> Peak:
     """Return a device's peaks; raise OutOfDeviceMemory, naming stage and kind, where its memory is not enough."""

@@ -13,7 +13,7 @@ from dpbench.predict import quick
 from dpbench.predict.constants import Constants
 from dpbench.predict.scoring import rows
 from dpbench.predict.scoring.published import NAMED, Matched
-from dpbench.predict.scoring.score import ScoreLine, Scored, line
+from dpbench.predict.scoring.score import Scored, ScoreLine, line
 
 HOSTS = tuple(0.6 * 1.12**k for k in range(10))
 """Host factors tried, as ratios to the published one."""

@@ -2,7 +2,7 @@
 
 Seconds of host operations hold for a host factor of 1: torch 2.13 on a virtual machine with an AMD EPYC processor.
 Those that say so were fitted, jointly over machines, to published step times, near what was measured of each alone;
-`fit.py` fits them anew.
+`benchmarks/scripts/fit_constants.py` fits them again.
 """
 
 from __future__ import annotations

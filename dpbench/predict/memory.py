@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -139,12 +139,6 @@ def needed(case: Case, traces: Traces | None = None, *, capacity_bytes: int | No
     ]
 
 
-def excess_bytes(devices: Sequence[DeviceMemory]) -> int:
-    """Return by how much the allocated peak of device 0 is above that of the others; 0 for one device alone."""
-    others = [one.peak.allocated_bytes for one in devices[1:]]
-    return devices[0].peak.allocated_bytes - max(others) if others else 0
-
-
 def largest_batch(case_of: Callable[[int], Case], capacity_bytes: int, *, limit: int = 2**20) -> int:
     """Return the largest batch size whose case fits every device, by bisection over replays; 0 if not even 1 does."""
     traces = traces_of(case_of(1))
@@ -163,44 +157,3 @@ def largest_batch(case_of: Callable[[int], Case], capacity_bytes: int, *, limit:
         middle = (fine + bad) // 2
         fine, bad = (middle, bad) if fits(middle) else (fine, middle)
     return fine
-
-
-@dataclass(frozen=True, kw_only=True)
-class Closed:
-    """The sizes, in bytes, that closed forms of DataParallel's memory are written in.
-
-    `parameters` and `buffers` of the module, `optimizer` its state (SGD 0, momentum one copy of the parameters, Adam
-    two), `activations` of a device's rows, `inputs` and `outputs` of a device, `whole_outputs` of the whole batch,
-    `temporary` the most that backward holds beside, `losses` the copies of the whole output that the loss makes.
-    """
-
-    parameters: int
-    buffers: int
-    optimizer: int
-    activations: int
-    inputs: int
-    outputs: int
-    whole_outputs: int
-    temporary: int
-    losses: int = 2
-
-    @property
-    def root(self) -> dict[str, int]:
-        """Return device 0's bytes at the two moments that can be its peak."""
-        kept = self.parameters + self.buffers + self.optimizer
-        running = kept + self.activations + self.inputs + self.whole_outputs * (1 + self.losses) + self.temporary
-        return {"backward": running, "reduce": kept + 2 * self.parameters}
-
-    @property
-    def other(self) -> int:
-        """Return another device's bytes at the end of its backward: a replica, and the gradients of one.
-
-        That holds where the replicas outlive backward, as the engine's do. torch.nn.DataParallel's go when its forward
-        returns, and their weights with the graph: its other devices need less.
-        """
-        return 2 * self.parameters + self.buffers + self.inputs + self.outputs
-
-    @property
-    def excess(self) -> int:
-        """Return by how much device 0 is above the others where weights, not activations, make the peak."""
-        return self.root["reduce"] - self.other

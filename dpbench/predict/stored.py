@@ -92,7 +92,7 @@ def _stored(case: Case, trials: Sequence[Trial], device: str, machine: Machine) 
     from dpbench.predict.measured import of_trials
 
     batches = tuple(sorted({trial.case.batch_size for trial in trials}))
-    return Stored(of_trials(counts.of(case), trials).profile, device, batches, machine.gpu.name)
+    return Stored(of_trials(counts.of(case), trials), device, batches, machine.gpu.name)
 
 
 def _device(facts: Mapping[str, Any], case: Case) -> str:

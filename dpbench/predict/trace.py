@@ -85,11 +85,6 @@ class Trace:
         """Return one ordinary step's ops, in order."""
         return (*self.forward, *self.loss, *self.loss_backward, *self.backward, *self.optimizer)
 
-    @property
-    def saved_bytes(self) -> int:
-        """Return what forward leaves behind: saved for backward, the outputs included."""
-        return sum(event.size_bytes for op in self.forward for event in op.events)
-
     def flop(self, *phases: Phase) -> float:
         """Return the FLOP of some phases' ops, or of all."""
         return sum(op.flop for op in self.ops if not phases or op.phase in phases)

@@ -17,7 +17,6 @@ from dpbench.predict.scoring.rows import Question
 
 HARD = 1.1
 """A case is hard where the step of several devices takes so many times that of one."""
-PEAK = 90
 
 
 @dataclass(frozen=True)

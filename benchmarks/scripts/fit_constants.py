@@ -1,15 +1,17 @@
-"""Fit: the few constants that microbenchmarks leave open, from published steps of several machines at once.
+"""Fit the constants that microbenchmarks leave open to published step times of several machines.
 
-Mechanisms are fitted, not rows: one set of constants for all machines, with one host factor for each, held near
-what was measured of each mechanism alone. `python -m dpbench.predict.scoring.fit FILE.csv` prints them, for all
-machines and without each.
+    python benchmarks/scripts/fit_constants.py FILE.csv
+
+The fit yields one set of constants for all machines and one host factor for each machine, not one figure per row.
+Priors keep each constant close to its own microbenchmark. The script prints one section fitted to all groups, then
+one section per group that is fitted without that group: the format of `dpbench/predict/data/fitted.toml`.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,20 +28,21 @@ PRIORS = {
     "hand_off": (0.03, 1.0), "contention": (0.03, 1.0), "forward_share": (0.35, 0.2),
     "pageable_bytes_per_s": (4e9, 0.4), "call_s": (30e-6, 0.5), "staged_one_way": (1.4, 0.15),
 }  # fmt: skip
-"""What is fitted: a centre from microbenchmarks or the literature, and how far it may be off (standard deviation of the
-logarithm)."""
+"""The prior of each fitted constant: a centre from microbenchmarks or the literature, and the standard deviation of the
+logarithm."""
 HOST = (3.3, 0.3)
+"""The prior of a host factor, in the same form."""
 FITTED_ON = ("RYU2080TI", "RYURTX")
-"""Groups whose step takes apart the host's part: 32 models each, on one to four GPUs."""
+"""Groups whose rows separate the host's cost from the GPUs': 32 models each, on one to four GPUs."""
 WEIGHT = 0.01
-"""How much of the mean error a prior's one standard deviation in every constant is worth."""
+"""The mean error that weighs as much as a deviation of every constant by one standard deviation of its prior."""
 WORST = 0.5
-"""Errors beyond this ratio (its logarithm) pull no harder."""
+"""The largest absolute logarithm of predicted over measured that counts: an outlier adds no more than this."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Fitted constants, the host factor of each group, and the mean absolute error that is left."""
+    """Fitted constants, the host factor of each group, and the value of the loss at the fit."""
 
     constants: Constants
     hosts: Mapping[str, float]
@@ -47,7 +50,7 @@ class Fit:
 
 
 def fit(groups: Mapping[str, Sequence[Matched]], start: Constants | None = None, evaluations: int = 700) -> Fit:
-    """Return the constants that fit these groups' rows best, each group weighing the same."""
+    """Return the constants that fit the rows of these groups best; all groups have the same weight."""
     start = start or Constants()
     names = list(PRIORS)
 
@@ -70,7 +73,7 @@ def fit(groups: Mapping[str, Sequence[Matched]], start: Constants | None = None,
 
 
 def error(matched: Sequence[Matched], constants: Constants, host: float) -> float:
-    """Return the mean absolute logarithm of predicted over measured."""
+    """Return the mean absolute logarithm of predicted over measured, each row capped at `WORST`."""
     found = []
     for one in matched:
         asked = rows.question(one, constants, host)
@@ -81,9 +84,9 @@ def error(matched: Sequence[Matched], constants: Constants, host: float) -> floa
     return statistics.mean(found)
 
 
-def main(path: str) -> None:
-    """Print the constants fitted to a table, on all groups and without each."""
-    table, _ = published.read(Path(path))
+def main(path: Path) -> None:
+    """Print the constants fitted to all groups of a table, then those fitted without each group."""
+    table, _ = published.read(path)
     matched, _ = published.match(table)
     groups = {name: [one for one in matched if one.row.group == name] for name in FITTED_ON}
     for left_out in ("", *groups):
@@ -95,4 +98,6 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", metavar="FILE.csv", type=Path, help="a table of published step times")
+    main(parser.parse_args().file)
