@@ -302,6 +302,7 @@ def test_memory_is_the_peak_of_all_rounds() -> None:
     ("of", "source", "expected"),
     [
         (case(), Source.MEASURED, {"MEASURED", "CPU-ONLY"}),
+        (case(), Source.PREDICTED, {"PREDICTED", "EXPERIMENTAL", "CPU-ONLY"}),
         (case(device_kind="cuda"), Source.MEASURED, {"MEASURED"}),
         (case(device_kind="cuda"), Source.PREDICTED, {"PREDICTED"}),
         (case(device_kind="cuda", placement="colocated"), Source.MEASURED, {"MEASURED", "COLOCATED"}),

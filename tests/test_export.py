@@ -143,7 +143,7 @@ def test_a_suite_names_each_case_and_leaves_out_what_may_not_be_shown():
         "lstm dp[reference] x2 batch 64 predicted": (1, 0.04),
     }
     said = {bench.get_name(): bench.get_metadata()["labels"] for bench in suite}
-    assert said["lstm dp[reference] x2 batch 64 predicted"] == "PREDICTED CPU-ONLY"
+    assert said["lstm dp[reference] x2 batch 64 predicted"] == "PREDICTED EXPERIMENTAL CPU-ONLY"
     assert said["mlp dp[reference] x2 batch 64"] == "MEASURED CPU-ONLY"
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from dpbench.predict import table
 from dpbench.predict.cases import Predictor, most_devices, strategies
 from dpbench.predict.cpu_model import ENGINE, ProbedHost, step
 from dpbench.records import UNATTRIBUTED, Case, Cost, Profile, ledger, machine
@@ -174,19 +175,26 @@ def on_host(figures: dict[str, float]) -> Machine:
     )  # fmt: skip
 
 
-def test_a_file_without_a_figure_says_how_to_write_it_anew() -> None:
+def test_forecasts_for_logical_devices_are_labelled_experimental() -> None:
+    predictor = Predictor(on_host(FIGURES), measured={("net", "small", "fp32"): PROFILE})
+    header, *_, line = table.predictions([predictor.predict(case("ddp"))]).splitlines()
+    assert header.endswith("label")
+    assert line.endswith("PREDICTED, EXPERIMENTAL, CPU-ONLY")
+
+
+def test_a_file_without_a_figure_says_how_to_write_it_again() -> None:
     predictor = Predictor(on_host({}), measured={("net", "small", "fp32"): PROFILE})
     with pytest.raises(Unknown, match=r"no \[probe.reference_scatter_s\].*dpbench probe --output"):
         predictor.predict(case("dp", "reference"))
 
 
 def test_figures_are_read_by_name() -> None:
-    table = {
+    described = {
         "peer_access": False, "gpu": {"name": "x", "count": 1},
         "link": [{"between": ["gpu0", "cpu0"], "kind": "memory", "bytes_per_s": 1e10}],
         "probe": {"a_s": {"value": 3.0, "low": 2.0, "high": 4.0, "how": ""}, "a_ratio": {"value": 2.0, "how": ""}},
     }  # fmt: skip
-    assert machine.read(table, "here").probe == {"a_s": 3.0, "a_ratio": 2.0}
+    assert machine.read(described, "here").probe == {"a_s": 3.0, "a_ratio": 2.0}
 
 
 def test_a_prediction_has_the_phases_one_after_the_other() -> None:

@@ -129,7 +129,7 @@ def test_the_name_of_a_process_says_the_labels(changes, said):
 def test_a_predicted_or_unverified_trial_says_so():
     trial = made(source=Source.PREDICTED, verified=Verified.NO)
     ((process, _), *_) = tracks(drawn(trial))
-    assert process.endswith("[PREDICTED CPU-ONLY UNVERIFIED]")
+    assert process.endswith("[PREDICTED EXPERIMENTAL CPU-ONLY UNVERIFIED]")
 
 
 def test_spans_that_overlap_go_on_further_tracks_and_those_within_one_another_do_not():

@@ -187,6 +187,8 @@ def labels(trial: Trial) -> tuple[str, ...]:
     """Return the honest labels that must stand beside a trial's figures."""
     case = trial.case
     found = [trial.source.value.upper()]
+    if trial.source is Source.PREDICTED and case.device_kind == "cpu":
+        found.append("EXPERIMENTAL")
     if case.device_kind != "cuda":
         found.append({"cpu": "CPU-ONLY"}.get(case.device_kind, case.device_kind.upper()))
     if case.placement == "colocated":

@@ -35,7 +35,7 @@ def _cells(one: Prediction, others: Sequence[Prediction]) -> tuple[str, ...]:
         words.number(one.seconds * 1e3), f"{words.number(one.low_s * 1e3)}–{words.number(one.high_s * 1e3)}",
         words.number(case.batch_size / one.seconds),
         f"{words.number(ratio)}x{' weak' if scaling == 'weak' else ''}" if ratio else "", _phases(one), one.profile,
-        "PREDICTED, CPU-ONLY" if case.device_kind == "cpu" else "PREDICTED",
+        "PREDICTED, EXPERIMENTAL, CPU-ONLY" if case.device_kind == "cpu" else "PREDICTED",
     )  # fmt: skip
 
 
