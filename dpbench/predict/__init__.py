@@ -1,1 +1,1 @@
-"""Predict: what a step costs, and holds, on a machine that is not here."""
+"""Predict: the time and the memory of a training step on a machine that is not at hand."""

@@ -1,11 +1,15 @@
-"""The CUDA caching allocator, replayed: what a list of allocations makes a process reserve.
+"""Allocator: a replay of the CUDA caching allocator, from a list of allocations to the memory that a process reserves.
 
 The rules and constants are those of PyTorch's `c10/cuda/CUDACachingAllocator.cpp` and `c10/core/AllocatorConfig.h`
-with default settings: sizes are rounded up to 512 bytes; up to 1 MiB comes from segments of 2 MiB, up to 10 MiB from
-segments of 20 MiB, more from a segment of its own, rounded to 2 MiB; the smallest free block that fits is taken and
-split; freed neighbours are joined. Where the device is full, whole free segments are given back and it is tried again.
+with default settings:
 
-One stream: blocks that other streams still use, and so cannot be reused at once, are not modelled.
+- Sizes are rounded up to 512 bytes.
+- Blocks of up to 1 MiB come from segments of 2 MiB, and blocks below 10 MiB from segments of 20 MiB. A larger block
+  has a separate segment, whose size is rounded up to 2 MiB.
+- The allocator takes the smallest free block that fits, and splits it. It merges a freed block with free neighbours.
+- When the device is full, the allocator releases all segments that are completely free, then tries once more.
+
+The replay has one stream. It does not model blocks that cannot be reused yet because another stream still uses them.
 """
 
 from __future__ import annotations
@@ -27,12 +31,12 @@ SEGMENT_ROUNDING_BYTES = 2 * MIB
 
 
 class OutOfDeviceMemory(RuntimeError):
-    """A device whose memory does not hold what is asked of it."""
+    """An allocation does not fit the memory of a device."""
 
 
 @dataclass(eq=False)
 class MemoryBlock:
-    """A part of a segment: taken, or free to be taken; it knows its neighbours in the segment."""
+    """A part of a segment, in use or free, with links to its two neighbours in the segment."""
 
     segment: int
     offset: int
@@ -45,16 +49,17 @@ class MemoryBlock:
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """Return the order of best fit: the smallest, then the first."""
+        """Return the key that sorts blocks for best fit: by size, then by position."""
         return self.size, self.segment, self.offset
 
 
 @dataclass
 class Allocator:
-    """One device's allocator. `rounding_bytes` of 1 counts bytes as the ledger of emulated devices does.
+    """The allocator of one device.
 
-    `capacity_bytes` is what the process may reserve; None for no end. `requested_bytes` sums what was asked for,
-    `allocated_bytes` the blocks that were given for it, `reserved_bytes` the segments.
+    `capacity_bytes` limits the memory that the process may reserve; None sets no limit. `requested_bytes` is the sum of
+    the sizes requested, `allocated_bytes` the sum of the blocks in use, and `reserved_bytes` the sum of the segments.
+    With a `rounding_bytes` of 1, sizes count as in the ledger of emulated devices.
     """
 
     capacity_bytes: int | None = None
@@ -71,9 +76,9 @@ class Allocator:
     )
 
     def take(self, size_bytes: int) -> MemoryBlock:
-        """Return a block of at least so many bytes; raise OutOfDeviceMemory if the device has no room for it."""
+        """Return a block of at least `size_bytes`; raise OutOfDeviceMemory if it does not fit the device."""
         if size_bytes < 1:
-            raise ValueError(f"a block has at least one byte, not {size_bytes}; empty tensors take no memory")
+            raise ValueError(f"a block needs at least 1 byte, got {size_bytes}; empty tensors take no memory")
         size = -(-size_bytes // self.rounding_bytes) * self.rounding_bytes
         small = size <= SMALL_BYTES
         block = self._fitting(size, small) or self._segment(size, small)
@@ -87,7 +92,7 @@ class Allocator:
         return block
 
     def give(self, block: MemoryBlock) -> None:
-        """Take a block back, and join it with free neighbours."""
+        """Free a block and merge it with free neighbours."""
         self.requested_bytes -= block.asked
         self.allocated_bytes -= block.size
         block.free, block.asked = True, 0
@@ -101,13 +106,13 @@ class Allocator:
         bisect.insort(self._free[block.small], (block.key, block))
 
     def _fitting(self, size: int, small: bool) -> MemoryBlock | None:
-        """Take the smallest free block that is large enough out of its pool."""
+        """Remove the smallest free block of at least `size` bytes from its pool and return it; None if none fits."""
         pool = self._free[small]
         at = bisect.bisect_left(pool, ((size, -1, -1),))
         return pool.pop(at)[1] if at < len(pool) else None
 
     def _segment(self, size: int, small: bool) -> MemoryBlock:
-        """Reserve a new segment, after giving free ones back if there is no room else."""
+        """Return a new segment as one block; release free segments first if the device is full."""
         length = SMALL_SEGMENT_BYTES if small else LARGE_SEGMENT_BYTES
         if size >= OWN_SEGMENT_BYTES:
             length = -(-size // SEGMENT_ROUNDING_BYTES) * SEGMENT_ROUNDING_BYTES
@@ -115,8 +120,8 @@ class Allocator:
             self._release()
             if self.reserved_bytes + length > self.capacity_bytes:
                 raise OutOfDeviceMemory(
-                    f"{size} bytes are asked for, {self.allocated_bytes} are allocated and {self.reserved_bytes} "
-                    f"reserved of {self.capacity_bytes}"
+                    f"cannot allocate {size} bytes: {self.allocated_bytes} bytes are allocated, and "
+                    f"{self.reserved_bytes} of {self.capacity_bytes} bytes are reserved"
                 )
         self.reserved_bytes += length
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
@@ -125,7 +130,7 @@ class Allocator:
         return MemoryBlock(self._made, 0, length, small)
 
     def _release(self) -> None:
-        """Give back every segment that is one free block."""
+        """Release every segment that consists of one free block."""
         for small, pool in self._free.items():
             whole = [block for _, block in pool if block.before is None and block.after is None]
             self._free[small] = [entry for entry in pool if entry[1] not in whole]
@@ -133,7 +138,7 @@ class Allocator:
             self.reserved_bytes -= sum(block.size for block in whole)
 
     def _split(self, block: MemoryBlock, size: int) -> None:
-        """Cut a block; the rest becomes free."""
+        """Shrink a block to `size` bytes and make the rest a free block."""
         rest = MemoryBlock(
             block.segment,
             block.offset + size,
@@ -153,25 +158,25 @@ class Allocator:
         self._absorb(block, after)
 
     def _absorb(self, block: MemoryBlock, after: MemoryBlock) -> None:
-        """Let a block reach to the end of the one after it."""
+        """Extend a block over its right neighbour."""
         block.size += after.size
         block.after = after.after
         if after.after is not None:
             after.after.before = block
 
     def _remove(self, block: MemoryBlock) -> None:
-        """Take a free block out of its pool."""
+        """Remove a free block from its pool."""
         pool = self._free[block.small]
         pool.pop(bisect.bisect_left(pool, (block.key,)))
 
 
 Names = dict[int, int]
-"""A trace's storages -> the holdings on a tape that stand for them."""
+"""From the storages of a trace to their holdings on a tape."""
 
 
 @dataclass(frozen=True)
 class MemoryChange:
-    """One allocation (or, with `taken` False, its end) of a holding of one kind on a device."""
+    """One allocation on a device, or its release if `taken` is False; both carry the number of the same holding."""
 
     device: int
     holding: int
@@ -183,9 +188,9 @@ class MemoryChange:
 
 @dataclass(frozen=True)
 class Peak:
-    """A device's most memory: as asked for, in the allocator's blocks, in its segments; and what it was, by kind.
+    """The peak memory of one device: requested, allocated in blocks, and reserved in segments, in bytes.
 
-    `kinds` and `stage` belong to the moment at which most was allocated.
+    `kinds` (bytes by kind of tensor) and `stage` describe the moment of the peak of `allocated_bytes`.
     """
 
     requested_bytes: int
@@ -196,7 +201,7 @@ class Peak:
 
 
 class Tape:
-    """Changes in the order in which they happen."""
+    """A sequence of allocations and releases on several devices, in the order of time."""
 
     def __init__(self) -> None:
         self.changes: list[MemoryChange] = []
@@ -204,7 +209,7 @@ class Tape:
         self._live: dict[int, MemoryChange] = {}
 
     def take(self, device: int, size_bytes: int, kind: str) -> list[int]:
-        """Hold one more tensor; return its holding in a list, and none for an empty tensor."""
+        """Allocate one tensor; return a list of its holding, or an empty list for an empty tensor."""
         if not size_bytes:
             return []
         change = MemoryChange(device, len(self.changes), size_bytes, kind, self.stage, taken=True)
@@ -213,11 +218,11 @@ class Tape:
         return [change.holding]
 
     def take_all(self, device: int, sizes_bytes: Iterable[int], kind: str) -> list[int]:
-        """Hold tensors of these sizes."""
+        """Allocate tensors of these sizes and return their holdings."""
         return [holding for size in sizes_bytes for holding in self.take(device, size, kind)]
 
     def give(self, holdings: Iterable[int]) -> None:
-        """Let holdings go; those that are gone already stay so."""
+        """Release holdings; one that is already released is ignored."""
         for holding in holdings:
             if change := self._live.pop(holding, None):
                 self.changes.append(
@@ -227,9 +232,10 @@ class Tape:
     def play(
         self, device: int, ops: Sequence[Op], names: Names, kind: str, kinds: Mapping[int | None, str] | None = None
     ) -> None:
-        """Let a trace's ops take and give on a device; `kinds` are those of storages that differ from the part's.
+        """Add the allocations and releases of a trace's ops on a device.
 
-        What the ops leave behind stays in `names`; what they give back without having taken it is not theirs.
+        Storages have the kind `kind`, or that of `kinds` if they are in it. `names` keeps the storages that the ops
+        leave allocated. A release of a storage that is not in `names` is ignored.
         """
         kinds = kinds or {}
         for op in ops:
@@ -242,7 +248,10 @@ class Tape:
 
 
 def replay(tape: Tape, device: int, *, capacity_bytes: int | None = None, rounding_bytes: int | None = None) -> Peak:
-    """Return a device's peaks; raise OutOfDeviceMemory, naming stage and kind, where its memory is not enough."""
+    """Return the peaks of one device.
+
+    Raise OutOfDeviceMemory, with a note on the stage and the kind of tensor, if the memory of the device is exceeded.
+    """
     allocator = Allocator(capacity_bytes) if rounding_bytes is None else Allocator(capacity_bytes, rounding_bytes)
     blocks: dict[int, MemoryBlock] = {}
     now: Counter[str] = Counter()

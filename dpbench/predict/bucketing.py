@@ -1,21 +1,24 @@
-"""Messages: how torch and the engine join tensors before they move them, by their sizes alone."""
+"""Bucketing: how torch and the engine join tensors into messages, calculated from the sizes of the tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 COALESCED_BYTES = 10 * 2**20
-"""torch.nn.parallel.comm moves tensors in flat buffers of about so many bytes."""
+"""The size limit of the flat buffers in which torch.nn.parallel.comm copies tensors."""
 DDP_SYNC_BYTES = 250 * 2**20
-"""DistributedDataParallel's first broadcast of its weights takes such buffers."""
+"""The size limit of the buffers in which DistributedDataParallel broadcasts weights and buffers."""
 BUCKET_BYTES, FIRST_BUCKET_BYTES = 25 * 2**20, 2**20
-"""What is reduced at a time beside backward: DistributedDataParallel's buckets, and the engine's overlapping ones."""
+"""The bucket sizes of DistributedDataParallel. The engine's `overlap` uses 25 MiB for every bucket."""
 SLOT_BYTES = 64
-"""Every parameter starts on such a boundary of a flat buffer."""
+"""The alignment of parameters in a flat buffer."""
 
 
 def chunks(sizes_bytes: Sequence[int], limit_bytes: int) -> list[list[int]]:
-    """Cut sizes into runs as torch's `take_tensors` does: a run ends before the tensor that would not fit."""
+    """Return the sizes in consecutive runs of at most `limit_bytes`, as torch's `take_tensors` forms them.
+
+    A single tensor above the limit is a run by itself.
+    """
     runs: list[list[int]] = [[]]
     for size in sizes_bytes:
         if runs[-1] and sum(runs[-1]) + size > limit_bytes:
@@ -25,7 +28,10 @@ def chunks(sizes_bytes: Sequence[int], limit_bytes: int) -> list[list[int]]:
 
 
 def bucket_sizes(sizes_bytes: Sequence[int]) -> list[list[int]]:
-    """Cut gradients, in the order in which they are ready, into DistributedDataParallel's buckets: 1 MiB, then 25."""
+    """Return gradient sizes, in the order in which they become ready, in the buckets of DistributedDataParallel.
+
+    A bucket is closed as soon as it reaches its limit: 1 MiB for the first bucket, 25 MiB for the others.
+    """
     runs: list[list[int]] = [[]]
     for size in sizes_bytes:
         runs[-1].append(size)
@@ -35,5 +41,5 @@ def bucket_sizes(sizes_bytes: Sequence[int]) -> list[list[int]]:
 
 
 def flat_bytes(sizes_bytes: Sequence[int]) -> int:
-    """Return the size of one buffer for all, each on a boundary of its own."""
+    """Return the size of a flat buffer that holds all tensors, each aligned to `SLOT_BYTES`."""
     return sum(-(-size // SLOT_BYTES) * SLOT_BYTES for size in sizes_bytes)

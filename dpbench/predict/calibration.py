@@ -1,7 +1,7 @@
-"""Calibrate: what a few measured steps of a machine add to its description.
+"""Calibration: how much better forecasts become if some steps of the machine are measured.
 
-The host factor and the bus bandwidth are fitted to some models' rows of a machine, and its other models predicted:
-leave-one-model-out for DataParallel, one model for all others with DDP.
+The host factor and the bus bandwidth are fitted to the rows of some models on a machine. The rows of its other models
+are then predicted: with DataParallel, each model from all others; with DDP, all models from a single one.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from dpbench.predict.scoring.published import NAMED, Matched
 from dpbench.predict.scoring.score import Scored, ScoreLine, line
 
 HOSTS = tuple(0.6 * 1.12**k for k in range(10))
-"""Host factors tried, as ratios to the published one."""
+"""The host factors of the grid, as ratios to the factor of published runs."""
 BUSES = tuple(0.12 * 1.25**k for k in range(16))
-"""Bus bandwidths tried, as ratios to the described ones."""
+"""The bus bandwidths of the grid, as ratios to the bandwidths of the described machine."""
 FEW = 3
-"""Models that a machine must have for its others to say something about one."""
+"""The least number of models on a machine for a leave-one-out fit."""
 
 DOUBT = 0.002
-"""What a factor's logarithm is worth in error, so that rows that say nothing about it leave it as described."""
+"""The error added per unit of a factor's absolute logarithm: a factor that the rows do not depend on stays at 1."""
 
 Point = tuple[float, float]
 
 
 def lines(matched: Sequence[Matched]) -> list[ScoreLine]:
-    """Return one line a group: its rows predicted by a machine that was calibrated on other models of its own."""
+    """Return scoreboard lines for each group of rows, predicted after a calibration on other models of the machine."""
     found = []
     for group in dict.fromkeys(one.row.group for one in matched):
         mine = [one for one in matched if one.row.group == group]
@@ -42,7 +42,7 @@ def lines(matched: Sequence[Matched]) -> list[ScoreLine]:
 
 
 def _machines(matched: Sequence[Matched]) -> list[list[Matched]]:
-    """Sort rows by machine and precision, whatever the count."""
+    """Return the rows of each machine and precision, over all device counts."""
     found: dict[tuple[str, str, str], list[Matched]] = {}
     for one in matched:
         found.setdefault((one.row.gpu, one.row.interconnect, one.row.precision), []).append(one)
@@ -50,7 +50,7 @@ def _machines(matched: Sequence[Matched]) -> list[list[Matched]]:
 
 
 def _left_out(matched: Sequence[Matched]) -> Iterator[Scored]:
-    """Yield each model's rows as predicted with what its machine's other models fit best."""
+    """Yield the rows of each model, predicted with the factors that fit the other models of its machine best."""
     for machine in _machines(matched):
         models = list(dict.fromkeys(one.row.model for one in machine))
         if len(models) < FEW:
@@ -63,9 +63,9 @@ def _left_out(matched: Sequence[Matched]) -> Iterator[Scored]:
 
 
 def _one_for_all(matched: Sequence[Matched]) -> Iterator[Scored]:
-    """Yield rows as predicted with the bus that one model fits best: the one with the largest overhead.
+    """Yield rows, predicted with the bus bandwidth that fits one model best: the model with the largest overhead.
 
-    A bus is the same in any precision.
+    The bandwidth does not depend on the precision, so rows of all precisions are joined.
     """
     machines: dict[tuple[str, str], list[Matched]] = {}
     for one in matched:
@@ -88,7 +88,7 @@ def _one_for_all(matched: Sequence[Matched]) -> Iterator[Scored]:
 
 
 def _best(table: Mapping[Point, Sequence[float]], rows_: Sequence[Matched], use: Sequence[int]) -> Point:
-    """Return the point of the grid with the least mean error over some rows."""
+    """Return the point of the grid with the least mean relative error over the rows whose indexes are in `use`."""
 
     def missed(point: Point) -> float:
         errors = [abs(table[point][i] / rows_[i].row.step_s - 1) for i in use]
@@ -103,7 +103,7 @@ def _constants(one: Matched, host: float, bus: float) -> tuple[Constants, float]
 
 
 def _step_s(one: Matched, host: float, bus: float) -> float:
-    """Return a row's step by formula, with host and bus scaled."""
+    """Return a row's step in seconds by formula, with scaled host factor and bus bandwidth."""
     constants, factor = _constants(one, host, bus)
     asked = rows.question(one, constants, factor)
     machine = asked.machine.machine

@@ -1,4 +1,4 @@
-"""Cases: predictions for a described machine, each a trial as a measurement would give, with its interval."""
+"""Cases: forecasts of the cases of a plan on a described machine, with 80 % intervals, as trials of a run."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from dpbench.records.traits import Role
 
 PRICED = ("traced", "counted")
 LAUNCHES = (intervals.HOST, "launch_s")
-"""Priors that a priced profile depends on: a net of many small kernels takes as long as they take to launch."""
+"""Priors that a traced or counted profile depends on: a net of many small kernels is limited by their launches."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A case's step in seconds, its 80 % interval, and the spans of one step."""
+    """The forecast of one case: the step in seconds, its 80 % interval, and the spans of one step."""
 
     case: Case
     seconds: float
@@ -33,7 +33,7 @@ class Prediction:
     need: Need | None = None
 
     def trial(self) -> Trial:
-        """Return the prediction as a trial, which reports show as they show a measured one."""
+        """Return the forecast as a trial, for reports and results files."""
         facts = {"machine": self.machine, "profile": self.profile, "interval_80_s": [self.low_s, self.high_s]}
         memory = self.need.memory if self.need else ()
         step = Step(self.seconds, False, self.seconds)
@@ -51,17 +51,17 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Predictor:
-    """Predicts cases on one machine. `given` is the known step of one device: seconds and samples."""
+    """A machine and all that forecasts on it depend on. `given` is a known step of one device: seconds and samples."""
 
     machine: Machine
     constants: Constants = DEFAULT
     given: tuple[float, int] | None = None
     by_formula: bool = False
     measured: Mapping[counts.Key, Profile] = field(default_factory=dict)
-    """Profiles that were measured on such a device."""
+    """Profiles measured on a device of this kind."""
 
     def predict(self, case: Case) -> Prediction:
-        """Return one case's prediction; raises Unknown for what the machine does not say."""
+        """Return the forecast of one case; raise Unknown if the machine file lacks a figure that it needs."""
         if self.machine.logical:
             return self._on_host(case)
         simulation.check(case, self.machine)
@@ -78,7 +78,7 @@ class Predictor:
                 other = replace(self, machine=replace(self.machine, host=host))
             else:
                 other = replace(self, constants=intervals.scaled(self.constants, name, factor))
-            # what the profile was split with, or its launches priced with
+            # the profile itself depends on these priors
             again = name == "forward_share" or (profile.source in PRICED and name in LAUNCHES)
             return other._seconds(case, other.machine, other.constants, other.profile(case) if again else profile)
 
@@ -90,12 +90,12 @@ class Predictor:
         return Prediction(case, seconds, low, high, profile.source, spans, self.machine.name)
 
     def _on_host(self, case: Case) -> Prediction:
-        """Return a case's prediction on logical devices, which starts from measured steps alone."""
+        """Return the forecast of a case on logical CPU devices, from measured steps of one device."""
         profile = self.measured.get(counts.key(case))
         if profile is None:
             raise Unknown(
-                f"{case.label}: {self.machine.name} has logical CPU devices, whose steps are predicted from a measured "
-                f"one of one device: {stored.way_out(case)}, then give --from FILE"
+                f"{case.label}: {self.machine.name} has logical CPU devices; a forecast for them needs a measured step "
+                f"of one device: {stored.way_out(case)}, then give --from FILE"
             )
         phases = cpu_model.step(case, profile, cpu_model.ProbedHost(self.machine.probe))
         seconds = sum(phases.values())
@@ -109,7 +109,7 @@ class Predictor:
         return simulation.step(case, profile, machine, constants).seconds
 
     def profile(self, case: Case) -> Profile:
-        """Return what a case's model costs: as it was measured, from a known step, or from counts and peaks."""
+        """Return the profile of a case's model: measured, split from a known step, or counted from FLOP and bytes."""
         if measured := self.measured.get(counts.key(case)):
             return measured
         if self.given:
@@ -121,7 +121,7 @@ class Predictor:
 
 
 def sweep(models: Sequence[str], device_kind: str = "cuda", **axes: object) -> list[Case]:
-    """Return the product of the axes as cases for models that a plan knows, and for those known by name alone."""
+    """Return the product of the axes as cases; models may also be ones that are known by name only."""
     found: list[Case] = []
     for model in models:
         stand_in = registry.names("models")[0] if counts.named(model) else model
@@ -131,18 +131,21 @@ def sweep(models: Sequence[str], device_kind: str = "cuda", **axes: object) -> l
 
 
 def strategies(machine: Machine) -> tuple[str, ...]:
-    """Return what is predicted on a machine when nobody asks for more: torch.nn.DataParallel needs GPUs."""
+    """Return the default strategies of a forecast; torch.nn.DataParallel is left out on logical CPU devices."""
     roles = (Role.BASELINE, Role.WRAPPER, Role.ENGINE, Role.CONTROL)
     return tuple(registry.of_role(role) for role in roles if not (machine.logical and role is Role.WRAPPER))
 
 
 def most_devices(machine: Machine) -> int:
-    """Return how many devices can be predicted on a machine."""
+    """Return the largest device count for which forecasts on a machine exist."""
     return min(machine.devices, cpu_model.MOST) if machine.logical else machine.devices
 
 
 def speedup(one: Prediction, others: Sequence[Prediction]) -> tuple[float, str]:
-    """Return how many times as fast a case is as one device alone, at equal work in all or a device; 0 without one."""
+    """Return a case's speed-up over one device, and the scaling: "strong" (equal batch) or "weak" (per device).
+
+    Without a forecast of one device to compare with, return 0 and "".
+    """
     case = one.case
     for scaling, batch in (("strong", case.batch_size), ("weak", case.batch_size / case.devices)):
         for other in others:
@@ -153,13 +156,14 @@ def speedup(one: Prediction, others: Sequence[Prediction]) -> tuple[float, str]:
 
 
 def keep(path: Path, predictions: Sequence[Prediction], machine: Machine) -> str:
-    """Store predictions as a run of the machine that they are for; return the run's id."""
+    """Store forecasts in a results file, as a run on the described machine; return the id of the run."""
     from dpbench.store import Store
 
     found = [one.case for one in predictions]
     gpus = [] if machine.logical else [{"name": machine.gpu.name}] * min(machine.devices, 64)
     facts = {
-        "host": {"name": f"{machine.name} (described, not here)", "cpu": machine.description}, "gpus": {"gpus": gpus},
+        "host": {"name": f"{machine.name} (described, not here)", "cpu": machine.description},
+        "gpus": {"gpus": gpus},
         "sources": dict(machine.sources),
     }  # fmt: skip
     with Store.create(path) as store:

@@ -1,6 +1,6 @@
-"""Costs: a task's amount -> seconds on a resource, or bytes over links, on one machine.
+"""Costs: convert the amounts of tasks into seconds on a resource, or bytes over links, on one machine.
 
-Collectives become one job, whatever number of devices take part in them.
+A collective becomes one job, however many devices take part in it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from dpbench.strategies._tasks import PASSES
 
 GIL = "gil"
 LOCAL = "local"
-"""Copies of a device to itself."""
+"""The resource of copies within one device."""
 
 
 def jobs(
     tasks: Sequence[Task], case: Case, profile: Profile, machine: Machine, constants: Constants
 ) -> tuple[list[SimulatedJob], list[int], dict[object, float]]:
-    """Return the jobs of a step, which job each task is part of, and the capacities of what they share."""
+    """Return the jobs of a step, the job number of each task, and the capacity of each shared resource."""
     overlapped = case.traits.ranks and any(task.phase is Phase.REDUCE and task.overlap for task in tasks)
     prices = _Prices(case, profile, machine, constants, overlapped=overlapped and len(case.rows) > 1)
     found: list[SimulatedJob] = []
@@ -61,7 +61,7 @@ COLLECTIVES = tuple(
 
 
 class _Prices:
-    """What each unit costs in one case."""
+    """The cost of each unit of work in one case."""
 
     def __init__(
         self, case: Case, profile: Profile, machine: Machine, constants: Constants, *, overlapped: bool
@@ -85,22 +85,22 @@ class _Prices:
         self._units: dict[str, Callable[[Task], SimulatedJob]] = {"flop": self._flop, "bytes": self._bytes}
 
     def job(self, task: Task) -> SimulatedJob:
-        """Return the work of one task, without what it waits for."""
+        """Return the work of one task, without its dependencies."""
         return self._units.get(task.unit, self._host)(task)
 
     def _host(self, task: Task) -> SimulatedJob:
-        """Price what a host thread does one by one."""
+        """Return the job of a task that a host thread performs item by item."""
         spent = task.amount * self._each_s[task.unit]
         others = len(self._rows) - 1
         if task.unit == "launches":
             spent = self._launches(task, spent)
         if task.resource == GIL:
-            # all threads want the interpreter at once
+            # all threads compete for the interpreter lock
             return SimulatedJob(0.0, amount=spent * (1 + self._hand_off * others), way=(GIL,))
         return SimulatedJob(spent, task.resource)
 
     def _launches(self, task: Task, spent: float) -> float:
-        """Price launches by phase; they never take longer than the known step of one device did."""
+        """Return the seconds of a task's launches, which take at most a share of the known seconds of their phase."""
         profile, rows = self._profile, self._rows[max(0, task.device)]
         factor = self._machine.host.factor
         if task.phase is Phase.FORWARD:
@@ -116,7 +116,7 @@ class _Prices:
         return spent
 
     def _flop(self, task: Task) -> SimulatedJob:
-        """Price kernels of forward and backward: by the profile's seconds."""
+        """Return the job of forward or backward kernels, from the profile's seconds."""
         profile = self._profile
         cost, flop = (
             (profile.forward, profile.forward_flop)
@@ -124,7 +124,9 @@ class _Prices:
             else (profile.backward, profile.backward_flop)
         )
         if cost is None:
-            raise ValueError(f"the profile of {profile.model} has no seconds for {task.phase}; see predict.profiles")
+            raise ValueError(
+                f"the profile of {profile.model} has no seconds for {task.phase}; dpbench.predict.profiles adds them"
+            )
         rows = self._rows[task.device]
         part = task.amount / (rows * flop) if flop else 1.0
         spent = part * cost.at(rows)
@@ -133,7 +135,7 @@ class _Prices:
         return SimulatedJob(spent, task.resource)
 
     def _bytes(self, task: Task) -> SimulatedJob:
-        """Price bytes: over links, in a collective, or through a device's memory."""
+        """Return the job of a task that moves bytes: over links, in a collective, or through a device's memory."""
         kind, _, rest = task.resource.partition(":")
         if kind == "copy":
             return self._copy(task, *rest.split(":"))
@@ -148,7 +150,7 @@ class _Prices:
         return SimulatedJob(scale * task.amount / self.memory_bytes_per_s, task.resource)
 
     def _update_scale(self) -> float:
-        """Return what the optimizer's bytes and launches are multiplied with, to take what is known of a whole step."""
+        """Return the factor on the optimizer's bytes and launches that makes them take its known seconds."""
         profile = self._profile
         if profile.optimizer is None:
             return 1.0
@@ -157,13 +159,13 @@ class _Prices:
         return profile.optimizer.at(self._rows[0]) / max(moved, launches)
 
     def _copy(self, task: Task, source: str, target: str) -> SimulatedJob:
-        """Price a copy: over the links between two devices, or from memory that is not pinned."""
+        """Return the job of a copy: over the links between two devices, or from pageable memory of the host."""
         if task.amount <= 0 or source == target:
             return SimulatedJob(0.0)
         node = self._machine.gpu.count
         ends = [end if end == "host" else f"gpu{int(end) % node}" for end in (source, target)]
         if source == "host":
-            # the thread that calls waits: no two such copies at once
+            # the calling thread waits for a pageable copy, so a process runs one at a time
             rate = self._machine.host.pageable_bytes_per_s or self._c.pageable_bytes_per_s
             return SimulatedJob(
                 self._c.copy_s + task.amount / rate, f"pageable:{task.device if self._case.traits.ranks else 0}"
@@ -176,5 +178,5 @@ def _or(measured: float | None, constant: float) -> float:
 
 
 def _capped(spent: float, known: Cost | None, rows: int, share: float) -> float:
-    """Return what launching takes, which cannot be more than a known phase took."""
+    """Return the seconds of launches, limited to a share of the known seconds of their phase."""
     return min(spent, share * known.at(rows)) if known else spent

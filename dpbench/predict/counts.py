@@ -1,7 +1,8 @@
-"""Counts: what a model is made of, and what its ops take on a described GPU.
+"""Counts: the parameters, modules, FLOP and bytes of a model, and the seconds of its ops on a described GPU.
 
-dpbench's own models and a user's are traced op by op, which loads torch; well-known ones are known by name. One that
-cannot be traced, as where shapes depend on numbers, is counted as a whole on a real step of two samples.
+dpbench's models and those of users are traced op by op, which loads torch. Well-known models are looked up by name. A
+model that cannot be traced, for example because shapes depend on values, is counted as a whole on a real step of two
+samples.
 """
 
 from __future__ import annotations
@@ -22,31 +23,31 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ROWS = (8, 64)
-"""The two batch sizes that are traced: seconds are lines through them."""
+"""The two batch sizes to trace; seconds at other sizes are on the line through them."""
 
 
 Key = tuple[str, str, str]
-"""What a profile goes by: model, size and precision."""
+"""The key of a profile: model, size and precision."""
 
 
 def key(case: Case) -> Key:
-    """Return what a case's profile goes by."""
+    """Return the key of a case's profile."""
     return case.model, case.size, case.precision
 
 
 def named(model: str) -> bool:
-    """Tell whether a model is known by its name alone: nobody here can build it."""
+    """Return whether a model is known by name only, so that it cannot be built and run."""
     return ":" not in model and model not in registry.names("models")
 
 
 def of(case: Case) -> Profile:
-    """Return a case's model without seconds; raises LookupError for a name that nobody knows."""
+    """Return the counts of a case's model, without seconds; raise LookupError for an unknown name."""
     if named(case.model):
         found = features.find(case.model, None, case.precision)
         if found.known == "estimated" or not features.exact(case.model):
             known = sorted({*registry.names("models"), *features.names()})
             raise LookupError(
-                f"{registry.unknown('model', case.model, known)}; your own is --model package.module:name"
+                f"{registry.unknown('model', case.model, known)}; for your own model give --model package.module:name"
             )
         return found.profile
     from dpbench.predict import roofline
@@ -56,7 +57,10 @@ def of(case: Case) -> Profile:
 
 
 def priced(case: Case, machine: Machine, constants: Constants = DEFAULT) -> Profile:
-    """Return a case's model with its seconds on a machine's GPU: op by op where there is a trace, else as a whole."""
+    """Return the profile of a case's model with seconds on a machine's GPU: per op if it can be traced, else per phase.
+
+    Raise Unknown if the machine file lacks the peaks that the seconds depend on.
+    """
     traces = None if named(case.model) else _traces(case.model, case.size, case.precision, case.optimizer)
     if traces is None:
         return profiles.counted(of(case), machine, case.precision, constants)
@@ -70,7 +74,7 @@ def priced(case: Case, machine: Machine, constants: Constants = DEFAULT) -> Prof
 
 @lru_cache(maxsize=64)
 def _traces(model: str, size: str, precision: str, optimizer: str) -> tuple[Trace, Trace] | None:
-    """Return a model's traces on shapes alone; None where that does not do, as with shapes that depend on numbers."""
+    """Return the traces of a model at both `ROWS` on fake tensors; None if its shapes depend on values."""
     from dpbench.predict.memory import traces_of
 
     case = plan.baseline(
@@ -80,15 +84,15 @@ def _traces(model: str, size: str, precision: str, optimizer: str) -> tuple[Trac
     traces = traces_of(case, fake_only=True)
     try:
         few, many = (traces.of(rows) for rows in ROWS)
-    except Exception as error:  # a user's model may do anything that fake tensors do not know
-        log.info("%s is counted as a whole: its ops cannot be traced: %s", model, error)
+    except Exception as error:  # a user's model may fail on fake tensors in any way
+        log.info("%s: ops cannot be traced, so FLOP and bytes are counted per phase: %s", model, error)
         return None
     return few, many
 
 
 @lru_cache(maxsize=64)
 def _counted(model: str, size: str) -> Profile:
-    """Return the counts of a model that has to be run; its kernels are taken to be two a layer."""
+    """Return the counts of a model from a real step, with an assumed two kernels per layer in each direction."""
     from dpbench import models
 
     loaded = models.load(model, size, 0)

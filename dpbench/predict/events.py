@@ -1,9 +1,9 @@
-"""Events: jobs on resources -> when each begins and ends.
+"""Events: simulate jobs on resources, and return when each begins and ends.
 
-A job waits for what it comes after, and for the start of what it runs beside; it never ends before that. It then
-takes its seconds on a resource that serves one at a time (a stream, a thread), or moves an amount over a way of
-resources that all flows share fairly (links, the interpreter). One heap of ends; flows are re-rated whenever one
-of them begins or ends.
+A job waits for the end of the jobs in `after` and for the start of the jobs in `overlap`; it never ends before the
+latter do. It first takes its seconds on a resource that serves one job at a time (a stream, a thread). It then moves
+its amount as a flow over resources that all flows share fairly (links, the interpreter lock). The simulation keeps one
+heap of ends, and calculates the rates of all flows again whenever a flow begins or ends.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from typing import TypeVar
 
 @dataclass(frozen=True)
 class SimulatedJob:
-    """`seconds` on `resource` (or on nothing, when that is empty), then `amount` over the shared `way`."""
+    """A job: `seconds` on `resource` (on no resource if that is empty), then `amount` over the shared `way`.
+
+    `after` and `overlap` are indexes into the list of jobs.
+    """
 
     seconds: float
     resource: str = ""
@@ -29,7 +32,7 @@ class SimulatedJob:
 
 
 def simulate(jobs: Sequence[SimulatedJob], capacity: Mapping[object, float]) -> list[tuple[float, float]]:
-    """Return each job's (start, end) in seconds; ValueError where jobs wait for each other in a circle."""
+    """Return (start, end) of each job in seconds; raise ValueError if jobs wait for each other in a cycle."""
     run = _Run(jobs, capacity)
     run.go()
     if left := [number for number, (_, end) in enumerate(run.times) if math.isnan(end)]:
@@ -61,9 +64,9 @@ class _Run:
         self._rates: dict[int, float] = {}
 
     def go(self) -> None:
-        """Take events in the order of time until nothing is under way."""
+        """Process events in the order of time until no job and no flow is active."""
         for number in [number for number, waits in enumerate(self._waits) if not waits]:
-            self._ready(number)  # which may release others
+            self._ready(number)  # may release others
         while self._ends or self._left:
             flow, at_flow = self._next_flow()
             at_job = self._ends[0][0] if self._ends else math.inf
@@ -76,7 +79,7 @@ class _Run:
                 self._done(flow)
 
     def _next_flow(self) -> tuple[int, float]:
-        """Return the flow that ends next, and when."""
+        """Return the flow that ends next and its end in seconds; (-1, inf) without flows."""
         if not self._left:
             return -1, math.inf
         if not self._rates:
@@ -85,13 +88,13 @@ class _Run:
         return flow, self._now + self._left[flow] / self._rates[flow]
 
     def _advance(self, now: float) -> None:
-        """Let flows move on until `now`."""
+        """Advance all flows to `now`."""
         for number in self._left:
             self._left[number] = max(0.0, self._left[number] - self._rates[number] * (now - self._now))
         self._now = now
 
     def _ready(self, number: int) -> None:
-        """Start a job, or queue it where its resource is taken."""
+        """Start a job, or queue it if its resource is busy."""
         resource = self._jobs[number].resource
         if resource in self._busy:
             self._queues.setdefault(resource, deque()).append(number)
@@ -108,13 +111,13 @@ class _Run:
             self._release(other)
 
     def _release(self, number: int) -> None:
-        """Take away one thing that a job waits for."""
+        """Remove one dependency of a job, and make the job ready if it was the last one."""
         self._waits[number] -= 1
         if not self._waits[number]:
             self._ready(number)
 
     def _served(self, number: int) -> None:
-        """End a job's seconds: what it moves begins now."""
+        """End a job's seconds on its resource, and start its flow if it has one."""
         job = self._jobs[number]
         if job.amount > 0 and job.way:
             self._left[number] = job.amount
@@ -123,7 +126,7 @@ class _Run:
             self._done(number)
 
     def _done(self, number: int) -> None:
-        """End a job's own work; the job ends when all that it runs beside has ended."""
+        """End a job's own work; the job itself ends when all jobs that it overlaps with have ended."""
         self._worked[number] = True
         if not self._beside[number]:
             self._end(number)
@@ -148,9 +151,10 @@ Resource = TypeVar("Resource", bound=Hashable)
 
 
 def rates(flows: Mapping[Flow, Sequence[Resource]], capacity: Mapping[Resource, float]) -> dict[Flow, float]:
-    """Return each flow's rate: no flow can get more without taking from one that has no more than it.
+    """Return the max-min fair rate of each flow: a higher rate of one would lower another that has no more.
 
-    Progressive filling: all rates grow together until a resource is full, whose flows then stay as they are.
+    The method is progressive filling: all rates grow together until a resource is full. The rates of its flows are then
+    fixed, and the others continue to grow.
     """
     left = dict(capacity)
     crossing: dict[Resource, set[Flow]] = {}

@@ -1,7 +1,8 @@
-"""Features: what a model is made of, by its name as published tables write it.
+"""Features: the counts of a model, looked up by its name as published tables write it.
 
-Counts of torchvision's and Hugging Face's models are traced without weights (tests/data/trace_models.py); figures of
-others are public. A model that nobody knows is estimated from its parameters, and said to be.
+The counts of torchvision's and Hugging Face's models are traced without weights (tests/data/trace_models.py); those of
+other models come from public figures. Counts of an unknown model are estimated from its number of parameters and
+marked as estimated.
 """
 
 from __future__ import annotations
@@ -17,24 +18,24 @@ from dpbench.records import Profile
 
 DATA = Path(__file__).parent / "data"
 PARAMETERS = 30e6
-"""What a model has that nobody says anything about."""
+"""The assumed number of parameters of an unknown model for which a table gives none."""
 TENSORS, MODULES, LAUNCHES, BACKWARD = 160, 1.2, 1.5, 1.0
-"""Medians over the traced models: parameter tensors; modules and kernels of forward a tensor; kernels of backward to
-one of forward."""
+"""Medians over the traced models: parameter tensors, modules per tensor, forward kernels per tensor, and backward
+kernels per forward kernel."""
 
 
 @dataclass(frozen=True)
 class Features:
-    """A model's counts as a profile without seconds, and how they are known: traced, public or estimated."""
+    """A model's counts as a profile without seconds. `known` is their origin: traced, public or estimated."""
 
     profile: Profile
     known: str
     tokens: float = 0.0
-    """Tokens of one sample, for figures given in tokens a second; 0 for what has none."""
+    """The tokens of one sample, for figures in tokens per second; 0 for a model without tokens."""
     overlap: bool = False
-    """Whether that script reduces beside backward."""
+    """Whether the model's well-known training script overlaps the reduction of gradients with backward."""
     update_samples: int = 0
-    """Samples of one update in the well-known training script, which adds gradients up over several backwards."""
+    """The samples of one update in that script if it accumulates gradients over several backward passes; else 0."""
 
 
 @lru_cache(maxsize=1)
@@ -48,34 +49,34 @@ def _table() -> dict[str, dict[str, Any]]:
 
 @lru_cache(maxsize=1)
 def _aliases() -> list[tuple[str, str]]:
-    """Return patterns and the models that they stand for, the first that fits counts."""
+    """Return pairs of a pattern and the name of a model; the first pattern that matches applies."""
     return [(pattern, name) for pattern, name in json.loads((DATA / "aliases.json").read_text())]
 
 
 def plain(name: str) -> str:
-    """Return a name without what writers differ in: case, hyphens, underscores, dots."""
+    """Return a name in lower case without hyphens, underscores, dots and spaces."""
     return re.sub(r"[^a-z0-9]+", "", name.lower())
 
 
 def names() -> list[str]:
-    """Return the names of all models that are known by their counts."""
+    """Return the names of all models whose counts are known."""
     return [key for name in ("models.json", "figures.json") for key in json.loads((DATA / name).read_text())]
 
 
 def exact(name: str) -> bool:
-    """Tell whether a model is known by this very name."""
+    """Return whether a model is known by exactly this name, not by a pattern."""
     return plain(name) in _table()
 
 
 @lru_cache(maxsize=4096)
 def find(name: str, parameters: float | None = None, precision: str = "fp32") -> Features:
-    """Return a model's features; `parameters` (a count) is what a table says, for models that are not known here."""
+    """Return a model's features; `parameters` is the count in a table, used for models that are not known."""
     table, key = _table(), plain(name)
     row = table.get(key)
     if row is None:
         row = next((table.get(plain(to)) for pattern, to in _aliases() if re.search(pattern, name.lower())), None)
     if row is not None and parameters and not 0.7 < parameters / row["parameters"] < 1.4:
-        row = None  # another size of that name
+        row = None  # a model of another size under the same name
     known = row.get("known", "traced") if row else "estimated"
     row = row or {}
     return Features(
@@ -110,5 +111,5 @@ def _profile(name: str, row: dict[str, Any], parameters: float | None, precision
 
 
 def value_bytes(precision: str) -> int:
-    """Return the bytes of one gradient: mixed precision keeps them at 32 bits, a model turned to half does not."""
+    """Return the bytes of one gradient element: 4 in fp32 and mixed precision, 2 in a model converted to half."""
     return 2 if re.search(r"pure|\.half|^fp16|^bf16|^half", precision.lower()) else 4

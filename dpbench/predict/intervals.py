@@ -1,7 +1,7 @@
-"""Intervals: what a prediction's own ignorance makes of it, by drawing what nobody measured from stated priors.
+"""Intervals: the uncertainty of a forecast, from priors of the figures that were not measured.
 
-The step is worked out one standard deviation up and down in each prior; 200 draws then combine these responses, which
-add up in the logarithm. An interval holds the middle 80 % of the draws.
+The step is calculated one standard deviation above and below the centre of each prior. 200 random draws then combine
+these responses, which add up in the logarithm. The interval contains the middle 80 % of the draws.
 """
 
 from __future__ import annotations
@@ -18,32 +18,35 @@ from dpbench.records.traits import Parallelism
 DRAWS = 200
 LOW, HIGH = 0.1, 0.9
 HOST = "host"
-"""The prior that scales a machine's host factor rather than a constant."""
+"""The name of the prior that scales a machine's host factor instead of a constant."""
 STATED = {
     HOST: 0.25, "bus_scale": 0.2, "forward_share": 0.2, "pageable_bytes_per_s": 0.3, "slowdown": 0.7,
     "variation": 0.7, "launch_s": 0.3,
 }  # fmt: skip
-"""Standard deviations of logarithms, where a machine says what it is."""
+"""Standard deviations of logarithms for a machine that is fully described."""
 APART = {Parallelism.RANKS: ("launch_s",), Parallelism.THREADS: ("slowdown", "variation"), Parallelism.NONE: ()}
-"""The priors on which a strategy's step does not depend, or hardly, by its parallelism."""
+"""By parallelism: the priors that have little or no effect on a strategy's step."""
 ASSUMED = {"bus_scale": 0.6}
-"""The same where the text behind a row left links or peer access open."""
+"""Standard deviations that replace those above if the text of a published row leaves links or peer access open."""
 ESTIMATED = {"features": 0.6}
-"""The same for a model whose counts are estimated from its parameters."""
+"""Additional standard deviations for a model whose counts are estimated from its parameters."""
 RESIDUAL = {"measured": 0.02, "given": 0.03, "traced": 0.3, "counted": 0.6}
-"""What is wrong with one device's own step, by where it comes from. Traced: within 34 % on four published steps.
-Counted: of 161 published steps half are off by more than a factor of two (light nets on hosts of 2019-21, taken to be
-too fast), of 33 that keep a GPU busy a fifth by more than 32 %."""
+"""The standard deviation of the logarithm of one device's step, by the source of its profile.
+
+Traced steps are within 34 % on four published ones. Counted steps: of 161 published ones, half are off by more than a
+factor of two (light nets on hosts of 2019-21, predicted too fast); of the 33 that keep a GPU busy, a fifth is off by
+more than 32 %."""
 
 ON_HOST = 0.2
-"""The same for a whole step on logical CPU devices, whose phases are put together from measured figures: nine steps in
-reports/cpu-truth are off by 8 % at most in the median of ten probes; one probe alone by less than 20 % in four of five
-cases, and by up to 65 %."""
+"""The standard deviation of the logarithm of a step on logical CPU devices, calculated from the probe's figures.
+
+Of the nine steps in reports/cpu-truth, the median over ten probes is off by 8 % at most. A single probe is off by less
+than 20 % in four of five cases, and by 65 % at worst."""
 
 
 @lru_cache(maxsize=8)
 def _normal(columns: int) -> tuple[tuple[float, ...], ...]:
-    """Return the draws, the same every time."""
+    """Return `DRAWS` rows of standard normal numbers, the same at every call."""
     source = random.Random(20250607)
     return tuple(tuple(source.gauss(0.0, 1.0) for _ in range(columns)) for _ in range(DRAWS))
 
@@ -51,7 +54,11 @@ def _normal(columns: int) -> tuple[tuple[float, ...], ...]:
 def interval(
     step_s: float, evaluate: Callable[[str, float], float], priors: Mapping[str, float], residual: float
 ) -> tuple[float, float]:
-    """Return the 80 % interval of a step; `evaluate(name, factor)` is the step with one prior's figure scaled."""
+    """Return the 80 % interval of a step in seconds.
+
+    `evaluate(name, factor)` returns the step with the figure of one prior multiplied by `factor`. `priors` maps names
+    to standard deviations of logarithms, and `residual` is the standard deviation of the step's own logarithm.
+    """
     responses = []
     for name, deviation in priors.items():
         down, up = (math.log(max(1e-12, evaluate(name, math.exp(sign * deviation))) / step_s) for sign in (-1, 1))
@@ -69,13 +76,13 @@ def interval(
 
 
 def of(case: Case) -> dict[str, float]:
-    """Return the priors on which a case's step depends."""
+    """Return the priors that affect a case's step."""
     apart = APART[case.traits.parallelism]
     return {name: deviation for name, deviation in STATED.items() if name not in apart}
 
 
 def scaled(constants: Constants, name: str, factor: float) -> Constants:
-    """Return the constants with one of them scaled; shares stay below one."""
+    """Return the constants with one of them scaled; a share is limited to 0.9."""
     if name == "slowdown":
         return constants.changed(
             slowdown=constants.slowdown * factor, staged_slowdown=constants.staged_slowdown * factor

@@ -1,4 +1,4 @@
-"""Memory: what each device needs for a case, whether it fits, and the largest batch that does."""
+"""Memory: the memory that each device needs for a case, whether it fits, and the largest batch that fits."""
 
 from __future__ import annotations
 
@@ -20,19 +20,21 @@ from dpbench.records.traits import Role
 from dpbench.strategies import optimizer_of, precision_of
 
 STEPS = 3
-"""Steps to replay: the first makes the optimizer's state, the second is the first to find it, the third repeats it."""
+"""The number of replayed steps: the first creates the optimizer's state, the second starts with it, and the third
+repeats the second."""
 
 CONTEXT_BYTES = 500 * 2**20
-"""What a CUDA context takes beside the allocator: 0.47 to 0.55 GB at its start with kernels loaded lazily, up to 0.92
-in use; S. Bekman, "Machine Learning Engineering Open Book", training/performance; a prior, not measured here."""
+"""The memory of a CUDA context outside the allocator: 0.47 to 0.55 GB at its start with lazily loaded kernels, up to
+0.92 GB in use. Source: S. Bekman, "Machine Learning Engineering Open Book", training/performance. This is a prior, not
+a measurement."""
 NCCL_BYTES = 1450 * 2**20
-"""What NCCL's buffers take on every GPU after the first collective: 1 to 2 GB, 1.45 in its example; same source; a
-prior."""
+"""The memory of NCCL's buffers on every GPU after the first collective: 1 to 2 GB, 1.45 GB in the example of the same
+source. This is a prior, too."""
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """What one device needs: the allocator's peaks, and with the priors what the driver would show."""
+    """The memory of one device: the allocator's peaks, and the priors for context and NCCL, in bytes."""
 
     device: int
     peak: Peak
@@ -41,23 +43,24 @@ class DeviceMemory:
 
     @property
     def process_bytes(self) -> int:
-        """Return the whole: segments, context and communication."""
+        """Return the total as the driver would show it: segments, context and NCCL."""
         return self.peak.reserved_bytes + self.context_bytes + self.nccl_bytes
 
 
 class Traces:
-    """The traces of one model with one optimizer, made when they are asked for and kept."""
+    """The traces of one model with one optimizer, made on first use and cached."""
 
     def __init__(self, build: Build, optimizer_fn: OptimizerFactory, *, device: str = "cpu", **how: Any) -> None:
-        """Keep traces made with `how`, which is `trace`'s to understand."""
+        """Make traces with `how`, further keyword arguments of `trace`."""
         self.of = lru_cache(maxsize=64)(lambda rows: trace(build, rows, optimizer_fn, device=device, **how))
         self.optimizer = lru_cache(maxsize=64)(lambda sizes: trace_optimizer(optimizer_fn, sizes, device=device))
 
 
 def traces_of(case: Case, *, fake_only: bool = False) -> Traces:
-    """Return the traces of a case's model; on a GPU its optimizer works on all parameters at once, as torch chooses.
+    """Return the traces of a case's model.
 
-    `fake_only` refuses models whose shapes depend on numbers, which take long to run.
+    For a GPU the optimizer uses its multi-tensor (foreach) implementation, torch's default there. With `fake_only`,
+    tracing a model whose shapes depend on values raises, instead of running it on real tensors.
     """
     factory = optimizer_of(case)
 
@@ -79,14 +82,14 @@ def traces_of(case: Case, *, fake_only: bool = False) -> Traces:
 
 
 def fake_device(case: Case) -> str:
-    """Return the device whose operators a trace takes: attention in plain operators on emulated devices alone."""
+    """Return the device of the fake tensors: on "lazy:0", as on emulated devices, torch runs attention unfused."""
     return "lazy:0" if case.device_kind == "emulated" else "cpu"
 
 
 def tape_of(case: Case, traces: Traces, steps: int = STEPS) -> Tape:
-    """Return what a case's devices take and give back in so many steps.
+    """Return the allocations and releases of all devices of a case in `steps` steps.
 
-    Raises ValueError for a strategy whose memory is not known.
+    Raise ValueError for a strategy whose memory is not known.
     """
     tape = Tape()
     role = case.traits.role
@@ -99,7 +102,7 @@ def tape_of(case: Case, traces: Traces, steps: int = STEPS) -> Tape:
         schedule = _schedule(case)
         parts = tuple(traces.of(rows) for rows in case.rows)
         shards = strategy_memory.Shards(traces.of(case.batch_size), parts, traces.optimizer)
-        # distinct GPUs take collectives until weights stay where they are, or move in flat buffers
+        # distinct GPUs use collectives unless weights persist on their devices or move in flat buffers
         collective = case.device_kind == "cuda" and case.placement == "spread" and len(parts) > 1
         kind = WrapperMemory if role is Role.WRAPPER else strategy_memory.EngineMemory
         kind(tape, shards, schedule, collective=collective).run(steps)
@@ -110,7 +113,7 @@ def tape_of(case: Case, traces: Traces, steps: int = STEPS) -> Tape:
 
 
 def _schedule(case: Case) -> Schedule:
-    """Return the schedule of a case, `reference` where it has none; `fastest` as it is where everything is legal."""
+    """Return the schedule of a case: `reference` by default, and the full set of switches for `fastest`."""
     if not case.schedule:
         return parse(REFERENCE)
     if case.schedule == "fastest":
@@ -121,9 +124,9 @@ def _schedule(case: Case) -> Schedule:
 
 
 def needed(case: Case, traces: Traces | None = None, *, capacity_bytes: int | None = None) -> list[DeviceMemory]:
-    """Return what each device needs; raise OutOfDeviceMemory where `capacity_bytes` a device are not enough.
+    """Return the memory of each device; raise OutOfDeviceMemory if a device needs more than `capacity_bytes`.
 
-    The capacity is the whole device's: the priors for context and communication are taken off before the replay.
+    The capacity is that of the whole device: the priors for context and NCCL are subtracted before the replay.
     """
     tape = tape_of(case, traces or traces_of(case))
     on_gpu = case.device_kind == "cuda"
@@ -132,7 +135,7 @@ def needed(case: Case, traces: Traces | None = None, *, capacity_bytes: int | No
     rounding = None if on_gpu else 1
     left = None if capacity_bytes is None else capacity_bytes - context - nccl
     if left is not None and left < 0:
-        raise OutOfDeviceMemory(f"context and communication alone take {context + nccl} of {capacity_bytes} bytes")
+        raise OutOfDeviceMemory(f"context and NCCL alone take {context + nccl} of {capacity_bytes} bytes")
     return [
         DeviceMemory(i, replay(tape, i, capacity_bytes=left, rounding_bytes=rounding), context, nccl)
         for i in range(len(case.rows))
@@ -140,7 +143,10 @@ def needed(case: Case, traces: Traces | None = None, *, capacity_bytes: int | No
 
 
 def largest_batch(case_of: Callable[[int], Case], capacity_bytes: int, *, limit: int = 2**20) -> int:
-    """Return the largest batch size whose case fits every device, by bisection over replays; 0 if not even 1 does."""
+    """Return the largest batch size, up to `limit`, whose case fits every device; 0 if a batch of 1 does not fit.
+
+    The search doubles the batch size and then bisects; each step is a replay.
+    """
     traces = traces_of(case_of(1))
 
     def fits(batch_size: int) -> bool:

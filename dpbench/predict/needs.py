@@ -1,4 +1,4 @@
-"""Needs: each device's memory for a case on a described machine, whether it fits, and the largest batch that does."""
+"""Needs: each device's memory for a case on a described machine, whether it fits, and the largest batch that fits."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from dpbench.predict import counts
 from dpbench.records import Case, Memory, Status, plan
 from dpbench.records.machine import Machine
 
-UNTRACED = "only dpbench's own models and --model have a module to trace"
+UNTRACED = "unknown: only dpbench's models and --model have a module to trace"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """What the devices of one case need: the allocator's peaks, and the whole as the driver would show it.
+    """The memory of a case's devices: the allocator's peaks, and the totals as the driver would show them.
 
-    `fits` is None where the machine does not say how much memory a GPU has. `largest` is the largest batch that fits,
-    0 for none, None where nobody asked. `reason` says why nothing is known.
+    `fits` is None if the machine file does not state the memory of a GPU. `largest` is the largest batch that fits: 0
+    if none does, None if it was not searched. `reason` explains why the memory is not known.
     """
 
     case: Case
@@ -30,16 +30,16 @@ class Need:
 
     @property
     def status(self) -> Status:
-        """Return how a trial of the case would end."""
+        """Return the status of a trial of the case: OOM if the case does not fit, else OK."""
         return Status.OOM if self.fits is False else Status.OK
 
     def peaks(self, kind: str) -> list[int]:
-        """Return the peaks of one kind, device by device."""
+        """Return the peak bytes of one kind ("allocated" or "reserved") for each device."""
         return [one.peak_bytes for one in self.memory if one.kind == kind]
 
 
 def needs(cases: Sequence[Case], machine: Machine, *, largest: bool = False) -> Iterator[Need]:
-    """Yield what each case needs; to trace a model takes a second or more, once for each share of a batch."""
+    """Yield the memory of each case; tracing takes a second or more for each share of a batch."""
     from dpbench.predict.memory import Traces, traces_of
 
     kept: dict[Case, Traces] = {}
@@ -56,7 +56,7 @@ def needs(cases: Sequence[Case], machine: Machine, *, largest: bool = False) -> 
 
 
 def _need(case: Case, traces: object, capacity_bytes: int, largest: bool) -> Need:
-    """Return one case's needs by replaying what its devices take and give back."""
+    """Return the memory of one case, from a replay of its devices' allocations."""
     from dpbench.predict import memory
 
     found = memory.needed(case, traces)  # type: ignore[arg-type]
