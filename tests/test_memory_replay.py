@@ -266,7 +266,7 @@ def test_out_of_memory_says_where_and_what_for(bert: Traces) -> None:
     with pytest.raises(OutOfDeviceMemory) as caught:
         needed(cuda(2, 8), bert, capacity_bytes=3 * 2**30)
     assert caught.value.__notes__[0].startswith("on device 0 in ")
-    with pytest.raises(OutOfDeviceMemory, match="context and communication alone"):
+    with pytest.raises(OutOfDeviceMemory, match="context and NCCL alone"):
         needed(cuda(2, 8), bert, capacity_bytes=2**30)
 
 

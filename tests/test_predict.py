@@ -147,7 +147,7 @@ def test_a_way_that_is_not_there_names_the_links() -> None:
             {"between": ["gpu1", "cpu1"], "kind": "pcie", "bytes_per_s": 1e9},
         ]}, "torn",
     )  # fmt: skip
-    with pytest.raises(Unknown, match=r"torn: no way from gpu0 to gpu1; its links are gpu0-cpu0, gpu1-cpu1"):
+    with pytest.raises(Unknown, match=r"torn: no route from gpu0 to gpu1; its links are gpu0-cpu0, gpu1-cpu1"):
         network.route(alone, "gpu0", "gpu1")
 
 
@@ -432,7 +432,7 @@ def test_a_faster_host_helps_a_launch_bound_net_that_was_traced() -> None:
     predictor = cases.Predictor(replace(machine.load("h100-sxm-x8"), host=machine.Host(factor=4.0)))
     case = Case(model="resnet18", size="small", strategy="dp", schedule="reference", batch_size=8, devices=2,
                 device_kind="cuda")  # fmt: skip
-    gains = {one.what: one.gain for one in what_if.what_ifs(predictor, [case])}
+    gains = {one.change: one.gain for one in what_if.what_ifs(predictor, [case])}
     assert gains["a host twice as fast"] > 1.6
 
 

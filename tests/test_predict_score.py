@@ -312,7 +312,7 @@ def test_predictions_are_a_table_with_their_labels_and_a_run_of_a_store(tmp_path
     assert "nothing here was measured on it" in done.stdout
     assert "dp[zero1]" in done.stdout
     assert "given    PREDICTED" in done.stdout
-    assert "what would help" in done.stdout
+    assert "what if" in done.stdout
     again = subprocess.run([sys.executable, "-m", "dpbench", "report", "--md", "--store", str(store)],
                            capture_output=True, text=True, check=False)  # fmt: skip
     assert again.returncode == 0, again.stderr

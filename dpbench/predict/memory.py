@@ -143,9 +143,9 @@ def needed(case: Case, traces: Traces | None = None, *, capacity_bytes: int | No
 
 
 def largest_batch(case_of: Callable[[int], Case], capacity_bytes: int, *, limit: int = 2**20) -> int:
-    """Return the largest batch size, up to `limit`, whose case fits every device; 0 if a batch of 1 does not fit.
+    """Return the largest batch size whose case fits every device; 0 if a batch of 1 does not fit.
 
-    The search doubles the batch size and then bisects; each step is a replay.
+    The search doubles the batch size up to `limit` and then bisects; each step is a replay.
     """
     traces = traces_of(case_of(1))
 

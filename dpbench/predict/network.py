@@ -1,4 +1,4 @@
-"""Links as a graph: the way from one node to another, and what a collective may carry over all ways together."""
+"""Network: the links of a machine as a graph, the routes between its nodes, and the bandwidth of collectives."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Direction = tuple[str, str]
 
 @lru_cache(maxsize=4096)
 def route(machine: Machine, source: str, target: str) -> tuple[Direction, ...]:
-    """Return the directed links of the way with the fewest hops, NVLink before anything else.
+    """Return the directed links of the route with the fewest hops; a route over NVLink is preferred to any other.
 
-    `host` stands for the memory of the processor nearest to the other end. Without peer access two GPUs meet in host
-    memory, unless NVLink joins them.
+    `host` is the memory of the processor nearest to the other end. Two GPUs without NVLink between them and without
+    peer access communicate through host memory. Raise Unknown if there is no route.
     """
     links = machine.links
     if "host" not in (source, target):
@@ -32,7 +32,7 @@ def route(machine: Machine, source: str, target: str) -> tuple[Direction, ...]:
         links = tuple(link for link in links if link.kind != "nvlink")
     found = _shortest(links, source, target)
     if not found and source != target:
-        raise Unknown(f"machine {machine.name}: no way from {source} to {target}; its links are {_listed(machine)}")
+        raise Unknown(f"machine {machine.name}: no route from {source} to {target}; its links are {_listed(machine)}")
     return found
 
 
@@ -41,7 +41,7 @@ def _listed(machine: Machine) -> str:
 
 
 def _shortest(links: tuple[Link, ...] | list[Link], source: str, target: str) -> tuple[Direction, ...]:
-    """Return the directions of the way with the fewest hops; () where there is none."""
+    """Return the directed links of the route with the fewest hops; () if there is none."""
     beside: dict[str, list[str]] = {}
     for link in links:
         beside.setdefault(link.a, []).append(link.b)
@@ -57,7 +57,7 @@ def _shortest(links: tuple[Link, ...] | list[Link], source: str, target: str) ->
                 way.append((came[here], here))
                 here = came[here]
             return tuple(way[::-1])
-        # a copy never goes through a GPU on its way
+        # a route never passes through a GPU
         for other in beside.get(here, ()) if here == source or not here.startswith("gpu") else ():
             if other not in came:
                 came[other] = here
@@ -67,7 +67,7 @@ def _shortest(links: tuple[Link, ...] | list[Link], source: str, target: str) ->
 
 @lru_cache(maxsize=1024)
 def capacities(machine: Machine) -> dict[Direction, float]:
-    """Return each direction's bytes a second; parallel links add up."""
+    """Return the bytes per second of each directed link; parallel links add up."""
     found: dict[Direction, float] = {}
     for link in machine.links:
         for way in ((link.a, link.b), (link.b, link.a)):
@@ -77,9 +77,10 @@ def capacities(machine: Machine) -> dict[Direction, float]:
 
 @lru_cache(maxsize=1024)
 def nvlink_cut(machine: Machine, count: int) -> float:
-    """Return what NVLink alone lets through the tightest cut between the first `count` GPUs; 0 if it joins not all.
+    """Return the minimum cut between the first `count` GPUs over NVLink alone; 0 if NVLink does not connect them all.
 
-    Bytes a second in each direction: rings of a collective cross every cut, so none can carry more.
+    The unit is bytes per second in each direction. The rings of a collective cross every cut, so the minimum cut limits
+    their bandwidth.
     """
     gpus = [f"gpu{i}" for i in range(count)]
     return _tightest([link for link in machine.links if link.kind == "nvlink" and _inside(link, gpus)], gpus)
@@ -87,10 +88,10 @@ def nvlink_cut(machine: Machine, count: int) -> float:
 
 @lru_cache(maxsize=1024)
 def ring(machine: Machine, count: int, *, closed: bool) -> tuple[float, str]:
-    """Return what each hop of a ring over the first `count` GPUs gets, and the worst kind of hop: peer, staged, socket.
+    """Return the bandwidth of a ring over the first `count` GPUs, and its worst kind of hop: peer, staged, or socket.
 
-    All hops carry at once and share links fairly; a chain that is not `closed` has no last hop, as a broadcast has
-    none.
+    The bandwidth is that of the slowest hop, in bytes per second, when all hops are busy and share links fairly. A ring
+    that is not `closed` is a chain without the last hop, as a broadcast uses it.
     """
     hops = [(f"gpu{i}", f"gpu{(i + 1) % count}") for i in range(count if closed else count - 1)]
     ways = {hop: route(machine, *hop) for hop in hops}
@@ -102,24 +103,24 @@ def ring(machine: Machine, count: int, *, closed: bool) -> tuple[float, str]:
 
 
 def _processors(way: tuple[Direction, ...]) -> set[str]:
-    """Return the processors on a way."""
+    """Return the processors on a route."""
     return {end for direction in way for end in direction if end.startswith(HOST_NODE)}
 
 
 def _inside(link: Link, gpus: list[str]) -> bool:
-    """Tell whether a link joins these GPUs and switches alone."""
+    """Return whether both ends of a link are among these GPUs or are switches or processors of the same node."""
     return link.kind != "network" and all(not end.startswith("gpu") or end in gpus for end in (link.a, link.b))
 
 
 def _tightest(links: list[Link], gpus: list[str]) -> float:
-    """Return the least cut that separates any two of the GPUs."""
+    """Return the minimum cut, in bytes per second, that separates any two of the GPUs."""
     if len(gpus) < 2:
         return sum(link.bytes_per_s for link in links if gpus[0] in (link.a, link.b))
     return min(_flow(links, gpus[0], other) for other in gpus[1:])
 
 
 def _flow(links: list[Link], source: str, target: str) -> float:
-    """Return the largest flow from one node to another, by augmenting shortest ways."""
+    """Return the maximum flow from one node to another, by augmenting shortest paths."""
     room: dict[str, dict[str, float]] = {}
     for link in links:
         for a, b in ((link.a, link.b), (link.b, link.a)):
@@ -154,13 +155,13 @@ TRAFFIC: dict[str, Callable[[int], float]] = {
     "reduce_scatter": lambda n: (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,
 }
-"""Bytes over each link for a byte of the message, as a ring moves them."""
+"""The bytes that a ring sends over each link per byte of the message, by the number of devices."""
 ONE_WAY = ("broadcast", "reduce")
 
 
 @dataclass(frozen=True)
 class Bus:
-    """The saturated bus bandwidth between devices, and what kind of links sets it."""
+    """The saturated bus bandwidth between devices, and the kind of link that limits it."""
 
     bytes_per_s: float
     kind: str  # "nvlink" | "peer" | "staged" | "socket" | "network" | "measured"
@@ -168,9 +169,9 @@ class Bus:
 
 @lru_cache(maxsize=4096)
 def bus(machine: Machine, devices: int, constants: Constants, *, one_way: bool = False) -> Bus:
-    """Return the bus bandwidth between the first `devices` GPUs; whole nodes when there are several.
+    """Return the bus bandwidth between the first `devices` GPUs; on several nodes, each node is used completely.
 
-    `one_way` is that of a broadcast or a reduction, which uses links in one direction.
+    With `one_way`, return the bandwidth of a broadcast or a reduction, which uses links in one direction only.
     """
     found = _bus(machine, devices, constants, one_way)
     return Bus(found.bytes_per_s * constants.bus_scale, found.kind)
@@ -184,13 +185,13 @@ def _bus(machine: Machine, devices: int, constants: Constants, one_way: bool) ->
     if nodes == 1:
         return inside
     card = sum(link.bytes_per_s for link in machine.links if link.kind == "network")
-    # every node sends what leaves it once around the ring of nodes, over all its cards together
+    # each node's cards together carry the traffic of the ring between nodes
     across = constants.network_efficiency * card * (devices - 1) / devices * nodes / (nodes - 1)
     return Bus(across, "network") if across < inside.bytes_per_s else inside
 
 
 def _within_node(machine: Machine, count: int, c: Constants, one_way: bool) -> Bus:
-    """Return the bus bandwidth inside one node."""
+    """Return the bus bandwidth within one node."""
     if count < 2:
         return Bus(math.inf, "alone")
     if cut := nvlink_cut(machine, count):
@@ -208,7 +209,7 @@ def _within_node(machine: Machine, count: int, c: Constants, one_way: bool) -> B
 
 @dataclass(frozen=True)
 class DeviceGroup:
-    """The devices of a case that talk to each other, what carries their messages, and the constants of both."""
+    """The devices of a case that exchange messages, on one machine and with one set of constants."""
 
     machine: Machine
     devices: int
@@ -216,17 +217,17 @@ class DeviceGroup:
 
     @property
     def nodes(self) -> int:
-        """Return how many nodes the devices fill."""
+        """Return the number of nodes that the devices occupy."""
         return -(-self.devices // self.machine.gpu.count)
 
     def coalesced_s(self, kind: str, size: float) -> float:
-        """Return the seconds of tensors joined to messages of at most 10 MiB, sent one after the other."""
+        """Return the seconds of tensors of `size` bytes in total, sent in successive messages of at most 10 MiB."""
         if self.devices < 2 or size <= 0:
             return 0.0
         return math.ceil(size / self.constants.chunk_bytes) * self.constants.call_s + self._wire(kind, size)
 
     def one_s(self, kind: str, size: float) -> float:
-        """Return the seconds of one message between processes."""
+        """Return the seconds of one collective of `size` bytes between processes."""
         if self.devices < 2 or size <= 0:
             return 0.0
         measured = self.machine.collective
@@ -234,7 +235,7 @@ class DeviceGroup:
         return start + 2 * self.constants.hop_s * math.log2(self.nodes) + self._wire(kind, size)
 
     def beside_s(self, seconds: float, size: float) -> float:
-        """Return what kernels of so many seconds take beside the all-reduce of `size` bytes."""
+        """Return the duration of kernels of `seconds` seconds while an all-reduce of `size` bytes runs."""
         slower = seconds * (1 + self.constants.slowdown)
         if bus(self.machine, self.devices, self.constants).kind == "staged":
             slower += self.constants.staged_slowdown * min(seconds, self._wire("all_reduce", size))

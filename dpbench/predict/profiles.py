@@ -1,7 +1,7 @@
-"""Profiles: what a model costs on one device, from a known step or from FLOP and bytes.
+"""Profiles: the seconds of a model's phases on one device, from a known step or from FLOP and bytes.
 
-`given` splits a step of one device that somebody measured; `counted` prices a whole phase's FLOP and bytes on a
-described GPU, which `roofline` does op by op where there is a trace.
+`given` splits a known step of one device into phases. `counted` derives the seconds of whole phases from their FLOP and
+bytes on a described GPU; `roofline` does the same op by op for a traced model.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dpbench.records import Cost, Phase, Profile, plan
 from dpbench.records.machine import Machine, Unknown
 
 DTYPES = {"fp32": ("fp32",), "tf32": ("tf32", "fp32"), "bf16": ("bf16", "fp16", "fp32"), "fp16": ("fp16", "fp32")}
-"""Which peak stands for a precision, the best first."""
+"""The peaks to use for each precision; the first one that the machine file states applies."""
 COMPUTE_EFFICIENCY, MEMORY_EFFICIENCY = 0.55, 0.75
-"""What whole networks reach of a GPU's peaks; single large matrix products reach 0.78-0.87 (ml-engineering)."""
+"""The shares of a GPU's peaks that whole networks reach; large matrix products reach 0.78-0.87 (ml-engineering)."""
 KERNEL_S = 3e-6
-"""No kernel is shorter."""
+"""The least duration of a kernel."""
 FIXED_SHARE = 0.1
-"""The part of a known step that does not shrink with the batch, where only one batch was measured."""
+"""The assumed share of a known step that does not depend on the batch, if only one batch size was measured."""
 
 
 def given(
@@ -34,26 +34,26 @@ def given(
     phases: frozenset[Phase] = frozenset(Phase),
     optimizer: str = "sgd",
 ) -> Profile:
-    """Return the profile whose step of `samples` on one device takes `step_s` seconds.
+    """Return `profile` with seconds, such that one device's step of `samples` samples takes `step_s` seconds.
 
-    `other` is a second step, (seconds, samples), from which the part that does not depend on the batch follows.
-    What copies, loss and optimizer cost is taken off; forward and backward share the rest.
+    `other` is a second step, (seconds, samples), which determines the part that does not depend on the batch. The
+    calculated seconds of copies, loss and optimizer are subtracted from the step; forward and backward share the rest.
     """
     if step_s <= 0:
-        raise ValueError(f"a step of {step_s} s on one device: it must be positive")
+        raise ValueError(f"the step of one device must take more than 0 s, got {step_s} s")
     fixed = _fixed_share(step_s, samples, other)
     case = plan.baseline(model=profile.model, batch_size=samples, optimizer=optimizer)
     idle = replace(profile, forward=Cost(), backward=Cost(), source="given")
 
-    def beside() -> float:
+    def rest_of_step() -> float:
         return quick.seconds(case, idle, machine, constants, phases=phases)
 
-    if (aside := beside()) > step_s / 2:  # then its batch cannot have come from memory that is not pinned
+    if (aside := rest_of_step()) > step_s / 2:  # the batch cannot have been copied from pageable memory
         idle = replace(idle, input_bytes=0.0)
-        aside = beside()
+        aside = rest_of_step()
     if aside > step_s / 2:
         idle = replace(idle, loss=Cost(), optimizer=Cost())
-        aside = beside()
+        aside = rest_of_step()
     rest = step_s - aside
     share = constants.forward_share if Phase.BACKWARD in phases else 1.0
     return replace(
@@ -64,7 +64,7 @@ def given(
 
 
 def _fixed_share(step_s: float, samples: int, other: tuple[float, int] | None) -> float:
-    """Return the part of a step that a batch of any size takes."""
+    """Return the share of a step that does not depend on the batch."""
     if other is None or other[1] == samples:
         return FIXED_SHARE
     slope = (step_s - other[0]) / (samples - other[1])
@@ -76,19 +76,23 @@ def _cost(seconds: float, samples: int, fixed: float) -> Cost:
 
 
 def peaks(machine: Machine, precision: str) -> tuple[float, float]:
-    """Return the FLOP a second of a precision and the bytes a second of memory; Unknown where one is not said."""
+    """Return the FLOP/s of a precision and the bytes/s of the memory; raise Unknown if the machine file lacks one."""
     gpu = machine.gpu
     peak = next((gpu.flop_per_s[d] for d in DTYPES.get(precision, (precision,)) if d in gpu.flop_per_s), 0.0)
     if not peak or not gpu.memory_bytes_per_s:
         raise Unknown(
-            f"machine {machine.name}: [gpu] says neither the peak of {precision} nor, with it, memory_bytes_per_s; "
-            f"its peaks: {', '.join(gpu.flop_per_s) or 'none'}; or give the step of one device: --step-s SECONDS"
+            f"machine {machine.name}: [gpu] needs both a peak for {precision} in flop_per_s (it has: "
+            f"{', '.join(gpu.flop_per_s) or 'none'}) and memory_bytes_per_s (it has: "
+            f"{gpu.memory_bytes_per_s or 'none'}); or give the step of one device: --step-s SECONDS"
         )
     return peak, gpu.memory_bytes_per_s
 
 
 def counted(profile: Profile, machine: Machine, precision: str = "fp32", constants: Constants = DEFAULT) -> Profile:
-    """Return a profile with seconds from counted FLOP and bytes: the slower of computing and moving, per phase."""
+    """Return a profile with seconds from FLOP and bytes: per phase, the longer of computation and memory traffic.
+
+    Raise Unknown if the machine file lacks a peak.
+    """
     peak, bytes_per_s = peaks(machine, precision)
 
     def cost(flop: float, moved: float, launches: int) -> Cost:
@@ -105,7 +109,7 @@ def counted(profile: Profile, machine: Machine, precision: str = "fp32", constan
 
 
 def launched(profile: Profile, machine: Machine, constants: Constants = DEFAULT) -> Profile:
-    """Return a profile of kernels alone whose phases take no less than the host takes to launch them."""
+    """Return a profile of kernels whose phases take at least as long as the host needs to launch them."""
     host, c = machine.host, constants
 
     def least(cost: Cost | None, launches: int, each_s: float) -> Cost | None:

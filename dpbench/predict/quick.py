@@ -1,6 +1,7 @@
-"""Quick: a step by formula, in microseconds of computing: a first answer, the test's oracle, and what `fit` fits.
+"""Quick: the seconds of a step by formula, calculated within microseconds.
 
-It knows the same mechanisms as the simulation, written down independently: sums and maxima instead of events.
+The formulas have the same mechanisms as the simulation, but written independently: sums and maxima instead of events.
+They give first estimates, check the simulation in tests, and are fast enough for fits of the constants.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dpbench.records.traits import Role
 from dpbench.strategies._tasks import PASSES, buckets
 
 KNOWN = (Role.BASELINE, Role.WRAPPER, Role.ENGINE, Role.CONTROL)
-"""Strategies with a formula; of the engine, the reference schedule."""
+"""The roles of strategies with a formula; the engine has one for the schedule `reference` only."""
 
 
 def seconds(
@@ -31,11 +32,14 @@ def seconds(
     phases: Collection[Phase] = tuple(Phase),
     loop: Loop = PLAIN,
 ) -> float:
-    """Return the seconds of a step: of one device, of DataParallel as torch does it, or of DDP."""
+    """Return the seconds of a step of one device, of torch.nn.DataParallel, or of DistributedDataParallel.
+
+    `phases` and `loop` are those of `simulation.step`. Raise ValueError for a case without a formula.
+    """
     traits = case.traits
     if traits.role not in KNOWN or case.schedule not in ("", REFERENCE):
         known = ", ".join(map(registry.of_role, KNOWN))
-        raise ValueError(f"no formula for {case.label}; it has {known}: leave out --quick")
+        raise ValueError(f"no formula for {case.label}; formulas exist for {known}: leave out --quick")
     terms = _Terms(case, profile, machine, constants, phases, loop)
     if case.devices == 1 or traits.one_device:
         return terms.alone()
@@ -43,7 +47,7 @@ def seconds(
 
 
 class _Terms:
-    """The parts of a step's seconds."""
+    """The terms that add up to the seconds of a step."""
 
     def __init__(
         self, case: Case, profile: Profile, machine: Machine, constants: Constants, phases: Collection[Phase],
@@ -56,16 +60,16 @@ class _Terms:
         self.memory = machine.gpu.memory_bytes_per_s or constants.memory_bytes_per_s
 
     def on(self, phase: Phase, seconds: float) -> float:
-        """Return a phase's seconds, or nothing where it is not timed."""
+        """Return a phase's seconds, or 0 if the phase is not timed."""
         return seconds if phase in self.phases else 0.0
 
     def alone(self) -> float:
-        """Return one device's step."""
+        """Return the seconds of a step of one device."""
         scatter = self.on(Phase.SCATTER, self.pageable(self.rows))
         return scatter + self.forward(1) + self.loss(self.rows) + self.backward(0) + self.optimizer()
 
     def data_parallel(self) -> float:
-        """Return the step of torch.nn.DataParallel."""
+        """Return the seconds of a step of torch.nn.DataParallel."""
         state = self.p.parameter_bytes + self.p.buffer_bytes
         tensors = self.p.parameter_tensors + self.p.buffer_tensors
         host = self.s * self.c.module_s * self.p.modules * self.n
@@ -80,7 +84,7 @@ class _Terms:
         )  # fmt: skip
 
     def ddp(self) -> float:
-        """Return the step of one rank: buckets follow each other beside backward, or after it."""
+        """Return the seconds of a step of one rank; buckets are reduced one by one, during backward or after it."""
         late = self.loop.late_reduction
         backward = self.backward(0, beside=not late)
         sizes = buckets(self.p)
@@ -93,17 +97,22 @@ class _Terms:
         return step * (1 + self.c.variation * math.sqrt(2 * math.log(self.case.devices)))
 
     def pageable(self, rows: int) -> float:
+        """Return the seconds of a copy of the inputs of `rows` samples from pageable memory."""
         size = rows * self.p.input_bytes
         rate = self.machine.host.pageable_bytes_per_s or self.c.pageable_bytes_per_s
         return self.c.copy_s + size / rate if size else 0.0
 
     def scatter(self) -> float:
+        """Return the seconds in which the batch reaches all devices."""
         if self.loop.batch_first:
             return self.pageable(sum(self.case.rows)) + self.moved(self.p.input_bytes)
         return sum(self.pageable(rows) for rows in self.case.rows)
 
     def moved(self, size: float) -> float:
-        """Return the seconds in which every other device's share passes device 0's link, one after the other."""
+        """Return the seconds in which the shares of all other devices pass device 0's link one after the other.
+
+        `size` is in bytes per sample.
+        """
         if not size:
             return 0.0
         way = network.route(self.machine, "gpu0", "gpu1")
@@ -111,6 +120,7 @@ class _Terms:
         return (self.n - 1) * (self.c.copy_s + self.rows * size / rate)
 
     def forward(self, threads: int) -> float:
+        """Return the seconds of forward on `threads` devices driven by as many threads of one process."""
         known = _at(self.p.forward, self.rows)
         launches = min(self.s * self.c.launch_s * self.p.forward_launches, self.c.host_share * known)
         crowded = launches * threads * (1 + self.c.hand_off * (threads - 1))
@@ -118,17 +128,23 @@ class _Terms:
         return self.on(Phase.FORWARD, max(known, crowded, started))
 
     def backward(self, others: int, *, beside: bool = False) -> float:
+        """Return the seconds of backward while `others` devices of the process also run it.
+
+        With `beside`, gradients are reduced at the same time.
+        """
         known = _at(self.p.backward, self.rows)
         launches = min(self.s * self.c.backward_launch_s * self.p.backward_launches, self.c.host_share * known)
         kernels = self.group.beside_s(known, self.p.parameter_bytes) if beside else known
         return self.on(Phase.BACKWARD, max(kernels, launches * (1 + self.c.contention * others)))
 
     def loss(self, rows: int) -> float:
+        """Return the seconds of the loss of `rows` samples."""
         if self.p.loss is not None:
             return self.on(Phase.LOSS, self.p.loss.at(rows))
         return self.on(Phase.LOSS, rows * self.p.output_bytes / self.memory)
 
     def optimizer(self) -> float:
+        """Return the seconds of the optimizer's update."""
         if self.p.optimizer is not None:
             return self.on(Phase.OPTIMIZER, self.p.optimizer.at(self.rows))
         moved = PASSES.get(self.case.optimizer, 5) * self.p.parameter_bytes / self.memory

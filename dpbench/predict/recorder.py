@@ -1,4 +1,4 @@
-"""Recorder: every operator call while a model runs, its work, and the life of every storage it makes on one device."""
+"""Recorder: the operator calls of a running model, their work, and the lifetime of every storage on one device."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ FREE = {
     aten.lift_fresh,
     aten._unsafe_view,
 }
-"""Ops that start no kernel, beside all views."""
+"""Ops that start no kernel, in addition to all views."""
 SILENT = {torch.ops.prim.device.default, aten.detach.default}
-"""What is not written down: no work, and as often as torch pleases (hooks on saved tensors add some)."""
+"""Ops that are not recorded: they do no work, and their number varies (hooks on saved tensors add some)."""
 PASSES = {
     aten.native_batch_norm: 1, aten.cudnn_batch_norm: 1, aten._batch_norm_with_update: 1,
     aten.native_batch_norm_backward: 2, aten.cudnn_batch_norm_backward: 2, aten.batch_norm_backward: 2,
 }  # fmt: skip
-"""How often more than once an op reads its first argument: BatchNorm takes statistics before it normalises."""
+"""How often an op reads its first argument in addition to the first time: BatchNorm reads it for the statistics and
+again for the normalisation."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """A storage (by number) taken, of so many bytes, or given back: then minus as many."""
+    """The allocation of a storage, by number, with its size in bytes; a release has the negative size."""
 
     storage: int
     size_bytes: int
@@ -43,9 +44,9 @@ class Event:
 
 @dataclass(frozen=True)
 class Op:
-    """One operator call: its work, what it takes, and what was given back before the next one.
+    """One operator call: its phase, its work, and the allocations and releases until the next call.
 
-    `bytes` are read and written by a kernel that keeps nothing in registers between calls.
+    `bytes` are those that its kernel reads and writes in memory, without fusion with other ops.
     """
 
     phase: Phase
@@ -56,7 +57,7 @@ class Op:
 
 
 class OpRecorder(TorchDispatchMode):
-    """Writes down every op of a part, and the life of every storage that ops make on one device."""
+    """A dispatch mode that records the ops of each part of a step, and the lifetimes of storages on one device."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -64,23 +65,23 @@ class OpRecorder(TorchDispatchMode):
         self._parts: dict[str, list[tuple[Any, ...]]] = {}
         self._phase: Phase | None = None
         self._ops: list[tuple[Any, ...]] = []
-        self._events: list[tuple[int, int]] = []  # of the op that ran last; a finalizer may add to it at any time
+        self._events: list[tuple[int, int]] = []  # events of the latest op; finalizers append at any time
         self._known: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._sizes: dict[int, int] = {}
         self._forgotten: set[int] = set()
         self._count = 0
 
     def part(self, name: str, phase: Phase) -> OpPart:
-        """Return the context in which ops belong to a part of the step."""
+        """Return a context in which ops are recorded as a part of the step."""
         return OpPart(self, name, phase)
 
     def enter(self, name: str, phase: Phase | None) -> None:
-        """Let the ops from now on belong to a part, or with None to nothing."""
+        """Record the ops that follow as a part of the step; with a `phase` of None, ignore them."""
         self._phase, self._ops, self._events = phase, self._parts.setdefault(name, []), []
 
     @property
     def at(self) -> int:
-        """Return how many ops the present part has had."""
+        """Return the number of ops recorded in the current part."""
         return len(self._ops)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -99,7 +100,7 @@ class OpRecorder(TorchDispatchMode):
         return result
 
     def storage(self, tensor: torch.Tensor) -> int:
-        """Return the number of a tensor's storage; count it from now on if it is new."""
+        """Return the number of a tensor's storage; assign one and record the allocation if the storage is new."""
         storage = dense(tensor)[0].untyped_storage()
         if storage not in self._known:
             self._count += 1
@@ -114,11 +115,11 @@ class OpRecorder(TorchDispatchMode):
         self._events.append((number, -size))
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Leave the storages of tensors out of the trace: they are the host's."""
+        """Leave the storages of these tensors, which are in the host's memory, out of the trace."""
         self._forgotten |= {self.storage(tensor) for tensor in tensors}
 
     def ops(self, *parts: str) -> Mapping[str, tuple[Op, ...]]:
-        """Return these parts' ops; what is given back in them without having been taken there is left out."""
+        """Return the ops of these parts, without releases of storages that were allocated outside them."""
         rows = {part: self._parts.get(part, []) for part in parts}
         taken = {number for ops in rows.values() for *_, events in ops for number, size in events if size > 0}
         taken -= self._forgotten
@@ -132,7 +133,7 @@ class OpRecorder(TorchDispatchMode):
 
 
 class OpPart:
-    """The context of one part of the step."""
+    """The context of one part of the step: the recorder ignores ops outside it."""
 
     def __init__(self, recorder: OpRecorder, name: str, phase: Phase) -> None:
         self._recorder, self._name, self._phase = recorder, name, phase
@@ -145,7 +146,7 @@ class OpPart:
 
 
 def _traffic(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """Return the bytes that an op's kernel reads and writes; 0 where there is no kernel."""
+    """Return the bytes that an op's kernel reads and writes; 0 for an op without a kernel."""
     packet = func._overloadpacket
     if func.is_view or packet in FREE:
         return 0
@@ -160,17 +161,17 @@ def _traffic(func: Any, args: Any, kwargs: Any, result: Any) -> int:
 
 
 def _touched(tensor: torch.Tensor) -> int:
-    """Return the bytes of a tensor's elements, once each where it is expanded."""
+    """Return the bytes of a tensor's elements; the repeated elements of an expanded tensor count once."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
 def _strided(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a structure, sparse ones by their parts."""
+    """Yield the tensors in a nested structure; a sparse tensor yields its values and indices."""
     for leaf in tree_flatten(value)[0]:
         if isinstance(leaf, torch.Tensor):
             yield from dense(leaf)
 
 
 def dense(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Return the tensors that have a storage: this one, or a sparse one's values and indices."""
+    """Return the tensors with storages: the tensor itself, or the values and indices of a sparse one."""
     return (tensor._values(), tensor._indices()) if tensor.layout == torch.sparse_coo else (tensor,)

@@ -1,7 +1,8 @@
-"""Roofline: a traced op's seconds on a GPU that is described by peaks alone.
+"""Roofline: the seconds of a traced op on a GPU that is described by its peaks.
 
-An op takes the longest of three times: computing, moving its bytes, and starting at all. Both rates saturate: an op
-of `half` work reaches half of the best rate, which is the same as so much work more at that rate.
+An op takes the longest of three times: its computation, its memory traffic, and the least duration of a kernel. Both
+rates saturate: an op with `half` work reaches half of the best rate. This equals adding the `half` work to every op and
+running at the best rate.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ from dpbench.predict.trace import Trace
 from dpbench.records import Cost, Phase, Profile
 
 FOREACH_TENSORS = (770, 448, 336, 252, 210)
-"""How many tensors one multi-tensor launch takes, by how many lists it works on: `depth_to_max_tensors` in torch 2.13's
-`ATen/native/cuda/MultiTensorApply.cuh` for CUDA 13, as its blocks (2,240 of 65,536 elements) below; with CUDA 12 it is
-a seventh."""
+"""The most tensors in one multi-tensor launch, for one to five lists: `depth_to_max_tensors` in torch 2.13's
+`ATen/native/cuda/MultiTensorApply.cuh` for CUDA 13. The most blocks in a launch, and the elements of a block, below are
+from the same file. With CUDA 12 the limits are a seventh of these."""
 FOREACH_BLOCKS, FOREACH_ELEMENTS = 2240, 65_536
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """What a GPU reaches: peaks from its data sheet, the shares of them that can be had, and the least of a kernel.
+    """The speed of a GPU: peaks from its data sheet, the attainable shares of them, and the least duration of a kernel.
 
-    `flop_share` is what the best bf16 matrix product reaches of the dense peak: A100 SXM 0.87, A100 PCIe 0.81, H100
-    0.80, B200 0.78, MI300X 0.51 (S. Bekman, "Machine Learning Engineering Open Book", MAMF table). `half_flop` and
-    `half_bytes` are fitted to the efficiency tables of Calculon: 0.6 at 1 GFLOP; 0.75 at 10 MB, 0.9 at 100. None of
-    these is measured here. `convolution_flop_per_s` is the peak for convolutions, which torch lets cuDNN do in TF32
-    where there is such a thing (`torch.backends.cudnn.allow_tf32`, on by default; for products it is off).
+    `flop_share` is the share of the dense peak that the best bf16 matrix product reaches: A100 SXM 0.87, A100 PCIe
+    0.81, H100 0.80, B200 0.78, MI300X 0.51 (S. Bekman, "Machine Learning Engineering Open Book", MAMF table).
+    `half_flop` and `half_bytes` are fitted to the efficiency tables of Calculon: 0.6 at 1 GFLOP; 0.75 at 10 MB and 0.9
+    at 100 MB. dpbench measured none of these. `convolution_flop_per_s` is the peak for convolutions: cuDNN runs them in
+    TF32 on GPUs that have it (`torch.backends.cudnn.allow_tf32` is on by default; for matrix products it is off).
     """
 
     flop_per_s: float
@@ -42,12 +43,12 @@ class Speed:
     convolution_flop_per_s: float = 0.0
 
     def op_s(self, op: Op) -> float:
-        """Return the seconds of one op; 0 for one that starts no kernel."""
+        """Return the seconds of one op; 0 for an op without a kernel."""
         faster = self.convolution_flop_per_s if "convolution" in op.name else 0.0
         return self.seconds(op.flop, op.bytes, max(faster, self.flop_per_s))
 
     def seconds(self, flop: float, size_bytes: float, flop_per_s: float | None = None) -> float:
-        """Return the seconds of so much work in one kernel; `flop_per_s` is the peak where it is another."""
+        """Return the seconds of one kernel with this work; `flop_per_s` overrides the GPU's peak."""
         if not size_bytes:
             return 0.0
         compute = (flop + self.half_flop) / (self.flop_share * (flop_per_s or self.flop_per_s)) if flop else 0.0
@@ -57,7 +58,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class Pass:
-    """One multi-tensor op of an optimizer: over how many lists, and how many times its elements are read or written."""
+    """One multi-tensor op of an optimizer: its number of lists, and its reads and writes of each element in total."""
 
     lists: int
     passes: int
@@ -70,14 +71,14 @@ UPDATES: dict[str, tuple[Pass, ...]] = {
     "Adam": (Pass(2, 3), Pass(1, 2), Pass(2, 3), Pass(2, 2), Pass(1, 2), Pass(1, 2), Pass(3, 4)),
 }
 UPDATES["AdamW"] = (Pass(1, 2), *UPDATES["Adam"])  # p *= 1 - lr * decay
-"""The multi-tensor ops that `torch.optim` (2.13, foreach) starts for a step, with momentum where there can be one."""
+"""The multi-tensor ops of one step of an optimizer in `torch.optim` (2.13, foreach); SGD is taken with momentum."""
 
 
 def optimizer_s(name: str, sizes_bytes: Sequence[int], speed: Speed) -> tuple[float, int]:
-    """Return seconds and launches of an optimizer's step over parameters of these sizes.
+    """Return the seconds and the number of launches of an optimizer's step over parameters of these sizes in bytes.
 
-    Counted analytically: on the host, where traces are made, torch takes multi-tensor ops apart. Raises LookupError
-    for an optimizer whose ops are not known.
+    They are calculated from `UPDATES`, because torch splits multi-tensor ops into single ones on the host, where traces
+    are made. Raise LookupError for an optimizer whose ops are not known.
     """
     if name not in UPDATES:
         raise LookupError(f"the kernels of optimizer {name} are not known; known: {', '.join(UPDATES)}")
@@ -91,14 +92,14 @@ def optimizer_s(name: str, sizes_bytes: Sequence[int], speed: Speed) -> tuple[fl
 
 
 def phase_s(trace: Trace, phase: Phase, speed: Speed) -> float:
-    """Return the seconds of a phase's kernels, one after the other."""
+    """Return the seconds of a phase's kernels, run one after the other."""
     if phase is Phase.OPTIMIZER:
         return optimizer_s(trace.optimizer_name, trace.parameters.sizes_bytes, speed)[0]
     return sum(speed.op_s(op) for op in trace.ops if op.phase is phase)
 
 
 def counted(trace: Trace) -> Profile:
-    """Return what a traced model is made of, without seconds."""
+    """Return the counts of a traced model as a profile without seconds."""
     rows, t = trace.rows, trace
 
     def moved(phase: Phase) -> float:
@@ -117,9 +118,14 @@ def counted(trace: Trace) -> Profile:
 
 
 def profile(low: Trace, high: Trace, speed: Speed) -> Profile:
-    """Return a model's profile on a described GPU, its seconds as lines through two batch sizes, the larger last."""
+    """Return a model's profile on a described GPU, with seconds on the line through the batch sizes of two traces.
+
+    Raise ValueError unless `high` has the larger batch.
+    """
     if low.rows >= high.rows:
-        raise ValueError(f"a line needs two batch sizes, the larger last, got {low.rows} and {high.rows}")
+        raise ValueError(
+            f"a line needs traces of two batch sizes, the larger one last, got {low.rows} and {high.rows} rows"
+        )
 
     def cost(phase: Phase) -> Cost:
         first, second = phase_s(low, phase, speed), phase_s(high, phase, speed)

@@ -1,4 +1,4 @@
-"""Simulation: one case on one described machine -> the timeline of a step."""
+"""Simulation: the timeline of one step of a case on a described machine."""
 
 from __future__ import annotations
 
@@ -14,44 +14,44 @@ from dpbench.records.machine import Machine, Unknown
 from dpbench.strategies import load
 
 EXCHANGEABLE = 9
-"""From this number of ranks on, one representative rank is simulated: all ranks do the same work."""
+"""The rank count from which one representative rank is simulated, because all ranks do the same work."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loop:
-    """A training loop around a strategy.
+    """The differences of a training loop from the strategy's own step.
 
-    `batch_first` copies the whole batch to device 0, and from there to the other devices. `late_reduction` starts each
-    rank's reduction when all of its backward has ended.
+    With `batch_first`, the whole batch is copied to device 0, and from there to the other devices. With
+    `late_reduction`, each rank starts its reduction when its backward has ended.
     """
 
     batch_first: bool = False
     late_reduction: bool = False
 
     def changed(self, tasks: Sequence[Task]) -> list[Task]:
-        """Return the tasks of a step in this loop, from those of the strategy's own step."""
+        """Return the tasks of a step in this loop, given those of the strategy's own step."""
         found = _batch_first(tasks) if self.batch_first else list(tasks)
         return _late_reduction(found) if self.late_reduction else found
 
 
 PLAIN = Loop()
-"""The strategy's own step."""
+"""The strategy's own step, without differences."""
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """A step's tasks, and when each began and ended, in seconds from the step's start."""
+    """The tasks of a step, and the (begin, end) of each in seconds from the start of the step."""
 
     tasks: tuple[Task, ...]
     times: tuple[tuple[float, float], ...]
 
     @property
     def seconds(self) -> float:
-        """Return how long the step takes."""
+        """Return the duration of the step."""
         return max((end for _, end in self.times), default=0.0)
 
     def spans(self, step: int = 0, start_s: float = 0.0) -> list[Span]:
-        """Return what a trace of this step would show: a span for each task that takes time."""
+        """Return a span for each task with a duration above 0, as a measured trace of the step would have them."""
         return [
             Span(step, task.phase, task.device, "predicted", start_s + begin, start_s + end)
             for task, (begin, end) in zip(self.tasks, self.times, strict=True)
@@ -60,16 +60,17 @@ class Timeline:
 
 
 def check(case: Case, machine: Machine) -> None:
-    """Raise Unknown where a machine has too few devices for a case."""
+    """Raise Unknown if a machine has too few devices for a case."""
     if case.devices > machine.devices:
         raise Unknown(
             f"{case.label}: {machine.name} has {machine.devices} GPUs ({machine.nodes} nodes of {machine.gpu.count}), "
-            f"and the case wants {case.devices}; give --devices up to {machine.devices}, or a machine with more nodes"
+            f"but the case needs {case.devices}; give --devices up to {machine.devices}, or a machine with more nodes"
         )
     if case.traits.threads and case.devices > machine.gpu.count:
         raise Unknown(
-            f"{case.label}: {case.strategy} drives all devices from one process, and a node of {machine.name} has "
-            f"{machine.gpu.count} GPUs; give --devices up to {machine.gpu.count}, or --strategies ddp"
+            f"{case.label}: {case.strategy} drives all devices from one process on one node, and a node of "
+            f"{machine.name} has {machine.gpu.count} GPUs; give --devices up to {machine.gpu.count}, or "
+            "--strategies ddp"
         )
 
 
@@ -82,12 +83,12 @@ def step(
     phases: Collection[Phase] = tuple(Phase),
     loop: Loop = PLAIN,
 ) -> Timeline:
-    """Simulate one step of a case.
+    """Return the simulated timeline of one step of a case.
 
-    `phases` leaves out the phases that a published figure did not time. `loop` says how the training loop differs from
-    the strategy's own step.
+    `phases` are the phases to simulate; a published figure may leave some out. `loop` describes how the training loop
+    differs from the strategy's own step.
 
-    Raises Unknown where the machine has fewer devices than the case, or no way between two of them.
+    Raise Unknown if the machine has fewer devices than the case, or no route between two of them.
     """
     check(case, machine)
     tasks = only(loop.changed(_tasks(case, profile)), phases)
@@ -99,21 +100,21 @@ def step(
 
 @lru_cache(maxsize=64)
 def _tasks(case: Case, profile: Profile) -> list[Task]:
-    """Return the strategy's own tasks; of many equal ranks, those of one."""
+    """Return the tasks of the strategy's own step; from `EXCHANGEABLE` ranks on, only those of one rank."""
     strategy = load(case.strategy)
     many = case.traits.ranks and case.devices >= EXCHANGEABLE
     return strategy.one_rank(case, profile) if many else strategy.tasks(case, profile)
 
 
 def _straggling(case: Case, constants: Constants) -> float:
-    """Return by how much the slowest of all ranks is behind the mean, as a factor."""
+    """Return the expected step of the slowest rank relative to the mean of all ranks."""
     if not case.traits.ranks or case.devices < 2:
         return 1.0
     return 1 + constants.variation * math.sqrt(2 * math.log(case.devices))
 
 
 def only(tasks: Sequence[Task], phases: Collection[Phase]) -> list[Task]:
-    """Return the tasks of some phases; what waited for another waits for what that one waited for."""
+    """Return the tasks of some phases; a task that depends on a removed one gets the dependencies of the latter."""
     if set(phases) >= set(Phase):
         return list(tasks)
     kept: list[Task] = []

@@ -1,4 +1,4 @@
-"""Stored: what one device takes, from the measured trials of `single` in a results file."""
+"""Stored: profiles of one device, from the measured trials of the strategy `single` in a results file."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from dpbench.store import Store
 
 @dataclass(frozen=True)
 class Stored:
-    """A measured profile, on what it was measured (a GPU's or a processor's name), and at which batch sizes."""
+    """A measured profile, the name of the GPU or processor it was measured on, and the batch sizes."""
 
     profile: Profile
     device: str
     batches: tuple[int, ...]
     wanted: str
-    """The name of the machine's device."""
+    """The name of the device on the described machine."""
 
     @property
     def words(self) -> str:
-        """Say what was measured, and whether it is another device than the machine's."""
+        """Return the origin of the profile as text, with a warning if it is another device than the machine's."""
         sizes = ", ".join(map(str, self.batches))
         said = f"{self.profile.model}: one device's step MEASURED on {self.device}, batch {sizes}"
-        # what tells GPUs apart is the first word with a digit: 3090, A100, T4
+        # the first word with a digit identifies a GPU: 3090, A100, T4
         mark = next((word for word in self.wanted.split() if any(c.isdigit() for c in word)), self.wanted)
         other = mark.lower() not in self.device.lower()
-        return f"{said}; the machine has {self.wanted}, for which it stands badly" if other else said
+        return f"{said}; the machine has {self.wanted}, so the forecast may be far off" if other else said
 
 
 def read(path: Path, cases: Sequence[Case], machine: Machine) -> dict[counts.Key, Stored]:
-    """Return the profiles of the cases' models, each from the newest run of a results file that has its steps.
+    """Return the profile of each case's model, from the newest run of a results file that has steps of the model.
 
-    Raises Unknown where a model has none, with the command that measures them.
+    Raise Unknown, with the command that measures them, if a model has none.
     """
     wanted = {counts.key(case): case for case in reversed(cases)}
     found: dict[counts.Key, Stored] = {}
@@ -46,24 +46,24 @@ def read(path: Path, cases: Sequence[Case], machine: Machine) -> dict[counts.Key
     with Store.read(path) as store:
         for run in store.runs():
             trials = [trial for trial in store.trials(run.id) if _usable(trial)]
-            known |= {_told(trial.case) for trial in trials}
+            known |= {_setting(trial.case) for trial in trials}
             for key, case in wanted.items():
-                if key not in found and (mine := [trial for trial in trials if _told(trial.case) == _told(case)]):
+                if key not in found and (mine := [trial for trial in trials if _setting(trial.case) == _setting(case)]):
                     found[key] = _stored(case, mine, _device(run.provenance, case), machine)
             if len(found) == len(wanted):
                 return found
     missing = next(case for key, case in wanted.items() if key not in found)
     raise Unknown(
-        f"{path} has no measured step of one device for {_told(missing)}, from which {machine.name} is predicted; it "
-        f"has {', '.join(sorted(known)) or 'no steps of the strategy single'}; {way_out(missing, path)}"
+        f"{path} has no measured step of one device for {_setting(missing)}, which a forecast for {machine.name} "
+        f"needs; it has {', '.join(sorted(known)) or 'no steps of the strategy single'}; {way_out(missing, path)}"
     )
 
 
 def way_out(case: Case, path: Path | str = "FILE") -> str:
-    """Say how one device's step of a case's model gets into a results file."""
+    """Return, as text, how to measure one device's step of a case's model into a results file."""
     if counts.named(case.model):
         return (
-            f"{case.model} is known here by its name alone and cannot be measured: give --step-s SECONDS, or your own "
+            f"dpbench knows {case.model} by name only and cannot measure it: give --step-s SECONDS, or your own model "
             "as --model package.module:name"
         )
     flag = "--model" if ":" in case.model else "--models"
@@ -77,14 +77,14 @@ def way_out(case: Case, path: Path | str = "FILE") -> str:
 
 
 def _usable(trial: Trial) -> bool:
-    """Tell whether a trial is an ordinary measured step of one device; a prediction is none."""
+    """Return whether a trial is a trusted measurement of an ordinary step of one device."""
     case = trial.case
     measured = trial.source is Source.MEASURED and trial.status is Status.OK and trial.trusted
     return measured and case.traits.role is Role.BASELINE and not case.options
 
 
-def _told(case: Case) -> str:
-    """Say what a profile holds for."""
+def _setting(case: Case) -> str:
+    """Return the model and the settings that a profile applies to, as text."""
     return f"{case.model} ({case.size}, {case.precision}, {case.optimizer}, {case.device_kind})"
 
 

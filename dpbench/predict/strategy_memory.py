@@ -1,8 +1,8 @@
-"""What each strategy holds, when, and where: a traced step of one device, put together for several.
+"""Strategy memory: the allocations of each strategy on several devices, assembled from traces of one device.
 
-This module follows the code of the strategies and of the engine line by line, as far as memory goes: whatever a
-local variable or a saved tensor keeps alive there is held here for as long. Traces of the shards' rows give forward
-and backward, a trace of the whole batch the loss, if it is taken of the gathered output.
+With respect to memory, this module follows the code of the strategies and of the engine line by line: a tensor that a
+local variable or a saved tensor keeps alive there stays allocated here for as long. Forward and backward come from
+traces with the rows of each shard. The loss of a gathered output comes from a trace with the whole batch.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from dpbench.records.schedule import Schedule
 
 @dataclass(frozen=True)
 class Shards:
-    """The traces that a step on several devices is made of: each replica's rows, the whole batch, the optimizer."""
+    """The traces that a step on several devices is assembled from: of the whole batch, and of each replica's rows."""
 
     whole: Trace
     parts: tuple[Trace, ...]
     optimizer: Callable[[tuple[int, ...]], tuple[Sequence[Op], Sequence[Op]]]
-    """The optimizer's first and later steps over tensors of these sizes in bytes."""
+    """A function from sizes in bytes to the optimizer's first and later step over tensors of these sizes."""
 
 
 def single(tape: Tape, trace: Trace, steps: int, device: int = 0) -> None:
-    """Train on one device, as the strategy `single` does."""
+    """Add `steps` training steps of the strategy `single` to the tape."""
     _settle(tape, device, trace)
     state: Names = {}
     gradients: list[int] = []
@@ -41,7 +41,7 @@ def single(tape: Tape, trace: Trace, steps: int, device: int = 0) -> None:
 
 
 def _play_step(tape: Tape, device: int, trace: Trace, state: Names, batch: Sequence[int], *, first: bool) -> list[int]:
-    """Play forward, loss, backward and update of one device alone; return its gradients, which stay."""
+    """Play forward, loss, backward and update of one device; return the holdings of its gradients, which stay."""
     names: Names = {}
     play_forward(tape, device, trace, names)
     play_loss(tape, device, trace, names)
@@ -55,7 +55,7 @@ def _play_step(tape: Tape, device: int, trace: Trace, state: Names, batch: Seque
 
 
 def ddp(tape: Tape, trace: Trace, steps: int, device: int) -> None:
-    """Train as one rank of DistributedDataParallel, whose device this is."""
+    """Add `steps` training steps of one rank of DistributedDataParallel, on the rank's device, to the tape."""
     _settle(tape, device, trace)
     trainable = [size for size, wants in zip(trace.parameters.sizes_bytes, trace.trainable, strict=True) if wants]
     for chunk in chunks([*trace.parameters.sizes_bytes, *trace.buffers.sizes_bytes], DDP_SYNC_BYTES):
@@ -70,7 +70,7 @@ def ddp(tape: Tape, trace: Trace, steps: int, device: int) -> None:
         tape.stage = "scatter"
         batch = _take_batch(tape, device, trace)
         tape.stage = "forward"
-        if step == 1:  # the buckets are made anew, in the order in which gradients were ready
+        if step == 1:  # DDP rebuilds its buckets in the order in which gradients became ready
             tape.give(held)
             held = tape.take_all(device, buckets, "buckets")
         for chunk in chunks(trace.buffers.sizes_bytes, DDP_SYNC_BYTES):
@@ -79,9 +79,9 @@ def ddp(tape: Tape, trace: Trace, steps: int, device: int) -> None:
 
 
 class EngineMemory:
-    """Training on several devices on one of the engine's schedules, or by torch.nn.DataParallel.
+    """The allocations of training on several devices with one of the engine's schedules.
 
-    `collective` says that the devices are distinct GPUs, where weights and gradients move in flat buffers.
+    `collective` is True for distinct GPUs, between which weights and gradients move in flat buffers.
     """
 
     def __init__(self, tape: Tape, shards: Shards, schedule: Schedule, *, collective: bool) -> None:
@@ -95,13 +95,13 @@ class EngineMemory:
         self._kept = schedule.replicas == "persistent"
 
     def run(self, steps: int) -> None:
-        """Set up, and take so many steps."""
+        """Add the setup and `steps` training steps to the tape."""
         self._setup()
         for step in range(steps):
             self._step(step)
 
     def _setup(self) -> None:
-        """Put the module on device 0; with persistent replicas, everything that stays on the others."""
+        """Allocate the module on device 0, and persistent replicas and their summed gradients on the others."""
         tape, whole = self._tape, self._shards.whole
         _settle(tape, 0, whole)
         if not self._kept:
@@ -112,11 +112,15 @@ class EngineMemory:
             tape.take_all(i, [self._sizes[n] for n in self._owned(i)], "reduced")
 
     def _owners(self) -> range:
-        """Return the devices whose optimizer steps."""
+        """Return the devices that run an optimizer step."""
         return self._devices[:1] if self._schedule.update == "root" else self._devices
 
     def _owned(self, i: int) -> list[int]:
-        """Return the parameters that device i steps: the largest first to whoever has least, if they are shared out."""
+        """Return the parameters that device i updates.
+
+        For a sharded update, the parameters are assigned in descending order of size, each to the device with the
+        fewest bytes so far.
+        """
         if self._schedule.update != "sharded":
             return self._trainable
         load, mine = [0] * len(self._devices), []
@@ -127,7 +131,7 @@ class EngineMemory:
         return sorted(mine)
 
     def _step(self, step: int) -> None:
-        """Take one training step."""
+        """Add one training step to the tape."""
         tape, parts, schedule = self._tape, self._shards.parts, self._schedule
         tape.stage = "optimizer"
         tape.give(self._gradients)
@@ -165,7 +169,7 @@ class EngineMemory:
         tape.give([*found, *losses])
 
     def _replicate(self) -> None:
-        """Copy weights (unless they stay) and buffers to the other devices."""
+        """Copy buffers, and weights unless replicas persist, to the other devices."""
         tape, whole = self._tape, self._shards.whole
         tape.stage = "replicate"
         former, self._copies = self._copies, []
@@ -175,7 +179,7 @@ class EngineMemory:
         tape.give(former)
 
     def _broadcast(self, sizes: Sequence[int], *, flat: bool = False) -> None:
-        """Copy tensors of device 0 to the others: one by one, or in flat buffers."""
+        """Copy tensors of device 0 to the other devices, one by one or in flat buffers."""
         tape, others = self._tape, self._devices[1:]
         if flat:
             for i in others:
@@ -191,7 +195,7 @@ class EngineMemory:
                 tape.give(joined)
 
     def _gather(self) -> list[int]:
-        """Bring the outputs to device 0, and join them there."""
+        """Copy the outputs to device 0 and concatenate them there; return the holdings of the results."""
         tape, whole, parts = self._tape, self._shards.whole, self._shards.parts
         tape.stage = "gather"
         if len(parts) == 1:
@@ -204,7 +208,7 @@ class EngineMemory:
         return gathered
 
     def _hand_out(self, whole: Names, names: Sequence[Names]) -> None:
-        """Give each device its part of the gradient of the gathered output."""
+        """Play the backward of the loss, and scatter the gradient of the gathered output."""
         tape, parts = self._tape, self._shards.parts
         tape.stage = "backward"
         tape.play(0, self._shards.whole.loss_backward, whole, "loss")
@@ -220,7 +224,7 @@ class EngineMemory:
             tape.give([whole.pop(number, -1)])
 
     def _local_loss(self, names: Sequence[Names], *, first: bool) -> None:
-        """Let each device take the loss of its own rows; the first time the whole is compared with the parts."""
+        """Play the loss of each replica's rows; in the first step, also the loss of the whole batch as a check."""
         tape, parts = self._tape, self._shards.parts
         for i, trace in enumerate(parts):
             tape.stage = "loss"
@@ -237,7 +241,7 @@ class EngineMemory:
             tape.play(i, trace.loss_backward, names[i], "loss")
 
     def _backward(self, names: Sequence[Names]) -> None:
-        """Run the replicas' backwards; where the reduction overlaps with them, from bucket to bucket."""
+        """Play the backward of all replicas; if the reduction overlaps, reduce each bucket when it is ready."""
         tape, parts = self._tape, self._shards.parts
         self._reduced: set[int] = set()
         at = [0] * len(parts)
@@ -253,7 +257,7 @@ class EngineMemory:
             play_backward(tape, i, trace, names[i], at[i])
 
     def _buckets(self) -> list[list[int]]:
-        """Return the parameters of each bucket that can be reduced during backward, in the order of readiness."""
+        """Return the buckets that can be reduced during backward, as lists of parameters, in the order of readiness."""
         wanted = self._trainable[::-1] if self._kept else self._trainable
         runs: list[list[int]] = [[]]
         for n in wanted:
@@ -265,7 +269,7 @@ class EngineMemory:
         return sorted(full, key=lambda run: max(ready[n] for n in run))
 
     def _reduce(self, numbers: Sequence[int], names: Sequence[Names]) -> None:
-        """Add up the replicas' gradients of some parameters."""
+        """Play the reduction of some parameters' gradients over the replicas."""
         self._tape.stage = "reduce"
         self._reduced.update(numbers)
         if self._kept:
@@ -274,7 +278,7 @@ class EngineMemory:
             self._sum(numbers, names)
 
     def _sum(self, numbers: Sequence[int], names: Sequence[Names]) -> None:
-        """Add gradients on device 0 into new tensors, one by one or in flat buffers, and let the parts go."""
+        """Sum gradients on device 0 into new tensors, one by one or in flat buffers, and release the summands."""
         tape, parts, count = self._tape, self._shards.parts, len(self._devices)
         found = [h for trace, held in zip(parts, names, strict=True) for h in gradients_of(trace, held, numbers)]
         if count == 1:
@@ -293,7 +297,7 @@ class EngineMemory:
             for size in sizes:
                 here = tape.take(0, size, "reduced")
                 self._gradients += tape.take(0, size, "reduced")
-                for _ in range(count - 2):  # the next one arrives before the one before it is let go
+                for _ in range(count - 2):  # the next gradient arrives before the previous one is freed
                     there = tape.take(0, size, "reduced")
                     tape.give(here)
                     here = there
@@ -301,7 +305,7 @@ class EngineMemory:
         tape.give(found)
 
     def _collect(self, numbers: Sequence[int]) -> None:
-        """Add gradients up into what each owner keeps for them."""
+        """Sum gradients into the tensors that each owner keeps for them; only the copies that arrive are allocated."""
         tape, wanted = self._tape, set(numbers)
         for i in self._owners():
             for n in self._owned(i):
@@ -309,13 +313,13 @@ class EngineMemory:
                     tape.give([h for _ in self._devices[1:] for h in tape.take(i, self._sizes[n], "reduced")])
 
     def _optimize(self, step: int) -> None:
-        """Step the optimizer on every owner."""
+        """Play the optimizer step of every owner."""
         for i in self._owners():
             first, later = self._shards.optimizer(self._units(i))
             play_optimizer(self._tape, i, later if step else first, self._state[i])
 
     def _units(self, i: int) -> tuple[int, ...]:
-        """Return the sizes of what device i's optimizer steps."""
+        """Return the sizes in bytes of the tensors that device i's optimizer updates."""
         if self._schedule.optimizer != "flat":
             return tuple(self._sizes[n] for n in self._owned(i))
         size = flat_bytes([self._sizes[n] for n in self._trainable])
@@ -323,7 +327,7 @@ class EngineMemory:
 
 
 def _settle(tape: Tape, device: int, trace: Trace) -> None:
-    """Put the module on a device."""
+    """Allocate the module's parameters and buffers on a device."""
     tape.stage = "setup"
     tape.take_all(device, trace.parameters.sizes_bytes, "parameters")
     tape.take_all(device, trace.buffers.sizes_bytes, "buffers")
@@ -334,30 +338,30 @@ def _take_batch(tape: Tape, device: int, trace: Trace) -> list[int]:
 
 
 def play_forward(tape: Tape, device: int, trace: Trace, names: Names) -> None:
-    """Run a forward."""
+    """Play a trace's forward."""
     tape.stage = "forward"
     tape.play(device, trace.forward, names, "activations", dict.fromkeys(trace.outputs, "outputs"))
 
 
 def play_loss(tape: Tape, device: int, trace: Trace, names: Names) -> None:
-    """Take a loss."""
+    """Play a trace's loss."""
     tape.stage = "loss"
     tape.play(device, trace.loss, names, "loss")
 
 
 def play_backward(tape: Tape, device: int, trace: Trace, names: Names, start: int = 0, stop: int | None = None) -> None:
-    """Run a backward, or some of its ops."""
+    """Play a trace's backward, or its ops from `start` to `stop`."""
     kinds = dict.fromkeys(trace.gradients, "gradients")
     tape.play(device, trace.backward[start:stop], names, "backward", kinds)
 
 
 def gradients_of(trace: Trace, names: Names, numbers: Sequence[int] | None = None) -> list[int]:
-    """Take the gradients of some parameters (default: all) out of a trace's names; return their holdings."""
+    """Remove the gradients of some parameters (default: all) from `names`; return their holdings."""
     wanted = trace.gradients if numbers is None else [trace.gradients[n] for n in numbers]
     return [names.pop(storage) for storage in wanted if storage is not None and storage in names]
 
 
 def play_optimizer(tape: Tape, device: int, ops: Sequence[Op], state: Names) -> None:
-    """Step an optimizer."""
+    """Play the ops of an optimizer step."""
     tape.stage = "optimizer"
     tape.play(device, ops, state, "optimizer")

@@ -1,4 +1,4 @@
-"""Table: predictions and scores as plain text."""
+"""Table: forecasts, memory, changes and scores as plain text."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from dpbench.records.words import aligned
 COLUMNS = ("model", "strategy", "devices", "batch", "ms/step", "80 % interval", "samples/s", "speed-up", "phases, ms",
            "profile", "label")  # fmt: skip
 SHOWN = 0.03
-"""Phases of a smaller share of the step are left out of the table."""
+"""The least share of the step from which a phase is shown in the table."""
 SCORES = ("group", "strategy", "metric", "n", "MAPE", "median", "p90", "bias", "overhead", "skill", "80 % holds",
           "hard n", "hard MAPE", "left out")  # fmt: skip
 
 
 def predictions(found: Sequence[Prediction]) -> str:
-    """Return one line a case."""
+    """Return the forecasts as a table with one line per case."""
     return "\n".join(aligned([COLUMNS, *(_cells(one, found) for one in found)], left=(0, 1, 8, 9, 10)))
 
 
@@ -40,7 +40,7 @@ def _cells(one: Prediction, others: Sequence[Prediction]) -> tuple[str, ...]:
 
 
 def _phases(one: Prediction) -> str:
-    """Return the phases that cost something, as the ledger charges them."""
+    """Return the phases with at least `SHOWN` of the step, as text; the ledger assigns the seconds."""
     if not one.spans:
         return "formula: none"
     charged = ledger.phases(Step(one.seconds, False, one.seconds), one.spans)
@@ -53,7 +53,7 @@ NEEDS = ("model", "strategy", "devices", "batch", "GPU 0 allocated", "others", "
 
 
 def needs(found: Iterable[Need]) -> str:
-    """Return one line a case: what device 0 holds at most, the most of the others, and whether it fits."""
+    """Return the memory of each case as a table: the peaks of device 0, the highest of the others, and the fit."""
     lines: list[tuple[str, ...]] = [NEEDS]
     for one in found:
         case = one.case
@@ -71,17 +71,17 @@ def needs(found: Iterable[Need]) -> str:
 
 
 def what_ifs(found: Sequence[WhatIf]) -> str:
-    """Return what would help, the most first."""
-    lines = [("model", "devices", "batch", "what would help", "ms/step", "samples/s", "times as fast")]
+    """Return the gains of changes as a table."""
+    lines = [("model", "devices", "batch", "what if", "ms/step", "samples/s", "times as fast")]
     for one in found:
         rate = one.batch / one.seconds
-        lines.append((one.model, str(one.devices), str(one.batch), one.what, words.number(one.seconds * 1e3),
+        lines.append((one.model, str(one.devices), str(one.batch), one.change, words.number(one.seconds * 1e3),
                       words.number(rate), f"{words.number(one.gain)}x"))  # fmt: skip
     return "\n".join(aligned(lines, left=(0, 3)))
 
 
 def scores(lines: Iterable[ScoreLine]) -> str:
-    """Return one line a group and strategy."""
+    """Return the scoreboard as a table with one line per group, strategy and metric."""
     rows = [SCORES]
     for one in lines:
         rows.append((
@@ -94,7 +94,7 @@ def scores(lines: Iterable[ScoreLine]) -> str:
 
 
 def excluded(rows: Iterable[Excluded], most: int = 5) -> str:
-    """Return why rows were left out, how many for each reason, and the first of them."""
+    """Return the reasons why rows were left out, each with the number of its rows and the first `most` ids."""
     reasons: dict[str, list[str]] = {}
     for row in rows:
         reasons.setdefault(row.reason, []).append(row.id)

@@ -1,7 +1,8 @@
-"""What torch.nn.DataParallel holds: like the engine's reference, but replicas and outputs go when its forward returns.
+"""The memory of torch.nn.DataParallel: as on the engine's schedule `reference`, with two differences.
 
-From then on weights, inputs and outputs live as long as the graph needs them: a backward that has used a layer lets
-its weights go. Gradients are joined into buffers on every device before they are added, NCCL or not.
+First, torch frees replicas and outputs when its forward returns. From then on, weights, inputs and outputs live as long
+as the graph needs them: backward frees the weights of a layer once it has used them. Second, gradients are joined into
+buffers on every device before they are summed, with or without NCCL.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from dpbench.predict.strategy_memory import (
 from dpbench.predict.trace import Trace
 
 Release = tuple[int, list[int]]
-"""After how many of backward's ops, and which holdings."""
+"""The number of backward ops after which holdings are released, and the holdings."""
 
 
 class WrapperMemory(EngineMemory):
-    """One process of torch.nn.DataParallel."""
+    """The allocations of training with torch.nn.DataParallel."""
 
     def _step(self, step: int) -> None:
         tape, parts = self._tape, self._shards.parts
@@ -68,7 +69,7 @@ class WrapperMemory(EngineMemory):
         tape.give([*losses, *target, *gathered])
 
     def _copied(self, sizes: Sequence[int], first: int) -> list[list[tuple[list[int], list[int]]]]:
-        """Copy tensors to the other devices; return per device which tensors (by number) each holding carries."""
+        """Copy tensors to the other devices; return per device the numbers of the tensors in each holding."""
         tape, found = self._tape, []
         runs = chunks(sizes, COALESCED_BYTES) if self._collective else [[size] for size in sizes]
         for i in self._devices:
@@ -86,20 +87,23 @@ class WrapperMemory(EngineMemory):
     def _releases(
         self, i: int, trace: Trace, copies: Sequence[tuple[list[int], list[int]]], inputs: Sequence[int], names: Names
     ) -> list[Release]:
-        """Return when device i's copies, inputs and outputs go."""
+        """Return when the copies, inputs and outputs of device i are released."""
         at = trace.released_at
         found = [(max(at[n] for n in numbers), holdings) for numbers, holdings in copies]
         begin = len(trace.parameters.sizes_bytes) + len(trace.buffers.sizes_bytes)
         found += [(at[begin + k], [holding]) for k, holding in enumerate(inputs)]
         begin += len(trace.inputs.sizes_bytes)
-        if len(self._devices) > 1:  # alone it returns the module's own output, which the caller keeps
+        if len(self._devices) > 1:  # on one device, the caller keeps the module's own output
             found += [
                 (at[begin + k], [names.pop(storage)]) for k, storage in enumerate(trace.outputs) if storage in names
             ]
         return found
 
     def _sums(self) -> list[int]:
-        """Join the gradients on every device, and add the buffers on device 0; each loop's last names live on."""
+        """Join the gradients on every device and sum the buffers on device 0; return the holdings of the sums.
+
+        The buffers of one iteration are freed in the next, because torch's loop variables keep them alive.
+        """
         tape, others = self._tape, list(self._devices[1:])
         sums: list[int] = []
         former: list[int] = []

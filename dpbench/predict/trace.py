@@ -1,10 +1,11 @@
-"""Trace: one training step on one device as a list of ops, their work and the memory they take and give back.
+"""Trace: one training step on one device as a list of ops, with their work, allocations and releases.
 
-The step runs on fake tensors, which have shapes and no numbers, so that any model at any batch is traced in a second
-and without its hardware. A model whose shapes depend on numbers (packed sequences) is traced on real ones instead.
+The step runs on fake tensors, which have shapes but no values. A model is therefore traced at any batch size within
+about a second, and without its hardware. A model whose shapes depend on values (packed sequences) is traced on real
+tensors instead.
 
-The step is cut in parts, so that they can be put together anew for several devices: forward, loss, the loss's own
-backward, backward, the optimizer's first step (which makes its state) and any later one.
+The step is split into parts, which can be assembled for several devices: forward, loss, the backward of the loss,
+the backward of the module, the optimizer's first step (which creates its state), and a later optimizer step.
 """
 
 from __future__ import annotations
@@ -30,18 +31,19 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Precision = Callable[[], AbstractContextManager[Any]]
 
 FEW = 3
-"""Samples of the batch that shapes are taken from: a tensor of so many rows is taken to have one a sample."""
+"""The samples of the batch that shapes are taken from; a tensor with this many rows is assumed to have one per
+sample."""
 
 
 @dataclass(frozen=True)
 class Tensors:
-    """Sizes in bytes of a list of tensors."""
+    """The sizes in bytes of a list of tensors."""
 
     sizes_bytes: tuple[int, ...]
 
     @property
     def bytes(self) -> int:
-        """Return the sum."""
+        """Return the sum of the sizes."""
         return sum(self.sizes_bytes)
 
 
@@ -49,9 +51,9 @@ class Tensors:
 class Trace:
     """One step of one model on `rows` samples on one device.
 
-    The order of `parameters` is the module's, and `ready` their numbers in the order in which backward finishes their
-    gradients, which it does after so many of its ops as `ready_at` says. `outputs`, `output_gradients` and `gradients`
-    name storages; a gradient is None where there is none.
+    `parameters` has the module's order. `ready` has the numbers of parameters in the order in which backward completes
+    their gradients, and `ready_at` the number of backward ops after which each gradient is complete. `outputs`,
+    `output_gradients` and `gradients` are the numbers of storages; a missing gradient is None.
     """
 
     model: str
@@ -82,15 +84,15 @@ class Trace:
 
     @property
     def ops(self) -> tuple[Op, ...]:
-        """Return one ordinary step's ops, in order."""
+        """Return the ops of one step after the first, in the order of execution."""
         return (*self.forward, *self.loss, *self.loss_backward, *self.backward, *self.optimizer)
 
     def flop(self, *phases: Phase) -> float:
-        """Return the FLOP of some phases' ops, or of all."""
+        """Return the FLOP of the ops of some phases, or of all phases."""
         return sum(op.flop for op in self.ops if not phases or op.phase in phases)
 
     def launches(self, *phases: Phase) -> int:
-        """Return how many ops of some phases, or of all, start a kernel."""
+        """Return the number of ops of some phases, or of all phases, that start a kernel."""
         return sum(op.bytes > 0 for op in self.ops if not phases or op.phase in phases)
 
 
@@ -103,12 +105,14 @@ def trace(
     precision: Precision = nullcontext,
     fake_only: bool = False,
 ) -> Trace:
-    """Trace one training step of `build()` on `rows` samples.
+    """Return the trace of one training step of the model `build()` on `rows` samples.
 
-    `device` is what the fake tensors say they are on, and decides which operators torch picks: "cpu" works anywhere,
-    "lazy:0" picks as the emulated devices do (attention in plain operators), "cuda:0" needs a CUDA build of torch with
-    a GPU. `precision` is the region that forward and loss run in. Raises what the model raises; with `fake_only`
-    also what fake tensors raise where shapes alone do not do: numbers asked for, tensors that the module hides.
+    `device` is the device of the fake tensors, which determines the operators that torch selects: "cpu" works
+    everywhere, "lazy:0" selects like the emulated devices (attention unfused), and "cuda:0" needs a CUDA build of torch
+    with a GPU. Forward and loss run in the context `precision()`.
+
+    Errors of the model propagate. A model that fails on fake tensors, because it reads values or hides tensors from
+    torch, is traced on real tensors; with `fake_only`, the error propagates instead.
     """
     try:
         model = _shapes(build)
@@ -117,7 +121,7 @@ def trace(
             _place(model.module, torch.device(device))
             batch = [_rows_of(value, rows, torch.device(device)) for value in (positional(inputs), target)]
             return _TracedStep(model, rows, batch, torch.device(device), optimizer_fn, precision, fake=True).trace()
-    except Exception:  # whatever fake tensors do not know; if it is the model's own fault, it comes again
+    except Exception:  # a limit of fake tensors; an error of the model itself occurs again below
         if fake_only:
             raise
         model = build()
@@ -129,7 +133,7 @@ def trace(
 def trace_optimizer(
     optimizer_fn: OptimizerFactory, sizes_bytes: Sequence[int], *, device: str = "cpu"
 ) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
-    """Return the first and the later steps of an optimizer over fp32 vectors of these sizes."""
+    """Return the ops of the first and of a later optimizer step over fp32 vectors of these sizes in bytes."""
     with FakeTensorMode():
         parameters = [nn.Parameter(torch.empty(size // 4, device=device)) for size in sizes_bytes]
         for parameter in parameters:
@@ -145,7 +149,7 @@ def trace_optimizer(
 
 
 def _shapes(build: Build) -> Model:
-    """Build the model without numbers; with them where it computes with its weights while it is built."""
+    """Build the model without values; with values if its construction computes with its weights."""
     try:
         with torch.device("meta"):
             return build()
@@ -154,7 +158,7 @@ def _shapes(build: Build) -> Model:
 
 
 class _TracedStep:
-    """A model, a batch and an optimizer, and the two steps that are taken with them."""
+    """A model, a batch and an optimizer, and the recorder of two training steps."""
 
     def __init__(
         self, model: Model, rows: int, batch: Sequence[Any], device: torch.device, optimizer_fn: OptimizerFactory,
@@ -169,7 +173,10 @@ class _TracedStep:
         self._recorder = OpRecorder(device)
 
     def trace(self) -> Trace:
-        """Take two steps; the first tells how the optimizer makes its state, the second all the rest."""
+        """Run two steps and return their trace.
+
+        The first step provides the optimizer's first update and the release of saved tensors, the second all the rest.
+        """
         number = {id(parameter): n for n, parameter in enumerate(self._parameters)}
         hooks = [
             p.register_post_accumulate_grad_hook(lambda p: self._ready.append((number[id(p)], self._recorder.at)))
@@ -196,7 +203,7 @@ class _TracedStep:
         )  # fmt: skip
 
     def _step(self, name: str) -> dict[str, Any]:
-        """Take one step; return the storages that have a role in it."""
+        """Run one step; return the fields of `Trace` that describe its storages."""
         record = self._recorder
         self._optimizer.zero_grad(set_to_none=True)
         self._ready.clear()
@@ -220,7 +227,7 @@ class _TracedStep:
         begin = record.part(f"{name}backward", Phase.BACKWARD)
         edge = _Edge.apply(given, begin, *tensors)  # type: ignore[no-untyped-call]
         edge.backward()
-        del seed  # torch holds it until the whole backward is done
+        del seed  # torch keeps it until the whole backward has ended
         begin.__exit__(None, None, None)
         held = [*self._parameters, *self._module.buffers(), *tree_flatten(self._inputs)[0], *leaves]
         roles = {
@@ -241,7 +248,7 @@ PARTS = ("forward", "loss", "loss_backward", "backward", "optimizer_first", "opt
 
 
 class _Edge(Function):
-    """The end of forward: its backward hands out the gradients that the loss left, and keeps none of them."""
+    """The boundary between module and loss: its backward passes the gradients of the loss on and keeps none of them."""
 
     @staticmethod
     def forward(ctx: Any, given: list[Any], begin: AbstractContextManager[None], *outputs: torch.Tensor) -> Any:
@@ -257,27 +264,27 @@ class _Edge(Function):
 
 
 class _Saved:
-    """Hooks on what forward saves for backward, to see when each tensor is let go."""
+    """Hooks on the tensors that forward saves for backward, to find out when each is released."""
 
     def __init__(self, recorder: OpRecorder) -> None:
         self._recorder = recorder
         self._at: dict[int, int] = {}
 
     def pack(self, tensor: torch.Tensor) -> _Held:
-        """Save a tensor in an object of its own, whose end will tell."""
+        """Save a tensor in a separate object, whose finalizer records the release."""
         held = _Held(tensor)
         weakref.finalize(held, self._released, self._recorder.storage(tensor)).atexit = False
         return held
 
     def unpack(self, held: _Held) -> torch.Tensor:
-        """Return what was saved."""
+        """Return the saved tensor."""
         return held.tensor
 
     def _released(self, storage: int) -> None:
         self._at[storage] = self._recorder.at
 
     def at(self, tensor: torch.Tensor) -> int:
-        """Return after how many ops the last that saved a tensor let it go; 0 if nobody had saved it."""
+        """Return the number of ops after which a tensor was last released by its savers; 0 if it was not saved."""
         return self._at.get(self._recorder.storage(tensor), 0)
 
 
@@ -293,7 +300,7 @@ def _sizes(values: Iterable[Any]) -> Tensors:
 
 
 def _rows_of(value: Any, rows: int, device: torch.device) -> Any:
-    """Return fake tensors on a device, with so many rows instead of FEW; to be called under the mode."""
+    """Return fake tensors like `value` on a device, with `rows` rows instead of `FEW`; call it in a FakeTensorMode."""
     leaves, form = tree_flatten(value)
     made = [
         torch.empty((rows, *x.shape[1:]) if x.dim() and x.shape[0] == FEW else x.shape, dtype=x.dtype, device=device)
@@ -305,7 +312,7 @@ def _rows_of(value: Any, rows: int, device: torch.device) -> Any:
 
 
 def _place(module: nn.Module, device: torch.device) -> None:
-    """Put fake tensors in the place of all parameters and buffers; ties stay."""
+    """Replace all parameters and buffers by fake tensors; tied parameters stay tied."""
     made: dict[int, Any] = {}
     for part in module.modules():
         for held in (part._parameters, part._buffers):
@@ -317,12 +324,12 @@ def _place(module: nn.Module, device: torch.device) -> None:
                     wants = tensor.requires_grad
                     made[id(tensor)] = nn.Parameter(fake, wants) if isinstance(tensor, nn.Parameter) else fake
                 held[name] = made[id(tensor)]
-        if isinstance(part, nn.RNNBase):  # RNNs keep a list of their own
+        if isinstance(part, nn.RNNBase):  # RNNs keep a second list of their weights
             part._flat_weights = [getattr(part, name, None) for name in part._flat_weights_names]
 
 
 def _host_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the optimizer's counters: torch keeps them on the host, whatever device the parameters are on."""
+    """Return the optimizer's step counters, which torch keeps on the host if the parameters are on another device."""
     capturable = any(group.get("capturable") or group.get("fused") for group in optimizer.param_groups)
     state = [] if capturable else [v for own in optimizer.state.values() for v in own.values()]
     return [v for v in state if isinstance(v, torch.Tensor) and v.dim() == 0]

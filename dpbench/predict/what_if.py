@@ -1,4 +1,4 @@
-"""Remedies: what a case would gain from another schedule, another strategy, faster links or more work a device."""
+"""What if: the gain of a case from another schedule or strategy, faster links, a faster host, or a larger batch."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from dpbench.records.machine import Machine
 from dpbench.records.traits import Role
 
 FASTER = 4.0
-"""How much faster links are tried: one PCIe generation is twice, NVLink in the place of PCIe far more."""
+"""The factor of the faster links: one PCIe generation is a factor of 2, and NVLink instead of PCIe is far more."""
 
 
 @dataclass(frozen=True)
 class WhatIf:
-    """A change, the step in seconds that it leads to, and how many times as many samples a second that gives."""
+    """A change of a case, the seconds of a step with it, and `gain`, the ratio of the samples per second."""
 
     model: str
     devices: int
     batch: int
-    what: str
+    change: str
     seconds: float
     gain: float
 
 
 def what_ifs(predictor: Predictor, cases: Sequence[Case]) -> list[WhatIf]:
-    """Return what would help DataParallel on the most devices that were asked for, for each model, the best first."""
+    """Return the changes for each model's case with the most devices on one node, the largest gain first."""
     found = []
     for model in dict.fromkeys(case.model for case in cases):
         node = predictor.machine.gpu.count
@@ -41,7 +41,7 @@ def what_ifs(predictor: Predictor, cases: Sequence[Case]) -> list[WhatIf]:
 
 
 def _of(predictor: Predictor, case: Case) -> Iterator[WhatIf]:
-    """Yield the changes to one case, the case as torch.nn.DataParallel runs it first."""
+    """Yield the forecasts of changes to one case; the first is the case on the schedule of torch.nn.DataParallel."""
     now = replace(case, strategy=registry.of_role(Role.ENGINE), schedule=schedule.REFERENCE, options=())
     profile, machine, constants = predictor.profile(now), predictor.machine, predictor.constants
 
@@ -50,19 +50,19 @@ def _of(predictor: Predictor, case: Case) -> Iterator[WhatIf]:
 
     before = step(now)
 
-    def remedy(what: str, other: Case, seconds: float) -> WhatIf:
+    def what_if(change: str, other: Case, seconds: float) -> WhatIf:
         gain = before / seconds * other.batch_size / now.batch_size
-        return WhatIf(case.model, other.devices, other.batch_size, what, seconds, gain)
+        return WhatIf(case.model, other.devices, other.batch_size, change, seconds, gain)
 
-    yield remedy("nothing: DataParallel as torch does it", now, before)
+    yield what_if("unchanged: DataParallel as torch runs it", now, before)
     for name in schedule.climb(schedule.TRAIN_STEP)[1:]:
         other = replace(now, schedule=name)
-        yield remedy(f"dpbench's schedule {name}", other, step(other))
+        yield what_if(f"dpbench's schedule {name}", other, step(other))
     ddp = replace(now, strategy=registry.of_role(Role.CONTROL), schedule="")
-    yield remedy("DistributedDataParallel", ddp, step(ddp))
-    yield remedy(f"links {FASTER:g} times as fast", now, step(now, constants.changed(bus_scale=FASTER)))
+    yield what_if("DistributedDataParallel", ddp, step(ddp))
+    yield what_if(f"links {FASTER:g} times as fast", now, step(now, constants.changed(bus_scale=FASTER)))
     doubled = replace(now, batch_size=2 * now.batch_size)
-    yield remedy("twice the batch", doubled, step(doubled))
+    yield what_if("twice the batch", doubled, step(doubled))
     half = replace(machine, host=replace(machine.host, factor=machine.host.factor / 2))
-    again = replace(predictor, machine=half).profile(now)  # launches of a traced net take half as long
-    yield remedy("a host twice as fast", now, step(now, m=half, p=again))
+    again = replace(predictor, machine=half).profile(now)  # the launches of a traced profile are faster, too
+    yield what_if("a host twice as fast", now, step(now, m=half, p=again))
