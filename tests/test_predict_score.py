@@ -151,9 +151,9 @@ def test_odd_rows_get_a_number(odd: dict[str, Any], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"value": "n/a"}, "no number: 'n/a'"),
-        ({"value": "-3"}, "no number: value -3"),
-        ({"n_gpu": ""}, "no number: ''"),
+        ({"value": "n/a"}, "not a valid number: 'n/a'"),
+        ({"value": "-3"}, "not a valid number: value -3"),
+        ({"n_gpu": ""}, "not a valid number: ''"),
         ({"metric": "mem_mib_gpu0", "value": 3}, "metric mem_mib_gpu0 is no time"),
         ({"strategy": "pipeline", "value": 3}, "strategy pipeline is not predicted"),
         ({"model": "vgg16", "value": 3}, "no one-device row"),
@@ -180,7 +180,7 @@ def test_suspect_rows_and_repeats_come_in_when_asked(tmp_path: Path) -> None:
 def test_a_table_without_columns_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "wrong.csv"
     path.write_text("a,b\n1,2\n")
-    with pytest.raises(ValueError, match=r"wrong\.csv: no column id, metric, model, n_gpu, strategy, value"):
+    with pytest.raises(ValueError, match=r"wrong\.csv: column id, metric, model, n_gpu, strategy, value is missing"):
         score.score(path)
 
 
@@ -296,7 +296,7 @@ def test_the_scoreboard_prints_and_speaks_json(tmp_path: Path) -> None:
     shown = command("--score", str(table))
     assert shown.returncode == 0, shown.stderr
     assert "80 % holds" in shown.stdout
-    assert "metric util is no time of a step: X-3" in shown.stdout
+    assert "metric util is not the duration of a step: X-3" in shown.stdout
     (line,) = json.loads(command("--score", str(table), "--json").stdout)
     keys = {"group", "strategy", "metric", "n", "mape", "median", "p90", "bias", "skill", "coverage", "excluded"}
     assert keys <= set(line)

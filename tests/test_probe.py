@@ -176,7 +176,7 @@ def test_the_command_measures_this_machine(tmp_path: Path, monkeypatch: pytest.M
     assert "measuring memory, pass 1 of 3" in done.stderr
     assert "pass 2" not in done.stderr
     data = tomllib.loads(path.read_text())
-    assert f"stopped early: {len(data['probe'])} of {len(data['probe'])} figures rest on 1 of 3 passes" in done.stderr
+    assert f"stopped early: {len(data['probe'])} of {len(data['probe'])} figures are from 1 of 3 passes" in done.stderr
     assert all(row["passes"] == 1 and row["stopped_early"] for row in data["probe"].values())
     alike = [name for name, row in data["probe"].items() if row["value"] and row["low"] == row["high"]]
     assert alike == [], "a range that is none"
@@ -223,7 +223,7 @@ def test_two_points_have_a_start_and_a_slope_that_are_not_negative() -> None:
 def test_a_pass_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(foreign_load, "measure", lambda: QUIET)
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
-    with pytest.raises(RuntimeError, match="a pass of the probe ended with 1"):
+    with pytest.raises(RuntimeError, match="a pass of the probe ended with exit status 1"):
         probe.probe()
 
 
@@ -371,6 +371,6 @@ def test_passes_that_the_budget_leaves_out_are_told_for_each_figure(monkeypatch:
     monkeypatch.setattr(probe, "BUDGET_S", 60.0)
     data = tomllib.loads(to_toml(probe.probe(said.append)))
     assert said == [
-        "stopped early: 10 of 10 figures rest on 2 of 3 passes, because another would not have ended within 60 s"
+        "stopped early: 10 of 10 figures are from 2 of 3 passes, because another pass would have exceeded 60 s"
     ]
     assert all(row["passes"] == 2 and row["stopped_early"] for row in data["probe"].values())

@@ -78,7 +78,7 @@ class Trace:
     gradients: tuple[int | None, ...]
     losses: tuple[int, ...]
     released_at: tuple[int, ...]
-    """For each parameter, buffer, input and output: after how many of backward's ops its graph lets go of it."""
+    """For each parameter, buffer, input and output: the number of backward ops after which the graph releases it."""
     optimizer_name: str
     fake: bool
 

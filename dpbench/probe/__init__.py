@@ -1,7 +1,7 @@
-"""Probe: measure what this machine costs and reaches, and write it down as a machine file.
+"""Probe: measure the costs and rates of this machine, and write them as a machine file.
 
-It goes over all figures several times, each time in a fresh process: what two threads make of one interpreter lock
-differs from process to process, and what else a machine does from one moment to the next.
+All figures are measured several times, each time in a fresh process. The contention of two threads for the interpreter
+lock differs from process to process, and the load of the machine changes over time.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from dpbench.probe import collective, engine, gpu, host
 from dpbench.probe.figures import Figure, over_passes
 
 PASSES, BUDGET_S = 3, 58.0
-"""A pass that would not end within the budget, if it took as long as the one before, is not begun."""
+"""The planned passes, and the budget: a pass is not started if it would exceed the budget, judging by the last one."""
 Say = Callable[[str], None]
 MODULE_S = 16e-6
-"""What a module copied for a replica costs where the host's factor is 1; the factor is this machine's against it."""
+"""The seconds of copying one module for a replica at a host factor of 1, from which the host factor is calculated."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A machine and its figures."""
+    """A probed machine and its figures."""
 
     name: str
     cores: int
@@ -44,10 +44,10 @@ class Probe:
     figures: tuple[Figure, ...]
     seconds: float
     load: foreign_load.Measured
-    """The most that other processes took of the cores, before it and in each pass."""
+    """The highest load of other processes on the cores, before the probe and during its passes."""
 
     def __getitem__(self, name: str) -> float:
-        """Return a figure's value."""
+        """Return the value of a figure; raise LookupError for an unknown name."""
         for one in self.figures:
             if one.name == name:
                 return one.value
@@ -55,20 +55,21 @@ class Probe:
 
 
 class Busy(RuntimeError):
-    """Other processes take too much of the cores for a probe."""
+    """The load of other processes is too high for a probe."""
 
 
 def probe(say: Say = lambda _: None, *, patience_s: float | None = None, anyway: bool = False) -> Probe:
-    """Measure this machine, its GPUs if it has some; `say` gets a line for each part.
+    """Measure this machine, including its GPUs, and return the figures; `say` gets a line for each part.
 
-    A busy machine is waited for, up to `patience_s` seconds; None takes the environment's or the default. Raises Busy
-    if it stays busy, unless `anyway`. Raises RuntimeError, with what it said last, when a pass fails.
+    On a busy machine, wait up to `patience_s` seconds; None means the value of the environment or the default. Raise
+    Busy if the machine stays busy, unless `anyway` is True. Raise RuntimeError with the last output of a pass that
+    fails.
     """
     loads = [foreign_load.wait(foreign_load.patience(patience_s), say)]
     if foreign_load.busy(loads[0]) and not anyway:
         raise Busy(
-            f"busy machine: {loads[0]}; end what runs there, wait longer (--patience SECONDS), or measure all the same "
-            f"and label the file {foreign_load.NOISY} (--anyway)"
+            f"busy machine: {loads[0]}; end the other processes, wait longer (--patience SECONDS), or measure "
+            f"nevertheless and label the file {foreign_load.NOISY} (--anyway)"
         )
     begin = time.perf_counter()
     passes: list[list[Figure]] = []
@@ -90,7 +91,10 @@ def probe(say: Say = lambda _: None, *, patience_s: float | None = None, anyway:
 
 
 def _worst(loads: Sequence[foreign_load.Measured]) -> foreign_load.Measured:
-    """Return the highest load; an unknown one where none is too high, so that it is not called quiet."""
+    """Return the highest load; if that is not too high but some loads are unknown, return an unknown one.
+
+    Otherwise a machine with unknown loads would count as quiet.
+    """
     known = [load for load in loads if isinstance(load, foreign_load.Load)]
     unknown = [load for load in loads if isinstance(load, foreign_load.UnknownLoad)]
     highest = max(known, key=lambda load: load.taken, default=None)
@@ -98,19 +102,19 @@ def _worst(loads: Sequence[foreign_load.Measured]) -> foreign_load.Measured:
 
 
 def _endings(found: Probe) -> Iterator[str]:
-    """Yield the limits of the figures, a line each: fewer passes than planned, and noise."""
+    """Yield one line for each limitation of the figures: fewer passes than planned, and noise."""
     for passes in range(1, PASSES):
         early = [one for one in found.figures if one.passes == passes]
         if early:
             yield (
-                f"stopped early: {len(early)} of {len(found.figures)} figures rest on {passes} of {PASSES} passes, "
-                f"because another would not have ended within {BUDGET_S:.0f} s"
+                f"stopped early: {len(early)} of {len(found.figures)} figures are from {passes} of {PASSES} passes, "
+                f"because another pass would have exceeded {BUDGET_S:.0f} s"
             )
     yield from _noise(found.load)
 
 
 def _noise(load: foreign_load.Measured) -> Iterator[str]:
-    """Yield that the figures are NOISY, or that this is unknown."""
+    """Yield a line if the figures are NOISY, or if the load is unknown."""
     if foreign_load.busy(load):
         yield f"{foreign_load.NOISY}: {load}"
     elif isinstance(load, foreign_load.UnknownLoad):
@@ -118,7 +122,7 @@ def _noise(load: foreign_load.Measured) -> Iterator[str]:
 
 
 def _pass(name: str, say: Say) -> list[Figure]:
-    """Measure all figures once, in a process of its own with one thread an operation, as in the workers."""
+    """Measure all figures once, in a fresh process with one thread per operation, as in the workers."""
     command = [sys.executable, "-m", "dpbench.probe", str(os.getpid())]
     figures: list[Figure] = []
     with (
@@ -134,12 +138,14 @@ def _pass(name: str, say: Say) -> list[Figure]:
                 figures.append(Figure(**found))
         if process.wait():
             errors.seek(0)
-            raise RuntimeError(f"a pass of the probe ended with {process.returncode}: {errors.read()[-500:]}")
+            raise RuntimeError(
+                f"a pass of the probe ended with exit status {process.returncode}: {errors.read()[-500:]}"
+            )
     return figures
 
 
 def measure() -> Iterator[str | Figure]:
-    """Measure all figures in this process; yield what comes next, and each figure."""
+    """Measure all figures in this process; yield the name of each part before its figures."""
     torch.set_num_threads(1)
     malloc.keep()
     for what, part in _on_the_host():
@@ -152,16 +158,16 @@ def measure() -> Iterator[str | Figure]:
 
 
 def measure_toml(say: Say = lambda _: None, *, patience_s: float | None = None, anyway: bool = False) -> str:
-    """Measure this machine and return its file; see `probe`."""
+    """Measure this machine and return the text of its machine file; see `probe` for arguments and errors."""
     return to_toml(probe(say, patience_s=patience_s, anyway=anyway))
 
 
 Parts = Iterator[tuple[str, Callable[[], Iterator[Figure]]]]
-"""What is measured, in words, and what measures it."""
+"""Pairs of the name of a part, as text, and the function that measures it."""
 
 
 def _on_the_host() -> Parts:
-    """Yield what is measured by threads that keep to a core each."""
+    """Yield the parts that are measured by threads pinned to one core each."""
     yield "operations and the interpreter's lock", host.calls
     yield "modules and tensors", host.replication
     yield "threads", host.threads
@@ -169,13 +175,13 @@ def _on_the_host() -> Parts:
     yield "memory", host.memory
     yield "dpbench's engine on tiny nets", engine.figures
     yield "nets in two threads", host.nets
-    # where GPUs reduce, their figures have these names
+    # with several GPUs, the figures of their all-reduce have these names
     sizes = collective.SIZES if torch.cuda.device_count() < 2 else ()
     yield "two processes", lambda: collective.figures(host.NETS, sizes)
 
 
 def _on_gpus() -> Parts:
-    """Yield what is measured on GPUs, from threads that run where they like, as the workers' do."""
+    """Yield the parts that are measured on GPUs, by threads that are not pinned, as in the workers."""
     count = torch.cuda.device_count()
     if count:
         yield "GPU 0", gpu.figures
@@ -192,9 +198,9 @@ def _processor() -> str:
 
 
 def to_toml(found: Probe) -> str:
-    """Write a probe as a machine file: what predictions read, then every figure with how it was measured.
+    """Return the text of a machine file: the fields that forecasts read, then every figure with its method.
 
-    Links between GPUs are not measured by this suite: the file says which lines to add for them.
+    The probe does not measure links between GPUs. The file has a comment on the lines to add for them.
     """
     how = f"measured by dpbench probe in {found.seconds:.0f} s, torch {torch.__version__}"
     how = "; ".join([how, *_noise(found.load)])
@@ -240,7 +246,7 @@ def to_toml(found: Probe) -> str:
 
 
 def _table(one: Figure) -> Iterator[str]:
-    """Yield one figure as a table."""
+    """Yield the lines of one figure's TOML table."""
     yield from ("", f"[probe.{one.name}]", f"value = {_number(one.value)}")
     for edge, value in (("low", one.low), ("high", one.high)):
         if value is not None:
@@ -252,7 +258,7 @@ def _table(one: Figure) -> Iterator[str]:
 
 
 def _number(value: float) -> str:
-    """Write a number so that TOML reads it as one; four digits are more than any figure holds."""
+    """Return a number as TOML with four significant digits, which exceeds the precision of all figures."""
     return str(value) if isinstance(value, int) else f"{value:.4g}" if abs(value) < 1e4 else f"{value:.4e}"
 
 

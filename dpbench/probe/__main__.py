@@ -1,4 +1,4 @@
-"""One pass of the probe, for the process that started it: a JSON line for each part that begins, for each figure."""
+"""One pass of the probe in a process: print a JSON line for the start of each part, and one for each figure."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ if __name__ == "__main__":
     from dpbench.probe import measure
 
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else prints must not look like a figure
+    os.dup2(2, 1)  # other output goes to stderr, so that it is not read as a figure
     for found in measure():
         print(json.dumps(found if isinstance(found, str) else asdict(found)), file=answers, flush=True)

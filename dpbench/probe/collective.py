@@ -1,4 +1,4 @@
-"""Between processes: an all-reduce of several sizes, and what two processes that train take from each other.
+"""Collectives: the probe's figures of several processes, such as all-reduces and the slowdown of concurrent training.
 
 The ranks are forked from a fresh process, because a process that has run tensor operations must not fork.
 """
@@ -35,12 +35,15 @@ KIB, MIB = 2**10, 2**20
 SIZES = tuple(32 * KIB * 4**i for i in range(6))
 """32 KiB to 32 MiB."""
 COMPUTED_S = 1e-3
-"""Of computing before each all-reduce, and after each barrier."""
+"""The seconds of computation before each all-reduce and after each barrier."""
 LIMIT_S = 60.0
 
 
 def figures(rows: Mapping[str, int], sizes: Sequence[int] = SIZES, ranks: int = 2) -> Iterator[Figure]:
-    """Yield all figures of processes on the host, measured by ranks that are started once; no sizes, no all-reduce."""
+    """Yield all figures of processes on the host, measured by ranks that are started once.
+
+    `rows` maps the name of a net to its rows per rank. Without `sizes`, no all-reduce is measured.
+    """
     found = _measured(ranks, "gloo", {"nets": dict(rows), "chains": engine.LAYERS, "reduce": sizes})
     yield from _of_nets(found["nets"], rows, ranks)
     yield from _of_chains(found["chains"], ranks)
@@ -49,12 +52,15 @@ def figures(rows: Mapping[str, int], sizes: Sequence[int] = SIZES, ranks: int = 
 
 
 def all_reduce(ranks: int = 2, backend: str = "gloo", sizes: Sequence[int] = SIZES) -> Iterator[Figure]:
-    """Yield the seconds of an all-reduce of each size, and the line through them."""
+    """Yield the seconds of an all-reduce of each size in bytes, and the start and the rate of the line through them."""
     yield from _of_reductions(_measured(ranks, backend, {"reduce": sizes})["reduce"], ranks, backend)
 
 
 def _of_reductions(found: Sequence[tuple[int, Mapping[str, float]]], ranks: int, backend: str) -> Iterator[Figure]:
-    """Yield each size's seconds; the line is over W, the bytes that a ring sends on each link: 2 (n - 1) / n of it."""
+    """Yield the seconds of each size, and the line through them.
+
+    The line is over the bytes that a ring sends on each link: 2 (n - 1) / n of the size for n ranks.
+    """
     timed = [(size, Timing(**seconds)) for size, seconds in found]
     for size, spent in timed:
         how = f"all_reduce of {size // KIB} KiB, {ranks} ranks, {backend}, after a while of computing"
@@ -67,10 +73,9 @@ def _of_reductions(found: Sequence[tuple[int, Mapping[str, float]]], ranks: int,
 
 
 def _of_nets(found: Mapping[str, Any], rows: Mapping[str, int], ranks: int) -> Iterator[Figure]:
-    """Yield how much longer forward, and training, of each net take beside another process that does the same."""
+    """Yield how many times as long forward and training of each net take while other processes do the same."""
     for name, (alone, together) in found.items():
-        beside = "beside another process's, begun together each time, in whoever ends last, against alone"
-        how = f"of {name} on {rows[name]} rows {beside}"
+        how = f"of {name} on {rows[name]} rows in all ranks at once, up to the end of the last rank, against one alone"
         for what, whole, one in zip(("forward", "training"), together, alone, strict=True):
             said = {"forward": "forward, in a step,", "training": "forward and backward"}[what]
             label = f"{name}_{what}_{ranks}_processes_ratio"
@@ -78,11 +83,11 @@ def _of_nets(found: Mapping[str, Any], rows: Mapping[str, int], ranks: int) -> I
 
 
 def _of_chains(found: Sequence[tuple[int, Mapping[str, engine.Phases]]], ranks: int) -> Iterator[Figure]:
-    """Yield what DistributedDataParallel costs the host beside a net: each phase's seconds on tiny chains."""
+    """Yield the host's cost of DistributedDataParallel without the net: each phase's seconds on tiny chains."""
     alone, beside, joint, joint_long = (
         {layers: sides[side] for layers, sides in found} for side in ("alone", "beside", "ddp", "ddp_long")
     )
-    # what ranks take from each other in forward and backward, the nets' own ratios say
+    # the ratios of the nets contain the slowdown of forward and backward by other ranks
     net = engine.beyond(joint, beside, dict.fromkeys(("forward", "backward"), 1))
     rest = engine.beyond(joint, alone, dict.fromkeys(("loss", "optimizer"), 1))
     more = {layers: [{**a, **b} for a, b in zip(net[layers], rest[layers], strict=True)] for layers in net}
@@ -92,8 +97,8 @@ def _of_chains(found: Sequence[tuple[int, Mapping[str, engine.Phases]]], ranks: 
 
 
 def _measured(ranks: int, backend: str, wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Start the ranks from a fresh process; return what rank 0 measured. Raises RuntimeError when a rank failed."""
-    affinity.roam()  # each rank keeps to a core of its own
+    """Start the ranks from a fresh process; return rank 0's measurements. Raise RuntimeError if a rank fails."""
+    affinity.roam()  # each rank is pinned to another core
     with tempfile.TemporaryDirectory(prefix="dpbench-") as folder:
         command = [sys.executable, "-m", "dpbench.probe.collective", str(os.getpid()), folder, str(ranks), backend]
         done = subprocess.run(
@@ -106,14 +111,14 @@ def _measured(ranks: int, backend: str, wanted: Mapping[str, Any]) -> dict[str, 
 
 
 def _start(parent: int, folder: Path, ranks: int, backend: str, wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Start the ranks from this process, and return what rank 0 measured; end when `parent` does."""
+    """Start the ranks from this process and return rank 0's measurements; the process ends together with `parent`."""
     parent_death.die_with_parent(parent)
     measured: dict[str, Any] = run(partial(_rank, backend, wanted), ranks, folder, backend)[0]
     return measured
 
 
 def _rank(backend: str, wanted: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    """Measure as one rank."""
+    """Return the measurements of one rank, by the names in `wanted`."""
     torch.set_num_threads(1)
     malloc.keep()
     device = torch.device("cpu")
@@ -128,15 +133,16 @@ def _rank(backend: str, wanted: Mapping[str, Any], rank: int) -> dict[str, Any]:
 
 
 def _reduce(sizes: Sequence[int], device: torch.device) -> list[tuple[int, dict[str, float]]]:
-    """Time each size often, after a while of computing, as in a step: cores that idle, or wait, answer otherwise.
+    """Return the timing of an all-reduce of each size, repeated after some computation.
 
-    It begins when the last rank arrives, and ends when the last one leaves.
+    The computation is there because an idle or waiting core takes longer to respond than in a step. The time is from
+    the arrival of the last rank to the departure of the last one.
     """
     found = []
     for size in sizes:
         value = torch.zeros(size // 4, device=device)
         mine = []
-        for _ in range(WARM + (20 if size <= MIB else 8)):  # the first ones connect, and fault pages in
+        for _ in range(WARM + (20 if size <= MIB else 8)):  # the first ones connect and allocate pages
             _compute()
             begin = time.perf_counter()
             dist.all_reduce(value)
@@ -150,7 +156,7 @@ def _reduce(sizes: Sequence[int], device: torch.device) -> list[tuple[int, dict[
 
 
 def _nets(rows: Mapping[str, int]) -> dict[str, Any]:
-    """Time each net in rank 0 alone, while the others wait, and in all ranks at once: forwards, and the whole."""
+    """Return the timings of each net's forward and whole step: in rank 0 while the others wait, and in all at once."""
     found = {}
     for name, count in rows.items():
         step, times = host.timed_training(name, count), _agreed(host.repeats(name, count))
@@ -161,9 +167,9 @@ def _nets(rows: Mapping[str, int]) -> dict[str, Any]:
         dist.barrier()
         for _ in range(WARM + times):
             dist.barrier()
-            _compute()  # until gloo's threads have gone to sleep
+            _compute()  # by then gloo's threads are asleep
             joint.append(step())
-        # a step of several ranks is that of the rank that finishes it last
+        # the last rank to finish determines the step of all
         last = [max(ranks, key=lambda times: times[-1]) for ranks in zip(*_gathered(joint), strict=True)]
         found[name] = tuple([asdict(one) for one in makespans([each])] if each else None for each in (alone, last))
     return found
@@ -177,21 +183,21 @@ def _compute() -> None:
 
 
 def _agreed(count: int) -> int:
-    """Return rank 0's number."""
+    """Return the `count` of rank 0 on all ranks."""
     number = torch.tensor(count)
     dist.broadcast(number, 0)
     return int(number)
 
 
 def _gathered(mine: Any) -> list[Any]:
-    """Return what every rank has."""
+    """Return the objects of all ranks, by rank."""
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, mine)
     return every
 
 
 def _chains(lengths: Sequence[int]) -> list[Any]:
-    """Time each chain's phases in rank 0 alone, in all ranks at once, and in all under DistributedDataParallel."""
+    """Return each chain's seconds by phase: in rank 0 alone, in all ranks at once, and with DistributedDataParallel."""
     ranks, rank, found = dist.get_world_size(), dist.get_rank(), []
     devices = open_devices("cpu", ranks)[rank : rank + 1]
     for layers in lengths:
@@ -207,19 +213,19 @@ def _chains(lengths: Sequence[int]) -> list[Any]:
 
 
 def _alone(layers: int, devices: Sequence[Device], ranks: int, before: Callable[[], Any] = tuple) -> Trial:
-    """Take a chain's steps without the other ranks; `before` each one, it may meet them."""
+    """Run a chain's steps independently of the other ranks; `before` runs before each step, for example a barrier."""
     case, clock = plan.baseline(model="chain", batch_size=engine.ROWS // ranks), HostClock()
     with single.STRATEGY.start(case, engine.chain(layers), devices, clock.mark) as step:
 
-        def met(*batch: Any) -> None:
+        def synchronised(*batch: Any) -> None:
             before()
             step(*batch)
 
-        return engine.trial_of(met, clock, case.batch_size)
+        return engine.trial_of(synchronised, clock, case.batch_size)
 
 
 def _joint(layers: int, swept: int, devices: Sequence[Device], ranks: int) -> Trial:
-    """Take a chain's steps under DistributedDataParallel."""
+    """Run a chain's steps with DistributedDataParallel."""
     case, clock = (
         Case(model="chain", strategy=registry.of_role(Role.CONTROL), devices=ranks, batch_size=engine.ROWS),
         HostClock(),
@@ -229,7 +235,7 @@ def _joint(layers: int, swept: int, devices: Sequence[Device], ranks: int) -> Tr
 
 
 def _together(mine: Trial) -> engine.Phases:
-    """Return the seconds by phase of the steps of all ranks."""
+    """Return the seconds by phase of the joined steps of all ranks."""
     steps, spans = ledger.joined(_gathered(mine))
     return engine.seconds_of(replace(mine, steps=steps, spans=spans))
 

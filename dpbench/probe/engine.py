@@ -1,7 +1,7 @@
-"""What an engine costs the host beside the nets themselves: its phases on nets that compute next to nothing.
+"""Engine: the host's cost of the engine itself, measured on nets that compute almost nothing.
 
-Chains of tiny layers of two lengths give each phase a fixed part and a part per parameter; what a real net adds to
-them is bytes.
+Chains of tiny layers with two lengths give, for each phase, a fixed cost and a cost per parameter. The costs that
+depend on a real net's bytes are other figures.
 """
 
 from __future__ import annotations
@@ -25,38 +25,39 @@ from dpbench.records.schedule import REFERENCE, Schedule
 LAYERS = (6, 48)
 ROWS = 8
 SHORT, LONG = 2**21, 2**25
-"""Bytes that a chain's sweep reads: about what a core's own cache holds; and what takes milliseconds, so that a core
-whose replica is done goes to sleep before the others are, and takes longer to be woken."""
+"""The bytes that a chain's sweep reads. The short sweep is about the size of a core's private cache. The long one takes
+milliseconds, so that a core falls asleep when its replica ends early, and takes longer to wake up."""
 OF_LONG = ", kernels of milliseconds"
 WARMUP_STEPS, STEPS = 5, 40
 OWN = (
     Phase.SCATTER.value, Phase.REPLICATE.value, Phase.GATHER.value, Phase.REDUCE.value, Phase.OPTIMIZER.value,
     UNATTRIBUTED,
 )  # fmt: skip
-"""All but forward, loss and backward, which are the net's own."""
+"""All phases except forward, loss and backward, which belong to the net."""
 BLOCKS = 4
-"""Parts of a chain's steps: how far they are apart is the spread of its figures."""
+"""The number of parts that a chain's steps are split into; the range over the parts is the spread of a figure."""
 Phases = Sequence[Mapping[str, float]]
-"""Seconds by phase: of all timed steps, then of each block of them."""
+"""Seconds by phase: of all timed steps first, then of each block of steps."""
 Found = Mapping[int, Phases]
-"""Those of each number of layers."""
+"""Seconds by phase for each number of layers."""
 SCHEDULES = {
     REFERENCE: (Schedule(), SHORT),
     "fastest_pool": (BEST, LONG),
     "fastest_serial": (replace(BEST, workers="serial"), SHORT),
 }
-"""What `fastest` settles for, it decides for each net: long kernels are worth threads, short ones do without."""
+"""The measured schedules with their sweeps. `fastest` chooses threads for nets with long kernels and runs serially for
+those with short ones, so it is measured in both variants."""
 
 
 def figures(devices: int = 2) -> Iterator[Figure]:
-    """Yield each phase's seconds on each schedule: for a step, and for each parameter of the module."""
+    """Yield the seconds of each phase on each schedule: a fixed part per step, and a part per parameter."""
     singles = {
         swept: {layers: _phases(Schedule(), layers, swept, 1, ROWS // devices) for layers in LAYERS}
         for swept in (SHORT, LONG)
     }
     for name, (schedule, swept) in SCHEDULES.items():
         found = {layers: _phases(schedule, layers, swept, devices, ROWS) for layers in LAYERS}
-        # what the replicas' own losses and backwards, and the optimizer, take is the net's; the rest is the engine's
+        # the net's own loss, backward and update are subtracted; the rest is the engine's cost
         times = {Phase.BACKWARD.value: 1 if name == "fastest_pool" else devices}
         if name == REFERENCE:
             times[Phase.OPTIMIZER.value] = 1
@@ -67,7 +68,7 @@ def figures(devices: int = 2) -> Iterator[Figure]:
 
 
 def beyond(found: Found, alone: Found, times: Mapping[str, int]) -> Found:
-    """Return what phases take beyond so many times the same chain's alone."""
+    """Return the seconds of phases minus those of the same chain alone, multiplied by the phase's entry in `times`."""
     return {
         layers: [
             {phase: seconds[phase] - count * single[phase] for phase, count in times.items()}
@@ -78,7 +79,10 @@ def beyond(found: Found, alone: Found, times: Mapping[str, int]) -> Found:
 
 
 def of_chains(name: str, found: Found, phases: Sequence[str], more: Found, how: str) -> Iterator[Figure]:
-    """Yield the two parts of each phase, and of what some phases have beyond one device's."""
+    """Yield the fixed part and the part per parameter of each phase, and of the differences in `more`.
+
+    `phases` are the phases of `found` to yield. `more` has the seconds of some phases beyond those of one device.
+    """
     how = f"{how}, SGD: chains of {LAYERS[0]} and {LAYERS[1]} Linear(4, 4)"
     tables = [(phase, phase, found, how) for phase in phases]
     tables += [
@@ -93,14 +97,14 @@ def of_chains(name: str, found: Found, phases: Sequence[str], more: Found, how: 
 
 
 def _two_parts(seconds: Mapping[int, float]) -> tuple[float, float]:
-    """Return the start and the slope of the line through two counts of parameters, neither below zero."""
+    """Return the start and the slope of the line through the seconds of two parameter counts, both at least 0."""
     (few, low), (many, high) = ((count, max(0.0, s)) for count, s in sorted(seconds.items()))
     slope = max(0.0, (high - low) / (many - few))
     return max(0.0, low - slope * few), slope
 
 
 class _Read(torch.autograd.Function):
-    """Pass a tensor on; read one block of memory on the way there, and another on the way back."""
+    """Return the tensor unchanged; read one block of memory in forward and another in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, there: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
@@ -115,33 +119,33 @@ class _Read(torch.autograd.Function):
 
 
 class _Sweep(nn.Module):
-    """What real nets do and tiny ones do not: leave little of the interpreter in a core's own cache."""
+    """A layer that reads memory, to evict the interpreter's data from a core's private cache as real nets do."""
 
     def __init__(self, there_bytes: int = 0, back_bytes: int = 0) -> None:
         super().__init__()
-        # in a list: no replica has a copy of its own
+        # a list of tensors is not copied to replicas
         self.blocks = [torch.ones(size // 4) for size in (there_bytes, back_bytes)]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `x`."""
+        """Return `x` after the sweep."""
         found: torch.Tensor = _Read.apply(x, *self.blocks)  # type: ignore[no-untyped-call]
         return found
 
 
 def chain(layers: int, swept: int = SHORT) -> Model:
-    """Return a chain of so many tiny layers, with a sweep where forward ends, and one where backward does."""
+    """Return a chain of `layers` tiny layers, with a sweep of `swept` bytes at the ends of forward and of backward."""
 
     def batch(rows: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.randn(rows, 4), torch.zeros(rows, dtype=torch.int64)
 
     first, *rest = (nn.Linear(4, 4) for _ in range(layers))
-    # behind the first layer, because what needs no gradient is not met on the way back
+    # after the first layer, because backward does not reach a layer whose input needs no gradient
     module = nn.Sequential(first, _Sweep(back_bytes=swept), *rest, _Sweep(there_bytes=swept))
     return Model("chain", module, batch, nn.functional.cross_entropy)
 
 
 def trial_of(step: Callable[..., Any], clock: HostClock, rows: int, observe: Callable[[], Any] = tuple) -> Trial:
-    """Take a chain's steps; `observe` tells spans that only a library's own timer knows."""
+    """Run a chain's steps as a trial; `observe` returns spans of the last step that only a library's timer records."""
     batch = chain(1).batch(rows, 0)
     for i in range(WARMUP_STEPS + STEPS):
         with clock.step(warmup=i < WARMUP_STEPS):
@@ -153,13 +157,13 @@ def trial_of(step: Callable[..., Any], clock: HostClock, rows: int, observe: Cal
 
 
 def seconds_of(trial: Trial) -> Phases:
-    """Return a chain's typical seconds by phase, every phase named: over all timed steps, and over each block."""
+    """Return a chain's typical seconds for every phase, over all timed steps and over each block of them."""
     every = dict.fromkeys([*(phase.value for phase in Phase), UNATTRIBUTED], 0.0)
     return [every | ledger.typical(part) for part in (trial, *(_block(trial, i) for i in range(BLOCKS)))]
 
 
 def _block(trial: Trial, number: int) -> Trial:
-    """Return the trial with all steps but those of one block as warm-up."""
+    """Return the trial with all steps outside one block marked as warm-up."""
     timed = [i for i, step in enumerate(trial.steps) if not step.warmup]
     size = len(timed) // BLOCKS
     kept = timed[number * size : (number + 1) * size]
@@ -167,7 +171,7 @@ def _block(trial: Trial, number: int) -> Trial:
 
 
 def _phases(schedule: Schedule, layers: int, swept: int, devices: int, rows: int) -> Phases:
-    """Return the seconds of a chain's phases."""
+    """Return a chain's seconds by phase on a schedule."""
     clock, model = HostClock(), chain(layers, swept)
 
     def momentum(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:

@@ -1,4 +1,4 @@
-"""Figures: what was measured, how, and how far the passes of a probe are apart; and the timing of small things."""
+"""Figures: the measured numbers of a probe with their methods and spreads, and the timing of short calls."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ Work = Callable[[], object]
 After = Callable[[list[Any]], object]
 Step = Callable[[], tuple[float, float, float]]
 Setting = Callable[[], AbstractContextManager[Any]]
-"""What each thread enters before it works: grad mode, for one, is a thread's own."""
+"""A context that each thread enters before its work, because state such as the grad mode is per thread."""
 REPEATS = 9
-"""Of a call, in each pass."""
+"""The repetitions of a call in each pass."""
 WARM = 3
-"""Steps before those that are timed."""
+"""The warm-up steps before the timed ones."""
 LOOP_S = 4e-3
-"""A repetition repeats the work until it takes this long, so that the clock's own cost does not count."""
+"""The least duration of a repetition, reached by repeating the work: the cost of the clock is then negligible."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """The seconds of one call: the typical repetition, and the 10th and 90th percentile of all repetitions."""
+    """The seconds of one call: of the typical repetition, and the 10th and 90th percentile of all repetitions."""
 
     seconds: float
     low_s: float
@@ -39,11 +39,11 @@ class Timing:
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured number: its unit stands in the name, how it was measured in words beside it.
+    """One measured number. Its name ends with the unit, and `how` describes the measurement.
 
-    `value` is the median over the probe's `passes`. `low` and `high` are the least 10th and the largest 90th percentile
-    of the repetitions within a pass, where it repeats; else the least and the largest value of several passes; None
-    where one pass measured the figure once.
+    `value` is the median over the probe's `passes`. For a figure with repetitions, `low` is the lowest 10th percentile
+    over the passes, and `high` the highest 90th percentile. Otherwise they are the lowest and the highest value of
+    several passes, or None for a figure that was measured once.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Figure:
 
 
 def over_passes(passes: Sequence[Sequence[Figure]]) -> tuple[Figure, ...]:
-    """Join the figures of all passes: what a machine does at one moment it may not do ten seconds later."""
+    """Return the figures of all passes, joined by name; single passes differ, because a machine changes over time."""
     found: dict[str, list[Figure]] = {}
     for figures in passes:
         for one in figures:
@@ -64,7 +64,7 @@ def over_passes(passes: Sequence[Sequence[Figure]]) -> tuple[Figure, ...]:
 
 
 def _joined(each: Sequence[Figure]) -> Figure:
-    """Return one figure of several passes as one."""
+    """Return the values of one figure in several passes as one figure."""
     first, count = each[0], len(each)
     if count == 1:
         return first
@@ -74,40 +74,40 @@ def _joined(each: Sequence[Figure]) -> Figure:
 
 
 def figure(name: str, spent: Timing, how: str, *, per: float = 1.0) -> Figure:
-    """Return a figure of seconds, divided by how many things one call did."""
+    """Return a figure of the seconds of a call, divided by the `per` operations that one call performs."""
     return spread(name, [seconds / per for seconds in astuple(spent)], how)
 
 
 def rate(name: str, spent: Timing, how: str, *, amount: float) -> Figure:
-    """Return a figure of so much an amount a second."""
+    """Return a figure of the rate of a call that processes `amount`, per second."""
     return spread(name, [amount / seconds for seconds in astuple(spent)], how)
 
 
 def ratio(name: str, beside: Timing, alone: Timing, how: str, *, share: float = 1.0) -> Figure:
-    """Return how much longer a call takes beside others than alone."""
+    """Return a figure of the seconds of concurrent calls over those of a call alone, divided by `share`."""
     pairs = ((beside.seconds, alone.seconds), (beside.low_s, alone.high_s), (beside.high_s, alone.low_s))
     return spread(name, [one / other / share for one, other in pairs], how)
 
 
 def spread(name: str, values: Sequence[float], how: str) -> Figure:
-    """Return a figure of the first value; the others are the same figure from parts of what was measured."""
+    """Return a figure with the first value; all values, which come from parts of the data, give its range."""
     return Figure(name, values[0], how, min(values), max(values))
 
 
 def timing(seconds: Sequence[float]) -> Timing:
-    """Return the typical repetition and the spread of all."""
+    """Return the typical seconds and the percentiles of repetitions."""
     low_s, high_s = np.percentile(seconds, [10, 90])
     usual_s = typical(seconds)
     return Timing(usual_s, min(usual_s, float(low_s)), max(usual_s, float(high_s)))
 
 
 def time_call(work: Work, repeats: int = REPEATS, *, setting: Setting = nullcontext) -> Timing:
-    """Time a call that may be short; the first calls are for warmth alone."""
+    """Return the timing of a call that may be short; the first calls warm up and are not timed."""
     return time_together([work], repeats, setting=setting)
 
 
 def time_together(works: Sequence[Work], repeats: int = REPEATS, *, setting: Setting = nullcontext) -> Timing:
-    """Time works that run at once, each in its own thread under `setting`: seconds until each has done one call."""
+    """Return the timing of works that run at once, each in its thread under `setting`, until all have done one call."""
     loops = 1
     while (spent := _round(works, loops, setting)) < LOOP_S and loops < 1_000_000:
         loops = max(2 * loops, int(loops * LOOP_S / max(spent, 1e-9)))
@@ -116,7 +116,10 @@ def time_together(works: Sequence[Work], repeats: int = REPEATS, *, setting: Set
 
 
 def time_steps(steps: Sequence[Step], repeats: int) -> tuple[Timing, Timing]:
-    """Time steps that run at once in kept threads, all woken for each one together; see `makespans`."""
+    """Return the timings of forward and of the whole of steps that run at once in kept threads; see `makespans`.
+
+    A barrier starts each step in all threads at the same time.
+    """
     barrier = threading.Barrier(len(steps))
     found: list[list[tuple[float, float, float]]] = [[] for _ in steps]
 
@@ -135,10 +138,10 @@ def time_steps(steps: Sequence[Step], repeats: int) -> tuple[Timing, Timing]:
 
 
 def makespans(found: Sequence[Sequence[tuple[float, float, float]]]) -> tuple[Timing, Timing]:
-    """Return the seconds of the forwards, and of the whole, of steps that several made at once.
+    """Return the timings of forward and of the whole of steps that several workers ran at once.
 
-    Each tells of each step when it began, when its forward ended and when all of it did; from the first to begin to the
-    last to end is what counts, as in a step's ledger.
+    `found` has, for each worker and step, the times at which the step began, its forward ended, and the step ended. As
+    in the ledger, a phase lasts from the first begin to the last end over the workers.
     """
     begins, forwards, ends = zip(*(zip(*together, strict=True) for together in zip(*found, strict=True)), strict=True)
     forward_s, whole_s = (
@@ -148,9 +151,9 @@ def makespans(found: Sequence[Sequence[tuple[float, float, float]]]) -> tuple[Ti
 
 
 def time_new_threads(works: Sequence[Work], repeats: int = REPEATS, after: After = lambda results: None) -> Timing:
-    """Time works that run at once, each in a thread that is started, and ends, for one call.
+    """Return the timing of works that run at once, each in a thread that is started for one call.
 
-    `after` has their results before the next call, off the clock: what they hold lives until then.
+    `after` receives the results before the next call, outside the timed region. Until then, they keep their memory.
     """
 
     def once() -> float:
@@ -175,7 +178,7 @@ def time_new_threads(works: Sequence[Work], repeats: int = REPEATS, after: After
 
 
 def time_before(work: Work, repeats: int, after: After) -> Timing:
-    """Time a call in this thread whose result `after` has, off the clock, before the next."""
+    """Return the timing of a call in this thread; `after` receives its result outside the timed region."""
 
     def once() -> float:
         begin = time.perf_counter()
@@ -189,12 +192,12 @@ def time_before(work: Work, repeats: int, after: After) -> Timing:
 
 
 def typical(seconds: Sequence[float]) -> float:
-    """Return the mean of the middle half of repetitions: parts of it add up, and what disturbs a few does not count."""
+    """Return the mean of the middle half of repetitions: outliers do not affect it, and means of parts add up."""
     return statistics.mean(middle_half(sorted(seconds)))
 
 
 def _round(works: Sequence[Work], loops: int, setting: Setting) -> float:
-    """Return the seconds in which every work is done so many times."""
+    """Return the seconds in which all works, in concurrent threads, run `loops` times each."""
     if len(works) == 1:
         with setting():
             begin = time.perf_counter()

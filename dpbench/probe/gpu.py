@@ -1,6 +1,7 @@
-"""What one GPU reaches: products, copies, launches, transfers, and what its context takes.
+"""GPU: the figures of one GPU for matrix products, copies, launches and transfers, and the memory of its context.
 
-Timed by CUDA events around many kernels in a row; the host's share by its own clock, without waiting for the device.
+Device times are measured by CUDA events around many kernels in a row. The host's time of a launch is measured by the
+host's clock, without waiting for the device.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def figures(ordinal: int = 0) -> Iterator[Figure]:
 
 
 def context(ordinal: int) -> Figure:
-    """Return what the context takes: the memory that is neither free nor the allocator's once CUDA is up."""
+    """Return the memory of the context: after CUDA has started, the memory neither free nor held by the allocator."""
     torch.cuda.init()
     free, total = torch.cuda.mem_get_info(ordinal)
     return Figure(
@@ -41,7 +42,7 @@ def context(ordinal: int) -> Figure:
 
 
 def _seconds(work: Callable[[], object], repeats: int = REPEATS) -> float:
-    """Return the seconds of one call on the device, by events around many."""
+    """Return the seconds of one call on the device, measured by events around `repeats` calls."""
     for _ in range(3):
         work()
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -63,7 +64,9 @@ def _arithmetic() -> Iterator[Figure]:
         best = max(work / seconds for work, seconds in points)
         how = f"{name} products of {SIDES[0]} to {SIDES[-1]}"
         yield Figure(f"{name}_flop_per_s", best, f"{how}: the best")
-        yield Figure(f"{name}_half_flop", start_s / per_flop, f"{how}: where half of the line's rate is reached")
+        yield Figure(
+            f"{name}_half_flop", start_s / per_flop, f"{how}: the FLOP at which half of the line's rate is reached"
+        )
 
 
 def _memory() -> Iterator[Figure]:
@@ -75,7 +78,7 @@ def _memory() -> Iterator[Figure]:
     start_s, per_byte = line(points)
     best = max(work / seconds for work, seconds in points)
     yield Figure("gpu_memory_bytes_per_s", best, "copies of 64 KiB to 256 MiB: bytes read and written")
-    yield Figure("gpu_half_bytes", start_s / per_byte, "where half of the line's rate is reached")
+    yield Figure("gpu_half_bytes", start_s / per_byte, "the bytes at which half of the line's rate is reached")
 
 
 def _launches() -> Iterator[Figure]:
@@ -83,11 +86,11 @@ def _launches() -> Iterator[Figure]:
     yield Figure("kernel_s", _seconds(lambda: x.add_(1), EMPTY), f"{EMPTY} one-element kernels in a row, by events")
     torch.cuda.synchronize()
     begin = time.perf_counter()
-    for _ in range(500):  # fewer than the queue holds, so that the host never waits
+    for _ in range(500):  # fewer launches than the queue holds, so that the host never waits
         x.add_(1)
     spent = time.perf_counter() - begin
     torch.cuda.synchronize()
-    yield Figure("launch_s", spent / 500, "an operation handed over, by the host's clock")
+    yield Figure("launch_s", spent / 500, "the launch of one operation, by the host's clock")
 
 
 def _transfers() -> Iterator[Figure]:

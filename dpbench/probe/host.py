@@ -1,4 +1,4 @@
-"""What the host costs: calls, modules, threads, the interpreter's lock; and the rates of its arithmetic and memory."""
+"""Host: the costs of calls, modules, threads and the interpreter lock, and the rates of arithmetic and memory."""
 
 from __future__ import annotations
 
@@ -39,17 +39,18 @@ from dpbench.probe.figures import (
 KIB, MIB = 2**10, 2**20
 THREADS = (2, 4)
 NETS = {"mlp": 32, "resnet18": 32, "transformer": 32}
-"""Nets of short matrix products, of convolutions and of many small operations, and the rows that a replica has."""
+"""Nets of short matrix products, of convolutions, and of many small operations, with the rows of a replica."""
 SIDES = (64, 128, 256, 512, 1024)
 COPIES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 POOL = 16 * MIB
-"""Blocks to be copied come from here in turn: what a step copies, a core's own cache has not just had."""
+"""The bytes of the pool from which copied blocks are taken in turn: as in a step, they are not in a core's private
+cache."""
 SMALL, LARGE = 256 * KIB, 64 * MIB
-"""A block that a core's own cache holds, and one that only memory does."""
+"""A block that fits a core's private cache, and one that is larger than all caches."""
 
 
 def calls() -> Iterator[Figure]:
-    """Yield what single operations cost, and what they cost when several threads want the interpreter."""
+    """Yield the costs of single operations, alone and while several threads compete for the interpreter lock."""
     x = torch.ones(8)
     quiet = torch.inference_mode
     alone = time_call(lambda: torch.add(x, 1.0), setting=quiet)
@@ -63,7 +64,7 @@ def calls() -> Iterator[Figure]:
             yield ratio(
                 f"{name}_ops_{count}_threads_ratio", several, one,
                 f"{count} threads of torch.add of {value.numel()} elements, each "
-                "against as many calls in one thread: what the hand-over of the interpreter's lock adds",
+                "against as many calls in one thread: the cost of handing over the interpreter lock",
                 share=count,
             )  # fmt: skip
     depth = 100
@@ -76,16 +77,16 @@ def _adder(x: torch.Tensor) -> Work:
 
 
 def nets() -> Iterator[Figure]:
-    """Yield what two replicas take from each other, in kept threads and in new ones, for nets of several kinds.
+    """Yield the slowdown of two concurrent replicas, in kept threads and in new ones, for several kinds of nets.
 
-    A thread that is new has no caches of the libraries that keep some per thread, and none of the allocator's.
+    New threads are measured separately, because they lack the thread-local caches of libraries and of the allocator.
     """
     for name, rows in NETS.items():
         count = repeats(name, rows)
         (forward, whole), (forwards, wholes) = (
             time_steps([timed_training(name, rows) for _ in range(threads)], count) for threads in (1, 2)
         )
-        how = f"of {name} on {rows} rows beside another thread's, woken for each step together, against alone"
+        how = f"of {name} on {rows} rows in two threads at once, woken together for each step, against one alone"
         yield ratio(
             f"{name}_forward_2_threads_ratio", forwards, forward,
             f"forward, in a step, {how}: 1 shares nothing, 2 takes turns",
@@ -95,13 +96,13 @@ def nets() -> Iterator[Figure]:
         yield ratio(
             f"{name}_forward_2_new_threads_ratio", time_new_threads(works, count, _backward),
             time_before(works[0], count, _backward),
-            "forward in two threads that are started for it, their start included, against one call in a kept thread; "
-            "backward follows each, off the clock, so that activations live as long as in a step",
+            "forward in two threads that are started for it, including their start, against one call in a kept thread; "
+            "backward follows each, untimed, so that activations live as long as in a step",
         )  # fmt: skip
 
 
 def repeats(name: str, rows: int) -> int:
-    """Return how often a net is timed: short ones more often, because what they meet differs more."""
+    """Return the number of timed steps of a net: more for short steps, because their times vary more."""
     step = timed_training(name, rows)
     step()
     began_s, _, ended_s = step()
@@ -109,7 +110,7 @@ def repeats(name: str, rows: int) -> int:
 
 
 def _backward(outputs: list[torch.Tensor]) -> None:
-    """Use up what forward has saved, for all replicas in the calling thread."""
+    """Run the backward of all replicas in the calling thread, which frees the activations."""
     torch.autograd.backward([output.sum() for output in outputs])
 
 
@@ -120,7 +121,7 @@ def _forward(name: str, rows: int) -> Work:
 
 
 def timed_training(name: str, rows: int) -> Step:
-    """Return forward and backward as a step that tells when it began, when forward ended, and when all of it did."""
+    """Return a step of forward and backward that returns the times of its begin, of forward's end, and of its end."""
     model = models.load(name, "small", 0)
     inputs, target = model.batch(rows, 0)
     arguments = models.positional(inputs)
@@ -136,7 +137,7 @@ def timed_training(name: str, rows: int) -> Step:
 
 
 def replication() -> Iterator[Figure]:
-    """Yield what copying a tree of modules, and moving and adding many small tensors, costs the host."""
+    """Yield the host's costs of copying a tree of modules, and of copying and adding many small tensors."""
     module = models.load("resnet18", "small", 0).module
     modules = sum(1 for _ in module.modules())
     table = {id(t): t.detach() for t in (*module.parameters(), *module.buffers())}
@@ -158,7 +159,7 @@ def replication() -> Iterator[Figure]:
 
 
 def threads() -> Iterator[Figure]:
-    """Yield what it costs to start threads, and to wake kept ones."""
+    """Yield the costs of starting a thread and of waking a kept one."""
 
     def start() -> None:
         thread = threading.Thread(target=affinity.stay, args=(1,))
@@ -187,7 +188,9 @@ def threads() -> Iterator[Figure]:
 
 
 def arithmetic() -> Iterator[Figure]:
-    """Yield the rate of matrix products, the work at which half of it is reached, and what two threads lose."""
+    """Yield the rates of matrix products, the work at which half of the best rate is reached, and the slowdown in two
+    concurrent threads.
+    """
     times: list[tuple[float, Timing]] = []
     for side in SIDES:
         spent = time_call(_product(side), setting=torch.inference_mode)
@@ -202,7 +205,7 @@ def arithmetic() -> Iterator[Figure]:
     yield spread("half_flop", halves, "the FLOP at which half of that rate is reached, from the same line")
     alone = time_call(_product(512), setting=torch.inference_mode)
     both = time_together([_product(512), _product(512)], setting=torch.inference_mode)
-    yield ratio("gemm_2_threads_ratio", both, alone, "a 512 x 512 product beside another, against alone")
+    yield ratio("gemm_2_threads_ratio", both, alone, "a 512 x 512 product in two threads at once, against one alone")
 
 
 def _product(side: int) -> Work:
@@ -211,7 +214,7 @@ def _product(side: int) -> Work:
 
 
 def memory() -> Iterator[Figure]:
-    """Yield the rates of copies and additions, and what two threads take from each other."""
+    """Yield the rates of copies and additions, and the slowdown of copies in two concurrent threads."""
     for size in COPIES:
         spent = time_call(_copy(size, POOL))
         how = f"copy_ of {size // KIB} KiB, in turn from {max(size, POOL) // MIB} MiB, one thread: bytes of the copy, "
@@ -221,13 +224,13 @@ def memory() -> Iterator[Figure]:
         alone, both = time_call(_copy(size)), time_together([_copy(size), _copy(size)])
         yield ratio(
             f"{name}_2_threads_ratio", both, alone,
-            f"copy_ of {size // KIB} KiB beside another thread's, against alone: 1 shares nothing, 2 takes turns",
+            f"copy_ of {size // KIB} KiB in two threads at once, against one alone: 1 shares nothing, 2 takes turns",
         )  # fmt: skip
     yield rate("memory_bytes_per_s", _add(LARGE), "torch.add of two tensors of 64 MiB: 3 x 64 MiB", amount=3 * LARGE)
 
 
 def _copy(size: int, pool: int = 0) -> Work:
-    """Return the copy of a block, or of one block of a larger pool after the other."""
+    """Return the copy of a block of `size` bytes; with a larger `pool` of bytes, of its blocks in turn."""
     source, target = (torch.ones(max(size, pool) // 4).split(size // 4) for _ in range(2))
     pairs = itertools.cycle(zip(source, target, strict=True))
 
@@ -244,7 +247,7 @@ def _add(size: int) -> Timing:
 
 
 def lines(points: Sequence[tuple[float, Timing]]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the starts and the slopes of the lines through the typical seconds, the low ones and the high ones."""
+    """Return the starts and the slopes of three lines: through the typical, the low and the high seconds."""
     edges = zip(*(astuple(spent) for _, spent in points), strict=True)
     found = [line([(work, seconds) for (work, _), seconds in zip(points, edge, strict=True)]) for edge in edges]
     starts, slopes = zip(*found, strict=True)
@@ -252,7 +255,7 @@ def lines(points: Sequence[tuple[float, Timing]]) -> tuple[tuple[float, ...], tu
 
 
 def line(points: list[tuple[float, float]]) -> tuple[float, float]:
-    """Return (start, slope), neither below zero, of the line with the least relative distances to (work, seconds)."""
+    """Return (start, slope), both at least 0, of the line with the least squared relative errors at (work, seconds)."""
     design = np.array([[1 / seconds, work / seconds] for work, seconds in points])
     scale = np.abs(design).max(axis=0)
     (start, slope), _ = nnls(design / scale, np.ones(len(points)))

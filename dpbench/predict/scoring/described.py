@@ -1,7 +1,7 @@
-"""Described: the machine behind a line of text, as published tables name it.
+"""Described: the machine of a published row, derived from the free text of its columns.
 
-Only the scoreboard reads machines so. What the text leaves open is filled in with what is usual, and said: such a
-row's interval is wide. A machine of one's own is described in TOML, where nothing is filled in.
+Only the scoreboard derives machines from text. Properties that the text does not state get common values and are listed
+as assumed, which widens the interval of the row. Machine files in TOML have no assumed properties.
 """
 
 from __future__ import annotations
@@ -19,25 +19,26 @@ from dpbench.records.machine import Gpu, Host, Link, Machine
 DATA = Path(__file__).parents[1] / "data"
 GB = 1e9
 PCIE_GB = {1: 3.0, 2: 6.0, 3: 12.0, 4: 24.0, 5: 48.0, 6: 96.0}
-"""GB/s a direction of 16 lanes, as NCCL counts them (graph/topo.h: PCI_BW 12 for the third generation)."""
+"""GB/s per direction of 16 lanes by PCIe generation, as in NCCL (graph/topo.h: PCI_BW is 12 for the third one)."""
 STAGED_GB = {4: 18.0}
-"""What all GPUs together move through host memory, by generation: 8 GeForce on hosts with two EPYC fall behind those
-on hosts with two Xeon, in two tables that know nothing of each other."""
+"""The rate, in GB/s, at which all GPUs together copy through host memory, by PCIe generation: in two independent
+tables, 8 GeForce on hosts with two EPYC are slower than on hosts with two Xeon."""
 SOCKET_GB = {1: 10.0, 2: 10.0, 3: 10.0, 4: 40.0, 5: 60.0, 6: 60.0}
-"""The links between two processors, by the PCIe generation of their time (topo.h counts 10 for a pair of Skylake, 16
-for one of Zen 2, 22 for Sapphire Rapids, whatever the links, which are two, three and three or four)."""
+"""The rate of the links between two processors, in GB/s, by the PCIe generation of the same years. NCCL's topo.h has 10
+for two Skylake, 16 for two Zen 2 and 22 for two Sapphire Rapids, independent of the number of links between them (two,
+three, and three or four)."""
 DESKTOP = (3.7 / 4.3) ** 0.5
-"""A desktop's host factor to that of the mean of both kinds."""
+"""The host factor of a desktop, relative to the geometric mean of desktops and servers."""
 MESH = ("0-1:1", "0-2:1", "0-3:2", "0-4:2", "1-2:2", "1-3:1", "1-5:2", "2-3:2", "2-6:1", "3-7:1",
         "4-5:1", "4-6:1", "4-7:2", "5-6:2", "5-7:1", "6-7:2")  # fmt: skip
 """The hybrid cube mesh of eight V100: pairs and their NVLinks (`nvidia-smi topo -m` of a DGX-1)."""
 STATION = ("0-1:1", "0-2:1", "0-3:2", "1-2:2", "1-3:1", "2-3:1")
-"""Four V100 of a DGX Station, all of them joined."""
+"""The four V100 of a DGX Station, with a link between each two: pairs and their NVLinks."""
 
 
 @dataclass(frozen=True)
 class Described:
-    """A machine, and what of it the text did not say; the more of it, the wider the interval."""
+    """A machine, and the properties that the text does not state; any assumption widens the interval."""
 
     machine: Machine
     assumed: tuple[str, ...] = ()
@@ -50,7 +51,7 @@ def _gpus() -> dict[str, dict[str, Any]]:
 
 
 def _figures(text: str) -> dict[str, Any] | None:
-    """Return what is known of the GPU that a text names: the longest name that it holds."""
+    """Return the figures of the GPU with the longest name that occurs in a text; None without such a name."""
     words = re.sub(r"[-_]", " ", text.lower())
     names = sorted(_gpus(), key=len, reverse=True)
     return next((_gpus()[name] for name in names if re.search(rf"(?<![a-z0-9]){name}(?!\d)", words)), None)
@@ -58,13 +59,13 @@ def _figures(text: str) -> dict[str, Any] | None:
 
 @lru_cache(maxsize=4096)
 def describe(gpu: str, interconnect: str, count: int, host_factor: float, *, one_node: bool = False) -> Described:
-    """Return the machine that a row's `gpu`, `interconnect` and `n_gpu` stand for; never fails.
+    """Return the machine that a row's columns `gpu`, `interconnect` and `n_gpu` describe; assume what they leave open.
 
-    `one_node` is what a strategy of one process needs, whatever the text says.
+    `one_node` puts all GPUs on one node regardless of the text, because a strategy with one process needs that.
     """
     text = f" {gpu} {interconnect} ".lower().replace("_", " ")
     figures = _figures(gpu) or _figures(interconnect)
-    assumed = [] if figures else [f"unknown GPU {gpu!r}: PCIe 4 taken"]
+    assumed = [] if figures else [f"unknown GPU {gpu!r}: PCIe 4 assumed"]
     figures = figures or {"pcie": 4, "peer": True}
     node, nodes = (count, 1) if one_node else _nodes(text, count)
     nvlink = list(_nvlink(text, figures, node, assumed))
@@ -82,10 +83,10 @@ def describe(gpu: str, interconnect: str, count: int, host_factor: float, *, one
 
 
 def _clock(text: str) -> float:
-    """Return the host factor's part that follows from a processor's threads, where the text counts them.
+    """Return the correction of the host factor by the processor's thread count in the text; 1 without a count.
 
-    One thread of a desktop's processor runs 1.16 times as fast as one of a server's of the same years: 4.3 GHz (Core
-    i9-7920X, 24 threads) to 3.7 GHz (two Xeon Platinum 8160, 96 threads), by Intel's tables of turbo clocks.
+    One thread of a desktop processor runs 1.16 times as fast as one of a server of the same years: 4.3 GHz (Core
+    i9-7920X, 24 threads) versus 3.7 GHz (two Xeon Platinum 8160, 96 threads), by Intel's tables of turbo clocks.
     """
     match = re.search(r"(\d+)[- ]threads?\b", text)
     if not match:
@@ -94,7 +95,7 @@ def _clock(text: str) -> float:
 
 
 def _nodes(text: str, count: int) -> tuple[int, int]:
-    """Return the GPUs of a node, and the nodes."""
+    """Return the number of GPUs per node and the number of nodes."""
     if match := re.search(r"(\d+) (?:gpus?|x) ?(?:/|per|a) ?node", text):
         node = int(match[1])
     elif match := re.search(r"\b(\d+) nodes", text):
@@ -110,16 +111,16 @@ def _networked(text: str) -> bool:
 
 
 def _network(interconnect: str, assumed: list[str]) -> float:
-    """Return what a node's network cards carry together, bytes a second: 0.12 of a bit a second (NCCL: 12 for 100)."""
+    """Return the rate of all network cards of a node in bytes/s: 12 GB/s per 100 Gbit/s, as in NCCL."""
     match = re.search(r"(?:(\d+) ?x ?)?(\d+) ?g(?:b|bit|bps|be|b/s|bit/s)?\b", interconnect.lower())
     if not match:
-        assumed.append("unknown network: 100 Gbit/s taken")
+        assumed.append("unknown network: 100 Gbit/s assumed")
         return 12.0 * GB
     return int(match[1] or 1) * int(match[2]) * 0.12 * GB
 
 
 def _nvlink(text: str, figures: dict[str, Any], node: int, assumed: list[str]) -> Iterator[Link]:
-    """Yield NVLinks: through switches, as a mesh, or as bridges between pairs."""
+    """Yield the NVLinks of a node: to a switch, as a mesh, or as bridges between pairs of GPUs."""
     absent = re.search(r"no nvlink|without nvlink|nvlink (?:bridge )?unknown|bridge unknown|p2p disable", text)
     if "unknown" in text and not re.search("nvlink assumed|nvswitch", text):
         assumed.append("links not stated")
@@ -129,7 +130,7 @@ def _nvlink(text: str, figures: dict[str, Any], node: int, assumed: list[str]) -
     if not named or node < 2:
         return
     if "assumed" in text or not re.search(r"nvlink|nvswitch|dgx|hgx|\bnv\d", text):
-        assumed.append("NVLink is not stated for certain")
+        assumed.append("NVLink not stated for certain")
     bridged = re.search(r"bridge|pairs|bonded", text) or ("switch" not in figures and "mesh" not in figures)
     if bridged:
         lanes = re.search(r"\bnv(\d+)\b", text)
@@ -148,7 +149,10 @@ def _nvlink(text: str, figures: dict[str, Any], node: int, assumed: list[str]) -
 
 
 def _pcie(text: str, figures: dict[str, Any], node: int) -> Iterator[Link]:
-    """Yield PCIe links: two GPUs a switch, four where one root serves all, and two processors from five GPUs on."""
+    """Yield the PCIe links of a node.
+
+    With switches, two GPUs share one, or four under a single root. From five GPUs on there are two processors.
+    """
     generation = _generation(text, figures)
     rate = PCIE_GB[generation] * GB
     if re.search(r"\bx8\b|8 lanes", text):
@@ -170,20 +174,20 @@ def _pcie(text: str, figures: dict[str, Any], node: int) -> Iterator[Link]:
 
 
 def _generation(text: str, figures: dict[str, Any]) -> int:
-    """Return the generation of PCIe: as the text says, or the GPU's own."""
+    """Return the PCIe generation: the one in the text, or else that of the GPU."""
     match = re.search(r"(?:pcie|pci-e|gen) ?(?:gen ?)?(\d)", text)
     return int(match[1]) if match and int(match[1]) in PCIE_GB else int(figures["pcie"])
 
 
 def _peer(text: str, figures: dict[str, Any], nvlink: bool, assumed: list[str]) -> bool:
-    """Return whether GPUs read each other's memory over PCIe."""
+    """Return whether GPUs have peer access over PCIe."""
     if not nvlink and re.search(r"unknown", text) and not re.search(r"bridge unknown|bridge\) unknown", text):
-        assumed.append("links unknown: no peer access taken")
+        assumed.append("links unknown: no peer access assumed")
         return False
     if re.search(r"no p2p|without p2p|p2p disable|p2p off|no peer", text):
         return False
     if re.search(r"\bp2p\b|peer access|\bpix\b", text):
         return True
     if not nvlink:
-        assumed.append("peer access not stated: as is usual for this kind of GPU")
+        assumed.append("peer access not stated: the default of this kind of GPU assumed")
     return bool(figures.get("peer", True))

@@ -1,7 +1,7 @@
-"""Published measurements: rows of a table -> cases with a one-device baseline, or the reason why not.
+"""Published measurements: match the rows of a table with their one-device baselines, or exclude them with a reason.
 
-Columns are id, model, params_M, framework, strategy, gpu, n_gpu, interconnect, precision, batch_per_gpu,
-batch_global, metric, value, timed, optimizer, repeats_of, notes; a group is an id before its last "-".
+The columns are id, model, params_M, framework, strategy, gpu, n_gpu, interconnect, precision, batch_per_gpu,
+batch_global, metric, value, timed, optimizer, repeats_of and notes. The group of a row is its id up to the last "-".
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from dpbench.predict import features
 
 TIMES = ("step_ms", "step_s", "samples_per_s", "epoch_s")
-"""Metrics that say how long a step takes."""
+"""The metrics from which the duration of a step follows."""
 DISTRUSTED = ("SUSPECT", "LOW TRUST")
 NAMED = {
     "dp": "dp", "torch_dp": "dp", "dataparallel": "dp", "data_parallel": "dp", "nn.dataparallel": "dp",
@@ -27,12 +27,12 @@ NAMED = {
     "replicated_allreduce": "replicated", "replicated_nccl": "replicated", "replicated": "replicated",
     "parameter_server(cpu)": "server_cpu", "parameter_server": "server_gpu", "parameter_server(gpu)": "server_gpu",
 }  # fmt: skip
-"""Strategies as tables call them, and as they are predicted."""
+"""From the names of strategies in tables to the strategies that are predicted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedRow:
-    """One published figure. `parameters` is a count; batches are 0 where the table says nothing."""
+    """One published figure. `parameters` is a count; `batch` is per device, and 0 if the table does not state it."""
 
     id: str
     group: str
@@ -54,27 +54,27 @@ class PublishedRow:
 
     @property
     def samples(self) -> float:
-        """Return the samples of a step over all devices; 1 a device where nobody says."""
+        """Return the samples of a step over all devices; one per device if the table does not state the batch."""
         return self.batch * self.devices if self.batch else float(self.devices)
 
     @property
     def step_s(self) -> float:
-        """Return the seconds of a step; units of the table's own where it counts other things than samples."""
+        """Return the seconds of a step; for a figure in other units than samples, a value proportional to them."""
         if self.metric == "samples_per_s":
             return self.samples * self.tokens / self.value
-        if self.metric == "epoch_s":  # the same work, in a step for each batch of all devices
+        if self.metric == "epoch_s":  # an epoch has fewer steps the more devices share it
             return self.value / self.steps if self.steps else self.value * self.devices
         return self.value * {"step_ms": 1e-3}.get(self.metric, 1.0)
 
     @property
     def steps(self) -> int:
-        """Return how many steps a figure of many steps stands for; 0 where nobody says."""
+        """Return the number of steps that a figure covers, from the notes; 0 if they do not state it."""
         found = re.search(r"for (\d+) (?:optimizer )?(?:steps|iterations)", self.notes)
         return int(found[1]) if found else 0
 
     @property
     def tokens(self) -> float:
-        """Return the tokens of a sample, where the figure counts tokens."""
+        """Return the tokens of a sample if the figure counts tokens, else 1."""
         if "token" not in self.notes.partition(";")[0].lower():
             return 1.0
         return features.find(self.model).tokens or 64.0
@@ -82,9 +82,9 @@ class PublishedRow:
 
 @dataclass(frozen=True)
 class Matched:
-    """A figure of several devices, and the step of one device that stands beside it, with its samples.
+    """A figure of several devices with its baseline: the seconds and the samples of a step of one device.
 
-    `other` is a second step of one device, (seconds, samples), where another batch was measured too.
+    `other` is a second baseline at another batch, as (seconds, samples), if the table has one.
     """
 
     row: PublishedRow
@@ -94,31 +94,31 @@ class Matched:
 
     @property
     def extrapolated(self) -> bool:
-        """Tell whether one device's step at this row's batch is a guess from a single step at another batch."""
+        """Return whether the baseline at this row's batch is extrapolated from a single step at another batch."""
         return self.other is None and self.row.batch > 0 and self.one_samples != self.row.batch
 
 
 @dataclass(frozen=True)
 class Excluded:
-    """A row that is not scored, and why."""
+    """The id of a row that is not scored, and the reason."""
 
     id: str
     reason: str
 
 
 def read(path: Path) -> tuple[list[PublishedRow], list[Excluded]]:
-    """Return a table's rows, and those that cannot be read as one."""
+    """Return the rows of a table, and the rows that cannot be parsed; raise ValueError if a column is missing."""
     with path.open(newline="", encoding="utf-8") as file:
         table = csv.DictReader(file)
         if missing := {"id", "model", "strategy", "n_gpu", "metric", "value"} - set(table.fieldnames or ()):
-            raise ValueError(f"{path}: no column {', '.join(sorted(missing))}; it has {table.fieldnames}")
+            raise ValueError(f"{path}: column {', '.join(sorted(missing))} is missing; it has {table.fieldnames}")
         rows, excluded = [], []
         for number, line in enumerate(table):
             try:
                 rows.append(_row({key: (value or "").strip() for key, value in line.items() if isinstance(key, str)
                                   and not isinstance(value, list)}))  # fmt: skip
             except ValueError as error:
-                excluded.append(Excluded(line.get("id") or f"line {number + 2}", f"no number: {error}"))
+                excluded.append(Excluded(line.get("id") or f"line {number + 2}", f"not a valid number: {error}"))
     return rows, excluded
 
 
@@ -150,7 +150,10 @@ def _number(text: str, default: float | None = None) -> float:
 
 
 def match(rows: Iterable[PublishedRow], *, all_rows: bool = False) -> tuple[list[Matched], list[Excluded]]:
-    """Find each figure's own baseline; `all_rows` keeps rows that are repeats or not trusted."""
+    """Return the figures with their baselines, and the excluded rows.
+
+    `all_rows` keeps rows that repeat others or are not trusted.
+    """
     rows, matched, excluded = list(rows), [], []
     ones: dict[tuple[str, ...], list[PublishedRow]] = {}
     for row in rows:
@@ -174,26 +177,29 @@ def _trusted(row: PublishedRow) -> bool:
 
 
 def _unfit(row: PublishedRow, all_rows: bool) -> str:
-    """Say why a row is not scored, or nothing."""
+    """Return the reason why a row is not scored, or an empty text."""
     if not all_rows and row.notes.startswith(DISTRUSTED):
         return "suspect or low trust"
     if not all_rows and row.repeats:
         return "repeats another row"
     if row.metric not in TIMES:
-        return f"metric {row.metric} is no time of a step"
+        return f"metric {row.metric} is not the duration of a step"
     if row.devices > 1 and row.strategy not in NAMED:
         return f"strategy {row.strategy} is not predicted"
     return ""
 
 
 def _setting(row: PublishedRow) -> tuple[str, ...]:
-    """Return what a row and its baseline have in common."""
+    """Return the values that a row and its baseline must have in common."""
     return (row.group, row.framework, features.plain(row.model), row.gpu.lower(), row.precision.lower(), row.metric,
             row.timed)  # fmt: skip
 
 
 def _baseline(row: PublishedRow, ones: Sequence[PublishedRow]) -> Matched | None:
-    """Return the one-device step of the same batch a device, of the same machine if there is a choice."""
+    """Return a row with its baseline: one device at the same or the nearest batch per device; None without one.
+
+    Among several candidates, those whose descriptions are most similar to the row's apply.
+    """
     if not ones:
         return None
     batches = sorted({one.batch for one in ones}, key=lambda batch: _apart(batch, row.batch))
@@ -212,7 +218,7 @@ def _apart(a: float, b: float) -> float:
 
 
 def _alike(row: PublishedRow, one: PublishedRow) -> int:
-    """Return how much two rows' machines and settings have in common, by the words of their descriptions."""
+    """Return the similarity of two rows' descriptions: their common words, plus 100 for the same interconnect."""
 
     def words(r: PublishedRow) -> set[str]:
         return set(re.split(r"[\s,;]+", f"{r.interconnect} {r.notes}".lower()))

@@ -1,4 +1,4 @@
-"""Rows: a published figure with its one-device baseline -> the case that dpbench predicts for it."""
+"""Rows: convert a published figure with its baseline into a case, and predict its step."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from dpbench.records import Case, Phase, Profile, registry
 from dpbench.records.traits import Role
 
 PUBLISHED_HOST = 3.1
-"""The host factor of published runs of 2019-21, torch 1.4-1.7: 2.8-3.6 on three machines."""
+"""The host factor of published runs of 2019-21 with torch 1.4-1.7; it is 2.8-3.6 on three machines."""
 LATE = ("replicated", "server_gpu", "server_cpu")
-"""Training loops that move gradients when backward has ended, as far as one sees from outside."""
+"""Strategies that presumably move gradients only after backward has ended."""
 BATCH = 32
-"""Samples a device where nobody says how many."""
+"""The assumed samples per device if a table does not state the batch."""
 
 
 EPOCH_STEP_S = 0.2
-"""A step of an epoch of which nobody says how many steps it has."""
+"""The assumed seconds of a step if a table gives seconds per epoch but not the steps."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A row as a case: what is simulated, on which machine, which phases were timed."""
+    """A published row as a case to simulate: its profile, its machine and the phases that were timed."""
 
     row: PublishedRow
     case: Case
@@ -37,31 +37,31 @@ class Question:
     machine: Described
     phases: frozenset[Phase]
     scale: float
-    """What a predicted step is multiplied with, to stand in the table's own unit."""
+    """The factor from the seconds of a predicted step to the unit of the table."""
     accumulated: float = 1.0
-    """Backwards of one step, of which the last alone reduces gradients."""
+    """The number of backward passes in one step; only the last one reduces gradients."""
     known: str = "traced"
-    """How the model's counts are known."""
+    """The origin of the model's counts: traced, public or estimated."""
     exact: bool = True
-    """Whether one device was measured at this batch."""
+    """Whether the baseline has this row's batch per device."""
     loop: Loop = PLAIN
 
 
 def timed(row: PublishedRow) -> frozenset[Phase]:
-    """Return the phases that a figure includes, from the words of `timed` and `optimizer`."""
+    """Return the phases that a figure includes, according to its columns `timed` and `optimizer`."""
     phases = set(Phase)
     words = row.timed.lower()
     if words and "backward" not in words and "step" not in words and "forward" in words:
         phases -= {Phase.BACKWARD, Phase.REDUCE, Phase.OPTIMIZER, Phase.LOSS}
     if row.optimizer.lower() == "none":
         phases -= {Phase.OPTIMIZER}
-    if "h2d" not in words:  # loaders copy beside the step, and synthetic batches are there already
+    if "h2d" not in words:  # loaders copy concurrently, and synthetic batches are on the GPU
         phases -= {Phase.SCATTER}
     return frozenset(phases)
 
 
 def loop_of(row: PublishedRow, known: features.Features) -> Loop:
-    """Return the training loop that a row's words describe."""
+    """Return the training loop that the columns of a row describe."""
     kind = NAMED[row.strategy]
     return Loop(
         batch_first=kind == "dp" and "h2d" in row.timed.lower(),
@@ -70,7 +70,7 @@ def loop_of(row: PublishedRow, known: features.Features) -> Loop:
 
 
 def question(matched: Matched, constants: Constants = DEFAULT, host: float = PUBLISHED_HOST) -> Question:
-    """Return the case behind a row. Never fails for what `published.match` has matched."""
+    """Return a matched row as a case to simulate."""
     row = matched.row
     known = features.find(row.model, row.parameters or None, row.precision)
     each = max(1, round(row.batch or BATCH))
@@ -78,7 +78,7 @@ def question(matched: Matched, constants: Constants = DEFAULT, host: float = PUB
     phases = timed(row)
     samples = max(1, round(matched.one_samples)) if row.batch else each
     other = matched.other if row.batch and matched.other and matched.other[1] >= 1 else None
-    # an epoch of nobody knows how many steps: the shape of a usual step
+    # without the number of steps, an epoch is treated as a multiple of a usual step
     scale = matched.one_s / EPOCH_STEP_S if row.metric == "epoch_s" and not row.steps else 1.0
     profile = profiles.given(
         known.profile, matched.one_s / scale, samples, machine.machine, constants, other=other, phases=phases
@@ -95,13 +95,13 @@ def question(matched: Matched, constants: Constants = DEFAULT, host: float = PUB
 
 
 def _accumulated(row: PublishedRow, known: features.Features, each: int) -> float:
-    """Return the backwards of a step, where a training script keeps the samples of an update and adds gradients up."""
+    """Return the backward passes of a step, in a training script with a fixed number of samples per update."""
     update = known.update_samples if "DeepLearningExamples" in row.notes else 0
     return max(1.0, update / (each * row.devices))
 
 
 def predicted_s(asked: Question, constants: Constants = DEFAULT) -> float:
-    """Return the seconds of the row's step."""
+    """Return the predicted step of a row, in the unit of its table."""
     machine = asked.machine.machine
     step = simulation.step(asked.case, asked.profile, machine, constants, phases=asked.phases, loop=asked.loop)
     if asked.accumulated == 1:
@@ -110,7 +110,7 @@ def predicted_s(asked: Question, constants: Constants = DEFAULT) -> float:
 
 
 def linear_s(asked: Question, constants: Constants = DEFAULT) -> float:
-    """Return the step that linear scaling promises: one device's share of the batch, alone."""
+    """Return the step under perfectly linear scaling: one device alone with its share of the batch."""
     case, machine = asked.case, asked.machine.machine
     alone = replace(case, strategy=registry.of_role(Role.BASELINE), devices=1, batch_size=case.rows[0])
     return asked.scale * quick.seconds(alone, asked.profile, machine, constants, phases=asked.phases)
@@ -127,7 +127,7 @@ def _sections() -> dict[str, dict[str, float]]:
 
 @lru_cache(maxsize=64)
 def without(group: str) -> tuple[Constants, float]:
-    """Return constants and host factor fitted without a group; those of all groups where it was never in a fit."""
+    """Return the constants and the host factor fitted without a group; the defaults if it was not used in the fit."""
     section = dict(_sections().get(group, {}))
     host = section.pop("host", PUBLISHED_HOST)
     return DEFAULT.changed(**section), host

@@ -1,4 +1,4 @@
-"""Score: predictions against published measurements, by group and strategy, beside what linear scaling would say."""
+"""Score: the errors of forecasts against published measurements, compared with the errors of linear scaling."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from dpbench.predict.scoring.published import Excluded, Matched
 from dpbench.predict.scoring.rows import Question
 
 HARD = 1.1
-"""A case is hard where the step of several devices takes so many times that of one."""
+"""The least ratio of a measured step to linear scaling at which a case counts as hard."""
 
 
 @dataclass(frozen=True)
 class Scored:
-    """One row's measured step, its prediction, interval and what linear scaling says; all in seconds."""
+    """A row's measured step, its forecast with the interval, and the step under linear scaling, all in seconds."""
 
     matched: Matched
     measured_s: float
@@ -32,31 +32,32 @@ class Scored:
 
     @property
     def error(self) -> float:
-        """Return predicted over measured, less one."""
+        """Return predicted over measured, minus 1."""
         return self.predicted_s / self.measured_s - 1
 
     @property
     def linear_error(self) -> float:
-        """Return the same of linear scaling."""
+        """Return the step under linear scaling over the measured one, minus 1."""
         return self.linear_s / self.measured_s - 1
 
     @property
     def covered(self) -> bool:
-        """Tell whether the interval holds what was measured."""
+        """Return whether the interval contains the measured step."""
         return self.low_s <= self.measured_s <= self.high_s
 
     @property
     def hard(self) -> bool:
-        """Tell whether several devices cost at least a tenth."""
+        """Return whether the measured step takes at least 10 % longer than under linear scaling."""
         return self.measured_s >= HARD * self.linear_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreLine:
-    """One line of the scoreboard. Ratios are fractions; `skill` is 1 - MAPE over that of linear scaling.
+    """One line of the scoreboard; ratios are fractions.
 
-    `coverage` is None where no intervals were made; `overhead` is the error of T(n) - T(1), summed over the rows,
-    against their sum.
+    `skill` is 1 minus the ratio of the MAPE to that of linear scaling. `coverage` is the share of intervals that
+    contain the measured step, None without intervals. `overhead` is the error of T(n) - T(1), summed over the rows and
+    divided by the sum of the measured values.
     """
 
     group: str
@@ -76,7 +77,7 @@ class ScoreLine:
 
 
 def predict(matched: Matched, constants: Constants = DEFAULT, host: float = rows.PUBLISHED_HOST) -> Scored:
-    """Return one row's prediction, by simulation, with its interval."""
+    """Return the simulated forecast of one row with its interval."""
     asked = rows.question(matched, constants, host)
     seconds = rows.predicted_s(asked, constants)
     base = _quick(asked, constants)
@@ -89,7 +90,7 @@ def predict(matched: Matched, constants: Constants = DEFAULT, host: float = rows
             other = replace(asked, machine=replace(asked.machine, machine=slower))
         elif name == "features":
             other = replace(asked, profile=_scaled_counts(asked, factor))
-        elif name == "forward_share":  # the profile was split with it
+        elif name == "forward_share":  # the profile depends on it
             changed = intervals.scaled(constants, name, factor)
             other = rows.question(matched, changed, host)
         else:
@@ -106,7 +107,7 @@ def _quick(asked: Question, constants: Constants) -> float:
 
 
 def _scaled_counts(asked: Question, factor: float) -> Any:
-    """Return a profile with other counts: what an estimate from parameters alone leaves open."""
+    """Return a row's profile with scaled numbers of modules, tensors and launches."""
     p = asked.profile
     return replace(
         p, modules=round(p.modules * factor), parameter_tensors=max(1, round(p.parameter_tensors * factor)),
@@ -115,7 +116,7 @@ def _scaled_counts(asked: Question, factor: float) -> Any:
 
 
 def priors(asked: Question) -> dict[str, float]:
-    """Return what is in doubt about a row, as standard deviations of logarithms."""
+    """Return the priors of a row, as standard deviations of logarithms by name."""
     found = intervals.of(asked.case)
     if asked.machine.assumed:
         found |= intervals.ASSUMED
@@ -125,14 +126,14 @@ def priors(asked: Question) -> dict[str, float]:
 
 
 def residual(asked: Question) -> float:
-    """Return the doubt about one device's own step."""
+    """Return the standard deviation of the logarithm of the baseline's step."""
     return intervals.RESIDUAL["given"] * (1 if asked.exact else 3)
 
 
 def score(path: Path, *, all_rows: bool = False) -> tuple[list[Scored], list[Excluded]]:
-    """Return a table's rows with their predictions, and the rows left out with the reason.
+    """Return the rows of a table with their forecasts, and the excluded rows.
 
-    No group is predicted with constants that were fitted to it: leave-one-machine-out.
+    The forecast of a group never uses constants that were fitted to that group.
     """
     table, unread = published.read(path)
     matched, excluded = published.match(table, all_rows=all_rows)
@@ -140,9 +141,9 @@ def score(path: Path, *, all_rows: bool = False) -> tuple[list[Scored], list[Exc
 
 
 def lines(scored: Iterable[Scored], excluded: Sequence[Excluded] = ()) -> list[ScoreLine]:
-    """Return one line a group and strategy and metric, in the order of the table.
+    """Return one line for each group, strategy and metric, in the order of the table.
 
-    Rows whose one-device row has another batch stand apart: a part of their error is that row's.
+    Rows whose baseline has another batch get a separate line, because the baseline adds to their error.
     """
     found: dict[tuple[str, str, str], list[Scored]] = {}
     for one in scored:
@@ -157,12 +158,12 @@ def lines(scored: Iterable[Scored], excluded: Sequence[Excluded] = ()) -> list[S
 
 
 def line(key: tuple[str, str, str], group: Sequence[Scored], excluded: int = 0) -> ScoreLine:
-    """Return what a group's rows come to."""
+    """Return the line for rows with the same `key`: group, strategy and metric."""
     errors = sorted(abs(one.error) for one in group)
     linear = statistics.mean(abs(one.linear_error) for one in group)
     hard = [abs(one.error) for one in group if one.hard]
     mape = statistics.mean(errors)
-    # in shares of each row's own step, so that no slow model outweighs the others
+    # relative to each row's own step, so that slow models do not dominate the sums
     extra = sum(one.measured_s / one.linear_s - 1 for one in group)
     missed = sum(one.predicted_s / one.linear_s - one.measured_s / one.linear_s for one in group)
     coverage = statistics.mean(one.covered for one in group) if any(one.high_s for one in group) else None
@@ -176,7 +177,7 @@ def line(key: tuple[str, str, str], group: Sequence[Scored], excluded: int = 0) 
 
 
 def quantile(ordered: Sequence[float], q: float) -> float:
-    """Return a quantile of sorted values, between neighbours in proportion."""
+    """Return the quantile `q` of sorted values, interpolated linearly."""
     at = q * (len(ordered) - 1)
     low = math.floor(at)
     high = min(low + 1, len(ordered) - 1)
@@ -184,7 +185,7 @@ def quantile(ordered: Sequence[float], q: float) -> float:
 
 
 def as_json(found: Iterable[ScoreLine]) -> list[dict[str, Any]]:
-    """Return lines as plain data, ratios as fractions."""
+    """Return lines as plain data for JSON, with ratios as fractions."""
     return [
         {key: round(value, 6) if isinstance(value, float) else value for key, value in asdict(one).items()}
         for one in found
