@@ -171,7 +171,7 @@ class Allocator:
 
 
 Names = dict[int, int]
-"""From the storages of a trace to their holdings on a tape."""
+"""A map of the storages of a trace to their holdings on a tape."""
 
 
 @dataclass(frozen=True)

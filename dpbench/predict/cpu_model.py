@@ -236,7 +236,7 @@ def _ddp(case: Case, profile: Profile, host: ProbedHost) -> dict[str, float]:
     bucket = host.all_reduce_s(_last_bucket(profile))  # replaces the chains' own bucket, which has a few bytes
     if len(rows) == 1:
         late, later, reduction, bucket = 1.0, 1.0, "ddp", 0.0
-    # a hook a parameter copies its gradient into a bucket, and what was reduced is copied back
+    # a hook per parameter copies its gradient into a bucket, and the sum is copied back
     move = host.moves_s(_sizes(profile))
     found = {
         Phase.SCATTER.value: host.engine_s("ddp", "scatter", tensors) + host.move_s(max(rows) * profile.input_bytes),

@@ -20,7 +20,7 @@ def route(machine: Machine, source: str, target: str) -> tuple[Direction, ...]:
     """Return the directed links of the route with the fewest hops; a route over NVLink is preferred to any other.
 
     `host` is the memory of the processor nearest to the other end. Two GPUs without NVLink between them and without
-    peer access communicate through host memory. Raise Unknown if there is no route.
+    peer access communicate through host memory. Raise Unknown if no route exists.
     """
     links = machine.links
     if "host" not in (source, target):

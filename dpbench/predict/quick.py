@@ -86,7 +86,7 @@ class _Terms:
     def ddp(self) -> float:
         """Return the seconds of a step of one rank; buckets are reduced one by one, during backward or after it."""
         late = self.loop.late_reduction
-        backward = self.backward(0, beside=not late)
+        backward = self.backward(0, overlapped=not late)
         sizes = buckets(self.p)
         ended = 0.0
         for number, size in enumerate(sizes):
@@ -127,14 +127,14 @@ class _Terms:
         started = self.s * self.c.thread_s * threads if threads > 1 else 0.0
         return self.on(Phase.FORWARD, max(known, crowded, started))
 
-    def backward(self, others: int, *, beside: bool = False) -> float:
-        """Return the seconds of backward while `others` devices of the process also run it.
+    def backward(self, others: int, *, overlapped: bool = False) -> float:
+        """Return the seconds of backward while `others` more devices of the process also run it.
 
-        With `beside`, gradients are reduced at the same time.
+        With `overlapped`, gradients are reduced at the same time.
         """
         known = _at(self.p.backward, self.rows)
         launches = min(self.s * self.c.backward_launch_s * self.p.backward_launches, self.c.host_share * known)
-        kernels = self.group.beside_s(known, self.p.parameter_bytes) if beside else known
+        kernels = self.group.beside_s(known, self.p.parameter_bytes) if overlapped else known
         return self.on(Phase.BACKWARD, max(kernels, launches * (1 + self.c.contention * others)))
 
     def loss(self, rows: int) -> float:

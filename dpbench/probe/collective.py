@@ -33,7 +33,7 @@ from dpbench.strategies import ddp, single
 
 KIB, MIB = 2**10, 2**20
 SIZES = tuple(32 * KIB * 4**i for i in range(6))
-"""32 KiB to 32 MiB."""
+"""The sizes of the measured all-reduces in bytes, from 32 KiB to 32 MiB."""
 COMPUTED_S = 1e-3
 """The seconds of computation before each all-reduce and after each barrier."""
 LIMIT_S = 60.0
@@ -63,13 +63,15 @@ def _of_reductions(found: Sequence[tuple[int, Mapping[str, float]]], ranks: int,
     """
     timed = [(size, Timing(**seconds)) for size, seconds in found]
     for size, spent in timed:
-        how = f"all_reduce of {size // KIB} KiB, {ranks} ranks, {backend}, after a while of computing"
+        how = f"all_reduce of {size // KIB} KiB, {ranks} ranks, {backend}, each after {COMPUTED_S * 1e3:g} ms of computation"
         yield figure(f"all_reduce_{size // KIB}_kib_s", spent, how)
     sent = 2 * (ranks - 1) / ranks
     starts_s, per_bytes = host.lines([(sent * size, spent) for size, spent in timed])
-    yield spread("all_reduce_start_s", starts_s, "the start of the line through all sizes")
+    yield spread("all_reduce_start_s", starts_s, "the start of the line through the seconds of all sizes")
     rates = [1 / per_byte for per_byte in per_bytes]
-    yield spread("all_reduce_bytes_per_s", rates, "its slope: bytes sent by each rank a second")
+    yield spread(
+        "all_reduce_bytes_per_s", rates, "the inverse slope of that line: bytes that each rank sends per second"
+    )
 
 
 def _of_nets(found: Mapping[str, Any], rows: Mapping[str, int], ranks: int) -> Iterator[Figure]:
@@ -176,7 +178,7 @@ def _nets(rows: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _compute() -> None:
-    """Keep the core busy for a while."""
+    """Keep the core busy for `COMPUTED_S` seconds."""
     square, begin = torch.ones(64, 64), time.perf_counter()
     while time.perf_counter() < begin + COMPUTED_S:
         torch.mm(square, square)

@@ -86,7 +86,7 @@ def of_chains(name: str, found: Found, phases: Sequence[str], more: Found, how: 
     how = f"{how}, SGD: chains of {LAYERS[0]} and {LAYERS[1]} Linear(4, 4)"
     tables = [(phase, phase, found, how) for phase in phases]
     tables += [
-        (f"{phase}_more", phase, more, f"{how}: beyond the same chain's without it")
+        (f"{phase}_more", phase, more, f"{how}: minus the seconds of the same chain without it")
         for phase in next((blocks[0] for blocks in more.values()), ())
     ]
     for label, phase, table, said in tables:

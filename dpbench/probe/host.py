@@ -149,7 +149,7 @@ def replication() -> Iterator[Figure]:
     tensors = [torch.zeros(16) for _ in range(count)]
     flat = _flatten_dense_tensors(tensors)
     joined = time_call(lambda: _unflatten_dense_tensors(_flatten_dense_tensors(tensors), tensors))
-    yield figure("tensor_s", joined, f"{count} tensors of 64 bytes joined into one and cut out again", per=count)
+    yield figure("tensor_s", joined, f"{count} tensors of 64 bytes joined into one and split again", per=count)
     del flat
     root, other = resolve(["cpu", "cpu"])
     yield figure("tensor_copy_s", time_call(lambda: other.clone(tensors)), "a tensor of 64 bytes copied", per=count)
@@ -188,9 +188,7 @@ def threads() -> Iterator[Figure]:
 
 
 def arithmetic() -> Iterator[Figure]:
-    """Yield the rates of matrix products, the work at which half of the best rate is reached, and the slowdown in two
-    concurrent threads.
-    """
+    """Yield the rates of matrix products, the work at half of the best rate, and the slowdown in two threads."""
     times: list[tuple[float, Timing]] = []
     for side in SIDES:
         spent = time_call(_product(side), setting=torch.inference_mode)
@@ -217,7 +215,7 @@ def memory() -> Iterator[Figure]:
     """Yield the rates of copies and additions, and the slowdown of copies in two concurrent threads."""
     for size in COPIES:
         spent = time_call(_copy(size, POOL))
-        how = f"copy_ of {size // KIB} KiB, in turn from {max(size, POOL) // MIB} MiB, one thread: bytes of the copy, "
+        how = f"copy_ of {size // KIB} KiB, blocks of {max(size, POOL) // MIB} MiB in turn, one thread: bytes of the copy, "
         how += "each read and written"
         yield rate(f"copy_{size // KIB}_kib_bytes_per_s", spent, how, amount=size)
     for name, size in (("cache", SMALL), ("memory", LARGE)):

@@ -27,7 +27,7 @@ NAMED = {
     "replicated_allreduce": "replicated", "replicated_nccl": "replicated", "replicated": "replicated",
     "parameter_server(cpu)": "server_cpu", "parameter_server": "server_gpu", "parameter_server(gpu)": "server_gpu",
 }  # fmt: skip
-"""From the names of strategies in tables to the strategies that are predicted."""
+"""A map of the names of strategies in tables to the strategies that are predicted."""
 
 
 @dataclass(frozen=True, kw_only=True)
