@@ -175,7 +175,7 @@ def on_host(figures: dict[str, float]) -> Machine:
     )  # fmt: skip
 
 
-def test_forecasts_for_logical_devices_are_labelled_experimental() -> None:
+def test_predictions_for_logical_devices_are_labelled_experimental() -> None:
     predictor = Predictor(on_host(FIGURES), measured={("net", "small", "fp32"): PROFILE})
     header, *_, line = table.predictions([predictor.predict(case("ddp"))]).splitlines()
     assert header.endswith("label")

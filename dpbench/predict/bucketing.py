@@ -28,9 +28,10 @@ def chunks(sizes_bytes: Sequence[int], limit_bytes: int) -> list[list[int]]:
 
 
 def bucket_sizes(sizes_bytes: Sequence[int]) -> list[list[int]]:
-    """Return gradient sizes, in the order in which they become ready, in the buckets of DistributedDataParallel.
+    """Return the buckets that DistributedDataParallel forms of gradients with these sizes in bytes.
 
-    A bucket is closed as soon as it reaches its limit: 1 MiB for the first bucket, 25 MiB for the others.
+    The sizes are in the order in which the gradients become ready. A bucket is closed as soon as it reaches its limit:
+    1 MiB for the first bucket, 25 MiB for the others.
     """
     runs: list[list[int]] = [[]]
     for size in sizes_bytes:

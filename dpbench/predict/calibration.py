@@ -1,4 +1,4 @@
-"""Calibration: how much better forecasts become if some steps of the machine are measured.
+"""Calibration: how much better predictions become if some steps of the machine are measured.
 
 The host factor and the bus bandwidth are fitted to the rows of some models on a machine. The rows of its other models
 are then predicted: with DataParallel, each model from all others; with DDP, all models from a single one.

@@ -1,4 +1,4 @@
-"""Cases: forecasts of the cases of a plan on a described machine, with 80 % intervals, as trials of a run."""
+"""Cases: predictions of the cases of a plan on a described machine, with 80 % intervals, as trials of a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAUNCHES = (intervals.HOST, "launch_s")
 
 @dataclass(frozen=True)
 class Prediction:
-    """The forecast of one case: the step in seconds, its 80 % interval, and the spans of one step."""
+    """The prediction of one case: the step in seconds, its 80 % interval, and the spans of one step."""
 
     case: Case
     seconds: float
@@ -33,7 +33,7 @@ class Prediction:
     need: Need | None = None
 
     def trial(self) -> Trial:
-        """Return the forecast as a trial, for reports and results files."""
+        """Return the prediction as a trial, for reports and results files."""
         facts = {"machine": self.machine, "profile": self.profile, "interval_80_s": [self.low_s, self.high_s]}
         memory = self.need.memory if self.need else ()
         step = Step(self.seconds, False, self.seconds)
@@ -51,7 +51,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Predictor:
-    """A machine and all that forecasts on it depend on. `given` is a known step of one device: seconds and samples."""
+    """The inputs of predictions on one machine. `given` is a known step of one device, as (seconds, samples)."""
 
     machine: Machine
     constants: Constants = DEFAULT
@@ -61,7 +61,7 @@ class Predictor:
     """Profiles measured on a device of this kind."""
 
     def predict(self, case: Case) -> Prediction:
-        """Return the forecast of one case; raise Unknown if the machine file lacks a figure that it needs."""
+        """Return the prediction of one case; raise Unknown if the machine file lacks a figure that it needs."""
         if self.machine.logical:
             return self._on_host(case)
         simulation.check(case, self.machine)
@@ -90,12 +90,12 @@ class Predictor:
         return Prediction(case, seconds, low, high, profile.source, spans, self.machine.name)
 
     def _on_host(self, case: Case) -> Prediction:
-        """Return the forecast of a case on logical CPU devices, from measured steps of one device."""
+        """Return the prediction of a case on logical CPU devices, from measured steps of one device."""
         profile = self.measured.get(counts.key(case))
         if profile is None:
             raise Unknown(
-                f"{case.label}: {self.machine.name} has logical CPU devices; a forecast for them needs a measured step "
-                f"of one device: {stored.way_out(case)}, then give --from FILE"
+                f"{case.label}: {self.machine.name} has logical CPU devices; a prediction for them needs a measured "
+                f"step of one device: {stored.way_out(case)}, then give --from FILE"
             )
         phases = cpu_model.step(case, profile, cpu_model.ProbedHost(self.machine.probe))
         seconds = sum(phases.values())
@@ -131,20 +131,20 @@ def sweep(models: Sequence[str], device_kind: str = "cuda", **axes: object) -> l
 
 
 def strategies(machine: Machine) -> tuple[str, ...]:
-    """Return the default strategies of a forecast; torch.nn.DataParallel is left out on logical CPU devices."""
+    """Return the default strategies of a prediction; torch.nn.DataParallel is left out on logical CPU devices."""
     roles = (Role.BASELINE, Role.WRAPPER, Role.ENGINE, Role.CONTROL)
     return tuple(registry.of_role(role) for role in roles if not (machine.logical and role is Role.WRAPPER))
 
 
 def most_devices(machine: Machine) -> int:
-    """Return the largest device count for which forecasts on a machine exist."""
+    """Return the largest device count for which predictions on a machine exist."""
     return min(machine.devices, cpu_model.MOST) if machine.logical else machine.devices
 
 
 def speedup(one: Prediction, others: Sequence[Prediction]) -> tuple[float, str]:
     """Return a case's speed-up over one device, and the scaling: "strong" (equal batch) or "weak" (per device).
 
-    Without a forecast of one device to compare with, return 0 and "".
+    Without a prediction of one device to compare with, return 0 and "".
     """
     case = one.case
     for scaling, batch in (("strong", case.batch_size), ("weak", case.batch_size / case.devices)):
@@ -156,7 +156,7 @@ def speedup(one: Prediction, others: Sequence[Prediction]) -> tuple[float, str]:
 
 
 def keep(path: Path, predictions: Sequence[Prediction], machine: Machine) -> str:
-    """Store forecasts in a results file, as a run on the described machine; return the id of the run."""
+    """Store predictions in a results file, as a run on the described machine; return the id of the run."""
     from dpbench.store import Store
 
     found = [one.case for one in predictions]

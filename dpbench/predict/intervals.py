@@ -1,4 +1,4 @@
-"""Intervals: the uncertainty of a forecast, from priors of the figures that were not measured.
+"""Intervals: the uncertainty of a prediction, from priors of the figures that were not measured.
 
 The step is calculated one standard deviation above and below the centre of each prior. 200 random draws then combine
 these responses, which add up in the logarithm. The interval contains the middle 80 % of the draws.

@@ -51,7 +51,7 @@ class Traces:
     """The traces of one model with one optimizer, made on first use and cached."""
 
     def __init__(self, build: Build, optimizer_fn: OptimizerFactory, *, device: str = "cpu", **how: Any) -> None:
-        """Make traces with `how`, further keyword arguments of `trace`."""
+        """Store the arguments of `trace`; `how` has its further keyword arguments."""
         self.of = lru_cache(maxsize=64)(lambda rows: trace(build, rows, optimizer_fn, device=device, **how))
         self.optimizer = lru_cache(maxsize=64)(lambda sizes: trace_optimizer(optimizer_fn, sizes, device=device))
 

@@ -32,7 +32,7 @@ class Stored:
         # the first word with a digit identifies a GPU: 3090, A100, T4
         mark = next((word for word in self.wanted.split() if any(c.isdigit() for c in word)), self.wanted)
         other = mark.lower() not in self.device.lower()
-        return f"{said}; the machine has {self.wanted}, so the forecast may be far off" if other else said
+        return f"{said}; the machine has {self.wanted}, so the prediction may be far off" if other else said
 
 
 def read(path: Path, cases: Sequence[Case], machine: Machine) -> dict[counts.Key, Stored]:
@@ -54,7 +54,7 @@ def read(path: Path, cases: Sequence[Case], machine: Machine) -> dict[counts.Key
                 return found
     missing = next(case for key, case in wanted.items() if key not in found)
     raise Unknown(
-        f"{path} has no measured step of one device for {_setting(missing)}, which a forecast for {machine.name} "
+        f"{path} has no measured step of one device for {_setting(missing)}, which a prediction for {machine.name} "
         f"needs; it has {', '.join(sorted(known)) or 'no steps of the strategy single'}; {way_out(missing, path)}"
     )
 

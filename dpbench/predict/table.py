@@ -1,4 +1,4 @@
-"""Table: forecasts, memory, changes and scores as plain text."""
+"""Table: predictions, memory, changes and scores as plain text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SCORES = ("group", "strategy", "metric", "n", "MAPE", "median", "p90", "bias", "
 
 
 def predictions(found: Sequence[Prediction]) -> str:
-    """Return the forecasts as a table with one line per case."""
+    """Return the predictions as a table with one line per case."""
     return "\n".join(aligned([COLUMNS, *(_cells(one, found) for one in found)], left=(0, 1, 8, 9, 10)))
 
 

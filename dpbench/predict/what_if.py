@@ -41,7 +41,7 @@ def what_ifs(predictor: Predictor, cases: Sequence[Case]) -> list[WhatIf]:
 
 
 def _of(predictor: Predictor, case: Case) -> Iterator[WhatIf]:
-    """Yield the forecasts of changes to one case; the first is the case on the schedule of torch.nn.DataParallel."""
+    """Yield the predictions of changes to one case; the first is the case on the schedule of torch.nn.DataParallel."""
     now = replace(case, strategy=registry.of_role(Role.ENGINE), schedule=schedule.REFERENCE, options=())
     profile, machine, constants = predictor.profile(now), predictor.machine, predictor.constants
 

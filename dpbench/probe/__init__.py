@@ -91,9 +91,9 @@ def probe(say: Say = lambda _: None, *, patience_s: float | None = None, anyway:
 
 
 def _worst(loads: Sequence[foreign_load.Measured]) -> foreign_load.Measured:
-    """Return the highest load; if that is not too high but some loads are unknown, return an unknown one.
+    """Return the highest load, or an unknown one if no known load is too high.
 
-    Otherwise a machine with unknown loads would count as quiet.
+    A machine with an unknown load must not count as quiet.
     """
     known = [load for load in loads if isinstance(load, foreign_load.Load)]
     unknown = [load for load in loads if isinstance(load, foreign_load.UnknownLoad)]
@@ -198,7 +198,7 @@ def _processor() -> str:
 
 
 def to_toml(found: Probe) -> str:
-    """Return the text of a machine file: the fields that forecasts read, then every figure with its method.
+    """Return the text of a machine file: the fields that predictions read, then every figure with its method.
 
     The probe does not measure links between GPUs. The file has a comment on the lines to add for them.
     """

@@ -63,7 +63,7 @@ def _of_reductions(found: Sequence[tuple[int, Mapping[str, float]]], ranks: int,
     """
     timed = [(size, Timing(**seconds)) for size, seconds in found]
     for size, spent in timed:
-        how = f"all_reduce of {size // KIB} KiB, {ranks} ranks, {backend}, each after {COMPUTED_S * 1e3:g} ms of computation"
+        how = f"all_reduce of {size // KIB} KiB, {ranks} ranks, {backend}, after {COMPUTED_S * 1e3:g} ms of computation"
         yield figure(f"all_reduce_{size // KIB}_kib_s", spent, how)
     sent = 2 * (ranks - 1) / ranks
     starts_s, per_bytes = host.lines([(sent * size, spent) for size, spent in timed])

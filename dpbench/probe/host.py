@@ -215,8 +215,8 @@ def memory() -> Iterator[Figure]:
     """Yield the rates of copies and additions, and the slowdown of copies in two concurrent threads."""
     for size in COPIES:
         spent = time_call(_copy(size, POOL))
-        how = f"copy_ of {size // KIB} KiB, blocks of {max(size, POOL) // MIB} MiB in turn, one thread: bytes of the copy, "
-        how += "each read and written"
+        how = f"copy_ of {size // KIB} KiB, blocks of {max(size, POOL) // MIB} MiB in turn, one thread: "
+        how += "bytes of the copy, each read and written"
         yield rate(f"copy_{size // KIB}_kib_bytes_per_s", spent, how, amount=size)
     for name, size in (("cache", SMALL), ("memory", LARGE)):
         alone, both = time_call(_copy(size)), time_together([_copy(size), _copy(size)])

@@ -59,7 +59,11 @@ class PublishedRow:
 
     @property
     def step_s(self) -> float:
-        """Return the seconds of a step; for a figure in other units than samples, a value proportional to them."""
+        """Return the seconds of a step.
+
+        Some figures give no absolute seconds, for example an epoch without the number of its steps. The value is then
+        proportional to the seconds.
+        """
         if self.metric == "samples_per_s":
             return self.samples * self.tokens / self.value
         if self.metric == "epoch_s":  # an epoch has fewer steps the more devices share it
@@ -128,7 +132,7 @@ def _row(line: Mapping[str, str]) -> PublishedRow:
     if not batch and devices:
         batch = _number(line.get("batch_global", ""), 0.0) / devices
     if not (math.isfinite(value) and value > 0 and devices > 0):
-        raise ValueError(f"value {value}, n_gpu {devices}")
+        raise ValueError(f"value {value} and n_gpu {devices} must be positive")
     return PublishedRow(
         id=line["id"], group=line["id"].rpartition("-")[0] or line["id"], model=line["model"],
         parameters=_number(line.get("params_M", ""), 0.0) * 1e6, framework=line.get("framework", "").lower(),

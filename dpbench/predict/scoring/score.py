@@ -1,4 +1,4 @@
-"""Score: the errors of forecasts against published measurements, compared with the errors of linear scaling."""
+"""Score: the errors of predictions against published measurements, compared with the errors of linear scaling."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HARD = 1.1
 
 @dataclass(frozen=True)
 class Scored:
-    """A row's measured step, its forecast with the interval, and the step under linear scaling, all in seconds."""
+    """A row's measured step, its prediction with the interval, and the step under linear scaling, all in seconds."""
 
     matched: Matched
     measured_s: float
@@ -77,7 +77,7 @@ class ScoreLine:
 
 
 def predict(matched: Matched, constants: Constants = DEFAULT, host: float = rows.PUBLISHED_HOST) -> Scored:
-    """Return the simulated forecast of one row with its interval."""
+    """Return the simulated prediction of one row with its interval."""
     asked = rows.question(matched, constants, host)
     seconds = rows.predicted_s(asked, constants)
     base = _quick(asked, constants)
@@ -131,9 +131,9 @@ def residual(asked: Question) -> float:
 
 
 def score(path: Path, *, all_rows: bool = False) -> tuple[list[Scored], list[Excluded]]:
-    """Return the rows of a table with their forecasts, and the excluded rows.
+    """Return the rows of a table with their predictions, and the excluded rows.
 
-    The forecast of a group never uses constants that were fitted to that group.
+    The prediction of a group never uses constants that were fitted to that group.
     """
     table, unread = published.read(path)
     matched, excluded = published.match(table, all_rows=all_rows)
