@@ -277,7 +277,7 @@ def test_uneven_rows_and_devices_without_any() -> None:
 
 def test_more_devices_than_there_are_is_refused_with_the_way_out() -> None:
     profile, on = known("rtx-3090-x2")
-    with pytest.raises(Unknown, match=r"has 2 GPUs.*wants 4; give --devices up to 2"):
+    with pytest.raises(Unknown, match=r"has 2 GPUs.*needs 4; give --devices up to 2"):
         simulation.step(case_of("ddp", 4), profile, on)
     many = machine.load("dgx-a100-x512")
     with pytest.raises(Unknown, match=r"drives all devices from one process.*--strategies ddp"):
@@ -441,7 +441,7 @@ def test_a_machine_without_peaks_asks_for_the_step() -> None:
         {"peer_access": True, "gpu": {"name": "x", "count": 1},
          "link": [{"between": ["gpu0", "cpu0"], "kind": "pcie", "bytes_per_s": 1e9}]}, "bare",
     )  # fmt: skip
-    with pytest.raises(Unknown, match=r"bare.*peak of fp32.*--step-s SECONDS"):
+    with pytest.raises(Unknown, match=r"bare.*peak for fp32.*--step-s SECONDS"):
         cases.Predictor(bare).predict(case_of("single", 1))
 
 

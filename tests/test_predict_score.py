@@ -154,7 +154,7 @@ def test_odd_rows_get_a_number(odd: dict[str, Any], tmp_path: Path) -> None:
         ({"value": "n/a"}, "not a valid number: 'n/a'"),
         ({"value": "-3"}, "not a valid number: value -3"),
         ({"n_gpu": ""}, "not a valid number: ''"),
-        ({"metric": "mem_mib_gpu0", "value": 3}, "metric mem_mib_gpu0 is no time"),
+        ({"metric": "mem_mib_gpu0", "value": 3}, "metric mem_mib_gpu0 is not the duration"),
         ({"strategy": "pipeline", "value": 3}, "strategy pipeline is not predicted"),
         ({"model": "vgg16", "value": 3}, "no one-device row"),
         ({"notes": "SUSPECT: loader-bound", "value": 3}, "suspect or low trust"),
