@@ -1,7 +1,7 @@
 """Logical CPU devices: the phases of a step from the profile of one device and the probe's figures of the host.
 
-EXPERIMENTAL: the figures come from one kind of host. On it, one probe predicts a step within 20 % in four of five
-cases, and the largest error was 65 %.
+EXPERIMENTAL: this model was checked on one kind of host only. There, a step predicted from a single probe is within
+20 % of the measured one in four of five cases, and the largest error is 65 %.
 
 On the host, each phase starts when the one before it has ended. The replicas of one phase run one after the other, or
 each in its thread; nothing else runs concurrently. The step is therefore the sum of its phases. A replica that runs

@@ -31,9 +31,9 @@ DESKTOP = (3.7 / 4.3) ** 0.5
 """The host factor of a desktop, relative to the geometric mean of desktops and servers."""
 MESH = ("0-1:1", "0-2:1", "0-3:2", "0-4:2", "1-2:2", "1-3:1", "1-5:2", "2-3:2", "2-6:1", "3-7:1",
         "4-5:1", "4-6:1", "4-7:2", "5-6:2", "5-7:1", "6-7:2")  # fmt: skip
-"""The hybrid cube mesh of eight V100: pairs and their NVLinks (`nvidia-smi topo -m` of a DGX-1)."""
+"""The hybrid cube mesh of eight V100: pairs and their number of NVLinks (`nvidia-smi topo -m` of a DGX-1)."""
 STATION = ("0-1:1", "0-2:1", "0-3:2", "1-2:2", "1-3:1", "2-3:1")
-"""The four V100 of a DGX Station, with a link between each two: pairs and their NVLinks."""
+"""The four V100 of a DGX Station, with links between all pairs: pairs and their number of NVLinks."""
 
 
 @dataclass(frozen=True)
