@@ -28,6 +28,7 @@ from dpbench.records import (
     ledger,
     plan,
 )
+from dpbench.records.case import MOVING
 from dpbench.records.estimate import Doubt, Estimate
 from dpbench.records.traits import Role
 
@@ -35,8 +36,6 @@ BUSY_METRICS = {"kernel_busy_s": "kernels of one profiled step", "busy_s": "thre
 """What busy time is made of, the best source first."""
 DEVICE_COLUMNS = 8
 """Devices that a flat table has columns for, whatever was run."""
-MOVING = (Phase.SCATTER, Phase.REPLICATE, Phase.GATHER, Phase.REDUCE)
-"""The phases that move data rather than compute."""
 
 
 @dataclass(frozen=True, kw_only=True)

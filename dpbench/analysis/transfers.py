@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dpbench.records import Case, Phase, Source, Trial, registry
+from dpbench.records.case import MOVING
 from dpbench.records.schedule import parse
 from dpbench.records.traits import Reduction
 from dpbench.records.work import Move, Shapes, received, sent
@@ -27,8 +28,6 @@ def moves(case: Case, shapes: Shapes) -> list[Move]:
     return [move for move in found if move.bytes > 0]
 
 
-MOVING = (Phase.SCATTER, Phase.REPLICATE, Phase.GATHER, Phase.REDUCE)
-"""The phases whose seconds are for moving; elsewhere moves hide among compute."""
 LINKS = ("pcie", "nvlink")
 """The links that counters know, by the first part of a metric's name."""
 

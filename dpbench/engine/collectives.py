@@ -21,6 +21,7 @@ from dpbench.engine.reduce import reduce
 from dpbench.hardware.device import Collectives, Device
 from dpbench.hardware.devices._many import copy_all
 from dpbench.records import Mark, Phase
+from dpbench.records.bucketing import BUCKET_BYTES, buckets
 from dpbench.records.schedule import Schedule
 
 
@@ -171,8 +172,6 @@ def dense(gradient: torch.Tensor) -> torch.Tensor:
 Copier = Callable[[Sequence[torch.Tensor], Sequence[Device], Mark], list[list[torch.Tensor]]]
 """Copies tensors to all devices: returns one list per device; the first list contains the tensors themselves."""
 
-BUCKET_BYTES = 25 * 2**20
-"""The bucket size when the reduction overlaps with backward, the same as DistributedDataParallel's."""
 FIRST = 2**63 - 1
 """The sequence number of a node that autograd runs as soon as it is ready, before all nodes created later."""
 
@@ -204,15 +203,9 @@ def broadcast(
     return each
 
 
-def buckets_of(tensors: Sequence[torch.Tensor], limit: int = BUCKET_BYTES) -> list[range]:
-    """Return consecutive ranges of the tensors' indices, each of about `limit` bytes."""
-    runs, start, size = [], 0, 0
-    for i, tensor in enumerate(tensors):
-        size += tensor.nbytes
-        if size >= limit:
-            runs.append(range(start, i + 1))
-            start, size = i + 1, 0
-    return runs + ([range(start, len(tensors))] if start < len(tensors) else [])
+def buckets_of(tensors: Sequence[torch.Tensor]) -> list[range]:
+    """Return the tensors, in order, in consecutive runs of about BUCKET_BYTES."""
+    return buckets([tensor.nbytes for tensor in tensors], BUCKET_BYTES)
 
 
 class Broadcast(Function):

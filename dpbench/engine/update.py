@@ -24,6 +24,7 @@ from dpbench.engine.workers import Workers
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices._many import copy_all, sum_all
 from dpbench.records import Mark, Phase
+from dpbench.records.bucketing import owners
 from dpbench.records.schedule import Schedule
 
 Sources = Sequence[tuple[Device, Sequence[torch.Tensor | None]]]
@@ -116,7 +117,7 @@ class Update:
         """Return the device that steps each parameter, such that every device has about the same number of elements."""
         numbers = [n for group in self._groups for n in group.parameters]
         sizes = [self._replicas.originals[n].numel() for n in numbers]
-        return dict(zip(numbers, _shares(sizes, len(self._devices)), strict=True))
+        return dict(zip(numbers, owners(sizes, len(self._devices)), strict=True))
 
     def _exchange(self, schedule: Schedule) -> Exchange | None:
         """Return the exchange that sums gradients by collectives, or None; its buffers are the shards' gradients."""
@@ -359,12 +360,3 @@ def _small(each: Sequence[Sum]) -> list[Sum]:
     """Return the sums that are worth computing in one call; an empty list if there are few."""
     found = [one for one in each if one.whole and one.target.nbytes <= SMALL_BYTES]
     return found if len(found) >= FEW else []
-
-
-def _shares(sizes: Sequence[int], devices: int) -> list[int]:
-    """Return a device for each size, assigned from the largest to the device with the smallest load."""
-    load, owner = [0] * devices, [0] * len(sizes)
-    for n in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
-        owner[n] = load.index(min(load))
-        load[owner[n]] += sizes[n]
-    return owner

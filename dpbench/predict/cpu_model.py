@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from dpbench.records import UNATTRIBUTED, Case, Cost, Phase, Profile, Span
+from dpbench.records.bucketing import bucket_sizes
 from dpbench.records.machine import Unknown
 from dpbench.records.schedule import FASTEST, REFERENCE
 from dpbench.records.traits import Role
@@ -151,7 +152,7 @@ def _reference(case: Case, profile: Profile, host: ProbedHost) -> dict[str, floa
     rows = case.rows
     forward = max(_at(profile.forward, n) for n in rows)
     found = _engine(case, profile, host, REFERENCE)
-    moved = host.moves_s(_sizes(profile))
+    moved = host.moves_s(profile.gradient_sizes)
     more = max(0.0, profile.modules - CHAIN_MODULES - profile.parameter_tensors / 2) * host["module_replica_s"]
     found[Phase.REPLICATE.value] += len(rows) * more + moved
     found[Phase.FORWARD.value] = forward * host.beside(case.model, "forward_2_new_threads")
@@ -184,7 +185,7 @@ def _kept(case: Case, profile: Profile, host: ProbedHost, *, pool: bool) -> dict
     pieces = _pieces(profile, len(rows))
     most = len(rows) * max(pieces) if pool else sum(pieces)
     found[Phase.REDUCE.value] = host.engine_s(schedule, Phase.REDUCE.value, most)
-    found[Phase.REDUCE.value] += 1.5 * host.moves_s(_sizes(profile)) / (len(rows) if pool else 1)
+    found[Phase.REDUCE.value] += 1.5 * host.moves_s(profile.gradient_sizes) / (len(rows) if pool else 1)
     forward, loss, backward = (
         [_at(cost, n) for n in rows] for cost in (profile.forward, profile.loss, profile.backward)
     )
@@ -205,18 +206,12 @@ def _pieces(profile: Profile, owners: int) -> list[int]:
     """Return for each owner's share of the buffer the number of parameters that overlap it."""
     counts, at = [0] * owners, 0.0
     share = max(1.0, profile.parameter_bytes / owners)
-    for size in _sizes(profile):
+    for size in profile.gradient_sizes:
         first, last = int(at / share), int((at + size - 1) / share)
         for owner in range(first, min(last, owners - 1) + 1):
             counts[owner] += 1
         at += size
     return counts
-
-
-def _sizes(profile: Profile) -> tuple[float, ...]:
-    """Return the bytes of each gradient in the order of readiness; equal sizes if the profile does not list them."""
-    count = max(1, profile.parameter_tensors)
-    return profile.gradient_bytes or (profile.parameter_bytes / count,) * count
 
 
 OPTIMIZER_PASSES = {"sgd": 8, "adam": 18}
@@ -237,7 +232,7 @@ def _ddp(case: Case, profile: Profile, host: ProbedHost) -> dict[str, float]:
     if len(rows) == 1:
         late, later, reduction, bucket = 1.0, 1.0, "ddp", 0.0
     # a hook per parameter copies its gradient into a bucket, and the sum is copied back
-    move = host.moves_s(_sizes(profile))
+    move = host.moves_s(profile.gradient_sizes)
     found = {
         Phase.SCATTER.value: host.engine_s("ddp", "scatter", tensors) + host.move_s(max(rows) * profile.input_bytes),
         Phase.FORWARD.value: forward * late,
@@ -257,9 +252,4 @@ def _ddp(case: Case, profile: Profile, host: ProbedHost) -> dict[str, float]:
 
 def _last_bucket(profile: Profile) -> float:
     """Return the bytes of the last bucket, whose all-reduce starts when backward ends and is therefore not hidden."""
-    last, limit = 0.0, 2.0**20
-    for size in _sizes(profile):
-        if last >= limit:
-            last, limit = 0.0, 25 * 2.0**20
-        last += size
-    return last
+    return sum(bucket_sizes(profile.gradient_sizes)[-1])

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dpbench.predict.allocator import Names, Tape
-from dpbench.predict.bucketing import BUCKET_BYTES, COALESCED_BYTES, DDP_SYNC_BYTES, bucket_sizes, chunks, flat_bytes
 from dpbench.predict.recorder import Op
 from dpbench.predict.trace import Trace
+from dpbench.records.bucketing import COALESCED_BYTES, DDP_SYNC_BYTES, bucket_sizes, buckets, chunks, flat_bytes, owners
 from dpbench.records.schedule import Schedule
 
 
@@ -123,12 +123,8 @@ class EngineMemory:
         """
         if self._schedule.update != "sharded":
             return self._trainable
-        load, mine = [0] * len(self._devices), []
-        for n in sorted(self._trainable, key=lambda n: -self._sizes[n]):
-            owner = load.index(min(load))
-            load[owner] += self._sizes[n]
-            mine += [n] if owner == i else []
-        return sorted(mine)
+        assigned = owners([self._sizes[n] for n in self._trainable], len(self._devices))
+        return sorted(n for n, owner in zip(self._trainable, assigned, strict=True) if owner == i)
 
     def _step(self, step: int) -> None:
         """Add one training step to the tape."""
@@ -259,11 +255,7 @@ class EngineMemory:
     def _buckets(self) -> list[list[int]]:
         """Return the buckets that can be reduced during backward, as lists of parameters, in the order of readiness."""
         wanted = self._trainable[::-1] if self._kept else self._trainable
-        runs: list[list[int]] = [[]]
-        for n in wanted:
-            runs[-1].append(n)
-            if sum(self._sizes[m] for m in runs[-1]) >= BUCKET_BYTES:
-                runs.append([])
+        runs = [[wanted[k] for k in run] for run in buckets([self._sizes[n] for n in wanted])]
         ready = {n: k for k, n in enumerate(self._shards.whole.ready)}
         full = [run for run in runs if run and all(n in ready for n in run)]
         return sorted(full, key=lambda run: max(ready[n] for n in run))

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dpbench.predict.allocator import Names
-from dpbench.predict.bucketing import COALESCED_BYTES, chunks
 from dpbench.predict.strategy_memory import (
     EngineMemory,
     gradients_of,
@@ -20,6 +19,7 @@ from dpbench.predict.strategy_memory import (
     play_optimizer,
 )
 from dpbench.predict.trace import Trace
+from dpbench.records.bucketing import COALESCED_BYTES, chunks
 
 Release = tuple[int, list[int]]
 """The number of backward ops after which holdings are released, and the holdings."""

@@ -34,6 +34,8 @@ class Phase(StrEnum):
     OPTIMIZER = "optimizer"
 
 
+MOVING = (Phase.SCATTER, Phase.REPLICATE, Phase.GATHER, Phase.REDUCE)
+"""The phases that move data rather than compute."""
 UNATTRIBUTED = "unattributed"
 """The name under which a ledger lists the time that no phase covers."""
 

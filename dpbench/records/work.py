@@ -54,6 +54,12 @@ class Profile:
     rest: Cost | None = None
     """What a host's step takes beside these: copies of the batch, and what no phase covers."""
 
+    @property
+    def gradient_sizes(self) -> tuple[float, ...]:
+        """Return the bytes of the gradients in the order in which backward finishes them; equal ones if unknown."""
+        count = max(1, self.parameter_tensors)
+        return self.gradient_bytes or (self.parameter_bytes / count,) * count
+
 
 @dataclass(frozen=True)
 class Task:

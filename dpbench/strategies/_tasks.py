@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from dpbench.records import HOST, Case, Phase, Profile, Task
+from dpbench.records import HOST, Case, Phase, Profile, Task, bucketing
+from dpbench.records.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from dpbench.records.schedule import Schedule
 
 PASSES = {"sgd": 5, "adam": 7}
@@ -55,24 +56,10 @@ class Graph:
         return self.launch(Phase.OPTIMIZER, device, host, launches * share, (moved, "bytes"), after)
 
 
-FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20
-"""The size limits of the first bucket, and of all later ones, in torch's DistributedDataParallel."""
-
-
-def buckets(profile: Profile, first: int = FIRST_BUCKET_BYTES, limit: int = BUCKET_BYTES) -> list[float]:
-    """Return the bytes of each bucket of gradients, in the order in which backward fills them.
-
-    The assignment is torch's: a bucket is closed by the tensor with which it reaches its limit.
-    """
-    count = max(1, profile.parameter_tensors)
-    sizes = profile.gradient_bytes or (profile.parameter_bytes / count,) * count
-    found, full = [0.0], first
-    for size in sizes:
-        if found[-1] >= full:
-            found.append(0.0)
-            full = limit
-        found[-1] += size
-    return found
+def buckets(profile: Profile, first: int = FIRST_BUCKET_BYTES) -> list[float]:
+    """Return the bytes of each bucket of gradients, in the order in which backward fills them."""
+    sizes = profile.gradient_sizes
+    return [float(sum(sizes[i] for i in run)) for run in bucketing.buckets(sizes, first=first)]
 
 
 class Chain:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
+
+Size = TypeVar("Size", int, float)
 
 COALESCED_BYTES = 10 * 2**20
 """The size limit of the flat buffers in which torch.nn.parallel.comm copies tensors."""
@@ -27,18 +30,32 @@ def chunks(sizes_bytes: Sequence[int], limit_bytes: int) -> list[list[int]]:
     return [run for run in runs if run]
 
 
-def bucket_sizes(sizes_bytes: Sequence[int]) -> list[list[int]]:
-    """Return the buckets that DistributedDataParallel forms of gradients with these sizes in bytes.
+def buckets(sizes: Sequence[float], limit: float = BUCKET_BYTES, first: float | None = None) -> list[range]:
+    """Return consecutive runs of indices; a run ends with the size with which its sum reaches `limit`.
 
-    The sizes are in the order in which the gradients become ready. A bucket is closed as soon as it reaches its limit:
-    1 MiB for the first bucket, 25 MiB for the others.
+    `first` is the limit of the first run, by default `limit`.
     """
-    runs: list[list[int]] = [[]]
-    for size in sizes_bytes:
-        runs[-1].append(size)
-        if sum(runs[-1]) >= (FIRST_BUCKET_BYTES if len(runs) == 1 else BUCKET_BYTES):
-            runs.append([])
-    return [run for run in runs if run]
+    runs, start, total, full = [], 0, 0.0, limit if first is None else first
+    for i, size in enumerate(sizes):
+        total += size
+        if total >= full:
+            runs.append(range(start, i + 1))
+            start, total, full = i + 1, 0.0, limit
+    return runs + ([range(start, len(sizes))] if start < len(sizes) else [])
+
+
+def bucket_sizes(sizes: Sequence[Size]) -> list[list[Size]]:
+    """Return gradient sizes, in the order in which they become ready, in the buckets of DistributedDataParallel."""
+    return [[sizes[i] for i in run] for run in buckets(sizes, first=FIRST_BUCKET_BYTES)]
+
+
+def owners(sizes: Sequence[int], devices: int) -> list[int]:
+    """Return a device for each size, assigned from the largest to the device with the smallest load."""
+    load, owner = [0] * devices, [0] * len(sizes)
+    for n in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
+        owner[n] = load.index(min(load))
+        load[owner[n]] += sizes[n]
+    return owner
 
 
 def flat_bytes(sizes_bytes: Sequence[int]) -> int:
