@@ -1,6 +1,6 @@
 """dpbench: measure single-machine data parallelism in PyTorch, phase by phase.
 
-The engine's names are loaded on first use, so that importing dpbench loads no torch.
+The names of the engine are loaded on first use, so that `import dpbench` does not import torch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Load an engine name on first use."""
+    """Import the engine on first use of one of its names; raise AttributeError for any other name."""
     if name in __all__:
         import dpbench.engine
 

@@ -1,4 +1,4 @@
-"""Let `python -m dpbench` be the command `dpbench`."""
+"""Entry point of `python -m dpbench`: run the command `dpbench`."""
 
 from dpbench.cli import main
 

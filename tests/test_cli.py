@@ -144,7 +144,7 @@ def test_a_run_in_which_nothing_was_measured_says_why_and_makes_the_exit_code_2(
         "--device-kind", "cpu",
     )  # fmt: skip
     assert done.returncode == 2
-    assert "Nothing was measured: 1 case without a verified result." in done.stdout
+    assert "No result: 1 case without a verified step." in done.stdout
     assert "torch.nn.DataParallel needs an accelerator" in done.stderr
     assert folder.query("SELECT DISTINCT status FROM trial") == [("skipped",)]
 

@@ -78,12 +78,12 @@ def test_one_device_has_no_excess_and_whole_steps_have_no_phase() -> None:
 # ---------------------------------------------------------------- tables
 
 
-def parts(trials: list[Trial]) -> dict[str, devices.Part]:
+def parts(trials: list[Trial]) -> dict[str, devices.TableSection]:
     report = Report.of(trials, run_id="a" * 32, started_s=0.0, provenance={})
     return {part.id: part for part in devices.parts(report)}
 
 
-def cells(part: devices.Part, line: int) -> dict[str, tuple[str, str]]:
+def cells(part: devices.TableSection, line: int) -> dict[str, tuple[str, str]]:
     return {
         name: (cell.text, cell.small) for name, cell in zip(part.table.columns, part.table.lines[line], strict=True)
     }

@@ -1,4 +1,8 @@
-"""Diagnose: rows -> words. The verdict in one sentence, four tiles, and the warnings that honesty asks for."""
+"""Diagnosis: the verdict, the tiles and the warnings of a report.
+
+The verdict is a sentence on the speed-ups, a tile is one headline number, and a warning limits the conclusions that the
+numbers allow.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +17,14 @@ from dpbench.records import UNATTRIBUTED, Phase, Status, Trial, words
 from dpbench.records.estimate import Estimate
 
 ROUNDS_MOST = 50
-"""Rounds that a reader may be told to add; where more are needed, measuring side by side is the better way."""
+"""The largest number of rounds that the verdict recommends; above it, the verdict recommends paired measurements."""
 NAMES = 8
-"""Cases that a warning names; the table has them all."""
+"""The largest number of cases that a warning names; the table lists all of them."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """One number of the report's top row, with what it is and the labels it must carry."""
+    """One headline number of the report, with its caption and the labels of its case."""
 
     value: str
     caption: str
@@ -28,9 +32,10 @@ class Tile:
 
 
 def verdict(rows: Sequence[Row], ladders: Sequence[Ladder] = ()) -> str:
-    """Say in one sentence what data parallelism gave: speed-ups on the most devices, against the ideal.
+    """Return the verdict: the speed-up of each strategy on the largest number of devices, next to the ideal.
 
-    Of a ladder its reference stands there, and then how far the climb leads, and its biggest step.
+    With ladders, this sentence has only the lowest rung of each ladder. A second sentence names each ladder's best rung
+    and its largest gain.
     """
     kept = [row for row in notable(rows, ladders) if not _inside(row, ladders)]
     several = [row for row in kept if row.speedup and row.case.devices > 1]
@@ -50,12 +55,12 @@ def verdict(rows: Sequence[Row], ladders: Sequence[Ladder] = ()) -> str:
 
 
 def _shown(estimate: Estimate | None) -> bool:
-    """Tell whether an estimate is there and may be shown."""
+    """Return whether there is an estimate that may be shown."""
     return estimate is not None and not estimate.doubt
 
 
 def _in_doubt(rows: Sequence[Row]) -> str:
-    """Name the cases of which the rounds do not give a speed-up; empty for none."""
+    """Name the cases that have too few rounds, or too wide an interval, for a speed-up; return "" if there are none."""
     found = [row for row in rows if row.speedup and row.speedup.doubt]
     if not found:
         return ""
@@ -65,18 +70,18 @@ def _in_doubt(rows: Sequence[Row]) -> str:
 
 
 def _named(strategy: str, rows: Sequence[Row]) -> str:
-    """Name a strategy with its schedule, if there is one that all rows have."""
+    """Return a strategy's name, followed by its schedule if all rows have the same schedule."""
     schedules = {row.case.schedule for row in rows}
     return f"{strategy}[{short(schedules.pop())}]" if len(schedules) == 1 and schedules != {""} else strategy
 
 
 def _inside(row: Row, ladders: Sequence[Ladder]) -> bool:
-    """Tell whether a row is a rung of a ladder above its lowest: what it gave is said apart."""
+    """Return whether a row is a rung above the lowest of a ladder; the ladder's own sentence reports such rows."""
     return any(row is rung.row for found in ladders for rung in found.rungs[1:])
 
 
 def _climbs(ladders: Sequence[Ladder]) -> str:
-    """Say how far each ladder leads: its fastest rung, and its biggest decided step."""
+    """Return a sentence with the best rung of each ladder, and the largest gain of a rung that is decided."""
     if not ladders:
         return ""
     several = len({found.case.devices for found in ladders}) > 1
@@ -88,30 +93,30 @@ def _climbs(ladders: Sequence[Ladder]) -> str:
             parts.append(f"on {where} no rung is faster than {found.fastest.name}")
             continue
         if found.whole.ratio.doubt:
-            parts.append(f"on {where} there are {words.NOT_ENOUGH} to name the best rung")
+            parts.append(f"on {where} there are {words.NOT_ENOUGH} to determine the best rung")
             continue
         doubt = " (undecided)" if found.whole.verdict == "undecided" else ""
         first = f"{words.times(found.whole.ratio)} over {found.whole.over}{doubt}"
         big = found.biggest
-        step = f", its biggest step {big.name}: {words.times(big.ratio)} over {big.over}" if big else ""
+        step = f", and the largest gain is from {big.name}: {words.times(big.ratio)} over {big.over}" if big else ""
         parts.append(f"on {where} the best rung is {found.fastest.name}, {first}{step}")
-    kind = "Of host time alone, c" if ladders[0].case.device_kind == "emulated" else "C"
-    return f"{kind}limbing the ladder, {'; '.join(parts)}."
+    host_only = " (host time alone)" if ladders[0].case.device_kind == "emulated" else ""
+    return f"Ladder of schedules{host_only}: {'; '.join(parts)}."
 
 
 def _nothing(rows: Sequence[Row]) -> str:
-    """Say why there is no speed-up to report."""
+    """Return the reason why there is no speed-up to report."""
     if not any(row.step for row in rows):
-        return f"Nothing was measured: {words.count(len(rows), 'case')} without a verified result."
+        return f"No result: {words.count(len(rows), 'case')} without a verified step."
     if all(row.case.device_kind == "emulated" for row in rows if row.step):
         return "Emulated devices show host cost only: no speed-up is computed."
     if all(row.case.devices == 1 for row in rows if row.step):
-        return "One device only: nothing to compare; add --devices 1,2 for a speed-up."
+        return "No speed-up: all cases ran on one device; add --devices 1,2."
     return "No speed-up: there is no case of the strategy single with equal work; add it with --strategies single,..."
 
 
 def _of_strategy(name: str, rows: Sequence[Row]) -> str:
-    """Return one strategy's speed-ups, a model each; only those that are interesting when there are many."""
+    """Return a strategy's speed-up on each model; with more than three rows, only the lowest and the highest."""
     kept = sorted(rows, key=lambda row: row.speedup.value if row.speedup else 0.0)
     if len(kept) > 3:
         kept = [kept[0], kept[-1]]
@@ -121,7 +126,7 @@ def _of_strategy(name: str, rows: Sequence[Row]) -> str:
 
 
 def _batch(row: Row, rows: Sequence[Row]) -> str:
-    """Name the batch where a model was run with several."""
+    """Return the batch size as text if the model ran with more than one, otherwise ""."""
     several = len({r.case.batch_size for r in rows if r.case.model == row.case.model}) > 1
     return f" (batch {row.case.batch_size})" if several else ""
 
@@ -138,7 +143,7 @@ def _strategies(rows: Sequence[Row]) -> list[str]:
 
 
 def _cause(rows: Sequence[Row]) -> str:
-    """Name the largest phase beside the compute of the engine's worst case, if it costs a tenth of the step."""
+    """Return the largest phase other than compute in the engine's slowest case, if it takes 10% of the step or more."""
     engine = [row for row in rows if row.case.traits.scheduled and row.phases]
     if not engine:
         return ""
@@ -151,23 +156,23 @@ def _cause(rows: Sequence[Row]) -> str:
 
 
 def _all_cores(rows: Sequence[Row], top: Sequence[Row]) -> str:
-    """Hold a CPU speed-up against what one device gives with all cores."""
+    """Return the speed-up of one device with all cores, as a reference for the speed-ups of CPU devices."""
     found = _of_all_cores(rows, top)
     found = [row for row in found if _shown(row.speedup)]
     return f"; without data parallelism, {_of_strategy('single, all cores,', found)}" if found else ""
 
 
 def _of_all_cores(rows: Sequence[Row], top: Sequence[Row]) -> list[Row]:
-    """Return the rows of one device with all cores that do the work of some of `top`."""
+    """Return the rows of one device with all cores whose model and batch size occur in `top`."""
     work = {(row.case.model, row.case.batch_size) for row in top}
     alike = [row for row in rows if (row.case.model, row.case.batch_size) in work]
     return [row for row in alike if row.case.traits.all_cores and row.speedup]
 
 
 def _decided(rows: Sequence[Row]) -> str:
-    """Say which speed-ups the measurement does not decide, read together, and what would."""
+    """Name the speed-ups whose direction is undecided, and recommend the number of rounds that would decide them."""
     fast = [(row, row.speedup) for row in rows if row.speedup and not row.speedup.doubt]
-    # as sure of all of them together as each interval is of itself
+    # Holm's correction: the confidence level applies to all verdicts together
     said = stats.verdicts([speedup for _, speedup in fast], alpha=1 - stats.CONFIDENCE)
     open_ = [pair for pair, verdict in zip(fast, said, strict=True) if verdict == "undecided"]
     if not open_:
@@ -175,12 +180,15 @@ def _decided(rows: Sequence[Row]) -> str:
     names = ", ".join(f"{row.case.strategy} on {row.case.model}" for row, _ in open_[:3])
     more = f" and {len(open_) - 3} more" if len(open_) > 3 else ""
     needed = max(stats.rounds_to_decide(speedup, alpha=1 - stats.CONFIDENCE) for _, speedup in open_)
-    would = f"about --rounds {needed} would decide" if needed <= ROUNDS_MOST else "--rounds auto --paired may decide"
+    would = f"about --rounds {needed} should decide" if needed <= ROUNDS_MOST else "--rounds auto --paired may decide"
     return f"Undecided whether faster or slower than one device: {names}{more}; {would}."
 
 
 def tiles(rows: Sequence[Row], ladders: Sequence[Ladder] = ()) -> list[Tile]:
-    """Return the four numbers of the page's top row, from the engine's case on the most devices: its best rung."""
+    """Return the four headline numbers of the case with the most devices, preferring the best rung, then the engine.
+
+    The list is empty if no case on several devices has a speed-up.
+    """
     best = [found.fastest.row for found in ladders if _shown(found.fastest.row.speedup)]
     done = best or [row for row in rows if _shown(row.speedup) and row.efficiency and row.case.devices > 1]
     engine = [row for row in done if row.case.traits.scheduled] or done
@@ -210,13 +218,13 @@ def tiles(rows: Sequence[Row], ladders: Sequence[Ladder] = ()) -> list[Tile]:
 
 
 def warnings(rows: Sequence[Row], trials: Sequence[Trial], provenance: Mapping[str, Any]) -> list[str]:
-    """Return what a reader must know before trusting the numbers; empty when there is nothing."""
+    """Return the warnings that limit the conclusions which the numbers allow; empty if there are none."""
     cores = provenance.get("host", {}).get("cores", 0)
     return list(dict.fromkeys([*_of_rows(rows, trials, cores), *_of_host(rows, provenance)]))
 
 
 def _of_rows(rows: Sequence[Row], trials: Sequence[Trial], cores: int) -> Iterator[str]:
-    """Yield what the cases and their trials give away, cases of the same trouble together."""
+    """Yield the warnings about cases and their trials; cases with the same problem share one warning."""
     troubles: dict[str, list[str]] = {}
     for row in rows:
         name = label(row.case)
@@ -240,19 +248,19 @@ def _of_rows(rows: Sequence[Row], trials: Sequence[Trial], cores: int) -> Iterat
 
 
 def _of_host(rows: Sequence[Row], provenance: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what the machine and the choice of devices give away."""
+    """Yield the warnings about the machine and the kind of devices."""
     cpu = [row for row in rows if row.case.device_kind == "cpu" and row.step]
     wide = max((row.case.devices for row in cpu), default=0)
     if wide > 1:
-        yield "CPU-ONLY: logical CPU devices show that schedules are correct and what they cost, not what GPUs gain"
+        yield "CPU-ONLY: logical CPU devices show that schedules are correct and their cost on the CPU, not on GPUs"
         if not any(row.case.traits.all_cores for row in cpu):
             yield (
-                "one device has one thread here; add the strategy single_all_cores to see what all cores give "
-                "without data parallelism"
+                "each logical CPU device has one thread; add the strategy single_all_cores to compare with all cores "
+                "of the machine without data parallelism"
             )
     if any(row.case.device_kind == "emulated" for row in rows):
-        yield "EMULATED devices take turns on the host: their steps show host cost only, and no speed-up is computed"
+        yield "EMULATED devices run one at a time on the host: their steps show host cost only, so there is no speed-up"
     if any(row.case.placement == "colocated" for row in rows):
-        yield "COLOCATED replicas share one GPU: they prove correctness and host cost, not speed-up"
+        yield "COLOCATED replicas share one GPU: they show correctness and host cost, not speed-up"
     if provenance.get("dpbench", {}).get("dirty"):
-        yield "dpbench's checkout has uncommitted changes: the commit does not name the code that ran"
+        yield "dpbench's checkout has uncommitted changes: the code that ran differs from the recorded commit"

@@ -1,6 +1,6 @@
-"""Report: everything that the page, Markdown, the terminal and `dpbench explain` show of a run, built once.
+"""Report: the analysis of one run, which the HTML page, Markdown, the terminal and `dpbench explain` show.
 
-It is built from trials without spans (`Trial.summary`), so that a run with many trials fits in memory.
+A report is built once, from trials without spans (`Trial.summary`), so that a run with many trials fits in memory.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dpbench.hardware import foreign_load
 from dpbench.records import Case, Trial
 
 FINISHED = "finished"
-"""The status of a run that has measured everything that it was asked for."""
+"""The status of a run that has measured all of its cases."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """One run, analysed. `self_check` holds the lines of text that the run's self-check resulted in."""
+    """The analysis of one run. `self_check` has one line of text for each result of the run's self-check."""
 
     run_id: str
     started_s: float
@@ -45,7 +45,7 @@ class Report:
         status: str = FINISHED,
         self_check: Sequence[str] = (),
     ) -> Self:
-        """Analyse the trials of one run; `provenance` and `status` are the run's."""
+        """Analyse the trials of one run; `provenance` and `status` are those of the run."""
         rows = summary.rows(trials)
         ladders = ladder.ladders(rows)
         cores = provenance.get("host", {}).get("cores", 0)
@@ -63,12 +63,12 @@ class Report:
 
     @property
     def imbalance(self) -> Sequence[imbalance.Index]:
-        """Return the indexes of device 0 against the others."""
+        """Return the indexes that compare device 0 with the other devices."""
         return imbalance.indexes(self.trials)
 
     @property
     def memory(self) -> Sequence[memory.Footprint]:
-        """Return the peaks of memory by phase."""
+        """Return each case's peak memory by phase and device."""
         return memory.footprints(self.trials)
 
     @property
@@ -78,12 +78,12 @@ class Report:
 
     @property
     def counted(self) -> Sequence[transfers.Counted]:
-        """Return the bytes that the devices' counters saw."""
+        """Return the bytes that the devices' counters recorded."""
         return transfers.counted(self.trials)
 
 
 def _of_run(status: str, provenance: Mapping[str, Any]) -> Iterator[str]:
-    """Yield warnings of a run that is incomplete, and of one during which the foreign load is unknown."""
+    """Yield a warning if the run is incomplete, and one if the load of other processes is unknown."""
     if status != FINISHED:
         yield f"incomplete: this run is {status}; the same `dpbench run` command continues it"
     if reason := provenance.get(foreign_load.FACT, {}).get("unknown"):
@@ -91,6 +91,6 @@ def _of_run(status: str, provenance: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _noisy(provenance: Mapping[str, Any]) -> str:
-    """Return the label NOISY with its reasons, for a run during or before which other processes used the cores."""
+    """Return the label NOISY and its reasons if other processes used the cores before or during the run, else ""."""
     reasons = provenance.get("noisy")
     return f" {foreign_load.NOISY}: {'; '.join(reasons.values())}." if reasons else ""

@@ -24,7 +24,7 @@ SAID: Mapping[str, Callable[[float], str]] = {
 }
 
 
-class Part(NamedTuple):
+class TableSection(NamedTuple):
     """One section of tables."""
 
     id: str
@@ -35,7 +35,7 @@ class Part(NamedTuple):
     open: bool
 
 
-def parts(report: Report) -> list[Part]:
+def parts(report: Report) -> list[TableSection]:
     """Return the sections that have lines."""
     found = replace(report, trials=sorted(report.trials, key=lambda trial: _place(trial.case)))
     labels = report.labels
@@ -46,7 +46,7 @@ def parts(report: Report) -> list[Part]:
         ("link-counters", "Bytes that counters saw", COUNTERS, *_counters(found.counted)),
     ]
     return [
-        Part(id, title, lead, table, _union(labels.get(case, ()) for case in cases), len(table.lines) <= OPEN)
+        TableSection(id, title, lead, table, _union(labels.get(case, ()) for case in cases), len(table.lines) <= OPEN)
         for id, title, lead, table, cases in tables
         if table.lines
     ]

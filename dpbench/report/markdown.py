@@ -87,7 +87,7 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], text: Sequence
     return "\n".join(f"| {' | '.join(row)} |" for row in ([*columns], align, *rows))
 
 
-def _notes(lines: Iterable[table.Line]) -> Iterator[str]:
+def _notes(lines: Iterable[table.TableLine]) -> Iterator[str]:
     """Yield the reasons of the cases that gave no result."""
     for line in lines:
         model, strategy, devices, batch = (cell for cell in line.cells[:4])
@@ -102,7 +102,7 @@ def _phases(rows: Sequence[Row]) -> str:
     return _table(("", *table.PHASE_COLUMNS, "step"), ([_said(name), *cells] for name, cells in found)) if found else ""
 
 
-def _part(part: devices.Part) -> str:
+def _part(part: devices.TableSection) -> str:
     """Return one of the tables on device 0 against the others."""
     cells = [[_cell(cell) for cell in line] for line in part.table.lines]
     body = _table(part.table.columns, cells, part.table.columns[: part.table.text])

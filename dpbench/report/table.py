@@ -30,7 +30,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Line:
+class TableLine:
     """One case: its cells, and what went wrong with it as (headline, text)."""
 
     cells: tuple[Cell, ...]
@@ -49,7 +49,7 @@ class Table:
     note: str = ""
 
 
-def lines(rows: Iterable[Row], trials: Sequence[Trial]) -> list[Line]:
+def lines(rows: Iterable[Row], trials: Sequence[Trial]) -> list[TableLine]:
     """Return every case, those without a result too."""
     groups: dict[tuple[Case, Source], list[Trial]] = {}
     for trial in trials:
@@ -57,7 +57,7 @@ def lines(rows: Iterable[Row], trials: Sequence[Trial]) -> list[Line]:
     return [_line(row, groups.get((row.case, row.source), [])) for row in small_multiples.order(rows)]
 
 
-def _line(row: Row, trials: Sequence[Trial]) -> Line:
+def _line(row: Row, trials: Sequence[Trial]) -> TableLine:
     case, measured = row.case, row.step is not None
     about = [*naming.strategy(case).partition("[")[1:], *(f" {name}={value}" for name, value in case.options)]
     placed = "" if case.placement == "spread" else f" {case.placement}"
@@ -77,7 +77,7 @@ def _line(row: Row, trials: Sequence[Trial]) -> Line:
         Cell("\n".join(row.labels)),
         Cell(row.outcome),
     )
-    return Line(cells, row.outcome, _notes(row, trials))
+    return TableLine(cells, row.outcome, _notes(row, trials))
 
 
 def _estimate(estimate: Estimate | None, scale: float = 1.0, unit: str = "") -> Cell:
