@@ -237,7 +237,7 @@ def test_a_closed_pipe_ends_a_run_cleanly_says_so_and_leaves_it_to_be_resumed(fo
     assert (folder.path / "out").read_text() == ""
     done = folder.do(*arguments)
     assert done.returncode == 0, done.stderr
-    assert "going on with run" in done.stderr
+    assert "resuming run" in done.stderr
     assert folder.query("SELECT status FROM run") == [("finished",)]
 
 

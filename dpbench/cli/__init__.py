@@ -1,4 +1,7 @@
-"""The command line: parse, call, print. Computes nothing, and imports what it needs when it needs it."""
+"""Command line: parse the options, call the library, print the result.
+
+Commands compute nothing themselves. Each imports its modules when it runs, so that `dpbench --help` starts quickly.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from dpbench.cli.ending import EXIT_FAILED, EXIT_USAGE
 def cli() -> None:
     """Measure single-machine data parallelism in PyTorch, phase by phase.
 
-    Start with `dpbench run`: it measures what this machine can do, prints a verdict and leaves a report.
+    Start with `dpbench run`: it measures this machine, prints a verdict and writes a report.
     """
 
 
@@ -29,8 +32,8 @@ for command in (
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line; errors say what, where and the way out; `ending` has the exit codes."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything is tidied up on the way out
+    """Run the command line; print errors to stderr and exit with the code that belongs to them."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # SystemExit runs the cleanup of all contexts
     try:
         cli.main(arguments, prog_name="dpbench", standalone_mode=False)
     except click.exceptions.Abort:

@@ -1,4 +1,4 @@
-"""How a command ends: its exit codes, and its last words where nobody reads on."""
+"""Ending: the exit codes of the commands, and their exit when the reader of the output has closed it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ EXIT_CLOSED = 128 + signal.SIGPIPE
 
 
 def last_words(text: str) -> NoReturn:
-    """End as a command does whose output was closed, with a word on stderr if that is still open."""
+    """Print `text` to stderr if it is still open, discard all further output, and exit with the code of SIGPIPE."""
     with suppress(OSError):
         click.echo(text, err=True)
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in (sys.stdout, sys.stderr):  # what is left in their buffers is for nobody
+    for stream in (sys.stdout, sys.stderr):  # flushing their buffers at exit must not fail
         with suppress(OSError, ValueError):
             os.dup2(nowhere, stream.fileno())
     sys.exit(EXIT_CLOSED)

@@ -1,4 +1,4 @@
-"""What there is to choose from, read from the files themselves without importing them."""
+"""Listing: the choices that `dpbench list` prints, read from the files themselves without importing them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from dpbench.store import Run
 
 METRICS = {
-    "busy_s": "seconds of CPU time a step, per logical CPU device (its threads' own)",
-    "kernel_busy_s": "seconds in which a GPU ran kernels, in one profiled step",
-    "collective_busy_s": "seconds of collective kernels in one profiled step, apart from kernel_busy_s",
-    "utilization_ratio": "share of time in which a GPU ran any kernel, as NVML says",
-    "memory_used_bytes": "memory in use on a GPU, as NVML says",
-    "process_memory_bytes": "memory of this run's processes on a GPU, as NVML says",
-    "foreign_memory_bytes": "memory of other processes on a GPU, as NVML says",
+    "busy_s": "CPU seconds per step of the threads of one logical CPU device",
+    "kernel_busy_s": "seconds in which a GPU ran kernels other than collectives, in one profiled step",
+    "collective_busy_s": "seconds in which a GPU ran collective kernels, in one profiled step",
+    "utilization_ratio": "share of time in which a GPU ran any kernel, from NVML",
+    "memory_used_bytes": "memory in use on a GPU, from NVML",
+    "process_memory_bytes": "memory of this run's processes on a GPU, from NVML",
+    "foreign_memory_bytes": "memory of other processes on a GPU, from NVML",
     "power_w": "power of a GPU",
     "energy_j": "cumulative energy counter of a GPU",
     "sm_clock_hz": "clock of a GPU's multiprocessors",
@@ -39,31 +39,31 @@ METRICS = {
 }
 
 REMOVES = {
-    "pool": "a thread started for each replica in each step",
-    "cached": "the replicas' module trees rebuilt in each step",
-    "flat_storage": "weights broadcast and gradients added tensor by tensor",
-    "persistent": "weights copied into new replicas, through autograd, in each forward",
-    "local_loss": "outputs gathered on device 0, and the loss computed there",
-    "local_backward": "one backward that drives all devices from a single thread",
-    "overlap": "gradients that wait for the whole backward before they are reduced",
-    "allreduce": "the optimizer on device 0 alone, and new weights sent out from it",
-    "flat_optimizer": "an optimizer that goes tensor by tensor",
-    "zero1": "every device updating all weights: each updates its share",
-    "graphs": "kernels launched one by one",
-    "bf16_comm": "half of the bytes that gradients take on their way",
+    "pool": "the start of one thread per replica in each step",
+    "cached": "the rebuilding of the replicas' module trees in each step",
+    "flat_storage": "the broadcast and the reduction of one tensor at a time",
+    "persistent": "the copying of weights into new replicas, through autograd, in each forward",
+    "local_loss": "the gathering of outputs on device 0, and the loss there",
+    "local_backward": "the single backward that drives all devices from one thread",
+    "overlap": "the reduction of gradients only after the whole backward",
+    "allreduce": "the optimizer on device 0 alone, and the broadcast of new weights from it",
+    "flat_optimizer": "the optimizer's loop over tensors",
+    "zero1": "the update of all weights on every device: each updates its shard",
+    "graphs": "the separate launch of each kernel",
+    "bf16_comm": "half of the bytes in gradient transfers",
 }
-"""What each rung's switch takes out of a step."""
+"""The cost that the switch of each rung removes from a step."""
 
 
 def rows(kind: str) -> list[tuple[str, str]]:
-    """Return (name, one line of words) for each model, strategy, schedule, machine or metric."""
+    """Return (name, description) of each model, strategy, schedule, machine or metric; a description is one line."""
     if kind == "machines":
         loaded = {name: machine.load(name) for name in machine.names()}
         return [(name, f"{one.description} ({words.count(one.devices, 'GPU')})") for name, one in loaded.items()]
     if kind == "metrics":
         return sorted(METRICS.items())
     if kind == "schedules":
-        return [*((name, _rung(name)) for name in RUNGS), (FASTEST, "the exact schedule that TrainStep chooses itself")]
+        return [*((name, _rung(name)) for name in RUNGS), (FASTEST, "the exact schedule that TrainStep selects")]
     own = registry.own(kind)
     found = [(name, _first_line(registry.folder_of(kind) / f"{name}.py")) for name in own]
     installed = [name for name in registry.names(kind) if name not in own]
@@ -71,9 +71,9 @@ def rows(kind: str) -> list[tuple[str, str]]:
 
 
 def _rung(name: str) -> str:
-    """Say which switch a rung turns, what that removes, and what it needs beyond any device and DataParallel."""
+    """Return a rung's switch, the cost that it removes, and its requirements beyond any device and DataParallel."""
     if name == REFERENCE:
-        return "no switch turned: what torch.nn.DataParallel does, in phases that can be timed"
+        return "all switches at their defaults: the work of torch.nn.DataParallel, in phases that can be timed"
     needs = {need for _, need in RUNGS[name].needs(TRAIN_STEP)}
     notes = [*(f"needs {need}" for need in sorted(needs)), *([] if RUNGS[name].exact else ["tolerance"])]
     said = f" ({', '.join(notes)})" if notes else ""
@@ -81,7 +81,7 @@ def _rung(name: str) -> str:
 
 
 def runs(found: Iterable[tuple[Run, int]]) -> list[tuple[str, str]]:
-    """Return (id, when, commit, cases, status) of runs and their counts of cases, the last four as one text."""
+    """Return (id, description) of each run; the description has its start time, commit, number of cases and status."""
     lines = []
     for run, cases in found:
         code = run.provenance.get("dpbench") or {}

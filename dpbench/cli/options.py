@@ -1,4 +1,4 @@
-"""Options: what the command line takes, and the cases that it means."""
+"""Options: the types and defaults of the command line's options, and the cases that they select."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ REPORT = Path("reports/latest/index.html")
 store_option = click.option(
     "--store", type=click.Path(path_type=Path), default=Path("dpbench.db"), show_default=True, help="The results file."
 )
-run_option = click.option("--run", "run_id", help="The run to take, by the beginning of its id.  [default: the newest]")
+run_option = click.option("--run", "run_id", help="The run, by the beginning of its id.  [default: the newest]")
 patience_option = click.option(
     "--patience",
     type=click.FloatRange(0),
-    help="Seconds to wait, at most, until other processes leave the cores alone.  [default: $DPBENCH_PATIENCE, or 30]",
+    help="Maximum seconds to wait until other processes leave the cores idle.  [default: $DPBENCH_PATIENCE, or 30]",
 )
 
 QUICK_BUDGET_S = {"cpu": 60.0, "cuda": 180.0, "emulated": 60.0}
-"""What `dpbench run` without arguments spends on measuring, so that it ends within 90 s on two cores; every trial on
-a GPU has a context to open and libraries to load."""
+"""Seconds for the measurements of `dpbench run` without arguments, so that it ends within 90 s on two cores.
+
+GPUs get more: each trial creates a CUDA context and loads libraries.
+"""
 AUTO_BUDGET_S = 300.0
 
 
@@ -29,7 +31,7 @@ AXES = (
     "models", "own", "strategies", "own_strategies", "schedules", "ladder", "devices", "batch_sizes",
     "batch_per_device",
 )  # fmt: skip
-"""The options that choose cases. A run without any of them is a short first look."""
+"""The options that select cases. A run without any of them is a short one with default cases."""
 EMPTY = "give at least one, or leave the option out"
 
 
@@ -48,12 +50,12 @@ class Names(click.ParamType[tuple[str, ...]]):
 
 
 class Schedules(click.ParamType[tuple[str, ...]]):
-    """A list of schedules, each a rung's name or switches."""
+    """A list of schedules; each is the name of a rung, or switches."""
 
     name = "rung,switch=position,..."
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        """Split at commas, and at `;` where two schedules of switches meet."""
+        """Split at commas, and at `;` between two schedules that are given by switches; fail on an empty list."""
         from dpbench.records import plan
 
         if isinstance(value, tuple):
@@ -62,62 +64,62 @@ class Schedules(click.ParamType[tuple[str, ...]]):
 
 
 class Numbers(click.ParamType[tuple[int, ...]]):
-    """A comma-separated list of whole numbers."""
+    """A comma-separated list of integers."""
 
     name = "1,2,..."
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        """Split at commas; fail on an empty list, and on a part that is not a whole number."""
+        """Split at commas; fail on an empty list and on a part that is not an integer."""
         if isinstance(value, tuple):
             return value
         try:
             found = tuple(int(part) for part in value.split(",") if part.strip())
             return found or self.fail(f"{value!r} is an empty list; {EMPTY}", param, ctx)
         except ValueError:
-            self.fail(f"{value!r} is no comma-separated list of whole numbers, such as 1,2,4", param, ctx)
+            self.fail(f"{value!r} is not a comma-separated list of integers, such as 1,2,4", param, ctx)
 
 
 class Rounds(click.ParamType["int | str"]):
-    """A count of rounds, or `auto`."""
+    """A number of rounds, or `auto`."""
 
     name = "n|auto"
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        """Take `auto` as it is, and numbers from 1."""
+        """Return `auto` or an integer from 1; fail on any other value."""
         if value != "auto" and not (str(value).isdigit() and int(value) > 0):
-            self.fail(f"{value!r} is neither a number of rounds, from 1, nor auto", param, ctx)
+            self.fail(f"{value!r} is neither a number of rounds (1 or more) nor auto", param, ctx)
         return value if value == "auto" else int(value)
 
 
 class Bytes(click.ParamType[int]):
-    """A number of bytes, with a unit or without."""
+    """A number of bytes, with or without a unit."""
 
     name = "bytes"
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        """Read a number and its unit; fail on what is neither."""
+        """Return the number of bytes; fail on a value that is not a number, or has an unknown unit."""
         found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?", str(value), re.IGNORECASE)
         if not found:
-            self.fail(f"{value!r} is no number of bytes, such as 8GiB, 512MiB or 1000000", param, ctx)
+            self.fail(f"{value!r} is not a number of bytes, such as 8GiB, 512MiB or 1000000", param, ctx)
         power = " KMGT".index((found[2] or " ").upper())
         return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
 
 
 def cases_of(options: dict[str, Any]) -> tuple[list[Any], float | None]:
-    """Turn options into cases, filling in what this machine can do where nothing is said."""
+    """Return the cases that the options select, with defaults for this machine, and the budget in seconds or None."""
     from dpbench.hardware.nvml import cuda_device_count
     from dpbench.hardware.provenance import torch_has_cuda, usable_cores
     from dpbench.records import plan, registry
 
     if options["profile"] and options["paired"]:
-        raise click.UsageError("--profile takes a step of one case in one process: leave out --paired")
+        raise click.UsageError("--profile needs one case per process: leave out --paired")
     quick = not any(options[axis] for axis in AXES)
     for axis, option in (("strategies", "strategies"), ("own_strategies", "strategy"), ("schedules", "schedules")):
         if options["ladder"] and options[axis]:
-            raise click.UsageError(f"--ladder chooses strategies and schedules itself: leave out --{option}")
+            raise click.UsageError(f"--ladder selects the strategies and the schedules: leave out --{option}")
     gpus = len(options["device_ids"]) or cuda_device_count()
     kind = options["device_kind"] or ("cuda" if gpus and torch_has_cuda() else "cpu")
-    # more processes than that are no first look
+    # the default sweep has four devices at most: its time grows with their number
     available = {"cuda": gpus, "cpu": min(usable_cores(), 4), "emulated": 4}[kind]
     placement = options["placement"] or ("colocated" if kind == "cuda" and gpus == 1 else "spread")
     for name in options["own"]:

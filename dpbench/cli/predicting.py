@@ -1,4 +1,4 @@
-"""The commands about machines that are not here, and about this one as such a machine."""
+"""Predicting: the commands `dpbench predict`, for other machines, and `dpbench probe`, which measures this machine."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ DEVICES = (1, 2, 4, 8)
 
 
 @click.command()
-@click.option("--machine", "machine_name", help="A machine of `dpbench list machines`, or a TOML file of your own.")
-@click.option("--models", type=Names(), default=(), help="dpbench's, or well-known ones: resnet50,bert-base.")
+@click.option("--machine", "machine_name", help="A machine of `dpbench list machines`, or a TOML file.")
+@click.option("--models", type=Names(), default=(), help="Reference models or known ones: resnet50,bert-base.")
 @click.option("--model", "own", multiple=True, help="Your own model, package.module:name; may be repeated.")
 @click.option("--strategies", type=Names(), default=(), help="[default: single,torch_dp,dp,ddp]")
-@click.option("--schedules", type=Schedules(), multiple=True, help="Of the strategy dp.  [default: reference]")
-@click.option("--devices", type=Numbers(), default=(), help="Device counts.  [default: 1,2,4,8, as far as there are]")
-@click.option("--batch-sizes", type=Numbers(), default=(), help="Global (strong scaling).")
+@click.option("--schedules", type=Schedules(), multiple=True, help="Schedules of dp.  [default: reference]")
+@click.option("--devices", type=Numbers(), default=(), help="Device counts.  [default: 1,2,4,8, up to the machine's]")
+@click.option("--batch-sizes", type=Numbers(), default=(), help="Global batch sizes (strong scaling).")
 @click.option(
     "--batch-per-device", type=Numbers(), default=(), help="Batch sizes per device (weak scaling).  [default: 32]"
 )
 @click.option(
-    "--size", type=click.Choice(["small", "full"]), default="full", show_default=True, help="Of dpbench's own."
+    "--size", type=click.Choice(["small", "full"]), default="full", show_default=True, help="Size of reference models."
 )
 @click.option("--precision", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True)
-@click.option("--step-s", type=click.FloatRange(min=0, min_open=True), help="The known step of one device, seconds.")
+@click.option("--step-s", type=click.FloatRange(min=0, min_open=True), help="Measured seconds of one device's step.")
 @click.option(
     "--from", "measured", type=click.Path(path_type=Path, exists=True),
-    help="A results file: its steps of `single`, measured on such a GPU, stand for one device's.",
+    help="A results file whose steps of the strategy `single`, measured on such a device, are used for one device.",
 )  # fmt: skip
-@click.option("--quick", is_flag=True, help="By formula: no phases, no schedules above reference.")
-@click.option("--memory", is_flag=True, help="Replay each device's memory too; traces the models, seconds each.")
-@click.option("--max-batch", is_flag=True, help="With --memory: search the largest batch that fits; slower.")
-@click.option("--score", "table", type=click.Path(path_type=Path, exists=True), help="Predict published rows instead.")
+@click.option("--quick", is_flag=True, help="Use formulas only: no phases, and only the schedule reference.")
+@click.option("--memory", is_flag=True, help="Predict each device's peak memory too; takes seconds per model.")
+@click.option("--max-batch", is_flag=True, help="Search the largest batch that fits; slower than --memory.")
+@click.option("--score", "table", type=click.Path(path_type=Path, exists=True), help="Predict published rows.")
 @click.option("--json", "as_json", is_flag=True, help="With --score: print JSON.")
-@click.option("--all-rows", is_flag=True, help="With --score: repeats, suspect and low-trust rows too.")
+@click.option("--all-rows", is_flag=True, help="With --score: include repeats, and suspect and low-trust rows.")
 @click.option("--store", type=click.Path(path_type=Path), help="Write the predictions as a run of this results file.")
 def predict(table: Path | None, as_json: bool, all_rows: bool, **options: Any) -> None:
-    """Predict steps on a machine that is not here, phase by phase, with 80 % intervals; or score predictions.
+    """Predict steps on another machine, phase by phase, with 80 % intervals; or score predictions.
 
-    --score takes a CSV of published measurements, in which the rows of a group have their own one-device row.
+    --score takes a CSV file of published measurements. Each group of rows in it includes a row of one device.
     """
     if table:
         _score(table, as_json, all_rows)
@@ -59,7 +59,7 @@ def predict(table: Path | None, as_json: bool, all_rows: bool, **options: Any) -
 
     models = (*options["models"], *options["own"])
     if not options["machine_name"] or not models:
-        raise click.UsageError("give --machine and --models, as in: --machine dgx-a100 --models resnet50; or --score")
+        raise click.UsageError("give --machine and --models, such as --machine dgx-a100 --models resnet50; or --score")
     described = machine.load(options["machine_name"])
     batches = {name: options[name] for name in ("batch_sizes", "batch_per_device")}
     if not any(batches.values()):
@@ -71,7 +71,7 @@ def predict(table: Path | None, as_json: bool, all_rows: bool, **options: Any) -
         schedules=tuple(one for given in options["schedules"] for one in given) or ("reference",),
         size=options["size"], precision=options["precision"], **batches,
     )  # fmt: skip
-    # of several nodes only ddp uses more than one; where nothing else was asked for, predicting says so
+    # only ddp runs on more than one node; if no other case is left, the prediction explains why it refuses
     asked = [case for case in asked if case.traits.ranks or case.devices <= described.gpu.count] or asked
     _check(described, options)
     samples = next(iter(batches["batch_per_device"] or batches["batch_sizes"]))
@@ -81,8 +81,8 @@ def predict(table: Path | None, as_json: bool, all_rows: bool, **options: Any) -
         described, given=known, by_formula=options["quick"], measured={key: one.profile for key, one in steps.items()}
     )
     found = [predictor.predict(case) for case in asked]
-    what = "only steps of one device were" if described.logical else "nothing here was"
-    click.echo(f"{described.name}: {described.description}; {what} measured on it")
+    basis = "only steps of one device were measured on it" if described.logical else "all steps below are predictions"
+    click.echo(f"{described.name}: {described.description}; {basis}")
     click.echo("".join(f"{one.words}\n" for one in steps.values()))
     click.echo(text.predictions(found))
     if options["memory"] or options["max_batch"]:
@@ -97,20 +97,20 @@ def predict(table: Path | None, as_json: bool, all_rows: bool, **options: Any) -
 
 
 def _check(machine: Any, options: Mapping[str, Any]) -> None:
-    """Refuse options that contradict each other, or mean nothing on logical CPU devices."""
+    """Raise UsageError for options that contradict each other, and for options that logical CPU devices do not have."""
     if options["step_s"] and options["measured"]:
-        raise click.UsageError("--step-s and --from both say what one device takes: give one of them")
+        raise click.UsageError("--step-s and --from both give the step of one device: leave out one of them")
     given = [flag for flag in ("step_s", "quick", "memory", "max_batch") if options[flag]]
     if machine.logical and given:
         flags = ", ".join(f"--{flag.replace('_', '-')}" for flag in given)
         raise click.UsageError(
             f"{flags}: for GPUs only; {machine.name} has logical CPU devices, which share one memory and are predicted "
-            "from measured phases alone: --from FILE"
+            "from measured phases only: give --from FILE alone"
         )
 
 
 def _score(path: Path, as_json: bool, all_rows: bool) -> None:
-    """Print how well published rows are predicted."""
+    """Print the errors of predictions of published rows."""
     import json
 
     from dpbench.predict import calibration
@@ -132,9 +132,9 @@ def _score(path: Path, as_json: bool, all_rows: bool) -> None:
 @click.command()
 @click.option("--output", type=click.Path(path_type=Path), help="A file that ends in .toml.  [default: stdout]")
 @patience_option
-@click.option("--anyway", is_flag=True, help="Measure on a busy machine too, and label the file NOISY.")
+@click.option("--anyway", is_flag=True, help="Measure even if the machine is busy, and label the file NOISY.")
 def probe(output: Path | None, patience: float | None, anyway: bool) -> None:
-    """Measure this machine in a minute, with nothing else running, and write it as a machine file for predictions."""
+    """Measure this machine in a minute, while nothing else runs, and write a machine file for predictions."""
     from dpbench.probe import Busy, measure_toml
 
     try:

@@ -1,4 +1,4 @@
-"""What the terminal shows: progress and time left on stderr while a run goes on, the plain table at its end."""
+"""Progress: the progress and the remaining time of a run on stderr, and the plain table of its results."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from dpbench.records.words import aligned
 
 
 class _Console(Console):
-    """A console that says when nobody reads on; rich's own ends the process there, and closes stdout."""
+    """A console that raises BrokenPipeError when the reader has closed the output; rich's own would end the process."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError("the output was closed")
 
 
 class Progress:
-    """A progress line while a terminal watches, else one line a trial; a context manager."""
+    """A progress bar on a terminal, otherwise one line per trial; a context manager."""
 
     def __init__(self) -> None:
         self._console = _Console(stderr=True, highlight=False, soft_wrap=True)
@@ -42,7 +42,7 @@ class Progress:
         self._bar.stop()
 
     def listen(self, event: Any) -> None:
-        """Show a run's event."""
+        """Show an event of a run."""
         from rich.markup import escape
 
         if hasattr(event, "text"):
@@ -56,7 +56,7 @@ class Progress:
         elif event.case is None:
             self._task = self._bar.add_task("starting", total=event.total, completed=event.done)
             if event.done:
-                self._console.print(f"going on with run {event.run_id[:8]}: {event.done} of {event.total} are done")
+                self._console.print(f"resuming run {event.run_id[:8]}: {event.done} of {event.total} trials are done")
         else:
             self._bar.update(self._task, description=escape(ladder.label(event.case)))
 
@@ -66,7 +66,7 @@ COLUMNS = ("model", "strategy", "devices", "batch", "ms/step", "95 % interval", 
 
 
 def table(rows: Sequence[Any], ladders: Sequence[ladder.Ladder] = ()) -> str:
-    """Return the rows of an analysis as a plain text table, widths fitted, failed cases with their status.
+    """Return the rows of an analysis as a plain text table with aligned columns; failed cases show their status.
 
     The fastest rung of each ladder is marked.
     """
@@ -76,7 +76,7 @@ def table(rows: Sequence[Any], ladders: Sequence[ladder.Ladder] = ()) -> str:
 
 
 def _cells(row: Any, best: bool) -> tuple[str, ...]:
-    """Return one row's cells; an unmeasured case has its status where the time would be."""
+    """Return the cells of one row; an unmeasured case shows its status in place of the time."""
     case = row.case
     schedule = f"[{ladder.short(case.schedule)}]" if case.schedule not in ("", "reference") else ""
     name = ("single, all cores" if case.traits.all_cores else case.strategy) + schedule
@@ -99,7 +99,7 @@ def _cells(row: Any, best: bool) -> tuple[str, ...]:
 
 
 def _estimate(estimate: Estimate | None, scale: float = 1.0, unit: str = "") -> tuple[str, str]:
-    """Return an estimate's value and interval as two cells; both are empty where there is none."""
+    """Return an estimate's value and its interval as two cells; both are empty if there is no estimate."""
     if estimate is None:
         return "", ""
     if estimate.doubt:

@@ -1,4 +1,4 @@
-"""The commands that read a store: report, explain, compare, list, export."""
+"""Reading: the commands that read a store: report, explain, compare, list, export."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.option("--html", type=click.Path(path_type=Path), default=REPORT, show_default=True, help="The page to write.")
-@click.option("--md", is_flag=True, help="Print Markdown for a pull request instead.")
+@click.option("--md", is_flag=True, help="Print Markdown for a pull request and write no page.")
 @run_option
 @store_option
 def report(store: Path, run_id: str | None, html: Path, md: bool) -> None:
-    """Make the report of a run: one HTML file that needs no network, or Markdown."""
+    """Write the report of a run as one HTML file that needs no network, or print it as Markdown."""
     chosen, trials = read(store, run_id)
     found = report_of(chosen, trials)
     if md:
@@ -40,10 +40,10 @@ def report(store: Path, run_id: str | None, html: Path, md: bool) -> None:
 @run_option
 @store_option
 def explain(store: Path, run_id: str | None) -> None:
-    """Explain a run: what more devices gave, where the lost time goes, and what change helps by how much.
+    """Explain a run: the speed-up of more devices, the causes of lost time, and the remedies with their gains.
 
-    The answer first, then the findings by the time at stake, each with its evidence, its remedy, and what that gave
-    where the same run has measured it.
+    The answer comes first, then the findings in the order of the time at stake. Each finding has its evidence and its
+    remedy, and the measured gain of the remedy if the same run includes it.
     """
     from dpbench.analysis.findings import text
 
@@ -56,7 +56,7 @@ def explain(store: Path, run_id: str | None) -> None:
 @click.argument("kind", type=click.Choice(["models", "strategies", "schedules", "machines", "metrics", "runs"]))
 @store_option
 def list_(kind: str, store: Path) -> None:
-    """List what there is to choose from, or the runs of the store; one name first on each line."""
+    """List the available choices, or the runs of the store, one per line; each line starts with a name."""
     from dpbench.cli import listing
 
     rows = listing.runs(_runs(store)) if kind == "runs" else listing.rows(kind)
@@ -68,7 +68,7 @@ def list_(kind: str, store: Path) -> None:
 
 
 def _runs(store: Path) -> list[tuple[Run, int]]:
-    """Return the runs of a store, the newest first, and how many cases each has."""
+    """Return the runs of a store, the newest first, each with its number of cases."""
     from dpbench.store import Store
 
     with Store.read(store) as opened:
@@ -79,16 +79,16 @@ def _runs(store: Path) -> list[tuple[Run, int]]:
 @click.argument("format", type=click.Choice(["jsonl", "csv", "parquet", "trace", "pyperf"]))
 @click.option("--output", type=click.Path(path_type=Path), help="A file.  [default: stdout]")
 @click.option("--all", "every", is_flag=True, help="Every run of the store; with trace, every trial of one run.")
-@click.option("--case", "part", help="trace: only the case of this number, or those whose name has this part.")
-@click.option("--split", type=click.Path(path_type=Path), help="trace: one case, a file per device into this folder.")
+@click.option("--case", "part", help="trace: only the case with this number, or those with this text in their names.")
+@click.option("--split", type=click.Path(path_type=Path), help="trace: write one file per device into this folder.")
 @run_option
 @store_option
 def export(store: Path, run_id: str | None, format: str, every: bool, output: Path | None, **only: Any) -> None:
     """Export trials for other tools.
 
-    jsonl: one trial a line with the phases of each step. csv: one row per case and run. parquet: one row a step.
-    trace: the first good trial of each case on a time line, for Perfetto or speedscope; with --split for Holistic
-    Trace Analysis. pyperf: a suite of one benchmark per case, for `pyperf stats` and `compare_to`.
+    jsonl: one trial per line, with the phases of each step. csv: one row per case and run. parquet: one row per step.
+    trace: a timeline of the first good trial of each case, for Perfetto or speedscope; with --split for Holistic Trace
+    Analysis. pyperf: a suite of one benchmark per case, for `pyperf stats` and `compare_to`.
     """
     from dpbench import export
     from dpbench.analysis import imbalance, summary
@@ -117,13 +117,15 @@ def export(store: Path, run_id: str | None, format: str, every: bool, output: Pa
 @click.command()
 @click.argument("before")
 @click.argument("after")
-@click.option("--margin", type=click.FloatRange(0, 1), default=0.01, show_default=True, help="What counts as the same.")
+@click.option(
+    "--margin", type=click.FloatRange(0, 1), default=0.01, show_default=True, help="Smaller differences are the same."
+)
 @store_option
 def compare(before: str, after: str, margin: float, store: Path) -> None:
-    """Compare two runs case by case: how many times as fast AFTER is as BEFORE.
+    """Compare two runs case by case: AFTER is how many times as fast as BEFORE.
 
-    Each is the beginning of a run's id in the store, or a store file, whose newest run is taken. Exit code 0: no
-    case got slower; 1: one did; 3: none did, but some are undecided.
+    Each is the beginning of a run's id in the store, or a store file, of which the newest run is used. Exit code 0: no
+    case got slower; 1: at least one case did; 3: none did, but some cases are undecided.
     """
     from dpbench.analysis import summary
 
@@ -144,7 +146,7 @@ def compare(before: str, after: str, margin: float, store: Path) -> None:
 
 
 def _ratio(estimate: Estimate) -> str:
-    """Say a ratio with its interval to four digits: the default margin is 1 %."""
+    """Return a ratio and its interval as text, with four digits: the default margin is 1 %."""
     if estimate.doubt:
         return f"{words.NOT_ENOUGH} ({words.doubt(estimate)}; {words.REMEDY} would help)"
     value, low, high = (words.number(part, 4) for part in (estimate.value, estimate.low, estimate.high))
@@ -152,6 +154,6 @@ def _ratio(estimate: Estimate) -> str:
 
 
 def _side(store: Path, name: str) -> Any:
-    """Return the trials that one side of a comparison names."""
+    """Return the trials of one side of a comparison."""
     path = Path(name)
     return read(path, None)[1] if path.is_file() else read(store, name)[1]

@@ -1,4 +1,4 @@
-"""The command that measures."""
+"""Running: the command `dpbench run`, which measures cases."""
 
 from __future__ import annotations
 
@@ -28,36 +28,36 @@ if TYPE_CHECKING:
 
     from dpbench.records import Case, Trial
 
-RESUMES = "what was measured is stored, the same command goes on from there"
+RESUMES = "the finished trials are stored; the same command resumes the run"
 SELF_CHECK_SCALE = 1.0
-"""How long the self-check takes, over its usual minute."""
+"""The duration of the self-check, as a multiple of its usual minute."""
 
 
 @click.command()
 @click.option("--models", type=Names(), help="Reference models.  [default: mlp,resnet18]")
 @click.option("--model", "own", multiple=True, help="Your own model, package.module:name; may be repeated.")
-@click.option("--strategies", type=Names(), help="Ways to train.  [default: all that this machine can do]")
+@click.option("--strategies", type=Names(), help="Training strategies.  [default: all that this machine can run]")
 @click.option(
     "--strategy",
     "own_strategies",
     multiple=True,
-    help="Your own strategy, file.py:name or package.module:name, next to the others; may be repeated.",
+    help="Your own strategy, file.py:name or package.module:name, in addition to the others; may be repeated.",
 )
 @click.option(
     "--schedules",
     type=Schedules(),
     multiple=True,
-    help="Schedules of the strategy dp: rungs, or switches such as workers=pool,replicas=cached, of which neighbours "
-    "make one schedule; a ';' between two, or the option twice, keeps them apart.  [default: reference]",
+    help="Schedules of the strategy dp: rungs, or switches such as workers=pool,replicas=cached. Adjacent switches "
+    "form one schedule; separate two schedules by ';', or repeat the option.  [default: reference]",
 )
 @click.option(
     "--ladder",
     is_flag=True,
-    help="Measure every rung of the ladder, and the best without each of its switches, beside single and ddp. On the "
-    "most devices that are here, unless --devices says more; two models take about five minutes.",
+    help="Measure every rung of the ladder, the best rung without each of its switches, single and ddp. Uses all "
+    "available devices unless --devices is given; two models take about five minutes.",
 )
-@click.option("--devices", type=Numbers(), help="Device counts.  [default: what is here]")
-@click.option("--device-ids", type=Numbers(), default=(), help="GPUs to use, in order.  [default: the first ones]")
+@click.option("--devices", type=Numbers(), help="Device counts.  [default: up to all available devices]")
+@click.option("--device-ids", type=Numbers(), default=(), help="Indices of the GPUs, in order.  [default: from 0]")
 @click.option("--device-kind", type=click.Choice(["cpu", "cuda", "emulated"]), help="[default: cuda if there is a GPU]")
 @click.option("--placement", type=click.Choice(["spread", "colocated"]), help="colocated: replicas share one GPU.")
 @click.option("--batch-sizes", type=Numbers(), help="Global batch sizes (strong scaling).  [default: 64]")
@@ -69,43 +69,43 @@ SELF_CHECK_SCALE = 1.0
     type=Rounds(),
     default=3,
     show_default=True,
-    help="Fresh processes per case; auto: as many as it takes to know each speed-up --within its interval.",
+    help="Fresh processes per case; auto: add rounds until each speed-up's interval is as narrow as --within.",
 )
 @click.option(
     "--within",
     type=click.FloatRange(1e-4, 1),
     default=0.01,
     show_default=True,
-    help="With --rounds auto: how narrow a speed-up's 95 % interval must get, as a fraction.",
+    help="With --rounds auto: required half-width of a speed-up's 95 % interval, as a fraction.",
 )
 @click.option(
     "--paired",
     is_flag=True,
-    help="Measure cases side by side in one process, their blocks of steps in turn: far steadier ratios, but no "
-    "memory of each alone. ddp keeps processes of its own.",
+    help="Measure cases in one process, with alternating blocks of steps: ratios are far more stable, but the memory "
+    "of each case is unknown. ddp still runs in separate processes.",
 )
 @click.option(
     "--budget",
     type=click.FloatRange(1),
     help="Seconds for the whole run.  [without axes: 60, or 180 on GPUs; with --rounds auto: 300]",
 )
-@click.option("--limit", type=click.FloatRange(1), default=120.0, show_default=True, help="Seconds a trial may take.")
+@click.option("--limit", type=click.FloatRange(1), default=120.0, show_default=True, help="Maximum seconds per trial.")
 @patience_option
 @click.option("--retry", type=Names(), default=(), help="Final statuses to measure again on resume: failed,oom,...")
-@click.option("--profile", is_flag=True, help="Profile one more step of each trial, as Chrome traces beside the store.")
-@click.option("--find-max-batch", is_flag=True, help="Search each case's largest batch that fits, measure nothing.")
-@click.option("--device-memory", type=Bytes(), default=0, help="What an emulated device may hold, such as 8GiB.")
+@click.option("--profile", is_flag=True, help="Profile one more step of each trial; writes Chrome traces.")
+@click.option("--find-max-batch", is_flag=True, help="Search each case's largest batch that fits; no measurement.")
+@click.option("--device-memory", type=Bytes(), default=0, help="Memory of an emulated device, such as 8GiB.")
 @click.option("--report", type=click.Path(path_type=Path), default=REPORT, show_default=True, help="The page to write.")
 @click.option(
     "--self-check",
     is_flag=True,
-    help="Measure too what measuring costs here: marks, samplers, and the engine beside torch's; about a minute more.",
+    help="Also measure the overhead of marks and samplers, and the engine against torch's; about a minute more.",
 )
 @store_option
 def run(store: Path, report: Path, **options: Any) -> None:
     """Measure cases in fresh processes, store every trial, print a table and a verdict.
 
-    Without axes it picks what this machine can do. The same command again resumes a run that was interrupted.
+    Without options that select cases, the run fits this machine. The same command resumes an interrupted run.
     """
     from dpbench.cli.progress import Progress
     from dpbench.measure import run as runner
@@ -133,13 +133,13 @@ def run(store: Path, report: Path, **options: Any) -> None:
         except KeyboardInterrupt:
             click.echo(f"interrupted; {RESUMES}", err=True)
             sys.exit(130)
-        except BrokenPipeError:  # nobody reads on, as in `dpbench run 2>&1 | head`
+        except BrokenPipeError:  # the reader has closed the output, as in `dpbench run 2>&1 | head`
             last_words(f"the output was closed; {RESUMES}")
         if options["self_check"]:
             opened.annotate(outcome.run_id, "self_check", _self_check(cases))
         chosen = choose(opened.runs(), outcome.run_id)
         shown = report_of(chosen, opened.summaries(outcome.run_id))
-    # the page first: what follows may have no reader left
+    # write the page first: printing fails if the reader has closed the output
     write_report(report, shown)
     try:
         print_table(shown)
@@ -152,7 +152,7 @@ def run(store: Path, report: Path, **options: Any) -> None:
 
 
 def _find_max_batch(cases: Sequence[Case], store: Path, limit_s: float) -> int:
-    """Search, tell of every try on stderr and of the answers on stdout; return the exit code."""
+    """Search the largest batch of each case and return the exit code; attempts go to stderr, results to stdout."""
     from dpbench.measure import batch_search
     from dpbench.records import Status
     from dpbench.store import Store
@@ -173,11 +173,11 @@ def _find_max_batch(cases: Sequence[Case], store: Path, limit_s: float) -> int:
 
 
 def _self_check(cases: Sequence[Case]) -> dict[str, Any]:
-    """Measure what measuring costs on the kind of device that the cases use."""
+    """Return the overhead of measuring, on the kind of device that the cases use."""
     from dpbench.measure import selfcheck
     from dpbench.measure.run import ordinals
 
-    click.echo("self-check: what measuring costs here; about a minute", err=True)
+    click.echo("self-check: the overhead of measuring on this machine; about a minute", err=True)
     widest = max(cases, key=lambda case: case.devices)
     devices = widest.devices if widest.placement == "spread" else 1
     return selfcheck.measure(widest.device_kind, devices, ordinals(cases), scale=SELF_CHECK_SCALE)

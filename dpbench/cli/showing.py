@@ -1,4 +1,4 @@
-"""What commands show of a run: the table, the verdict, the page."""
+"""Showing: the table, the verdict and the page of a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def read(store: Path, run_id: str | None) -> tuple[Run, list[Trial]]:
-    """Return a run of a store and its trials, without their spans."""
+    """Return a run of a store, and its trials without their spans."""
     from dpbench.store import Store
 
     with Store.read(store) as opened:
@@ -25,19 +25,19 @@ def read(store: Path, run_id: str | None) -> tuple[Run, list[Trial]]:
 
 
 def choose(runs: Any, run_id: str | None) -> Run:
-    """Return the newest run, or the one whose id begins so."""
+    """Return the newest run, or the one whose id begins with `run_id`; raise UsageError if none or several match."""
     found = [run for run in runs if run.id.startswith(run_id or "")]
     if not found:
         known = ", ".join(run.id[:8] for run in runs) or "none"
         raise click.UsageError(f"no run {run_id or ''} in the store; it has: {known}")
     if run_id and len(found) > 1:
-        raise click.UsageError(f"{run_id} fits {len(found)} runs: {', '.join(run.id[:12] for run in found)}")
+        raise click.UsageError(f"{run_id} matches {len(found)} runs: {', '.join(run.id[:12] for run in found)}")
     chosen: Run = found[0]
     return chosen
 
 
 def report_of(chosen: Run, trials: Sequence[Trial]) -> Report:
-    """Analyse the trials of a run, for every form of the report."""
+    """Return the analysis of a run's trials, for every form of the report."""
     from dpbench.analysis.report import Report
     from dpbench.measure import selfcheck
 
@@ -48,7 +48,7 @@ def report_of(chosen: Run, trials: Sequence[Trial]) -> Report:
 
 
 def write_report(path: Path, report: Report) -> None:
-    """Write the page, and the folders above it."""
+    """Write the page; create the folders above it."""
     from dpbench.report import page
 
     path.parent.mkdir(parents=True, exist_ok=True)
