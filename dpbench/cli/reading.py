@@ -118,7 +118,7 @@ def export(store: Path, run_id: str | None, format: str, every: bool, output: Pa
 @click.argument("before")
 @click.argument("after")
 @click.option(
-    "--margin", type=click.FloatRange(0, 1), default=0.01, show_default=True, help="Smaller differences are the same."
+    "--margin", type=click.FloatRange(0, 1), default=0.01, show_default=True, help="Smaller differences count as equal."
 )
 @store_option
 def compare(before: str, after: str, margin: float, store: Path) -> None:
