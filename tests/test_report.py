@@ -391,7 +391,7 @@ def test_sixty_cases_stay_readable_and_what_is_left_out_is_said() -> None:
     ]
     sections = figures.sections(of_rows(crowd))
     assert len(sections[1].panels) == small_multiples.PANELS
-    assert sections[1].note == "48 more cases are not drawn; the table has all."
+    assert sections[1].note == "48 more cases are not drawn; the table shows all cases."
 
 
 def test_measured_and_predicted_of_one_case_stay_apart() -> None:

@@ -1,1 +1,4 @@
-"""Report: rows -> one offline page, or Markdown. It selects and scales units; it computes nothing."""
+"""Reports: render the analysis of a run as one offline HTML page or as Markdown.
+
+Modules here select, format and draw numbers; dpbench.analysis computes them.
+"""

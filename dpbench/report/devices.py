@@ -1,4 +1,4 @@
-"""Devices: device 0 against the others in tables: imbalance, memory by phase, bytes over links."""
+"""Devices: tables that compare device 0 with the other devices in imbalance, memory by phase and transferred bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dpbench.report import naming, small_multiples
 from dpbench.report.table import Cell, Table
 
 OPEN = 24
-"""Lines up to which a table is shown at once."""
+"""The largest number of lines of a table that is open when the page loads; longer tables are collapsed."""
 SAID: Mapping[str, Callable[[float], str]] = {
     "s": words.time,
     "bytes": words.size,
@@ -25,7 +25,7 @@ SAID: Mapping[str, Callable[[float], str]] = {
 
 
 class TableSection(NamedTuple):
-    """One section of tables."""
+    """A section of the page: a table, its lead text and its labels; `open` is whether the page expands it at first."""
 
     id: str
     title: str
@@ -36,7 +36,7 @@ class TableSection(NamedTuple):
 
 
 def parts(report: Report) -> list[TableSection]:
-    """Return the sections that have lines."""
+    """Return the sections whose tables have at least one line."""
     found = replace(report, trials=sorted(report.trials, key=lambda trial: _place(trial.case)))
     labels = report.labels
     tables = [
@@ -53,18 +53,19 @@ def parts(report: Report) -> list[TableSection]:
 
 
 IMBALANCE = (
-    "Device 0 over the mean of the others, and the fullest device over the mean of all: 1 is balance. DDP, whose ranks "
-    "do the same, is the control; an index is above the control where its 95% interval lies above the control's."
+    "The ratio of device 0 to the mean of the others, and of the largest device to the mean of all; 1 is balanced. "
+    "DDP is the control, because its ranks all do the same work: an index is above the control if its whole 95% "
+    "interval is above the control's."
 )
 MEMORY = (
-    "The most that device 0 held while a phase was open, small below it the mean of the others, in one untimed step. "
-    "The excess is device 0's highest peak over the mean of the others' highest."
+    "Device 0's peak memory in each phase of one untimed step; below it, in small type, the mean of the other devices. "
+    "The excess is device 0's highest peak minus the mean of the other devices' highest peaks."
 )
 LINKS = (
-    "What a step must move, from the shapes of its tensors, over the seconds that the ledger gives to the phase. A "
-    "rate holds launching, adding and waiting: the link can do more."
+    "The bytes that a step must transfer, computed from the shapes of its tensors, divided by the phase's seconds in "
+    "the ledger. These seconds include launching, adding and waiting, so the link's bandwidth is higher than the rate."
 )
-COUNTERS = "What the GPUs' own counters saw while steps were timed, a step's time long, beside what shapes say."
+COUNTERS = "The bytes per step in the GPUs' own counters during timed steps, next to the bytes computed from shapes."
 
 
 def _union(labels: object) -> tuple[str, ...]:
@@ -76,7 +77,7 @@ def _place(case: Case) -> tuple[object, ...]:
 
 
 def _case(case: Case) -> Cell:
-    """Name a case by its strategy and devices, and below it by its work."""
+    """Return the cell that names a case: its strategy and devices, and in small type its work."""
     placed = "" if case.placement == "spread" else f" {case.placement}"
     kind = "" if case.device_kind == "cpu" else f", {case.device_kind}"
     work = f"{naming.plain(case.model)} ({', '.join(naming.setting(case))}){kind}, batch {case.batch_size}"
@@ -85,7 +86,7 @@ def _case(case: Case) -> Cell:
 
 def _imbalance(found: Sequence[Index]) -> tuple[Table, list[Case]]:
     columns = (
-        "case", "quantity", "verdict", "device 0", "the others", "single", "device 0 / others", "fullest / mean",
+        "case", "quantity", "verdict", "device 0", "mean of others", "single", "device 0 / others", "largest / mean",
         "control, ddp",
     )  # fmt: skip
     lines = tuple(_index(index) for index in found)
@@ -142,7 +143,7 @@ def _phase(held: Mapping[int, int]) -> Cell:
 
 
 def _links(found: Sequence[Flow]) -> tuple[Table, list[Case]]:
-    columns = ("case", "phase", "ways", "bytes a step", "ms", "GB/s")
+    columns = ("case", "phase", "direction", "bytes per step", "ms", "GB/s")
     lines = tuple(_flow(flow) for flow in found)
     return Table("Bytes over links", columns, lines, text=3), [flow.case for flow in found]
 
@@ -156,13 +157,13 @@ def _flow(flow: Flow) -> tuple[Cell, ...]:
         Cell(flow.phase.value),
         Cell(_ways(flow)),
         Cell(words.size(flow.bytes)),
-        Cell(words.number(seconds * 1e3)) if flow.rate else Cell("", "none of its own"),
+        Cell(words.number(seconds * 1e3)) if flow.rate else Cell("", "within compute"),
         Cell(words.number(flow.rate / 1e9), spread) if flow.rate else Cell(""),
     )
 
 
 def _ways(flow: Flow) -> str:
-    """Say from where to where: host to each, 0 to each, each to 0, each to each, or a ring."""
+    """Return the direction of a flow as text, such as "host → each", "0 → each" or "a ring"."""
     sources, targets = {move.source for move in flow.moves}, {move.target for move in flow.moves}
     if sources == {HOST}:
         return "host → each" if len(targets) > 1 else "host → 0"
@@ -174,7 +175,7 @@ def _ways(flow: Flow) -> str:
 
 
 def _counters(found: Sequence[Counted]) -> tuple[Table, list[Case]]:
-    columns = ("case", "link", "device", "received", "by shapes", "sent", "by shapes")
+    columns = ("case", "link", "device", "received", "computed", "sent", "computed")
     lines = tuple(
         (
             _case(one.case), Cell(one.link), Cell(str(one.device)), Cell(words.size(one.received)),

@@ -1,4 +1,4 @@
-"""Figures: rows -> the panels on throughput and phases, and the list of all sections."""
+"""Figures: the panels on throughput and phases, and the list of all sections with drawings."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ PHASES: Mapping[str, tuple[str, str]] = {
     Phase.OPTIMIZER: ("#009e73", "#000000"),
     UNATTRIBUTED: ("none", svg.FOREGROUND),
 }
-"""Each phase's fill and the colour of text on it; time that no phase covers stays hollow."""
+"""The fill of each phase and the colour of text on it; unattributed time is not filled."""
 
-ENDS = "Of each ladder the reference and the best rung are drawn; the other schedules are in the table below."
+ENDS = "Only the reference and the best rung of each ladder are drawn; the table below has the other schedules."
 
 
 def sections(report: Report) -> list[Section]:
-    """Return every section with drawings, in the page's order.
+    """Return every section with drawings, in the order of the page.
 
-    A ladder is drawn in its own section and by its phases; the other sections show its ends alone.
+    The sections on the ladder and on phases show all of its rungs; the other sections show only its lowest and best
+    rung.
     """
     ladders, drawable = report.ladders, notable(report.rows, report.ladders)
     climbed = {row.case for row in (*drawable, *(rung.row for found in ladders for rung in found.rungs))}
@@ -52,7 +53,7 @@ def sections(report: Report) -> list[Section]:
 
 
 def throughput(rows: Sequence[Row]) -> Section:
-    """Draw samples per second, a bar a case."""
+    """Draw samples per second, one bar per case."""
     panels, left_out = small_multiples.split([row for row in rows if naming.drawable(row.throughput)], per=12)
     left_out = " ".join(filter(None, (left_out, naming.withheld(row.throughput for row in rows))))
     return Section(
@@ -80,14 +81,14 @@ def _throughput(facet: small_multiples.Facet, key: str) -> Panel:
 
 
 def phases(rows: Sequence[Row]) -> Section:
-    """Draw where a step's time goes; the parts of a bar sum to the step."""
+    """Draw the time of each phase of a step; the parts of a bar add up to the step."""
     drawn = [row for row in rows if row.phases and row.step and naming.drawable(row.step)]
     panels, left_out = small_multiples.split(drawn, per=16)  # a whole ladder on one axis
     left_out = " ".join(filter(None, (left_out, naming.withheld(row.step for row in rows if row.phases))))
     return Section(
-        "phases", "Where a step goes",
-        "Milliseconds of one step by phase, as the ledger walks back from its end: the parts sum to the step. "
-        "Hollow is time that no phase covers.",
+        "phases", "Step time by phase",
+        "Milliseconds of one step by phase. The ledger walks back from the end of the step, so that the phases add up "
+        "to the step. Hollow parts are time outside all phases.",
         [_phases(facet, f"phases{i}") for i, facet in enumerate(panels)],
         left_out or ("" if panels else "No case has phases."),
     )  # fmt: skip
@@ -107,12 +108,12 @@ def _phases(facet: small_multiples.Facet, key: str) -> Panel:
         f"{name}: " + ", ".join(f"{phase} {words.number(seconds * 1e3)} ms" for phase, seconds in row.phases.items())
         for name, row in zip(facet.names, facet.rows, strict=True)
     )
-    drawing = svg.render(figure, key=key, title=f"Where a step goes: {facet.title}", description=said)
-    return Panel(facet.title, drawing, "Each bar is the median step; its parts sum to it.", facet.labels)
+    drawing = svg.render(figure, key=key, title=f"Step time by phase: {facet.title}", description=said)
+    return Panel(facet.title, drawing, "Each bar is the median step; its parts add up to it.", facet.labels)
 
 
 def _stack(axes: Axes, row: Row, present: Sequence[str], y: float, widest: float) -> None:
-    """Draw one case's phases side by side, with their names where there is room."""
+    """Draw the phases of one case next to each other, with their names if they fit."""
     left = 0.0
     for name in present:
         width = row.phases.get(name, 0.0) * 1e3
@@ -122,7 +123,7 @@ def _stack(axes: Axes, row: Row, present: Sequence[str], y: float, widest: float
             y, width, left=left, height=16, facecolor=fill, edgecolor=svg.FOREGROUND, linewidth=0.6,
             linestyle=(0, (2, 1.5)) if hollow else "-",
         )  # fmt: skip
-        # 7 units a letter is what the widest usual sans-serif takes at this size
+        # a letter of the widest common sans-serif font takes 7 units at this size
         if width / widest * svg.WIDTH * 0.93 > 7 * len(name):
             axes.text(left + width / 2, y + 4, name, ha="center", color=ink, fontsize=svg.SMALL)
         left += width

@@ -1,4 +1,4 @@
-"""Header: provenance and trials -> the facts that stand at the top of a report and in its environment."""
+"""Header: the facts at the top of a report, and the environment at its end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dpbench.records import Trial, words
 
 
 def facts(report: Report) -> list[tuple[str, str]]:
-    """Return the names of the run, the machine and the code."""
+    """Return the facts on the run, the machine and the code as (name, value)."""
     provenance = report.provenance
     host, packages = provenance.get("host") or {}, provenance.get("packages") or {}
     cores = f", {words.count(host['cores'], 'core')}" if "cores" in host else ""
@@ -30,32 +30,32 @@ def facts(report: Report) -> list[tuple[str, str]]:
 
 
 def _gpus(found: Mapping[str, Any]) -> str:
-    """Count the GPUs by model."""
+    """Return the number of GPUs of each model, and the driver, as text."""
     models = Counter(str(gpu.get("name", "unknown")) for gpu in found.get("gpus") or ())
     driver = f", driver {found['driver']}" if "driver" in found else ""
     return ", ".join(f"{count} × {name}" for name, count in models.items()) + driver if models else "none"
 
 
 def _code(code: Mapping[str, Any]) -> str:
-    """Name a version and the commit it stands at."""
+    """Return a version and its commit as text."""
     commit = f"commit {code['commit'][:12]}" if code.get("commit") else ""
     dirty = "dirty" if code.get("dirty") else ""
     return " ".join(filter(None, (str(code.get("version", "")), commit, dirty))) or "unknown"
 
 
 def badges(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """Return each label of the run, and of how many cases it is said where not of all."""
+    """Return each label of the run, with the number of its cases as text, which is "" if all cases have the label."""
     counts = Counter(label for row in rows for label in row.labels)
     return [(label, "" if n == len(rows) else f"{n} of {len(rows)} cases") for label, n in counts.items()]
 
 
 def environment(provenance: Mapping[str, Any], trials: Sequence[Trial]) -> list[tuple[str, str]]:
-    """Return the run's facts and those of its workers as names and values; differing values side by side."""
-    # the self-check's series stand on the page as words
+    """Return the facts on the run and its workers as (name, value); commas separate differing values of workers."""
+    # the page has the self-check's results as text
     found = list(_flat({name: value for name, value in provenance.items() if name != "self_check"}, ""))
     workers: dict[str, dict[str, None]] = {}
     for trial in trials:
-        # what a trial's checks found differs in every one, and stands in the warnings
+        # the results of a trial's checks differ between trials, and the warnings report them
         same = {name: value for name, value in trial.provenance.items() if name not in ("validity", "foreign_load")}
         for name, value in _flat(same, "worker."):
             workers.setdefault(name, {})[value] = None

@@ -1,4 +1,4 @@
-"""Heat: utilisation over time, one strip a case with one row a device or core."""
+"""Heat map: utilisation over time, with one strip per case and one row per device or core."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from dpbench.report import small_multiples, svg
 from dpbench.report.svg import Panel, Section
 
 COLUMNS = 200
-"""Moments drawn of one case."""
+"""The number of moments drawn per round."""
 DEVICES = 16
-"""Devices or cores drawn of one case."""
+"""The largest number of devices or cores drawn per case."""
 PAUSE = 0.15
-"""What stands between two rounds on the time axis, as a share of the longest series."""
+"""The gap between two rounds on the time axis, as a share of the longest round."""
 _CORE = re.compile(r"core(\d+)_utilization_ratio")
 
 Place = tuple[str, int]
-"""A GPU or a core, and its number."""
+"""The kind of a device, "GPU" or "core", and its number."""
 Series = dict[Place, list[tuple[float, float]]]
-"""Readings (seconds, ratio) by place."""
+"""The readings (seconds, ratio) of each device or core."""
 
 
 def utilisation(rows: Sequence[Row], trials: Sequence[Trial]) -> Section:
-    """Draw the utilisation of GPUs where it was sampled, else of CPU cores."""
+    """Draw the utilisation of GPUs if it was sampled, otherwise of CPU cores."""
     by_case: dict[Case, list[Series]] = {}
     for trial in trials:
         if trial.source is Source.MEASURED and (series := _series(trial)):
@@ -40,15 +40,15 @@ def utilisation(rows: Sequence[Row], trials: Sequence[Trial]) -> Section:
     panels, left_out = small_multiples.split(drawn, per=12)
     return Section(
         "utilisation", "Utilisation over time",
-        "One row a GPU, or a CPU core where there are none; rounds stand one behind the other. "
-        "Gaps are gaps: nothing was sampled.",
+        "One row per GPU, or per CPU core on machines without GPUs; the rounds follow one another. "
+        "A gap is time without samples.",
         [_strips(facet, by_case, f"heat{i}") for i, facet in enumerate(panels)],
         left_out if panels else "Utilisation was not sampled.",
     )  # fmt: skip
 
 
 def _series(trial: Trial) -> Series:
-    """Return a trial's utilisation by GPU, or by core when no GPU was read."""
+    """Return a trial's utilisation of each GPU, or of each core if no GPU was sampled."""
     gpus: Series = {}
     cores: Series = {}
     for sample in trial.samples:
@@ -70,7 +70,7 @@ def _strips(facet: small_multiples.Facet, by_case: dict[Case, list[Series]], key
         _case(axes, group, rows, top + 17, thick, pause) for group, rows, top in zip(groups, devices, tops, strict=True)
     ]
     axes.set(xlim=(0, max(ends) * 1.01 or 1), xlabel="seconds sampled, rounds in a row", aspect="auto")
-    axes.set_ylim(sum(heights), 0)  # imshow sets its own
+    axes.set_ylim(sum(heights), 0)  # imshow has changed the limits
     svg.amounts(axes.xaxis)
     axes.grid(False)
     _scale(figure)
@@ -78,7 +78,7 @@ def _strips(facet: small_multiples.Facet, by_case: dict[Case, list[Series]], key
     said = f"Utilisation of each {kind} over time for " + ", ".join(facet.names)
     drawing = svg.render(figure, key=key, title=f"Utilisation: {facet.title}", description=said)
     more = any(len({d for series in group for d in series}) > DEVICES for group in groups)
-    caption = f"One row a {kind}, number 0 on top." + (f" The first {DEVICES} only." if more else "")
+    caption = f"One row per {kind}, number 0 on top." + (f" Only the first {DEVICES} are drawn." if more else "")
     return Panel(facet.title, drawing, caption, facet.labels)
 
 
@@ -88,7 +88,7 @@ def _length(series: Series) -> float:
 
 
 def _case(axes: Axes, group: Iterable[Series], devices: Sequence[Place], y: float, thick: float, pause: float) -> float:
-    """Draw the rounds of one case behind each other; return where the last one ends."""
+    """Draw the rounds of one case one after another; return the end of the last one on the time axis."""
     left = 0.0
     for series in group:
         image, width = _image(series, devices)
@@ -98,9 +98,9 @@ def _case(axes: Axes, group: Iterable[Series], devices: Sequence[Place], y: floa
 
 
 def _image(series: Series, devices: Sequence[Place]) -> tuple[NDArray[np.uint8], float]:
-    """Return one round's strip as pixels, transparent where nothing was read, and its length in seconds.
+    """Return one round's strip as pixels, transparent in gaps, and its length in seconds.
 
-    A reading tells of the time since the one before it, but of no more than three usual distances.
+    A reading applies to the time since the one before it, but to three usual intervals at most.
     """
     begin = min(readings[0][0] for readings in series.values())
     apart = np.diff([time for readings in series.values() for time, _ in readings])
@@ -120,7 +120,7 @@ def _image(series: Series, devices: Sequence[Place]) -> tuple[NDArray[np.uint8],
 
 
 def _scale(figure: Figure) -> None:
-    """Draw the key to the colours below the plot."""
+    """Draw the key of the colours below the plot."""
     height = figure.get_figheight() * 72
     axes = figure.add_axes((84 / svg.WIDTH, 4 / height, 120 / svg.WIDTH, 9 / height))
     axes.imshow(np.linspace(0, 1, 64)[None], cmap="cividis", aspect="auto", interpolation="none")

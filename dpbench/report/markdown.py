@@ -1,4 +1,4 @@
-"""Markdown: a run as a comment for a pull request; no drawings, no matplotlib."""
+"""Markdown: a run's report as a comment for a pull request, without drawings and without matplotlib."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dpbench.records import words
 from dpbench.report import devices, header, naming, table
 
 REASON = 160
-"""Columns of a reason; the page has all of it."""
+"""The largest number of columns of a reason; the page shows it in full."""
 
 
 def render(report: Report) -> str:
@@ -32,9 +32,9 @@ def render(report: Report) -> str:
         *(part for ladder in report.ladders for part in _ladder(ladder)),
         _table(table.COLUMNS, ([_cell(cell) for cell in line.cells] for line in lines)),
         "\n".join(_notes(lines)),
-        _details("Where a step goes, in ms", _phases(rows)),
+        _details("Step time by phase, in ms", _phases(rows)),
         *(_part(part) for part in devices.parts(report)),
-        _details("What measuring costs", "\n".join(f"- {_said(line)}" for line in report.self_check)),
+        _details("Overhead of measuring", "\n".join(f"- {_said(line)}" for line in report.self_check)),
         _details(
             "Machine and code",
             "\n".join(f"- {name}: {_said(value)}" for name, value in _facts(report)),
@@ -44,7 +44,7 @@ def render(report: Report) -> str:
 
 
 def _said(text: str, columns: int = 1000) -> str:
-    """Return one line in which nothing is markup, a mention or a link."""
+    """Return the text as one line in which Markdown markup, mentions and links are escaped."""
     escaped = re.sub(r"([\\`*_\[\]#|~])", r"\\\1", naming.clip(text, columns))
     escaped = escaped.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return escaped.replace("@", "@\u200b").replace("://", ":\u200b//")
@@ -60,19 +60,20 @@ def _cell(cell: table.Cell) -> str:
 
 
 def _diagnosis(one: Diagnosis) -> Iterator[str]:
-    """Yield the answer, and the findings as a list."""
+    """Yield the answer of a diagnosis, then its findings as a list."""
     yield f"**Explained**{_labels(one.row.labels)} {_said(one.answer, 2000)}"
     lines = []
     for finding in one.findings:
         detail = "; ".join(f"{name}: {said}" for name, said in text.parts(finding))
         lines.append(f"1. **{_said(text.headline(finding))}**<br><sub>{_said(detail)}</sub>")
     yield _details(
-        f"{words.count(len(lines), 'finding')} on {_said(one.row.case.model)}, by the time at stake", "\n".join(lines)
+        f"{words.count(len(lines), 'finding')} on {_said(one.row.case.model)}, largest time at stake first",
+        "\n".join(lines),
     )
 
 
 def _ladder(ladder: Ladder) -> Iterator[str]:
-    """Yield a ladder's heading and tables, each with the labels of what it was measured on."""
+    """Yield a ladder's heading and tables, with the labels of the measured rows."""
     yield f"### {table.TITLE}: {_said(table.title(ladder))}{_labels(naming.labels(ladder.rows))}"
     for found in reversed(table.tables(ladder)):
         yield f"**{_said(found.title)}**"
@@ -88,12 +89,12 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], text: Sequence
 
 
 def _notes(lines: Iterable[table.TableLine]) -> Iterator[str]:
-    """Yield the reasons of the cases that gave no result."""
+    """Yield the reasons of the cases without a result."""
     for line in lines:
         model, strategy, devices, batch = (cell for cell in line.cells[:4])
         for what, reason in line.notes:
             case = f"{model.text} {strategy.text}{strategy.small} ×{devices.text} batch {batch.text}"
-            last = reason.strip().rpartition("\n")[2]  # of a stack its error
+            last = reason.strip().rpartition("\n")[2]  # the error message of a traceback
             yield f"- {_said(case)}: {_said(what)}: {_said(last, REASON)}"
 
 
@@ -103,7 +104,7 @@ def _phases(rows: Sequence[Row]) -> str:
 
 
 def _part(part: devices.TableSection) -> str:
-    """Return one of the tables on device 0 against the others."""
+    """Return one of the tables that compare device 0 with the other devices."""
     cells = [[_cell(cell) for cell in line] for line in part.table.lines]
     body = _table(part.table.columns, cells, part.table.columns[: part.table.text])
     return _details(part.title, f"{_said(part.lead)}{_labels(part.labels)}\n\n{body}")

@@ -1,4 +1,4 @@
-"""Naming: cases, panels and labels as text for the page and for Markdown."""
+"""Naming: the names of cases and panels, and their labels, as text for the page and for Markdown."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ _PLAIN = Case(model="", strategy="", batch_size=0)
 
 
 def drawable(estimate: Estimate | None) -> bool:
-    """Tell whether an estimate may be drawn: it is there, may be shown, and has finite ends."""
+    """Return whether an estimate may be drawn: it exists, may be shown, and its value and interval are finite."""
     finite = estimate and all(map(math.isfinite, (estimate.value, estimate.low, estimate.high)))
     return bool(estimate and finite and not estimate.doubt)
 
 
 def withheld(estimates: Iterable[Estimate | None]) -> str:
-    """Say how many cases are not drawn because their estimate may not be shown; empty for none."""
+    """Return the number of cases that are not drawn for lack of rounds, as a sentence; "" if there are none."""
     number = sum(1 for estimate in estimates if estimate and estimate.doubt)
     verb = "is" if number == 1 else "are"
     return f"{words.count(number, 'case')} {verb} not drawn: {words.NOT_ENOUGH}." if number else ""
 
 
 def strategy(case: Case) -> str:
-    """Name a strategy with its schedule."""
+    """Return a strategy's name with its schedule."""
     if case.traits.all_cores:
         return "single, all cores"
     return f"{case.strategy}[{short(case.schedule)}]" if case.schedule else case.strategy
 
 
 def setting(case: Case) -> list[str]:
-    """Name what a model was run with: its size, and all that is not the default."""
+    """Return the settings of a model in a case: its size, and every setting that differs from the default."""
     extra = [getattr(case, name) for name in ("precision", "optimizer")]
     usual = [getattr(_PLAIN, name) for name in ("precision", "optimizer")]
     bound = [f"within {words.size(case.device_memory_bytes)}"] if case.device_memory_bytes else []
@@ -43,21 +43,21 @@ def setting(case: Case) -> list[str]:
 
 
 def labels(rows: Iterable[Row]) -> tuple[str, ...]:
-    """Return every label that one of the rows carries, in order of appearance."""
+    """Return the labels of all rows, each one once, in order of appearance."""
     return tuple(dict.fromkeys(label for row in rows for label in row.labels))
 
 
 def rounds(rows: Sequence[Row]) -> str:
-    """Say how many rounds stand behind the numbers."""
+    """Return the number of rounds behind the numbers, as a sentence."""
     counts = sorted({row.rounds for row in rows if row.source is Source.MEASURED})
     if not counts:
-        return "Predicted, with 80% intervals: nothing here was measured."
+        return "Predicted, not measured; intervals are 80% intervals."
     least = f"{counts[0]}–" if len(counts) > 1 else ""
     return f"Medians with 95% intervals over {least}{words.count(counts[-1], 'round')}."
 
 
 def plain(text: str) -> str:
-    """Return one line without control characters, which SVG cannot hold."""
+    """Return the text as one line without control characters, which SVG does not allow."""
     spaced = " ".join(text.split())
     return "".join(c for c in spaced if unicodedata.category(c) not in ("Cc", "Cs", "Cn", "Co"))
 

@@ -1,4 +1,4 @@
-"""Page: a run as one HTML file that needs no network, and no script to be read."""
+"""Page: the report of a run as one HTML file that needs neither a network nor scripts to be read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dpbench.report import devices, figures, header, table
 
 
 def render(report: Report) -> str:
-    """Return the whole page."""
+    """Return the page as HTML."""
     jinja = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
@@ -31,7 +31,7 @@ def render(report: Report) -> str:
         parts=text.parts,
         findings_note=text.NOTE,
         sections=figures.sections(report),
-        drawing=Markup,  # svg.render escapes every text that it was given
+        drawing=Markup,  # svg.render has escaped all text
         device_parts=devices.parts(report),
         columns=table.COLUMNS,
         text_columns=table.TEXT_COLUMNS,
@@ -41,5 +41,5 @@ def render(report: Report) -> str:
         environment=header.environment(report.provenance, report.trials),
         numbers=Markup(table.as_json(report.rows)),
     )
-    # a name that was not UTF-8 arrives as lone surrogates, which no file can hold
+    # a name that was not UTF-8 contains lone surrogates, which cannot be encoded
     return rendered.encode("utf-8", "replace").decode()

@@ -1,4 +1,4 @@
-"""Facets: which cases share a panel, in which order, and what is left out when there are too many."""
+"""Small multiples: the cases of each panel, their order, and the number of cases that do not fit."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from dpbench.records.traits import Role
 from dpbench.report import naming
 
 PANELS = 12
-"""Panels of one section; what is beyond stands in the table alone."""
+"""The largest number of panels of a section; only the table shows the remaining cases."""
 _SETTING = ("model", "size", "precision", "optimizer", "device_kind")
 
 
 @dataclass(frozen=True)
 class Facet:
-    """The cases of one panel, each with a name that tells it from the others."""
+    """The cases of one panel, each with a name that is unique within it."""
 
     title: str
     rows: tuple[Row, ...]
@@ -26,23 +26,23 @@ class Facet:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Return the labels that must stand beside the panel."""
+        """Return the labels that the panel must show."""
         return naming.labels(self.rows)
 
 
 def order(rows: Iterable[Row]) -> list[Row]:
-    """Sort cases by model, batch and devices, then from the baseline to the rivals."""
+    """Sort cases by model, batch and devices, then by the role of their strategies, the baseline first."""
     return sorted(rows, key=lambda row: (setting(row.case), row.case.batch_size, row.case.devices, *rank(row.case)))
 
 
 def rank(case: Case) -> tuple[Hashable, ...]:
-    """Return a case's place among those of equal work: baselines, DataParallel, the engine, DDP, others."""
+    """Return a sort key for cases of equal work: baselines, DataParallel, the engine, DDP, others."""
     role = [*Role].index(case.traits.role)
     return (role, case.strategy, plan.place(case.schedule), case.placement, case.options, case.seed)
 
 
 def setting(case: Case) -> tuple[str, ...]:
-    """Return what cases must share to be drawn in one panel."""
+    """Return the settings that all cases of a panel have in common."""
     return tuple(str(getattr(case, name)) for name in _SETTING)
 
 
@@ -53,9 +53,9 @@ def split(
     key: Callable[[Row], Hashable] = lambda row: None,
     unit: Callable[[Row], Hashable] = lambda row: row.case,
 ) -> tuple[list[Facet], str]:
-    """Return panels of cases with equal setting and key, and a sentence on what is left out.
+    """Return panels of cases with equal settings and equal keys, and a sentence on the cases that are left out.
 
-    A panel holds at most `per` units; the rows of one unit stay together.
+    A panel has at most `per` units; the rows of one unit stay together.
     """
     groups: dict[Hashable, list[Row]] = {}
     for row in order(rows):
@@ -63,11 +63,11 @@ def split(
     found = [facet for group in groups.values() for facet in _parts(group, per, unit)]
     left_out = sum(len(facet.rows) for facet in found[PANELS:])
     cases = f"{words.count(left_out, 'more case')} {words.verb(left_out, 'is', 'are')}"
-    return found[:PANELS], f"{cases} not drawn; the table has all." if left_out else ""
+    return found[:PANELS], f"{cases} not drawn; the table shows all cases." if left_out else ""
 
 
 def _parts(group: Sequence[Row], per: int, unit: Callable[[Row], Hashable]) -> list[Facet]:
-    """Cut one group into panels of nearly equal length."""
+    """Split one group into panels of nearly equal length."""
     both = list(zip(group, named(group), strict=True))
     units = list(dict.fromkeys(unit(row) for row in group))
     count = -(-len(units) // per)
@@ -81,7 +81,7 @@ def _parts(group: Sequence[Row], per: int, unit: Callable[[Row], Hashable]) -> l
 
 
 def heading(group: Sequence[Row]) -> str:
-    """Name what the cases of a panel share."""
+    """Return a panel's title: the settings that its cases have in common."""
     case = group[0].case
     batches = {row.case.batch_size for row in group}
     batch = [f"batch {case.batch_size}"] if len(batches) == 1 else []
@@ -90,7 +90,7 @@ def heading(group: Sequence[Row]) -> str:
 
 
 def named(group: Sequence[Row]) -> tuple[str, ...]:
-    """Name each case by its strategy, its devices, and whatever else differs within the group."""
+    """Return a name for each case: its strategy, its devices, and every other setting that differs within the group."""
     differ = {name for name in ("batch_size", "seed", "options") if len({getattr(r.case, name) for r in group}) > 1}
     common = set.intersection(*(set(row.labels) for row in group))
     return tuple(_name(row, differ, common) for row in group)
@@ -106,5 +106,5 @@ def _name(row: Row, differ: set[str], common: set[str]) -> str:
         parts.append(f"seed {case.seed}")
     if "options" in differ:
         parts += [f"{name}={value}" for name, value in case.options]
-    # labels come first: what does not fit is cut off at the end
+    # labels come first, because long names are cut off at the end
     return naming.plain("".join(f"{label} " for label in row.labels if label not in common) + ", ".join(parts))

@@ -1,4 +1,4 @@
-"""Speed-up: a line per strategy and schedule over devices, against the ideal."""
+"""Speed-up: one line per strategy and schedule over the number of devices, next to the ideal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dpbench.report import naming, small_multiples, svg
 from dpbench.report.svg import Panel, Section
 
 LINES = 8
-"""Lines of one panel."""
+"""The largest number of lines in one panel."""
 MARKERS = {Role.WRAPPER: "^", Role.ENGINE: "o", Role.CONTROL: "s"}
 MORE_MARKERS = ("P", "X", "v", "<", ">", "p", "h")
 DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
@@ -28,27 +28,27 @@ Points = Sequence[tuple[Row, Estimate]]
 
 
 def section(rows: Sequence[Row]) -> Section:
-    """Draw speed-up over devices, a panel per model and amount of work."""
+    """Draw speed-up over the number of devices, one panel per model and amount of work."""
     drawn = _both_ways([row for row in rows if naming.drawable(row.speedup)])
     levels = [row for row in drawn if row.case.traits.all_cores]
     lines = [row for row in drawn if not row.case.traits.all_cores] or levels
     panels, left_out = small_multiples.split(lines, per=LINES, key=_work, unit=_identity)
     left_out = " ".join(filter(None, (left_out, naming.withheld(row.speedup for row in rows))))
-    missing = "" if panels or left_out else "No case could be compared with the strategy single at equal work."
+    missing = "" if panels or left_out else "No case was compared with the strategy single at equal work."
     return Section(
         "speedup", "Speed-up against ideal",
-        "One device's step over that of several, at equal work. The dotted line is the ideal; bars are 95% intervals.",
+        "One device's step time over that of several, at equal work. The dotted line is ideal; bars are 95% intervals.",
         [_panel(facet, _beside(facet, levels), f"speedup{i}") for i, facet in enumerate(panels)], missing or left_out,
     )  # fmt: skip
 
 
 def _identity(row: Row) -> tuple[Hashable, ...]:
-    """Return what tells one line from another."""
+    """Return the key of the line that a row belongs to."""
     return (*small_multiples.rank(row.case), row.source)
 
 
 def _both_ways(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows, those of one device also (or only) as the start of a weak line: there the two are the same."""
+    """Return the rows; one-device rows also, or only, as the start of weak scaling, which is equal to strong there."""
     weak = {_place(row) for row in rows if row.scaling == "weak"}
     strong = {_place(row) for row in rows if row.scaling != "weak" and row.case.devices > 1}
     found = []
@@ -63,23 +63,23 @@ def _both_ways(rows: Sequence[Row]) -> list[Row]:
 
 
 def _place(row: Row) -> tuple[object, ...]:
-    """Return what the lines of one panel share."""
+    """Return the key of the panel that a row belongs to."""
     return (small_multiples.setting(row.case), *_work(row))
 
 
 def _work(row: Row) -> tuple[str, int]:
-    """Return what is kept equal along a line: the global batch, or each device's share."""
+    """Return the amount of work that is constant along a line: the scaling, and the batch globally or per device."""
     weak = row.scaling == "weak"
     return row.scaling, row.case.batch_size // row.case.devices if weak else row.case.batch_size
 
 
 def _beside(facet: small_multiples.Facet, levels: Iterable[Row]) -> list[Row]:
-    """Return the levels that belong into a panel and are not in it yet."""
+    """Return the reference levels that belong in a panel and are not among its rows."""
     return [row for row in levels if _place(row) == _place(facet.rows[0]) and row not in facet.rows]
 
 
 def _panel(facet: small_multiples.Facet, levels: Sequence[Row], key: str) -> Panel:
-    """Draw one panel; its keys carry the values, so that no two numbers overlap."""
+    """Draw one panel; its legend has the values, so that no two numbers overlap."""
     rows = [*levels, *facet.rows]
     lines: dict[tuple[object, ...], list[tuple[Row, Estimate]]] = {}
     for row in rows:
@@ -103,7 +103,7 @@ def _panel(facet: small_multiples.Facet, levels: Sequence[Row], key: str) -> Pan
 
 
 def _frame(most: int, top: float, lines: int) -> tuple[Figure, Axes, list[Line2D]]:
-    """Return an empty panel with the ideal and the baseline in it, and their keys."""
+    """Return an empty panel that has the ideal line and the baseline, and their legend handles."""
     bottom = svg.below(lines + 2)
     figure, axes = svg.canvas(234 + bottom, left=32, bottom=bottom, top=26)
     axes.set(xlim=(0.75, most + 0.25), ylim=(0, top), xlabel="devices")
@@ -117,7 +117,7 @@ def _frame(most: int, top: float, lines: int) -> tuple[Figure, Axes, list[Line2D
 
 
 def _name(case: Case, labels: Iterable[str], value: str) -> str:
-    """Name a line: strategy, schedule and options, and the labels that must not be overlooked."""
+    """Return a line's name for the legend: its strategy, schedule and options, its unusual labels, and its value."""
     options = " ".join(f"{name}={value}" for name, value in case.options)
     odd = " ".join(label for label in labels if label in svg.ODD)
     name = " ".join(filter(None, (odd, naming.strategy(case), options)))
@@ -125,7 +125,7 @@ def _name(case: Case, labels: Iterable[str], value: str) -> str:
 
 
 def _level(axes: Axes, line: Points) -> Line2D:
-    """Draw a horizontal line of reference over its interval."""
+    """Draw the speed-up of one device with all cores as a horizontal line over its interval."""
     row, last = line[-1]
     colour = svg.ROLES[Role.ALL_CORES]
     axes.axhspan(last.low, last.high, color=colour, alpha=0.15, linewidth=0)
@@ -134,7 +134,7 @@ def _level(axes: Axes, line: Points) -> Line2D:
 
 
 def _line(axes: Axes, line: Points, nth: int, shift: float) -> Line2D:
-    """Draw one strategy; `nth` of its schedules, moved aside by `shift` so that intervals can be told apart."""
+    """Draw a line, number `nth` of its strategy, at an offset of `shift` devices so that intervals do not overlap."""
     row, last = line[-1]
     first = MARKERS.get(row.case.traits.role, "P")
     look = {

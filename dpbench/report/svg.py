@@ -1,7 +1,7 @@
 """SVG: matplotlib figures as small inline drawings that follow the page's theme.
 
-Colours are sentinels that become CSS variables, text stays text in the page's own font, and equal figures give
-equal bytes. Nothing in a drawing refers to anything outside of it.
+Sentinel colours are replaced by CSS variables, text uses the page's font, and equal figures give equal bytes. A drawing
+refers to nothing outside itself.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from dpbench.report import naming
 from dpbench.report.table import Table
 
 WIDTH = 420
-"""Units of every panel: narrow enough that its text is still read on a telephone."""
+"""The width of every panel in units; text of this size is still legible on a phone."""
 TEXT, SMALL = 12.5, 11.0
 COLUMNS = 54
-"""Letters of a line across a panel, in the widest usual sans-serif."""
+"""The number of letters in a line across a panel, in the widest common sans-serif font."""
 FOREGROUND, GRID, MUTED, BACKGROUND = "#010203", "#010204", "#010205", "#010206"
 ROLES = {
     Role.BASELINE: "#020301", Role.ALL_CORES: "#020302", Role.WRAPPER: "#020303", Role.ENGINE: "#020304",
@@ -45,7 +45,7 @@ VARIABLES = {
     "#020306": "--other-a", "#020307": "--other-b", GAIN: "--gain", LOSS: "--loss",
 }  # fmt: skip
 ODD = ("PREDICTED", "COLOCATED", "EMULATED")
-"""The labels that a case's own name carries where they are not everybody's."""
+"""The labels that a case's name shows in a drawing if not all cases have them."""
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none", "svg.hashsalt": "dpbench", "path.simplify": False, "text.parse_math": False,
     "font.family": "DejaVu Sans", "font.size": TEXT, "axes.labelsize": SMALL, "xtick.labelsize": SMALL,
@@ -60,7 +60,7 @@ _XLINK = "{http://www.w3.org/1999/xlink}href"
 
 @dataclass(frozen=True)
 class Panel:
-    """One drawing with all that must stand beside it; `tables` say more than is drawn."""
+    """One drawing with its title, caption and labels; `tables` give more detail than the drawing."""
 
     title: str
     svg: str
@@ -71,7 +71,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Section:
-    """The panels that answer one question; `note` says what is missing, and why."""
+    """The panels that answer one question; `note` explains what is missing."""
 
     id: str
     title: str
@@ -81,17 +81,17 @@ class Section:
 
 
 def colour(case: Case) -> str:
-    """Return a strategy's colour, the same in every panel."""
+    """Return the colour of a case's strategy, the same in every panel."""
     return ROLES.get(case.traits.role) or OTHERS[sum(map(ord, case.strategy)) % len(OTHERS)]
 
 
 @contextmanager
 def theme() -> Iterator[None]:
-    """Draw in the report's style, whatever the user's own matplotlib settings are."""
+    """Apply the report's style, whatever the user's matplotlib settings are."""
     with mpl.rc_context(), warnings.catch_warnings():
         mpl.rcdefaults()
         mpl.rcParams.update(_STYLE)
-        # the browser picks the font: that ours lacks a glyph does not matter
+        # the browser selects the font, so a glyph missing from matplotlib's does not matter
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         yield
 
@@ -99,7 +99,7 @@ def theme() -> Iterator[None]:
 def canvas(
     height: float, *, left: float = 12, right: float = 18, top: float = 4, bottom: float = 42
 ) -> tuple[Figure, Axes]:
-    """Return a figure of the common width with one plot inside these margins."""
+    """Return a figure of the common width, and its axes inside the margins, which are in units."""
     figure = Figure(figsize=(WIDTH / 72, height / 72), facecolor="none")
     box = (left / WIDTH, bottom / height, (WIDTH - left - right) / WIDTH, (height - bottom - top) / height)
     axes = figure.add_axes(box, facecolor="none")
@@ -109,9 +109,9 @@ def canvas(
 def lanes(
     names: Sequence[str], values: Sequence[str], heights: Sequence[float], *, keys: int = 0
 ) -> tuple[Figure, Axes, list[float]]:
-    """Return a plot with one lane a case, and where each lane begins, in units from the top.
+    """Return a figure with one horizontal lane per case, its axes, and the top of each lane in units from the top.
 
-    A case's name and its value in words take the first 16 units of its lane.
+    The first 16 units of a lane show the case's name and its value as text.
     """
     tops = [0, *accumulate(heights)]
     figure, axes = canvas(tops[-1] + below(keys) + 4, bottom=below(keys))
@@ -121,7 +121,7 @@ def lanes(
     axes.grid(axis="x")
     across = axes.get_yaxis_transform()
     for name, value, top in zip(names, values, tops, strict=False):
-        # a name tells one case from another, an interval is also drawn and in the table: the name goes first
+        # if the text is too long, drop the interval, which is drawn and in the table too, and keep the name
         said = value if len(name) + len(value) <= COLUMNS else value.partition(" (")[0]
         axes.text(0, top + 12, naming.clip(name, COLUMNS - len(said)), transform=across)
         axes.text(1, top + 12, said, transform=across, ha="right", fontweight="bold", fontsize=SMALL)
@@ -129,7 +129,7 @@ def lanes(
 
 
 def amounts(axis: Axis, ticks: int = 5) -> None:
-    """Label an axis at round places, thousands and millions in short."""
+    """Label an axis at round values; abbreviate thousands, millions and billions as k, M and G."""
 
     def said(value: float, _: int) -> str:
         for scale, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -142,12 +142,12 @@ def amounts(axis: Axis, ticks: int = 5) -> None:
 
 
 def below(keys: int) -> float:
-    """Return the margin that an axis with its name and so many rows of keys need below them."""
+    """Return the margin, in units, below an axis: for its label and `keys` rows of the legend."""
     return 42 + 14.5 * keys
 
 
 def legend(figure: Figure, handles: Sequence[Any], columns: int) -> None:
-    """Put the keys below the plot, read along the rows."""
+    """Draw the legend below the plot, in the order of its rows."""
     rows = -(-len(handles) // columns)
     by_column = [
         handles[r * columns + c] for c in range(columns) for r in range(rows) if r * columns + c < len(handles)
@@ -159,10 +159,10 @@ def legend(figure: Figure, handles: Sequence[Any], columns: int) -> None:
 
 
 def render(figure: Figure, *, key: str, title: str, description: str) -> str:
-    """Return the figure as an inline SVG element; `key` makes its ids unique in the page."""
+    """Return the figure as an inline SVG element; `key` makes its ids unique on the page."""
     buffer = io.StringIO()
     for artist in figure.findobj():
-        artist.set_clip_on(False)  # clip paths would only add ids and bytes: nothing is drawn outside
+        artist.set_clip_on(False)  # clip paths only add ids and bytes: all artists are within the axes
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     source = ElementTree.fromstring(buffer.getvalue())
     referred = {href[1:] for element in source.iter() if (href := element.get(_XLINK, "")).startswith("#")}
@@ -178,7 +178,7 @@ def render(figure: Figure, *, key: str, title: str, description: str) -> str:
 
 
 def _cleaned(source: ElementTree.Element, referred: set[str], key: str) -> ElementTree.Element:
-    """Copy an element without namespaces, metadata, style sheets, unused ids and needless digits."""
+    """Copy an element without namespaces, metadata, style sheets, unused ids and superfluous digits."""
     target = ElementTree.Element(source.tag.rpartition("}")[2])
     target.text, target.tail = (text if text and text.strip() else None for text in (source.text, source.tail))
     for name, value in source.attrib.items():
@@ -198,13 +198,13 @@ def _cleaned(source: ElementTree.Element, referred: set[str], key: str) -> Eleme
 
 
 def _shortened(value: str) -> str:
-    """Drop digits that nobody sees, and write vertical strokes the short way."""
+    """Drop invisible digits, and abbreviate vertical strokes."""
     value = re.sub(r"-?\d+\.\d{3,}", lambda match: f"{float(match[0]):.2f}", value)
     return re.sub(r"M (\S+) (\S+)\s+L \1 (\S+)\s*", r"M\1 \2V\3", value)
 
 
 def _styled(style: str) -> str:
-    """Replace the sentinels by variables, and matplotlib's font by the page's."""
+    """Replace sentinel colours by CSS variables, and drop matplotlib's font so that the page's font applies."""
     style = re.sub(r"#0[12]0[0-9a-f]{3}", lambda m: f"var({VARIABLES[m[0]]})" if m[0] in VARIABLES else m[0], style)
     # matplotlib writes the font as one property or, in newer versions, as several
     style = re.sub(r"font: (?:(\d+) )?([\d.]+px) [^;]*", r"font-size: \2; font-weight: \1", style)

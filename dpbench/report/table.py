@@ -1,4 +1,4 @@
-"""Table: rows -> cells of text, the same for the page and for Markdown, and the numbers behind them as JSON."""
+"""Tables: cells of text, the same for the page and for Markdown, and their numbers as JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PHASE_COLUMNS = (*(phase.value for phase in Phase), "unattributed")
 
 @dataclass(frozen=True)
 class Cell:
-    """What stands in the table, what stands small below it, and what it is sorted by."""
+    """A cell's text, a second text in small type below it, and the value by which the page sorts it."""
 
     text: str
     small: str = ""
@@ -31,7 +31,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class TableLine:
-    """One case: its cells, and what went wrong with it as (headline, text)."""
+    """One case: its cells, and its problems as (headline, text)."""
 
     cells: tuple[Cell, ...]
     status: str
@@ -40,7 +40,7 @@ class TableLine:
 
 @dataclass(frozen=True)
 class Table:
-    """A small table beside a drawing; the first `text` columns are words."""
+    """A small table that belongs to a drawing; its first `text` columns are text, the others numbers."""
 
     title: str
     columns: tuple[str, ...]
@@ -50,7 +50,7 @@ class Table:
 
 
 def lines(rows: Iterable[Row], trials: Sequence[Trial]) -> list[TableLine]:
-    """Return every case, those without a result too."""
+    """Return one line per case, including the cases without a result."""
     groups: dict[tuple[Case, Source], list[Trial]] = {}
     for trial in trials:
         groups.setdefault((trial.case, trial.source), []).append(trial)
@@ -95,7 +95,7 @@ def _efficiency(estimate: Estimate | None) -> Cell:
 
 
 def _speedup(row: Row) -> Cell:
-    """Say the speed-up and what kind of scaling it is; the baseline says that it is one."""
+    """Return the speed-up with the kind of scaling; for the baseline itself, "1×"."""
     if row.case.options == plan.LIMIT:
         return Cell("", "limit")
     if row.speedup is None:
@@ -105,7 +105,7 @@ def _speedup(row: Row) -> Cell:
 
 
 def _memory(row: Row) -> Cell:
-    """Say the fullest device's peak, or the host's where devices are not known apart."""
+    """Return the highest peak of all devices, or the host's peak if the memory of single devices is unknown."""
     if row.memory:
         device = max(row.memory, key=lambda d: row.memory[d])
         peak = row.memory[device]
@@ -115,7 +115,7 @@ def _memory(row: Row) -> Cell:
 
 
 def _notes(row: Row, trials: Sequence[Trial]) -> tuple[tuple[str, str], ...]:
-    """Return each different thing that went wrong, with the rounds in which it did."""
+    """Return each distinct problem of a case with the rounds in which it occurred."""
     found: dict[tuple[str, str], list[int]] = {}
     for trial in trials:
         if trial.refusal:
@@ -129,7 +129,7 @@ def _notes(row: Row, trials: Sequence[Trial]) -> tuple[tuple[str, str], ...]:
 
 
 def phase_lines(rows: Iterable[Row]) -> list[tuple[str, list[str]]]:
-    """Return the milliseconds of each phase of each case, and of the step."""
+    """Return the milliseconds of each phase and of the step, for each case."""
     measured = [row for row in small_multiples.order(rows) if row.step and row.phases and not row.doubt]
     return [
         (
@@ -150,15 +150,15 @@ def as_json(rows: Sequence[Row]) -> str:
 
 TITLE = "The ladder"
 LEAD = (
-    "Each rung turns one more switch of the engine's schedule; its bar is what the step gained or lost by that, from "
-    "where the rung below it stood. A whisker is the 95% interval of that difference, by the rounds that both have: "
-    "where it reaches over the start of its bar nothing is decided, and the bar is grey."
+    "Each rung changes one more switch of the engine's schedule. Its bar is the time that this change saves or adds, "
+    "and starts at the step time of the rung below it. A whisker is the 95% interval of the difference, from the "
+    "rounds that both rungs have; if it includes the start of the bar, the difference is undecided and the bar is grey."
 )
 VERDICTS = {"faster": "faster", "slower": "costs", "same": "the same", "undecided": "undecided"}
 
 
 def title(ladder: Ladder) -> str:
-    """Name what was climbed."""
+    """Return a ladder's name: the model, the devices, the settings and the batch."""
     case = ladder.case
     kind = [] if case.device_kind == "cpu" else [case.device_kind]
     parts = [f"{case.model} ×{case.devices}", *naming.setting(case), *kind, f"batch {case.batch_size}"]
@@ -166,7 +166,7 @@ def title(ladder: Ladder) -> str:
 
 
 def climb(ladder: Ladder) -> Table:
-    """Return the climb, a line a rung."""
+    """Return the table of rungs, one line per rung."""
     columns = (
         "rung",
         "verdict",
@@ -179,7 +179,7 @@ def climb(ladder: Ladder) -> Table:
     )
     lines = tuple(_rung(rung, rung is ladder.fastest) for rung in ladder.rungs)
     lost = ", ".join(f"{short(row.case.schedule)} ({row.status.value})" for row in ladder.lost)
-    return Table("Climbing", columns, lines, text=2, note=f"Without a result: {lost}." if lost else "")
+    return Table("Rung by rung", columns, lines, text=2, note=f"Without a result: {lost}." if lost else "")
 
 
 def _rung(rung: Rung, best: bool) -> tuple[Cell, ...]:
@@ -199,7 +199,7 @@ def _rung(rung: Rung, best: bool) -> tuple[Cell, ...]:
 
 
 def ablation(ladder: Ladder) -> Table | None:
-    """Return what each switch gives on top of all others; None where that was not measured."""
+    """Return the table of each switch's gain on top of all other switches; None if no ablation was measured."""
     if not ladder.ablations:
         return None
     columns = ("switch set back", "verdict", "its gain", "saves, ms", "phase that changed most")
@@ -220,7 +220,7 @@ def _switch(change: Change) -> tuple[Cell, ...]:
 
 
 def tables(ladder: Ladder) -> Sequence[Table]:
-    """Return the ladder's tables: ablations first, which are short."""
+    """Return the ladder's tables; the ablations come first, because their table is short."""
     return [table for table in (ablation(ladder), climb(ladder)) if table]
 
 
@@ -231,7 +231,7 @@ def _rung_estimate(estimate: Estimate, scale: float = 1.0, unit: str = "") -> Ce
 
 
 def _saved(change: Change) -> Cell:
-    """Say the milliseconds that a change saves, negative when it costs time."""
+    """Return the milliseconds that a change saves; they are negative if it adds time."""
     gain_s = change.gain_s
     if gain_s.doubt or change.ratio.doubt:
         return Cell(words.NOT_ENOUGH)

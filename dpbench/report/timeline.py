@@ -1,4 +1,4 @@
-"""Strips: device 0 against the others, and every step that was timed."""
+"""Timeline: panels that compare device 0 with the other devices, and panels with all timed steps."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from dpbench.report import naming, small_multiples, svg
 from dpbench.report.svg import Panel, Section
 
 TICKS = 80
-"""Steps drawn of one round."""
+"""The largest number of steps drawn per round."""
 ROUNDS = 5
-"""Rounds drawn of one case."""
+"""The largest number of rounds drawn per case."""
 
 
 def imbalance(rows: Sequence[Row]) -> Section:
-    """Draw device 0 against the others: busy time, and memory where it is known per device."""
+    """Draw device 0 and the other devices: busy time, and memory if it is known per device."""
     panels, notes = [], []
     for kind, draw in (("busy", _busy), ("memory", _memory)):
         drawn = [row for row in rows if len(getattr(row, kind)) > 1]
         found, left_out = small_multiples.split(drawn, per=12)
         panels += [draw(facet, f"{kind}{i}") for i, facet in enumerate(found)]
         if not found and kind == "memory" and panels:
-            notes.append("Memory is not known per device here, so it is not compared.")
+            notes.append("Memory is not compared, because it is not known per device.")
         notes.append(left_out)
     if not panels:
         notes = ["No case with several devices has busy time or memory per device."]
     return Section(
         "imbalance", "Device 0 against the others",
-        "DataParallel gathers on device 0. The filled mark is device 0, hollow ones are the others; the ratio is "
-        "device 0 over the mean of the others.",
+        "DataParallel gathers on device 0. The filled mark is device 0, hollow marks are the other devices; the ratio "
+        "is device 0 over the mean of the others.",
         panels, " ".join(filter(None, notes)),
     )  # fmt: skip
 
 
 def _busy(facet: small_multiples.Facet, key: str) -> Panel:
-    """Draw busy time, and below it the time in which a device had a phase open."""
+    """Draw each device's busy time, and below it the time during which the device had an open phase."""
     values = [words.times(row.imbalance) if row.imbalance else "" for row in facet.rows]
     figure, axes, tops = svg.lanes(facet.names, values, [46] * len(values), keys=2)
     for row, top in zip(facet.rows, tops, strict=True):
@@ -63,7 +63,7 @@ def _busy(facet: small_multiples.Facet, key: str) -> Panel:
     said = "; ".join(f"{name}: busy time {value}" for name, value in zip(facet.names, values, strict=True))
     drawing = svg.render(figure, key=key, title=f"Busy time of device 0: {facet.title}", description=said)
     sources = ", ".join(sorted({row.busy_source for row in facet.rows if row.busy_source}))
-    caption = f"Busy: {sources or 'source unknown'}. Occupied: a phase was open on the device, busy or waiting."
+    caption = f"Busy: {sources or 'source unknown'}. Occupied: a phase was open on the device, which worked or waited."
     return Panel(f"Busy time, {facet.title}", drawing, caption, facet.labels)
 
 
@@ -87,7 +87,7 @@ def _memory(facet: small_multiples.Facet, key: str) -> Panel:
 
 
 def _dumbbell(axes: Axes, values: Mapping[int, float], y: float, marker: str, colour: str) -> None:
-    """Draw the devices' values on one line, the first filled and on top."""
+    """Draw the devices' values on one line; device 0 is filled and on top."""
     if not values:
         return
     axes.plot([min(values.values()), max(values.values())], [y, y], color=colour, linewidth=1.6)
@@ -103,7 +103,7 @@ def _mark(marker: str, colour: str, filled: bool, label: str) -> Line2D:
 
 
 def steps(rows: Sequence[Row], trials: Sequence[Trial]) -> Section:
-    """Draw every case's steps, one line of ticks a round, with warm-up apart."""
+    """Draw all steps of each case, one line of ticks per round; warm-up steps have a different mark."""
     series: dict[Case, list[Trial]] = {}
     for trial in trials:
         if trial.trusted and trial.source is Source.MEASURED and trial.timed:
@@ -111,9 +111,9 @@ def steps(rows: Sequence[Row], trials: Sequence[Trial]) -> Section:
     measured = [row for row in rows if row.source is Source.MEASURED and row.case in series]
     panels, left_out = small_multiples.split([row for row in measured if row.step], per=12)
     return Section(
-        "steps", "Every step that was timed",
-        "One tick a step and one line of ticks a round (a fresh process). The band is the 95% interval of the "
-        "median; open circles are warm-up steps, which count for nothing.",
+        "steps", "All timed steps",
+        "One tick per step and one line of ticks per round (a fresh process). The band is the 95% interval of the "
+        "median; open circles are warm-up steps, which do not count.",
         [_steps(facet, series, f"steps{i}") for i, facet in enumerate(panels)],
         left_out if panels else "No steps were recorded.",
     )  # fmt: skip
@@ -133,19 +133,19 @@ def _steps(facet: small_multiples.Facet, series: Mapping[Case, Sequence[Trial]],
     axes.set_xlabel("milliseconds of one step")
     svg.legend(figure, _step_keys(), 4)
     said = "; ".join(f"{name}: median {value}" for name, value in zip(facet.names, values, strict=True))
-    drawing = svg.render(figure, key=key, title=f"Every step: {facet.title}", description=said)
+    drawing = svg.render(figure, key=key, title=f"All timed steps: {facet.title}", description=said)
     return Panel(facet.title, drawing, _thinned(facet, series), facet.labels)
 
 
 def _interval(axes: Axes, step: Estimate, top: float, bottom: float) -> None:
-    """Draw the median as a line over the band of its interval."""
+    """Draw the median as a line, and its interval as a band."""
     colour = svg.ROLES[Role.WRAPPER]
     axes.fill_betweenx([top, bottom], step.low * 1e3, step.high * 1e3, color=colour, alpha=0.35, linewidth=0)
     axes.plot([step.value * 1e3] * 2, [top, bottom], color=colour, linewidth=1.6)
 
 
 def _scale(axes: Axes, low: float, high: float) -> tuple[float, float]:
-    """Set the axis to the timed steps; logarithmic where they span more than sixfold."""
+    """Set the axis to the range of timed steps, logarithmic if it spans more than a factor of 6; return its ends."""
     if low > 0 and high / low > 6:
         edges = low / 1.1, high * 1.1
         decades = range(math.floor(math.log10(edges[0])), math.ceil(math.log10(edges[1])) + 1)
@@ -163,7 +163,7 @@ def _scale(axes: Axes, low: float, high: float) -> tuple[float, float]:
 
 
 def _round(axes: Axes, trial: Trial, y: float, low: float, high: float) -> None:
-    """Draw one round's steps as one path, and its warm-up as circles, at the edge where they are beyond it."""
+    """Draw one round as a path, and its warm-up steps as circles, or as arrows if they are beyond the axis."""
     timed = sorted(seconds * 1e3 for seconds in trial.timed)
     count = min(TICKS, len(timed))
     chosen = [timed[round(i * (len(timed) - 1) / max(1, count - 1))] for i in range(count)]
@@ -196,13 +196,11 @@ def _step_keys() -> list[Line2D]:
 
 
 def _thinned(facet: small_multiples.Facet, series: Mapping[Case, Sequence[Trial]]) -> str:
-    """Say what of the steps is not drawn."""
+    """Return a note on the steps and rounds that are not drawn."""
     groups = [series[row.case] for row in facet.rows]
     said = []
     if any(len(trial.timed) > TICKS for group in groups for trial in group):
-        said.append(
-            f"Of longer series {TICKS} steps a round, evenly by rank; the fastest and the slowest are among them."
-        )
+        said.append(f"Of longer rounds {TICKS} steps are drawn, evenly by rank, including the fastest and the slowest.")
     if any(len(group) > ROUNDS for group in groups):
-        said.append(f"The first {words.count(ROUNDS, 'round')}.")
+        said.append(f"Only the first {words.count(ROUNDS, 'round')} are drawn.")
     return " ".join(said) or "All timed steps."

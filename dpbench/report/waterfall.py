@@ -1,4 +1,4 @@
-"""Waterfall: from the reference's step down to the top rung, a bar for what each rung gained or lost."""
+"""Waterfall: from the reference's step to the top rung, one bar for the time that each rung saves or adds."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from dpbench.report import naming, small_multiples, svg, table
 from dpbench.report.svg import Panel, Section
 
 COLOURS = {"faster": svg.GAIN, "slower": svg.LOSS}
-"""What is undecided, or the same, is grey."""
+"""The colours of decided verdicts; "undecided" and "same" are grey."""
 BEYOND = 1.5
-"""A rival so many times as slow as the slowest rung is said and not drawn: it would flatten all bars."""
+"""A rival slower than the slowest rung by this factor is not drawn, only noted, because it would flatten all bars."""
 
 
 def section(ladders: Sequence[Ladder]) -> Section:
-    """Draw each ladder, with its tables beside and below."""
+    """Draw each ladder, with its tables."""
     panels = [_panel(ladder, f"ladder{i}") for i, ladder in enumerate(ladders[: small_multiples.PANELS])]
     left_out = len(ladders) - len(panels)
     ladders_ = f"{words.count(left_out, 'more ladder')} {words.verb(left_out, 'is', 'are')}"
@@ -40,7 +40,7 @@ def _panel(ladder: Ladder, key: str) -> Panel:
     ends = [_bar(axes, rung, steps, top + 25) for rung, top in drawn_rungs]
     drawn = _rivals(ladder)
     for _, milliseconds, look in drawn:
-        # not through the text above the bars
+        # leave gaps for the text above the bars
         axes.vlines([milliseconds] * len(tops), [top + 16 for top in tops], [top + 35 for top in tops], **look)
     most = max([0.0, *ends, *steps.values(), *(milliseconds for _, milliseconds, _ in drawn)])
     axes.set(xlim=(0, most * 1.04 or 1), xlabel="milliseconds of one step")
@@ -52,20 +52,20 @@ def _panel(ladder: Ladder, key: str) -> Panel:
 
 
 def _drawable(rung: Rung, steps: dict[str, float]) -> bool:
-    """Tell whether a rung, and what it is compared with, may be shown."""
+    """Return whether a rung, and the rung that it is compared with, may be shown."""
     over = rung.change is None or (rung.change.over in steps and not rung.change.ratio.doubt)
     return rung.name in steps and over
 
 
 def _name(rung: Rung) -> str:
-    """Name a rung with its gain or loss and its verdict, so that no colour is needed to read it."""
+    """Return a rung's name with its gain or loss and its verdict, so that the panel is readable without colours."""
     if not rung.change or rung.change.ratio.doubt or rung.change.gain_s.doubt:
         return rung.name
     return f"{rung.name}: {words.signed(-rung.change.gain_s.value * 1e3)} ms, {table.VERDICTS[rung.change.verdict]}"
 
 
 def _bar(axes: Axes, rung: Rung, steps: dict[str, float], y: float) -> float:
-    """Draw the lowest rung's whole step, of others the difference to what they stand on; return the whisker's end."""
+    """Draw the lowest rung's whole step, or another's difference to the rung below; return the end of the whisker."""
     if rung.change is None:
         axes.barh(y, steps[rung.name], height=13, facecolor=svg.MUTED, edgecolor=svg.MUTED, alpha=0.55)
         low, high, at = rung.step.low * 1e3, rung.step.high * 1e3, steps[rung.name]
@@ -74,7 +74,7 @@ def _bar(axes: Axes, rung: Rung, steps: dict[str, float], y: float) -> float:
         colour = _colour(rung.change)
         alpha = 0.9 if rung.change.verdict in COLOURS else 0.55
         at = start - gain.value * 1e3
-        low, high = max(0.0, start - gain.high * 1e3), start - gain.low * 1e3  # no step ends before it begins
+        low, high = max(0.0, start - gain.high * 1e3), start - gain.low * 1e3  # a step time is not negative
         axes.barh(y, at - start, left=start, height=13, facecolor=colour, edgecolor=colour, alpha=alpha)
         axes.plot([start, start], [y - 9, y + 9], color=svg.FOREGROUND, linewidth=0.9)
         axes.plot([0, min(at, start)], [y, y], color=svg.GRID, linewidth=1.0, zorder=0.5)
@@ -88,7 +88,7 @@ def _colour(change: Change) -> str:
 
 
 def _rivals(ladder: Ladder) -> list[tuple[str, float, dict[str, Any]]]:
-    """Return the lines of reference as name, milliseconds and look; what is far beyond the rungs is left out."""
+    """Return the reference lines as (name, milliseconds, style), without rivals that are far slower than all rungs."""
     slowest = max((rung.step.value for rung in ladder.rungs if not rung.step.doubt), default=0.0)
     looks = (
         ("ddp", ladder.ddp, {"color": svg.ROLES[Role.CONTROL], "linestyle": (0, (5, 2))}),
@@ -102,7 +102,7 @@ def _rivals(ladder: Ladder) -> list[tuple[str, float, dict[str, Any]]]:
 
 
 def _handles(ladder: Ladder) -> Iterator[Patch | Line2D]:
-    """Yield the keys to what is drawn."""
+    """Yield the legend's handles."""
     seen = {rung.change.verdict for rung in ladder.rungs if rung.change}
     for verdict, said in (("faster", "faster"), ("slower", "costs")):
         if verdict in seen:
@@ -114,14 +114,14 @@ def _handles(ladder: Ladder) -> Iterator[Patch | Line2D]:
 
 
 def _caption(ladder: Ladder) -> str:
-    """Say what the lines are, and what of the rivals is not drawn."""
+    """Return the caption: the rounds, the meaning of the lines, and a rival that is not drawn."""
     said = [naming.rounds([rung.row for rung in ladder.rungs])]
     if ladder.limit:
         share = f"single at batch {ladder.limit.case.batch_size}"
-        said.append(f"Limit: one device's share alone, {share}: what the computing takes.")
+        said.append(f"Limit: the compute time of one device's share of the batch, {share}.")
     drawn = {name for name, _, _ in _rivals(ladder)}
     if ladder.ddp and ladder.ddp.step and "ddp" not in drawn:
-        said.append(f"ddp takes {words.ms(ladder.ddp.step)}: beyond the axis.")
+        said.append(f"ddp takes {words.ms(ladder.ddp.step)}, which is beyond the axis.")
     if ladder.case.device_kind == "emulated":
         said.append("Host cost only, no speed-up.")
     return " ".join(said)
