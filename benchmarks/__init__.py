@@ -1,10 +1,10 @@
-"""The asv suite: what a step, its phases, the engine's verbs and an import cost, commit by commit.
+"""The asv suite: the time of a training step, its phases, the engine's verbs and an import, for each commit.
 
-asv takes this folder from the working tree and dpbench from the commit it measures. So the benchmarks import
-dpbench inside their functions, and a commit too old to have a name is not applicable instead of broken.
+asv takes this folder from the working tree and dpbench from the commit that it measures. Benchmarks therefore import
+dpbench inside their functions, and are not applicable, rather than broken, on commits that lack a name.
 
-asv reads {"samples", "number"} from a `track_` function as timings: median, interval and significance are its
-business; warming up, and what one call is, are ours. DPBENCH_QUICK=1 takes fewer samples of the same work, so that
+asv reads {"samples", "number"} from a `track_` function as timings, and computes their median, interval and
+significance. The function warms up and defines one call. DPBENCH_QUICK=1 takes fewer samples of the same work, so that
 quick and full results share one series.
 """
 
@@ -21,7 +21,7 @@ QUICK = os.environ.get("DPBENCH_QUICK", "0") not in ("", "0")
 
 
 def timing(**attributes: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Give a `track_` function the attributes that asv looks for on it."""
+    """Return a decorator that sets the attributes which asv reads from a `track_` function."""
 
     def mark(function: Callable[..., Any]) -> Callable[..., Any]:
         common = {"unit": "seconds", "version": "1", "timeout": 300, "rounds": 1 if QUICK else 2}
@@ -32,7 +32,7 @@ def timing(**attributes: Any) -> Callable[[Callable[..., Any]], Callable[..., An
 
 
 def result(samples: list[float]) -> dict[str, Any]:
-    """Return samples, one call each, as asv takes them."""
+    """Return samples in seconds, one call each, in asv's format."""
     return {"samples": samples, "number": 1}
 
 
@@ -46,17 +46,17 @@ EARLIER = {
     "measure.server": ("server",),
     "measure.worker.selfcheck": ("worker.selfcheck",),
 }
-"""The names that modules had in earlier commits, the latest first: a benchmark names a module as it is called today."""
+"""The names of modules in earlier commits, the latest first; benchmarks use a module's present name."""
 
 
 def module(name: str) -> ModuleType:
-    """Import a module of dpbench, under an earlier name in a commit that has no other."""
+    """Import a module of dpbench by its present name, or by an earlier one if the commit lacks the present one."""
     names = [name, *EARLIER.get(name, ())]
     for number, one in enumerate(names, start=1):
         try:
             return importlib.import_module(f"dpbench.{one}")
         except ModuleNotFoundError as error:
-            # if another module is lacking, this one is there and broken
+            # if another module is missing, this module exists and its imports fail
             if number == len(names) or not f"dpbench.{one}".startswith(error.name or "-"):
                 raise
     raise AssertionError(name)
@@ -64,11 +64,11 @@ def module(name: str) -> ModuleType:
 
 @contextmanager
 def names_of_the_commit() -> Iterator[None]:
-    """Turn the lack of a name of dpbench's, a plug or a field into asv's "not applicable"."""
+    """Convert a missing module, name or field of dpbench into asv's "not applicable"."""
     try:
         yield
     except ImportError as error:
-        if (error.name or "").partition(".")[0] != "dpbench":  # a broken environment is no old commit
+        if (error.name or "").partition(".")[0] != "dpbench":  # the environment is broken
             raise
         raise NotImplementedError(str(error)) from error
     except (LookupError, TypeError) as error:

@@ -1,13 +1,12 @@
 #!/bin/sh
 # Measure the last $COMMITS commits of HEAD with asv, oldest first, and publish them in .asv/html.
 #
-#   COMMITS=3           how many
-#   DPBENCH_QUICK=1     few samples; 0 takes as many as the numbers deserve
+#   COMMITS=3           the number of commits
+#   DPBENCH_QUICK=1     1 takes few samples; 0 takes the full number
 #
-# The python on PATH measures, and nothing is installed into it: dpbench is pure Python, so each commit's package is
-# unpacked to a temporary folder that comes first on the import path. However this ends, SIGKILL included, the
-# environment keeps the install it has. Unpacked from an archive rather than checked out as a worktree, because that
-# leaves nothing in the repository either.
+# The script measures with the python on PATH and installs no package into it. dpbench is pure Python, so each commit's
+# package is unpacked to a temporary folder that is first on the import path, and the environment stays unchanged even
+# if the script is killed. The package comes from an archive, because a worktree would leave files in the repository.
 set -eu
 
 cd "$(dirname "$0")/.."
@@ -18,17 +17,17 @@ unset PYTHONPATH
 
 say() { printf 'history: %s\n' "$*" >&2; }
 
-case $COMMITS in '' | *[!0-9]* | 0) say "COMMITS must be a number from 1 on, got '$COMMITS'"; exit 64 ;; esac
-# asv keys results by the interpreter's path, so a link must stay a link: no realpath
+case $COMMITS in '' | *[!0-9]* | 0) say "COMMITS must be an integer of at least 1, got '$COMMITS'"; exit 64 ;; esac
+# asv identifies results by the interpreter's path, so do not resolve a symbolic link
 python=$(command -v python) || { say "no python on PATH; run: make history"; exit 1; }
 "$python" -c 'import asv, importlib.util as u; u.find_spec("torch") or exit(1)' ||
     { say "$python lacks asv or torch; run: make history"; exit 1; }
 
-# of asv's kind: the first parents only, or publish would not find them on the branch
+# only first parents, as in asv: publish ignores commits that are not on the branch
 commits=$(git rev-list --first-parent --reverse --max-count="$COMMITS" HEAD)
 found=$(printf '%s\n' "$commits" | wc -l | tr -d ' ')
-[ "$found" -eq "$COMMITS" ] || say "$COMMITS commits asked for, HEAD has $found: measuring those"
-[ "$DPBENCH_QUICK" = 0 ] || say "quick: few samples; for the full ones: DPBENCH_QUICK=0 make history"
+[ "$found" -eq "$COMMITS" ] || say "HEAD has $found of the $COMMITS requested commits: measuring all of them"
+[ "$DPBENCH_QUICK" = 0 ] || say "quick mode takes few samples; for the full number: DPBENCH_QUICK=0 make history"
 [ -z "$(git status --porcelain -- dpbench)" ] || say "uncommitted changes in dpbench/ are not measured"
 
 work=$(mktemp -d)
@@ -37,13 +36,13 @@ trap 'exit 130' INT
 trap 'exit 143' TERM HUP
 work=$(cd "$work" && pwd -P)
 
-# an existing file is the user's own; asv would overwrite what it says about this machine
+# asv would overwrite a machine file that the user has edited
 [ -f "$HOME/.asv-machine.json" ] || "$python" -m asv machine --yes >/dev/null
 
 top=$(pwd -P)
 
-# python runs sitecustomize.py at its start. The finder of an editable install looks a module up in the working tree
-# when the commit's package lacks it, and what should be n/a would be a chimera of two commits
+# Python runs sitecustomize.py when it starts. This one removes the finder of an editable install, which would import
+# modules that the commit lacks from the working tree, and so mix two commits
 alone='import sys
 
 sys.meta_path[:] = [
@@ -51,7 +50,7 @@ sys.meta_path[:] = [
     if "dpbench" not in getattr(sys.modules.get(getattr(finder, "__module__", "")), "MAPPING", ())
 ]'
 
-# fails unless whatever the working tree has of dpbench comes from the commit (argument 1) or not at all
+# fails if a module of the working tree's dpbench would not be imported from the commit's tree (argument 1)
 origins='import pkgutil, sys
 from importlib.util import find_spec
 
@@ -65,27 +64,27 @@ for name in ["dpbench", *("dpbench." + module.name for module in pkgutil.iter_mo
 measure() {
     tree=$work/$1
     if ! git cat-file -e "$1:dpbench/__init__.py" 2>/dev/null; then
-        say "$(git log -1 --format='%h %s' "$1"): has no dpbench, left out"
+        say "$(git log -1 --format='%h %s' "$1"): skipped, it has no dpbench"
         return 0
     fi
     mkdir "$tree"
     git archive --format=tar --output="$tree.tar" "$1" dpbench || return 1
     tar -xf "$tree.tar" -C "$tree" || return 1
     printf '%s\n' "$alone" >"$tree/sitecustomize.py"
-    # never file one commit's numbers under another's name
+    # never store one commit's results under another commit
     (cd / && PYTHONPATH=$tree "$python" -c "$origins" "$tree" "$top") || return 1
-    say "$(git log -1 --format='%h %s' "$1")"  # asv's own heading names HEAD instead
-    # asv sets the import path of its own processes from ASV_PYTHONPATH, theirs inherit PYTHONPATH
+    say "$(git log -1 --format='%h %s' "$1")"  # asv's heading names HEAD
+    # asv sets the import path of its processes from ASV_PYTHONPATH; their children inherit PYTHONPATH
     PYTHONPATH=$tree ASV_PYTHONPATH=$tree "$python" -m asv run --environment "existing:$python" \
         --set-commit-hash "$1" --no-pull --record-samples --show-stderr
 }
 
 status=0
 for commit in $commits; do
-    measure "$commit" || { status=$?; say "$commit: something failed (exit status $status); going on"; }
+    measure "$commit" || { status=$?; say "$commit: asv failed (exit status $status); continuing"; }
 done
 
-# the files that make the page work without a network; without npm the page says what it needs
+# files for a page that works without a network; without npm the page names the missing files
 vendor=.asv/vendor
 if command -v npm >/dev/null && [ ! -f "$vendor/installed" ]; then
     mkdir -p "$vendor"
@@ -94,11 +93,11 @@ if command -v npm >/dev/null && [ ! -f "$vendor/installed" ]; then
         $("$python" reports/asv_offline.py); then
         : >"$vendor/installed"
     else
-        say "npm could not install the page's files; see below"
+        say "npm failed to install the page's files"
     fi
 fi
 
 "$python" -m asv publish --no-pull || status=$?
-[ "$status" -eq 0 ] || say "failed with exit status $status; the lines marked 'failed' above say where"
-say "open .asv/html/index.html through a server: $python -m http.server --bind 127.0.0.1 --directory .asv/html"
+[ "$status" -eq 0 ] || say "failed with exit status $status; see the lines marked 'failed' above"
+say "to view .asv/html/index.html, start a server: $python -m http.server --bind 127.0.0.1 --directory .asv/html"
 exit "$status"

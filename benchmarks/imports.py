@@ -1,4 +1,4 @@
-"""Seconds that a fresh interpreter needs for the command line's imports and its help: what a user waits for."""
+"""Seconds to start an interpreter and import the command line, or print its help: the start-up time of each command."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from . import QUICK, names_of_the_commit, result, timing
 
 PROGRAMS = {
-    "nothing": ["-c", "pass"],  # the control: when it moves, the machine has
+    "nothing": ["-c", "pass"],  # the control: if it changes, the machine has changed
     "import dpbench.cli": ["-c", "import dpbench.cli"],
     "dpbench --help": ["-c", "from dpbench.cli import main; main()", "--help"],
 }

@@ -1,4 +1,4 @@
-"""How long predictions take: a case, a thousand cases, four thousand GPUs; all without torch."""
+"""Seconds of predictions, without torch: of one case, of a thousand cases, and of four thousand GPUs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _cases(strategies: tuple[str, ...], devices: tuple[int, ...], batches: tuple
 
 
 class Predictions:
-    """Seconds of predicting, intervals included."""
+    """Seconds of predictions with their intervals."""
 
     timeout = 60.0
 

@@ -1,6 +1,6 @@
-"""Host seconds of making eight replicas of a ResNet-50-shaped module: binding, noticing changes, copying, rebuilding.
+"""Host seconds to make eight replicas of a module with ResNet-50's shapes: bind, detect changes, rebuild, broadcast.
 
-The tensors are on the meta device but for the copies, so that Python's own share is what shows.
+All tensors but those of the broadcast are on the meta device, so that the time is Python's share.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SAMPLES = 30 if QUICK else 100
 
 
 def bottleneck(inputs: int, planes: int, stride: int) -> Any:
-    """Return a residual block's modules; how they are joined does not matter here."""
+    """Return the modules of one residual block, in sequence, because their connections do not matter."""
     from torch import nn
 
     layers = [
@@ -33,7 +33,7 @@ def bottleneck(inputs: int, planes: int, stride: int) -> Any:
 
 
 def resnet50() -> Any:
-    """Return a module with ResNet-50's 161 parameters and 159 buffers, in its shapes."""
+    """Return a module with the shapes of ResNet-50's 161 parameters and 159 buffers."""
     from torch import nn
 
     layers, inputs = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)], 64
@@ -50,7 +50,7 @@ def setup(part: str) -> None:
 
 
 def _call(part: str) -> Callable[[], Any]:
-    """Return one call of the part, as a training step makes it."""
+    """Return a function that makes one call of the part, as a training step does."""
     import torch
 
     from dpbench import engine
@@ -67,7 +67,7 @@ def _call(part: str) -> Callable[[], Any]:
     cache = cache_class(network)
     sources = [*cache.parameters, *cache.buffers]
     if part == "broadcast":
-        devices = engine.resolve(["cpu"] * 2)  # one copy of 102 MB: what each further replica costs
+        devices = engine.resolve(["cpu"] * 2)  # one copy of 102 MB: the cost of each additional replica
         return torch.no_grad()(lambda: copies_of(sources, devices, no_mark))
     copies = [[source.detach() for source in sources] for _ in range(REPLICAS)]
     if part == "rebuild":

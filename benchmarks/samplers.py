@@ -1,4 +1,4 @@
-"""How well the NVML sampler keeps 100 Hz while each call of a recorded NVML takes its time."""
+"""The rate that the NVML sampler keeps, of 100 Hz, if each NVML call takes as long as in a recording."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOOK_S = 0.5 if QUICK else 1.0
 
 
 class Replay:
-    """The functions of pynvml over the recording, each as slow as it is written there."""
+    """The functions of pynvml with recorded answers and latencies."""
 
     class NVMLError(Exception):
         value = 3
@@ -72,7 +72,7 @@ def setup_devices(devices: int) -> None:
     rounds=1,
 )
 def track_fast_tick_seconds(devices: int) -> dict[str, Any]:
-    """Return, look by look, the seconds between two readings of the fast counters: 10 ms where none is missed."""
+    """Return the mean seconds between two readings of the fast counters, once per period; the target is 10 ms."""
     nvml = module("hardware.samplers.nvml")
     ticks = []
     for _ in range(LOOKS):

@@ -1,4 +1,4 @@
-"""Seconds of a step whose marks are listened to, and of the same step whose marks are not: what measuring costs."""
+"""Seconds of a step whose marks are recorded, and of the same step without recording: the overhead of measuring."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BLOCK_S = STEP_S = 0.01
 
 
 def in_turns() -> dict[str, list[float]]:
-    """Run both arms in turns, in one worker; asv caches what this returns."""
+    """Return the step seconds of both arms, which alternate in one worker; asv caches the result for all parameters."""
     try:
         with names_of_the_commit():
             from dpbench.records import Case, Effort
@@ -24,7 +24,7 @@ def in_turns() -> dict[str, list[float]]:
             server_of = module("measure.server").Server
             module("measure.worker.selfcheck")
     except NotImplementedError:
-        return {}  # raised here, it would count as a failure; setup_arm tells asv
+        return {}  # asv counts an exception here as a failure; setup_arm raises it
     case = Case(model="mlp", strategy="dp", schedule="reference", devices=2, batch_size=64)
     effort = Effort(budget_s=BUDGET_S)
     with TemporaryDirectory() as folder, server_of(Path(folder)) as server:

@@ -1,4 +1,4 @@
-"""Seconds of a training step per strategy, and of its phases, measured as `dpbench run` measures them."""
+"""Seconds of a training step and of its phases, per strategy, measured as `dpbench run` measures them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PHASES = (
 )  # fmt: skip
 
 WORKERS = 4 if QUICK else 6
-"""Fresh processes a cell: they differ more than the steps within one, and cost little once torch is loaded."""
+"""The number of fresh processes per case: processes differ more than the steps of one, and start quickly."""
 LIMIT_S = 60.0
 
 
@@ -38,7 +38,7 @@ def _effort() -> Any:
 
 
 def _trials(case: Any) -> list[Any]:
-    """Run the case in several fresh workers of one server."""
+    """Run the case in several fresh workers of one server; return their trials."""
     with TemporaryDirectory() as folder, module("measure.server").Server(Path(folder)) as server:
         trials = [server.run(case, _effort(), number, LIMIT_S) for number in range(WORKERS)]
     for trial in trials:
@@ -49,7 +49,7 @@ def _trials(case: Any) -> list[Any]:
 
 def setup_step(strategy: str, model: str, devices: int) -> None:
     if strategy == "single" and devices > 1:
-        raise NotImplementedError("single knows one device only")
+        raise NotImplementedError("the strategy single has one device")
     with names_of_the_commit():
         module("measure.server")
         registry = module("records.registry")
@@ -70,13 +70,13 @@ def track_step_seconds(strategy: str, model: str, devices: int) -> dict[str, Any
 
 
 def phases_of_dp() -> dict[str, list[float]]:
-    """Run dp on two devices once a commit; all phases come from the same steps, as asv caches what this returns."""
+    """Return the seconds of each phase of dp on two devices; asv caches them, so that all come from the same steps."""
     try:
         setup_step("dp", "resnet18", 2)
         with names_of_the_commit():
             ledger = module("records.ledger")
     except NotImplementedError:
-        return {}  # raised here, it would count as a failure; setup_phase tells asv
+        return {}  # asv counts an exception here as a failure; setup_phase raises it
     steps = [
         seconds
         for trial in _trials(_case("dp", "resnet18", 2))
@@ -88,7 +88,7 @@ def phases_of_dp() -> dict[str, list[float]]:
 
 def setup_phase(cache: dict[str, list[float]], phase: str) -> None:
     if phase not in cache:
-        raise NotImplementedError(f"this commit does not tell the seconds of {phase}")
+        raise NotImplementedError(f"this commit does not measure the phase {phase}")
 
 
 @timing(

@@ -1,4 +1,4 @@
-"""Host seconds of the engine's verbs on logical CPU devices: small tensors, so that Python's share is what shows."""
+"""Host seconds of the engine's verbs on logical CPU devices, with small tensors, so that the time is Python's share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from . import QUICK, names_of_the_commit, result, timing
 VERBS = ("scatter", "replicate", "parallel_apply", "gather", "reduce")
 DEVICES = (2, 4)
 LAYERS = 80
-"""Of two tensors each: about as many parameters as ResNet-50 has."""
+"""Layers of two tensors each, so that there are about as many parameters as in ResNet-50."""
 WIDTH = 4
 WARMUP = 5
 SAMPLES = 30 if QUICK else 100
@@ -29,7 +29,7 @@ def setup(verb: str, devices: int) -> None:
 
 
 def _call(verb: str, count: int) -> Callable[[], Any]:
-    """Return one call of the verb, as a training step makes it, on `count` devices."""
+    """Return a function that makes one call of the verb on `count` devices, as a training step does."""
     import torch
     from torch import nn
 
@@ -50,7 +50,7 @@ def _call(verb: str, count: int) -> Callable[[], Any]:
     if verb == "replicate":
         return lambda: engine.replicate(module, devices)
     gradients = [[torch.ones_like(parameter) for parameter in module.parameters()] for _ in devices]
-    return torch.no_grad()(lambda: engine.reduce(gradients, devices))  # backward calls it without a graph
+    return torch.no_grad()(lambda: engine.reduce(gradients, devices))  # as backward calls it
 
 
 @timing(params=(VERBS, DEVICES), param_names=("verb", "devices"))

@@ -107,12 +107,12 @@ def test_the_tables_say_what_was_found() -> None:
     assert memory["backward"] == ("", "")
     lines = [cells(found["links"], n) for n in range(len(found["links"].table.lines))]
     (reduce,) = [line for line in lines if line["phase"][0] == "reduce" and line["case"][0].startswith("dp")]
-    assert reduce["ways"] == ("each → 0", "")
-    assert reduce["bytes a step"] == ("2.00 MiB", "")
+    assert reduce["direction"] == ("each → 0", "")
+    assert reduce["bytes per step"] == ("2.00 MiB", "")
     assert reduce["ms"] == ("500", "")
     assert reduce["GB/s"] == ("0.00419", "")
     (ring,) = [line for line in lines if line["phase"][0] == "reduce" and line["case"][0].startswith("ddp")]
-    assert (ring["ways"], ring["GB/s"]) == (("a ring", ""), ("", ""))
+    assert (ring["direction"], ring["GB/s"]) == (("a ring", ""), ("", ""))
     assert all(part.labels == ("MEASURED", "CPU-ONLY") for part in found.values())
 
 

@@ -1,11 +1,11 @@
-"""Count how often the 95 % intervals that reports show hold the truth, and how often reports withhold them.
+"""Coverage: how often the 95 % intervals of reports include the true value, and how often reports withhold them.
 
     python benchmarks/scripts/coverage.py [--experiments 10000]
 
-Each experiment draws the noise of its rounds from the stored runs in reports/, plants slow rounds, and asks
-`dpbench.analysis.stats` for the median of one case and for the ratio of two. The truth is 1 in all of them: the step
-of a round without a planted slowdown. A planted round is 2 to 50 times as slow in all its steps. Prints a Markdown
-table; the seed is fixed. 10,000 experiments for each line take between two and three minutes of one core.
+Each experiment draws the noise of its rounds from the stored runs in reports/, slows down some rounds, and computes the
+median of one case and the ratio of two with `dpbench.analysis.stats`. The true value is always 1: the step time of a
+round that was not slowed down. A slow round is slower by a factor of 2 to 50 in all of its steps. The script prints a
+Markdown table; its seed is fixed. 10,000 experiments per line take two to three minutes on one core.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ ROUNDS = (3, 5, 10)
 RATES = (0.0, 0.1)
 SLOWEST = (2.0, 50.0)
 STEPS = 9
-"""Steps drawn for each round."""
+"""The number of steps drawn per round."""
 RESAMPLES = 200
-"""A tenth of the resamples that reports use: the spread is then uncertain by 5 %, and the script ten times as fast."""
+"""A tenth of the resamples of a report: the spread is uncertain by 5 %, and the script runs ten times as fast."""
 SEED = 20
 
 Array = NDArray[np.float64]
@@ -41,11 +41,11 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Noise:
-    """What the stored runs vary by, on a logarithmic scale.
+    """The variation of the stored runs, on a logarithmic scale.
 
-    `between` are the deviations of round medians from the mean of their case, of all cases together and around 0: calm
-    and noisy cases mixed, so that its tails are heavier than those of one case. `within` are steps relative to their
-    round's median, an array for each round.
+    `between` has the deviations of round medians from the mean of their case, of all cases together and centred on 0.
+    It mixes calm and noisy cases, so its tails are heavier than those of a single case. `within` has an array for each
+    round: its steps relative to the round's median.
     """
 
     between: Array
@@ -54,7 +54,7 @@ class Noise:
 
 @dataclass(frozen=True)
 class Line:
-    """How one kind of estimate did in the experiments of one setting; shares of 1."""
+    """The results of one kind of estimate in the experiments of one setting; shares are between 0 and 1."""
 
     rounds: int
     rate: float
@@ -65,19 +65,19 @@ class Line:
 
 
 def recorded(paths: Iterable[Path]) -> Noise:
-    """Read the noise of stored runs; a case needs three rounds."""
+    """Return the noise of stored runs, from cases with at least three rounds."""
     cases = [case for path in paths for case in _cases(path) if len(case) >= Estimate.ROUNDS]
     between: list[float] = []
     for case in cases:
         levels = np.log([statistics.median(steps) for steps in case])
-        # the mean of a few rounds follows each of them: their deviations are too small by this factor
+        # each round shifts the mean of the few rounds towards it, which shrinks the deviations by this factor
         between += list((levels - levels.mean()) * math.sqrt(len(case) / (len(case) - 1)))
     within = tuple(np.log(steps) - np.log(statistics.median(steps)) for case in cases for steps in case)
     return Noise(np.array(between) - np.median(between), within)
 
 
 def _cases(path: Path) -> list[list[list[float]]]:
-    """Return the timed steps of each round of each case in an export of JSON lines."""
+    """Return the seconds of the timed steps of each round of each case, from an export as JSON lines."""
     found: dict[str, dict[int, list[float]]] = {}
     with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
         for line in map(json.loads, lines):
@@ -88,7 +88,7 @@ def _cases(path: Path) -> list[list[list[float]]]:
 
 
 def drawn(noise: Noise, rounds: int, rate: float, generator: np.random.Generator) -> stats.Rounds:
-    """Return the rounds of one case whose step takes 1, some of them slowed down."""
+    """Return the rounds of one case with a true step time of 1, some of them slowed down."""
     levels = generator.choice(noise.between, rounds)
     slow = np.exp(generator.uniform(*np.log(SLOWEST), rounds))
     levels += np.where(generator.random(rounds) < rate, np.log(slow), 0.0)
@@ -102,13 +102,13 @@ def drawn(noise: Noise, rounds: int, rate: float, generator: np.random.Generator
 def experiment(
     noise: Noise, rounds: int, rate: float, number: int, generator: np.random.Generator
 ) -> dict[str, Estimate]:
-    """Return the estimates of one experiment by kind."""
+    """Return the estimates of one experiment, by kind."""
     one, other = (drawn(noise, rounds, rate, generator) for _ in range(2))
     return {"median": stats.median(one, seed=number), "ratio": stats.ratio(one, other, seed=number)}
 
 
 def simulated(noise: Noise, experiments: int) -> Iterator[Line]:
-    """Yield a line for each count of rounds, rate of slow rounds, and kind of estimate."""
+    """Yield a line for each number of rounds, rate of slow rounds and kind of estimate."""
     for rounds in ROUNDS:
         for rate in RATES:
             generator = np.random.default_rng(SEED)
@@ -118,7 +118,7 @@ def simulated(noise: Noise, experiments: int) -> Iterator[Line]:
 
 
 def counted(rounds: int, rate: float, kind: str, estimates: list[Estimate]) -> Line:
-    """Count which estimates are withheld, and which intervals hold 1."""
+    """Return the share of withheld estimates and the share of intervals that include 1."""
     holds = np.array([one.low <= 1 <= one.high for one in estimates])
     shown = np.array([one.doubt is None for one in estimates])
     covered = float(holds[shown].mean()) if shown.any() else math.nan

@@ -1,12 +1,12 @@
-"""Predicted against measured steps on this machine's CPU: dpbench's own engine, and DistributedDataParallel on gloo.
+"""CPU truth: predicted against measured steps of dpbench's engine and of DistributedDataParallel on this machine's CPU.
 
     python benchmarks/scripts/cpu_truth.py [--blocks 10] [--rounds 3] [--batch 64] [--into reports/cpu-truth]
 
-A block is a `dpbench probe`, then interleaved rounds. Its predictions see two things alone: its own machine file, and
-its own steps of the strategy `single` at the batch and at half of it. The median of the blocks' predictions is compared
-with the median of all rounds' typical steps: steps are to be within 10 %, phases above 5 % of a step within 20 %.
-How sure that is, the blocks tell: the interval is what as many blocks, drawn again from these, would give.
-Takes about two and a half minutes a block; let nothing else run meanwhile.
+A block is a `dpbench probe`, followed by interleaved rounds. The block's predictions use only its machine file and its
+steps of the strategy `single`, at the batch and at half of it. The script compares the median prediction of the blocks
+with the median of the rounds' typical steps. The goals are 10 % for steps, and 20 % for phases that take more than 5 %
+of a step. The error's interval comes from resampling the blocks. A block takes about two and a half minutes; other
+processes disturb the measurement.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ STEP, STEP_GOAL, PHASE_GOAL, PHASE_SHARE = "step", 0.10, 0.20, 0.05
 
 @dataclass(frozen=True)
 class Row:
-    """One step, or one phase of it: the prediction of each block, and the seconds of each block's rounds."""
+    """One step, or one phase of it: each block's prediction, and the seconds of each block's rounds."""
 
     model: str
     case: str
@@ -44,12 +44,12 @@ class Row:
 
     @cached_property
     def predicted_s(self) -> float:
-        """Return the median of the blocks' predictions."""
+        """Return the median of the blocks' predictions, in seconds."""
         return statistics.median(self.predicted)
 
     @cached_property
     def measured_s(self) -> float:
-        """Return the median of all rounds."""
+        """Return the median of all rounds, in seconds."""
         return statistics.median(chain.from_iterable(self.measured))
 
     @cached_property
@@ -59,7 +59,7 @@ class Row:
 
     @cached_property
     def interval(self) -> tuple[float, float]:
-        """Return what the error would be of nine in ten sets of blocks, drawn again from these."""
+        """Return the central 90 % interval of the error over resampled blocks; of one block, the error as both ends."""
         blocks = range(len(self.predicted))
         if len(blocks) < 2:
             return self.error, self.error
@@ -76,28 +76,28 @@ class Row:
 
     @property
     def goal(self) -> float:
-        """Return the relative error that is allowed."""
+        """Return the largest relative error that meets the goal."""
         return STEP_GOAL if self.part == STEP else PHASE_GOAL
 
     @property
     def met(self) -> bool:
-        """Tell whether the error is within the goal."""
+        """Return whether the error meets the goal."""
         return abs(self.error) <= self.goal
 
     @property
     def sure(self) -> bool:
-        """Tell whether all of the interval says the same."""
+        """Return whether the whole interval is on the same side of the goal as the error."""
         low, high = self.interval
         return (-self.goal <= low and high <= self.goal) if self.met else (low > self.goal or high < -self.goal)
 
     @property
     def verdict(self) -> str:
-        """Return what the table says of the goal."""
+        """Return "met" or "MISSED", followed by "?" if that is uncertain."""
         return ("met" if self.met else "MISSED") + ("" if self.sure else "?")
 
 
 def cases(models: Sequence[str], batch: int) -> list[Any]:
-    """Return what is measured: the two profiles of each model, and what is predicted from them."""
+    """Return the cases to measure: the two one-device cases of each model, and the cases that they help predict."""
     from dpbench.records import Case
 
     found = []
@@ -112,7 +112,8 @@ def cases(models: Sequence[str], batch: int) -> list[Any]:
 
 
 def measure(planned: Sequence[Any], store: Path, rounds: int) -> list[Any]:
-    """Return the trials of a block's rounds, interleaved; rounds that an earlier run of the same code kept are read."""
+    """Return the trials of a block's interleaved rounds; rounds stored by an earlier run of the same code are reused.
+    """
     from dpbench.measure import run
     from dpbench.store import Store
 
@@ -122,7 +123,7 @@ def measure(planned: Sequence[Any], store: Path, rounds: int) -> list[Any]:
 
 
 def parts_of(trials: Iterable[Any]) -> dict[str, list[float]]:
-    """Return the phases, and their sum, of every round's typical step."""
+    """Return the seconds of each phase in every round's typical step, and their sum."""
     from dpbench.records import ledger
 
     rounds = [ledger.typical(trial) for trial in trials]
@@ -134,7 +135,7 @@ def parts_of(trials: Iterable[Any]) -> dict[str, list[float]]:
 
 
 def predict(asked: Sequence[Any], store: Path, machine: Path) -> dict[Any, dict[str, float]]:
-    """Return what one block's probe and steps of one device say of each case: its phases and their sum."""
+    """Return each case's predicted phases and their sum in seconds, from one block's probe and one-device steps."""
     from dpbench.predict import stored
     from dpbench.predict.cases import Predictor
     from dpbench.records import ledger
@@ -151,7 +152,7 @@ def predict(asked: Sequence[Any], store: Path, machine: Path) -> dict[Any, dict[
 
 
 def compare(blocks: Sequence[tuple[Path, Path, Sequence[Any]]]) -> Iterator[Row]:
-    """Yield every prediction beside what was measured; a block is its machine file, its store and its trials."""
+    """Yield every prediction with its measurement; a block is its machine file, its store and its trials."""
     good = [[trial for trial in trials if trial.status == "ok"] for _, _, trials in blocks]
     asked = sorted(
         {trial.case for trials in good for trial in trials if trial.case.strategy != "single"},
@@ -194,14 +195,14 @@ def write(rows: Sequence[Row], into: Path, trials: Sequence[Any], blocks: int, r
         f"PREDICTED and MEASURED, CPU-ONLY: two logical CPU devices, one intra-op thread each, gloo for ddp; {blocks} "
         f"blocks of a probe and {rounds} interleaved rounds, torch {facts.get('torch', '?')}"
         + (f", other processes on {statistics.median(busy):.1f} cores." if busy else "."),
-        "A block's predictions see its own steps of `single`, at the batch and at half of it, and its probe's file.",
-        "A round's figure is its typical step: the mean of the middle half of its steps.",
+        "A block's predictions use only its steps of `single`, at the batch and at half of it, and its probe's file.",
+        "The figure of a round is its typical step: the mean of the middle half of its steps.",
         "",
         f"    {command}",
         "",
         f"Steps within {STEP_GOAL:.0%}: {_count(steps)}. Phases above {PHASE_SHARE:.0%} of their step within "
-        f"{PHASE_GOAL:.0%}: {_count(phases)}. A question mark: the interval, of nine in ten sets of blocks drawn again "
-        "from these, reaches across the goal.",
+        f"{PHASE_GOAL:.0%}: {_count(phases)}. A question mark means that the 90 % interval over resampled blocks "
+        "extends to both sides of the goal.",
         "",
         "| model | case | part | predicted, ms | blocks, ms | measured, ms | rounds, ms | error | 90 % | goal |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -212,7 +213,7 @@ def write(rows: Sequence[Row], into: Path, trials: Sequence[Any], blocks: int, r
 
 
 def _line(row: Row) -> str:
-    """Return a row of the table."""
+    """Return a row of the table as Markdown."""
     low, high = row.interval
     rounds = [seconds * 1e3 for seconds in chain.from_iterable(row.measured)]
     each = [seconds * 1e3 for seconds in row.predicted]
@@ -224,12 +225,12 @@ def _line(row: Row) -> str:
 
 
 def _count(rows: Sequence[Row]) -> str:
-    """Return how many goals are met, and of how many that is sure."""
+    """Return the number of goals that are met and missed, and how many of each are certain."""
     met = [row for row in rows if row.met]
     missed = len(rows) - len(met)
     return (
-        f"{len(met)} of {len(rows)} met, {sum(row.sure for row in met)} surely; {missed} missed, "
-        f"{sum(row.sure for row in rows if not row.met)} surely"
+        f"{len(met)} of {len(rows)} met, {sum(row.sure for row in met)} with certainty; {missed} missed, "
+        f"{sum(row.sure for row in rows if not row.met)} with certainty"
     )
 
 
@@ -243,12 +244,12 @@ def main() -> None:
     parser.add_argument("--into", type=Path, default=Path("reports/cpu-truth"))
     parser.add_argument("--keep", action="store_true", help="keep the stores of the trials")
     given = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"  # this process counts models, and measures nothing
+    os.environ["OMP_NUM_THREADS"] = "1"  # for this process, which measures nothing itself
     given.into.mkdir(parents=True, exist_ok=True)
     blocks = []
     for number in range(1, given.blocks + 1):
         machine, store = given.into / f"machine-{number}.toml", given.into / f"trials-{number}.db"
-        if not (machine.exists() and store.exists()):  # those of an earlier run are of another day
+        if not (machine.exists() and store.exists()):  # a finished run left the file alone
             subprocess.run([sys.executable, "-m", "dpbench", "probe", "--anyway", "--output", str(machine)], check=True)
         blocks.append((machine, store, measure(cases(given.models.split(","), given.batch), store, given.rounds)))
     trials = [trial for _, _, found in blocks for trial in found]

@@ -1,12 +1,13 @@
-"""Compare `fastest` in a user's process, on two logical CPU devices, with two ranks of DistributedDataParallel on gloo.
+"""Compare `fastest` in one process, on two logical CPU devices, with two ranks of DistributedDataParallel on gloo.
 
     python benchmarks/scripts/fastest_vs_ddp.py [--runs 5] [--nets wide,conv,tiny] [--out reports/...]
 
-Each run is a fresh process with OMP_NUM_THREADS=1 and no thread bound to a core. `fastest` trains in that process; the
-ranks are its children, and wait on a pipe while `fastest` runs. All sides take their warm-up steps, then blocks of
-steps in ABBA order. A run's figure is the median over blocks of the ratio of seconds per step, DDP over `fastest`:
-above 1, `fastest` is faster. Three more ratios tell how to read it: DDP over another DDP (the noise), DDP over a DDP
-whose ranks keep freed memory as `fastest` does (the allocator's part), and that DDP over `fastest` (the schedule's).
+Each run is a fresh process with OMP_NUM_THREADS=1 whose threads are not bound to cores. `fastest` trains in that
+process. The ranks are its children, and block on a pipe while `fastest` runs. All sides take their warm-up steps, then
+blocks of steps in ABBA order. The result of a run is the median over blocks of a ratio of seconds per step, DDP over
+`fastest`: above 1, `fastest` is faster. Three more ratios explain the result: DDP over a second DDP shows the noise,
+DDP over a DDP whose ranks keep freed memory as `fastest` does shows the effect of the allocator, and that DDP over
+`fastest` shows the effect of the schedule.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ Step = Callable[[], Any]
 
 
 def net(name: str) -> Any:
-    """Return a wide MLP, a small convolutional net, or 150 tiny layers; the same weights every time."""
+    """Return a wide MLP, a small convolutional network, or 150 tiny layers, always with the same weights."""
     import torch
     from torch import nn
 
@@ -55,7 +56,7 @@ def net(name: str) -> Any:
 
 
 def batch(name: str) -> tuple[Any, Any]:
-    """Return inputs and classes of the whole batch."""
+    """Return the inputs and the class labels of the global batch."""
     import torch
 
     generator = torch.Generator().manual_seed(1)
@@ -70,7 +71,7 @@ def optimizer(parameters: Any) -> Any:
 
 
 def timed(step: Step, count: int) -> float:
-    """Return the seconds per step of `count` steps."""
+    """Return the mean seconds per step of `count` steps."""
     began = time.perf_counter()
     for _ in range(count):
         step()
@@ -78,7 +79,7 @@ def timed(step: Step, count: int) -> float:
 
 
 def rank_of(rank: int, name: str, folder: str, keep: bool, pipe: Connection) -> None:
-    """Run one rank: take as many steps as the pipe says, and answer with the seconds per step."""
+    """Run one rank: receive a number of steps from the pipe, take them, and send the seconds per step; stop at 0."""
     import torch.distributed as dist
     from torch.nn.functional import cross_entropy
     from torch.nn.parallel import DistributedDataParallel
@@ -106,7 +107,7 @@ def rank_of(rank: int, name: str, folder: str, keep: bool, pipe: Connection) -> 
 
 
 class Ranks:
-    """Two ranks of DistributedDataParallel that wait to be asked for steps."""
+    """Two ranks of DistributedDataParallel that take steps on request."""
 
     def __init__(self, name: str, folder: str, *, keep: bool) -> None:
         context = get_context("spawn")
@@ -120,7 +121,7 @@ class Ranks:
             self._processes.append(process)
 
     def __call__(self, count: int) -> float:
-        """Return the seconds per step of the slower rank."""
+        """Take `count` steps; return the seconds per step of the slower rank."""
         for pipe in self._pipes:
             pipe.send(count)
         return max(pipe.recv() for pipe in self._pipes)
@@ -132,7 +133,7 @@ class Ranks:
 
 
 def one_run(name: str) -> dict[str, Any]:
-    """Return the seconds per step of each side, by block, and the schedule that `fastest` chose."""
+    """Return the seconds per step of each side and block, and the schedule that `fastest` selected."""
     import torch.nn.functional as F
 
     import dpbench
@@ -160,7 +161,7 @@ def one_run(name: str) -> dict[str, Any]:
 
 
 def ratios(run: dict[str, Any]) -> dict[str, float]:
-    """Return a run's ratios: the median over blocks."""
+    """Return a run's ratios, each the median over blocks."""
     return {
         title: statistics.median(a / b for a, b in zip(run["seconds"][top], run["seconds"][bottom], strict=True))
         for title, (top, bottom) in RATIOS.items()
@@ -168,7 +169,7 @@ def ratios(run: dict[str, Any]) -> dict[str, float]:
 
 
 def table(runs: Sequence[dict[str, Any]]) -> str:
-    """Return one row for each net and ratio: the median of its runs, and every run."""
+    """Return one row per net and ratio as Markdown: the median of the runs, and every run."""
     lines = ["| net | ratio | median of runs | runs |", "|---|---|---|---|"]
     for name in dict.fromkeys(run["net"] for run in runs):
         found = [ratios(run) for run in runs if run["net"] == name]

@@ -1,6 +1,6 @@
-"""The mlp with a slowdown planted into one phase of a step: what `verdicts.py` has dpbench find.
+"""Planted: the mlp with a slowdown in one phase of a step, which `verdicts.py` expects dpbench to find.
 
-DPBENCH_PLANTED_S seconds are spun away once a step, whatever the number of replicas.
+The phase spins for DPBENCH_PLANTED_S seconds once per step, whatever the number of replicas.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ DEVICES = int(os.environ.get("DPBENCH_PLANTED_DEVICES", "1"))
 
 
 def spin() -> None:
-    """Keep this thread, and so the interpreter, busy."""
+    """Keep this thread, and the interpreter lock, busy for PLANTED_S seconds."""
     end = time.perf_counter() + PLANTED_S
     while time.perf_counter() < end:
         pass
 
 
 class SlowForward(mlp.SimpleModel):
-    """Spins in the first replica to come by in each step."""
+    """The mlp whose forward spins in the first replica of each step to reach it."""
 
     calls = itertools.count()
 
@@ -38,7 +38,7 @@ class SlowForward(mlp.SimpleModel):
 
 
 class SlowBackward(torch.autograd.Function):
-    """Does nothing, and spins in backward."""
+    """The identity, whose backward spins."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -51,7 +51,7 @@ class SlowBackward(torch.autograd.Function):
 
 
 class Variant:
-    """A model plug: the mlp, slowed down in one phase or none."""
+    """A model plug: the mlp with a slowdown in one phase, or without."""
 
     def __init__(self, phase: str) -> None:
         self._phase = phase

@@ -1,13 +1,13 @@
-"""Hold dpbench's verdicts to what they promise: A/A, a case against itself, and A/B, against a planted slowdown.
+"""Verdicts: error rates of dpbench's verdicts on equal cases (A/A) and on a planted slowdown (A/B).
 
     python benchmarks/scripts/verdicts.py OUTPUT.jsonl [--aa 200] [--ab 50]
 
-A/A: half of the comparisons are made inside one run (both sides in one worker, their blocks in turn, rounds added
-until the ratio is known to 1 % or 12 s are spent), half between two runs (five rounds each, a new server every round,
-nothing shared but the machine). A false "faster" or "slower" should come up in at most 2 % of them.
-A/B: a slowdown of 3 % of the step is spun away in one phase (forward, loss and backward in turn), within 60 s a try;
-it should be found, and its phase named, in at least 90 %.
-One line a comparison is appended to OUTPUT; started again, it goes on where it was. About 100 minutes on two cores.
+A/A: half of the comparisons are within one run: both sides in one worker, with alternating blocks, and more rounds
+until the ratio is known to 1 % or 12 s have passed. The other half are between two runs of five rounds, each round
+under a new server, so that the runs share only the machine. At most 2 % of the verdicts should be a false "faster" or
+"slower". A/B: one phase (forward, loss and backward in rotation) spins for 3 % of the step, and a comparison has 60 s.
+At least 90 % of the comparisons should find the slowdown and name its phase. Each comparison appends one line to
+OUTPUT, and a restarted script resumes from there. All take about 100 minutes on two cores.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ AA_BUDGET_S, AB_BUDGET_S = 12.0, 45.0
 def measure(
     cases: list[Case], rounds: int | Rule, *, paired: bool = False, budget_s: float | None = None
 ) -> list[Trial]:
-    """Run cases into a store of their own; return the trials."""
+    """Run cases with a temporary store; return the trials."""
     with tempfile.TemporaryDirectory() as folder, Store.create(Path(folder) / "store.db") as store:
         done = run(cases, store, rounds=rounds, paired=paired, effort=EFFORT, budget_s=budget_s)
         trials = store.trials(done.run_id)
@@ -53,28 +53,28 @@ def measure(
 
 
 def inside(first: Case, second: Case, budget_s: float) -> dict[str, Any]:
-    """Compare two cases side by side; above 1 the second is faster."""
+    """Compare two cases within one run; above 1 the second is faster."""
     trials = measure([first, second], UntilPrecise(least=5), paired=True, budget_s=budget_s)
     sides = [[trial for trial in trials if trial.case == case] for case in (first, second)]
     one, other = (summary.measured(side) for side in sides)
     ratio = stats.ratio(one, other)
     phase, phase_s = summary.blame(*sides)
-    return _told(ratio, stats.verdict(ratio)) | {"phase": phase, "phase_s": phase_s, "step_s": stats.median(one).value}
+    return _result(ratio, stats.verdict(ratio)) | {"phase": phase, "phase_s": phase_s, "step_s": stats.median(one).value}
 
 
 def between() -> dict[str, Any]:
-    """Compare a case with itself in another run."""
+    """Compare a case with itself in a second run."""
     first, second = (measure([CASE], 5) for _ in range(2))
     (found,) = summary.compare(first, second)
-    return _told(found.ratio, found.verdict) | {"step_s": stats.median(summary.measured(first)).value}
+    return _result(found.ratio, found.verdict) | {"step_s": stats.median(summary.measured(first)).value}
 
 
-def _told(ratio: Any, verdict: str) -> dict[str, Any]:
+def _result(ratio: Any, verdict: str) -> dict[str, Any]:
     return {"ratio": ratio.value, "low": ratio.low, "high": ratio.high, "rounds": ratio.n, "verdict": verdict}
 
 
 def planted(number: int) -> dict[str, Any]:
-    """Plant a slowdown and look for it."""
+    """Plant a slowdown of the step, and compare with the unchanged case."""
     base_s = stats.median(summary.measured(measure([CASE], 3))).value
     phase = PHASES[number % len(PHASES)]
     os.environ |= {"DPBENCH_PLANTED_S": str(SLOWDOWN * base_s), "DPBENCH_PLANTED_DEVICES": str(CASE.devices)}
@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--aa", type=int, default=200)
     parser.add_argument("--ab", type=int, default=50)
     given = parser.parse_args()
-    # where the workers find `planted`
+    # the workers import `planted` from this folder
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     done = _lines(given.output)
     again = replace(CASE, options=(("role", "again"),))
@@ -97,7 +97,7 @@ def main() -> None:
         "between": (given.aa // 2, lambda i: between()),
         "planted": (given.ab, planted),
     }
-    # spread evenly, so that each kind meets the same weather and a part of the whole says as much of each
+    # interleave the kinds evenly: all see the same load of the machine, and an interrupted script has results of each
     tries = sorted(
         (((i + 0.5) / n, kind, i, make) for kind, (n, make) in makers.items() for i in range(n)), key=lambda t: t[:3]
     )
@@ -117,8 +117,8 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def tally(lines: list[dict[str, Any]]) -> str:
-    """Say how often the verdicts were right."""
-    told = []
+    """Return the rates of correct and false verdicts as text."""
+    report = []
     for kind in ("inside", "between", "planted"):
         mine = [line for line in lines if line["kind"] == kind]
         if not mine:
@@ -126,17 +126,17 @@ def tally(lines: list[dict[str, Any]]) -> str:
         counts = Counter(line["verdict"] for line in mine)
         width = statistics.median((line["high"] - line["low"]) / 2 / line["ratio"] for line in mine)
         words = ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common())
-        told.append(f"{kind}: {len(mine)}: {words}; half an interval is {width:.1%} in the median; "
+        report.append(f"{kind}: {len(mine)}: {words}; half an interval is {width:.1%} in the median; "
                     f"{statistics.median(line['rounds'] for line in mine):.0f} rounds, "
                     f"{statistics.median(line['seconds'] for line in mine):.0f} s each")  # fmt: skip
         if kind == "planted":
             slower = [line for line in mine if line["verdict"] == "slower"]
             named = sum(line["phase"] == line["planted"] for line in slower)
-            told.append(f"  found {len(slower)}, and named its phase {named}, of {len(mine)} ({named / len(mine):.0%})")
+            report.append(f"  found {len(slower)}, and named its phase {named}, of {len(mine)} ({named / len(mine):.0%})")
         else:
             false = counts["faster"] + counts["slower"]
-            told.append(f"  false verdicts: {false} of {len(mine)} ({false / len(mine):.1%})")
-    return "\n".join(told)
+            report.append(f"  false verdicts: {false} of {len(mine)} ({false / len(mine):.1%})")
+    return "\n".join(report)
 
 
 if __name__ == "__main__":
