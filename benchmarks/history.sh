@@ -81,7 +81,7 @@ measure() {
 
 status=0
 for commit in $commits; do
-    measure "$commit" || { status=$?; say "$commit: asv failed (exit status $status); continuing"; }
+    measure "$commit" || { status=$?; say "$commit: failed (exit status $status); continuing"; }
 done
 
 # files for a page that works without a network; without npm the page names the missing files

@@ -328,8 +328,8 @@ def test_history_measures_each_commit_and_asv_takes_samples_as_timings(project: 
         (project / "dpbench" / f"{module}.py").write_text("VALUE = 99.0\n")
     done = history(project, tools, COMMITS="5", PYTHONPATH=str(project))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "5 commits asked for, HEAD has 4: measuring those" in done.stderr
-    assert "Before the package: has no dpbench, left out" in done.stderr
+    assert "HEAD has 4 of the 5 requested commits: measuring all of them" in done.stderr
+    assert "Before the package: skipped, it has no dpbench" in done.stderr
     assert "uncommitted changes in dpbench/ are not measured" in done.stderr
     assert "the page needs a network; to make it work without" in done.stdout
     for commit, value in ((first, 1.5), (second, 7.5), (third, 7.5)):
@@ -359,7 +359,7 @@ def test_history_fails_when_a_benchmark_does(project: Path, tools: Path) -> None
 def test_history_refuses_nonsense(project: Path, tools: Path) -> None:
     done = history(project, tools, COMMITS="three")
     assert done.returncode == 64
-    assert "COMMITS must be a number from 1 on, got 'three'" in done.stderr
+    assert "COMMITS must be an integer of at least 1, got 'three'" in done.stderr
 
 
 # ---------------------------------------------------------------------------------------------------------------------

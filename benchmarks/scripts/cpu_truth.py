@@ -112,7 +112,7 @@ def cases(models: Sequence[str], batch: int) -> list[Any]:
 
 
 def measure(planned: Sequence[Any], store: Path, rounds: int) -> list[Any]:
-    """Return the trials of a block's interleaved rounds; rounds stored by an earlier run of the same code are reused.
+    """Return the trials of a block's interleaved rounds; reuse the rounds that an earlier run of this code has stored.
     """
     from dpbench.measure import run
     from dpbench.store import Store
@@ -249,7 +249,7 @@ def main() -> None:
     blocks = []
     for number in range(1, given.blocks + 1):
         machine, store = given.into / f"machine-{number}.toml", given.into / f"trials-{number}.db"
-        if not (machine.exists() and store.exists()):  # a finished run left the file alone
+        if not (machine.exists() and store.exists()):  # a file without its store is from a finished run
             subprocess.run([sys.executable, "-m", "dpbench", "probe", "--anyway", "--output", str(machine)], check=True)
         blocks.append((machine, store, measure(cases(given.models.split(","), given.batch), store, given.rounds)))
     trials = [trial for _, _, found in blocks for trial in found]

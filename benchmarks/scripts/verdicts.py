@@ -59,17 +59,17 @@ def inside(first: Case, second: Case, budget_s: float) -> dict[str, Any]:
     one, other = (summary.measured(side) for side in sides)
     ratio = stats.ratio(one, other)
     phase, phase_s = summary.blame(*sides)
-    return _result(ratio, stats.verdict(ratio)) | {"phase": phase, "phase_s": phase_s, "step_s": stats.median(one).value}
+    return _row(ratio, stats.verdict(ratio)) | {"phase": phase, "phase_s": phase_s, "step_s": stats.median(one).value}
 
 
 def between() -> dict[str, Any]:
     """Compare a case with itself in a second run."""
     first, second = (measure([CASE], 5) for _ in range(2))
     (found,) = summary.compare(first, second)
-    return _result(found.ratio, found.verdict) | {"step_s": stats.median(summary.measured(first)).value}
+    return _row(found.ratio, found.verdict) | {"step_s": stats.median(summary.measured(first)).value}
 
 
-def _result(ratio: Any, verdict: str) -> dict[str, Any]:
+def _row(ratio: Any, verdict: str) -> dict[str, Any]:
     return {"ratio": ratio.value, "low": ratio.low, "high": ratio.high, "rounds": ratio.n, "verdict": verdict}
 
 
@@ -118,7 +118,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 def tally(lines: list[dict[str, Any]]) -> str:
     """Return the rates of correct and false verdicts as text."""
-    report = []
+    text = []
     for kind in ("inside", "between", "planted"):
         mine = [line for line in lines if line["kind"] == kind]
         if not mine:
@@ -126,17 +126,17 @@ def tally(lines: list[dict[str, Any]]) -> str:
         counts = Counter(line["verdict"] for line in mine)
         width = statistics.median((line["high"] - line["low"]) / 2 / line["ratio"] for line in mine)
         words = ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common())
-        report.append(f"{kind}: {len(mine)}: {words}; half an interval is {width:.1%} in the median; "
+        text.append(f"{kind}: {len(mine)}: {words}; half an interval is {width:.1%} in the median; "
                     f"{statistics.median(line['rounds'] for line in mine):.0f} rounds, "
                     f"{statistics.median(line['seconds'] for line in mine):.0f} s each")  # fmt: skip
         if kind == "planted":
             slower = [line for line in mine if line["verdict"] == "slower"]
             named = sum(line["phase"] == line["planted"] for line in slower)
-            report.append(f"  found {len(slower)}, and named its phase {named}, of {len(mine)} ({named / len(mine):.0%})")
+            text.append(f"  found {len(slower)}, and named its phase {named}, of {len(mine)} ({named / len(mine):.0%})")
         else:
             false = counts["faster"] + counts["slower"]
-            report.append(f"  false verdicts: {false} of {len(mine)} ({false / len(mine):.1%})")
-    return "\n".join(report)
+            text.append(f"  false verdicts: {false} of {len(mine)} ({false / len(mine):.1%})")
+    return "\n".join(text)
 
 
 if __name__ == "__main__":

@@ -105,7 +105,7 @@ def _climbs(ladders: Sequence[Ladder]) -> str:
 
 
 def _nothing(rows: Sequence[Row]) -> str:
-    """Return the reason why there is no speed-up to report."""
+    """Return the reason for the lack of speed-ups."""
     if not any(row.step for row in rows):
         return f"No result: {words.count(len(rows), 'case')} without a verified step."
     if all(row.case.device_kind == "emulated" for row in rows if row.step):
@@ -259,7 +259,7 @@ def _of_host(rows: Sequence[Row], provenance: Mapping[str, Any]) -> Iterator[str
                 "of the machine without data parallelism"
             )
     if any(row.case.device_kind == "emulated" for row in rows):
-        yield "EMULATED devices run one at a time on the host: their steps show host cost only, so there is no speed-up"
+        yield "EMULATED devices run one at a time on the host: their steps show host cost only, and speed-ups are omitted"
     if any(row.case.placement == "colocated" for row in rows):
         yield "COLOCATED replicas share one GPU: they show correctness and host cost, not speed-up"
     if provenance.get("dpbench", {}).get("dirty"):

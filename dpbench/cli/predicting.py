@@ -124,7 +124,7 @@ def _score(path: Path, as_json: bool, all_rows: bool) -> None:
         return
     click.echo(text.scores(lines))
     if known := calibration.lines([one.matched for one in scored]):
-        click.echo(f"\nwith a machine calibrated on other models than the one predicted:\n{text.scores(known)}")
+        click.echo(f"\npredictions of each model with a machine calibrated on other models:\n{text.scores(known)}")
     if excluded:
         click.echo(f"\nleft out:\n{text.excluded(excluded)}")
 
