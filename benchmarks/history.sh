@@ -60,7 +60,7 @@ for name in ["dpbench", *("dpbench." + module.name for module in pkgutil.iter_mo
     if spec and spec.origin and not spec.origin.startswith(tree + "/"):
         sys.exit(f"history: {name} would come from {spec.origin}")'
 
-# Measure commit $1: 0 done, else asv's exit status.
+# Measure commit $1; return 0, or the exit status of the command that failed.
 measure() {
     tree=$work/$1
     if ! git cat-file -e "$1:dpbench/__init__.py" 2>/dev/null; then
@@ -88,7 +88,7 @@ done
 vendor=.asv/vendor
 if command -v npm >/dev/null && [ ! -f "$vendor/installed" ]; then
     mkdir -p "$vendor"
-    # shellcheck disable=SC2046  # one word a package
+    # shellcheck disable=SC2046  # one word per package
     if npm install --silent --no-audit --no-fund --ignore-scripts --prefix "$vendor" \
         $("$python" reports/asv_offline.py); then
         : >"$vendor/installed"

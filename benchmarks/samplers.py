@@ -1,4 +1,4 @@
-"""The rate that the NVML sampler keeps, of 100 Hz, if each NVML call takes as long as in a recording."""
+"""Seconds between two readings of the NVML sampler at a nominal 100 Hz, with the latencies of recorded NVML calls."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def _call(verb: str, count: int) -> Callable[[], Any]:
     if verb == "replicate":
         return lambda: engine.replicate(module, devices)
     gradients = [[torch.ones_like(parameter) for parameter in module.parameters()] for _ in devices]
-    return torch.no_grad()(lambda: engine.reduce(gradients, devices))  # as backward calls it
+    return torch.no_grad()(lambda: engine.reduce(gradients, devices))  # as in backward
 
 
 @timing(params=(VERBS, DEVICES), param_names=("verb", "devices"))

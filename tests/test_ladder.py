@@ -298,7 +298,7 @@ def test_the_ladder_is_drawn_with_labels_tables_and_words_that_need_no_colour() 
     assert panel.labels == ("MEASURED", "CPU-ONLY")
     words = [unescape(text) for text in re.findall(r">([^<>]+)</text>", panel.svg)]
     for name, change in changes(plain()).items():
-        verdict = {"faster": "faster", "slower": "costs", "same": "the same"}[change.verdict]
+        verdict = {"faster": "faster", "slower": "slower", "same": "the same"}[change.verdict]
         assert any(word.startswith(f"{name}: ") and word.endswith(verdict) for word in words), name
     assert any(word.startswith("ddp: 7.5") for word in words)
     assert any(word.startswith("limit: 2.5") for word in words)
@@ -307,7 +307,7 @@ def test_the_ladder_is_drawn_with_labels_tables_and_words_that_need_no_colour() 
     ablation, climb = panel.tables
     assert [line[0].text for line in ablation.lines] == list(SWITCH)
     assert [line[0].text.split()[0] for line in climb.lines] == schedule.climb(schedule.TRAIN_STEP)
-    assert {line[1].text for line in climb.lines} == {"", "faster", "costs", "the same"}
+    assert {line[1].text for line in climb.lines} == {"", "faster", "slower", "the same"}
 
 
 def drawn(one: ladder.Ladder) -> str:
@@ -356,7 +356,7 @@ def test_the_page_and_the_comment_have_the_ladder_and_other_runs_have_none() -> 
     comment = markdown.render(content())
     assert "### The ladder: mlp ×2, small, batch 64 `MEASURED` `CPU-ONLY`" in comment
     assert "zero1 without one of its switches" in comment
-    assert r"| allreduce<br><sub>update=each</sub> | costs" in comment
+    assert r"| allreduce<br><sub>update=each</sub> | slower" in comment
     other = replace(content(), ladders=[])
     assert '<section id="ladder"' not in page.render(other)
     assert "The ladder" not in markdown.render(other)

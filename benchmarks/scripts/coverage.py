@@ -138,7 +138,7 @@ def table(lines: Iterable[Line]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--experiments", type=int, default=10_000, help="for each line of the table")
+    parser.add_argument("--experiments", type=int, default=10_000, help="number per line of the table")
     given = parser.parse_args()
     stats.RESAMPLES = RESAMPLES
     noise = recorded(REPORTS / name for name in STORED)

@@ -112,8 +112,7 @@ def cases(models: Sequence[str], batch: int) -> list[Any]:
 
 
 def measure(planned: Sequence[Any], store: Path, rounds: int) -> list[Any]:
-    """Return the trials of a block's interleaved rounds; reuse the rounds that an earlier run of this code has stored.
-    """
+    """Return the trials of a block's interleaved rounds; reuse rounds that an earlier run of this code has stored."""
     from dpbench.measure import run
     from dpbench.store import Store
 
@@ -168,7 +167,7 @@ def _rows(
     case: Any, predicted: Sequence[Mapping[str, float]], measured: Sequence[Mapping[str, Sequence[float]]]
 ) -> Iterator[Row]:
     name = f"{case.strategy}[{case.schedule}]" if case.schedule else case.strategy
-    pairs = [(one, found) for one, found in zip(predicted, measured, strict=True) if found[STEP]]  # not if all failed
+    pairs = [(one, found) for one, found in zip(predicted, measured, strict=True) if found[STEP]]  # skip failed blocks
     predicted, measured = [one for one, _ in pairs], [found for _, found in pairs]
     whole_s = 0.0
     for part in dict.fromkeys(part for one in measured for part in one):
@@ -238,7 +237,7 @@ def main() -> None:
     """Probe, measure, predict, compare, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=10)
-    parser.add_argument("--rounds", type=int, default=3, help="in each block, at least 2")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds per block, at least 2")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--into", type=Path, default=Path("reports/cpu-truth"))

@@ -6,7 +6,7 @@ Each run is a fresh process with OMP_NUM_THREADS=1 whose threads are not bound t
 process. The ranks are its children, and block on a pipe while `fastest` runs. All sides take their warm-up steps, then
 blocks of steps in ABBA order. The result of a run is the median over blocks of a ratio of seconds per step, DDP over
 `fastest`: above 1, `fastest` is faster. Three more ratios explain the result: DDP over a second DDP shows the noise,
-DDP over a DDP whose ranks keep freed memory as `fastest` does shows the effect of the allocator, and that DDP over
+DDP over a DDP whose ranks keep freed memory as `fastest` does shows the effect of the allocator, and the last one over
 `fastest` shows the effect of the schedule.
 """
 

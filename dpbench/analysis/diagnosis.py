@@ -112,7 +112,7 @@ def _nothing(rows: Sequence[Row]) -> str:
         return "Emulated devices show host cost only: no speed-up is computed."
     if all(row.case.devices == 1 for row in rows if row.step):
         return "No speed-up: all cases ran on one device; add --devices 1,2."
-    return "No speed-up: there is no case of the strategy single with equal work; add it with --strategies single,..."
+    return "No speed-up: the run lacks a case of the strategy single with equal work; add --strategies single,..."
 
 
 def _of_strategy(name: str, rows: Sequence[Row]) -> str:
@@ -252,14 +252,14 @@ def _of_host(rows: Sequence[Row], provenance: Mapping[str, Any]) -> Iterator[str
     cpu = [row for row in rows if row.case.device_kind == "cpu" and row.step]
     wide = max((row.case.devices for row in cpu), default=0)
     if wide > 1:
-        yield "CPU-ONLY: logical CPU devices show that schedules are correct and their cost on the CPU, not on GPUs"
+        yield "CPU-ONLY: logical CPU devices verify schedules and show their cost on CPUs, not their gain on GPUs"
         if not any(row.case.traits.all_cores for row in cpu):
             yield (
                 "each logical CPU device has one thread; add the strategy single_all_cores to compare with all cores "
                 "of the machine without data parallelism"
             )
     if any(row.case.device_kind == "emulated" for row in rows):
-        yield "EMULATED devices run one at a time on the host: their steps show host cost only, and speed-ups are omitted"
+        yield "EMULATED devices run one at a time on the host: their steps show host cost only, without speed-ups"
     if any(row.case.placement == "colocated" for row in rows):
         yield "COLOCATED replicas share one GPU: they show correctness and host cost, not speed-up"
     if provenance.get("dpbench", {}).get("dirty"):

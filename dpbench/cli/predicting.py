@@ -33,12 +33,14 @@ DEVICES = (1, 2, 4, 8)
 @click.option("--step-s", type=click.FloatRange(min=0, min_open=True), help="Measured seconds of one device's step.")
 @click.option(
     "--from", "measured", type=click.Path(path_type=Path, exists=True),
-    help="A results file whose steps of the strategy `single`, measured on such a device, are used for one device.",
+    help="A results file with steps of the strategy `single`, measured on a device of this kind; used for one device.",
 )  # fmt: skip
 @click.option("--quick", is_flag=True, help="Use formulas only: no phases, and only the schedule reference.")
 @click.option("--memory", is_flag=True, help="Predict each device's peak memory too; takes seconds per model.")
 @click.option("--max-batch", is_flag=True, help="Search the largest batch that fits; slower than --memory.")
-@click.option("--score", "table", type=click.Path(path_type=Path, exists=True), help="Predict published rows.")
+@click.option(
+    "--score", "table", type=click.Path(path_type=Path, exists=True), help="Score predictions of this CSV file."
+)
 @click.option("--json", "as_json", is_flag=True, help="With --score: print JSON.")
 @click.option("--all-rows", is_flag=True, help="With --score: include repeats, and suspect and low-trust rows.")
 @click.option("--store", type=click.Path(path_type=Path), help="Write the predictions as a run of this results file.")
@@ -130,7 +132,7 @@ def _score(path: Path, as_json: bool, all_rows: bool) -> None:
 
 
 @click.command()
-@click.option("--output", type=click.Path(path_type=Path), help="A file that ends in .toml.  [default: stdout]")
+@click.option("--output", type=click.Path(path_type=Path), help="The TOML file to write.  [default: stdout]")
 @patience_option
 @click.option("--anyway", is_flag=True, help="Measure even if the machine is busy, and label the file NOISY.")
 def probe(output: Path | None, patience: float | None, anyway: bool) -> None:

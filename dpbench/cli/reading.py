@@ -77,10 +77,10 @@ def _runs(store: Path) -> list[tuple[Run, int]]:
 
 @click.command()
 @click.argument("format", type=click.Choice(["jsonl", "csv", "parquet", "trace", "pyperf"]))
-@click.option("--output", type=click.Path(path_type=Path), help="A file.  [default: stdout]")
+@click.option("--output", type=click.Path(path_type=Path), help="The file to write.  [default: stdout]")
 @click.option("--all", "every", is_flag=True, help="Every run of the store; with trace, every trial of one run.")
 @click.option("--case", "part", help="trace: only the case with this number, or those with this text in their names.")
-@click.option("--split", type=click.Path(path_type=Path), help="trace: write one file per device into this folder.")
+@click.option("--split", type=click.Path(path_type=Path), help="trace: a folder for one case, a file per device.")
 @run_option
 @store_option
 def export(store: Path, run_id: str | None, format: str, every: bool, output: Path | None, **only: Any) -> None:

@@ -99,13 +99,14 @@ SELF_CHECK_SCALE = 1.0
 @click.option(
     "--self-check",
     is_flag=True,
-    help="Also measure the overhead of marks and samplers, and the engine against torch's; about a minute more.",
+    help="Also measure the overhead of marks and samplers, and compare the engine with torch's; about a minute more.",
 )
 @store_option
 def run(store: Path, report: Path, **options: Any) -> None:
     """Measure cases in fresh processes, store every trial, print a table and a verdict.
 
-    Without options that select cases, the run fits this machine. The same command resumes an interrupted run.
+    Without options that select cases, the run selects cases for this machine. The same command resumes an interrupted
+    run.
     """
     from dpbench.cli.progress import Progress
     from dpbench.measure import run as runner

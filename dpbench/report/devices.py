@@ -16,7 +16,7 @@ from dpbench.report import naming, small_multiples
 from dpbench.report.table import Cell, Table
 
 OPEN = 24
-"""The largest number of lines of a table that is open when the page loads; longer tables are collapsed."""
+"""The page collapses tables with more lines than this."""
 SAID: Mapping[str, Callable[[float], str]] = {
     "s": words.time,
     "bytes": words.size,
@@ -25,7 +25,7 @@ SAID: Mapping[str, Callable[[float], str]] = {
 
 
 class TableSection(NamedTuple):
-    """A section of the page: a table, its lead text and its labels; `open` is whether the page expands it at first."""
+    """A section of the page: a table, its lead text and its labels; `open` is whether it is expanded initially."""
 
     id: str
     title: str
@@ -43,7 +43,7 @@ def parts(report: Report) -> list[TableSection]:
         ("imbalance-index", "Imbalance", IMBALANCE, *_imbalance(found.imbalance)),
         ("memory-by-phase", "Memory by phase", MEMORY, *_memory(found.memory)),
         ("links", "Bytes over links", LINKS, *_links(found.flows)),
-        ("link-counters", "Bytes that counters saw", COUNTERS, *_counters(found.counted)),
+        ("link-counters", "Bytes in device counters", COUNTERS, *_counters(found.counted)),
     ]
     return [
         TableSection(id, title, lead, table, _union(labels.get(case, ()) for case in cases), len(table.lines) <= OPEN)
@@ -183,4 +183,4 @@ def _counters(found: Sequence[Counted]) -> tuple[Table, list[Case]]:
         )
         for one in found
     )  # fmt: skip
-    return Table("Bytes that counters saw", columns, lines, text=2), [one.case for one in found]
+    return Table("Bytes in device counters", columns, lines, text=2), [one.case for one in found]

@@ -120,7 +120,7 @@ def _image(series: Series, devices: Sequence[Place]) -> tuple[NDArray[np.uint8],
 
 
 def _scale(figure: Figure) -> None:
-    """Draw the key of the colours below the plot."""
+    """Draw the legend of the colours below the plot."""
     height = figure.get_figheight() * 72
     axes = figure.add_axes((84 / svg.WIDTH, 4 / height, 120 / svg.WIDTH, 9 / height))
     axes.imshow(np.linspace(0, 1, 64)[None], cmap="cividis", aspect="auto", interpolation="none")

@@ -71,7 +71,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Section:
-    """The panels that answer one question; `note` explains what is missing."""
+    """The panels that answer one question; `note` gives the number of cases without a panel, and the reason."""
 
     id: str
     title: str

@@ -154,7 +154,7 @@ LEAD = (
     "and starts at the step time of the rung below it. A whisker is the 95% interval of the difference, from the "
     "rounds that both rungs have; if it includes the start of the bar, the difference is undecided and the bar is grey."
 )
-VERDICTS = {"faster": "faster", "slower": "costs", "same": "the same", "undecided": "undecided"}
+VERDICTS = {"faster": "faster", "slower": "slower", "same": "the same", "undecided": "undecided"}
 
 
 def title(ladder: Ladder) -> str:

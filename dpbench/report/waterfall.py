@@ -104,9 +104,9 @@ def _rivals(ladder: Ladder) -> list[tuple[str, float, dict[str, Any]]]:
 def _handles(ladder: Ladder) -> Iterator[Patch | Line2D]:
     """Yield the legend's handles."""
     seen = {rung.change.verdict for rung in ladder.rungs if rung.change}
-    for verdict, said in (("faster", "faster"), ("slower", "costs")):
+    for verdict, colour in COLOURS.items():
         if verdict in seen:
-            yield Patch(facecolor=COLOURS[verdict], alpha=0.9, label=said)
+            yield Patch(facecolor=colour, alpha=0.9, label=verdict)
     if seen - COLOURS.keys():
         yield Patch(facecolor=svg.MUTED, alpha=0.55, label="undecided, or the same")
     for name, milliseconds, look in _rivals(ladder):
