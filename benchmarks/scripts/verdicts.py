@@ -74,7 +74,7 @@ def _row(ratio: Any, verdict: str) -> dict[str, Any]:
 
 
 def planted(number: int) -> dict[str, Any]:
-    """Plant a slowdown of the step, and compare with the unchanged case."""
+    """Compare the case with a variant that has a planted slowdown; return the result and the size of the slowdown."""
     base_s = stats.median(summary.measured(measure([CASE], 3))).value
     phase = PHASES[number % len(PHASES)]
     os.environ |= {"DPBENCH_PLANTED_S": str(SLOWDOWN * base_s), "DPBENCH_PLANTED_DEVICES": str(CASE.devices)}

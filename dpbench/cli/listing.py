@@ -71,7 +71,7 @@ def rows(kind: str) -> list[tuple[str, str]]:
 
 
 def _rung(name: str) -> str:
-    """Return a rung's switch, the cost that it removes, and its requirements beyond any device and DataParallel."""
+    """Return a rung's switch, the cost that it removes and its requirements, as text."""
     if name == REFERENCE:
         return "all switches at their defaults: the work of torch.nn.DataParallel, in phases that can be timed"
     needs = {need for _, need in RUNGS[name].needs(TRAIN_STEP)}

@@ -105,8 +105,8 @@ SELF_CHECK_SCALE = 1.0
 def run(store: Path, report: Path, **options: Any) -> None:
     """Measure cases in fresh processes, store every trial, print a table and a verdict.
 
-    Without options that select cases, the run selects cases for this machine. The same command resumes an interrupted
-    run.
+    Without options that select cases, dpbench selects cases that fit this machine. The same command resumes an
+    interrupted run.
     """
     from dpbench.cli.progress import Progress
     from dpbench.measure import run as runner

@@ -134,7 +134,7 @@ def _level(axes: Axes, line: Points) -> Line2D:
 
 
 def _line(axes: Axes, line: Points, nth: int, shift: float) -> Line2D:
-    """Draw a line, number `nth` of its strategy, at an offset of `shift` devices so that intervals do not overlap."""
+    """Draw a line, the `nth` of its strategy, moved by `shift` devices so that intervals do not overlap."""
     row, last = line[-1]
     first = MARKERS.get(row.case.traits.role, "P")
     look = {

@@ -99,7 +99,7 @@ def theme() -> Iterator[None]:
 def canvas(
     height: float, *, left: float = 12, right: float = 18, top: float = 4, bottom: float = 42
 ) -> tuple[Figure, Axes]:
-    """Return a figure of the common width, and its axes inside the margins, which are in units."""
+    """Return a figure of the common width and its axes; the height and the margins are in units."""
     figure = Figure(figsize=(WIDTH / 72, height / 72), facecolor="none")
     box = (left / WIDTH, bottom / height, (WIDTH - left - right) / WIDTH, (height - bottom - top) / height)
     axes = figure.add_axes(box, facecolor="none")

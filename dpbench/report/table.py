@@ -1,4 +1,4 @@
-"""Tables: cells of text, the same for the page and for Markdown, and their numbers as JSON."""
+"""Tables: the text of each table cell, the same for the page and for Markdown, and the numbers of all cases as JSON."""
 
 from __future__ import annotations
 
