@@ -48,7 +48,11 @@ def _identity(row: Row) -> tuple[Hashable, ...]:
 
 
 def _both_ways(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows; one-device rows also, or only, as the start of weak scaling, which is equal to strong there."""
+    """Return the rows, including the start of each line of weak scaling.
+
+    Strong and weak scaling are equal on one device: a one-device row that starts a line of each is returned twice, and
+    one that starts only a line of weak scaling is returned as weak.
+    """
     weak = {_place(row) for row in rows if row.scaling == "weak"}
     strong = {_place(row) for row in rows if row.scaling != "weak" and row.case.devices > 1}
     found = []
