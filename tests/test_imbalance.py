@@ -240,8 +240,8 @@ def test_columns_are_the_same_for_every_table_and_frames_carry_them() -> None:
     columns = imbalance.columns([("a", trials)], [("a", row.case, row.source) for row in table])
     assert list(columns) == list(imbalance.columns([], []))
     assert len(columns) == 9 * len(imbalance.QUANTITIES)
-    framed = summary.frame(table, beside=columns).set_index("strategy")
+    framed = summary.frame(table, extra=columns).set_index("strategy")
     assert framed.loc["dp", "imbalance_busy_time_first_value"] == pytest.approx(1.5)
     assert framed.loc["dp", "imbalance_busy_time_verdict"] == "no control"
     assert framed.isna().loc["single", "imbalance_busy_time_first_value"]
-    assert list(summary.frame([], beside=imbalance.columns([], [])).columns)[-1] == list(columns)[-1]
+    assert list(summary.frame([], extra=imbalance.columns([], [])).columns)[-1] == list(columns)[-1]

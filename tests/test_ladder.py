@@ -72,7 +72,7 @@ def plain() -> ladder.Ladder:
     return climbed(trials())
 
 
-def changes(found: ladder.Ladder) -> dict[str, ladder.Change]:
+def changes(found: ladder.Ladder) -> dict[str, ladder.RungGain]:
     return {rung.name: rung.change for rung in found.rungs if rung.change}
 
 

@@ -215,7 +215,7 @@ def test_facts_of_a_newer_dpbench_are_left_alone() -> None:
 def test_the_worst_round_is_said_and_how_many_were_bad() -> None:
     rounds = [trial(covered=share, round=number) for number, share in enumerate([1.0, 0.8, 0.9])]
     ((headline, said),) = validity.troubles(rounds, 8).items()
-    assert headline == "more than 5% of the step is in no phase"
+    assert headline == "more than 5% of the step is not covered by any phase"
     assert said == {CASE: "20%, 2 of 3 rounds"}
 
 
@@ -228,6 +228,6 @@ def test_warnings_group_the_cases_of_one_trouble_and_say_all_when_it_is_all() ->
     assert "mlp dp[reference] x2 batch 4 (20%)" in grouped
     every = [trial(of=one, covered=0.8, round=r) for one in cases for r in range(3)]
     found = diagnosis.warnings(summary.rows(every), every, {"host": {"cores": 8}})
-    assert "more than 5% of the step is in no phase: all 11 cases" in found
+    assert "more than 5% of the step is not covered by any phase: all 11 cases" in found
     crowded = diagnosis.warnings(summary.rows(every), every, {"host": {"cores": 1}})
     assert any(warning.startswith("oversubscribed: ") for warning in crowded)

@@ -1,7 +1,7 @@
-"""Imbalance: device 0 against the others, and the fullest against all, for whatever is known by device.
+"""Imbalance: compare device 0 with the others, and the highest device with the mean, for every quantity by device.
 
-An index is 1 where devices are alike. DistributedDataParallel, whose ranks do the same, is the control: what differs
-between its devices is what this machine and this measurement make unlike. docs/measuring.md defines each quantity.
+An index is 1 if the devices are equal. DistributedDataParallel, whose ranks all do the same work, is the control: a
+difference between its devices is due to the machine or to the measurement. docs/measuring.md defines each quantity.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from dpbench.records.traits import Role
 from dpbench.records.work import Shapes, received, sent
 
 Figures = Mapping[int, Sequence[float]]
-"""By device, a figure for each timed step, or one for the trial."""
+"""The readings of a quantity by device: one per timed step, or one for the whole trial."""
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """Something that each device has an amount of, and where the amounts come from, the best source first."""
+    """A quantity that is known for each device, with its sources, the best one first."""
 
     name: str
     unit: str
@@ -31,11 +31,12 @@ class Quantity:
 
 @dataclass(frozen=True, kw_only=True)
 class Index:
-    """How unlike the devices of one case are in one quantity.
+    """The imbalance between the devices of one case in one quantity.
 
-    `devices` are medians over rounds, in the quantity's unit. `first` is device 0 over the mean of the others,
-    `most` the fullest device over the mean of all. `control` is the control's `first`, `floor` the one device's
-    amount under `single` at the same batch; None where those were not measured alike.
+    `devices` are medians over rounds, in the quantity's unit. `first` is the ratio of device 0 to the mean of the
+    others, `most` the ratio of the highest device to the mean of all. `control` is `first` of the control. `floor` is
+    the amount on one device under `single` at the same batch size. Both are None unless they were measured from the
+    same source.
     """
 
     case: Case
@@ -53,7 +54,7 @@ class Index:
 
 @dataclass(frozen=True)
 class _Found:
-    """A case's figures of one quantity, by round and step, the columns being devices."""
+    """The readings of one quantity for one case, by round and step, with one column per device."""
 
     vectors: stats.Vectors
     columns: tuple[int, ...]
@@ -69,11 +70,11 @@ class _Found:
 
 
 def indexes(trials: Iterable[Trial]) -> list[Index]:
-    """Return every quantity's index of every case with several devices, in the order in which cases came."""
+    """Return the index of every quantity for every case with several devices, in the order of the cases."""
     groups: dict[tuple[Case, Source], dict[int, Trial]] = {}
     for trial in trials:
         if trial.trusted and trial.timed:
-            # a round that was measured again counts by its last trial
+            # if a round was measured again, its last trial counts
             groups.setdefault((trial.case, trial.source), {})[trial.round] = trial
     found = []
     for quantity in QUANTITIES:
@@ -84,7 +85,7 @@ def indexes(trials: Iterable[Trial]) -> list[Index]:
 
 
 def _figures(quantity: Quantity, trials: Iterable[Trial]) -> _Found | None:
-    """Return a quantity's figures from its best source; of the rounds that have the most devices."""
+    """Return the readings from the best source that has any; only rounds with the most devices are kept."""
     for basis, read in quantity.sources:
         rounds: dict[int, Figures] = {}
         for trial in trials:
@@ -101,7 +102,7 @@ def _figures(quantity: Quantity, trials: Iterable[Trial]) -> _Found | None:
 
 
 def _several(found: _Found) -> bool:
-    """Tell whether device 0 and others can be compared: each has an amount in every step."""
+    """Return whether device 0 can be compared with others: all have a positive amount in every step."""
     others = found.columns[:1] == (0,) and len(found.columns) > 1
     return others and all(min(row) > 0 for rows in found.vectors.values() for row in rows)
 
@@ -109,7 +110,7 @@ def _several(found: _Found) -> bool:
 def _index(
     quantity: Quantity, key: tuple[Case, Source], mine: _Found, amounts: Mapping[tuple[Case, Source], _Found | None]
 ) -> Index:
-    """Return one index with its control and floor, where those have figures of the same source."""
+    """Return one index, with its control and floor if those have readings from the same source."""
     case, source = key
     alike = {at: found for at, found in amounts.items() if found and found.basis == mine.basis}
     first = stats.first_over_rest(mine.vectors)
@@ -126,12 +127,12 @@ def _index(
 
 
 def control_of(case: Case) -> Case:
-    """Return the balanced control's case: DistributedDataParallel on the same work."""
+    """Return the case of the balanced control: DistributedDataParallel on the same work."""
     return replace(case, strategy=registry.of_role(Role.CONTROL), schedule="", options=())
 
 
 def _verdict(first: Estimate, control: Estimate | None) -> str:
-    """Say whether an index lies beyond the control's, by their intervals."""
+    """Return the verdict as text: whether the intervals of the index and of the control are disjoint."""
     if control is None:
         return "no control"
     if first.doubt or control.doubt:
@@ -144,7 +145,10 @@ def _verdict(first: Estimate, control: Estimate | None) -> str:
 def columns(
     runs: Iterable[tuple[str, Sequence[Trial]]], rows: Sequence[tuple[str, Case, Source]]
 ) -> dict[str, list[object]]:
-    """Return the indexes of each row's run and case as columns of a flat table: always the same, None where none is."""
+    """Return the columns of a flat table with the indexes of each row's run and case.
+
+    The columns are the same for every run; a value that is not known is None.
+    """
     known = {(run, i.case, i.source, i.quantity): i for run, trials in runs for i in indexes(trials)}
     found: dict[str, list[object]] = {}
     for quantity in QUANTITIES:
@@ -158,16 +162,16 @@ def columns(
     return found
 
 
-# ---------------------------------------------------------------- where amounts come from
+# ---------------------------------------------------------------- sources of the amounts
 
 
 def _steps_of(metric: str) -> Callable[[Trial], Figures]:
-    """Read a figure a timed step."""
+    """Return a function that reads one value per timed step."""
     return lambda trial: trial.readings(metric, timed=True)
 
 
 def _peak(kind: str, source: str) -> Callable[[Trial], Figures]:
-    """Read each device's peak over the whole step."""
+    """Return a function that reads each device's peak over the whole step, in bytes."""
 
     def read(trial: Trial) -> Figures:
         found = [m for m in trial.memory if (m.kind, m.source, m.phase) == (kind, source, "")]
@@ -177,19 +181,19 @@ def _peak(kind: str, source: str) -> Callable[[Trial], Figures]:
 
 
 def _used(trial: Trial) -> Figures:
-    """Read the most that NVML saw in use."""
+    """Return each device's highest memory use that NVML reported, in bytes."""
     return {device: [max(values)] for device, values in _steps_of("memory_used_bytes")(trial).items()}
 
 
 def _energy(trial: Trial) -> Figures:
-    """Read the joules a timed step: what the counter rose by while they ran."""
+    """Return the joules per timed step by device: the increase of the energy counter over the number of steps."""
     steps = len(trial.timed)
     rises = {device: values[-1] - values[0] for device, values in _steps_of("energy_j")(trial).items()}
     return {device: [rise / steps] for device, rise in rises.items() if rise > 0}
 
 
 def _moved(trial: Trial) -> Figures:
-    """Work out the bytes that one step brings to a device and takes from it."""
+    """Return the bytes that each device receives and sends in one step, computed from shapes."""
     shapes = Shapes.of(trial.provenance)
     found = transfers.moves(trial.case, shapes) if shapes else []
     devices = range(len(trial.case.rows)) if found else ()
@@ -209,4 +213,4 @@ QUANTITIES = (
     Quantity("energy", "J", (("NVML's counter", _energy),)),
     Quantity("bytes moved", "bytes", (("computed from shapes", _moved),)),
 )  # fmt: skip
-"""What is compared, busy time first: it and memory carry the verdict, the others corroborate."""
+"""The quantities that are compared. Busy time and memory are decisive, the others corroborate them."""

@@ -1,6 +1,6 @@
-"""Ladder: rows -> what each rung gave, two ways: climbing rung by rung, and from the best with one switch set back.
+"""Ladder: compute the gain of each rung over the rung below, and of each switch over the same schedule without it.
 
-Both are changes of one switch (graphs apart), each judged by the rounds that both sides have.
+Except for CUDA graphs, each comparison changes one switch. It is judged by the rounds that both sides have.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from dpbench.analysis.summary import Row
 
 ENOUGH = 3
-"""Rungs that make a ladder; two schedules are a comparison."""
+"""The least number of rungs that make a ladder; two schedules are a plain comparison."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
-    """What one schedule gave over another: how many times as fast it is, and the seconds of a step that it saves.
+class RungGain:
+    """The gain of the schedule `name` over the schedule `over`: the speed ratio and the seconds saved per step.
 
-    `phase` is the phase that changed most, by `phase_s` seconds, negative when it shrank.
+    `phase` is the phase that changed most, by `phase_s` seconds per step, negative if it became shorter.
     """
 
     name: str
@@ -39,35 +39,39 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Rung:
-    """One rung as measured; `change` is over the measured rung that it stands on, `over_ddp` over DDP's step."""
+    """One measured rung.
+
+    `change` is its gain over the next measured rung below, `over_ddp` the ratio of DDP's step time to its step time.
+    """
 
     name: str
     row: Row
-    change: Change | None = None
+    change: RungGain | None = None
     over_ddp: Estimate | None = None
 
     @property
     def step(self) -> Estimate:
-        """Return the median step; a rung is only made of a row that has one."""
+        """Return the median step; every rung has one."""
         assert self.row.step is not None
         return self.row.step
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ladder:
-    """The rungs of one model on so many devices at one batch, in ladder order.
+    """The rungs of one model at one batch size and device count, in ladder order.
 
-    `fastest` has the least median step of those that need no tolerance, `whole` is what it gave over the lowest rung.
-    `ablations` are what each switch of the schedule `base` gives there: base over base with that switch set back;
-    `fixed` says why the other switches cannot be set back alone. `lost` are schedules that gave no result.
+    `fastest` is the rung with the shortest median step among those verified without a tolerance, and `whole` its gain
+    over the lowest rung. `ablations` holds the gain of each switch of the schedule `base`: base over base with that
+    switch set back. `fixed` gives the reason for every switch that was not set back alone. `lost` holds the schedules
+    that gave no result.
     """
 
     case: Case
     rungs: tuple[Rung, ...]
     fastest: Rung
-    whole: Change
+    whole: RungGain
     base: str = ""
-    ablations: tuple[Change, ...] = ()
+    ablations: tuple[RungGain, ...] = ()
     fixed: tuple[str, ...] = ()
     single: Row | None = None
     ddp: Row | None = None
@@ -75,20 +79,20 @@ class Ladder:
     lost: tuple[Row, ...] = ()
 
     @property
-    def biggest(self) -> Change | None:
-        """Return the change of the greatest ratio among those that are decidedly faster and need no tolerance."""
+    def biggest(self) -> RungGain | None:
+        """Return the gain with the highest ratio among rungs that are "faster" and need no tolerance, or None."""
         exact = [rung.change for rung in self.rungs if rung.change and schedule.RUNGS[rung.name].exact]
         faster = [change for change in exact if change.verdict == "faster"]
         return max(faster, key=lambda change: change.ratio.value, default=None)
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """Return the rows that the climb is drawn from."""
+        """Return all rows that the ladder's figure shows: the rungs, then single, DDP and the limit."""
         return (*(rung.row for rung in self.rungs), *filter(None, (self.single, self.ddp, self.limit)))
 
 
 def ladders(rows: Iterable[Row]) -> list[Ladder]:
-    """Return a ladder for each model, count of devices and batch of which enough rungs were measured."""
+    """Return a ladder for each model, device count and batch size with at least three measured rungs."""
     table = {(row.case, row.source): row for row in rows}
     groups: dict[tuple[Case, Source], dict[str, Row]] = {}
     for (case, source), row in table.items():
@@ -105,13 +109,13 @@ def ladders(rows: Iterable[Row]) -> list[Ladder]:
 
 
 def _ladder(case: Case, steps: Mapping[str, Row], rivals: Mapping[Case, Row], lost: tuple[Row, ...]) -> Ladder:
-    """Return the ladder of schedules that were measured on equal work."""
+    """Return the ladder of the schedules in `steps`, which were measured on equal work."""
     limit = plan.limit(case)
-    # emulated devices show host cost alone: their step is no rival's
+    # emulated devices show host cost only: their step cannot be compared with DDP's
     ddp = rivals.get(replace(case, strategy=registry.of_role(Role.CONTROL))) if case.device_kind != "emulated" else None
     rungs = tuple(_climb(steps, ddp))
     base, ablations, fixed = _ablated(steps, plan.conditions(case.device_kind))
-    # a dozen changes are read together: their verdicts are corrected for it
+    # about a dozen gains are read together: correct their verdicts for multiple comparisons
     climbed = iter(_together([rung.change for rung in rungs if rung.change]))
     rungs = tuple(replace(rung, change=next(climbed)) if rung.change else rung for rung in rungs)
     ablations = tuple(_together(ablations))
@@ -124,14 +128,14 @@ def _ladder(case: Case, steps: Mapping[str, Row], rivals: Mapping[Case, Row], lo
     )  # fmt: skip
 
 
-def _together(changes: Sequence[Change]) -> list[Change]:
-    """Return changes with the verdicts that hold for all of them at once."""
+def _together(changes: Sequence[RungGain]) -> list[RungGain]:
+    """Return the gains with verdicts corrected for multiple comparisons."""
     found = stats.verdicts([change.ratio for change in changes])
     return [replace(change, verdict=verdict) for change, verdict in zip(changes, found, strict=True)]
 
 
 def _climb(steps: Mapping[str, Row], ddp: Row | None) -> Iterator[Rung]:
-    """Yield the measured rungs; nothing stands on graphs, and what was not measured is stepped over."""
+    """Yield the measured rungs, each with its gain over the last measured rung below without CUDA graphs."""
     below = ""
     for name in (name for name in schedule.RUNGS if name in steps):
         row = steps[name]
@@ -146,21 +150,22 @@ def _fastest(rungs: Sequence[Rung]) -> Rung:
     return min(exact or rungs, key=lambda rung: (rung.step.doubt is not None, rung.step.value))
 
 
-def _change(name: str, before: Row, after: Row, *, over: str) -> Change:
-    """Compare two steps by the rounds that both have."""
+def _change(name: str, before: Row, after: Row, *, over: str) -> RungGain:
+    """Return the gain of `after` over `before`, from the rounds that both have."""
     ratio = stats.ratio(before.series, after.series)
     phases = {p: after.phases.get(p, 0.0) - before.phases.get(p, 0.0) for p in {*before.phases, *after.phases}}
     phase = max(sorted(phases), key=lambda p: abs(phases[p]), default="")
-    return Change(
+    return RungGain(
         name=name, over=over, ratio=ratio, gain_s=stats.difference(before.series, after.series),
         verdict=stats.verdict(ratio), phase=phase, phase_s=phases.get(phase, 0.0),
     )  # fmt: skip
 
 
-def _ablated(steps: Mapping[str, Row], conditions: Sequence[str]) -> tuple[str, tuple[Change, ...], tuple[str, ...]]:
-    """Return the schedule of which most ablations were run, what each of its switches gives there, and the rest.
+def _ablated(steps: Mapping[str, Row], conditions: Sequence[str]) -> tuple[str, tuple[RungGain, ...], tuple[str, ...]]:
+    """Return the schedule with the most ablations, the gain of each of its switches, and why others have none.
 
-    Many a rung is the ablation of another: what was run for its own sake is no rung.
+    A rung is often also an ablation of another rung. Therefore only ablations that are not rungs themselves count when
+    the schedule is chosen; without any, return ("", (), ()).
     """
     found: dict[str, dict[str, str]] = {}
     for text in steps.keys() - {schedule.FASTEST}:
@@ -179,9 +184,9 @@ def _ablated(steps: Mapping[str, Row], conditions: Sequence[str]) -> tuple[str, 
 
 
 def notable(rows: Sequence[Row], found: Sequence[Ladder]) -> list[Row]:
-    """Return the rows without the limits and, where there is a ladder, without schedules in its middle.
+    """Return the rows without the limits and without the intermediate rungs of ladders.
 
-    What stays of a ladder is its reference, its fastest rung, and what TrainStep chose itself.
+    Of each ladder, the reference, the fastest rung and the schedule that TrainStep chose are kept.
     """
     kept = {schedule.REFERENCE, schedule.FASTEST, *(ladder.fastest.name for ladder in found)}
     climbed = {_setting(ladder.case) for ladder in found}
@@ -194,12 +199,15 @@ def notable(rows: Sequence[Row], found: Sequence[Ladder]) -> list[Row]:
 
 
 def _setting(case: Case) -> Case:
-    """Return what the ladders of one model share."""
+    """Return the case with the fields reset in which the ladders of one model differ."""
     return replace(case, schedule="", devices=1, batch_size=1, placement="spread")
 
 
 def short(text: str) -> str:
-    """Say a schedule briefly: a rung's name, the rung that it is nearest to but for some switches, or as written."""
+    """Return a short name of a schedule: a rung's name, the nearest rung with the switches that differ, or the text.
+
+    The text is returned unchanged if it cannot be parsed or if no rung makes it shorter.
+    """
     try:
         mine = schedule.parse(text)
     except ValueError:
@@ -218,5 +226,5 @@ def short(text: str) -> str:
 
 
 def label(case: Case) -> str:
-    """Say a case in one short line, its schedule briefly."""
+    """Return a one-line label of a case, with its schedule shortened."""
     return replace(case, schedule=short(case.schedule)).label

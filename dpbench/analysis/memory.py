@@ -1,4 +1,4 @@
-"""Footprint: what each device holds at most in each phase, and by how much device 0 holds more than the others."""
+"""Footprint: each device's peak memory in each phase, and the excess of device 0 over the other devices."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ PHASES = (*(phase.value for phase in Phase), UNATTRIBUTED)
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """One case's peaks: `peaks[phase][device]` in bytes, the highest over its rounds, and where they come from.
+    """The memory peaks of one case.
 
-    `used` is the most that NVML saw in use on each device, contexts and what the driver reserves included.
+    `peaks[phase][device]` is in bytes, the highest over the rounds; `basis` is their source. `used` is each device's
+    highest memory use that NVML reported, in bytes, which includes CUDA contexts and the driver's own reserve.
     """
 
     case: Case
@@ -26,24 +27,24 @@ class Footprint:
 
     @property
     def whole(self) -> Mapping[int, int]:
-        """Return each device's highest peak over the phases."""
+        """Return each device's highest peak over all phases, in bytes."""
         devices = sorted({device for held in self.peaks.values() for device in held})
         return {device: max(held.get(device, 0) for held in self.peaks.values()) for device in devices}
 
     @property
     def top(self) -> str:
-        """Return the phase in which device 0 holds most."""
+        """Return the phase in which device 0 has its highest peak."""
         return max(self.peaks, key=lambda phase: (self.peaks[phase].get(0, 0), -PHASES.index(phase)))
 
     @property
     def excess_bytes(self) -> float | None:
-        """Return device 0's highest peak over the mean of the others' highest; None for a single device."""
+        """Return device 0's highest peak minus the mean of the other devices', in bytes; None for one device."""
         others = [size for device, size in self.whole.items() if device]
         return self.whole[0] - statistics.mean(others) if others and 0 in self.whole else None
 
     @property
     def causes(self) -> dict[str, float]:
-        """Return by how much device 0 exceeds the mean of the others in each phase, the most first."""
+        """Return device 0's peak minus the mean of the others' in each phase, in bytes, the largest first."""
         gaps = {
             phase: held[0] - statistics.mean(size for device, size in held.items() if device)
             for phase, held in self.peaks.items()
@@ -53,7 +54,7 @@ class Footprint:
 
 
 def footprints(trials: Iterable[Trial]) -> list[Footprint]:
-    """Return the footprint of every case that has peaks by phase, in the order in which cases came."""
+    """Return the footprint of every case that has peaks by phase, in the order of the cases."""
     found: dict[tuple[Case, Source], dict[str, dict[int, int]]] = {}
     basis: dict[tuple[Case, Source], str] = {}
     used: dict[tuple[Case, Source], dict[int, int]] = {}

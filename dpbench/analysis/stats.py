@@ -1,11 +1,12 @@
-"""Statistics: medians and ratios with hierarchical bootstrap intervals, and what they decide.
+"""Statistics: medians and ratios with hierarchical bootstrap confidence intervals, and the verdicts drawn from them.
 
-Rounds are fresh processes, and differ from each other more than the steps within one do; so resampling takes rounds
-first, then the steps inside each. A few rounds resampled vary less than a few rounds measured: the bootstrap's spread
-is widened by sqrt(n / (n - 1)), and the interval taken from Student's t with n - 1 degrees of freedom (Hesterberg,
-"What Teachers Should Know About the Bootstrap", 2015, section 5.3). One round shows nothing about other rounds: its
-interval covers the steps alone. An estimate of fewer than three rounds, or with an interval that spans more than a
-factor of 4, is computed but not shown (`Estimate.doubt`), and its verdict is undecided.
+Each round runs in a fresh process, and rounds differ from each other more than the steps within one round do.
+Resampling therefore draws rounds first, then steps within each drawn round. Resampling a few rounds understates
+their variance, so the bootstrap's spread is widened by sqrt(n / (n - 1)), and the interval is taken from Student's t
+with n - 1 degrees of freedom (Hesterberg, "What Teachers Should Know About the Bootstrap", 2015, section 5.3). A
+single round gives no information about other rounds: its interval covers the variation between steps alone. An
+estimate from fewer than three rounds, or with an interval that spans more than a factor of 4, is computed but not
+shown (`Estimate.doubt`), and its verdict is "undecided".
 """
 
 from __future__ import annotations
@@ -24,22 +25,22 @@ Rounds = Mapping[int, Sequence[float]]
 """The measured step seconds of one case, by round."""
 Array = NDArray[np.float64]
 Vectors = Mapping[int, Sequence[Sequence[float]]]
-"""By round and step, a number for each device; a round that has one figure has one step."""
+"""One number per device, by round and step; a round with a single reading counts as one step."""
 
 RESAMPLES = 2000
 CELLS = 4_000_000
-"""Numbers that one set of resamples may hold; many rounds need fewer resamples."""
+"""The largest number of values in one set of resamples; with many rounds, fewer resamples are drawn."""
 CONFIDENCE = 0.95
 ALPHA = 0.01
-"""How often "faster" or "slower" may be said of two equals."""
+"""The significance level: the accepted probability of calling two equal cases "faster" or "slower"."""
 MARGIN = 0.01
-"""What counts as the same."""
+"""The relative difference up to which two cases count as the same."""
 
 
 def median(rounds: Rounds, *, seed: int = 0) -> Estimate:
-    """Return the median over rounds of each round's median, with its interval. Any sign will do."""
+    """Return the median over rounds of each round's median, with its interval. Values may have any sign."""
     each, draws = _medians(rounds, np.random.default_rng(seed), scale=np.asarray)
-    # the middle of the numbers, not of their logarithms, which differ where the count of rounds is even
+    # the median of the values themselves: with an even number of rounds, the median of their logarithms differs
     value, middles = float(np.median(each)), np.median(draws, axis=1)
     if min(value, middles.min()) <= 0:
         return Estimate(value, *_interval(value, middles, len(rounds)), len(rounds))
@@ -48,11 +49,12 @@ def median(rounds: Rounds, *, seed: int = 0) -> Estimate:
 
 
 def ratio(numerator: Rounds, denominator: Rounds, *, paired: bool = True, seed: int = 0) -> Estimate:
-    """Return how many times as long a step of `numerator` takes, with its interval.
+    """Return the ratio of the step time of `numerator` to that of `denominator`, with its interval.
 
-    Rounds of one run that both have are `paired`: the estimate is the Hodges-Lehmann centre of the rounds' own
-    ratios, so that what both sides of a round share cancels, and a round gone wrong does not carry it. Rounds of
-    different runs are not: then it is the centre of the ratios of any two.
+    With `paired`, rounds that both sides have are compared with each other, which requires that both come from one
+    run. The estimate is the Hodges-Lehmann centre of the ratios within each round: disturbances that affect both
+    sides of a round cancel, and an outlying round has little influence. Otherwise, or without common rounds, the
+    estimate is the median of the ratios of all pairs of rounds.
     """
     generator = np.random.default_rng(seed)
     common = sorted(set(numerator) & set(denominator)) if paired else []
@@ -63,14 +65,14 @@ def ratio(numerator: Rounds, denominator: Rounds, *, paired: bool = True, seed: 
         return _exponential(float(_centre(top - bottom)), _centre(tops - bottoms), len(common))
     (top, tops), (bottom, bottoms) = (_medians(side, generator) for side in (numerator, denominator))
     count = min(len(tops), len(bottoms))
-    # each side's centre, because all pairs of all resamples would be too many
+    # resample each side's centre: computing all pairs of rounds in every resample would cost too much
     draws = _widen(_centre(tops[:count]), len(top)) - _widen(_centre(bottoms[:count]), len(bottom))
     value = float(np.median(top[:, None] - bottom[None, :]))
     return _exponential(value, draws, min(len(top), len(bottom)), widened=True)
 
 
 def quotient(numerator: Estimate, denominator: Estimate) -> Estimate:
-    """Return the ratio of two estimates of which only the intervals are known, as if they were independent."""
+    """Return the ratio of two estimates, its interval computed from theirs as if they were independent."""
     up = math.hypot(math.log(numerator.high / numerator.value), math.log(denominator.value / denominator.low))
     down = math.hypot(math.log(numerator.value / numerator.low), math.log(denominator.high / denominator.value))
     value = numerator.value / denominator.value
@@ -78,7 +80,10 @@ def quotient(numerator: Estimate, denominator: Estimate) -> Estimate:
 
 
 def difference(first: Rounds, second: Rounds, *, seed: int = 0) -> Estimate:
-    """Return median(first) - median(second) with its interval, by the rounds that both have."""
+    """Return median(first) - median(second) in seconds, with its interval, from the rounds that both have.
+
+    Without common rounds, all rounds of both sides are used.
+    """
     generator = np.random.default_rng(seed)
     common = sorted(set(first) & set(second))
     if common:
@@ -93,19 +98,19 @@ def difference(first: Rounds, second: Rounds, *, seed: int = 0) -> Estimate:
 
 
 def first_over_rest(vectors: Vectors, *, seed: int = 0) -> Estimate:
-    """Return device 0's median over the mean of the other devices' medians, with its interval."""
+    """Return the ratio of device 0's median to the mean of the other devices' medians, with its interval."""
     return _of_medians(vectors, lambda each: each[..., 0] / each[..., 1:].mean(axis=-1), seed)
 
 
 def most_over_mean(vectors: Vectors, *, seed: int = 0) -> Estimate:
-    """Return the largest of the devices' medians over the mean of all, with its interval; at least 1."""
+    """Return the ratio of the largest device median to the mean of all of them, with its interval; at least 1."""
     return _of_medians(vectors, lambda each: each.max(axis=-1) / each.mean(axis=-1), seed)
 
 
 def _of_medians(vectors: Vectors, function: Callable[[Array], Array], seed: int) -> Estimate:
-    """Return a function of the devices' medians over rounds of each round's median, with its interval.
+    """Return `function` of the devices' medians (over rounds, of each round's median), with its interval.
 
-    A step is resampled with all its devices, so that what they share cancels.
+    Each step is resampled with all its devices, so that disturbances common to all devices cancel.
     """
     each, draws = _medians(vectors, np.random.default_rng(seed), scale=np.asarray)
     value = float(function(np.median(each, axis=0)))
@@ -114,7 +119,7 @@ def _of_medians(vectors: Vectors, function: Callable[[Array], Array], seed: int)
 
 
 def _choose(rounds: int, generator: np.random.Generator) -> NDArray[np.int64]:
-    """Return resamples of `rounds` rounds: an array (resamples, rounds)."""
+    """Return an array (resamples, rounds) of round indices, drawn with replacement."""
     pairs = rounds * (rounds + 1) // 2
     return generator.integers(rounds, size=(max(200, min(RESAMPLES, CELLS // pairs)), rounds))
 
@@ -125,9 +130,9 @@ def _medians(
     chosen: NDArray[np.int64] | None = None,
     scale: Callable[[Array], Array] = np.log,
 ) -> tuple[Array, Array]:
-    """Return each round's median step on a scale, and (resamples, rounds) of them of resampled steps.
+    """Return the rounds' median steps, shape (rounds,), and those of resampled steps, shape (resamples, rounds).
 
-    Of vectors there is one more axis, the devices.
+    Both are transformed by `scale`. For vectors, both have one more axis: the devices.
     """
     keys = sorted(rounds)
     chosen = _choose(len(keys), generator) if chosen is None else chosen
@@ -147,18 +152,18 @@ def _centre(values: Array) -> Array:
 
 
 def _widen(draws: Array, n: int) -> Array:
-    """Spread resamples as far as measurements of so few rounds would be."""
+    """Return the resamples widened by sqrt(n / (n - 1)), because resampling n rounds understates their variance."""
     return draws * math.sqrt(n / (n - 1)) if n > 1 else draws
 
 
 def _exponential(value: float, draws: Array, n: int, *, widened: bool = False) -> Estimate:
-    """Return the estimate whose logarithm was resampled."""
+    """Return the estimate of exp(value), given resamples of its logarithm."""
     low, high = _interval(value, draws, n, widened=widened)
     return Estimate(math.exp(value), math.exp(low), math.exp(high), n)
 
 
 def _interval(value: float, draws: Array, n: int, *, widened: bool = False) -> tuple[float, float]:
-    """Return the 95 % interval around a value: Student's t over rounds, percentiles within a single one."""
+    """Return the 95 % interval around a value: Student's t over several rounds, percentiles for a single round."""
     tail = (1 - CONFIDENCE) / 2
     if n < 2:
         low, high = np.percentile(draws, [100 * tail, 100 * (1 - tail)])
@@ -169,7 +174,7 @@ def _interval(value: float, draws: Array, n: int, *, widened: bool = False) -> t
 
 
 def p_value(estimate: Estimate) -> float:
-    """Return how likely so great a ratio is between equals; 1 for a prediction and for an estimate in doubt."""
+    """Return the two-sided p-value of a ratio against 1; 1.0 for a prediction and for an estimate in doubt."""
     if estimate.n < 2 or estimate.doubt:
         return 1.0
     spread = math.log(estimate.high / estimate.low) / 2 / stdtrit(estimate.n - 1, (1 + CONFIDENCE) / 2)
@@ -180,7 +185,10 @@ def p_value(estimate: Estimate) -> float:
 
 
 def verdict(estimate: Estimate, *, margin: float = MARGIN, alpha: float = ALPHA) -> str:
-    """Say what a ratio decides: faster (above 1), slower, same (95 % interval within the margin) or undecided."""
+    """Return the verdict on a ratio: "faster" (above 1), "slower", "same" or "undecided".
+
+    It is "same" if the 95 % interval lies within the margin around 1.
+    """
     if 1 - margin <= estimate.low and estimate.high <= 1 + margin and estimate.n > 1 and not estimate.doubt:
         return "same"
     if p_value(estimate) <= alpha:
@@ -189,9 +197,10 @@ def verdict(estimate: Estimate, *, margin: float = MARGIN, alpha: float = ALPHA)
 
 
 def verdicts(estimates: Sequence[Estimate], *, margin: float = MARGIN, alpha: float = ALPHA) -> list[str]:
-    """Return the verdicts of ratios that are read together: "faster" or "slower" of any equal one in `alpha` of cases.
+    """Return the verdicts of ratios that are read together, corrected for multiple comparisons.
 
-    Holm's correction: the k-th smallest of m p-values must be below alpha / (m - k), and all smaller ones too.
+    `alpha` bounds the probability that any equal case is called "faster" or "slower". Holm's correction: the k-th
+    smallest (from 0) of m p-values must be at most alpha / (m - k), and so must every smaller one.
     """
     order = sorted(range(len(estimates)), key=lambda i: p_value(estimates[i]))
     found = [""] * len(estimates)
@@ -204,9 +213,10 @@ def verdicts(estimates: Sequence[Estimate], *, margin: float = MARGIN, alpha: fl
 
 
 def rounds_to_decide(estimate: Estimate, *, margin: float = MARGIN, alpha: float = ALPHA, most: int = 10_000) -> int:
-    """Return how many rounds would decide a ratio like this one, if it stays where it is; `most` if not even those.
+    """Return the number of rounds after which this ratio would be decided if it did not change, at most `most`.
 
-    The interval shrinks with the square root of the rounds, until it leaves 1 or fits into the margin.
+    The interval shrinks with the square root of the number of rounds. The ratio is decided as soon as the interval
+    excludes 1 or fits into the margin. If `most` rounds do not decide it either, return `most`.
     """
     if estimate.n < 2:
         return most

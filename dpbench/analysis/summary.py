@@ -1,6 +1,6 @@
-"""Analyse: trials -> one row per case, with everything that is derived and nothing that is drawn.
+"""Summary: derive one row per case from its trials, with all numbers that the reports show.
 
-docs/measuring.md says how each number is made.
+docs/measuring.md defines how each number is derived.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from dpbench.records.estimate import Doubt, Estimate
 from dpbench.records.traits import Role
 
 BUSY_METRICS = {"kernel_busy_s": "kernels of one profiled step", "busy_s": "thread CPU time"}
-"""What busy time is made of, the best source first."""
+"""The metrics that busy time is taken from, with their description, the best source first."""
 DEVICE_COLUMNS = 8
-"""Devices that a flat table has columns for, whatever was run."""
+"""The least number of devices that a flat table has columns for, whatever was run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What is known of one case. Seconds and bytes; ratios are fractions; devices by index.
+    """The results of one case, in seconds and bytes; shares are fractions, and devices are given by index.
 
-    `phases` are seconds of the ledger that sum to `step.value`. `speedup` compares with `single` at equal global
-    work (scaling "strong") or equal work per device ("weak"). `imbalance` is device 0's busy time over the mean of
-    the others'. `series` are the timed steps' seconds by round. `reason` is why a round gave no result, `fault` why
-    none did although the last trial ended well.
+    `series` has the seconds of the timed steps by round. `phases` are seconds from the ledger that sum to
+    `step.value`. `speedup` compares with `single` at equal global work (scaling "strong") or at equal work per device
+    ("weak"). `imbalance` is the ratio of device 0's busy time to the mean of the others'. `reason` explains why a
+    round gave no result. `fault` is set if no round gave a result although the last trial ended normally.
     """
 
     case: Case
@@ -75,23 +75,23 @@ class Row:
 
     @property
     def outcome(self) -> str:
-        """Return how the case ended: `ok` where it has a result."""
+        """Return the word for how the case ended: "ok" if it has a result."""
         return (self.fault or self.status).value
 
     @property
     def doubt(self) -> Doubt | None:
-        """Return why the step must not be shown as a result; None where it may, and where there is none."""
+        """Return why the step must not be shown as a result; None if it may be shown or if there is no step."""
         return self.step.doubt if self.step else None
 
     @property
     def moving_share(self) -> float:
-        """Return the share of the step that moves data: scatter, replicate, gather, reduce."""
+        """Return the fraction of the step in phases that move data: scatter, replicate, gather, reduce."""
         total = sum(self.phases.values())
         return sum(self.phases.get(phase.value, 0.0) for phase in MOVING) / total if total else 0.0
 
     @property
     def unattributed_share(self) -> float:
-        """Return the share of the step that no phase covers."""
+        """Return the fraction of the step that no phase covers."""
         total = sum(self.phases.values())
         return self.phases.get(UNATTRIBUTED, 0.0) / total if total else 0.0
 
@@ -100,7 +100,7 @@ _BLANK = Row(case=Case(model="", strategy="", batch_size=1), source=Source.MEASU
 
 
 def rows(trials: Iterable[Trial]) -> list[Row]:
-    """Return one row per case and source: by model, the one-device baselines first, then by strategy and devices."""
+    """Return one row per case and source, sorted by model: first one-device baselines, then strategies by devices."""
     groups: dict[tuple[Case, Source], list[Trial]] = {}
     for trial in sorted(trials, key=_order):
         groups.setdefault((trial.case, trial.source), []).append(trial)
@@ -111,7 +111,7 @@ def rows(trials: Iterable[Trial]) -> list[Row]:
 
 
 def _order(trial: Trial) -> tuple[object, ...]:
-    """Return what a row's place follows from."""
+    """Return the sort key of a trial's row."""
     case = trial.case
     roles = [*Role]
     rank = roles.index(case.traits.role) if case.traits.one_device else len(roles)
@@ -120,13 +120,13 @@ def _order(trial: Trial) -> tuple[object, ...]:
 
 
 def measured(trials: Iterable[Trial]) -> dict[int, list[float]]:
-    """Return the timed steps' seconds by round, of verified trials alone; a case's last trial of a round counts."""
+    """Return the seconds of the timed steps by round, from trusted trials; the last trial of each round counts."""
     return {trial.round: list(trial.timed) for trial in trials if trial.trusted and trial.timed}
 
 
 def _row(case: Case, trials: Sequence[Trial], series: stats.Rounds) -> Row:
-    """Return what the case's own trials tell."""
-    # a round that was measured again counts by its last trial
+    """Return the row of a case without the comparison with its baseline."""
+    # if a round was measured again, its last trial counts
     good = list({trial.round: trial for trial in trials if trial.round in series and trial.trusted}.values())
     last = (good or trials)[-1]
     row = Row(
@@ -160,7 +160,7 @@ def _row(case: Case, trials: Sequence[Trial], series: stats.Rounds) -> Row:
 
 
 def _stated(trial: Trial) -> Estimate | None:
-    """Return a predicted step with the interval that was stated with it, which is to hold 80 %."""
+    """Return a predicted step with its stated 80 % prediction interval; None if none was stated."""
     interval = trial.provenance.get("interval_80_s")
     if trial.source is not Source.PREDICTED or not interval:
         return None
@@ -169,7 +169,7 @@ def _stated(trial: Trial) -> Estimate | None:
 
 
 def _memory(trials: Sequence[Trial]) -> dict[int, int]:
-    """Return each device's highest peak over the trials."""
+    """Return each device's highest peak over the trials, in bytes."""
     peaks: dict[int, int] = {}
     for memory in (m for trial in trials for m in trial.memory if m.kind == "allocated" and not m.phase):
         peaks[memory.device] = max(peaks.get(memory.device, 0), memory.peak_bytes)
@@ -177,13 +177,16 @@ def _memory(trials: Sequence[Trial]) -> dict[int, int]:
 
 
 def _memory_imbalance(case: Case, memory: Mapping[int, int]) -> float | None:
-    """Return device 0's peak over the mean of the others' that have rows of the batch; None without such others."""
+    """Return the ratio of device 0's peak to the mean of the other devices' that have rows of the batch.
+
+    Return None without such devices.
+    """
     others = [memory.get(device, 0) for device in range(1, len(case.rows))]
     return memory[0] / statistics.mean(others) if 0 in memory and any(others) else None
 
 
 def labels(trial: Trial) -> tuple[str, ...]:
-    """Return the honest labels that must stand beside a trial's figures."""
+    """Return the labels that must accompany a trial's numbers, such as MEASURED and CPU-ONLY."""
     case = trial.case
     found = [trial.source.value.upper()]
     if trial.source is Source.PREDICTED and case.device_kind == "cpu":
@@ -198,7 +201,7 @@ def labels(trial: Trial) -> tuple[str, ...]:
 def _compared(
     row: Row, series: Mapping[tuple[Case, Source], stats.Rounds], steps: Mapping[tuple[Case, Source], Estimate]
 ) -> Row:
-    """Add speed-up and efficiency against `single`, at equal global work if that was run, else per device."""
+    """Return the row with speed-up and efficiency over `single`, at equal global work if measured, else per device."""
     mine = series[row.case, row.source]
     if not mine:
         return row
@@ -216,9 +219,9 @@ def _compared(
 
 
 def baseline_in(case: Case, series: Mapping[Case, stats.Rounds]) -> Case | None:
-    """Return the measured case that `case` is compared with: of equal global work, else of equal work per device."""
+    """Return the measured baseline of a case, at equal global work or else at equal work per device; None if absent."""
     if case.traits.role is Role.BASELINE or case.device_kind == "emulated":
-        return None  # emulated devices show host cost: a speed-up would say nothing
+        return None  # emulated devices show host cost only: a speed-up would be meaningless
     share, rest = divmod(case.batch_size, case.devices)
     batches = [case.batch_size] if rest else [case.batch_size, share]
     return next((base for batch in batches if series.get(base := plan.alone(case, batch))), None)
@@ -233,7 +236,7 @@ def _inverse(estimate: Estimate, work: float) -> Estimate:
 
 
 def _phases(trials: Sequence[Trial], step_s: float) -> dict[str, float]:
-    """Return the ledger of the middle half of the timed steps, scaled to sum to the median step."""
+    """Return seconds by phase from the middle half of the timed steps, scaled to sum to the median step."""
     total: dict[str, float] = {}
     for trial in trials:
         for phases in ledger.middle(trial):
@@ -245,7 +248,7 @@ def _phases(trials: Sequence[Trial], step_s: float) -> dict[str, float]:
 
 
 def _busy(trials: Sequence[Trial]) -> tuple[dict[int, list[float]], str]:
-    """Return each device's busy seconds a step, and where they come from."""
+    """Return each device's busy seconds per step, and the description of their source."""
     for metric, source in BUSY_METRICS.items():
         found: dict[int, list[float]] = {}
         for device, values in (pair for trial in trials for pair in trial.readings(metric, timed=True).items()):
@@ -256,11 +259,11 @@ def _busy(trials: Sequence[Trial]) -> tuple[dict[int, list[float]], str]:
 
 
 def _imbalance(trials: Sequence[Trial], source: str) -> Estimate | None:
-    """Return device 0's busy time over the mean of the others', with its interval over the rounds."""
+    """Return the ratio of device 0's busy time to the mean of the others', with its interval over the rounds."""
     metric = next(name for name, words in BUSY_METRICS.items() if words == source)
     vectors: dict[int, list[tuple[float, ...]]] = {}
     for trial in trials:
-        # a device without rows of the batch works for none of them
+        # devices without rows of the batch do no work and are left out
         values = {d: v for d, v in trial.readings(metric, timed=True).items() if 0 <= d < len(trial.case.rows)}
         if 0 in values and len(values) > 1:
             vectors[trial.round] = list(zip(*(values[device] for device in sorted(values)), strict=False))
@@ -270,7 +273,7 @@ def _imbalance(trials: Sequence[Trial], source: str) -> Estimate | None:
 
 
 def _occupied(trials: Sequence[Trial]) -> dict[int, float]:
-    """Return the seconds of a step in which each device has a span open; medians over steps."""
+    """Return the seconds of a step in which each device has at least one span open; medians over steps."""
     found: dict[int, list[float]] = {}
     for device, seconds in (pair for trial in trials for pair in trial.ledger.occupied.items()):
         found.setdefault(device, []).extend(seconds)
@@ -280,20 +283,19 @@ def _occupied(trials: Sequence[Trial]) -> dict[int, float]:
 def frame(
     table: Sequence[Row],
     run_ids: Sequence[str] = (),
-    beside: Mapping[str, Sequence[object]] = MappingProxyType({}),
+    extra: Mapping[str, Sequence[object]] = MappingProxyType({}),
 ) -> pd.DataFrame:
     """Return the rows as a flat table: case fields, then estimates as value, low, high and withheld columns.
 
-    `withheld` is why the reports do not show an estimate; it is empty where they do.
-
-    The columns are the same for every run, but for devices beyond the first eight; `run_ids`, one a row, come first,
-    the columns of `beside`, one value a row, last.
+    The `withheld` column gives the reason why the reports do not show an estimate; it is empty if they do. The columns
+    are the same for every run, except for devices beyond the first eight. `run_ids`, if given, become the first
+    column, and the columns of `extra` the last ones; both have one value per row.
     """
     count = max([DEVICE_COLUMNS, *(device + 1 for row in table for device in {*row.busy, *row.memory})])
     flat = [_record(row, count) for row in table]
     found = pd.DataFrame(flat, columns=list(_record(_BLANK, count)))
-    if beside:
-        found = pd.concat([found, pd.DataFrame(dict(beside))], axis=1)
+    if extra:
+        found = pd.concat([found, pd.DataFrame(dict(extra))], axis=1)
     if run_ids:
         found.insert(0, "run_id", list(run_ids))
     return found
@@ -316,9 +318,10 @@ def _record(row: Row, devices: int) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One case in two runs: how many times as fast the second is, what that decides, and the phase that moved most.
+    """One case compared between two runs: the speed ratio, its verdict, and the phase that changed most.
 
-    `phase_s` is how many seconds longer that phase takes of a step, negative when it shrank.
+    `ratio` is above 1 if the second run is faster. `phase_s` is the change of that phase in seconds per step, negative
+    if it became shorter.
     """
 
     case: Case
@@ -329,9 +332,9 @@ class Comparison:
 
 
 def compare(before: Sequence[Trial], after: Sequence[Trial], *, margin: float = 0.01) -> list[Comparison]:
-    """Compare the cases that both runs measured; above 1 the second is faster.
+    """Return the comparison of every case that both runs measured; a ratio above 1 means that `after` is faster.
 
-    The verdicts are corrected for being read together.
+    The verdicts are corrected for multiple comparisons.
     """
     both = {}
     for case in dict.fromkeys(trial.case for trial in before):
@@ -346,7 +349,7 @@ def compare(before: Sequence[Trial], after: Sequence[Trial], *, margin: float = 
 
 
 def uncompared(before: Sequence[Trial], after: Sequence[Trial]) -> dict[Case, str]:
-    """Return the cases that both runs have and one of them has no result of, each with the reason."""
+    """Return the cases that are in both runs but have no result in one of them, each with the reason."""
     found = {}
     for case in dict.fromkeys(trial.case for trial in before):
         for name, side in (("before", before), ("after", after)):
@@ -357,7 +360,7 @@ def uncompared(before: Sequence[Trial], after: Sequence[Trial]) -> dict[Case, st
 
 
 def blame(before: Sequence[Trial], after: Sequence[Trial]) -> tuple[str, float]:
-    """Return the phase whose seconds of a step differ most between two sets of trials, and by how many."""
+    """Return the phase that differs most between two sets of trials, and its change in seconds per step."""
     first, second = (_phase_medians(trials) for trials in (before, after))
     moved = {name: second.get(name, 0.0) - first.get(name, 0.0) for name in {*first, *second}}
     name = max(sorted(moved), key=lambda phase: abs(moved[phase]))
@@ -365,7 +368,7 @@ def blame(before: Sequence[Trial], after: Sequence[Trial]) -> tuple[str, float]:
 
 
 def _phase_medians(trials: Sequence[Trial]) -> dict[str, float]:
-    """Return each phase's seconds: the median over rounds of their median steps."""
+    """Return the seconds of each phase: the median over rounds of the median over each round's timed steps."""
     medians: dict[str, list[float]] = {}
     for trial in (trial for trial in trials if trial.trusted):
         ledgers = [phases for step, phases in zip(trial.steps, ledger.of_trial(trial), strict=True) if not step.warmup]

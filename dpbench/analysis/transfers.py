@@ -1,7 +1,7 @@
-"""Transfers: the bytes that one training step must move, by phase, source and target, worked out from shapes.
+"""Transfers: the bytes that one training step must move, by phase, source and target, computed from shapes.
 
-What must cross a link whatever carries it: copies within a device, padding, and the few bytes of losses and weights
-of local losses are left out. An all-reduce counts as a ring's. docs/measuring.md says what that leaves open.
+Only bytes that must cross a link are counted. Copies within a device, padding, losses and the weights of local losses
+(a few bytes each) are left out. An all-reduce counts as a ring all-reduce. docs/measuring.md lists the limits.
 """
 
 from __future__ import annotations
@@ -18,26 +18,27 @@ from dpbench.records.work import Move, Shapes, received, sent
 
 
 def moves(case: Case, shapes: Shapes) -> list[Move]:
-    """Return what one step of a case moves; nothing where that is not known, or where replicas share a device."""
+    """Return the moves of one step of a case; empty if they are not known or if the replicas share a device."""
     if case.placement == "colocated":
         return []
     try:
         found = registry.strategy(case.strategy).moves(case, shapes)
-    except LookupError:  # a strategy of an earlier run that is not installed any more
+    except LookupError:  # an external strategy of an earlier run that is no longer installed
         return []
     return [move for move in found if move.bytes > 0]
 
 
 LINKS = ("pcie", "nvlink")
-"""The links that counters know, by the first part of a metric's name."""
+"""The links that have counters, by the prefix of the metric's name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flow:
-    """What one phase of one case moves in a step.
+    """The moves of one phase of one case in a step.
 
-    `seconds` are the ledger's, by the device that the phase is marked on, medians over the timed steps; `rate` is
-    bytes over their sum. None where moving cannot be told from computing.
+    `seconds` come from the ledger, by the device that the phase is marked on: medians over the timed steps. `rate` is
+    all bytes over the sum of `seconds`, in bytes per second. If the time of the moves cannot be separated from
+    compute, `seconds` is empty and `rate` is None.
     """
 
     case: Case
@@ -49,18 +50,18 @@ class Flow:
 
     @property
     def bytes(self) -> float:
-        """Return all that the phase moves."""
+        """Return the total bytes that the phase moves."""
         return sum(move.bytes for move in self.moves)
 
     def rate_of(self, device: int) -> float | None:
-        """Return the bytes a second of what comes to a device, where the phase is marked on it."""
+        """Return the bytes per second that a device receives; None unless the phase is marked on that device."""
         seconds = self.seconds.get(device, 0.0)
         return received(self.moves, device) / seconds if self.rate is not None and seconds > 0 else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Counted:
-    """What a device's counters saw in a step's time, beside what shapes say: bytes received and sent."""
+    """The bytes that a device received and sent in one step: by its link counters, and as computed from shapes."""
 
     case: Case
     source: Source
@@ -73,7 +74,7 @@ class Counted:
 
 
 def flows(trials: Iterable[Trial]) -> list[Flow]:
-    """Return what each case moves, phase by phase, in the order in which cases came."""
+    """Return the flows of each case, phase by phase, in the order of the cases."""
     found = []
     for (case, source), group in _grouped(trials).items():
         moves = _moves(case, group)
@@ -87,7 +88,7 @@ def flows(trials: Iterable[Trial]) -> list[Flow]:
 
 
 def counted(trials: Iterable[Trial]) -> list[Counted]:
-    """Return what the counters of each case's devices saw; nothing where there are none."""
+    """Return the counted bytes of each case's devices, in the order of the cases; empty without counters."""
     found = []
     for (case, source), group in _grouped(trials).items():
         step_s = statistics.median(step.seconds for trial in group for step in trial.steps if not step.warmup)
@@ -106,7 +107,7 @@ def counted(trials: Iterable[Trial]) -> list[Counted]:
 
 
 def _grouped(trials: Iterable[Trial]) -> dict[tuple[Case, Source], list[Trial]]:
-    """Return the trials that may be shown, by case."""
+    """Return the trusted trials with timed steps, by case and source."""
     groups: dict[tuple[Case, Source], list[Trial]] = {}
     for trial in trials:
         if trial.trusted and trial.timed:
@@ -120,7 +121,7 @@ def _moves(case: Case, trials: Sequence[Trial]) -> list[Move]:
 
 
 def _told(case: Case, phase: Phase) -> bool:
-    """Tell whether a phase's seconds are those of its moves: not where they hide behind backward."""
+    """Return whether a phase's time is the time of its moves; False if the moves overlap with backward."""
     if phase is Phase.REDUCE:
         scheduled = case.traits.scheduled and parse(case.schedule).reduce == "overlap"
         return case.traits.reduction is not Reduction.OVERLAPPED and not scheduled
@@ -128,7 +129,7 @@ def _told(case: Case, phase: Phase) -> bool:
 
 
 def _seconds(trials: Sequence[Trial], phase: Phase) -> dict[int, float]:
-    """Return the ledger's seconds of a phase by device: medians over timed steps, then over rounds."""
+    """Return the seconds that the ledger charges to a phase, by device: medians over timed steps, then over rounds."""
     rounds: dict[int, list[float]] = {}
     for trial in trials:
         steps: dict[int, list[float]] = {}
@@ -141,7 +142,7 @@ def _seconds(trials: Sequence[Trial], phase: Phase) -> dict[int, float]:
 
 
 def _means(trials: Sequence[Trial], metric: str) -> dict[int, float]:
-    """Return a counter's mean by device."""
+    """Return the mean of a counter's readings, by device."""
     values: dict[int, list[float]] = {}
     for sample in (sample for trial in trials for sample in trial.samples if sample.metric == metric):
         values.setdefault(sample.device, []).append(sample.value)

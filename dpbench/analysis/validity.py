@@ -1,7 +1,7 @@
-"""Validity: a trial -> checks of what could spoil its numbers, each a number and a limit; and their words.
+"""Validity: check a trial for conditions that distort its numbers, each by a value against a limit.
 
-The numbers are stored with the trial, as facts; the words are made when somebody reads them. A check that has
-nothing to rest on (no GPU, no sampler, too few readings) is absent, never passed. docs/measuring.md lists them.
+The values are stored with the trial as facts; their wording is produced when they are shown. A check without data (no
+GPU, no sampler, too few readings) is absent rather than passed. docs/measuring.md lists the checks.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from dpbench.hardware import foreign_load
 from dpbench.records import HOST, UNATTRIBUTED, Case, Fault, Source, Status, Trial, Verified, ledger, words
 
 SIGNIFICANT = 0.01
-"""The chance, by Spearman's test, of a trend in a series without any, below which a trend is one."""
+"""The p-value of Spearman's test below which a trend counts as real."""
 TREND_FROM = 10
-"""Timed steps that a trend needs."""
+"""The least number of timed steps in which a trend is looked for."""
 READINGS = 3
-"""Readings of a clock that its change needs."""
+"""The least number of clock readings from which a change of the clock is computed."""
 LONG_S = 1.0
-"""Seconds of steps that a trial must have to tell of other processes on a GPU: a new worker counts as foreign at
-first."""
+"""The seconds of steps that a trial needs for the check of other processes on a GPU: at first, a new worker counts as
+foreign itself."""
 
 SLOWDOWNS = {
     0x04: "power cap", 0x08: "hardware slowdown", 0x10: "sync boost", 0x20: "heat (driver)", 0x40: "heat (hardware)",
     0x80: "power brake",
 }  # fmt: skip
-"""NVML's bits for clocks that are lowered against the GPU's will (nvml.h: nvmlClocksThrottleReasons); idleness and
-clocks that somebody set are none."""
+"""NVML's bits for causes that lower a GPU's clocks under load (nvml.h: nvmlClocksThrottleReasons), without the bits
+for idleness and for clocks set by a user."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One check of one trial: its number against the limit, and further plain facts."""
+    """One check of one trial: its value, its limit, whether it passed, and further facts as plain data."""
 
     name: str
     value: float
@@ -47,11 +47,12 @@ Finding = tuple[float, Mapping[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rule:
-    """How one check is made: what it measures, how much of it is too much, and how that is said.
+class ValidityRule:
+    """The definition of one check: its measurement, its limit and its wording.
 
-    `headline` says the trouble, `item` one case's number. A rule is broken by a value (of either sign) beyond its
-    limit, unless `doubted` says that the value proves nothing.
+    `measure` takes a trial and the number of cores, and returns the value with further facts, or None without data.
+    `headline` describes the problem, `item` formats the value of one case. The check fails if the absolute value
+    exceeds the limit, unless `doubted` returns True because the value is not significant.
     """
 
     name: str
@@ -60,12 +61,12 @@ class Rule:
     headline: str
     item: Callable[[Check], str]
     per_core: bool = False
-    """Whether the limit is one for each of the cores that the check names."""
+    """Whether the limit is per core, to be multiplied by the number of cores in the check's facts."""
     doubted: Callable[[Mapping[str, Any]], bool] = lambda about: False
 
 
 def check(trial: Trial, cores: int) -> list[Check]:
-    """Return every check that the trial has data for; `cores` are those that the run may use, 0 for unknown."""
+    """Return every check that the trial has data for; `cores` is the number that the run may use, 0 for unknown."""
     if trial.status is not Status.OK or trial.source is not Source.MEASURED or trial.fault is Fault.CLOCK:
         return []
     found = []
@@ -80,14 +81,14 @@ def check(trial: Trial, cores: int) -> list[Check]:
 
 
 def facts(trial: Trial, cores: int) -> dict[str, dict[str, Any]]:
-    """Return the checks as plain data, by name: what is stored with the trial."""
+    """Return the checks by name as plain data, the form in which they are stored with the trial."""
     return {
         one.name: {"value": one.value, "limit": one.limit, "ok": one.ok, **one.about} for one in check(trial, cores)
     }
 
 
 def of(trial: Trial, cores: int) -> list[Check]:
-    """Return a trial's checks as they were stored, or as its data gives them now."""
+    """Return the stored checks of a trial; if none were stored, compute them from its data."""
     stored = trial.provenance.get("validity")
     if stored is None:
         return check(trial, cores)
@@ -100,7 +101,7 @@ def of(trial: Trial, cores: int) -> list[Check]:
 
 
 def troubles(trials: Iterable[Trial], cores: int) -> dict[str, dict[Case, str]]:
-    """Return what was found wrong: by headline the cases, each with its worst number and in how many rounds."""
+    """Return the failed checks: by headline and case, the worst value and the number of rounds in which it failed."""
     seen: dict[tuple[str, Case], list[Check]] = {}
     for trial in trials:
         for one in of(trial, cores):
@@ -116,7 +117,7 @@ def troubles(trials: Iterable[Trial], cores: int) -> dict[str, dict[Case, str]]:
     return found
 
 
-# -- what is measured
+# -- measurements
 
 
 def _timed(trial: Trial) -> list[float]:
@@ -124,7 +125,7 @@ def _timed(trial: Trial) -> list[float]:
 
 
 def _drift(trial: Trial, cores: int) -> Finding | None:
-    """Return by which share of its median the step changed from first to last: Theil and Sen's slope."""
+    """Return the change of the step time from first to last as a fraction of its median, by the Theil-Sen slope."""
     from scipy import stats  # takes half a second to import: not before it is needed
 
     series = _timed(trial)
@@ -139,7 +140,7 @@ def _drift(trial: Trial, cores: int) -> Finding | None:
 
 
 def _throttled(trial: Trial, cores: int) -> Finding | None:
-    """Return the share of readings in which the worst GPU was slowed down, and by what."""
+    """Return the fraction of readings in which the worst GPU was throttled, and the causes."""
     worst: Finding | None = None
     for device, readings in trial.readings("throttle_reasons").items():
         bits = [int(value) for value in readings]
@@ -152,7 +153,10 @@ def _throttled(trial: Trial, cores: int) -> Finding | None:
 
 
 def _clock(metric: str) -> Callable[[Trial, int], Finding | None]:
-    """Return a measure of how far a clock fell, as a share of its highest; the extreme twentieths left out."""
+    """Return a function that measures how far a clock fell, as a fraction of its highest frequency.
+
+    The lowest and the highest twentieth of the readings are left out.
+    """
 
     def measure(trial: Trial, cores: int) -> Finding | None:
         worst: Finding | None = None
@@ -167,7 +171,7 @@ def _clock(metric: str) -> Callable[[Trial, int], Finding | None]:
 
 
 def _foreign_gpu(trial: Trial, cores: int) -> Finding | None:
-    """Return the bytes that other processes held on the GPU where they held most; medians over the readings."""
+    """Return the bytes of other processes on the GPU where they use the most; the median over the readings."""
     held = {d: statistics.median(values) for d, values in trial.readings("foreign_memory_bytes").items()}
     if not held or sum(_timed(trial)) < LONG_S:
         return None
@@ -176,7 +180,7 @@ def _foreign_gpu(trial: Trial, cores: int) -> Finding | None:
 
 
 def _foreign_cpu(trial: Trial, cores: int) -> Finding | None:
-    """Return the cores that other processes and the hypervisor took while the trial ran."""
+    """Return the number of cores that other processes and the hypervisor used during the trial."""
     load = foreign_load.during(trial)
     if isinstance(load, foreign_load.UnknownLoad):
         return None
@@ -184,7 +188,7 @@ def _foreign_cpu(trial: Trial, cores: int) -> Finding | None:
 
 
 def _oversubscribed(trial: Trial, cores: int) -> Finding | None:
-    """Return by how many the devices that need a core each are more than there are; emulated ones take turns."""
+    """Return how many devices exceed the number of cores; None for emulated devices, which take turns by design."""
     if not cores or trial.case.device_kind == "emulated":
         return None
     devices = len(trial.case.rows)
@@ -192,13 +196,13 @@ def _oversubscribed(trial: Trial, cores: int) -> Finding | None:
 
 
 def _peers(trial: Trial, cores: int) -> Finding | None:
-    """Return how many pairs of GPUs cannot read each other's memory, so that copies go through the host."""
+    """Return the number of pairs of GPUs without peer access, between which copies go through the host."""
     pairs = trial.provenance.get("no_peer_access")
     return None if pairs is None else (float(len(pairs)), {"pairs": pairs})
 
 
 def _closure(trial: Trial, cores: int) -> Finding | None:
-    """Return the share of the timed steps that no phase covers; the median over steps."""
+    """Return the fraction of a step that no phase covers; the median over the timed steps."""
     shares = [
         phases[UNATTRIBUTED] / step.seconds
         for step, phases in zip(trial.steps, ledger.of_trial(trial), strict=True)
@@ -208,11 +212,11 @@ def _closure(trial: Trial, cores: int) -> Finding | None:
 
 
 def _verification(trial: Trial, cores: int) -> Finding | None:
-    """Return how far verification is from bitwise: a place in the order of `Verified`."""
+    """Return the distance of the verification from bitwise: the index in the order of `Verified`."""
     return float(list(Verified).index(trial.verified)), {"verified": trial.verified.value}
 
 
-# -- what is too much, and how it is said
+# -- limits and wording
 
 
 def _percent(check: Check) -> str:
@@ -220,13 +224,13 @@ def _percent(check: Check) -> str:
 
 
 def _on(check: Check) -> str:
-    """Name a GPU, where it is one."""
+    """Return " on GPU N" if the check is about a GPU, else an empty string."""
     device = check.about.get("device", HOST)
     return "" if device == HOST else f" on GPU {device}"
 
 
 def _cores(check: Check) -> str:
-    """Say how many cores the run may use; 0 is unknown."""
+    """Return the number of cores that the run may use as text; 0 is unknown."""
     cores = int(check.about["cores"])
     return words.count(cores, "core") if cores else "? cores"
 
@@ -236,51 +240,51 @@ def _fell(check: Check) -> str:
     return f"{check.value:.0%}{_on(check)}: {low:.0f} to {high:.0f} MHz"
 
 
-RULES: Sequence[Rule] = (
-    Rule(
+RULES: Sequence[ValidityRule] = (
+    ValidityRule(
         name="verification", limit=float(list(Verified).index(Verified.WITHIN_TOLERANCE)), measure=_verification,
         headline="gradients not verified", item=lambda check: str(check.about["verified"]).replace("_", " "),
     ),
-    Rule(
+    ValidityRule(
         name="closure", limit=0.05, measure=_closure,
-        headline="more than 5% of the step is in no phase", item=_percent,
+        headline="more than 5% of the step is not covered by any phase", item=_percent,
     ),
-    Rule(
+    ValidityRule(
         name="drift", limit=0.05, measure=_drift, doubted=lambda about: bool(about["p"] >= SIGNIFICANT),
-        headline="the step drifted by more than 5% while it was timed, so that its median depends on when that was",
+        headline="the step time drifted by more than 5% while it was measured, so its median depends on the time span",
         item=lambda check: f"{check.value:+.0%} over {words.count(check.about['steps'], 'step')}",
     ),
-    Rule(
+    ValidityRule(
         name="throttling", limit=0.05, measure=_throttled,
-        headline="a GPU was slowed down in more than 5% of the readings",
+        headline="a GPU was throttled in more than 5% of the readings",
         item=lambda check: f"{check.value:.0%}{_on(check)}, {' and '.join(check.about['causes'])}",
     ),
-    Rule(
+    ValidityRule(
         name="gpu_clock", limit=0.10, measure=_clock("sm_clock_hz"),
-        headline="a GPU's clock changed by more than 10% while steps were timed", item=_fell,
+        headline="the clock of a GPU changed by more than 10% while steps were timed", item=_fell,
     ),
-    Rule(
+    ValidityRule(
         name="cpu_clock", limit=0.10, measure=_clock("cpu_clock_hz"),
-        headline="the CPU's clock changed by more than 10% while steps were timed", item=_fell,
+        headline="the clock of the CPU changed by more than 10% while steps were timed", item=_fell,
     ),
-    Rule(
+    ValidityRule(
         name="foreign_gpu", limit=0.0, measure=_foreign_gpu, headline="other processes were using a GPU",
         item=lambda check: f"{words.size(check.value)}{_on(check)}",
     ),
-    Rule(
+    ValidityRule(
         name="foreign_cpu", limit=foreign_load.LIMIT, per_core=True, measure=_foreign_cpu,
         headline=f"{foreign_load.NOISY}: other processes took more than {foreign_load.LIMIT:.0%} of the cores "
         "while a trial ran",
         item=lambda check: f"{check.value:.1f} of {check.about['cores'] or '?'} cores",
     ),
-    Rule(
+    ValidityRule(
         name="oversubscribed", limit=0.0, measure=_oversubscribed,
-        headline="oversubscribed: more devices than cores, which take turns, so that the speed-ups are too low",
+        headline="oversubscribed: there are more devices than cores, so devices take turns and speed-ups are too low",
         item=lambda check: f"{words.count(check.about['devices'], 'device')} on {_cores(check)}",
     ),
-    Rule(
+    ValidityRule(
         name="peer_access", limit=0.0, measure=_peers,
-        headline="GPUs without peer access: what they exchange goes through the host's memory",
+        headline="GPUs without peer access: copies between them go through the host's memory",
         item=lambda check: ", ".join(f"{a} and {b}" for a, b in check.about["pairs"]),
     ),
 )  # fmt: skip

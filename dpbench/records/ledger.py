@@ -1,7 +1,8 @@
-"""The ledger: what a step's time went to, so that the parts sum to the whole.
+"""Ledger: split the time of a step into phases that sum to the whole step.
 
-Walk back from the step's end: the span that ended last gets the time down to its start; continue there. Time
-that no span covers is `unattributed`: it comes from coverage, never from a subtraction, and is never negative.
+The walk goes back from the end of the step: the span that ended last is charged with the time back to its start, and
+the walk continues from there. Time that no span covers is `unattributed`. It follows from coverage, never from a
+subtraction, and so is never negative.
 """
 
 from __future__ import annotations
@@ -71,10 +72,10 @@ class Ledger:
 
 
 def charge(step: Step, spans: Iterable[Span]) -> dict[tuple[str, int], float]:
-    """Return seconds by (phase, device); their sum is the step's seconds.
+    """Return seconds by (phase, device); they sum to the duration of the step.
 
-    Uncovered time stands under (UNATTRIBUTED, -1). Of spans that cover the same moment the one that really ended
-    there wins over one that runs on, then the one that began last.
+    Uncovered time has the key (UNATTRIBUTED, -1). Where several spans cover a moment, a span that ends there takes
+    precedence over one that continues beyond it, then the span that began last.
     """
     charged: dict[tuple[str, int], float] = {}
     pending = [span for span in spans if max(span.start_s, step.start_s) < min(span.end_s, step.end_s)]
@@ -98,7 +99,7 @@ def _add(charged: dict[tuple[str, int], float], key: tuple[str, int], seconds: f
 
 
 def by_step(spans: Iterable[Span], steps: int) -> list[list[Span]]:
-    """Sort spans into their steps."""
+    """Return the spans of each step, by the step's index."""
     rows: list[list[Span]] = [[] for _ in range(steps)]
     for span in spans:
         if 0 <= span.step < steps:
@@ -107,7 +108,7 @@ def by_step(spans: Iterable[Span], steps: int) -> list[list[Span]]:
 
 
 def phases(step: Step, spans: Sequence[Span]) -> dict[str, float]:
-    """Return seconds by phase, every phase named in order, then the unattributed rest; they sum to the step."""
+    """Return seconds by phase, in the order of `Phase`, then the unattributed rest; they sum to the step."""
     return _by_phase(charge(step, spans))
 
 
@@ -124,10 +125,10 @@ def of_trial(trial: Trial) -> list[dict[str, float]]:
 
 
 def joined(parts: Sequence[Trial]) -> tuple[tuple[Step, ...], tuple[Span, ...]]:
-    """Return the steps and spans of ranks together: a step is that of the rank that finished it last.
+    """Return the steps and the spans of all ranks merged; each step is taken from the rank that finished it last.
 
-    A reduction begins when the last rank arrives, until when nothing is reduced: what the others wait is charged to
-    what the last one does.
+    A reduction starts only when the last rank arrives. Each reduce span is therefore shortened to start then, so that
+    the time other ranks wait is charged to the phase of the last rank.
     """
     steps = tuple(max(row, key=lambda step: step.end_s) for row in zip(*(part.steps for part in parts), strict=False))
     spans = [span for part in parts for span in part.spans]
@@ -142,9 +143,9 @@ def joined(parts: Sequence[Trial]) -> tuple[tuple[Step, ...], tuple[Span, ...]]:
 
 
 def typical(trial: Trial) -> dict[str, float]:
-    """Return a typical step's seconds by part: means over the middle half of the timed steps.
+    """Return the seconds of a typical step by phase: means over the middle half of the timed steps.
 
-    Unlike medians of each part they sum to a step, and a step that something disturbed does not count either.
+    Unlike medians of each phase, these means sum to a step. Disturbed steps are left out, as with a median.
     """
     rows = middle(trial)
     names = dict.fromkeys(name for row in rows for name in row)
@@ -152,12 +153,12 @@ def typical(trial: Trial) -> dict[str, float]:
 
 
 def middle(trial: Trial) -> list[dict[str, float]]:
-    """Return `phases` of the middle half of a trial's timed steps, by their seconds."""
+    """Return `phases` of the timed steps in the middle half of a trial, ordered by duration."""
     timed = [(step.seconds, parts) for step, parts in zip(trial.steps, of_trial(trial), strict=True) if not step.warmup]
     return [parts for _, parts in middle_half(sorted(timed, key=lambda one: one[0]))]
 
 
 def middle_half(ordered: Sequence[Value]) -> Sequence[Value]:
-    """Return a sorted series without its lowest and its highest quarter; a short one is left as it is."""
+    """Return a sorted series without its lowest and its highest quarter; fewer than four values are all kept."""
     aside = len(ordered) // 4
     return ordered[aside : len(ordered) - aside]

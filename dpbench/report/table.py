@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from dpbench.analysis.ladder import Change, Ladder, Rung, short
+from dpbench.analysis.ladder import Ladder, Rung, RungGain, short
 from dpbench.analysis.summary import Row, frame
 from dpbench.records import Case, Fault, Phase, Source, Status, Trial, plan, schedule, words
 from dpbench.records.estimate import Estimate
@@ -208,7 +208,7 @@ def ablation(ladder: Ladder) -> Table | None:
     return Table(f"{short(ladder.base)} without one of its switches", columns, lines, text=2, note=note)
 
 
-def _switch(change: Change) -> tuple[Cell, ...]:
+def _switch(change: RungGain) -> tuple[Cell, ...]:
     verdict = {"faster": "helps", "slower": "costs"}.get(change.verdict, VERDICTS[change.verdict])
     return (
         Cell(change.name, f"to {schedule.SWITCHES[change.name][0]}"),
@@ -230,7 +230,7 @@ def _rung_estimate(estimate: Estimate, scale: float = 1.0, unit: str = "") -> Ce
     return Cell(words.number(estimate.value * scale) + unit, words.interval(estimate, scale))
 
 
-def _saved(change: Change) -> Cell:
+def _saved(change: RungGain) -> Cell:
     """Return the milliseconds that a change saves; they are negative if it adds time."""
     gain_s = change.gain_s
     if gain_s.doubt or change.ratio.doubt:

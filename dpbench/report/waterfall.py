@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from dpbench.analysis.ladder import Change, Ladder, Rung
+from dpbench.analysis.ladder import Ladder, Rung, RungGain
 from dpbench.records import words
 from dpbench.records.traits import Role
 from dpbench.report import naming, small_multiples, svg, table
@@ -83,7 +83,7 @@ def _bar(axes: Axes, rung: Rung, steps: dict[str, float], y: float) -> float:
     return high
 
 
-def _colour(change: Change) -> str:
+def _colour(change: RungGain) -> str:
     return COLOURS.get(change.verdict, svg.MUTED)
 
 

@@ -1,8 +1,8 @@
-"""Findings: tables -> what data parallelism gave, where the time goes, and what change would help by how much.
+"""Findings: explain the result of data parallelism: its gain, where the time goes, and which changes would help.
 
-Rules are data (phases.py, scale.py). Each is asked of a bench: the DataParallel of one model on the most devices, and
-the run's other cases. What holds is ranked by the seconds of a step at stake, and says what its remedy gave where
-the same run has measured it.
+Rules are data (phases.py, scale.py). Each rule examines one diagnosable case, which is the DataParallel case of a
+model on the most devices, together with the other cases of the run. Findings are ranked by the seconds per step that
+they account for. Each finding shows the measured gain of its remedy if the same run measured one.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from dataclasses import dataclass
 from dpbench.analysis import stats
 from dpbench.analysis.findings import phases, scale
 from dpbench.analysis.findings.answer import answer
-from dpbench.analysis.findings.bench import Bench, benches
-from dpbench.analysis.findings.rule import SMALLEST, Cure, Evidence, Finding, Judgement, Missing, Rule
+from dpbench.analysis.findings.bench import CaseContext, contexts
+from dpbench.analysis.findings.rule import SMALLEST, Cure, Evidence, Finding, FindingRule, Judgement, Missing
 from dpbench.analysis.summary import Row
 from dpbench.records import Trial, schedule, words
 
 __all__ = ["Diagnosis", "Finding", "RULES", "diagnose"]
 
-RULES: tuple[Rule, ...] = (*scale.RULES, *phases.RULES)
+RULES: tuple[FindingRule, ...] = (*scale.RULES, *phases.RULES)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """One case explained: the answer in a paragraph, the findings by size, and what could not be judged."""
+    """The explanation of one case: the answer in a paragraph, the findings by size, and the questions left open."""
 
     row: Row
     answer: str
@@ -34,56 +34,67 @@ class Diagnosis:
 
 
 def diagnose(rows: Sequence[Row], trials: Sequence[Trial], cores: int) -> list[Diagnosis]:
-    """Explain every setting of which several devices were measured; `cores` are the run's, 0 for unknown."""
-    return [_diagnosis(bench) for bench in benches(rows, trials, cores)]
+    """Return a diagnosis of every setting measured on several devices.
+
+    `cores` is the number of cores that the run may use, 0 for unknown.
+    """
+    return [_diagnosis(context) for context in contexts(rows, trials, cores)]
 
 
-def _diagnosis(bench: Bench) -> Diagnosis:
-    judged = [(rule, rule.when(bench)) for rule in RULES]
-    found = [_finding(bench, rule, seen) for rule, seen in judged if isinstance(seen, Evidence) and _worth(bench, seen)]
+def _diagnosis(context: CaseContext) -> Diagnosis:
+    judged = [(rule, rule.when(context)) for rule in RULES]
+    found = [
+        _finding(context, rule, seen) for rule, seen in judged if isinstance(seen, Evidence) and _worth(context, seen)
+    ]
     found.sort(key=lambda one: -one.evidence.size_s.value if one.evidence.size_s else 0.0)
     missing = [seen.what for _, seen in judged if isinstance(seen, Missing)]
     return Diagnosis(
-        row=bench.row, answer=answer(bench, found), findings=tuple(found), unjudged=(*missing, *_doubtful(judged))
+        row=context.row, answer=answer(context, found), findings=tuple(found), unjudged=(*missing, *_doubtful(judged))
     )
 
 
-def _doubtful(judged: Sequence[tuple[Rule, Judgement]]) -> Iterator[str]:
-    """Yield which rules found a time that may not be shown, and what would help."""
+def _doubtful(judged: Sequence[tuple[FindingRule, Judgement]]) -> Iterator[str]:
+    """Yield one line that names the rules whose measured time may not be shown, with the way to get enough rounds."""
     names = [rule.name for rule, seen in judged if isinstance(seen, Evidence) and seen.size_s and seen.size_s.doubt]
     if names:
         yield f"{', '.join(names)} ({words.NOT_ENOUGH}: {words.REMEDY} would help)"
 
 
-def _worth(bench: Bench, seen: Evidence) -> bool:
-    """Tell whether a finding's time may be shown and is above the noise; a finding on memory has no time."""
+def _worth(context: CaseContext, seen: Evidence) -> bool:
+    """Return whether a finding is worth showing: its time is certain, above 0 and at least 2 % of the step.
+
+    A finding about memory has no time and is always shown.
+    """
     size = seen.size_s
     if size is None:
         return True
-    return not (size.doubt or bench.row.doubt) and size.low > 0 and size.value >= SMALLEST * bench.step_s
+    return not (size.doubt or context.row.doubt) and size.low > 0 and size.value >= SMALLEST * context.step_s
 
 
-def _finding(bench: Bench, rule: Rule, seen: Evidence) -> Finding:
-    share = seen.size_s.value / bench.step_s if seen.size_s else 0.0
+def _finding(context: CaseContext, rule: FindingRule, seen: Evidence) -> Finding:
+    share = seen.size_s.value / context.step_s if seen.size_s else 0.0
     return Finding(
-        rule=rule, row=bench.row, evidence=seen, share=share, cures=cures(bench, rule), labels=bench.row.labels
+        rule=rule, row=context.row, evidence=seen, share=share, cures=cures(context, rule), labels=context.row.labels
     )
 
 
-def cures(bench: Bench, rule: Rule) -> tuple[Cure, ...]:
-    """Return the measured cases of the same work that hold a rule's remedy, the fastest first."""
+def cures(context: CaseContext, rule: FindingRule) -> tuple[Cure, ...]:
+    """Return the measured cases of the same work that apply a rule's remedy, the fastest first."""
     found = []
-    candidates = [*bench.rivals(), bench.all_cores()]
+    candidates = [*context.rivals(), context.all_cores()]
     for row in candidates:
-        if row is not None and _holds(row, rule):
-            ratio = stats.ratio(bench.row.series, row.series)
-            gain_s = stats.difference(bench.row.series, row.series)
+        if row is not None and _applies(row, rule):
+            ratio = stats.ratio(context.row.series, row.series)
+            gain_s = stats.difference(context.row.series, row.series)
             found.append(Cure(row=row, ratio=ratio, gain_s=gain_s, verdict=stats.verdict(ratio)))
     return tuple(sorted(found, key=lambda cure: -cure.ratio.value))
 
 
-def _holds(row: Row, rule: Rule) -> bool:
-    """Tell whether a case is what a rule advises; what TrainStep chose itself counts where any switch is advised."""
+def _applies(row: Row, rule: FindingRule) -> bool:
+    """Return whether a case applies a rule's remedy.
+
+    A schedule that TrainStep chose itself applies the remedy of every rule that advises switches.
+    """
     case = row.case
     if not case.traits.scheduled:
         return case.traits.role in rule.roles

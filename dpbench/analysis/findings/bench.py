@@ -1,4 +1,4 @@
-"""The bench: one case under diagnosis, and every other case of the run that sheds light on it."""
+"""Case context: one case under diagnosis, together with the other cases of the run that it is compared with."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from dpbench.records.traits import Role
 Ledger = list[dict[str, float]]
 """Seconds by phase of each timed step."""
 COMPUTE = (Phase.FORWARD.value, Phase.BACKWARD.value)
-"""The phases that more devices should shorten."""
+"""The phases whose time more devices should shorten."""
 
 
 @dataclass(frozen=True)
-class Bench:
-    """The subject's row, all rows and trials of the run by case, and the cores that it could use (0: unknown)."""
+class CaseContext:
+    """The row of the diagnosed case, and all rows and trials of the run by case.
+
+    `cores` is the number of cores that the run may use, 0 for unknown.
+    """
 
     row: Row
     rows: Mapping[Case, Row]
@@ -29,33 +32,33 @@ class Bench:
 
     @property
     def trials(self) -> Sequence[Trial]:
-        """Return the subject's trials."""
+        """Return the trials of the diagnosed case."""
         return self.trials_of.get(self.case, ())
 
     @property
     def case(self) -> Case:
-        """Return the subject's case."""
+        """Return the diagnosed case."""
         return self.row.case
 
     @property
     def step_s(self) -> float:
-        """Return the median step; only what has one is diagnosed."""
+        """Return the median step in seconds; every diagnosed case has one."""
         assert self.row.step is not None
         return self.row.step.value
 
     @property
     def engine(self) -> bool:
-        """Tell whether the subject is a DataParallel: one process, whose device 0 leads."""
+        """Return whether the case is a DataParallel: one process with a thread per device."""
         return self.case.traits.threads
 
     @property
     def oversubscribed(self) -> bool:
-        """Tell whether devices must take turns on the cores."""
+        """Return whether the devices must take turns on the cores."""
         return bool(self.cores) and self.case.device_kind == "cpu" and len(self.case.rows) > self.cores
 
     @cached_property
     def schedule(self) -> schedule.Schedule | None:
-        """Return the subject's switches; None where TrainStep chose them itself."""
+        """Return the schedule of the case; None if TrainStep chose it or if the strategy has no schedule."""
         if self.case.traits.role is Role.WRAPPER:
             return schedule.Schedule()
         if not self.case.traits.scheduled or self.case.schedule == schedule.FASTEST:
@@ -64,31 +67,35 @@ class Bench:
 
     @property
     def model(self) -> Mapping[str, float]:
-        """Return what the worker told of the model: counts and bytes; empty for trials of old."""
+        """Return the stored facts about the model, in counts and bytes; empty for trials of early versions."""
         return next((t.provenance["model"] for t in self.trials if t.provenance.get("model")), {})
 
     # -- other rows
 
     def other(self, **changes: object) -> Row | None:
-        """Return the measured row of a case that differs from the subject's so."""
+        """Return the measured row of the case with these fields changed, or None."""
         found = self.rows.get(replace(self.case, **changes))  # type: ignore[arg-type]
         return found if found and found.step and found.series else None
 
     def single(self, batch: int = 0) -> Row | None:
-        """Return one device's row at a batch, by default the subject's; the ladder's limit serves as well."""
+        """Return the one-device row at a batch size, by default that of the case, or None.
+
+        If `single` was not measured, the ladder's limit is used.
+        """
         alone = plan.alone(self.case, batch or self.case.batch_size)
         found = self.rows.get(alone) or self.rows.get(replace(alone, options=plan.LIMIT))
         return found if found and found.step and found.series else None
 
     def all_cores(self) -> Row | None:
-        """Return the row of one device with all cores at the subject's batch."""
+        """Return the row of one device with all cores at the same batch size, or None."""
         return self.other(strategy=registry.of_role(Role.ALL_CORES), schedule="", devices=1)
 
     def ideal(self) -> tuple[Row, float] | None:
-        """Return one device's row and what to divide it by for the step of perfect scaling.
+        """Return the one-device row and the divisor that turns its step into the step of perfect scaling, or None.
 
-        At equal global work that is the count of devices, of which replicas that share a GPU have one; else the row is
-        of one device's share. Emulated devices have no such step: theirs is host cost.
+        At equal global work, the divisor is the number of devices, or 1 for replicas that share a GPU. Otherwise the
+        row is that of one device's share of the batch, and the divisor is 1. Emulated devices show host cost only and
+        have no such step.
         """
         if self.case.device_kind == "emulated":
             return None
@@ -99,7 +106,7 @@ class Bench:
         return (alone, 1.0) if alone else None
 
     def rivals(self) -> list[Row]:
-        """Return what else was measured on the same devices with the same work."""
+        """Return the other rows that were measured on the same devices with the same work."""
         mine = replace(self.case, strategy="", schedule="")
         return [
             row
@@ -108,9 +115,9 @@ class Bench:
         ]
 
     def fewer(self) -> Row | None:
-        """Return the same on the next smaller count of devices above one, at equal global or equal work a device.
+        """Return the row with the next smaller number of devices above one, at equal work in total or per device.
 
-        None where more devices are not meant to be faster: they share a GPU, or are emulated.
+        Return None if there is none, or if more devices cannot be faster because they share a GPU or are emulated.
         """
         if self.case.placement == "colocated" or self.case.device_kind == "emulated":
             return None
@@ -125,12 +132,12 @@ class Bench:
     # -- seconds
 
     def phase(self, *names: str) -> Estimate:
-        """Return the seconds of the step that the ledger gives these phases, with an interval over the rounds."""
+        """Return the seconds per step that the ledger charges to these phases, with an interval over the rounds."""
         value = sum(self.row.phases.get(name, 0.0) for name in names)
         return around(value, stats.median(self._series(self.case, names)))
 
     def excess(self, name: str) -> Estimate | None:
-        """Return by how many seconds a phase takes longer than with perfect scaling; None without one device's."""
+        """Return the seconds that a phase takes beyond perfect scaling; None without a one-device row."""
         found = self.ideal()
         if found is None:
             return None
@@ -140,7 +147,7 @@ class Bench:
         return around(value, stats.difference(mine, alone)) if mine and alone else None
 
     def _series(self, case: Case, names: Sequence[str]) -> dict[int, list[float]]:
-        """Return the seconds that some phases take of each timed step of a case, by round."""
+        """Return the seconds that these phases take in each timed step of a case, by round."""
         timed = {trial.round: _timed(trial) for trial in self.trials_of.get(case, ()) if trial.trusted}
         return {
             number: [sum(phases.get(name, 0.0) for name in names) for phases in steps]
@@ -150,34 +157,37 @@ class Bench:
 
 
 def _timed(trial: Trial) -> Ledger:
-    """Return the ledgers of the timed steps."""
+    """Return the ledger of each timed step."""
     return [phases for step, phases in zip(trial.steps, ledger.of_trial(trial), strict=True) if not step.warmup]
 
 
 def around(value: float, rough: Estimate) -> Estimate:
-    """Return the ledger's own number, with the interval of medians over rounds, which need not hold it."""
+    """Return an estimate of `value` with the interval of `rough`, extended if it does not contain the value.
+
+    The value comes from the ledger, the interval from medians over rounds.
+    """
     return replace(rough, value=value, low=min(rough.low, value), high=max(rough.high, value))
 
 
 def share_of(seconds: Estimate, share: float) -> Estimate:
-    """Return a share of some seconds, with its interval."""
+    """Return an estimate multiplied by a fraction, with its interval."""
     return replace(seconds, value=seconds.value * share, low=seconds.low * share, high=seconds.high * share)
 
 
 def overlap(trials: Iterable[Trial], phase: Phase) -> float:
-    """Return how many devices are in a phase at once, on average over the time that any is; 0 without spans."""
+    """Return the mean number of devices that are in a phase at once, over the time in which any is; 0 without spans."""
     found = [trial.ledger.concurrency.get(phase, (0.0, 0.0)) for trial in trials]
     apart, together = (sum(column) for column in zip(*found, strict=True)) if found else (0.0, 0.0)
     return apart / together if together else 0.0
 
 
 def scaled(series: stats.Rounds, factor: float) -> dict[int, list[float]]:
-    """Return a series times a factor."""
+    """Return a series with every value multiplied by a factor."""
     return {number: [one * factor for one in steps] for number, steps in series.items()}
 
 
-def benches(rows: Sequence[Row], trials: Sequence[Trial], cores: int) -> list[Bench]:
-    """Return what is diagnosed: of each setting and batch the DataParallel that users have, on the most devices."""
+def contexts(rows: Sequence[Row], trials: Sequence[Trial], cores: int) -> list[CaseContext]:
+    """Return the cases to diagnose: for each setting and batch size, DataParallel on the most devices."""
     measured = [row for row in rows if row.step and row.series and row.source is Source.MEASURED]
     by_case = {row.case: row for row in measured}
     of_case: dict[Case, list[Trial]] = {}
@@ -195,17 +205,17 @@ def benches(rows: Sequence[Row], trials: Sequence[Trial], cores: int) -> list[Be
             if row.case.devices == most:
                 batches.setdefault(row.case.batch_size, []).append(row)
         for alike in batches.values():
-            found.append(Bench(min(alike, key=_rank), by_case, of_case, cores))
+            found.append(CaseContext(min(alike, key=_rank), by_case, of_case, cores))
     return found
 
 
 def _setting(case: Case) -> Case:
-    """Return what the subjects of one diagnosis share."""
+    """Return the case with the fields reset in which cases of one setting differ."""
     return replace(case, strategy="", schedule="", devices=1, batch_size=1)
 
 
 def _rank(row: Row) -> tuple[int, tuple[int, str]]:
-    """Order what could be diagnosed: DataParallel as users have it, then its schedules, then the rest."""
+    """Return the sort key of a candidate: torch's DataParallel first, then the engine's schedules, then the rest."""
     case = row.case
     roles = [Role.WRAPPER, Role.ENGINE]
     role = case.traits.role

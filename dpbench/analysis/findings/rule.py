@@ -1,25 +1,25 @@
-"""The nouns of a diagnosis: a rule asks a bench for evidence, and what it finds is a finding."""
+"""Rule: the types of a diagnosis. A rule examines a case and returns evidence, from which a finding is made."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from dpbench.analysis.findings.bench import Bench
+from dpbench.analysis.findings.bench import CaseContext
 from dpbench.analysis.summary import Row
 from dpbench.records.estimate import Estimate
 from dpbench.records.traits import Role
 
 SMALLEST = 0.02
-"""The share of a step below which a finding is not worth a reader's time."""
+"""The fraction of a step below which a finding is not shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What a rule saw: in one clause, in numbers, and how many seconds of a step are at stake.
+    """The evidence of a rule: one clause, the numbers behind it, and the seconds per step that it accounts for.
 
-    `size_s` is either what a change gained where it was `measured`, or a bound: what the trouble costs in all, which
-    no remedy can save more of. None where the trouble costs memory and no time.
+    If `measured`, `size_s` is the gain of a change that was measured. Otherwise it is an upper bound: the total cost of
+    the problem, which is the most that a remedy can save. It is None if the problem costs memory but no time.
     """
 
     says: str
@@ -30,7 +30,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Missing:
-    """What a rule would need to judge: a case that was not measured, and the option that adds it."""
+    """A question that a rule could not answer, with the option that adds the missing case."""
 
     what: str
 
@@ -39,15 +39,15 @@ Judgement = Evidence | Missing | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rule:
-    """One way in which data parallelism loses time, and what helps.
+class FindingRule:
+    """One cause of lost time in data parallelism, and its remedy.
 
-    `switches` (switch -> positions) and `roles` of strategies say which other cases of the same work hold the remedy,
-    so that its gain can be read off where they were measured; `needs` are the options that would measure it.
+    `switches` (switch -> positions) and `roles` (of strategies) identify the cases of the same work that apply the
+    remedy. If such cases were measured, their gain is shown; otherwise `needs` gives the options that measure them.
     """
 
     name: str
-    when: Callable[[Bench], Judgement]
+    when: Callable[[CaseContext], Judgement]
     remedy: str
     switches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     roles: tuple[Role, ...] = ()
@@ -56,7 +56,7 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class Cure:
-    """A case that holds a remedy, against the subject: how many times as fast, seconds saved, and what is decided."""
+    """A case that applies a remedy, compared with the diagnosed case: speed ratio, seconds saved, and verdict."""
 
     row: Row
     ratio: Estimate
@@ -66,9 +66,9 @@ class Cure:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A rule that holds: its evidence, its size as a share of the step, and what the remedy gave where measured."""
+    """A rule that found a problem: its evidence, its size as a fraction of the step, and its measured remedies."""
 
-    rule: Rule
+    rule: FindingRule
     row: Row
     evidence: Evidence
     share: float

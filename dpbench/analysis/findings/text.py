@@ -1,4 +1,4 @@
-"""A diagnosis as plain text: the answer first, then the findings by size, then what could not be judged."""
+"""Text: render a diagnosis as plain text: the answer, the findings by size, then the questions left open."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 WIDTH = 100
 CURES = 2
-"""Measured cases that a finding names: the fastest."""
+"""The number of measured cases that a finding names, the fastest first."""
 NOTHING = "Nothing to explain: no case with several devices has a verified result in this run."
 NOTE = (
-    "Sizes are seconds of one step with 95% intervals. A bound is what the trouble costs in all; bounds overlap and do "
-    "not add up. What is below 2% of the step, or whose interval reaches 0, is left out."
+    "Sizes are seconds per step with 95% intervals. 'At most' marks the total cost of a problem; such bounds overlap "
+    "and do not add up. Findings below 2% of the step, and those whose interval includes 0, are left out."
 )
 
 
 def render(diagnoses: Sequence[Diagnosis], rows: Sequence[Row] = ()) -> str:
-    """Return every diagnosis, one below the other, then the run's cases that have no result, each with its reason."""
+    """Return all diagnoses as text, followed by the cases of the run without a result, each with the reason."""
     explained = ["\n".join(_lines(one)) for one in diagnoses] or [NOTHING]
     lost = [f"No result: {label(row.case)}: {_lost(row)}" for row in rows if row.step is None]
     return "\n\n".join([*explained, *([textwrap.fill(NOTE, WIDTH)] if diagnoses else []), *lost])
@@ -41,7 +41,7 @@ def _lines(diagnosis: Diagnosis) -> Iterator[str]:
     yield f"[{' '.join(diagnosis.row.labels)}]"
     yield textwrap.fill(diagnosis.answer, WIDTH)
     if not diagnosis.findings:
-        yield "\nNo finding is above the noise."
+        yield "\nNo finding exceeds the measurement noise."
     for number, finding in enumerate(diagnosis.findings, 1):
         yield ""
         yield _filled(f"{number:>2}. ", f"{headline(finding)} [{' '.join(finding.labels)}]")
@@ -49,7 +49,7 @@ def _lines(diagnosis: Diagnosis) -> Iterator[str]:
             yield _filled(f"    {name}: ", text)
     if diagnosis.unjudged:
         yield ""
-        yield _filled("Not judged, for lack of a measurement: ", "; ".join(diagnosis.unjudged) + ".", hang=4)
+        yield _filled("Not judged, because it was not measured: ", "; ".join(diagnosis.unjudged) + ".", hang=4)
 
 
 def _filled(start: str, text: str, hang: int = 0) -> str:
@@ -57,27 +57,27 @@ def _filled(start: str, text: str, hang: int = 0) -> str:
 
 
 def headline(finding: Finding) -> str:
-    """Say what was found and its size."""
+    """Return a finding and its size as one clause."""
     size = finding.evidence.size_s
     if size is None:
-        return f"{finding.evidence.says} (memory, no time)"
+        return f"{finding.evidence.says} (costs memory, not time)"
     kind = "saves" if finding.evidence.measured else "costs at most"
     return f"{finding.evidence.says}: {kind} {duration(size)}, {percent(finding.share)} of the step"
 
 
 def parts(finding: Finding) -> list[tuple[str, str]]:
-    """Return a finding's evidence, its remedy, and what the remedy gave where it was measured."""
+    """Return the evidence, the remedy and the remedy's measured gain as pairs of a title and a text."""
     found = [("evidence", finding.evidence.numbers), ("remedy", finding.rule.remedy)]
     if finding.evidence.measured or not (finding.rule.switches or finding.rule.roles):
         return found
     if finding.cures:
         shown = [_cure(cure) for cure in finding.cures[:CURES]]
         return [*found, ("measured in this run", "; ".join(shown))]
-    return [*found, ("not measured in this run", f"{finding.rule.needs} would tell")]
+    return [*found, ("not measured in this run", f"measure it with {finding.rule.needs}")]
 
 
 def _cure(cure: Cure) -> str:
-    """Say what a remedy gave as a whole, which may hold more than this one change."""
+    """Return the measured gain of a case as text; the case may differ in more than the remedy."""
     name = strategy(cure.row.case)
     if cure.ratio.doubt:
         return f"{name}: {NOT_ENOUGH}"
@@ -88,14 +88,14 @@ def _cure(cure: Cure) -> str:
 
 
 def strategy(case: Case) -> str:
-    """Name a strategy with its schedule."""
+    """Return the name of a case's strategy, with its schedule."""
     if case.traits.all_cores:
         return "one device with all cores"
     return f"{case.strategy}[{short(case.schedule)}]" if case.schedule else case.strategy
 
 
 def devices(case: Case) -> str:
-    """Say how many devices of which kind a case has."""
+    """Return the number and the kind of a case's devices as text."""
     if case.placement == "colocated":
         return f"{words.count(case.devices, 'replica')} sharing one GPU"
     noun = {"cpu": "logical CPU device", "cuda": "GPU"}.get(case.device_kind, f"{case.device_kind} device")
