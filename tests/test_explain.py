@@ -57,7 +57,7 @@ def test_the_answer_comes_first_and_the_findings_follow_by_size(folder: Path) ->
     assert "replicate takes" in said
     assert "6 parameter tensors × " in said  # three linear layers
     assert "dp[cached]" in said
-    assert "Not judged, for lack of a measurement: " in said
+    assert "Not judged, because it was not measured: " in said
     assert max(map(len, done.stdout.splitlines())) <= 100
 
 
@@ -92,7 +92,7 @@ def test_the_report_and_the_terminal_show_findings_and_self_check(folder: Path) 
     for text in (page, markdown):
         assert "replicate takes" in text
         assert "with perfect scaling" in text
-        assert "marks that are listened to" in text
+        assert "recorded marks" in text
         assert "not runnable here: torch.nn.DataParallel needs an accelerator" in text
     out = (folder / "out").read_text()
     assert out.count("self-check: ") == 3

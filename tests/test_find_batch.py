@@ -135,7 +135,7 @@ class FakeServer:
     [
         (lambda b: (Status.OK, "") if b < 40 else (Status.OOM, "x"), 38, 40, ""),
         (lambda b: (Status.OOM, "x"), None, 2, ""),
-        (lambda b: (Status.OK, ""), 1024, None, "no limit met up to batch 1024"),
+        (lambda b: (Status.OK, ""), 1024, None, "no limit reached up to batch 1024"),
         (lambda b: (Status.SKIPPED, "not here"), None, None, "skipped at batch 2: not here"),
         (lambda b: (Status.OK, "") if b < 8 else (Status.TIMEOUT, "ran\nhang"), 4, None, "timeout at batch 8: hang"),
         (

@@ -149,7 +149,7 @@ def test_a_phase_that_does_not_divide_is_serial(phase: str) -> None:
 def test_the_cause_of_serial_work_is_told_by_overlap_and_cores() -> None:
     twice = {name: 2 * seconds for name, seconds in LEVEL.items()}
     in_turn = measured(case(), twice, serial=True)
-    assert "one waits for the other" in found(one(), in_turn)["serial forward"].evidence.numbers
+    assert "they take turns" in found(one(), in_turn)["serial forward"].evidence.numbers
     assert found(one(), in_turn, cores=1)["serial forward"].evidence.numbers.endswith("2 devices take turns on 1 core")
     assert not judged("compute at once", dp())
 
@@ -193,8 +193,8 @@ def test_a_batch_that_leaves_a_device_short_is_uneven(batch: int, fires: bool) -
 
 def test_devices_that_get_nothing_are_told() -> None:
     seen = found(dp(devices=4, batch=6))["uneven"]
-    assert "1 of 4 devices gets nothing" in seen.evidence.says
-    assert "samples by device: 2, 2, 2; a multiple of 4 such as 4 or 8 does" in seen.evidence.numbers
+    assert "1 of 4 devices gets no sample" in seen.evidence.says
+    assert "samples by device: 2, 2, 2; a multiple of 4 such as 4 or 8 splits evenly" in seen.evidence.numbers
 
 
 @pytest.mark.parametrize(("cores", "fires"), [(0, False), (1, True), (2, False), (8, False)])
@@ -202,7 +202,7 @@ def test_more_devices_than_cores_are_oversubscribed(cores: int, fires: bool) -> 
     seen = found(one(), dp(), cores=cores).get("oversubscribed")
     assert (seen is not None) is fires
     (diagnosis,) = explained(one(), dp(), cores=cores)
-    assert ("2 devices are oversubscribed, and no more than 1× was possible" in diagnosis.answer) is fires
+    assert ("2 devices share 1 core (oversubscribed): at most 1× was possible" in diagnosis.answer) is fires
     if seen:
         assert seen.evidence.size_s.value == pytest.approx(0.0125, rel=0.01)
 
@@ -245,7 +245,7 @@ def test_what_was_not_measured_is_said_and_not_guessed() -> None:
     said = " ".join(diagnosis.unjudged)
     for words in ("--strategies ddp", "--schedules fastest", "single_all_cores", "--batch-sizes 32", "bigger batch"):
         assert words in said
-    assert "not measured in this run: --schedules cached,flat_storage,persistent" in " ".join(
+    assert "not measured in this run: measure it with --schedules cached,flat_storage,persistent" in " ".join(
         text.render([diagnosis]).split()
     )
 
@@ -257,7 +257,7 @@ def test_a_share_is_small_when_alone_it_takes_more_than_its_part(options: Any) -
     assert "small share" not in found(one(), dp(), even)
     seen = found(one(), dp(), small)["small share"]
     assert seen.evidence.size_s.value == pytest.approx(0.001, rel=0.02)
-    assert "cuts its step by 1.92" in seen.evidence.numbers
+    assert "its step is only 1.92× shorter" in seen.evidence.numbers
 
 
 def test_a_bigger_batch_that_costs_less_a_sample_is_a_finding() -> None:
@@ -324,7 +324,7 @@ def test_the_answer_says_what_it_gives_where_it_goes_and_what_helps() -> None:
     assert "give 1.11× (1.11–1.11) over one device, of an ideal 2×." in diagnosis.answer
     assert "A step takes 45.0 ms; with perfect scaling it would take 25.0 ms." in diagnosis.answer
     assert "Of the 20.0 ms lost, 15.0 ms (75%) go to replicate, 5.00 ms (25%) go to gather." in diagnosis.answer
-    assert "What helps, measured here: ddp is 1.73× (1.73–1.73) as fast." in diagnosis.answer
+    assert "Measured to help: ddp is 1.73× (1.73–1.73) as fast." in diagnosis.answer
     assert "2 devices give 1.92× (1.92–1.92) over one device." in diagnosis.answer
     assert "Without data parallelism" not in diagnosis.answer
 
@@ -337,7 +337,7 @@ def test_the_answer_says_when_one_device_is_the_better_choice() -> None:
 
 def test_where_nothing_measured_helps_the_answer_says_the_bound() -> None:
     (diagnosis,) = explained(one(), dp(replicate=0.015))
-    assert "No other way to do the same work was measured." in diagnosis.answer
+    assert "No alternative for the same work was measured." in diagnosis.answer
     assert "at 15.0 ms (38% of the step)" in diagnosis.answer
 
 
@@ -353,7 +353,7 @@ def test_replicas_that_share_a_gpu_are_held_against_the_whole_step_of_one() -> N
     (diagnosis,) = explained(
         one(case("single", devices=1, device_kind="cuda")), measured(shared, {**whole, "replicate": 0.010}), cores=1
     )
-    assert "They share one GPU: that is host cost, and no speed-up was possible." in diagnosis.answer
+    assert "They share one GPU: the result shows host cost only, and no speed-up was possible." in diagnosis.answer
     assert "with perfect scaling it would take 50.0 ms. Of the 10.0 ms lost, 10.0 ms (100%) go to" in diagnosis.answer
     assert [finding.rule.name for finding in diagnosis.findings] == ["replicate"]
 
@@ -361,7 +361,7 @@ def test_replicas_that_share_a_gpu_are_held_against_the_whole_step_of_one() -> N
 def test_emulated_devices_get_no_speed_up() -> None:
     emulated = case(device_kind="emulated")
     (diagnosis,) = explained(measured(emulated, {**LEVEL, "replicate": 0.015}))
-    assert "emulated devices show host cost alone" in diagnosis.answer
+    assert "emulated devices show host cost only" in diagnosis.answer
     assert all("EMULATED" in finding.labels for finding in diagnosis.findings)
     assert [finding.rule.name for finding in diagnosis.findings] == ["replicate"]
 

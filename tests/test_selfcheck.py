@@ -51,7 +51,7 @@ def test_the_cost_of_marks_is_held_against_ten_milliseconds() -> None:
     assert "+40 µs a step" in said
     assert "0.40% of a 10 ms step" in said
     assert "below the goal of 0.5%" in said
-    assert "17 marks a step" in said
+    assert "17 marks per step" in said
 
 
 @pytest.mark.parametrize(("cost_s", "verdict"), [(45e-6, "below"), (50e-6, "undecided against"), (55e-6, "above")])
@@ -73,7 +73,7 @@ def test_samplers_cost_throughput() -> None:
     assert cost.share.value == pytest.approx(1 - 2000 / 2020, abs=1e-4)
     (said,) = selfcheck.words({"self_check": {"samplers": facts}})
     assert "of the throughput" in said
-    assert "at work in 7 steps, it keeps 0.30% of a core" in said
+    assert "it ran in 7 steps, it keeps 0.30% of a core" in said
     del facts["steps_touched"]  # a run of an earlier dpbench
     assert "%; it keeps 0.30% of a core" in selfcheck.words({"self_check": {"samplers": facts}})[0]
 
@@ -173,7 +173,7 @@ def test_what_a_process_takes_from_the_steps_core_comes_out() -> None:
 
 @linux
 def test_a_process_at_work_in_every_step_leaves_none_to_compare_with() -> None:
-    with pytest.raises(RuntimeError, match=r"at work in each of \d+ steps"):
+    with pytest.raises(RuntimeError, match=r"running in each of \d+ steps"):
         beside(os.getpid(), block_s=0.05, budget_s=0.1)  # our own clock never stands still
 
 

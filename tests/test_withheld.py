@@ -109,7 +109,8 @@ def test_a_sound_step_without_a_sound_speed_up_is_still_shown() -> None:
     assert dp.step.doubt is None
     assert dp.speedup.doubt
     (diagnosis,) = shown.diagnoses
-    assert "take 20.0 ms a step; not enough rounds for the gain over one device (its interval spans" in diagnosis.answer
+    unknown = "take 20.0 ms per step; not enough rounds for the gain over one device (its interval spans"
+    assert unknown in diagnosis.answer
     assert "perfect scaling" not in diagnosis.answer
 
 

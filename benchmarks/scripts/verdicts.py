@@ -28,7 +28,7 @@ import psutil
 
 from dpbench.analysis import stats, summary
 from dpbench.measure.rounds import UntilPrecise
-from dpbench.measure.run import Rule, run
+from dpbench.measure.run import RoundsRule, run
 from dpbench.records import Case, Effort, Trial
 from dpbench.store import Store
 
@@ -40,7 +40,7 @@ AA_BUDGET_S, AB_BUDGET_S = 12.0, 45.0
 
 
 def measure(
-    cases: list[Case], rounds: int | Rule, *, paired: bool = False, budget_s: float | None = None
+    cases: list[Case], rounds: int | RoundsRule, *, paired: bool = False, budget_s: float | None = None
 ) -> list[Trial]:
     """Run cases with a temporary store; return the trials."""
     with tempfile.TemporaryDirectory() as folder, Store.create(Path(folder) / "store.db") as store:

@@ -1,7 +1,7 @@
-"""Find the largest batch that fits: doubling, then halving the gap, each try a fresh worker's trial.
+"""Batch search: find the largest batch that fits by doubling, then by bisection, with a fresh worker per try.
 
-Out of memory is what a search looks for, and ends neither the search nor the run. Every try is stored as a trial like
-any other, and a search that was interrupted goes on from those.
+Running out of memory is an expected result, which ends neither the search nor the run. Every try is stored as an
+ordinary trial, and an interrupted search continues from the stored tries.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from dpbench.records.words import aligned
 from dpbench.store import FINAL, Store
 
 EFFORT = Effort(budget_s=0.0, warmup_steps=1, min_steps=2, max_steps=2, block_steps=1)
-"""Enough for the optimizer's state to be there, and for all of a step to have been beside it."""
+"""The effort of a try: two steps after one of warm-up, so that a whole step runs while the optimizer's state exists."""
 MOST = 2**20
-"""Rows of a batch at which a search that met no limit ends."""
+"""The largest batch size that a search tries."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What a search came to: the largest batch that fits and the smallest that did not, None where there is none.
+    """The result of a search: the largest batch that fits and the smallest that failed; None if there is none.
 
-    `device` is the one that ran out first at the smallest that failed. `reason` says why a search ended without both.
-    `case` has the largest batch, or the first that was tried.
+    `device` is the device that ran out of memory first at the smallest failed batch. `reason` explains why a search
+    ended without both batches. `case` has the largest batch that fits, or else the first that was tried.
     """
 
     case: Case
@@ -44,8 +44,8 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """A run of searches, one a case."""
+class SearchOutcome:
+    """The result of a run of searches, with one search per case."""
 
     run_id: str
     resumed: bool
@@ -53,20 +53,20 @@ class Outcome:
 
 
 class _Ended(Exception):
-    """A try that says nothing about memory."""
+    """A try ended with a status other than ok and out of memory, which ends the search."""
 
 
 def check(cases: Iterable[Case]) -> None:
-    """Refuse a search where nothing says how much memory a device has."""
+    """Raise ValueError for devices whose memory has no known size."""
     for case in cases:
         if case.device_kind == "cpu":
             raise ValueError(
-                "--find-max-batch needs devices with a memory of their own, and logical CPU devices share the host's; "
+                "--find-max-batch needs devices with separate memory, but logical CPU devices share the host's; "
                 "give --device-kind emulated --device-memory 8GiB, which counts every byte of each device"
             )
         if case.device_kind == "emulated" and not case.device_memory_bytes:
             raise ValueError(
-                "--find-max-batch on emulated devices needs their size: give --device-memory, such as 8GiB"
+                "--find-max-batch on emulated devices needs their memory size: give --device-memory, such as 8GiB"
             )
 
 
@@ -77,10 +77,11 @@ def run(
     limit_s: float = 120.0,
     most: int = MOST,
     listen: Callable[[Trial], None] = lambda trial: None,
-) -> Outcome:
-    """Search the largest batch of every case, from its own batch size on, and store each try as it ends.
+) -> SearchOutcome:
+    """Search the largest batch of every case, starting at the case's batch size, and store each try as it ends.
 
-    `limit_s` bounds one try, `most` the batch. `listen` hears of every try, those of an earlier session left out.
+    `limit_s` bounds the seconds of one try, `most` the batch size. `listen` is called with every new try, but not with
+    those of an earlier session.
     """
     check(cases)
     facts = provenance.collect(describe())
@@ -96,16 +97,19 @@ def run(
     finally:
         store.end_run(run_id, "finished" if finished else "interrupted")
         shutil.rmtree(scratch, ignore_errors=True)
-    return Outcome(run_id, resumed, found)
+    return SearchOutcome(run_id, resumed, found)
 
 
 def axes(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a sweep with the batch that a search begins at; ValueError for those that say otherwise."""
+    """Return the options of a sweep with the batch size at which a search starts.
+
+    Raise ValueError for options that contradict a search.
+    """
     for axis in ("ladder", "batch_per_device", "budget", "retry"):
         if options[axis]:
             raise ValueError(f"--find-max-batch tries batches until one fails: leave out --{axis.replace('_', '-')}")
     if len(options["batch_sizes"] or ()) > 1:
-        raise ValueError("--find-max-batch begins at one batch: give --batch-sizes one number, or leave it out")
+        raise ValueError("--find-max-batch starts at one batch size: give --batch-sizes one number, or leave it out")
     return {**options, "batch_sizes": options["batch_sizes"] or (1,)}
 
 
@@ -119,7 +123,7 @@ class _Tries:
         self._known = {trial.case: trial for trial in store.trials(run_id) if trial.status in FINAL}
 
     def of(self, case: Case) -> Trial:
-        """Return the case's trial, made now unless it is known."""
+        """Return the case's trial; measure it first if it is not known yet."""
         if case not in self._known:
             trial_id = self._store.begin_trial(self._run_id, case, 0)
             trial = self._server.run(case, EFFORT, 0, self._limit_s)
@@ -130,7 +134,7 @@ class _Tries:
 
 
 def _search(case: Case, tries: _Tries, most: int) -> Found:
-    """Search one case; a try that ends in another way than ok or out of memory ends the search."""
+    """Return the result of the search for one case."""
     made: dict[int, Trial] = {}
 
     def fits(batch: int) -> bool:
@@ -148,7 +152,7 @@ def _search(case: Case, tries: _Tries, most: int) -> Found:
     failed = [batch for batch, trial in made.items() if trial.status is Status.OOM]
     largest, smallest = max(fitted, default=None), min(failed, default=None)
     if not reason and smallest is None:
-        reason = f"no limit met up to batch {largest}"
+        reason = f"no limit reached up to batch {largest}"
     return Found(
         case=replace(case, batch_size=largest or case.batch_size), largest=largest, failed=smallest,
         device=made[smallest].failed_device if smallest else None, tries=len(made), reason=reason,
@@ -156,10 +160,11 @@ def _search(case: Case, tries: _Tries, most: int) -> Found:
 
 
 def bracket(fits: Callable[[int], bool], *, start: int, unit: int, most: int) -> tuple[int, int | None]:
-    """Return the largest multiple of `unit` that fits (0: none) and the next one, which does not (None: past most).
+    """Return the largest multiple of `unit` that fits (0: none), and the next multiple, which does not fit.
 
-    Begins at `start`, rounded up. Where fitting is not monotone, as it need not be when an allocator's memory is in
-    pieces, the two are neighbours all the same.
+    The second value is None if every batch up to `most` fits. The search starts at `start`, rounded up to a multiple.
+    If fitting is not monotone, for example because an allocator's memory is fragmented, the two results are still
+    neighbours.
     """
     good, bad, at = 0, None, -(-start // unit)
     last = max(at, most // unit)
@@ -181,7 +186,7 @@ COLUMNS = ("model", "strategy", "devices", "largest batch", "per device", "small
 
 
 def table(found: Sequence[Found]) -> str:
-    """Return a plain text table, a line a case; what has no answer says why."""
+    """Return a plain text table with one line per case; a line without a complete answer ends with the reason."""
     head, rule, *lines = aligned([COLUMNS, *map(_cells, found)], left=(0, 1))
     rows = [f"{line}  {one.reason}" if one.reason else line for line, one in zip(lines, found, strict=True)]
     return "\n".join([head, rule, *rows])

@@ -1,6 +1,6 @@
-"""Clocks: they listen to marks, and afterwards tell steps and spans on one time base.
+"""Clocks: record marks, and afterwards return steps and spans on one time base.
 
-    with clock.block():                      a run of back-to-back steps
+    with clock.block():                      back-to-back steps
         for ...:
             with clock.step(warmup=False):   one training step
                 ... engine code calls clock.mark(phase, device) ...
@@ -22,23 +22,23 @@ from dpbench.hardware.device import Device
 from dpbench.records import HOST, Phase, Sample, Span, Step
 
 BUSY = "busy_s"
-"""The metric under which a step's busy seconds of a device are sampled."""
+"""The metric of a device's busy seconds in one step."""
 
 READ_EACH_S, READ_EACH = 0.1, 32
-"""From a step whose spans have their CPU time read to the next: at most so many seconds, and steps."""
+"""The largest distance between two steps in which CPU time is read, in seconds and in steps."""
 
 
 class Clock(Protocol):
-    """What the measuring loop asks of a clock."""
+    """The interface of a clock, as the measuring loop uses it."""
 
     def mark(self, phase: Phase, device: int) -> AbstractContextManager[Any]:
         """Time a phase on a device, within the current step."""
 
     def add(self, phase: Phase, device: int, start_s: float, end_s: float) -> None:
-        """Add a span of the step just ended, which only a library's own timer knows."""
+        """Add a span of the step that just ended, from a library's own timer."""
 
     def block(self) -> AbstractContextManager[None]:
-        """Enclose back-to-back steps; between blocks the host may do other things."""
+        """Enclose back-to-back steps; between blocks, the host may do other work."""
 
     def step(self, *, warmup: bool) -> AbstractContextManager[None]:
         """Enclose one step."""
@@ -50,16 +50,17 @@ class Clock(Protocol):
         """Return the spans so far."""
 
     def samples(self) -> tuple[Sample, ...]:
-        """Return each step's busy seconds per device, where this clock can tell them."""
+        """Return each step's busy seconds per device, if this clock measures them."""
 
 
 class HostClock:
-    """Time by the host's clock: right where a call returns when its work is done.
+    """A clock that uses the host's time, for devices whose calls return when their work is done.
 
-    Beside each span it sums the CPU time of its thread: a device's busy time. Where a thread has several spans
-    open (a joint backward works for all replicas), its CPU time is shared equally among them. To read a thread's CPU
-    time is a system call and makes a mark cost 2.1 µs, not 0.3: it is read in one step each `read_each_s` alone,
-    a power of two apart, so that ranks that step alike read in the same steps.
+    It also sums the CPU time of the thread during each span, which gives the busy time of the span's device. If a
+    thread has several spans open (a joint backward computes for all replicas), its CPU time is divided equally among
+    them. Reading CPU time is a system call, with which a mark costs 2.1 µs instead of 0.3 µs. It is therefore read in
+    one step per `read_each_s` seconds only. The distance in steps is a power of two, so that ranks with similar steps
+    read it in the same ones.
     """
 
     def __init__(
@@ -75,16 +76,16 @@ class HostClock:
         self._reads, self._apart = True, 1
 
     def mark(self, phase: Phase, device: int) -> AbstractContextManager[None]:
-        """Record the span, and its share of the thread's CPU time."""
+        """Record a span, with its share of the thread's CPU time if this step reads it."""
         return _HostMark(self, phase, device)
 
     def add(self, phase: Phase, device: int, start_s: float, end_s: float) -> None:
-        """Add a span of the step just ended."""
+        """Add a span of the step that just ended."""
         self._spans.append((len(self._steps) - 1, phase, device, start_s, end_s))
 
     @contextmanager
     def block(self) -> Iterator[None]:
-        """Need nothing: steps are timed from call to return."""
+        """Do nothing: steps are timed from call to return."""
         yield
 
     def step(self, *, warmup: bool) -> AbstractContextManager[None]:
@@ -102,8 +103,8 @@ class HostClock:
     def samples(self) -> tuple[Sample, ...]:
         """Return the CPU seconds per device of each step in which they were read.
 
-        At each turn, a span's beginning or end, the thread's CPU time since its last one is that of the spans open
-        until then.
+        At the beginning and the end of each span, the thread's CPU time since the previous reading is credited to the
+        spans that were open in between.
         """
         total: dict[tuple[int, int], float] = {}
         threads: dict[int, tuple[tuple[int, ...], float]] = {}
@@ -120,13 +121,13 @@ class HostClock:
 
 
 def _without(spans: tuple[int, ...], device: int) -> tuple[int, ...]:
-    """Return open spans but one of a device."""
+    """Return the devices of the open spans, without one span of a device."""
     at = spans.index(device)
     return spans[:at] + spans[at + 1 :]
 
 
 class _HostStep:
-    """One step in the making: plain, as a mark is."""
+    """The context of one step, a class for the same reason as `_HostMark`."""
 
     __slots__ = ("_clock", "_start", "_warmup")
 
@@ -147,15 +148,15 @@ class _HostStep:
 
 
 def _apart(each_s: float, step_s: float) -> int:
-    """Return how many steps apart CPU time is read."""
+    """Return the distance in steps between two readings of CPU time."""
     steps = int(each_s / step_s) if step_s > 0 else READ_EACH
     return min(READ_EACH, 1 << max(0, steps.bit_length() - 1))
 
 
 class _HostMark:
-    """One span in the making: a class, because a generator would cost the step half as much again.
+    """The context of one span: a class, because a generator-based context manager would cost 1.5 times as much.
 
-    What it appends is plain; records are made of it when the clock is asked, off the clock.
+    It appends plain tuples. Spans are constructed from them later, outside the timed steps.
     """
 
     __slots__ = ("_clock", "_device", "_phase", "_start", "_step", "_thread")
@@ -181,7 +182,7 @@ class _HostMark:
 
 @dataclass
 class _Block:
-    """The events of one run of back-to-back steps: per device its beginning, and one end per step."""
+    """The events of one block of back-to-back steps: per device, the beginning of the block and the end of each step."""
 
     begin: list[Any]
     ends: list[list[Any]] = field(default_factory=list)
@@ -189,12 +190,12 @@ class _Block:
 
 
 class CudaClock:
-    """Time by CUDA events, without a synchronisation inside a block.
+    """A clock that uses CUDA events, without a synchronisation inside a block.
 
-    Step k lasts from the end of step k-1 to its own end; an end is the latest step-end event over all devices.
-    Each device's events are put on the host's time base by anchors before and after all blocks: an event and the
-    host's clock, read while the device is idle. Differences are taken from step to step, because elapsed_time is
-    a float32 of milliseconds.
+    Step k lasts from the end of step k-1 to its own end; the end of a step is the latest step-end event over all
+    devices. Anchors before and after all blocks put each device's events on the host's time base. An anchor is an event
+    and a reading of the host's clock while the device is idle. Differences are taken between neighbouring steps,
+    because elapsed_time returns milliseconds as float32.
     """
 
     def __init__(self, devices: Sequence[Device], now: Callable[[], float] = time.perf_counter) -> None:
@@ -210,7 +211,7 @@ class CudaClock:
 
     @contextmanager
     def mark(self, phase: Phase, device: int) -> Iterator[None]:
-        """Queue an event at each end, on the device's stream in this thread; time the host by its clock."""
+        """Record an event at each end of the span on the device's stream; on the host, read the host's clock."""
         step = self._count
         if device == HOST:
             began = self._now()
@@ -227,12 +228,12 @@ class CudaClock:
             self._marks.append((step, phase, device, start, at.event()))
 
     def add(self, phase: Phase, device: int, start_s: float, end_s: float) -> None:
-        """Add a span of the step just ended, on the host's time base."""
+        """Add a span of the step that just ended, on the host's time base."""
         self._added.append(Span(self._count - 1, phase, device, "host", start_s, end_s))
 
     @contextmanager
     def block(self) -> Iterator[None]:
-        """Anchor the devices' clocks to the host's, before and after."""
+        """Anchor the devices' clocks to the host's clock before and after the block."""
         anchors = self._anchors()
         self._first = self._first or anchors
         self._blocks.append(_Block([device.event() for device in self._devices]))
@@ -241,7 +242,7 @@ class CudaClock:
 
     @contextmanager
     def step(self, *, warmup: bool) -> Iterator[None]:
-        """Queue the step's end on every device."""
+        """Record the end of the step on every device."""
         block = self._blocks[-1]
         yield
         block.ends.append([device.event() for device in self._devices])
@@ -249,7 +250,7 @@ class CudaClock:
         self._count += 1
 
     def _anchors(self) -> list[tuple[Any, float]]:
-        """Read each idle device's clock and the host's at the same moment."""
+        """Return, per device, an event and the host's time at the same moment, while the device is idle."""
         anchors = []
         for device in self._devices:
             device.synchronize()
@@ -260,7 +261,7 @@ class CudaClock:
         return anchors
 
     def steps(self) -> tuple[Step, ...]:
-        """Return the steps: each from the end of the one before to its own."""
+        """Return the steps, each from the end of the previous step to its own end."""
         times = self._ends()
         steps = []
         for block, (begin, ends) in zip(self._blocks, times, strict=True):
@@ -272,7 +273,7 @@ class CudaClock:
         return tuple(steps)
 
     def _ends(self) -> list[tuple[list[float], list[list[float]]]]:
-        """Return, per block, when it began and when its steps ended, per device, on the host's time base."""
+        """Return, per block, the times of its beginning and of its steps' ends, per device, on the host's time base."""
         if not self._blocks:
             return []
         columns = [self._chain(i) for i in range(len(self._devices))]
@@ -286,7 +287,7 @@ class CudaClock:
         return times
 
     def _chain(self, i: int) -> list[float]:
-        """Time one device's block and step events, stretched so that first and last anchor meet the host's."""
+        """Return the times of one device's block and step events, stretched to match the host at both anchors."""
         events = [event for block in self._blocks for event in (block.begin[i], *(end[i] for end in block.ends))]
         (first, first_s), (last, last_s) = self._first[i], self._last[i]
         raw, at, previous = [], 0.0, first
@@ -299,7 +300,7 @@ class CudaClock:
         return [first_s + seconds * stretch for seconds in raw[:-1]]
 
     def spans(self) -> tuple[Span, ...]:
-        """Return the spans, each timed against the end of the step before it on its device."""
+        """Return the spans, each timed from the end of the previous step on its device."""
         starts: list[tuple[list[Any], list[float]]] = []
         for block, (begin, ends) in zip(self._blocks, self._ends(), strict=True):
             references = [(block.begin, begin), *zip(block.ends, ends, strict=True)]
@@ -314,10 +315,10 @@ class CudaClock:
         return tuple(spans)
 
     def samples(self) -> tuple[Sample, ...]:
-        """Return nothing: event spans tell occupied time, busy time comes from a profiled step."""
+        """Return no samples: events measure occupied time, and busy time comes from a profiled step."""
         return ()
 
 
 def choose(devices: Sequence[Device]) -> Clock:
-    """Return the clock that tells the truth for these devices: events where they have any, else the host's."""
+    """Return the clock that suits these devices: CUDA events if they have them, else the host's clock."""
     return HostClock() if devices[0].event() is None else CudaClock(devices)

@@ -1,4 +1,4 @@
-"""Failures: from an exception, or from the end of a process, to the record of a failure."""
+"""Failures: convert an exception, or the end of a process, to the record of a failure."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ NO_MEMORY = (
     "can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED",
 )  # fmt: skip
 """Parts of torch's messages for errors that mean lack of memory without being an OutOfMemoryError: from the host's
-allocator, from CUDA contexts and from libraries. torch gives no type to tell them by."""
+allocator, from CUDA contexts and from libraries. torch has no exception type for them."""
 _TORCH_NAMES_THE_GPU = re.compile(r"GPU (\d+) has a total capacity")
 """torch's message is the only place in which an OutOfMemoryError of CUDA names its device."""
 
 
 class Unverified(RuntimeError):
-    """The gradients of a strategy differ from the reference's, so that its step must not be timed."""
+    """The gradients of a strategy differ from the reference's, so its step must not be timed."""
 
 
 def of_error(error: BaseException, *, device_ids: Sequence[int] = ()) -> Failure:
@@ -87,7 +87,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def _ordinal(error: BaseException) -> int | None:
-    """Return the ordinal of the device that has no memory left: an emulated device's error knows it."""
+    """Return the ordinal of the device that has no memory left, or None; an emulated device's error carries it."""
     known: int | None = getattr(error, "ordinal", None)
     if known is not None:
         return known
@@ -96,7 +96,7 @@ def _ordinal(error: BaseException) -> int | None:
 
 
 def _memory_of(error: BaseException, ordinal: int | None) -> str:
-    """Return words for the device, or the kind of device, that has no memory left."""
+    """Return the device, or the kind of device, that has no memory left as text."""
     if ordinal is not None:
         return f"device {'emulated' if hasattr(error, 'ordinal') else 'cuda'}:{ordinal}"
     return "device cuda" if "CU" in str(error) else "device cpu"

@@ -1,4 +1,4 @@
-"""Preflight: each model of a run is checked once, in a worker that measures nothing, before its first trial.
+"""Preflight: check each model of a run once, in a worker that does not measure, before its first trial.
 
 A model that cannot be imported, built or stepped would fail in every trial, and each failure costs a trial's time.
 """
@@ -13,16 +13,16 @@ from dpbench.records import Case, Status, Trial, plan
 
 
 class Models:
-    """The models that were checked so far, with their results."""
+    """The models that have been checked so far, with their results."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
         self._verdicts: dict[Case, Trial] = {}
 
     def check(self, cases: Sequence[Case], server: Server) -> Iterator[str]:
-        """Check each model that was not checked yet, with the largest batch of its cases; yield a line a failure.
+        """Check each model that has not been checked yet, with the largest batch of its cases.
 
-        A check ends after `limit_s` seconds.
+        Yield one line of text per model that failed. A check is ended after `limit_s` seconds.
         """
         models: dict[Case, list[Case]] = {}
         for case in cases:
@@ -36,7 +36,7 @@ class Models:
                     yield _refusal(found, len(group))
 
     def failed(self, case: Case, number: int) -> Trial | None:
-        """Return a case's trial of round `number` if the check of its model failed, or None."""
+        """Return the failed trial of a case in round `number` if the check of its model failed, else None."""
         verdict = self._verdicts.get(plan.model_check(case))
         if verdict is None or verdict.status is Status.OK:
             return None
@@ -44,6 +44,6 @@ class Models:
 
 
 def _refusal(verdict: Trial, cases: int) -> str:
-    """Return which model failed its check, and why, in words."""
-    what = f"{verdict.case.model} ({verdict.case.size})"
-    return f"{what} is not measured, {cases} case(s) {verdict.status}: {verdict.reason.strip().partition(chr(10))[0]}"
+    """Return the name of a model that failed its check, and the reason, as one line of text."""
+    model = f"{verdict.case.model} ({verdict.case.size})"
+    return f"{model} is not measured, {cases} case(s) {verdict.status}: {verdict.reason.strip().partition(chr(10))[0]}"

@@ -1,7 +1,7 @@
-"""Busy time of GPUs: the union of kernel intervals in one profiled step, taken after timing.
+"""Profiler: the busy time of GPUs, which is the union of kernel intervals in one step profiled after timing.
 
-Event spans tell how long a phase occupied a device, waiting included; kernels tell when it worked. Collective
-kernels are counted apart, because one that waits for its peers looks busy.
+Event spans show how long a phase occupied a device, waiting included; kernels show when the device computed. Collective
+kernels are counted separately, because a kernel that waits for its peers counts as busy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ COLLECTIVE = "collective_busy_s"
 
 
 def profiled(step: Callable[[], object], devices: Sequence[Device]) -> list[Sample]:
-    """Run one step under torch.profiler; return each GPU's busy seconds, at its first replica's index."""
+    """Run one step under torch.profiler; return each GPU's busy seconds, with the index of its first replica."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     for device in devices:
         device.synchronize()
@@ -31,7 +31,7 @@ def profiled(step: Callable[[], object], devices: Sequence[Device]) -> list[Samp
             device.synchronize()
     kernels: dict[tuple[int, str], list[tuple[float, float]]] = {}
     for event in profiler.events() or ():
-        # annotations are shown on the GPU's timeline too, idle time included
+        # annotations also appear on the GPU's timeline but include idle time
         if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False):
             metric = COLLECTIVE if "nccl" in event.name.lower() else METRIC
             interval = (event.time_range.start / 1e6, event.time_range.end / 1e6)
@@ -45,9 +45,9 @@ def profiled(step: Callable[[], object], devices: Sequence[Device]) -> list[Samp
 
 
 def trace(step: Callable[[], object], devices: Sequence[Device], path: Path) -> None:
-    """Run one step under torch.profiler and leave its Chrome trace, the operators of all threads in it."""
+    """Run one step under torch.profiler and write a Chrome trace with the operators of all threads to `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # replicas run in threads of their own, which a profiler leaves out unless it is told
+    # replicas run in other threads, which the profiler leaves out by default
     everywhere = _ExperimentalConfig(profile_all_threads=True)
     activities = torch.profiler.supported_activities()
     with torch.profiler.profile(activities=activities, experimental_config=everywhere) as profiler:

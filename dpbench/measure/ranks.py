@@ -31,16 +31,16 @@ from dpbench.measure.failures import in_order, of_end, of_rank
 from dpbench.records.trial import Failure
 
 TIMEOUT = timedelta(seconds=60)
-"""How long a rank waits for its peers, when it joins them and in each collective."""
+"""The longest time that a rank waits for its peers, when it joins the group and in each collective."""
 POLL_S = 0.1
-"""A rank's own children may hold its pipe open, so its end is also looked for at this interval."""
+"""The interval in seconds of checks for the end of a rank, because a rank's children may keep its pipe open."""
 SETTLE_S = 0.5
-"""How long the death of a rank may take to show after a peer has reported the lost connection."""
+"""The seconds within which the death of a rank must show after a peer has reported the lost connection."""
 GRACE_S = 1.0
-"""How long a rank has to end after SIGTERM, before it gets SIGKILL."""
+"""The seconds between SIGTERM and SIGKILL."""
 _FORK = get_context("fork")
 _OVER_TCP = ("MASTER_ADDR", "MASTER_PORT", "NCCL_COMM_ID", "NCCL_RAS_ADDR")
-"""Variables that name an address for ranks to meet or to listen at."""
+"""Environment variables that name an address at which ranks meet or listen."""
 
 
 class RanksFailed(RuntimeError):
@@ -52,8 +52,8 @@ class RanksFailed(RuntimeError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
-    """The process group that ranks join: torch's name of its backend, its size, and the file that ranks meet at."""
+class RankGroup:
+    """The process group that ranks join: torch's name of the backend, the size, the rendezvous file, the interface."""
 
     backend: str
     size: int
@@ -61,16 +61,16 @@ class Group:
     interface: str
 
     def environment(self, rank: int) -> dict[str, str]:
-        """Return the variables of a rank: its place in the group, and the interface of each library's sockets."""
+        """Return the environment variables of a rank: its rank, the size, and the interface for each library."""
         return {
             "RANK": str(rank), "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(self.size), "LOCAL_WORLD_SIZE": str(self.size),
             "GLOO_SOCKET_IFNAME": self.interface, "TP_SOCKET_IFNAME": self.interface,
-            "NCCL_SOCKET_IFNAME": f"={self.interface}",  # without the sign, every name with this beginning would do
+            "NCCL_SOCKET_IFNAME": f"={self.interface}",  # without "=", NCCL accepts every name with this prefix
         }  # fmt: skip
 
     def join(self, rank: int) -> None:
-        """Join the group as this rank; returns when all ranks have joined, or raises after `TIMEOUT`."""
+        """Join the group as this rank; return when all ranks have joined, or raise after `TIMEOUT`."""
         import torch.distributed as dist
         from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch's stubs leave it out
 
@@ -91,29 +91,29 @@ def run(entry: Callable[[int], Any], count: int, folder: Path, backend: str) -> 
     Raises RanksFailed when a rank raises or ends without a result, and OSError when there is no loopback interface.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-", dir=folder) as private:  # its mode is 0700
-        group = Group(backend=backend, size=count, store=Path(private) / "store", interface=loopback())
-        ranks: list[_Rank] = []
+        group = RankGroup(backend=backend, size=count, store=Path(private) / "store", interface=loopback())
+        ranks: list[_RankProcess] = []
         try:
             for number in range(count):
-                ranks.append(_Rank(number, partial(_be_rank, entry, group, number, os.getpid())))
+                ranks.append(_RankProcess(number, partial(_be_rank, entry, group, number, os.getpid())))
             return _results(ranks)
         finally:
             _end(ranks)
 
 
 def loopback() -> str:
-    """Return the name of the network interface that has the address 127.0.0.1; raise OSError where none has."""
+    """Return the name of the network interface with the address 127.0.0.1; raise OSError if none has it."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address == "127.0.0.1" for one in addresses):
             return name
     raise OSError(
-        "no network interface has the address 127.0.0.1, over which alone ranks connect; "
+        "no network interface has the address 127.0.0.1, which ranks need to connect; "
         "bring the loopback interface up (Linux: ip link set lo up)"
     )
 
 
-class _Rank:
-    """A rank's process as its parent sees it: `result` holds its JSON, or `failure` the record, once it has ended."""
+class _RankProcess:
+    """The process of a rank, used by its parent. Once it has ended, `result` has its JSON or `failure` its record."""
 
     def __init__(self, number: int, be: Callable[[Connection], NoReturn]) -> None:
         self.number = number
@@ -131,7 +131,7 @@ class _Rank:
 
     def look(self) -> None:
         """Take the rank's report if there is one, or make a record of its death."""
-        ended = self.process.exitcode is not None  # asked first: the last message comes before the end
+        ended = self.process.exitcode is not None  # read before polling, because the last message precedes the end
         if self.pipe.poll():
             self._receive()
         elif ended:
@@ -150,11 +150,11 @@ class _Rank:
 
     def _died(self) -> None:
         at_s = time.perf_counter()
-        self.process.join(GRACE_S)  # its pipe is closed moments before its exit status is there
+        self.process.join(GRACE_S)  # the pipe closes shortly before the exit status is available
         self.failure = of_end(self.process.exitcode, self.number, at_s)
 
 
-def _results(ranks: Sequence[_Rank]) -> list[Any]:
+def _results(ranks: Sequence[_RankProcess]) -> list[Any]:
     """Wait for all ranks' results and return them; raise RanksFailed soon after the first failure."""
     deadline_s = float("inf")
     while (pending := [rank for rank in ranks if rank.pending]) and time.perf_counter() < deadline_s:
@@ -169,7 +169,7 @@ def _results(ranks: Sequence[_Rank]) -> list[Any]:
     return [json.loads(rank.result or "null") for rank in ranks]
 
 
-def _end(ranks: Sequence[_Rank]) -> None:
+def _end(ranks: Sequence[_RankProcess]) -> None:
     """End and reap every rank that lives: by SIGTERM, then by SIGKILL."""
     for send in ("terminate", "kill"):
         for rank in ranks:
@@ -181,8 +181,8 @@ def _end(ranks: Sequence[_Rank]) -> None:
         rank.pipe.close()
 
 
-def _be_rank(entry: Callable[[int], Any], group: Group, rank: int, parent: int, pipe: Connection) -> NoReturn:
-    """Be a rank: join the group, run, report, and end without any cleaning up that could hang."""
+def _be_rank(entry: Callable[[int], Any], group: RankGroup, rank: int, parent: int, pipe: Connection) -> NoReturn:
+    """Run as the process of a rank: join the group, call `entry`, report, and exit without cleanup, which could hang."""
     parent_death.die_with_parent(parent)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # inherited handlers do not run inside a collective
     try:
@@ -190,13 +190,13 @@ def _be_rank(entry: Callable[[int], Any], group: Group, rank: int, parent: int, 
 
         group.join(rank)
         result = json.dumps(entry(rank))
-        dist.destroy_process_group()  # only after success: with peers in trouble it would wait for them
+        dist.destroy_process_group()  # only after success: it would wait for peers that failed
         pipe.send_bytes(f"result {result}".encode())
     except BaseException as error:
         failure = of_rank(error, rank, time.perf_counter())
         print(failure.traceback, file=sys.stderr, flush=True)
         pipe.send_bytes(f"failure {failure.to_json()}".encode())
-        # a rank that ended now would break its peers' connections, and they would report failures that it caused
+        # stay alive until the parent ends this rank: its exit would break connections and cause failures in its peers
         while os.getppid() == parent:
             time.sleep(POLL_S)
     sys.stdout.flush()

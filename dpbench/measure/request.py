@@ -1,4 +1,4 @@
-"""Requests: what the parent asks of a worker, as one line of JSON."""
+"""Requests: the tasks that the parent process gives to workers, each as one line of JSON."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from dpbench.records import Case, Effort
 
 
 class Job(StrEnum):
-    """What a worker does with its cases."""
+    """The job of a worker."""
 
     MEASURE = "measure"
     CHECK_MODEL = "check the model"
     """Build the case's model, draw its batch and take one step; no step is timed."""
     SELF_CHECK = "self-check"
-    """Measure what measuring costs the case's step."""
+    """Measure the cost of measuring for the case's step."""
 
 
 class Arm(StrEnum):
@@ -32,8 +32,8 @@ class Arm(StrEnum):
 class SelfCheck:
     """The settings of a self-check.
 
-    `block_s` is the length of a block or part. With marks, CPU time is read in as large a share of the steps as it
-    would be in steps of `step_s` seconds. `sampler_pid` is the process id of a sampler.
+    `block_s` is the length of a block or part in seconds. With marks, CPU time is read in the same fraction of the
+    steps as in steps of `step_s` seconds. `sampler_pid` is the process id of the sampler.
     """
 
     arm: Arm

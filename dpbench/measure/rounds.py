@@ -1,4 +1,4 @@
-"""Rounds: which cases are worth another round, from what the rounds so far have decided."""
+"""Rounds: choose the cases that need another round, from the precision that the rounds so far have reached."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from dpbench.analysis import stats, summary
 from dpbench.records import Case, Trial
 from dpbench.records.estimate import Estimate
+from dpbench.records.words import count
 
 AUTO = "auto"
 LEAST, MOST = 3, 200
@@ -16,10 +17,10 @@ PRECISION = 0.01
 
 @dataclass
 class UntilPrecise:
-    """Rounds until the 95 % interval of each speed-up is within `precision` of it, or nothing is left to spend.
+    """The rule that adds rounds until the half-width of each speed-up's 95 % interval is at most `precision` of it.
 
-    A case without a speed-up (a baseline, or a failed one's partner) is measured as long as another needs it; where no
-    case has one, the step itself must be that precise.
+    A case without a speed-up, such as a baseline, is measured as long as another case needs it. If no case has a
+    speed-up, the step itself must reach the precision. No case gets more than `most` rounds.
     """
 
     precision: float = PRECISION
@@ -28,16 +29,16 @@ class UntilPrecise:
     _series: dict[Case, dict[int, list[float]]] = field(default_factory=dict)
 
     def add(self, trial: Trial) -> None:
-        """Take the timed steps of a trusted trial into account."""
+        """Add the timed steps of a trial; untrusted trials add none."""
         self._series.setdefault(trial.case, {}).update(summary.measured([trial]))
 
     @property
     def name(self) -> str:
-        """Return the rule's name, and its precision."""
+        """Return the name of the rule with its precision."""
         return f"{AUTO} {self.precision:g}"
 
     def wanted(self, cases: Sequence[Case], number: int) -> list[Case]:
-        """Return all cases for the first rounds, then those that are not precise yet, with their baselines."""
+        """Return the cases for round `number`: first all, then the imprecise ones with their baselines."""
         if number < self.least:
             return list(cases)
         if number >= self.most:
@@ -47,18 +48,22 @@ class UntilPrecise:
         return [case for case in cases if case in needed]
 
     def reasons(self, cases: Sequence[Case]) -> dict[str, str]:
-        """Return, for each case that is judged, how precise it got, and what ended it."""
+        """Return, by case label, the precision that each judged case reached and the reason why it got no more rounds.
+
+        The reason is the first word: `precise`, `rounds` or `budget`.
+        """
         found = {}
         for case, base, estimate in self._judged(cases):
-            width, what = half_width(estimate), "speed-up" if base else "step"
+            width, quantity = half_width(estimate), "speed-up" if base else "step"
             ended = "precise" if width <= self.precision else "rounds" if estimate.n >= self.most else "budget"
-            found[case.label] = f"{ended}: {what} known to {width:.1%} after {estimate.n} rounds" + _outlook(
-                estimate if base and ended != "precise" else None
+            found[case.label] = (
+                f"{ended}: {quantity} known to {width:.1%} after {count(estimate.n, 'round')}"
+                + _outlook(estimate if base and ended != "precise" else None)
             )
         return found
 
     def _judged(self, cases: Sequence[Case]) -> Iterator[tuple[Case, Case | None, Estimate]]:
-        """Yield the cases whose precision counts, each with its baseline and its speed-up, or its step without one."""
+        """Yield each case whose precision counts, with its baseline and speed-up, or with None and its step."""
         series = {case: found for case, found in self._series.items() if found}
         bases = {case: base for case in cases if case in series and (base := summary.baseline_in(case, series))}
         for case, base in bases.items():
@@ -70,16 +75,16 @@ class UntilPrecise:
 
 
 def _outlook(ratio: Estimate | None) -> str:
-    """Say what a ratio decides, or how many rounds it would take."""
+    """Return the verdict on a ratio, or the number of rounds that would decide it, as text."""
     if ratio is None:
         return ""
     said = stats.verdict(ratio)
     if said != "undecided":
         return f", {said}"
     more = stats.rounds_to_decide(ratio) - ratio.n
-    return f", undecided: about {more} more rounds would decide" if more < MOST else ", undecided"
+    return f", undecided: about {count(more, 'more round')} would decide" if more < MOST else ", undecided"
 
 
 def half_width(estimate: Estimate) -> float:
-    """Return half an estimate's interval as a fraction of it; a single round's tells nothing."""
+    """Return half the width of an estimate's interval as a fraction of its value; infinity for a single round."""
     return (estimate.high - estimate.low) / 2 / estimate.value if estimate.n > 1 else float("inf")

@@ -1,7 +1,8 @@
-"""Run: a plan -> fresh worker processes -> the store. Knows no torch; nothing that a worker does can end it.
+"""Run: measure the cases of a plan in fresh worker processes and store their trials.
 
-Rounds: all cases once in random order, then all again, each round under a new server, so that what differs from
-process to process becomes part of the interval instead of a hidden bias.
+This module does not import torch, and no failure of a worker ends the run. Each round measures all cases once, in
+random order and under a new server. Differences between processes thereby widen the interval instead of biasing the
+result.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from dpbench.store import FINAL, Store
 Slot = tuple[Case, int]
 """A case and the number of a round."""
 OVERHEAD_S = 1.0
-"""What a trial costs beside its timed steps, until the run has seen its own."""
+"""The assumed seconds of a trial in addition to its timed steps, until the run has measured them."""
 
 
 @dataclass(frozen=True)
 class Started:
-    """A run, or a trial of it, begins."""
+    """The event that a run, or one of its trials, has started; `done` and `total` count trials."""
 
     run_id: str
     total: int
@@ -45,7 +46,7 @@ class Started:
 
 @dataclass(frozen=True)
 class Ended:
-    """A trial has ended and is stored."""
+    """The event that a trial has ended and is stored."""
 
     trial: Trial
     done: int
@@ -55,7 +56,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Note:
-    """One line for the user who watches the run."""
+    """One line of text for the user."""
 
     text: str
 
@@ -63,21 +64,21 @@ class Note:
 Listener = Callable[[Started | Ended | Note], None]
 
 
-class Rule(Protocol):
-    """When a run has measured enough rounds; it is told every trial that ends, those of earlier sessions first."""
+class RoundsRule(Protocol):
+    """The rule that decides which cases get another round; it receives every trial, those of earlier sessions first."""
 
     @property
     def name(self) -> int | str:
-        """Return the number of rounds if it is fixed, else what makes a plan with this rule another one."""
+        """Return the number of rounds if it is fixed, else a text that identifies the rule in the plan's hash."""
 
     def add(self, trial: Trial) -> None:
-        """Take a trial into account."""
+        """Add a trial that has ended."""
 
     def wanted(self, cases: Sequence[Case], number: int) -> list[Case]:
-        """Return the cases to measure in round `number`; none end the run."""
+        """Return the cases to measure in round `number`; an empty list ends the run."""
 
     def reasons(self, cases: Sequence[Case]) -> dict[str, str]:
-        """Return why cases got no more rounds, by their labels."""
+        """Return the reason why each case got no more rounds, by the case's label."""
 
 
 @dataclass(frozen=True)
@@ -87,20 +88,20 @@ class Fixed:
     name: int
 
     def add(self, trial: Trial) -> None:
-        """Need nothing."""
+        """Do nothing: a fixed count does not depend on results."""
 
     def wanted(self, cases: Sequence[Case], number: int) -> list[Case]:
-        """Return all cases, until the count is reached."""
+        """Return all cases until the count is reached, then none."""
         return list(cases) if number < self.name else []
 
     def reasons(self, cases: Sequence[Case]) -> dict[str, str]:
-        """Return nothing: the count is no news."""
+        """Return no reasons, because the count is part of the plan."""
         return {}
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to: its trials by status, those of earlier sessions included."""
+    """The result of a run: its number of trials by status, those of earlier sessions included."""
 
     run_id: str
     resumed: bool
@@ -111,7 +112,7 @@ def run(
     cases: Sequence[Case],
     store: Store,
     *,
-    rounds: int | Rule = 3,
+    rounds: int | RoundsRule = 3,
     paired: bool = False,
     effort: Effort | None = None,
     budget_s: float | None = None,
@@ -121,18 +122,20 @@ def run(
     traces: Path | None = None,
     listen: Listener = lambda event: None,
 ) -> Outcome:
-    """Measure every case in as many `rounds` as are asked for, or as the rule wants, and store each trial as it ends.
+    """Measure every case in the given number of `rounds`, or as the rule decides, and store each trial as it ends.
 
-    `paired` measures the cases that can share a worker side by side in one, their blocks of steps in turn, every
-    round in a fresh worker of one server; otherwise each round has a server of its own.
-    `budget_s` bounds the trials: it shortens their timed parts, and what has not begun when it is spent is stored as
-    skipped. Two things come on top of it: the checks of the models, and `patience_s` seconds at most of waiting for a
-    quiet machine before the first trial (None: the environment's, or the default). Trials during which other processes
-    took too much of the cores are measured once more at the end, as long as the budget lasts; with a patience of 0 they
-    are labelled only. `limit_s` bounds one trial. `retry` names final statuses to measure again, in the latest such run
-    even if it finished. `traces` is a folder for profiles of one step of each trial, taken after its timing:
-    traces/<run>/<case>-r<round>.json, one a rank. A KeyboardInterrupt leaves an unfinished run that the same call
-    resumes.
+    `paired` measures the cases that can share a worker side by side in one worker, their blocks of steps in turn; each
+    round then uses a fresh worker of one server. Otherwise, each round has a separate server.
+
+    `budget_s` bounds the seconds of all trials. It shortens their timed parts, and trials that have not started when
+    it is spent are stored as skipped. The checks of the models do not count against it, and neither does the wait for
+    a quiet machine before the first trial, which takes at most `patience_s` seconds (None: the value in the
+    environment, or the default). Trials during which other processes used too much of the cores are measured once more
+    at the end, if the budget permits; with a patience of 0 they are only labelled.
+
+    `limit_s` bounds one trial. `retry` names final statuses to measure again, in the latest such run even if it has
+    finished. `traces` is a folder for profiles of one step of each trial, taken after timing:
+    traces/<run>/<case>-r<round>.json, with one file per rank. After a KeyboardInterrupt, the same call resumes the run.
     """
     facts = provenance.collect(describe())
     keys = {"host": provenance.host_key(facts), "code": provenance.code_key(facts)}
@@ -159,18 +162,18 @@ def run(
 
 
 def _plain(load: foreign_load.Measured) -> dict[str, float | str]:
-    """Return the foreign load before a run as facts."""
+    """Return the foreign load before a run as plain data."""
     return {"unknown": load.reason} if isinstance(load, foreign_load.UnknownLoad) else asdict(load)
 
 
 def _noise(load: foreign_load.Measured, trials: Collection[Slot]) -> dict[str, str]:
-    """Return why a run is NOISY; nothing if it is not known to be."""
+    """Return the reasons why a run is NOISY; empty if it is not known to be."""
     found = {"before": str(load)} if foreign_load.busy(load) else {}
     return found | ({"during": f"{len(trials)} trial(s) ran under too much foreign load"} if trials else {})
 
 
 def statuses(names: Iterable[str]) -> tuple[str, ...]:
-    """Return final statuses as they are; ValueError for any other name."""
+    """Return the names unchanged; raise ValueError for a name that is not a final status."""
     given = tuple(names)
     for name in given:
         if name not in FINAL:
@@ -179,7 +182,7 @@ def statuses(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def ordinals(cases: Sequence[Case]) -> list[int]:
-    """Return the GPUs that the cases use, for the samplers to watch."""
+    """Return the ordinals of the GPUs that the cases use, which the samplers read."""
     used: set[int] = set()
     for case in cases:
         if case.device_kind == "cuda":
@@ -189,10 +192,10 @@ def ordinals(cases: Sequence[Case]) -> list[int]:
 
 
 class _Session:
-    """One run in progress: its budget, its counts, and the one measuring process at a time."""
+    """One run in progress: its budget, its counters, and the order of its trials, of which one runs at a time."""
 
     def __init__(
-        self, store: Store, run_id: str, rule: Rule, effort: Effort, budget_s: float | None, limit_s: float,
+        self, store: Store, run_id: str, rule: RoundsRule, effort: Effort, budget_s: float | None, limit_s: float,
         patience_s: float, listen: Listener, traces: Path | None,
     ) -> None:  # fmt: skip
         self._traces, self._patience_s = traces, patience_s
@@ -207,7 +210,7 @@ class _Session:
         """The slots whose last trial ran under too much foreign load."""
 
     def measure(self, cases: Sequence[Case], done: set[tuple[str, int]], *, paired: bool) -> None:
-        """Go through the rounds that the rule wants, leaving out the slots that are done."""
+        """Measure the rounds that the rule asks for, without the slots that are done."""
         fixed = self._rule.name if isinstance(self._rule.name, int) else 0
         self._total = max(len(done), len(cases) * fixed)
         self._done = len(done)
@@ -222,9 +225,9 @@ class _Session:
                 number = 0
                 while wanted := self._rule.wanted(cases, number):
                     if number and not fixed and self._spent():
-                        break  # what nobody asked for is not skipped
+                        break  # rounds beyond the first were not requested: do not store them as skipped
                     pending = [case for case in wanted if (case.fingerprint, number) not in done]
-                    # what a server does to its workers is in the interval, or cancels between cases side by side
+                    # effects of a server are part of the interval, or cancel between cases measured side by side
                     if pending:
                         with nullcontext(lasting) if lasting else Server(scratch) as server:
                             refused = self._refuse(pending, number, server)
@@ -244,7 +247,7 @@ class _Session:
     def _refuse(self, cases: Sequence[Case], number: int, server: Server) -> set[Case]:
         """Check the models of these cases; store one trial for each case whose model fails, and return those cases.
 
-        The budget is for trials: the checks, and the start of the server that they wait for, do not count.
+        The checks, and the start of the server that they wait for, do not count against the budget.
         """
         began = time.perf_counter()
         for line in () if self._spent() else self._models.check(cases, server):
@@ -257,7 +260,7 @@ class _Session:
         return {*failed}
 
     def _take(self, trial: Trial) -> None:
-        """Take a trial into account that ended now or in an earlier session."""
+        """Count a trial that ended now or in an earlier session, and pass it to the rule."""
         self._rule.add(trial)
         slot = trial.case, trial.round
         self._times[slot] += trial.trusted
@@ -265,16 +268,16 @@ class _Session:
             (self.noisy.add if foreign_load.noisy(trial) else self.noisy.discard)(slot)
 
     def _repeatable(self) -> list[Slot]:
-        """Return the slots that were measured once, under too much foreign load, if there is budget left for them."""
+        """Return the slots that were measured only once, and under too much foreign load, if budget is left."""
         return [] if self._spent() else [slot for slot in self.noisy if self._times[slot] == 1]
 
     def _wait(self) -> None:
-        """Wait for quiet, but no longer than the budget lasts."""
+        """Wait for a quiet machine, but not longer than the budget lasts."""
         left_s = float("inf") if self._deadline is None else self._deadline - time.perf_counter()
         foreign_load.wait(min(self._patience_s, left_s), lambda words: self._listen(Note(words)))
 
     def _repeat(self, cases: Sequence[Case], server: Server, watched: samplers.Series, *, paired: bool) -> None:
-        """Measure noisy slots once more while the budget lasts: the new trials count, the old ones are kept."""
+        """Measure noisy slots once more while budget is left; the new trials count, and the old ones are kept."""
         slots = set(self._repeatable())
         for number in sorted({number for _, number in slots}):
             measured = [case for case in cases if self._times[case, number]]
@@ -286,7 +289,7 @@ class _Session:
     def _round(
         self, cases: Sequence[Case], number: int, server: Server, watched: samplers.Series, *, paired: bool
     ) -> None:
-        """Measure cases once, in an order of this round's own, the same one for a resumed run."""
+        """Measure cases once, in a random order that depends on the run and the round only."""
         generator = random.Random(f"{self._run_id} {number}")
         shuffled = generator.sample(sorted(cases, key=lambda case: case.fingerprint), len(cases))
         for group in plan.side_by_side(shuffled) if paired else [(case,) for case in shuffled]:
@@ -302,7 +305,7 @@ class _Session:
             reason = "the run's budget was spent before this trial; give a larger --budget"
             trials = [Trial(case=case, status=Status.SKIPPED, reason=reason, round=number) for case in group]
         else:
-            # what is deterministic is measured once
+            # memory by phase is deterministic: measure it in the first round only
             by_phase = effort.memory_by_phase and number == 0
             trace = self._trace(group[0], number) if len(group) == 1 else ""
             effort = replace(effort, trace=trace, memory_by_phase=by_phase)
@@ -326,18 +329,18 @@ class _Session:
             self._overhead_s += 0.3 * ((ended - began - timed) / len(group) - self._overhead_s)
 
     def _spent(self) -> bool:
-        """Tell whether the budget is spent."""
+        """Return whether the budget is spent."""
         return self._deadline is not None and time.perf_counter() >= self._deadline
 
     def _trace(self, case: Case, number: int) -> str:
-        """Return the file for a trial's profile, named by its case's label and fingerprint; empty where none is due."""
+        """Return the path of a trial's profile, named by its case's label and fingerprint; empty without profiles."""
         if self._traces is None:
             return ""
         words = re.sub(r"[^\w.,=]+", "-", case.label).strip("-")
         return str(self._traces.absolute() / self._run_id / f"{words}-{case.fingerprint[:8]}-r{number}.json")
 
     def _affordable(self) -> Effort | None:
-        """Share what is left of the budget among the trials that are left; None when nothing is."""
+        """Return the effort for the next trial, an equal share of the remaining budget; None if it is spent."""
         if self._deadline is None:
             return self._effort
         left_s = self._deadline - time.perf_counter()
@@ -348,20 +351,20 @@ class _Session:
 
 
 def _checked(trial: Trial) -> Trial:
-    """Add what could have spoilt the trial's numbers, as facts; a trial without any has none."""
+    """Return the trial with its validity checks as facts; unchanged if no check has data."""
     found = validity.facts(trial, provenance.usable_cores())
     return replace(trial, provenance={**trial.provenance, "validity": found}) if found else trial
 
 
 def _watched(series: samplers.Series, began: float, ended: float, trial: Trial) -> tuple[Sample, ...]:
-    """Return the samplers' readings while the trial's timed steps ran; of the whole trial if there were none."""
+    """Return the samplers' readings during the trial's timed steps, or during the whole trial if it has none."""
     timed = [step for step in trial.steps if not step.warmup]
     if timed:
         began, ended = timed[0].start_s, timed[-1].end_s
     ids = trial.case.device_ids
     if not ids:
         return series.cut(began, ended)
-    # samplers know GPUs by CUDA's numbers, trials by their place among the replicas
+    # samplers identify GPUs by CUDA ordinal, trials by the index of the replica
     place = {HOST: HOST} | {ordinal: index for index, ordinal in enumerate(ids)}
     return tuple(
         replace(sample, device=place[sample.device]) for sample in series.cut(began, ended) if sample.device in place

@@ -1,8 +1,8 @@
-"""Self-check: what measuring costs, measured on this machine. Knows no torch.
+"""Self-check: measure the cost of measuring on this machine. This module does not import torch.
 
-Three questions, each with its own pairs: what marks that are listened to cost a step, what the sampler process costs
-the throughput beside it, and how the engine's `reference` compares with torch.nn.DataParallel itself. What is stored
-is the seconds of each arm, pair by pair; ratios, intervals and words are made of them when somebody reads.
+It answers three questions, each from pairs of measurements: the cost of recorded marks per step, the cost of the
+sampler process in throughput, and the ratio of the engine's `reference` to torch.nn.DataParallel itself. The seconds of
+each arm are stored pair by pair; ratios, intervals and their wording are derived when they are shown.
 """
 
 from __future__ import annotations
@@ -23,31 +23,32 @@ from dpbench.records.traits import Role
 from dpbench.records.words import count
 
 STEP_S = 0.010
-"""The step that costs are held against."""
+"""The step, in seconds, that the cost of marks is given as a fraction of."""
 GOAL = 0.005
-"""The share of a step, or of the throughput, that measuring may cost."""
+"""The fraction of a step, or of the throughput, that measuring may cost."""
 ROUNDS = 5
-"""Fresh processes of each engine that are held against each other."""
+"""The number of fresh processes in which each of the two engines is measured."""
 LIMIT_S = 300.0
 BUDGETS_S = {Arm.MARKS: (30.0, 0.01), Arm.SAMPLER: (20.0, 1.0)}
-"""Seconds of steps, and of a block or part: short ones cancel most of a drift; the sampler reads every 0.2 s."""
+"""The seconds of steps, and of one block or part. Short blocks cancel most drift; a part must hold several of the
+sampler's readings, which come every 0.2 s."""
 GROUPS = 20
-"""Parts that a series of pairs is cut into, as if they were rounds: neighbours are alike."""
+"""The number of groups of neighbouring pairs that the bootstrap treats as rounds, because neighbours are correlated."""
 NEEDS_GPU = "torch.nn.DataParallel needs an accelerator; on the CPU it passes its input through to the module"
 NAMES = {
-    "marks": "marks that are listened to",
-    "samplers": "the sampler process beside the steps",
+    "marks": "recorded marks",
+    "samplers": "the sampler process running during the steps",
     "engine": "the engine's reference over torch.nn.DataParallel, both with replicas on one GPU",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cost:
-    """What one part of measuring costs: the step with it over the step without, and the difference.
+class MeasuringCost:
+    """The cost of one part of measuring: the ratio of the step with it to the step without it, and the difference.
 
-    `cost_s` is CPU time where the host computes: other processes that take turns with the step do not enter it.
-    `share` is of a 10 ms step (marks), or of the throughput (samplers); None for the engine, which has no goal.
-    `reason` says why there is no number.
+    `cost_s` is in seconds per step; it is CPU time if the host computes, which other processes do not affect. `share`
+    is the fraction of a 10 ms step (marks) or of the throughput (samplers); None for the engine, which has no goal.
+    `reason` explains why there is no number.
     """
 
     name: str
@@ -59,9 +60,9 @@ class Cost:
 
 
 def measure(device_kind: str, devices: int, ordinals: Sequence[int] = (), *, scale: float = 1.0) -> dict[str, Any]:
-    """Measure all three and return the facts to store; takes about a minute, times `scale`.
+    """Measure all three parts and return the facts to store; this takes about a minute, times `scale`.
 
-    `devices` is how many replicas step (two at most), `ordinals` the GPUs that the samplers watch.
+    `devices` is the number of replicas (at most two are used), `ordinals` are the GPUs that the samplers read.
     """
     with tempfile.TemporaryDirectory(prefix="dpbench-", ignore_cleanup_errors=True) as name:
         scratch = Path(name)
@@ -71,7 +72,7 @@ def measure(device_kind: str, devices: int, ordinals: Sequence[int] = (), *, sca
             found["marks"] = _of_worker(server, case, Arm.MARKS, scale)
             with samplers.sampling(ordinals, scratch / "samples.jsonl") as series:
                 if series.pid is None:
-                    found["samplers"] = {"reason": "the sampler process does not start"}
+                    found["samplers"] = {"reason": "the sampler process did not start"}
                 else:
                     found["samplers"] = _of_worker(server, case, Arm.SAMPLER, scale, sampler_pid=series.pid)
             found["engine"] = _engines(server, device_kind, scale)
@@ -79,7 +80,7 @@ def measure(device_kind: str, devices: int, ordinals: Sequence[int] = (), *, sca
 
 
 def _case(device_kind: str, devices: int) -> Case:
-    """Return the step that is checked: many marks, little else."""
+    """Return the case whose step is timed: it has many marks and little compute."""
     count = min(2, devices)
     placement = "colocated" if device_kind == "cuda" and count == 1 else "spread"
     return Case(
@@ -89,7 +90,7 @@ def _case(device_kind: str, devices: int) -> Case:
 
 
 def _of_worker(server: Server, case: Case, arm: Arm, scale: float, sampler_pid: int = 0) -> dict[str, Any]:
-    """Return what a worker measured, or why it did not."""
+    """Return the facts that a worker measured, or the reason why there are none."""
     budget_s, block_s = BUDGETS_S[arm]
     settings = SelfCheck(arm=arm, block_s=block_s, step_s=STEP_S, sampler_pid=sampler_pid)
     trial = server.self_check(case, Effort(budget_s=budget_s * scale), settings, LIMIT_S)
@@ -97,7 +98,7 @@ def _of_worker(server: Server, case: Case, arm: Arm, scale: float, sampler_pid: 
 
 
 def _engines(server: Server, device_kind: str, scale: float) -> dict[str, Any]:
-    """Return both engines' median steps, round by round, in turns; or why not."""
+    """Return the median steps of both engines by round, measured alternately, or the reason why there are none."""
     if device_kind != "cuda":
         return {"reason": NEEDS_GPU}
     both = {"on_s": registry.of_role(Role.ENGINE), "off_s": registry.of_role(Role.WRAPPER)}
@@ -121,58 +122,58 @@ def _why(trial: Trial) -> str:
     return f"{trial.status.value}: {trial.reason.strip().partition(chr(10))[0]}"
 
 
-def costs(facts: Mapping[str, Any]) -> list[Cost]:
-    """Return what the stored facts come to; medians over pairs, with their intervals."""
+def costs(facts: Mapping[str, Any]) -> list[MeasuringCost]:
+    """Return the costs derived from the stored facts: medians over pairs, with their intervals."""
     return [_cost(name, facts[name]) for name in NAMES if name in facts]
 
 
-def _cost(name: str, facts: Mapping[str, Any]) -> Cost:
+def _cost(name: str, facts: Mapping[str, Any]) -> MeasuringCost:
     if "reason" in facts:
-        return Cost(name=name, reason=facts["reason"])
+        return MeasuringCost(name=name, reason=facts["reason"])
     pairs = list(zip(facts["on_s"], facts["off_s"], strict=True))
-    # a ratio of each pair, and then the median: what drifts from pair to pair cancels before, not after
+    # take the ratio within each pair before the median, so that drift between pairs cancels
     ratio = _median([on / off for on, off in pairs])
     cost_s = _median([on - off for on, off in pairs])
     if name == "marks":
         if "on_cpu_s" in facts:
             cost_s = _median([on - off for on, off in zip(facts["on_cpu_s"], facts["off_cpu_s"], strict=True)])
         share = Estimate(cost_s.value / STEP_S, cost_s.low / STEP_S, cost_s.high / STEP_S, cost_s.n)
-        detail = f"{count(round(facts['marks_per_step']), 'mark')} a step"
-        return Cost(name=name, ratio=ratio, cost_s=cost_s, share=share, detail=detail)
+        detail = f"{count(round(facts['marks_per_step']), 'mark')} per step"
+        return MeasuringCost(name=name, ratio=ratio, cost_s=cost_s, share=share, detail=detail)
     if name == "samplers":
         share = Estimate(1 - 1 / ratio.value, 1 - 1 / ratio.low, 1 - 1 / ratio.high, ratio.n)
         detail = f"it keeps {facts['sampler_cpu_ratio']:.2%} of a core busy"
-        if "steps_touched" in facts:  # a run of an earlier dpbench has none
-            detail = f"at work in {count(facts['steps_touched'], 'step')}, {detail}"
-        return Cost(name=name, ratio=ratio, cost_s=cost_s, share=share, detail=detail)
-    return Cost(name=name, ratio=ratio, cost_s=cost_s)
+        if "steps_touched" in facts:  # absent in runs of earlier versions
+            detail = f"it ran in {count(facts['steps_touched'], 'step')}, {detail}"
+        return MeasuringCost(name=name, ratio=ratio, cost_s=cost_s, share=share, detail=detail)
+    return MeasuringCost(name=name, ratio=ratio, cost_s=cost_s)
 
 
 def _median(values: Sequence[float]) -> Estimate:
-    """Return the median over the pairs; `n` counts them."""
+    """Return the median over the pairs with its interval; `n` is the number of pairs."""
     size = -(-len(values) // GROUPS)
     groups = {start: values[start : start + size] for start in range(0, len(values), size)}
     return replace(stats.median(groups), n=len(values))
 
 
-def _of_what(name: str, facts: Mapping[str, Any]) -> str:
-    """Say what a difference is of, where it is not the clock's."""
+def _kind_of_time(name: str, facts: Mapping[str, Any]) -> str:
+    """Return " of CPU time" if the cost was measured as CPU time, else an empty string."""
     return " of CPU time" if name == "marks" and "on_cpu_s" in facts[name] else ""
 
 
 def words(provenance: Mapping[str, Any]) -> list[str]:
-    """Say what a run's self-check found, a line each; nothing where there was none."""
+    """Return the results of a run's self-check as lines of text; empty if the run has none."""
     return [_said(cost, provenance["self_check"]) for cost in costs(provenance.get("self_check") or {})]
 
 
-def _said(cost: Cost, facts: Mapping[str, Any]) -> str:
+def _said(cost: MeasuringCost, facts: Mapping[str, Any]) -> str:
     name = NAMES[cost.name]
     if cost.ratio is None or cost.cost_s is None:
         return f"{name}: not runnable here: {cost.reason}"
-    e, ratio, of_what = cost.cost_s, cost.ratio, _of_what(cost.name, facts)
+    e, ratio, kind = cost.cost_s, cost.ratio, _kind_of_time(cost.name, facts)
     said = (
         f"{name}: {ratio.value:.4f}× ({ratio.low:.4f}–{ratio.high:.4f}) the step without, "
-        f"{e.value * 1e6:+.0f} µs{of_what} a step ({e.low * 1e6:+.0f} to {e.high * 1e6:+.0f}; {count(ratio.n, 'pair')})"
+        f"{e.value * 1e6:+.0f} µs{kind} per step ({e.low * 1e6:+.0f} to {e.high * 1e6:+.0f}; {count(ratio.n, 'pair')})"
     )
     detail = f"; {cost.detail}" if cost.detail else ""
     if cost.share is None:

@@ -1,6 +1,6 @@
-"""The parent's end of the fork server: start it, ask it for trials, and make an end of what hangs.
+"""Server: the parent's side of the fork server, which starts it, requests trials, and kills workers that hang.
 
-Its other end is `python -m dpbench.measure.worker`; see there for the protocol.
+The other side is `python -m dpbench.measure.worker`, which documents the protocol.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from dpbench.records import Case, Effort, Status, Trial
 
 START_LIMIT_S = 120.0
 STACKS_S = 0.5
-"""How long a hung worker is given to write its Python stacks."""
+"""The seconds in which a hung worker may write its Python stacks."""
 TAIL = 4000
 _THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-"""torch.set_num_threads(1) alone does not reach MKL in the engine's new threads: each would start a team of its own,
-which costs 5-10 ms a step here. The strategy that wants all cores asks torch for them."""
+"""torch.set_num_threads(1) alone has no effect on MKL in the engine's new threads: each would start its own team of
+threads, which costs 5-10 ms per step here. The strategy that uses all cores sets the number in torch."""
 
 
 class Server:
-    """A process that has torch loaded and forks a fresh worker for each trial; a context manager."""
+    """A process that has loaded torch and forks a fresh worker for each trial; a context manager."""
 
     def __init__(self, scratch: Path) -> None:
         self._scratch = scratch
@@ -46,21 +46,21 @@ class Server:
         self._stop()
 
     def run(self, case: Case, effort: Effort, number: int, limit_s: float) -> Trial:
-        """Run one trial in a fresh worker; whatever becomes of it, return a trial."""
+        """Run one trial in a fresh worker and return it, even if the worker fails."""
         return self.run_together([case], effort, number, limit_s)[0]
 
     def check(self, case: Case, limit_s: float) -> Trial:
-        """Check a case's model in a fresh worker; return a trial without steps."""
+        """Check the model of a case in a fresh worker; return a trial without steps."""
         return self._ask([case], Effort(), 0, limit_s, job=Job.CHECK_MODEL)[0]
 
     def self_check(self, case: Case, effort: Effort, settings: SelfCheck, limit_s: float) -> Trial:
-        """Measure in a fresh worker what measuring costs a case's step; return a trial without steps."""
+        """Measure the cost of measuring for a case's step in a fresh worker; return a trial without steps."""
         return self._ask([case], effort, 0, limit_s, job=Job.SELF_CHECK, self_check=settings)[0]
 
     def run_together(self, cases: Sequence[Case], effort: Effort, number: int, limit_s: float) -> list[Trial]:
-        """Run cases side by side in one fresh worker; whatever becomes of it, return a trial for each.
+        """Run cases side by side in one fresh worker and return a trial for each, even if the worker fails.
 
-        After `limit_s` seconds for each the worker's Python stacks are stored and its process group is killed.
+        After `limit_s` seconds per case, the worker's Python stacks are stored and its process group is killed.
         """
         return self._ask(cases, effort, number, limit_s * len(cases))
 
@@ -68,7 +68,7 @@ class Server:
         self, cases: Sequence[Case], effort: Effort, number: int, limit_s: float, *, job: Job = Job.MEASURE,
         self_check: SelfCheck | None = None,
     ) -> list[Trial]:  # fmt: skip
-        """Have a fresh worker do a job; return a trial for each case."""
+        """Run a job in a fresh worker; return a trial for each case."""
 
         def lost(status: Status, reason: str) -> list[Trial]:
             now = time.time()
@@ -87,13 +87,13 @@ class Server:
                 self._stop()
                 return lost(Status.FAILED, str(died))
             finished = folder / "trials.json"
-            # a worker past its limit may still finish while it is asked for its stacks: too late
+            # a worker past its limit may still finish while its stacks are requested: ignore its trials
             if status is not None and finished.exists():
                 return [Trial.from_dict(one) for one in json.loads(finished.read_text())]
             return lost(status_of(status), _reason(status, pid, limit_s, folder))
 
     def _attempt(self, request: Request, limit_s: float) -> tuple[int | None, int]:
-        """Return the worker's exit status (None: it ran past its limit) and its pid."""
+        """Return the worker's exit status (None if it exceeded its limit) and its pid."""
         process = self._started()
         request = replace(request, requested_s=time.perf_counter())
         assert process.stdin is not None
@@ -105,7 +105,7 @@ class Server:
         pid = int(self._answer(START_LIMIT_S)["pid"])
         try:
             answer = self._answer(limit_s)
-            _kill_group(pid)  # what the model has started ends with its worker
+            _kill_group(pid)  # also end processes that the model has started
             return int(answer["exit"]), pid
         except TimeoutError:
             with suppress(ProcessLookupError):
@@ -114,12 +114,12 @@ class Server:
             _kill_group(pid)
             self._answer(START_LIMIT_S)
             return None, pid
-        except BaseException:  # Ctrl-C among them: nothing may go on behind our back
+        except BaseException:  # such as Ctrl-C: the worker must not continue to run
             _kill_group(pid)
             raise
 
     def _started(self) -> subprocess.Popen[bytes]:
-        """Return the running server, started if it is not."""
+        """Return the server's process, and start it first if it is not running."""
         if self._process is None or self._process.poll() is not None:
             self._stop()
             self._log = (self._scratch / "server.log").open("ab")
@@ -136,7 +136,7 @@ class Server:
         return self._process
 
     def _answer(self, limit_s: float) -> dict[str, Any]:
-        """Return the server's next line; TimeoutError when none comes, _ServerDied when none can."""
+        """Return the server's next answer; raise TimeoutError after `limit_s`, and _ServerDied if the server ended."""
         assert self._process is not None
         assert self._process.stdout is not None
         descriptor, deadline = self._process.stdout.fileno(), time.monotonic() + limit_s
@@ -153,7 +153,7 @@ class Server:
         return answer
 
     def _obituary(self) -> str:
-        """Say how the server died."""
+        """Return the way in which the server ended, and the end of its log, as text."""
         assert self._process is not None
         self._process.wait(timeout=10)
         log = (self._scratch / "server.log").read_text(errors="replace")[-TAIL:].strip()
@@ -174,31 +174,31 @@ class Server:
 
 
 def environment() -> dict[str, str]:
-    """Return the variables of a process that measures: one thread an operation, dpbench from where this one has it."""
+    """Return the environment of a measuring process: one thread per operation, and the same dpbench as this process."""
     paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, **_THREADS, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONSAFEPATH": "1"}
 
 
 class _ServerDied(RuntimeError):
-    """The server is gone; the next trial gets a new one."""
+    """The server has ended; the next trial starts a new one."""
 
 
 def status_of(exit_status: int | None) -> Status:
-    """Classify the end of a worker that left no trial."""
+    """Return the status of a worker that ended without a trial: timeout for None, else failed."""
     return Status.TIMEOUT if exit_status is None else Status.FAILED
 
 
 def _reason(exit_status: int | None, pid: int, limit_s: float, folder: Path) -> str:
-    """Say how the worker ended and what it left: its stacks if it hung, else the end of its log."""
+    """Return the way in which a worker ended as text, with its stacks if it hung, else with the end of its log."""
     stacks, log = _stacks(folder), _tail(folder / "log")
     if exit_status is None:
-        return f"ran past the limit of {limit_s:g} s a trial (--limit); Python stacks:\n{stacks or 'none came'}"
+        return f"exceeded the limit of {limit_s:g} s per trial (--limit); Python stacks:\n{stacks or 'none received'}"
     how = f"{parent_death.ending(exit_status)}){parent_death.advice(exit_status)}"
-    return f"the worker ended without a result ({how}; its last words: {log or stacks or 'none'}"
+    return f"the worker ended without a result ({how}; its last output: {log or stacks or 'none'}"
 
 
 def _stacks(folder: Path) -> str:
-    """Return what the worker and its ranks wrote of their stacks, the innermost calls of each."""
+    """Return the Python stacks that the worker and its ranks wrote, cut to the innermost calls of each."""
     found = [(file.name, file.read_text(errors="replace").strip()) for file in sorted(folder.glob("stacks*"))]
     written = [(name, text) for name, text in found if text]
     return "\n".join(f"[{name}]\n{text[: TAIL // len(written)]}" for name, text in written)

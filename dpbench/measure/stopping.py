@@ -1,4 +1,4 @@
-"""Steady: when a series of steps has warmed up, and when enough of it has been measured."""
+"""Stopping: decide when a series of steps has warmed up, and when it is long enough."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import numpy as np
 from dpbench.records import words
 
 WINDOW = 64
-"""Steps over which the noise of a series must have stayed as it is to count as known."""
+"""The number of steps over which the noise of a series must stay constant to count as known."""
 STABLE = 0.05
-"""How far, of itself, the noise may move within the window."""
+"""The largest relative change of the noise within the window."""
 
 
 def warmup(series: Sequence[float], *, least: int = 0) -> int:
-    """Return how many steps at the beginning of a series belong to its warm-up, `least` of them anyway.
+    """Return the number of steps at the beginning of a series that belong to its warm-up, at least `least`.
 
-    A test of two halves: the second tells what is usual. From the beginning, steps go as long as the median of a few
-    lies outside the usual's middle four fifths; a single slow step does not count, nor a slow one later on. A series
-    that goes on like that up to its half has not been measured long enough.
+    The second half of the series gives the usual range: its 10th to 90th percentile. Steps are dropped from the
+    beginning in small groups as long as the median of the next group is outside this range. The median ignores single
+    slow steps. If groups are dropped up to the middle of the series, the series is still too short.
     """
     n = len(series)
     few = max(3, min(5, n // 8))
@@ -38,10 +38,10 @@ def warmup(series: Sequence[float], *, least: int = 0) -> int:
 
 @dataclass
 class Stopping:
-    """Decide from a worker's own series when it has measured enough; `reason` says why it ended.
+    """The rule that ends a worker's series of steps; `reason` gives the cause.
 
-    The series is precise enough, or its noise itself is known (more steps of this process would not tell more: other
-    processes will), or its budget of seconds or steps is spent.
+    A series ends when its median is precise enough, when its noise is known, or when its budget of seconds or steps is
+    spent. Once the noise is known, further rounds in other processes add more information than further steps.
     """
 
     budget_s: float
@@ -55,15 +55,15 @@ class Stopping:
 
     @property
     def warmup(self) -> int:
-        """Return how many of the steps so far belong to the warm-up."""
+        """Return the number of steps so far that belong to the warm-up."""
         return warmup(self._series, least=self.least_warmup)
 
     def add(self, seconds: float) -> None:
-        """Take one step into account."""
+        """Add the seconds of one step to the series."""
         self._series.append(seconds)
 
     def finished(self) -> bool:
-        """Tell whether the series is precise enough, or time or steps have run out."""
+        """Return whether the series is long enough; once it is, `reason` is set."""
         timed = self._series[self.warmup :]
         if len(timed) >= self.min_steps:
             self._noise.append((len(timed), _noise(timed)))
@@ -78,7 +78,7 @@ class Stopping:
         return bool(self.reason)
 
     def _is_known(self, steps: int) -> bool:
-        """Tell whether the noise has stayed as it is for a window of steps, asked at each block in it."""
+        """Return whether the noise has stayed constant over the last window of steps, checked once per block."""
         recent = [noise for count, noise in self._noise if count > steps - WINDOW]
         whole = any(count <= steps - WINDOW for count, _ in self._noise)
         middle = statistics.median(recent)

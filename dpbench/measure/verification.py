@@ -1,8 +1,8 @@
-"""Verify: a strategy's gradients against the chunked reference, before it may be timed.
+"""Verification: compare a strategy's gradients with the chunked reference before the strategy may be timed.
 
-The reference owes nothing to the engine: one deep copy of the module per chunk, run one after the other on the
-first device, the loss taken on the concatenated outputs, the gradients added in replica order. Dropout is off on
-both sides, because replicas would draw from one random generator in an order of their own.
+The reference does not use the engine. It runs one deep copy of the module per chunk, one after the other on the first
+device, takes the loss of the concatenated outputs, and adds the gradients in replica order. Dropout is off on both
+sides, because replicas draw from one random generator in an undefined order.
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ from dpbench.records.schedule import FASTEST, parse
 Start = Callable[..., AbstractContextManager[Callable[[Any, Any], torch.Tensor]]]
 
 TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}
-"""The largest relative error of a tensor, by norm; sums in another order stay far below on fp32."""
+"""The largest permitted relative error of a tensor, by norm. In fp32, sums in another order stay far below it."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a step compared, with the worst tensor and its relative error; `random` if the reference does not repeat."""
+    """The result of a comparison, with the worst tensor and its relative error.
+
+    `random` is True if the reference does not reproduce its own gradients.
+    """
 
     verified: Verified
     worst: str = ""
@@ -37,10 +40,10 @@ class Verdict:
     random: bool = False
 
     def __str__(self) -> str:
-        told = f"{self.worst} differs from the chunked reference by {self.error:.2g} of its norm"
+        text = f"{self.worst} differs from the chunked reference by {self.error:.2g} of its norm"
         if not self.random:
-            return told
-        return f"{told}; but so does the reference from itself: the model draws random numbers, switch that off"
+            return text
+        return f"{text}; but two runs of the reference differ as well: the model draws random numbers, switch that off"
 
 
 def check(
@@ -52,9 +55,9 @@ def check(
     *,
     buffers: bool = True,
 ) -> Verdict:
-    """Take one step of a small, uneven batch by `start` and compare gradients and buffers with the reference.
+    """Take one step of a small, uneven batch by `start` and return the comparison of its gradients with the reference.
 
-    `model` is used up: its weights have moved afterwards.
+    With `buffers`, buffers are compared too. `model` is modified: the step updates its weights.
     """
     small = _small(case)
     _without_dropout(model.module)
@@ -78,14 +81,14 @@ def check(
 
 
 def _small(case: Case) -> Case:
-    """Return the case with a small, if possible uneven, batch that reaches as many replicas."""
+    """Return the case with a small batch, uneven if possible, that uses the same number of replicas."""
     most = min(case.batch_size, 4 * case.devices - 1 if case.devices > 1 else 4)
     smaller = (replace(case, batch_size=rows) for rows in range(most, 0, -1))
     return next(small for small in smaller if len(small.rows) == len(case.rows))
 
 
 def _without_dropout(module: nn.Module) -> None:
-    """Set every dropout that torch's modules know of to 0."""
+    """Set the dropout probability of all of torch's own modules to 0."""
     for part in module.modules():
         if isinstance(part, nn.modules.dropout._DropoutNd):
             part.p = 0.0
@@ -96,7 +99,10 @@ def _without_dropout(module: nn.Module) -> None:
 def chunked(
     module: nn.Module, loss: Callable[..., torch.Tensor], inputs: Any, target: Any, chunks: int, device: torch.device
 ) -> nn.Module:
-    """Return `module` on `device` with the gradients and buffers that a step over `chunks` must leave."""
+    """Return `module` on `device` with the expected gradients and buffers of a step over `chunks` chunks.
+
+    Raise TypeError if the module does not return a tensor.
+    """
     module = module.to(device)
     pieces = [_chunk(argument, chunks, device) for argument in positional(inputs)]
     columns = list(zip(*pieces, strict=True))
@@ -104,8 +110,8 @@ def chunked(
     outputs = [one(*arguments) for one, arguments in zip(copies, columns, strict=True)]
     if not all(isinstance(output, torch.Tensor) for output in outputs):
         raise TypeError(
-            f"forward returned a {type(outputs[0]).__name__}; verification, and so timing, needs one tensor: return "
-            "the tensor that the loss takes, or wrap the model in a module that does"
+            f"forward returned a {type(outputs[0]).__name__}; verification, and therefore timing, needs one tensor: "
+            "return the tensor that the loss takes, or wrap the model in a module that does"
         )
     whole = torch.cat([output.detach() for output in outputs]).requires_grad_()
     loss(whole, target.to(device)).backward()
@@ -121,14 +127,14 @@ def chunked(
 
 
 def _chunk(value: Any, chunks: int, device: torch.device) -> list[Any]:
-    """Cut a tensor into fresh copies; share anything else."""
+    """Return copies of the chunks of a tensor; return any other value once per chunk, shared."""
     if isinstance(value, torch.Tensor):
         return [piece.to(device, copy=True) for piece in value.chunk(chunks)]
     return [value] * chunks
 
 
 def _ordered_sum(parts: list[torch.Tensor]) -> torch.Tensor | None:
-    """Add in order; a parameter without gradients has none."""
+    """Return the sum of the gradients, added in order; None without any."""
     if not parts:
         return None
     total = parts[0].clone()
@@ -138,13 +144,16 @@ def _ordered_sum(parts: list[torch.Tensor]) -> torch.Tensor | None:
 
 
 def compare(module: nn.Module, reference: nn.Module, tolerance: float, *, buffers: bool = True) -> Verdict:
-    """Compare gradients, and buffers if asked: bitwise, within `tolerance` of each tensor's norm, or no."""
+    """Return the comparison of two modules' gradients, and with `buffers` of their buffers.
+
+    The result is bitwise, within `tolerance` of each tensor's norm, or no.
+    """
     pairs = [(n, _gradient(p), _gradient(reference.get_parameter(n))) for n, p in module.named_parameters()]
     if buffers:
         pairs += [(n, b, reference.get_buffer(n)) for n, b in module.named_buffers()]
     if all(torch.equal(ours, theirs) for _, ours, theirs in pairs):
         return Verdict(Verified.BITWISE)
-    # a tensor of nearly no gradient is measured against the largest, or rounding would decide
+    # the error of a tensor with a tiny gradient is relative to the largest gradient, so that rounding does not decide
     floor = 1e-4 * max(theirs.double().norm().item() for _, _, theirs in pairs)
     errors = {
         name: (ours.double() - theirs.double()).norm().item() / max(theirs.double().norm().item(), floor, 1e-30)
@@ -157,5 +166,5 @@ def compare(module: nn.Module, reference: nn.Module, tolerance: float, *, buffer
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:
-    """Return the gradient; none counts as zeros, which is what replicas that do not use a parameter give."""
+    """Return the gradient, or zeros for None, because replicas that do not use a parameter return zeros for it."""
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -1,4 +1,4 @@
-"""The worker: one case in one fresh process -> one trial. Holds the only measuring loop.
+"""Worker: measure one case in a fresh process and return a trial. This package has the only measuring loop.
 
-`python -m dpbench.measure.worker` is the server that worker processes are forked from.
+`python -m dpbench.measure.worker` runs the server from which worker processes are forked.
 """

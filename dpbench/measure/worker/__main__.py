@@ -1,10 +1,10 @@
-"""The server: it has imported torch, has run no tensor operation, and forks one fresh worker per request.
+"""Server: a process that has imported torch and forks one fresh worker per request.
 
-Requests are JSON lines on stdin; see `measure.request`. For each, the server
-answers on stdout with {"pid": n} and, when that worker has ended, {"exit": status}. The worker leaves its trials
-in folder/trials.json, what it printed in folder/log and, on SIGUSR1, its Python stacks in folder/stacks.
+Requests are JSON lines on stdin; see `measure.request`. The server answers each request on stdout with {"pid": n} and,
+after that worker has ended, {"exit": status}. The worker writes its trials to folder/trials.json, its output to
+folder/log and, on SIGUSR1, its Python stacks to folder/stacks.
 
-No tensor operation, because one multi-threaded operation here would hang the children.
+The server runs no tensor operation: after one multi-threaded operation, forked workers would hang.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import Any
 
 from dpbench.hardware import parent_death
 
-if __name__ == "__main__":  # before torch, whose import takes a second or more, in which the parent may die
+if __name__ == "__main__":  # before importing torch, because the parent may die during the second or more that it takes
     parent_death.die_with_parent(int(sys.argv[1]))
 
-# asking the driver for devices without NVML would create a CUDA context, which does not survive a fork
+# without this variable, torch looks for devices by creating a CUDA context, which does not survive a fork
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import torch
@@ -39,18 +39,18 @@ from dpbench.records import registry
 
 
 def serve() -> None:
-    """Answer requests until stdin ends."""
+    """Answer requests until stdin ends; raise RuntimeError if loading dpbench's own components initialised CUDA."""
     malloc.keep()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C, the parent ends this process
     for kind in ("strategies", "models"):
         for name in registry.own(kind):
             registry.load(kind, name)
     if torch.cuda.is_initialized():
-        raise RuntimeError("importing dpbench's strategies and models initialised CUDA; workers could not fork")
+        raise RuntimeError("importing dpbench's strategies and models initialised CUDA, so workers cannot be forked")
     gc.collect()
     gc.freeze()  # keep the shared pages shared
     answers = os.dup(1)
-    os.dup2(2, 1)  # whatever else prints must not look like an answer
+    os.dup2(2, 1)  # other output must not be mistaken for an answer
 
     def say(**answer: Any) -> None:
         os.write(answers, json.dumps(answer).encode() + b"\n")
@@ -69,11 +69,11 @@ def serve() -> None:
 
 
 def _work(request: Request, server: int) -> None:
-    """Be a worker: run the case, leave the trial, and end without any cleaning up that could hang."""
+    """Run the request as the worker process, write its trials, and exit without cleanup, which could hang."""
     born_s = time.perf_counter()
     folder = request.folder
     try:
-        os.setsid()  # a group of its own, so that ranks end with it
+        os.setsid()  # start a new process group, so that the ranks can be killed together with the worker
         parent_death.die_with_parent(server)
         log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         null = os.open(os.devnull, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""The measuring loop: verify, build, warm up, run blocks of steps until the series says stop."""
+"""Measuring loop: verify and build a case, warm up, and run blocks of steps until the series is long enough."""
 
 from __future__ import annotations
 
@@ -22,45 +22,46 @@ from dpbench.hardware.provenance import usable_cores
 from dpbench.measure import verification
 from dpbench.measure.failures import Unverified
 from dpbench.measure.worker import memory
-from dpbench.measure.worker.bench import Subject, on_bench, run
+from dpbench.measure.worker.bench import PreparedCase, run, start_timer
 from dpbench.models import Model, positional
 from dpbench.records import HOST, Case, Effort, Memory, Trial, Verified
 from dpbench.strategies import Strategy, precision_of
 
 BATCHES = 4
-"""Distinct batches that the steps take turns with, so that none is special."""
+"""The number of distinct batches that the steps use in turn, so that results do not depend on a single batch."""
 
 
 def measure(case: Case, effort: Effort, strategy: Strategy, rank: int | None = None) -> Trial:
-    """Verify and time one case in this process; as a rank, its own share of it."""
-    subject = prepare(case, strategy, rank)
+    """Verify and time one case in this process, and return its trial; with `rank`, run that rank's share."""
+    prepared = prepare(case, strategy, rank)
     with memory.bound(case):
-        with on_bench(subject, effort) as bench:
-            run([bench])
-            timed = bench.trial(_memory(case, subject.devices))
+        with start_timer(prepared, effort) as timer:
+            run([timer])
+            timed = timer.trial(_memory(case, prepared.devices))
             if effort.trace:
-                bench.trace(effort.trace if rank is None else f"{effort.trace[:-5]}-rank{rank}.json")
-        del bench  # with all that it holds
-        return _with_memory(timed, subject) if effort.memory_by_phase else timed
+                timer.trace(effort.trace if rank is None else f"{effort.trace[:-5]}-rank{rank}.json")
+        del timer  # release the step function and the clock before memory is measured
+        return _with_memory(timed, prepared) if effort.memory_by_phase else timed
 
 
-def measure_together(subjects: Sequence[Subject], effort: Effort) -> list[Trial]:
-    """Time several cases in this process, their blocks in turn; the first error of any ends all.
+def measure_together(prepared_cases: Sequence[PreparedCase], effort: Effort) -> list[Trial]:
+    """Time several cases in this process, their blocks in turn; an error in any case ends all of them.
 
-    What this process is (its memory layout, its place on the machine) and what goes on beside it, all share, so that
-    their ratios are far steadier than those of separate processes. Their memory is not told apart.
+    All cases share the memory layout of the process, its cores and the load from other processes. Ratios between them
+    therefore vary much less than ratios between separate processes. Memory is not measured, because it cannot be
+    separated by case.
     """
     with ExitStack() as stack:
-        benches = [stack.enter_context(on_bench(subject, effort)) for subject in subjects]
-        run(benches)
-        return [bench.trial() for bench in benches]
+        timers = [stack.enter_context(start_timer(prepared, effort)) for prepared in prepared_cases]
+        run(timers)
+        return [timer.trial() for timer in timers]
 
 
-def _with_memory(timed: Trial, subject: Subject) -> Trial:
-    """Add the memory by phase of two more steps, or why there is none."""
+def _with_memory(timed: Trial, prepared: PreparedCase) -> Trial:
+    """Return the trial with memory peaks by phase from two additional steps, or with the reason for their absence."""
     at = time.perf_counter()
     by_phase, absent = memory.by_phase(
-        subject.case, subject.strategy, subject.model, subject.devices, subject.batches[0]
+        prepared.case, prepared.strategy, prepared.model, prepared.devices, prepared.batches[0]
     )
     return replace(
         timed, memory=(*timed.memory, *by_phase), setup={**timed.setup, "memory_s": time.perf_counter() - at},
@@ -68,12 +69,12 @@ def _with_memory(timed: Trial, subject: Subject) -> Trial:
     )  # fmt: skip
 
 
-def prepare(case: Case, strategy: Strategy, rank: int | None = None) -> Subject:
-    """Return a case that is verified and built."""
+def prepare(case: Case, strategy: Strategy, rank: int | None = None) -> PreparedCase:
+    """Return the case verified and built; raise Unverified if its gradients are wrong."""
     threads = usable_cores() if strategy.traits.all_cores else 1
     torch.set_num_threads(threads)
     devices = _devices(case, strategy, rank)
-    if threads == 1:  # and not where one device is all cores
+    if threads == 1:  # a device with all cores must not be pinned to one of them
         devices[0].settle()
     at = [time.perf_counter()]
     verified = _verify(case, strategy, devices, rank)
@@ -83,14 +84,14 @@ def prepare(case: Case, strategy: Strategy, rank: int | None = None) -> Subject:
     batches = [_pinned(model.batch(case.batch_size, case.seed + i), case) for i in range(BATCHES)]
     at.append(time.perf_counter())
     facts = torch_facts(case, devices[0]) | ({"model": of_model(model, batches[0])} if rank in (None, 0) else {})
-    return Subject(
+    return PreparedCase(
         case=case, strategy=strategy, devices=devices, model=model, batches=batches, verified=verified, facts=facts,
         setup={"verify_s": at[1] - at[0], "build_s": at[2] - at[1]},
     )  # fmt: skip
 
 
 def _devices(case: Case, strategy: Strategy, rank: int | None) -> list[Device]:
-    """Open the case's devices; a rank has just its own."""
+    """Return the opened devices of the case; for a rank, only its device."""
     devices = open_devices(
         case.device_kind, case.devices, ids=case.device_ids, placement=case.placement,
         shared_stream=strategy.traits.shared_stream, own_processes=rank is not None,
@@ -99,7 +100,7 @@ def _devices(case: Case, strategy: Strategy, rank: int | None) -> list[Device]:
 
 
 def _verify(case: Case, strategy: Strategy, devices: Sequence[Device], rank: int | None) -> Verified:
-    """Return how the strategy compared; raise Unverified when it does not compute the same gradients."""
+    """Return the result of verification; raise Unverified if the gradients differ from the reference's."""
     model = models.load(case.model, case.size, case.seed)
     verdict = verification.check(
         strategy.start,
@@ -115,17 +116,17 @@ def _verify(case: Case, strategy: Strategy, devices: Sequence[Device], rank: int
 
 
 def _forget(devices: Sequence[Device]) -> None:
-    """Drop what verification left behind, and its peaks."""
+    """Release the memory of verification and reset all peaks."""
     gc.collect()
     malloc.release()
     for device in devices:
         device.reset_memory()
-    with suppress(OSError):  # Linux: 5 resets the peak of the resident set
+    with suppress(OSError):  # on Linux, writing 5 resets the peak of the resident set
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def _memory(case: Case, devices: Sequence[Device]) -> tuple[Memory, ...]:
-    """Return the peaks since `_forget`: per device where it can tell, and the host's resident set."""
+    """Return the peaks since `_forget`: of each device that reports them, and of the host's resident set."""
     source = "ledger" if case.device_kind == "emulated" else "allocator"
     peaks = [Memory(d.index, peak, source, kind=kind) for d in devices for kind, peak in d.take_peaks().items()]
     return (*peaks, Memory(HOST, _resident_peak(), "rss"))
@@ -141,7 +142,7 @@ def _resident_peak() -> int:
 
 
 def _pinned(batch: tuple[Any, Any], case: Case) -> tuple[Any, Any]:
-    """Put a batch where a good DataLoader would: in pinned memory, if it goes to a GPU."""
+    """Return the batch as an efficient DataLoader provides it: in pinned memory if its target is a GPU."""
     if case.device_kind != "cuda":
         return batch
     inputs, target = batch
@@ -150,10 +151,10 @@ def _pinned(batch: tuple[Any, Any], case: Case) -> tuple[Any, Any]:
 
 
 def of_model(model: Model, batch: tuple[Any, Any]) -> dict[str, float]:
-    """Return counts and bytes of modules, weights and buffers, and bytes of inputs, target and output per sample.
+    """Return counts and bytes of modules, parameters and buffers, and bytes of inputs, target and output per sample.
 
-    Tensors are counted once however many modules share them, as replication copies them once. The output's bytes are
-    those of a forward of two samples, and left out where that fails.
+    A tensor that several modules share counts once, because replication copies it once. The output's bytes are taken
+    from a forward pass of two samples, and left out if that fails.
     """
     parameters, buffers = list(model.module.parameters()), list(model.module.buffers())
     inputs, target = positional(batch[0]), batch[1]
@@ -170,18 +171,18 @@ def of_model(model: Model, batch: tuple[Any, Any]) -> dict[str, float]:
     }
     few = slice(0, 2)  # BatchNorm refuses a single sample
     arguments = tuple(a[few] if isinstance(a, torch.Tensor) else a for a in inputs)
-    statistics = {name: buffer.clone() for name, buffer in model.module.named_buffers()}  # a forward moves them
+    statistics = {name: buffer.clone() for name, buffer in model.module.named_buffers()}  # forward changes buffers
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             output = functional_call(model.module, statistics, arguments)
         found["output_bytes"] = output.nbytes / len(target[few])
-    except Exception:  # whatever a model may raise: what is not known is left out
+    except Exception:  # a model may raise any error: leave the unknown fact out
         return found
     return found
 
 
 def torch_facts(case: Case, device: Device) -> dict[str, Any]:
-    """Return what of torch makes the numbers repeatable."""
+    """Return torch's version and settings, which are needed to reproduce the numbers."""
     facts: dict[str, Any] = {
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
@@ -195,7 +196,7 @@ def torch_facts(case: Case, device: Device) -> dict[str, Any]:
 
 
 def blocked_pairs(case: Case) -> list[list[int]] | None:
-    """Return the pairs of GPUs, by CUDA's numbers, that cannot read each other's memory; None where it says nothing."""
+    """Return the pairs of GPUs without peer access, by CUDA ordinal; None unless several GPUs are used."""
     if case.device_kind != "cuda" or case.placement != "spread" or case.devices == 1:
         return None
     ids = case.device_ids[: case.devices] or tuple(range(case.devices))

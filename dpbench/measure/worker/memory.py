@@ -1,4 +1,4 @@
-"""Memory by phase: two more steps after all timing, of which the second is watched; and the shapes behind them."""
+"""Memory by phase: run two additional steps after timing and record the peaks of the second by phase."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ from dpbench.strategies import Strategy
 def by_phase(
     case: Case, strategy: Strategy, model: Model, devices: Sequence[Device], batch: tuple[Any, Any]
 ) -> tuple[tuple[Memory, ...], str]:
-    """Return each device's peaks by phase, and why there are none; `model` is used up.
+    """Return each device's peaks by phase and an empty string, or no peaks and the reason; `model` is modified.
 
-    Logical CPU devices have no memory of their own: emulated ones stand in for them, which hold no numbers.
+    Logical CPU devices share the host's memory. For them, the steps run on emulated devices, which count bytes without
+    storing numbers.
     """
     on_host = case.device_kind == "cpu"
     if on_host:
         if case.precision != "fp32":
-            return (), f"emulated devices stand in for the CPU's, and do not know autocast to {case.precision}"
+            return (), f"measured on emulated devices in place of CPU devices, without autocast to {case.precision}"
         emulated = replace(case, device_kind="emulated")
         if reason := strategy.skip(emulated):
-            return (), f"on emulated devices, which stand in for the CPU's: {reason}"
+            return (), f"measured on emulated devices in place of CPU devices: {reason}"
         devices = open_devices("emulated", case.devices)
     source = "allocator" if case.device_kind == "cuda" else "ledger"
     attempts: list[AbstractContextManager[Any]] = [bytes_only(), nullcontext()] if on_host else [nullcontext()]
@@ -40,16 +41,16 @@ def by_phase(
         peaks = Peaks(devices)
         try:
             with numbers:
-                # a failed attempt has left the model where it was
+                # a failed attempt leaves the model on its devices: load it again
                 mine = models.load(case.model, case.size, case.seed) if number else model
                 _watch(case, strategy, mine, devices, batch, peaks)
-        # the trial is as good without; an op may refuse a tensor without numbers, and then works with them
+        # the trial is valid without these peaks; an op that refuses tensors without numbers is retried with numbers
         except Exception as error:
-            error = error.__cause__ if isinstance(error.__cause__, Exception) else error  # what a replica raised
+            error = error.__cause__ if isinstance(error.__cause__, Exception) else error  # a replica's own error
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         else:
             found = peaks.memory(source)
-            # what whole steps held is known from the timed ones, but for the CPU
+            # peaks of whole steps are known from the timed steps, except for CPU devices
             return (found if on_host else tuple(m for m in found if m.phase)), ""
     return (), reason
 
@@ -57,7 +58,7 @@ def by_phase(
 def _watch(
     case: Case, strategy: Strategy, model: Model, devices: Sequence[Device], batch: tuple[Any, Any], peaks: Peaks
 ) -> None:
-    """Take one step that makes the optimizer's state, and watch the next."""
+    """Take one step, which creates the optimizer's state, and record the peaks of the next one."""
     for parameter in model.module.parameters():
         parameter.grad = None
     gc.collect()
@@ -72,7 +73,7 @@ def _watch(
 
 @contextmanager
 def bound(case: Case) -> Iterator[None]:
-    """Hold emulated devices to the case's memory, if it has such."""
+    """Limit emulated devices to the case's device memory, if it has one."""
     if case.device_kind != "emulated" or not case.device_memory_bytes:
         yield
         return
@@ -85,7 +86,7 @@ WHOLE = ""
 
 
 class Peaks:
-    """Peaks of one step, by device, phase and kind."""
+    """The memory peaks of one step, by device, phase and kind."""
 
     def __init__(self, devices: Sequence[Device]) -> None:
         self._devices = devices
@@ -96,7 +97,7 @@ class Peaks:
 
     @contextmanager
     def mark(self, phase: Phase, device: int) -> Iterator[None]:
-        """Credit what is held from here to the phase; to both, where two are open."""
+        """Credit the peaks inside this context to the phase; if several phases are open, to each of them."""
         with self._lock:
             self._settle()
             self._open.append(phase)
@@ -109,7 +110,7 @@ class Peaks:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Listen to one step; before and after, marks do nothing."""
+        """Record the peaks inside this context; outside it, marks have no effect."""
         for device in self._devices:
             device.take_peaks()
         self._listening = True
@@ -119,7 +120,7 @@ class Peaks:
             self._listening = False
 
     def _settle(self) -> None:
-        """Credit the peaks since the last border to what has been open since then."""
+        """Credit the peaks since the last mark to the phases that have been open since then."""
         if not self._listening:
             return
         names = {WHOLE, *(phase.value for phase in self._open)} if self._open else {WHOLE, UNATTRIBUTED}
@@ -130,7 +131,7 @@ class Peaks:
                     self._most[key] = max(self._most.get(key, 0), peak)
 
     def memory(self, source: str) -> tuple[Memory, ...]:
-        """Return the peaks, by device, in the order of the step, the whole step first."""
+        """Return the peaks by device: first of the whole step, then of its phases in order."""
         order = [WHOLE, *(phase.value for phase in Phase), UNATTRIBUTED]
         found = sorted(self._most, key=lambda key: (key[0], order.index(key[1]), key[2]))
         return tuple(Memory(d, self._most[d, name, kind], source, name, kind) for d, name, kind in found)

@@ -1,12 +1,11 @@
-"""The worker's part of the self-check: one step with and without what measures it, in turns, in one process.
+"""Self-check, worker side: time one step with and without a part of the measuring, alternating in one process.
 
-    marks      pair 0: on off   pair 1: off on   pair 2: on off ...      a block is so many steps back to back
-    sampler    part 0: . . . x x . . . . . . x x . . . .                 x: steps in or just after which it was at work
+    marks      pair 0: on off   pair 1: off on   pair 2: on off ...      each word is a block of back-to-back steps
+    sampler    part 0: . . . x x . . . . . . x x . . . .                 x: the sampler ran in or right after this step
 
-What drifts over more than two blocks cancels within a pair of them, and over more than a part within the part. The
-sampler is left alone: its own CPU clock tells the steps that it ran in, so that all it does is counted, as often as it
-does it, and the few steps that it touches are held against their neighbours. The trial's steps are none; the seconds
-a step are facts, a list for each arm, pair by pair or part by part.
+For marks, blocks with and without them alternate, and the two blocks of a pair are compared: slower drift cancels. The
+sampler is never switched off. Its CPU clock shows in which steps it ran, and within a part these few steps are compared
+with the others. The trial has no steps; the seconds per step are stored as facts, one list per arm, by pair or part.
 """
 
 from __future__ import annotations
@@ -30,16 +29,19 @@ from dpbench.strategies import load
 
 ARMS = {"on": True, "off": False}
 Seconds = tuple[float, float]
-"""A step's seconds, and the CPU seconds of all the process's threads in it."""
+"""The seconds of a step, and the CPU seconds of all threads of the process in it."""
 COLLECT = 20
-"""Pairs, or parts, between two collections of garbage."""
+"""The number of pairs or parts between two garbage collections."""
 Run = Callable[[int], None]
-"""Runs so many steps, to their end."""
+"""Runs a number of steps and waits for their end."""
 _CPU_CLOCK = 2  # of another process, as in clock_getcpuclockid(3)
 
 
 def measure(case: Case, effort: Effort, settings: SelfCheck) -> Trial:
-    """Time the case's step with and without one part of measuring, for `effort.budget_s` seconds."""
+    """Time the case's step with and without one part of the measuring for about `effort.budget_s` seconds.
+
+    Return a trial without steps whose provenance has the facts under "self_check".
+    """
     torch.set_num_threads(1)
     devices = open_devices(case.device_kind, case.devices, ids=case.device_ids, placement=case.placement)
     devices[0].settle()
@@ -68,14 +70,14 @@ def measure(case: Case, effort: Effort, settings: SelfCheck) -> Trial:
                 listener.read_each_s *= step_s / settings.step_s
             facts = _pairs(run, marks, count // 2, max(1, round(block_s / step_s)))
             facts["marks_per_step"] = marks.per_step()
-            if devices[0].event() is not None:  # a host that waits for a GPU spends CPU time on that
+            if devices[0].event() is not None:  # the host spends CPU time on waiting for a GPU
                 facts = {name: fact for name, fact in facts.items() if not name.endswith("_cpu_s")}
     return Trial(case=case, status=Status.OK, provenance={"self_check": facts | {"case": case.label}})
 
 
 @contextmanager
 def _garbage_kept() -> Iterator[None]:
-    """Collect no garbage but where it is asked for."""
+    """Switch automatic garbage collection off inside this context."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -86,14 +88,14 @@ def _garbage_kept() -> Iterator[None]:
 
 
 def _seconds(run: Run, steps: int) -> Seconds:
-    """Return a block's seconds a step: means, which hold what comes now and then too."""
+    """Return a block's seconds per step as means, which include occasional costs."""
     began, spent = time.perf_counter(), time.process_time()
     run(steps)
     return (time.perf_counter() - began) / steps, (time.process_time() - spent) / steps
 
 
 def _pairs(run: Run, marks: _Marks, count: int, steps: int) -> dict[str, Any]:
-    """Return the seconds a step of so many pairs of blocks, marks heard in one of them."""
+    """Return the seconds per step of `count` pairs of blocks of `steps` steps, with marks on in one of each pair."""
     found: dict[bool, list[Seconds]] = {True: [], False: []}
     for pair in range(max(2, count)):
         for on in (True, False) if pair % 2 == 0 else (False, True):
@@ -106,17 +108,17 @@ def _pairs(run: Run, marks: _Marks, count: int, steps: int) -> dict[str, Any]:
 
 
 def _parts(run: Run, sampler: _Sampler, count: int, part_s: float) -> dict[str, Any]:
-    """Return the seconds a step of so many parts: of all its steps, and of those that the sampler left alone."""
+    """Return the seconds per step of `count` parts: of all their steps, and of the steps without the sampler."""
     on_s, off_s, touched = [], [], 0
     spent_s, began_s = sampler.spent_s(), time.perf_counter()
     for part in range(count):
         if part % COLLECT == 0:
             gc.collect()
         steps = _watched(run, sampler, part_s)
-        # the next step may still find its caches cold
+        # also leave out the step after the sampler, whose caches may still be cold
         alone = [s for (before, _), (at_work, s) in pairwise(((False, 0.0), *steps)) if not before and not at_work]
         if not alone:
-            raise RuntimeError(f"the sampler was at work in each of {len(steps)} steps: there are none without it")
+            raise RuntimeError(f"the sampler was running in each of {len(steps)} steps: there are none without it")
         on_s.append(statistics.fmean(seconds for _, seconds in steps))
         off_s.append(statistics.fmean(alone))
         touched += sum(at_work for at_work, _ in steps)
@@ -125,14 +127,15 @@ def _parts(run: Run, sampler: _Sampler, count: int, part_s: float) -> dict[str, 
 
 
 def _watched(run: Run, sampler: _Sampler, seconds: float) -> list[tuple[bool, float]]:
-    """Run steps for so long; return of each whether the sampler was at work in it, and its seconds."""
+    """Run steps for `seconds`; return for each step whether the sampler ran in it, and its seconds."""
     steps = []
     spent_s, at_s = sampler.spent_s(), time.perf_counter()
     until_s = at_s + seconds
     while at_s < until_s:
         run(1)
         before_s, began_s = spent_s, at_s
-        # from end to end, so that nothing is lost; time first, so that what comes between falls to the step after
+        # a step lasts from the previous end to its own, so that no time is lost; sampler work between the two reads is
+        # flagged in this step, and its time falls into the next step, which is left out as well
         at_s = time.perf_counter()
         spent_s = sampler.spent_s()
         steps.append((spent_s > before_s, at_s - began_s))
@@ -140,18 +143,18 @@ def _watched(run: Run, sampler: _Sampler, seconds: float) -> list[tuple[bool, fl
 
 
 class _Marks:
-    """The marks of a clock, listening or not: what the loop passes, or every `mark` argument's default."""
+    """The marks of a clock that can be switched on and off; off, a mark is the default `no_mark`."""
 
     def __init__(self, listener: clocks.Clock) -> None:
         self._listener, self._on = listener, False
 
     def mark(self, phase: Phase, device: int) -> AbstractContextManager[Any]:
-        """Mark, if anybody listens."""
+        """Mark a phase with the clock if marks are on."""
         return self._listener.mark(phase, device) if self._on else no_mark(phase, device)
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Enclose one step."""
+        """Enclose one step; time it with the clock if marks are on."""
         if not self._on:
             yield
             return
@@ -160,7 +163,7 @@ class _Marks:
 
     @contextmanager
     def switched(self, on: bool) -> Iterator[None]:
-        """Listen within a block, or do not."""
+        """Switch marks on or off inside this context, which encloses one block."""
         self._on = on
         if on:
             with self._listener.block():
@@ -170,18 +173,18 @@ class _Marks:
         self._on = False
 
     def per_step(self) -> float:
-        """Return how many marks a step has."""
+        """Return the mean number of marks per step."""
         return len(self._listener.spans()) / max(1, len(self._listener.steps()))
 
 
 class _Sampler:
-    """The sampler process, told by its CPU clock."""
+    """The CPU clock of the sampler process."""
 
     def __init__(self, pid: int) -> None:
         self._pid, self._clock = pid, (~pid << 3) | _CPU_CLOCK
 
     def spent_s(self) -> float:
-        """Return the CPU seconds that the process has spent; to the nanosecond, also while it runs."""
+        """Return the CPU seconds that the process has spent so far, with nanosecond resolution, also while it runs."""
         try:
             return time.clock_gettime(self._clock)
         except OSError as error:

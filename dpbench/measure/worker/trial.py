@@ -1,4 +1,4 @@
-"""One case -> one trial: launch the processes that its strategy needs, and join what they measured."""
+"""Trial: run one case in the processes that its strategy needs, and merge their results into one trial."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dpbench.strategies import load
 
 
 def work(request: Request) -> list[Trial]:
-    """Do what a request asks for; a failure is a trial too, with its reason."""
+    """Return the trials of a request; a failure is returned as a trial with its reason."""
     if request.job is Job.MEASURE:
         return run_together(request.cases, request.effort, request.folder)
     (case,) = request.cases
@@ -37,12 +37,12 @@ def work(request: Request) -> list[Trial]:
 
 
 def run(case: Case, effort: Effort, folder: Path) -> Trial:
-    """Run one case. `folder` is scratch space of this trial only."""
+    """Run one case and return its trial; `folder` is scratch space for this trial only."""
     return _caught(case, lambda: _run(case, effort, folder))
 
 
 def _caught(case: Case, do: Callable[[], Trial]) -> Trial:
-    """Return the trial that `do` returns, or the trial of its failure."""
+    """Return the trial that `do` returns, or a trial that records its failure."""
     try:
         return do()
     except RanksFailed as failed:
@@ -59,7 +59,7 @@ def _run(case: Case, effort: Effort, folder: Path) -> Trial:
         return measure(case, effort, strategy)
 
     def entry(rank: int) -> dict[str, Any]:
-        # one file for each rank: ranks that write their stacks into the same file overwrite each other
+        # one file per rank: ranks that write their stacks to the same file overwrite each other
         faulthandler.register(signal.SIGUSR1, file=(folder / f"stacks-{rank}").open("w"), all_threads=True)
         return measure(case, effort, strategy, rank).to_dict()
 
@@ -68,31 +68,36 @@ def _run(case: Case, effort: Effort, folder: Path) -> Trial:
 
 
 def run_together(cases: Sequence[Case], effort: Effort, folder: Path) -> list[Trial]:
-    """Run cases side by side in this process: those that can be prepared; an error in a step ends all of them."""
+    """Run cases side by side in this process and return their trials in order.
+
+    A case that cannot be prepared fails alone; an error in a step ends all the others.
+    """
     if len(cases) == 1:
         return [run(cases[0], effort, folder)]
-    done, subjects = {}, []
+    done, prepared_cases = {}, []
     for case in cases:
         try:
             strategy = strategies.load(case.strategy)
             if reason := strategy.skip(case):
                 done[case] = Trial(case=case, status=Status.SKIPPED, reason=reason)
                 continue
-            subjects.append(prepare(case, strategy))
+            prepared_cases.append(prepare(case, strategy))
         except BaseException as error:
             done[case] = _failed(case, of_error(error, device_ids=case.device_ids))
     try:
-        done |= {trial.case: trial for trial in measure_together(subjects, effort)}
+        done |= {trial.case: trial for trial in measure_together(prepared_cases, effort)}
     except BaseException as error:
-        for case in (subject.case for subject in subjects):
+        for case in (prepared.case for prepared in prepared_cases):
             failure = of_error(error, device_ids=case.device_ids)
-            beside = f"{failure.reason} [measured side by side with {len(subjects) - 1} other(s), which ended too]"
-            done[case] = _failed(case, replace(failure, reason=beside))
+            reason = (
+                f"{failure.reason} [measured side by side with {len(prepared_cases) - 1} other(s), which ended too]"
+            )
+            done[case] = _failed(case, replace(failure, reason=reason))
     return [done[case] for case in cases]
 
 
 def _failed(case: Case, failure: Failure) -> Trial:
-    """Return the trial of a case that ended in a failure."""
+    """Return a trial that records a failure of a case."""
     return Trial(
         case=case, status=failure.status, reason=failure.reason, verified=failure.verified,
         failed_device=failure.device if failure.status is Status.OOM else None,
@@ -100,7 +105,10 @@ def _failed(case: Case, failure: Failure) -> Trial:
 
 
 def merge(parts: Sequence[Trial]) -> Trial:
-    """Join the ranks' trials; see `ledger.joined` for their steps and spans. Samples are all kept."""
+    """Return one trial from the trials of all ranks; `ledger.joined` merges steps and spans, and all samples are kept.
+
+    The host's memory is the sum of the ranks' resident sets.
+    """
     if len(parts) == 1:
         return parts[0]
     steps, spans = ledger.joined(parts)
@@ -120,13 +128,13 @@ def merge(parts: Sequence[Trial]) -> Trial:
 
 
 ROWS = 2
-"""Of the batch that the step takes: BatchNorm refuses a single one."""
+"""The batch size of the model check's step: BatchNorm refuses a single row."""
 
 
 def check(case: Case) -> Trial:
     """Build the case's model, draw its batch, and take one step of a few rows on its one device.
 
-    Returns a trial without steps. Raises any error of the model.
+    Return a trial without steps; raise any error of the model.
     """
     torch.set_num_threads(1)
     model = models.load(case.model, case.size, case.seed)
