@@ -10,7 +10,7 @@ from dpbench.predict import table
 from dpbench.predict.cases import Predictor, most_devices, strategies
 from dpbench.predict.cpu_model import ENGINE, ProbedHost, step
 from dpbench.records import UNATTRIBUTED, Case, Cost, Profile, ledger, machine
-from dpbench.records.machine import Gpu, Link, Machine, Unknown
+from dpbench.records.machine import Gpu, Link, Machine, UnknownMachine
 
 PROFILE = Profile(
     model="net", parameter_tensors=4, parameter_bytes=2**20, buffer_bytes=0, input_bytes=0, output_bytes=0,
@@ -184,7 +184,7 @@ def test_predictions_for_logical_devices_are_labelled_experimental() -> None:
 
 def test_a_file_without_a_figure_says_how_to_write_it_again() -> None:
     predictor = Predictor(on_host({}), measured={("net", "small", "fp32"): PROFILE})
-    with pytest.raises(Unknown, match=r"no \[probe.reference_scatter_s\].*dpbench probe --output"):
+    with pytest.raises(UnknownMachine, match=r"no \[probe.reference_scatter_s\].*dpbench probe --output"):
         predictor.predict(case("dp", "reference"))
 
 
@@ -211,7 +211,7 @@ def test_a_prediction_has_the_phases_one_after_the_other() -> None:
 
 
 def test_logical_devices_are_predicted_from_measured_steps_alone() -> None:
-    with pytest.raises(Unknown, match=r"needs a measured step of one device: .*--from FILE"):
+    with pytest.raises(UnknownMachine, match=r"needs a measured step of one device: .*--from FILE"):
         Predictor(on_host(FIGURES)).predict(case("dp", "reference"))
     assert strategies(on_host(FIGURES)) == ("single", "dp", "ddp")
     assert most_devices(on_host(FIGURES)) == 2

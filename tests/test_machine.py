@@ -12,7 +12,7 @@ import pytest
 
 from dpbench.predict import network
 from dpbench.records import machine
-from dpbench.records.machine import FOLDER, Machine, Unknown
+from dpbench.records.machine import FOLDER, Machine, UnknownMachine
 
 PAIR: dict[str, Any] = {
     "peer_access": False,
@@ -71,7 +71,7 @@ def test_names_stand_for_several_nodes() -> None:
     ],
 )
 def test_what_is_missing_or_unknown_is_refused(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(Unknown, match=message):
+    with pytest.raises(UnknownMachine, match=message):
         machine.read(changed(**values), "pair")
 
 
@@ -86,7 +86,7 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
                     'kind = "pcie"\nbytes_per_s = 1e9\n')  # fmt: skip
     assert machine.load(str(path)).name == "mine"
     path.write_text("peer_access = ")
-    with pytest.raises(Unknown, match=r"mine\.toml: no TOML"):
+    with pytest.raises(UnknownMachine, match=r"mine\.toml is not valid TOML"):
         machine.load(str(path))
 
 
@@ -118,7 +118,7 @@ def test_a_figure_of_the_probe_is_a_table_with_a_value(row: object) -> None:
         "peer_access": False, "gpu": {"name": "x", "count": 1}, "probe": {"a_s": row},
         "link": [{"between": ["gpu0", "cpu0"], "kind": "memory", "bytes_per_s": 1e10}],
     }  # fmt: skip
-    with pytest.raises(Unknown, match=r"here: \[probe.a_s\]: a table with a value"):
+    with pytest.raises(UnknownMachine, match=r"here: \[probe.a_s\]: must be a table with a value"):
         machine.read(table, "here")
 
 
@@ -128,5 +128,5 @@ def test_a_file_of_an_older_probe_is_refused() -> None:
         "peer_access": False, "gpu": {"name": "x", "count": 1}, "probe": {"a_s": {"value": 1.0, "median": 2.0}},
         "link": [{"between": ["gpu0", "cpu0"], "kind": "memory", "bytes_per_s": 1e10}],
     }  # fmt: skip
-    with pytest.raises(Unknown, match=r"\[probe.a_s\]: written by an older probe; write it anew: dpbench probe"):
+    with pytest.raises(UnknownMachine, match=r"\[probe.a_s\]: written by an older probe; renew it: dpbench probe"):
         machine.read(table, "here")

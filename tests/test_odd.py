@@ -23,7 +23,7 @@ from dpbench.cli.progress import table
 from dpbench.cli.showing import report_of
 from dpbench.records import HOST, Case, Memory, Phase, Sample, Span, Status, Step, Trial, Verified
 from dpbench.report import markdown, page
-from dpbench.store import Run
+from dpbench.store import StoredRun
 from tests import exported
 
 SINGLE = Case(model="mlp", strategy="single", batch_size=1)
@@ -76,7 +76,7 @@ ODD: dict[str, list[Trial]] = {
 
 def readers(trials: list[Trial]) -> dict[str, str]:
     """Return what each reader shows of a run."""
-    run = Run("7f" * 16, "finished", 1.7e9, 3, {})
+    run = StoredRun("7f" * 16, "finished", 1.7e9, 3, {})
     content = report_of(run, trials)
     rows = content.rows
     shown = {
@@ -165,7 +165,7 @@ def test_a_device_without_rows_is_not_one_of_the_others() -> None:
 
 
 def test_a_round_without_result_is_told_beside_the_others() -> None:
-    content = report_of(Run("7f" * 16, "finished", 1.7e9, 3, {}), ODD["one round of zero seconds"])
+    content = report_of(StoredRun("7f" * 16, "finished", 1.7e9, 3, {}), ODD["one round of zero seconds"])
     row = next(row for row in content.rows if row.case == DP)
     assert (row.outcome, row.rounds, row.fault) == ("ok", 3, None)
     assert any("the clock is wrong: a timed step took 0.0 s" in warning for warning in content.warnings)

@@ -29,7 +29,7 @@ from dpbench.predict.constants import DEFAULT
 from dpbench.predict.events import SimulatedJob, rates, simulate
 from dpbench.predict.simulation import Loop
 from dpbench.records import Case, Cost, Phase, Profile, Source, Step, ledger, machine, registry
-from dpbench.records.machine import Link, Unknown
+from dpbench.records.machine import Link, UnknownMachine
 from dpbench.records.schedule import TRAIN_STEP, climb
 
 # ---------------------------------------------------------------- sharing
@@ -147,7 +147,7 @@ def test_a_way_that_is_not_there_names_the_links() -> None:
             {"between": ["gpu1", "cpu1"], "kind": "pcie", "bytes_per_s": 1e9},
         ]}, "torn",
     )  # fmt: skip
-    with pytest.raises(Unknown, match=r"torn: no route from gpu0 to gpu1; its links are gpu0-cpu0, gpu1-cpu1"):
+    with pytest.raises(UnknownMachine, match=r"torn: no route from gpu0 to gpu1; its links are gpu0-cpu0, gpu1-cpu1"):
         network.route(alone, "gpu0", "gpu1")
 
 
@@ -277,10 +277,10 @@ def test_uneven_rows_and_devices_without_any() -> None:
 
 def test_more_devices_than_there_are_is_refused_with_the_way_out() -> None:
     profile, on = known("rtx-3090-x2")
-    with pytest.raises(Unknown, match=r"has 2 GPUs.*needs 4; give --devices up to 2"):
+    with pytest.raises(UnknownMachine, match=r"has 2 GPUs.*needs 4; give --devices up to 2"):
         simulation.step(case_of("ddp", 4), profile, on)
     many = machine.load("dgx-a100-x512")
-    with pytest.raises(Unknown, match=r"drives all devices from one process.*--strategies ddp"):
+    with pytest.raises(UnknownMachine, match=r"drives all devices from one process.*--strategies ddp"):
         simulation.step(case_of("dp", 16), profile, many)
 
 
@@ -441,7 +441,7 @@ def test_a_machine_without_peaks_asks_for_the_step() -> None:
         {"peer_access": True, "gpu": {"name": "x", "count": 1},
          "link": [{"between": ["gpu0", "cpu0"], "kind": "pcie", "bytes_per_s": 1e9}]}, "bare",
     )  # fmt: skip
-    with pytest.raises(Unknown, match=r"bare.*peak for fp32.*--step-s SECONDS"):
+    with pytest.raises(UnknownMachine, match=r"bare.*peak for fp32.*--step-s SECONDS"):
         cases.Predictor(bare).predict(case_of("single", 1))
 
 

@@ -12,7 +12,7 @@ from dpbench.predict import counts, stored
 from dpbench.predict.cases import Predictor, keep
 from dpbench.predict.measured import of_trials
 from dpbench.records import Case, Cost, Phase, Span, Step, Trial, machine
-from dpbench.records.machine import Unknown
+from dpbench.records.machine import UnknownMachine
 from dpbench.store import Store
 from tests.exported import command
 
@@ -76,7 +76,7 @@ def test_one_batch_size_leaves_a_tenth_fixed(tmp_path: Path) -> None:
 )
 def test_other_steps_do_not_stand_for_a_model(tmp_path: Path, other: dict[str, str]) -> None:
     path = write(tmp_path / "x.db", [(single(32, **other), 0.3)])
-    with pytest.raises(Unknown, match=r"for mlp \(small, fp32, sgd, cuda\).*dpbench run --models mlp"):
+    with pytest.raises(UnknownMachine, match=r"for mlp \(small, fp32, sgd, cuda\).*dpbench run --models mlp"):
         stored.read(path, ASKED, MACHINE)
 
 
@@ -88,7 +88,7 @@ def test_a_prediction_in_the_same_file_is_no_measurement(tmp_path: Path) -> None
     assert stored.read(path, ASKED, MACHINE) == measured
     other = tmp_path / "y.db"
     keep(other, [predictor.predict(single(32))], MACHINE)
-    with pytest.raises(Unknown, match=r"no measured step"):
+    with pytest.raises(UnknownMachine, match=r"no measured step"):
         stored.read(other, ASKED, MACHINE)
 
 

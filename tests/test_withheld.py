@@ -17,7 +17,7 @@ from dpbench.cli.showing import report_of
 from dpbench.records import Case, Phase, Sample, Source, Span, Step, Trial, Verified
 from dpbench.records import words as explained
 from dpbench.report import figures, markdown, page
-from dpbench.store import Run
+from dpbench.store import StoredRun
 from tests import exported
 
 SINGLE = Case(model="mlp", strategy="single", batch_size=64)
@@ -39,7 +39,7 @@ def _round(case: Case, step_s: float, number: int) -> Trial:
 
 
 def content(*groups: list[Trial]) -> Report:
-    return report_of(Run("7f" * 16, "finished", 1.7e9, 3, {}), [trial for group in groups for trial in group])
+    return report_of(StoredRun("7f" * 16, "finished", 1.7e9, 3, {}), [trial for group in groups for trial in group])
 
 
 SOUND = content(rounds(SINGLE, 0.03), rounds(DP, 0.02), rounds(DDP, 0.016))

@@ -182,7 +182,7 @@ def _end(ranks: Sequence[_RankProcess]) -> None:
 
 
 def _be_rank(entry: Callable[[int], Any], group: RankGroup, rank: int, parent: int, pipe: Connection) -> NoReturn:
-    """Run as the process of a rank: join the group, call `entry`, report, and exit without cleanup, which could hang."""
+    """Run a rank in this process: join the group, call `entry`, report, and exit without cleanup, which could hang."""
     parent_death.die_with_parent(parent)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # inherited handlers do not run inside a collective
     try:

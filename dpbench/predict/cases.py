@@ -11,7 +11,7 @@ from dpbench.predict import counts, cpu_model, intervals, profiles, quick, simul
 from dpbench.predict.constants import DEFAULT, Constants
 from dpbench.predict.needs import Need
 from dpbench.records import Case, Profile, Source, Span, Status, Step, Trial, plan, registry
-from dpbench.records.machine import Machine, Unknown
+from dpbench.records.machine import Machine, UnknownMachine
 from dpbench.records.traits import Role
 
 PRICED = ("traced", "counted")
@@ -61,7 +61,7 @@ class Predictor:
     """Profiles measured on a device of this kind."""
 
     def predict(self, case: Case) -> Prediction:
-        """Return the prediction of one case; raise Unknown if the machine file lacks a figure that it needs."""
+        """Return the prediction of one case; raise UnknownMachine if the machine file lacks a figure that it needs."""
         if self.machine.logical:
             return self._on_host(case)
         simulation.check(case, self.machine)
@@ -93,7 +93,7 @@ class Predictor:
         """Return the prediction of a case on logical CPU devices, from measured steps of one device."""
         profile = self.measured.get(counts.key(case))
         if profile is None:
-            raise Unknown(
+            raise UnknownMachine(
                 f"{case.label}: {self.machine.name} has logical CPU devices; a prediction for them needs a measured "
                 f"step of one device: {stored.way_out(case)}, then give --from FILE"
             )

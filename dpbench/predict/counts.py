@@ -59,7 +59,7 @@ def of(case: Case) -> Profile:
 def priced(case: Case, machine: Machine, constants: Constants = DEFAULT) -> Profile:
     """Return the profile of a case's model with seconds on a machine's GPU: per op if it can be traced, else per phase.
 
-    Raise Unknown if the machine file lacks the peaks that the seconds depend on.
+    Raise UnknownMachine if the machine file lacks the peaks that the seconds depend on.
     """
     traces = None if named(case.model) else _traces(case.model, case.size, case.precision, case.optimizer)
     if traces is None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from dpbench.records import UNATTRIBUTED, Case, Cost, Phase, Profile, Span
 from dpbench.records.bucketing import bucket_sizes
-from dpbench.records.machine import Unknown
+from dpbench.records.machine import UnknownMachine
 from dpbench.records.schedule import FASTEST, REFERENCE
 from dpbench.records.traits import Role
 
@@ -42,7 +42,9 @@ class ProbedHost:
 
     def __getitem__(self, name: str) -> float:
         if name not in self.figures:
-            raise Unknown(f"the machine file has no [probe.{name}]; write it again: dpbench probe --output FILE.toml")
+            raise UnknownMachine(
+                f"the machine file has no [probe.{name}]; write it again: dpbench probe --output FILE.toml"
+            )
         return self.figures[name]
 
     def beside(self, model: str, what: str) -> float:

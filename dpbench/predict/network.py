@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from dpbench.predict.constants import Constants
 from dpbench.predict.events import rates
-from dpbench.records.machine import HOST_NODE, Link, Machine, Unknown
+from dpbench.records.machine import HOST_NODE, Link, Machine, UnknownMachine
 
 Direction = tuple[str, str]
 
@@ -20,7 +20,7 @@ def route(machine: Machine, source: str, target: str) -> tuple[Direction, ...]:
     """Return the directed links of the route with the fewest hops; a route over NVLink is preferred to any other.
 
     `host` is the memory of the processor nearest to the other end. Two GPUs without NVLink between them and without
-    peer access communicate through host memory. Raise Unknown if no route exists.
+    peer access communicate through host memory. Raise UnknownMachine if no route exists.
     """
     links = machine.links
     if "host" not in (source, target):
@@ -32,7 +32,9 @@ def route(machine: Machine, source: str, target: str) -> tuple[Direction, ...]:
         links = tuple(link for link in links if link.kind != "nvlink")
     found = _shortest(links, source, target)
     if not found and source != target:
-        raise Unknown(f"machine {machine.name}: no route from {source} to {target}; its links are {_listed(machine)}")
+        raise UnknownMachine(
+            f"machine {machine.name}: no route from {source} to {target}; its links are {_listed(machine)}"
+        )
     return found
 
 

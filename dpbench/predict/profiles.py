@@ -11,7 +11,7 @@ from dataclasses import replace
 from dpbench.predict import quick
 from dpbench.predict.constants import DEFAULT, Constants
 from dpbench.records import Cost, Phase, Profile, plan
-from dpbench.records.machine import Machine, Unknown
+from dpbench.records.machine import Machine, UnknownMachine
 
 DTYPES = {"fp32": ("fp32",), "tf32": ("tf32", "fp32"), "bf16": ("bf16", "fp16", "fp32"), "fp16": ("fp16", "fp32")}
 """The peaks to use for each precision; the first one that the machine file states applies."""
@@ -76,11 +76,11 @@ def _cost(seconds: float, samples: int, fixed: float) -> Cost:
 
 
 def peaks(machine: Machine, precision: str) -> tuple[float, float]:
-    """Return the FLOP/s of a precision and the bytes/s of the memory; raise Unknown if the machine file lacks one."""
+    """Return the FLOP/s of a precision and the bytes/s of the memory; raise UnknownMachine if the machine file lacks one."""
     gpu = machine.gpu
     peak = next((gpu.flop_per_s[d] for d in DTYPES.get(precision, (precision,)) if d in gpu.flop_per_s), 0.0)
     if not peak or not gpu.memory_bytes_per_s:
-        raise Unknown(
+        raise UnknownMachine(
             f"machine {machine.name}: [gpu] needs both a peak for {precision} in flop_per_s (it has: "
             f"{', '.join(gpu.flop_per_s) or 'none'}) and memory_bytes_per_s (it has: "
             f"{gpu.memory_bytes_per_s or 'none'}); or give the step of one device: --step-s SECONDS"
@@ -91,7 +91,7 @@ def peaks(machine: Machine, precision: str) -> tuple[float, float]:
 def counted(profile: Profile, machine: Machine, precision: str = "fp32", constants: Constants = DEFAULT) -> Profile:
     """Return a profile with seconds from FLOP and bytes: per phase, the longer of computation and memory traffic.
 
-    Raise Unknown if the machine file lacks a peak.
+    Raise UnknownMachine if the machine file lacks a peak.
     """
     peak, bytes_per_s = peaks(machine, precision)
 

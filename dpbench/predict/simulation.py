@@ -10,7 +10,7 @@ from functools import lru_cache
 from dpbench.predict import costs, events
 from dpbench.predict.constants import DEFAULT, Constants
 from dpbench.records import Case, Phase, Profile, Span, Task
-from dpbench.records.machine import Machine, Unknown
+from dpbench.records.machine import Machine, UnknownMachine
 from dpbench.strategies import load
 
 EXCHANGEABLE = 9
@@ -60,14 +60,14 @@ class Timeline:
 
 
 def check(case: Case, machine: Machine) -> None:
-    """Raise Unknown if a machine has too few devices for a case."""
+    """Raise UnknownMachine if a machine has too few devices for a case."""
     if case.devices > machine.devices:
-        raise Unknown(
+        raise UnknownMachine(
             f"{case.label}: {machine.name} has {machine.devices} GPUs ({machine.nodes} nodes of {machine.gpu.count}), "
             f"but the case needs {case.devices}; give --devices up to {machine.devices}, or a machine with more nodes"
         )
     if case.traits.threads and case.devices > machine.gpu.count:
-        raise Unknown(
+        raise UnknownMachine(
             f"{case.label}: {case.strategy} drives all devices from one process on one node, and a node of "
             f"{machine.name} has {machine.gpu.count} GPUs; give --devices up to {machine.gpu.count}, or "
             "--strategies ddp"
@@ -88,7 +88,7 @@ def step(
     `phases` are the phases to simulate; a published figure may leave some out. `loop` describes how the training loop
     differs from the strategy's own step.
 
-    Raise Unknown if the machine has fewer devices than the case, or no route between two of them.
+    Raise UnknownMachine if the machine has fewer devices than the case, or no route between two of them.
     """
     check(case, machine)
     tasks = only(loop.changed(_tasks(case, profile)), phases)

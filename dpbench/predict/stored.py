@@ -9,7 +9,7 @@ from typing import Any
 
 from dpbench.predict import counts
 from dpbench.records import Case, Profile, Source, Status, Trial, registry
-from dpbench.records.machine import Machine, Unknown
+from dpbench.records.machine import Machine, UnknownMachine
 from dpbench.records.traits import Role
 from dpbench.store import Store
 
@@ -38,7 +38,7 @@ class Stored:
 def read(path: Path, cases: Sequence[Case], machine: Machine) -> dict[counts.Key, Stored]:
     """Return the profile of each case's model, from the newest run of a results file that has steps of the model.
 
-    Raise Unknown, with the command that measures them, if a model has none.
+    Raise UnknownMachine, with the command that measures them, if a model has none.
     """
     wanted = {counts.key(case): case for case in reversed(cases)}
     found: dict[counts.Key, Stored] = {}
@@ -53,7 +53,7 @@ def read(path: Path, cases: Sequence[Case], machine: Machine) -> dict[counts.Key
             if len(found) == len(wanted):
                 return found
     missing = next(case for key, case in wanted.items() if key not in found)
-    raise Unknown(
+    raise UnknownMachine(
         f"{path} has no measured step of one device for {_setting(missing)}, which a prediction for {machine.name} "
         f"needs; it has {', '.join(sorted(known)) or 'no steps of the strategy single'}; {way_out(missing, path)}"
     )

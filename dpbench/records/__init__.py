@@ -1,6 +1,6 @@
-"""The nouns of dpbench: what was asked, what was seen, what follows.
+"""Records: the data types of dpbench, for cases, trials and estimates.
 
-Everything here is frozen and imports only the standard library.
+All of them are frozen. The package imports only the standard library.
 """
 
 from dpbench.records.case import CASE_FIELDS, HOST, UNATTRIBUTED, Case, Effort, Mark, Phase, no_mark

@@ -1,4 +1,4 @@
-"""Case: one point of a sweep, the phases of its step, and how much measuring it is worth."""
+"""Case: one point of a sweep, the phases of its training step, and the effort of measuring it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from dpbench.records import registry
 from dpbench.records.traits import Traits
 
 HOST = -1
-"""The device number of what happens on the host rather than on one of the devices."""
+"""The device number of events on the host."""
 
 
 class Phase(StrEnum):
-    """The parts of one training step, in the order in which DataParallel goes through them.
+    """The phases of one training step, in the order in which DataParallel runs them.
 
     Host-to-device copies count as scatter, zero_grad as optimizer, all-reduce and reduce-scatter as reduce,
     all-gather, weight refresh and buffer synchronisation as replicate.
@@ -40,21 +40,21 @@ UNATTRIBUTED = "unattributed"
 """The name under which a ledger lists the time that no phase covers."""
 
 Mark = Callable[[Phase, int], AbstractContextManager[Any]]
-"""`with mark(phase, device):` says that a phase runs on a device; who listens is not the engine's business."""
+"""`with mark(phase, device):` marks a phase on a device; the engine does not depend on how marks are recorded."""
 
 
 def no_mark(phase: Phase, device: int) -> AbstractContextManager[Any]:
-    """Listen to nothing: the default of every `mark` argument."""
+    """Return a mark that records nothing, the default of every `mark` argument."""
     return nullcontext()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One point of a sweep: what to run, and nothing about how or where it is timed.
+    """One point of a sweep: the work to run, independent of how and where it is timed.
 
-    `batch_size` is the global batch. `device_ids` names the accelerators to use, in order; empty means the
-    first ones. `options` belong to the strategy: a sorted tuple of (name, value) pairs. `device_memory_bytes` bounds
-    what each emulated device may hold; 0 is no bound.
+    `batch_size` is the global batch size. `device_ids` are the ordinals of the accelerators to use, in order; empty
+    means the first ones. `options` belong to the strategy: a sorted tuple of (name, value) pairs.
+    `device_memory_bytes` limits the memory of each emulated device; 0 means no limit.
     """
 
     model: str
@@ -72,7 +72,7 @@ class Case:
     options: tuple[tuple[str, str], ...] = ()
     device_memory_bytes: int = 0
     declared: Traits | None = field(default=None, compare=False, repr=False)
-    """The traits of a strategy from outside of dpbench, so that a stored case tells them without its code."""
+    """The traits of an external strategy, stored with the case so that they are known without the strategy's code."""
 
     @property
     def traits(self) -> Traits:
@@ -82,13 +82,13 @@ class Case:
         return registry.traits(self.strategy)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields that differ from their defaults, so that a new axis changes no old record."""
+        """Return the fields that differ from their defaults, so that new fields do not change old records."""
         found = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         return found | ({"declared": self.declared.to_dict()} if self.declared else {})
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Case:
-        """Rebuild a case from `to_dict`, through JSON or not; unknown fields are an error."""
+        """Return the case that `to_dict` wrote, also after JSON; raise ValueError for unknown fields."""
         known = {f.name for f in fields(cls)}
         unknown = sorted(set(data) - known)
         if unknown:
@@ -102,21 +102,21 @@ class Case:
 
     @property
     def fingerprint(self) -> str:
-        """Name this case forever: sha256 of its canonical JSON without fields at their default."""
+        """Return the permanent identity of this case: the SHA-256 of its canonical JSON without default values."""
         asked = {name: value for name, value in self.to_dict().items() if name != "declared"}
         text = json.dumps(asked, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Return each replica's rows of the batch: `torch.chunk`'s sizes, which may use fewer devices than given."""
+        """Return the batch rows of each replica: the sizes from `torch.chunk`, which may use fewer devices."""
         piece = -(-self.batch_size // self.devices)
         full, rest = divmod(self.batch_size, piece)
         return (piece,) * full + ((rest,) if rest else ())
 
     @property
     def label(self) -> str:
-        """Say the case in one short line for progress and error messages."""
+        """Return a short one-line description of the case for progress and error messages."""
         kind = "" if self.device_kind == "cpu" else f" {self.device_kind}"
         colocated = " colocated" if self.placement == "colocated" else ""
         schedule = f"[{self.schedule}]" if self.schedule else ""
@@ -128,22 +128,22 @@ class Case:
 
 
 CASE_FIELDS = tuple(one for one in fields(Case) if one.compare)
-"""The fields that say what a case runs."""
+"""The fields that define the work of a case."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """How much measuring a trial is worth."""
+    """The effort of measuring one trial."""
 
     budget_s: float = 1.5
-    """Seconds of timed steps after which a trial stops, precise or not."""
+    """The seconds of timed steps after which a trial stops even if it is not precise."""
     warmup_steps: int = 5
-    """Steps that count as warm-up in any case; what more does, the series tells."""
+    """The least number of steps that count as warm-up; the series of steps decides whether more do."""
     min_steps: int = 10
     max_steps: int = 300
     block_steps: int = 10
-    """Steps between two questions whether to stop; ranks agree on the answer."""
+    """The number of steps between two checks whether to stop; all ranks stop together."""
     trace: str = ""
-    """The file for a Chrome trace of one more step, profiled after all else was measured; empty for none."""
+    """The file for a Chrome trace of one additional step, profiled after all measurements; empty for no trace."""
     memory_by_phase: bool = True
-    """Whether two more steps tell what each device holds in each phase."""
+    """Whether two additional steps measure each device's memory by phase."""

@@ -1,4 +1,4 @@
-"""Estimates: numbers with intervals, and whether the rounds behind them are enough to show them."""
+"""Estimates: numbers with intervals, and the test whether they may be shown as results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import ClassVar
 
 
 class Doubt(StrEnum):
-    """Why an estimate is not shown as a result."""
+    """The reason why an estimate is not shown as a result."""
 
     ROUNDS = "too few rounds"
     WIDTH = "interval too wide"
@@ -16,10 +16,10 @@ class Doubt(StrEnum):
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number with its 95 % interval and the count of rounds behind it.
+    """A number with its 95 % interval and the number of rounds that it was estimated from.
 
-    A prediction has no rounds: its `n` is 0, and its interval is the one that was stated. A `signed` estimate is a
-    difference, which may be 0 or negative: no factor lies between the ends of its interval.
+    A prediction has no rounds: its `n` is 0, and its interval is the stated prediction interval. A `signed` estimate
+    is a difference. It may be 0 or negative, so the ratio of the ends of its interval has no meaning.
     """
 
     value: float
@@ -28,16 +28,16 @@ class Estimate:
     n: int
     signed: bool = False
     ROUNDS: ClassVar[int] = 3
-    """Rounds below which nothing is shown: two do not tell how rounds differ."""
+    """The least number of rounds of an estimate that is shown: two do not show how rounds differ."""
     WIDEST: ClassVar[float] = 4.0
-    """The factor from low to high beyond which nothing is shown."""
+    """The largest ratio of the high to the low end of an interval that is shown."""
 
     @property
     def doubt(self) -> Doubt | None:
-        """Return why the estimate must not be shown as a result; None where it may."""
+        """Return the reason why the estimate must not be shown as a result; None if it may be shown."""
         if self.n == 0:
             return None
         if self.n < self.ROUNDS:
             return Doubt.ROUNDS
-        # also true of a low end at 0 and of what is not a number
+        # a low end of 0 or NaN also counts as too wide
         return None if self.signed or self.high <= self.WIDEST * self.low else Doubt.WIDTH

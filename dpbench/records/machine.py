@@ -1,7 +1,7 @@
-"""Machines that are described rather than here: GPUs, host, and links as a graph, read from TOML.
+"""Machines: descriptions of GPUs, host, and links as a graph, read from TOML, for predictions without the machine.
 
-Every figure stands beside its `source`. What a description does not say is refused, and never guessed from a GPU's
-name: whether GPUs reach each other's memory, and over which links, decides most of a prediction.
+Every figure has a `source`. A missing figure is an error and is never guessed from a GPU's name, because most of a
+prediction depends on whether GPUs can access each other's memory, and over which links.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from typing import Any
 
 FOLDER = Path(__file__).parents[1] / "machines"
 KINDS = ("nvlink", "pcie", "socket", "network", "memory")
-"""Kinds of links: `socket` joins processors, `network` joins nodes, `memory` is a logical device's way to RAM."""
+"""The kinds of links: `socket` joins processors, `network` joins nodes, `memory` joins a logical device and RAM."""
 HOST_NODE = "cpu"
-"""Names of nodes that begin so are processors: host memory is there."""
+"""The prefix of the names of processors, which are the nodes with host memory."""
 
 
-class Unknown(ValueError):
-    """A description lacks what a prediction needs, or says what nobody knows."""
+class UnknownMachine(ValueError):
+    """A description lacks a value that a prediction needs, or has an unknown or invalid one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One kind of GPU: peak FLOP a second by dtype, bytes a second of its memory, bytes of it."""
+    """One kind of GPU: the number per node, peak FLOP per second by dtype, memory in bytes and its bytes per second."""
 
     name: str
     count: int
@@ -39,7 +39,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Link:
-    """A link between two nodes, with bytes a second in each direction."""
+    """A link between two nodes, with its bytes per second in each direction."""
 
     a: str
     b: str
@@ -49,16 +49,16 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """What the processor costs: `factor` times the seconds of the machine that the constants were measured on.
+    """The costs of the processor: `factor` times the seconds of the machine on which the constants were measured.
 
-    Seconds of single operations, where somebody measured them on this machine, replace the constants.
+    The seconds of single operations, if they were measured on this machine, replace the constants.
     """
 
     factor: float = 1.0
     cores: int = 0
     pageable_bytes_per_s: float = 0.0
     staged_bytes_per_s: float = 0.0
-    """What all GPUs together move through host memory; 0 where nobody says."""
+    """The bytes per second that all GPUs together move through host memory; 0 if unknown."""
     launch_s: float | None = None
     module_s: float | None = None
     tensor_s: float | None = None
@@ -77,7 +77,7 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Nodes of one kind, each with the same GPUs and links."""
+    """One or more nodes of one kind, each with the same GPUs and links."""
 
     name: str
     description: str
@@ -88,26 +88,26 @@ class Machine:
     nodes: int = 1
     collective: Collective | None = None
     probe: Mapping[str, float] = field(default_factory=dict, compare=False)
-    """Figures of `dpbench probe` by name."""
+    """The figures of `dpbench probe` by name."""
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def devices(self) -> int:
-        """Return how many GPUs all nodes have together."""
+        """Return the total number of GPUs of all nodes."""
         return self.gpu.count * self.nodes
 
     @property
     def logical(self) -> bool:
-        """Tell whether its devices are logical ones on a processor."""
+        """Return whether the devices are logical devices on a processor."""
         return any(link.kind == "memory" for link in self.links)
 
     @property
     def socket_bytes_per_s(self) -> float:
-        """Return what the links between two processors carry together."""
+        """Return the total bytes per second of the links between processors."""
         return sum(link.bytes_per_s for link in self.links if link.kind == "socket")
 
     def __hash__(self) -> int:
-        return self._hash  # asked for at every look-up of a route
+        return self._hash  # cached, because every look-up of a route needs it
 
     @cached_property
     def _hash(self) -> int:
@@ -120,33 +120,33 @@ def names() -> list[str]:
 
 
 def load(name: str) -> Machine:
-    """Return a machine by its name, or from a TOML file of one's own.
+    """Return a machine by its name or from a TOML file.
 
-    Raises LookupError for a name that nobody knows, Unknown for a description that is not complete.
+    Raise LookupError for an unknown name, and UnknownMachine for an incomplete or invalid description.
     """
     path = Path(name)
     if name not in names():
         if path.suffix != ".toml":
-            raise LookupError(f"{_unknown('machine', name, names())}; your own is a file that ends in .toml")
+            raise LookupError(f"{_unknown('machine', name, names())}; or give a file whose name ends in .toml")
     else:
         path = FOLDER / f"{name}.toml"
     try:
         data = tomllib.loads(path.read_text())
     except tomllib.TOMLDecodeError as error:
-        raise Unknown(f"{path}: no TOML: {error}") from None
+        raise UnknownMachine(f"{path} is not valid TOML: {error}") from None
     return read(data, path.stem)
 
 
 def read(data: Mapping[str, Any], name: str) -> Machine:
-    """Return the machine that TOML's tables describe."""
+    """Return the machine that the tables of a TOML file describe; raise UnknownMachine for missing or unknown keys."""
     _known(data, name, ["description", "source", "peer_access", "nodes", "gpu", "host", "link", "collective", "probe"])
     for key, why in (
-        ("peer_access", "whether GPUs reach each other's memory (true or false); `nvidia-smi topo -p2p r` tells"),
+        ("peer_access", "whether GPUs access each other's memory (true or false); see `nvidia-smi topo -p2p r`"),
         ("gpu", "the table [gpu] with name and count"),
-        ("link", "the links, as [[link]] with between, kind and bytes_per_s; `nvidia-smi topo -m` tells"),
+        ("link", "the links, as [[link]] with between, kind and bytes_per_s; see `nvidia-smi topo -m`"),
     ):
         if key not in data:
-            raise Unknown(f"machine {name}: `{key}` is missing: {why}; it is not guessed from the GPU's name")
+            raise UnknownMachine(f"machine {name}: `{key}` is missing: {why}; it is not guessed from the GPU's name")
     gpu = _record(Gpu, data["gpu"], f"{name}: [gpu]")
     links = tuple(link for row in data["link"] for link in _links(row, name))
     machine = Machine(
@@ -161,13 +161,13 @@ def read(data: Mapping[str, Any], name: str) -> Machine:
 
 
 def _links(row: Mapping[str, Any], name: str) -> Iterator[Link]:
-    """Yield the links that one row describes: `gpu0-3` stands for each of four."""
+    """Yield the links that one row describes; a name such as `gpu0-3` means each of four nodes."""
     where = f"{name}: [[link]] {row.get('between', '')}"
     _known(row, where, ["between", "kind", "bytes_per_s", "source"])
     if missing := [key for key in ("between", "kind", "bytes_per_s") if key not in row]:
-        raise Unknown(f"machine {where}: {', '.join(missing)} missing")
+        raise UnknownMachine(f"machine {where}: {', '.join(missing)} missing")
     if row["kind"] not in KINDS:
-        raise Unknown(f"machine {where}: {_unknown('kind of link', row['kind'], list(KINDS))}")
+        raise UnknownMachine(f"machine {where}: {_unknown('kind of link', row['kind'], list(KINDS))}")
     first, second = row["between"]
     for a in _each(first):
         for b in _each(second):
@@ -175,7 +175,7 @@ def _links(row: Mapping[str, Any], name: str) -> Iterator[Link]:
 
 
 def _each(text: str) -> list[str]:
-    """Return the nodes that a name stands for: `gpu0-3` is gpu0, gpu1, gpu2, gpu3."""
+    """Return the nodes that a name means: `gpu0-3` is gpu0, gpu1, gpu2, gpu3."""
     match = re.fullmatch(r"(\D+)(\d+)-(\d+)", text)
     if not match:
         return [text]
@@ -183,11 +183,11 @@ def _each(text: str) -> list[str]:
 
 
 def _figure(row: Any, where: str) -> float:
-    """Return a figure of the probe."""
+    """Return the value of one figure of the probe; raise UnknownMachine if it is missing."""
     if not isinstance(row, Mapping) or "value" not in row:
-        raise Unknown(f"machine {where}: a table with a value; got {row!r}")
+        raise UnknownMachine(f"machine {where}: must be a table with a value; got {row!r}")
     if "median" in row:
-        raise Unknown(f"machine {where}: written by an older probe; write it anew: dpbench probe --output FILE.toml")
+        raise UnknownMachine(f"machine {where}: written by an older probe; renew it: dpbench probe --output FILE.toml")
     return float(row["value"])
 
 
@@ -197,24 +197,24 @@ def _record(kind: Any, data: Mapping[str, Any], where: str) -> Any:
     try:
         return kind(**{key: value for key, value in data.items() if key != "source"})
     except TypeError as error:
-        raise Unknown(f"machine {where}: {str(error).partition('__init__() ')[2]}") from None
+        raise UnknownMachine(f"machine {where}: {str(error).partition('__init__() ')[2]}") from None
 
 
 def _known(data: Mapping[str, Any], where: str, known: list[str]) -> None:
-    """Refuse keys that nobody reads."""
+    """Raise UnknownMachine for keys that are not defined."""
     for key in data:
         if key not in known:
-            raise Unknown(f"machine {where}: {_unknown('key', key, sorted(known))}")
+            raise UnknownMachine(f"machine {where}: {_unknown('key', key, sorted(known))}")
 
 
 def _unknown(kind: str, name: str, known: list[str]) -> str:
-    """Say that a name is unknown, which ones are known, and which was probably meant."""
+    """Return a message that a name is unknown, with the known names and the closest of them."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"unknown {kind} {name!r}; known: {', '.join(known)}" + (f"; did you mean {near[0]!r}?" if near else "")
 
 
 def _sources(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the source of each table."""
+    """Yield the name and the source of each table."""
     for key, value in data.items():
         if key == "source":
             yield "machine", str(value)
@@ -225,15 +225,19 @@ def _sources(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _check(machine: Machine) -> None:
-    """Refuse counts below one, and GPUs that no link leads to."""
+    """Raise UnknownMachine for counts below one, for GPUs without a link, and for nodes without a network."""
     if machine.gpu.count < 1 or machine.nodes < 1:
-        raise Unknown(f"machine {machine.name}: {machine.gpu.count} GPUs on {machine.nodes} nodes: at least 1 each")
+        raise UnknownMachine(
+            f"machine {machine.name}: {machine.gpu.count} GPUs on {machine.nodes} nodes; both must be at least 1"
+        )
     ends = {end for link in machine.links for end in (link.a, link.b)}
     lost = [f"gpu{i}" for i in range(machine.gpu.count) if f"gpu{i}" not in ends]
     if lost:
-        raise Unknown(f"machine {machine.name}: no link leads to {', '.join(lost)}; [[link]] between = ['gpu0', ...]")
+        raise UnknownMachine(
+            f"machine {machine.name}: no link leads to {', '.join(lost)}; add [[link]] between = ['{lost[0]}', ...]"
+        )
     if machine.nodes > 1 and not any(link.kind == "network" for link in machine.links):
-        raise Unknown(
+        raise UnknownMachine(
             f"machine {machine.name}: {machine.nodes} nodes and no link of kind 'network'; "
             "add [[link]] between = ['cpu0', 'network'] with the network card's bytes_per_s"
         )

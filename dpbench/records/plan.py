@@ -1,4 +1,4 @@
-"""Plan: sweep axes -> cases, without duplicates, each normalised and checked."""
+"""Plan: turn the axes of a sweep into cases, without duplicates, each normalised and checked."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ PLACEMENTS = ("spread", "colocated")
 PRECISIONS = ("fp32", "bf16")
 SIZES = ("small", "full")
 LIMIT = (("role", "limit"),)
-"""The options of `single` on one device's share of the batch: what no schedule of several devices can be faster than.
+"""The options of `single` on one device's share of the batch, whose step is a lower bound for all schedules.
 
-It is a case of its own, so that no other comparison takes it for a baseline.
+They make it a separate case, which other comparisons do not use as a baseline.
 """
 
 
@@ -40,12 +40,12 @@ def sweep(
 ) -> list[Case]:
     """Return the product of the axes as cases.
 
-    `batch_sizes` are global (strong scaling); `batch_per_device` multiplies with the devices (weak scaling), and
-    exactly one of the two is given. `device_memory_bytes` bounds what an emulated device may hold. Raises ValueError
-    or LookupError for what cannot be run.
+    Exactly one of `batch_sizes` and `batch_per_device` must be given: the first are global (strong scaling), the
+    second is multiplied by the number of devices (weak scaling). `device_memory_bytes` limits the memory of an
+    emulated device. Raise LookupError for unknown names and ValueError for other values that cannot be run.
     """
     if bool(batch_sizes) == bool(batch_per_device):
-        raise ValueError("give either batch sizes (strong scaling) or a batch per device (weak scaling), and not both")
+        raise ValueError("give either batch sizes (strong scaling) or a batch per device (weak scaling), but not both")
     _check(models, strategies, devices, [*batch_sizes, *batch_per_device])
     schedules = [_schedule(text, device_kind) for text in schedules]
     _check_placement(devices, device_kind, device_ids, placement)
@@ -66,9 +66,9 @@ def sweep(
 
 
 def ladder(*, devices: Sequence[int], device_kind: str = "cpu", **axes: Any) -> list[Case]:
-    """Return what the ladder is drawn from: every rung, the ablations of the best, its rivals, and its limit.
+    """Return the cases of the ladder: every rung, the ablations of the best one, its rivals, and its limit.
 
-    The axes are those of `sweep`; a single device has no ladder.
+    The axes are those of `sweep`. Raise ValueError without a number of devices above one.
     """
     several = [count for count in devices if count != 1]
     if not several:
@@ -83,7 +83,10 @@ def ladder(*, devices: Sequence[int], device_kind: str = "cpu", **axes: Any) -> 
 
 
 def limit(case: Case) -> Case | None:
-    """Return one device's share of the work, computed alone; None where shares differ or share one processor."""
+    """Return the case of one device's share of the work, run on one device.
+
+    Return None if the shares are unequal or if the devices share one processor.
+    """
     share, rest = divmod(case.batch_size, case.devices)
     if rest or case.placement == "colocated" or case.device_kind == "emulated":
         return None
@@ -91,7 +94,7 @@ def limit(case: Case) -> Case | None:
 
 
 def alone(case: Case, batch_size: int) -> Case:
-    """Return the case of one device without a wrapper that takes `batch_size` samples and is otherwise alike."""
+    """Return the case that runs `batch_size` samples on one device without a wrapper and is otherwise equal."""
     baseline = registry.of_role(Role.BASELINE)
     return replace(
         case, strategy=baseline, schedule="", devices=1, batch_size=batch_size, placement="spread", options=()
@@ -99,14 +102,14 @@ def alone(case: Case, batch_size: int) -> Case:
 
 
 def baseline(**axes: Any) -> Case:
-    """Return a case of one device without a wrapper."""
+    """Return a case of one device without a wrapper, with these fields."""
     return Case(strategy=registry.of_role(Role.BASELINE), devices=1, **axes)
 
 
 def model_check(case: Case) -> Case:
-    """Return what is checked of a case's model before a run: one device, one row; the same for all cases of it.
+    """Return the case that checks a case's model before a run: one device and one row, equal for all cases of a model.
 
-    Emulated devices compute on the CPU.
+    For emulated devices, the check runs on the CPU.
     """
     return baseline(
         model=case.model, batch_size=1, size=case.size, precision=case.precision, seed=case.seed,
@@ -116,9 +119,12 @@ def model_check(case: Case) -> Case:
 
 
 def normalise(case: Case, *, weak_batches: Sequence[int] = ()) -> Case:
-    """Bring equal cases to one form: a strategy of one device has one, and only the engine has a schedule."""
+    """Return the normal form of a case, so that equal work has equal cases.
+
+    A one-device strategy has one device, and only the engine has a schedule.
+    """
     if case.traits.one_device and case.devices > 1:
-        # in weak scaling the one device's share is the work of reference
+        # in weak scaling, the baseline is one device with its share of the batch
         batch = case.batch_size // case.devices if weak_batches else case.batch_size
         case = replace(case, devices=1, batch_size=batch)
     if case.devices == 1 and case.placement == "colocated":
@@ -127,9 +133,9 @@ def normalise(case: Case, *, weak_batches: Sequence[int] = ()) -> Case:
 
 
 def side_by_side(cases: Sequence[Case]) -> list[tuple[Case, ...]]:
-    """Group cases that one worker can measure in turn: those of one model on the same kind of devices.
+    """Return the cases in groups that one worker can measure side by side: one model on the same kind of devices.
 
-    Models of one module of the user's are taken for variants of one model.
+    Models from the same user module count as variants of one model.
     """
     groups: dict[tuple[object, ...], list[Case]] = {}
     for case in cases:
@@ -147,19 +153,19 @@ def side_by_side(cases: Sequence[Case]) -> list[tuple[Case, ...]]:
 
 
 def plan_hash(cases: Iterable[Case], rounds: object, *how: str) -> str:
-    """Name a plan: the same cases, rounds and ways to measure have the same hash, in whatever order."""
+    """Return the hash of a plan, which depends on the set of cases, the rounds and the way to measure."""
     text = json.dumps([rounds, sorted(case.fingerprint for case in cases), *how])
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _check(models: Sequence[str], strategies: Sequence[str], devices: Sequence[int], batches: Sequence[int]) -> None:
-    """Refuse unknown names and counts below one."""
+    """Raise LookupError for unknown names, and ValueError for empty axes and for values below one."""
     for model in models:
         if ":" not in model:
             try:
                 registry.check("models", model)
             except LookupError as error:
-                raise LookupError(f"{error}; your own is --model package.module:name") from None
+                raise LookupError(f"{error}; for your own model, give --model package.module:name") from None
     for strategy in strategies:
         registry.check("strategies", strategy)
     for kind, values in (("devices", devices), ("batch size", batches)):
@@ -175,7 +181,10 @@ def _check(models: Sequence[str], strategies: Sequence[str], devices: Sequence[i
 
 
 def split_schedules(text: str) -> list[str]:
-    """Cut a list of schedules at its commas; neighbours such as workers=pool,replicas=cached are one, up to a `;`."""
+    """Return the schedules in a list that is separated by commas.
+
+    Neighbouring switches, such as workers=pool,replicas=cached, form one schedule; a `;` ends it.
+    """
     found: list[str] = []
     for group in text.split(";"):
         switches: list[str] = []
@@ -189,7 +198,7 @@ def split_schedules(text: str) -> list[str]:
 
 
 def _together(switches: Sequence[str]) -> str:
-    """Join the switches of one schedule; ValueError when they must be meant for two."""
+    """Return the switches of one schedule joined; raise ValueError if a switch occurs twice."""
     names = [item.partition("=")[0].strip() for item in switches]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice:
@@ -201,17 +210,17 @@ def _together(switches: Sequence[str]) -> str:
 
 
 def conditions(device_kind: str) -> tuple[str, ...]:
-    """Return what a schedule finds on a kind of device."""
+    """Return the conditions that a kind of device meets for schedules."""
     return (schedule.TRAIN_STEP, schedule.CUDA) if device_kind == "cuda" else (schedule.TRAIN_STEP,)
 
 
 def _schedule(text: str, device_kind: str) -> str:
-    """Return a schedule in the one way to write it; ValueError for one that cannot run on this kind of device."""
+    """Return the canonical text of a schedule; raise ValueError if it cannot run on this kind of device."""
     return text if text == schedule.FASTEST else str(schedule.parse(text).check(*conditions(device_kind)))
 
 
 def _check_placement(devices: Sequence[int], kind: str, ids: Sequence[int], placement: str) -> None:
-    """Refuse a placement that the devices cannot have."""
+    """Raise ValueError for a placement or ids that this kind of device does not support."""
     _one_of("device kind", kind, DEVICE_KINDS)
     _one_of("placement", placement, PLACEMENTS)
     others = {"cpu": "logical CPU devices", "emulated": "emulated devices"}.get(kind)
@@ -222,20 +231,20 @@ def _check_placement(devices: Sequence[int], kind: str, ids: Sequence[int], plac
     if len(set(ids)) < len(ids):
         raise ValueError(f"--device-ids names a GPU twice: {list(ids)}; --placement colocated shares one GPU")
     if ids and placement == "spread" and max(devices) > len(ids):
-        raise ValueError(f"{max(devices)} devices asked for, but --device-ids names {len(ids)}: {list(ids)}")
+        raise ValueError(f"{max(devices)} devices requested, but --device-ids names {len(ids)}: {list(ids)}")
 
 
 def _check_memory(kind: str, size: int) -> None:
-    """Refuse a bound on memory that nothing here could hold."""
+    """Raise ValueError for a negative memory limit, and for one on devices other than emulated ones."""
     if size < 0:
         raise ValueError(f"--device-memory must be at least 1 byte, got {size}")
     if size and kind == "cpu":
         raise ValueError(
-            "--device-memory bounds emulated devices; logical CPU devices share the host's memory: give "
+            "--device-memory limits emulated devices; logical CPU devices share the host's memory: give "
             "--device-kind emulated"
         )
     if size and kind == "cuda":
-        raise ValueError("--device-memory bounds emulated devices; a GPU has the memory that it has: leave it out")
+        raise ValueError("--device-memory limits emulated devices; the memory of a GPU is fixed: leave it out")
 
 
 def _one_of(kind: str, value: str, known: Sequence[str]) -> None:
@@ -244,7 +253,7 @@ def _one_of(kind: str, value: str, known: Sequence[str]) -> None:
 
 
 def default_strategies(device_kind: str) -> tuple[str, ...]:
-    """Return the strategies that are worth running on a kind of device."""
+    """Return the strategies that are run by default on a kind of device."""
     known = {
         "cpu": ("single", "single_all_cores", "dp", "ddp"),
         "cuda": ("single", "dp", "torch_dp", "ddp"),
@@ -254,12 +263,12 @@ def default_strategies(device_kind: str) -> tuple[str, ...]:
 
 
 def default_devices(available: int, placement: str) -> tuple[int, ...]:
-    """Return the device counts to sweep: powers of two up to what there is, and what a first look needs."""
+    """Return the default device counts of a sweep: powers of two up to `available`, at most eight."""
     if placement == "colocated":
         return (1, 2)
     return tuple(count for count in (1, 2, 4, 8) if count <= available) or (1,)
 
 
 def place(text: str) -> tuple[int, str]:
-    """Return a schedule's place in lists: rungs in the order of the ladder, then all others."""
+    """Return the sort key of a schedule: rungs in ladder order, then all other schedules."""
     return ([*schedule.RUNGS].index(text), "") if text in schedule.RUNGS else (len(schedule.RUNGS), text)

@@ -1,4 +1,4 @@
-"""The registry: find plugs (models, strategies, samplers) by name.
+"""Registry: find plugs (models, strategies, samplers) by name.
 
 A plug is a file of a package of dpbench; its name is the file's name. A strategy may also come from outside: from a
 file (`file.py:name`), from an importable module (`package.module:name`), or from an installed distribution that has an
@@ -22,11 +22,11 @@ from dpbench.records.traits import Role, Traits
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = {"models": "models", "strategies": "strategies", "samplers": "hardware.samplers"}
-"""The package under `dpbench` in which each kind of plug lies."""
+"""The package under `dpbench` that contains each kind of plug."""
 GROUP = "dpbench.strategies"
-"""The group of entry points that name strategies."""
+"""The group of entry points for strategies."""
 STRATEGY = "STRATEGY"
-"""The name of the strategy in a file of dpbench's own package."""
+"""The name of the strategy object in a module of dpbench's own strategies."""
 
 
 def folder_of(kind: str) -> Path:
@@ -45,13 +45,13 @@ def own(kind: str) -> list[str]:
 
 
 def load(kind: str, name: str) -> Any:
-    """Import the plug `name` of a kind. An unknown name raises LookupError, which lists the known names."""
+    """Return the imported module of the plug `name`; raise LookupError, with the known names, for an unknown one."""
     check(kind, name)
     return importlib.import_module(f"dpbench.{PACKAGES[kind]}.{name}")
 
 
 def check(kind: str, name: str) -> None:
-    """Raise LookupError unless `name` is a plug of a kind. No module of a plug is imported, except of outside ones."""
+    """Raise LookupError unless `name` is a plug of a kind; modules are imported for external strategies only."""
     if kind == "strategies" and ":" in name:
         strategy(name)
         return
@@ -62,9 +62,9 @@ def check(kind: str, name: str) -> None:
 
 
 def strategy(name: str) -> Any:
-    """Return the strategy that a case calls `name`: an object as `dpbench.strategies.Strategy` describes it.
+    """Return the strategy with the name `name`: an object with the interface of `dpbench.strategies.Strategy`.
 
-    Raises LookupError when there is no such strategy, and when the object is not one.
+    Raise LookupError if there is no such strategy, or if the object lacks a part of the interface.
     """
     if ":" not in name:
         check("strategies", name)
@@ -94,14 +94,14 @@ def _named(name: str) -> Any:
 @lru_cache(maxsize=1)
 def _installed() -> dict[str, Any]:
     """Return the entry points of installed strategies by name."""
-    from importlib.metadata import entry_points  # loaded late: it costs every command 30 ms
+    from importlib.metadata import entry_points  # imported late, because it takes 30 ms
 
     return {one.name: one for one in entry_points(group=GROUP)}
 
 
 @lru_cache(maxsize=64)
 def _outside(name: str) -> Any:
-    """Return an object of the user's: `file.py:name`, or `package.module:name` from here or Python's path."""
+    """Return a user's object: `file.py:name`, or `package.module:name` from this folder or Python's path."""
     place, _, attribute = name.rpartition(":")
     here = str(Path.cwd())
     try:
@@ -115,12 +115,12 @@ def _outside(name: str) -> Any:
         raise LookupError(f"strategy {name}: cannot import {place} in {here}: {error}") from error
     found = getattr(module, attribute, None)
     if found is None:
-        raise LookupError(f"strategy {name}: {place} has no {attribute!r}; it is meant as file.py:name")
+        raise LookupError(f"strategy {name}: {place} has no {attribute!r}; give file.py:name")
     return found
 
 
 def _executed(path: Path) -> Any:
-    """Return the module of a file, executed once under a name of its own."""
+    """Return the module of a file, executed under a unique name; raise FileNotFoundError if there is no file."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
     spec = importlib.util.spec_from_file_location(f"dpbench_strategy_{path.stem}", path)
@@ -134,9 +134,9 @@ def _executed(path: Path) -> Any:
 
 @lru_cache(maxsize=256)
 def traits(name: str) -> Traits:
-    """Return the traits of a strategy; those of an unknown one for a name that cannot be loaded.
+    """Return the traits of a strategy; default traits if it cannot be loaded.
 
-    Records of strategies that are no longer installed carry their traits: see `Case.traits`.
+    Stored cases of external strategies have their traits in the record; see `Case.traits`.
     """
     try:
         declared: Traits = strategy(name).traits
@@ -146,7 +146,7 @@ def traits(name: str) -> Traits:
 
 
 def declared(name: str) -> Traits | None:
-    """Return the traits that the cases of an outside strategy carry; None for one of dpbench's own."""
+    """Return the traits to store with the cases of an external strategy; None for dpbench's own strategies."""
     return None if name in own("strategies") else traits(name)
 
 
@@ -157,14 +157,14 @@ def of_role(role: Role) -> str:
 
 
 def check_module(name: str) -> None:
-    """Raise LookupError unless the module of `package.module:object` can be found. No module is imported."""
+    """Raise LookupError unless the module of `package.module:object` can be found; import nothing."""
     top, here = name.partition(":")[0].partition(".")[0], str(Path.cwd())
     if importlib.machinery.PathFinder.find_spec(top, [here, *sys.path]) is None:
         raise LookupError(f"--model {name}: there is no module {top!r} in {here} or on Python's path")
 
 
 def unknown(kind: str, name: str, known: list[str]) -> str:
-    """Return a message that a name is unknown, which names are known, and which of them is the closest."""
+    """Return a message that a name is unknown, with the known names and the closest of them."""
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"unknown {kind} {name!r}; known: {', '.join(known)}{hint}"

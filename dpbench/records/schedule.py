@@ -1,7 +1,7 @@
-"""Schedules: the engine's ways to run one step, as ten switches; the ladder turns one of them a rung.
+"""Schedules: the engine's ways to run one step, as ten switches; each rung of the ladder turns one of them.
 
-A schedule is written as a rung's name (`"cached"`), which stands for every switch turned so far, or switch by
-switch (`"workers=pool,replicas=cached"`). What may be combined is one table, `RULES`.
+A schedule is written as the name of a rung (`"cached"`), which includes the switches of all rungs below, or switch by
+switch (`"workers=pool,replicas=cached"`). The table `RULES` defines the permitted combinations.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SWITCHES: dict[str, tuple[str, ...]] = {
     "graphs": ("off", "on"),
     "comm_dtype": ("none", "bf16"),
 }
-"""Each switch's positions; `reference`, which does what torch does, has the first of each."""
+"""The positions of each switch. `reference`, which does the same as torch, has the first of each."""
 
 LADDER: dict[str, tuple[str, str]] = {
     "pool": ("workers", "pool"),
@@ -36,11 +36,11 @@ LADDER: dict[str, tuple[str, str]] = {
     "graphs": ("graphs", "on"),
     "bf16_comm": ("comm_dtype", "bf16"),
 }
-"""The one switch that each rung above `reference` turns, in the order of the climb."""
+"""The switch and position that each rung above `reference` adds, in ladder order."""
 
 REFERENCE = "reference"
 FASTEST = "fastest"
-"""The name of the schedule that TrainStep chooses itself, among those that need no tolerance."""
+"""The name of the schedule that TrainStep chooses itself, among those that are exact."""
 
 TRAIN_STEP, CUDA = "TrainStep", "cuda"
 RULES: tuple[tuple[str, str, str], ...] = (
@@ -56,10 +56,10 @@ RULES: tuple[tuple[str, str, str], ...] = (
     ("graphs", "on", "backward=local"),
     ("graphs", "on", "reduce=after"),
 )
-"""(switch, position, what it needs): another position, TrainStep, or a kind of device.
+"""(switch, position, need); a need is a position of another switch, TrainStep, or a kind of device.
 
-Replicas that persist need TrainStep, because DataParallel does not see the optimizer's step: the weights it kept
-would be stale, or be overwritten between a forward and its backward.
+Persistent replicas need TrainStep, because DataParallel does not see the optimizer's step: the weights that it keeps
+would be stale, or would be overwritten between a forward and its backward.
 """
 
 TOLERANCE = (("comm_dtype", "bf16"),)
@@ -68,7 +68,7 @@ TOLERANCE = (("comm_dtype", "bf16"),)
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """One position for each switch; `str()` writes it so that `parse` reads it."""
+    """One position for each switch; `parse` reads the text that `str()` returns."""
 
     workers: str = "spawn"
     replicas: str = "rebuilt"
@@ -84,28 +84,28 @@ class Schedule:
     def __post_init__(self) -> None:
         for switch, positions in SWITCHES.items():
             if getattr(self, switch) not in positions:
-                raise ValueError(f"{switch} is one of {', '.join(positions)}, not {getattr(self, switch)!r}")
+                raise ValueError(f"{switch} must be one of {', '.join(positions)}, not {getattr(self, switch)!r}")
 
     def __str__(self) -> str:
         name = next((name for name, schedule in RUNGS.items() if schedule == self), "")
         return name or ",".join(f"{switch}={position}" for switch, position in self.turned().items())
 
     def turned(self) -> dict[str, str]:
-        """Return the switches that do not stand as in `reference`, with their positions."""
+        """Return the switches whose positions differ from `reference`, with their positions."""
         return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
 
     @property
     def exact(self) -> bool:
-        """Tell whether weights stay bitwise equal to those of `reference`, wherever gradients are added in order.
+        """Return whether weights stay bitwise equal to those of `reference` if gradients are added in replica order.
 
-        That is everywhere but on distinct GPUs, which have NCCL: it adds in an order of its own, `reference` in that
-        of torch's coalesced reduction (as torch.nn.DataParallel does), and kept replicas in that of their collective,
-        so that results agree within the rounding of their dtype.
+        Gradients are added in replica order except on several distinct GPUs, where NCCL chooses the order. There,
+        `reference` uses torch's coalesced reduction (as torch.nn.DataParallel does), and kept replicas use a different
+        collective, so results agree only within the rounding of their dtype.
         """
         return not any(getattr(self, switch) == position for switch, position in TOLERANCE)
 
     def needs(self, *conditions: str) -> list[tuple[str, str]]:
-        """Return pairs (`switch=position`, need) of needs that neither the schedule nor `conditions` meet.
+        """Return pairs (`switch=position`, need) for the needs that neither the schedule nor `conditions` meet.
 
         `conditions` are TRAIN_STEP and CUDA.
         """
@@ -123,17 +123,17 @@ class Schedule:
         return [f"{turned} needs {need}" for turned, need in self.needs(*conditions)]
 
     def check(self, *conditions: str) -> Schedule:
-        """Return the schedule; raise ValueError naming each condition that it misses."""
+        """Return the schedule; raise ValueError with each need that is not met."""
         if missing := self.missing(*conditions):
             raise ValueError(f"schedule {str(self)!r} cannot run here: {'; '.join(missing)}")
         return self
 
 
 def _climb() -> dict[str, Schedule]:
-    """Return every rung's schedule, each one switch beyond the one below.
+    """Return the schedule of every rung; each turns one switch more than the rung below.
 
-    Graphs are a side step, because most machines cannot take it: they hold whole backwards, which leaves nothing to
-    overlap with, and the rung after them stands on the one before them.
+    The rung graphs is an exception, because most machines cannot run it: the rung after it continues from the one
+    before it. A graph contains a whole backward, with which no reduction can overlap, so graphs also set reduce=after.
     """
     below = Schedule()
     rungs = {REFERENCE: below}
@@ -151,9 +151,9 @@ RUNGS.update(_climb())
 
 
 def parse(text: str | Schedule) -> Schedule:
-    """Return the schedule that a rung's name or `switch=position,...` stands for.
+    """Return the schedule with a rung's name, or with the switches in `switch=position,...`.
 
-    Raises ValueError for what it does not know, with the known names; `fastest` is TrainStep's to resolve.
+    Raise ValueError for unknown names, with the known ones, and for `fastest`, which only TrainStep can resolve.
     """
     if isinstance(text, Schedule):
         return text
@@ -181,11 +181,11 @@ def climb(*conditions: str) -> list[str]:
 
 
 def best(*conditions: str) -> Schedule:
-    """Return the schedule that the ablations take one switch away from: the top exact rung, graphs apart."""
+    """Return the schedule that the ablations start from: the highest exact rung without graphs that can run."""
     return [RUNGS[name] for name in climb(*conditions) if RUNGS[name].exact and RUNGS[name].graphs == "off"][-1]
 
 
 def ablations(best: Schedule, *conditions: str) -> dict[str, Schedule]:
-    """Return the schedules that differ from `best` by one switch set back, by that switch's name; the legal ones."""
+    """Return the legal schedules that differ from `best` by one switch set back, by the name of that switch."""
     back = {switch: replace(best, **{switch: SWITCHES[switch][0]}) for switch in best.turned()}
     return {switch: schedule for switch, schedule in back.items() if not schedule.missing(*conditions)}

@@ -1,4 +1,4 @@
-"""Traits: the facts about a strategy that plans, predictions and reports depend on, whatever the strategy's name."""
+"""Traits: the properties of a strategy that plans, predictions and reports depend on, instead of on its name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Self
 
 
 class Role(StrEnum):
-    """The part that a strategy has in comparisons, in the order in which reports show them.
+    """The role of a strategy in comparisons, in the order in which reports show the strategies.
 
     At most one strategy of dpbench has each of the first five roles.
     """
@@ -17,13 +17,13 @@ class Role(StrEnum):
     BASELINE = "baseline"
     """One device without a wrapper: speed-ups are relative to it."""
     ALL_CORES = "all cores"
-    """One CPU device that uses every core: the gain without data parallelism."""
+    """One CPU device that uses all cores: the gain without data parallelism."""
     WRAPPER = "wrapper"
     """torch.nn.DataParallel itself."""
     ENGINE = "engine"
     """dpbench's engine, which runs on a schedule."""
     CONTROL = "control"
-    """DistributedDataParallel: its ranks do equal work, so that differences between its devices are the machine's."""
+    """DistributedDataParallel: its ranks do equal work, so differences between its devices are due to the machine."""
     OTHER = "other"
 
 
@@ -32,25 +32,25 @@ class Parallelism(StrEnum):
 
     NONE = "none"
     THREADS = "threads"
-    """One process drives all devices, and device 0 leads."""
+    """One process runs all devices, and device 0 coordinates them."""
     RANKS = "ranks"
-    """Each device has a process of its own: a rank of one process group."""
+    """Each device has a separate process, which is a rank of one process group."""
 
 
 class Reduction(StrEnum):
-    """How the time of adding the gradients shows in a trial's spans."""
+    """How the time of adding the gradients appears in a trial's spans."""
 
     SEPARATE = "separate"
-    """The phase reduce holds all of it."""
+    """The phase reduce contains all of it."""
     IN_BACKWARD = "in backward"
     """The phase backward contains all of it."""
     OVERLAPPED = "overlapped"
-    """It runs during backward; the phase reduce holds the rest that backward does not cover."""
+    """It runs during backward; the phase reduce contains the rest that backward does not cover."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traits:
-    """The traits of one strategy. `strategy` is the name that cases call it by; the registry sets it."""
+    """The traits of one strategy. `strategy` is its name in cases, which the registry sets."""
 
     parallelism: Parallelism = Parallelism.THREADS
     reduction: Reduction = Reduction.SEPARATE
@@ -62,22 +62,22 @@ class Traits:
 
     @property
     def one_device(self) -> bool:
-        """Return whether the strategy uses one device, whatever number a sweep asks for."""
+        """Return whether the strategy uses one device, whatever the number of devices in a sweep."""
         return self.parallelism is Parallelism.NONE
 
     @property
     def ranks(self) -> bool:
-        """Return whether each device has a process."""
+        """Return whether each device has a separate process."""
         return self.parallelism is Parallelism.RANKS
 
     @property
     def threads(self) -> bool:
-        """Return whether one process drives all devices."""
+        """Return whether one process runs all devices."""
         return self.parallelism is Parallelism.THREADS
 
     @property
     def all_cores(self) -> bool:
-        """Return whether an operator uses all cores of the CPU, instead of one for each device."""
+        """Return whether one operator uses all cores of the CPU, instead of one core per device."""
         return self.role is Role.ALL_CORES
 
     @property
@@ -87,7 +87,7 @@ class Traits:
 
     @property
     def alone(self) -> bool:
-        """Return whether the strategy needs a worker that measures no other case."""
+        """Return whether the strategy must be measured in a separate worker, without other cases."""
         return self.ranks or self.all_cores
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Trial: what was seen of a case. Times are seconds on the machine's monotonic clock; sizes are bytes.
+"""Trial: the measurements of one case. Times are seconds on the machine's monotonic clock; sizes are bytes.
 
 Schema history of `Trial`: 1 (first); 2 (memory by phase and kind, the device that failed).
 """
@@ -20,14 +20,14 @@ SCHEMA = 2
 
 
 class Source(StrEnum):
-    """Who produced a trial."""
+    """The origin of a trial."""
 
     MEASURED = "measured"
     PREDICTED = "predicted"
 
 
 class Status(StrEnum):
-    """How a trial ended; all but `killed` are final."""
+    """The status of a trial that ended; all but `killed` are final."""
 
     OK = "ok"
     OOM = "oom"
@@ -38,7 +38,7 @@ class Status(StrEnum):
 
 
 class Fault(StrEnum):
-    """Why a trial that ended well has no usable step seconds."""
+    """The reason why a trial of status `ok` has no usable step times."""
 
     UNVERIFIED = "unverified"
     CLOCK = "bad clock"
@@ -46,7 +46,7 @@ class Fault(StrEnum):
 
 
 class Verified(StrEnum):
-    """How a step's gradients compared with the chunked reference, best first."""
+    """The result of comparing a step's gradients with the chunked reference, best first."""
 
     BITWISE = "bitwise"
     WITHIN_TOLERANCE = "within_tolerance"
@@ -86,7 +86,7 @@ class Step:
 
     @property
     def start_s(self) -> float:
-        """Return when the step began."""
+        """Return the time at which the step began."""
         return self.end_s - self.seconds
 
 
@@ -94,8 +94,8 @@ class Step:
 class Memory:
     """The peak of one device's memory; `source` is allocator, rss or ledger.
 
-    `phase` is empty for the peak of whole steps. `kind` is allocated (what tensors, or the process, hold) or reserved
-    (what the allocator took from the driver).
+    `phase` is empty for the peak of whole steps. `kind` is allocated (by tensors, or by the process) or reserved (by
+    the allocator from the driver).
     """
 
     device: int
@@ -107,10 +107,10 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One case run once (or predicted once): everything that was seen, nothing derived.
+    """One measurement (or prediction) of a case: everything that was recorded, and nothing derived.
 
-    `setup` maps the stages before the first step to their seconds; `provenance` holds the facts of host and
-    torch that make the numbers repeatable. `failed_device` is the replica's device that failed first, where one did.
+    `setup` maps the stages before the first step to their seconds. `provenance` has the facts about host and torch
+    that are needed to reproduce the numbers. `failed_device` is the index of the device that failed first, if any.
     """
 
     case: Case
@@ -142,11 +142,11 @@ class Trial:
         return found
 
     def readings(self, metric: str, *, timed: bool = False) -> dict[int, list[float]]:
-        """Return a metric's values by device, in time; with `timed` those of warm-up steps are left out."""
+        """Return the values of a metric by device, in order of time; with `timed`, without those of warm-up steps."""
         warm_s = max((step.end_s for step in self.steps if timed and step.warmup), default=float("-inf"))
         found: dict[int, list[float]] = {}
         for sample in self.samples:
-            # a profiled step stands outside the series, at time 0
+            # readings of a profiled step, which is outside the series, have time 0
             if sample.metric == metric and (sample.time_s > warm_s or sample.time_s == 0.0):
                 found.setdefault(sample.device, []).append(sample.value)
         return found
@@ -158,7 +158,7 @@ class Trial:
 
     @property
     def fault(self) -> Fault | None:
-        """Return why a trial of status `ok` has no usable step seconds; None where it has them, or another status."""
+        """Return why a trial of status `ok` has no usable step times; None if it has them or has another status."""
         if self.status is not Status.OK:
             return None
         if self.verified is Verified.NO:
@@ -169,7 +169,7 @@ class Trial:
 
     @property
     def refusal(self) -> str:
-        """Say why the trial has no usable step seconds; empty where it has them."""
+        """Return the reason why the trial has no usable step times as text; empty if it has them."""
         if self.status is Status.OK and self.fault is None:
             return ""
         said = {
@@ -180,16 +180,16 @@ class Trial:
 
     @property
     def _impossible_s(self) -> float | None:
-        """Return the first timed seconds that no step can take: not finite, or not above 0."""
+        """Return the first impossible duration of a timed step: not finite, or not above 0; None without any."""
         return next((seconds for seconds in self.timed if not (math.isfinite(seconds) and seconds > 0)), None)
 
     @property
     def trusted(self) -> bool:
-        """Tell whether the numbers may be shown; a trial without timed steps may still have others."""
+        """Return whether the numbers may be shown; a trial without timed steps may still have other numbers."""
         return self.status is Status.OK and self.fault in (None, Fault.UNTIMED)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON; long series are columns, not rows."""
+        """Return plain data for JSON; long series are stored as columns instead of rows."""
         plain = {f.name: getattr(self, f.name) for f in fields(self)}
         plain["case"] = self.case.to_dict()
         plain["setup"], plain["provenance"] = dict(self.setup), dict(self.provenance)
@@ -200,7 +200,7 @@ class Trial:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Trial:
-        """Rebuild a trial from `to_dict`, through JSON or not."""
+        """Return the trial that `to_dict` wrote, also after JSON; raise ValueError for a newer schema."""
         if data.get("schema", SCHEMA) > SCHEMA:
             raise ValueError(f"trial of schema {data['schema']}; this dpbench reads up to {SCHEMA}: update it")
         values = dict(data)
@@ -211,7 +211,7 @@ class Trial:
             columns = dict(values.get(name) or {})
             if "phase" in columns and record is Span:
                 columns["phase"] = [_PHASES[phase] for phase in columns["phase"]]
-            # an older schema lacks the last fields, which have defaults
+            # records of an older schema lack the last fields, which have defaults
             known = [f.name for f in fields(record) if f.name in columns or f.default is MISSING]
             rows = zip(*(columns.get(name, ()) for name in known), strict=True)
             values[name] = tuple(record(*row) for row in rows)
@@ -219,21 +219,21 @@ class Trial:
 
 
 _PHASES = {phase.value: phase for phase in Phase}
-"""A trial has thousands of spans: looking a phase up is ten times as fast as constructing it."""
+"""The phases by value: a trial has thousands of spans, and a look-up is ten times as fast as `Phase(value)`."""
 _SERIES: dict[str, Any] = {"steps": Step, "spans": Span, "samples": Sample, "memory": Memory}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Why a case, or one rank of it, gave no result.
+    """The record of a failure of a case, or of one of its ranks.
 
     `reason` is text for the user; no decision depends on it. `device` is the index of the device that failed first
-    among the case's devices, where it is known. `rank` is the rank that failed. `verified` is NO when the gradients
-    were wrong. `at_s` is the time at which the rank raised, or at which its process was found dead, in seconds on the
-    clock of `time.perf_counter`. `exception` is the name of the exception's class, empty when the process ended without
+    among the case's devices, if it is known. `rank` is the rank that failed. `verified` is NO if the gradients were
+    wrong. `at_s` is the time at which the rank raised, or at which its process was found dead, in seconds on the clock
+    of `time.perf_counter`. `exception` is the name of the exception's class, empty if the process ended without
     raising. `traceback` is Python's text. `exit_status` is the status of a process that ended without raising; it is
-    negative for a signal. `perhaps_secondary` says that torch also raises this type of exception in a rank whose peer
-    has died: a RuntimeError other than lack of memory.
+    negative for a signal. `perhaps_secondary` is True for a RuntimeError other than lack of memory, because torch also
+    raises this type in a rank whose peer has died.
     """
 
     status: Status

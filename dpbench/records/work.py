@@ -1,4 +1,4 @@
-"""Work: what a model costs on a device, and a step as a graph of tasks, for predictions."""
+"""Work: the cost of a model on a device, a step as a graph of tasks for predictions, and the bytes that it moves."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from dpbench.records.case import Phase
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of work on one device: so much whatever the batch, and so much a sample; never less than the least."""
+    """The seconds of work on one device: a fixed part, a part per sample, and a lower bound."""
 
     fixed_s: float = 0.0
     sample_s: float = 0.0
     least_s: float = 0.0
 
     def at(self, samples: float) -> float:
-        """Return the seconds of a batch."""
+        """Return the seconds for a number of samples."""
         return max(self.least_s, self.fixed_s + self.sample_s * samples)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """What one model costs on one device, per sample where it scales with the batch.
+    """The cost of one model on one device; figures that scale with the batch are per sample.
 
-    Counts describe the model alone. Seconds hold for one device and precision: those that are None are worked out
-    from FLOP and bytes. `launches` are the operations that the host hands to the device; `gradient_bytes` are the
-    sizes of the parameters in the order in which backward finishes their gradients, empty when nobody knows.
+    Counts describe the model alone. Costs in seconds apply to one device and precision; those that are None are
+    computed from FLOP and bytes. `launches` count the operations that the host submits to the device.
+    `gradient_bytes` are the sizes of the parameters in the order in which backward finishes their gradients, empty if
+    the order is unknown.
     """
 
     model: str
@@ -52,7 +53,7 @@ class Profile:
     backward: Cost | None = None
     optimizer: Cost | None = None
     rest: Cost | None = None
-    """What a host's step takes beside these: copies of the batch, and what no phase covers."""
+    """The cost of the rest of a step on the host: copies of the batch, and time that no phase covers."""
 
     @property
     def gradient_sizes(self) -> tuple[float, ...]:
@@ -63,17 +64,17 @@ class Profile:
 
 @dataclass(frozen=True)
 class Task:
-    """One piece of a step's work: so much of a unit on a resource, after other tasks.
+    """One part of a step's work: an amount in a unit on a resource, after other tasks.
 
-    `after` are indices into the list of tasks whose end this one waits for; `overlap` are indices of tasks it
-    follows but may run beside: it waits for their start. Units are flop, bytes, s, and what the host does one by one:
-    launches, modules, tensors, threads, wakes. Resources:
+    `after` and `overlap` are indices into the list of tasks. The task waits for the end of those in `after`, and for
+    the start of those in `overlap`, with which it may run concurrently. Units are flop, bytes, s, and the counts of
+    the host's operations: launches, modules, tensors, threads, wakes. Resources:
 
         device:i                    the stream of device i: kernels, one after the other
         host, host:i                the main thread; the thread that serves device i
         gil                         the interpreter, shared by the threads of one process
         copy:a:b                    a copy from a to b, each a device's number or `host`
-        all_reduce:k ...            the k-th collective; its tasks (one a device) begin and end together. Kinds:
+        all_reduce:k ...            the k-th collective; its tasks (one per device) begin and end together. Kinds:
                                     broadcast, reduce, all_reduce, reduce_scatter, all_gather
     """
 
@@ -92,7 +93,7 @@ FACT = "model"
 
 @dataclass(frozen=True, kw_only=True)
 class Shapes:
-    """The bytes of a model's tensors: weights and buffers in total; inputs, target and output per sample."""
+    """The bytes of a model's tensors: parameters and buffers in total; inputs, target and output per sample."""
 
     parameter_tensors: int
     parameter_bytes: int
@@ -104,7 +105,7 @@ class Shapes:
 
     @classmethod
     def of(cls, provenance: Mapping[str, Any]) -> Self | None:
-        """Return the shapes that a worker stored; None when one of them is missing."""
+        """Return the shapes that a worker stored; None if any of them is missing."""
         found = provenance.get(FACT) or {}
         names = [f.name for f in fields(cls)]
         return cls(**{name: found[name] for name in names}) if all(name in found for name in names) else None
@@ -112,7 +113,7 @@ class Shapes:
 
 @dataclass(frozen=True)
 class Move:
-    """Bytes from one device to another (-1: the host) in one phase of one step."""
+    """The bytes that one phase of one step moves from one device to another (-1: the host)."""
 
     phase: Phase
     source: int

@@ -32,7 +32,7 @@ Seconds = tuple[float, float]
 """The seconds of a step, and the CPU seconds of all threads of the process in it."""
 COLLECT = 20
 """The number of pairs or parts between two garbage collections."""
-Run = Callable[[int], None]
+RunSteps = Callable[[int], None]
 """Runs a number of steps and waits for their end."""
 _CPU_CLOCK = 2  # of another process, as in clock_getcpuclockid(3)
 
@@ -87,14 +87,14 @@ def _garbage_kept() -> Iterator[None]:
         gc.enable()
 
 
-def _seconds(run: Run, steps: int) -> Seconds:
+def _seconds(run: RunSteps, steps: int) -> Seconds:
     """Return a block's seconds per step as means, which include occasional costs."""
     began, spent = time.perf_counter(), time.process_time()
     run(steps)
     return (time.perf_counter() - began) / steps, (time.process_time() - spent) / steps
 
 
-def _pairs(run: Run, marks: _Marks, count: int, steps: int) -> dict[str, Any]:
+def _pairs(run: RunSteps, marks: _Marks, count: int, steps: int) -> dict[str, Any]:
     """Return the seconds per step of `count` pairs of blocks of `steps` steps, with marks on in one of each pair."""
     found: dict[bool, list[Seconds]] = {True: [], False: []}
     for pair in range(max(2, count)):
@@ -107,7 +107,7 @@ def _pairs(run: Run, marks: _Marks, count: int, steps: int) -> dict[str, Any]:
     return wall | {f"{name}_cpu_s": [cpu for _, cpu in found[on]] for name, on in ARMS.items()}
 
 
-def _parts(run: Run, sampler: _Sampler, count: int, part_s: float) -> dict[str, Any]:
+def _parts(run: RunSteps, sampler: _Sampler, count: int, part_s: float) -> dict[str, Any]:
     """Return the seconds per step of `count` parts: of all their steps, and of the steps without the sampler."""
     on_s, off_s, touched = [], [], 0
     spent_s, began_s = sampler.spent_s(), time.perf_counter()
@@ -126,7 +126,7 @@ def _parts(run: Run, sampler: _Sampler, count: int, part_s: float) -> dict[str, 
     return {"on_s": on_s, "off_s": off_s, "sampler_cpu_ratio": cpu_ratio, "steps_touched": touched}
 
 
-def _watched(run: Run, sampler: _Sampler, seconds: float) -> list[tuple[bool, float]]:
+def _watched(run: RunSteps, sampler: _Sampler, seconds: float) -> list[tuple[bool, float]]:
     """Run steps for `seconds`; return for each step whether the sampler ran in it, and its seconds."""
     steps = []
     spent_s, at_s = sampler.spent_s(), time.perf_counter()
