@@ -12,7 +12,7 @@ from dpbench.records import machine, registry, words
 from dpbench.records.schedule import FASTEST, LADDER, REFERENCE, RUNGS, TRAIN_STEP
 
 if TYPE_CHECKING:
-    from dpbench.store import Run
+    from dpbench.store import StoredRun
 
 METRICS = {
     "busy_s": "CPU seconds per step of the threads of one logical CPU device",
@@ -80,7 +80,7 @@ def _rung(name: str) -> str:
     return f"{'='.join(LADDER[name])}; removes {REMOVES[name]}{said}"
 
 
-def runs(found: Iterable[tuple[Run, int]]) -> list[tuple[str, str]]:
+def runs(found: Iterable[tuple[StoredRun, int]]) -> list[tuple[str, str]]:
     """Return (id, description) of each run; the description has its start time, commit, number of cases and status."""
     lines = []
     for run, cases in found:

@@ -15,7 +15,7 @@ from dpbench.records import words
 
 if TYPE_CHECKING:
     from dpbench.records.estimate import Estimate
-    from dpbench.store import Run
+    from dpbench.store import StoredRun
 
 
 @click.command()
@@ -67,7 +67,7 @@ def list_(kind: str, store: Path) -> None:
         click.echo(f"{name:<{width}}  {text}".rstrip())
 
 
-def _runs(store: Path) -> list[tuple[Run, int]]:
+def _runs(store: Path) -> list[tuple[StoredRun, int]]:
     """Return the runs of a store, the newest first, each with its number of cases."""
     from dpbench.store import Store
 

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
     from dpbench.analysis.report import Report
     from dpbench.records import Trial
-    from dpbench.store import Run
+    from dpbench.store import StoredRun
 
 
-def read(store: Path, run_id: str | None) -> tuple[Run, list[Trial]]:
+def read(store: Path, run_id: str | None) -> tuple[StoredRun, list[Trial]]:
     """Return a run of a store, and its trials without their spans."""
     from dpbench.store import Store
 
@@ -24,7 +24,7 @@ def read(store: Path, run_id: str | None) -> tuple[Run, list[Trial]]:
         return chosen, opened.summaries(chosen.id)
 
 
-def choose(runs: Any, run_id: str | None) -> Run:
+def choose(runs: Any, run_id: str | None) -> StoredRun:
     """Return the newest run, or the one whose id begins with `run_id`; raise UsageError if none or several match."""
     found = [run for run in runs if run.id.startswith(run_id or "")]
     if not found:
@@ -32,11 +32,11 @@ def choose(runs: Any, run_id: str | None) -> Run:
         raise click.UsageError(f"no run {run_id or ''} in the store; it has: {known}")
     if run_id and len(found) > 1:
         raise click.UsageError(f"{run_id} matches {len(found)} runs: {', '.join(run.id[:12] for run in found)}")
-    chosen: Run = found[0]
+    chosen: StoredRun = found[0]
     return chosen
 
 
-def report_of(chosen: Run, trials: Sequence[Trial]) -> Report:
+def report_of(chosen: StoredRun, trials: Sequence[Trial]) -> Report:
     """Return the analysis of a run's trials, for every form of the report."""
     from dpbench.analysis.report import Report
     from dpbench.measure import selfcheck

@@ -1,13 +1,13 @@
-"""Export: what the store holds, in the formats of other tools.
+"""Export: write the trials of the store in the formats of other tools.
 
-jsonl            one trial a line, the ledger's phases worked out
+jsonl            one trial per line, with the ledger's phases
 trace            a Chrome trace, for Perfetto and speedscope: every span, step and sample
-split            one trial as files of a rank each, for Holistic Trace Analysis
-pyperf           a pyperf suite: one benchmark a case, one run a round
+split            one trial as one file per rank, for Holistic Trace Analysis
+pyperf           a pyperf suite: one benchmark per case, one run per round
 parquet          a flat table of steps
 
-Text comes as an iterator of pieces, so that a long run is never one string. `labels` are those that must stand beside a
-trial's numbers: `dpbench.analysis.summary` has them.
+Text is returned as an iterator of pieces, so that a long run is never held as one string. `labels` is a function that
+returns the labels that must accompany a trial's numbers, such as `dpbench.analysis.summary.labels`.
 """
 
 from __future__ import annotations
@@ -27,28 +27,32 @@ from dpbench.export.table import parquet
 
 if TYPE_CHECKING:
     from dpbench.records import Trial
-    from dpbench.store import Run
+    from dpbench.store import StoredRun
 
 __all__ = ["check", "jsonl", "name", "parquet", "pick", "pieces", "pyperf", "split_ranks", "trace", "write"]
 
 
 def check(format: str, *, every: bool, output: Path | None, part: str | None, split: Path | None) -> None:
-    """Raise ValueError for options that do not go together, before anything is read."""
+    """Raise ValueError for options that cannot be combined, before anything is read."""
     if format != "trace" and (part is not None or split):
         raise ValueError(f"--{'split' if split else 'case'} is for trace, not for {format}: leave it out")
     if split and (output or every):
         raise ValueError(f"--split writes one trial into {split}: leave out {'--output' if output else '--all'}")
     if format == "parquet" and not output:
-        raise ValueError("parquet is no text: name a file with --output")
+        raise ValueError("parquet is a binary format: give a file with --output")
     if format == "pyperf" and every:
-        raise ValueError("pyperf compares files: export each run to its own, with --run, and leave out --all")
+        raise ValueError("pyperf compares files: export each run to a separate file with --run, and leave out --all")
 
 
 def pieces(
-    format: str, runs: Sequence[tuple[Run, Sequence[Trial]]], labels: Labels, *, every: bool = False,
+    format: str, runs: Sequence[tuple[StoredRun, Sequence[Trial]]], labels: Labels, *, every: bool = False,
     output: Path | None = None, part: str | None = None, split: Path | None = None,
 ) -> Iterator[str]:  # fmt: skip
-    """Yield the text of an export; write the files of parquet and split, of which the text is what was written."""
+    """Return the text of an export in pieces; write the files of parquet and split.
+
+    For split, the text lists the files that were written; for parquet, it is empty. Raise ValueError if split does
+    not select exactly one trial.
+    """
     if format == "jsonl":
         return chain.from_iterable(jsonl(run.id, trials) for run, trials in runs)
     if format == "parquet":
@@ -63,12 +67,12 @@ def pieces(
         return trace(run.id, run.provenance, picked, labels)
     if len(picked) > 1:
         names = list(dict.fromkeys(name(trial.case) for trial in trials))
-        raise ValueError(f"--split writes one case, {len(picked)} fit: name one with --case; {numbered(names)}")
+        raise ValueError(f"--split writes one case, but {len(picked)} match: choose one with --case; {numbered(names)}")
     return (f"{path}\n" for path in split_ranks(run.id, run.provenance, picked[0], labels, split))
 
 
 def write(text: Iterable[str], output: Path | None) -> None:
-    """Write text piece by piece to a file, or to stdout."""
+    """Write text piece by piece to a file, or to stdout if `output` is None."""
     if output is None:
         sys.stdout.writelines(text)
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Choice: which of a run's trials to show, and under which name."""
+"""Choice: select the trials of a run to export, and name them."""
 
 from __future__ import annotations
 
@@ -8,39 +8,39 @@ from typing import Any
 from dpbench.records import Case, Trial
 
 Labels = Callable[[Trial], tuple[str, ...]]
-"""Returns what must stand beside a trial's numbers."""
+"""A function that returns the labels that must accompany a trial's numbers."""
 
 IN_LABEL = frozenset(
     {"model", "size", "strategy", "schedule", "devices", "device_kind", "placement", "batch_size", "precision"}
 )
-"""The fields of a case that its label says."""
+"""The fields of a case that its label includes."""
 
 
 def name(case: Case) -> str:
-    """Name a case apart from every other: its label, then the fields that the label leaves out, if not at default."""
+    """Return a unique name of a case: its label, then the fields that the label leaves out, unless at default."""
     rest = {field: value for field, value in case.to_dict().items() if field not in IN_LABEL}
     return " ".join([case.label, *(f"{field}={_plain(value)}" for field, value in sorted(rest.items()))])
 
 
 def _plain(value: Any) -> str:
-    """Write a field's value without brackets."""
+    """Return the value of a field as text without brackets."""
     if not isinstance(value, tuple):
         return str(value)
     return ",".join(":".join(part) if isinstance(part, tuple) else str(part) for part in value)
 
 
 def title(trial: Trial, labels: Labels) -> str:
-    """Name a trial: its case and round, and the labels that must stand beside its numbers."""
+    """Return the title of a trial: its case, its round, and the labels that must accompany its numbers."""
     said = [*labels(trial), *([trial.fault.upper()] if trial.fault else [])]
     ended = "" if trial.status == "ok" else f" {trial.status}"
     return f"{name(trial.case)} round {trial.round}{ended} [{' '.join(said)}]"
 
 
 def pick(trials: Sequence[Trial], part: str | None = None, *, every: bool = False) -> list[Trial]:
-    """Return the first trusted trial of each case, or `every` trial, of the cases that `part` names.
+    """Return the first trusted trial of each case that `part` selects, or `every` trial of these cases.
 
-    A case is named by its number, from 1 in the order in which the run began them, or by a part of its name; the
-    whole name is that case alone. ValueError where nothing fits, with what there is.
+    `part` is the number of a case, from 1 in the order in which the run started them, or a part of its name. A
+    complete name selects that case only. Raise ValueError, with the existing cases, if no trial is selected.
     """
     names = list(dict.fromkeys(name(trial.case) for trial in trials))
     wanted = set(_named(names, part)) if part is not None else set(names)
@@ -53,12 +53,12 @@ def pick(trials: Sequence[Trial], part: str | None = None, *, every: bool = Fals
         found = [first[one] for one in names if one in first]
     if not found:
         ends = ", ".join(f"{trial.case.label}: {trial.fault or trial.status}" for trial in fitting[:8]) or "no trials"
-        raise ValueError(f"there is no measured trial to show ({ends})")
+        raise ValueError(f"the selected cases have no measured trial ({ends})")
     return found
 
 
 def _named(names: Sequence[str], part: str) -> list[str]:
-    """Return the names that a number or a part of a name means."""
+    """Return the names that a number or a part of a name selects; raise ValueError if there are none."""
     if part.isdigit() and 1 <= int(part) <= len(names):
         return [names[int(part) - 1]]
     found = [part] if part in names else [name for name in names if part in name]
@@ -68,11 +68,11 @@ def _named(names: Sequence[str], part: str) -> list[str]:
 
 
 def numbered(names: Sequence[str]) -> str:
-    """List cases with the numbers that `pick` takes."""
+    """Return the names as a list with the numbers that `pick` accepts, as text."""
     return "; ".join(f"{number} {name}" for number, name in enumerate(names, 1)) or "none"
 
 
 def nameless(provenance: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's provenance without its host's name, for files that leave the machine."""
+    """Return a run's provenance without the host name, for files that leave the machine."""
     host = {key: value for key, value in provenance.get("host", {}).items() if key != "name"}
     return {**provenance, **({"host": host} if host else {})}

@@ -1,9 +1,9 @@
-"""Chrome: trials as one trace in the Trace Event Format, which Perfetto and speedscope read.
+"""Chrome: write trials as one trace in the Trace Event Format, which Perfetto and speedscope read.
 
-One process a trial; in it a track for the steps, one for each device and phase (spans that overlap without nesting
-go on further tracks), and a counter for each series of samples. Times are microseconds from the beginning of the
-earliest trial, in whole 1024ths: so start and duration add up to the end exactly, in a reader's floating point too, and
-what follows on it does not overlap it.
+Each trial is a process. It has one track for the steps, one for each device and phase, and a counter for each series
+of samples; spans that overlap without nesting are put on additional tracks. Times are microseconds from the start of
+the earliest trial, rounded to 1/1024 µs. Start and duration then add up to the end exactly in floating point, so that
+neighbouring events do not overlap.
 
 Format: "Trace Event Format" by the Chrome tracing project.
 """
@@ -19,14 +19,14 @@ from dpbench.records import HOST, Phase, Sample, Span, Step, Trial, words
 
 _T = TypeVar("_T")
 Timed = tuple[float, float, _T]
-"""Start and end in seconds, and what there was between."""
+"""The start and the end of an interval in seconds, and its content."""
 TICKS = 1024
-"""The parts of a microsecond that times are rounded to."""
+"""The number of ticks per microsecond, to which times are rounded."""
 ORDER = {phase: number for number, phase in enumerate(Phase)}
 
 
 def trace(run_id: str, provenance: Mapping[str, Any], trials: Sequence[Trial], labels: Labels) -> Iterator[str]:
-    """Yield the text of a trace of these trials of one run, a trial at a time."""
+    """Yield the text of a trace of these trials of one run, one trial at a time."""
     zero_s = min((at for trial in trials for at in _times(trial) if math.isfinite(at)), default=0.0)
     facts = {
         "run_id": run_id,
@@ -41,14 +41,14 @@ def trace(run_id: str, provenance: Mapping[str, Any], trials: Sequence[Trial], l
 
 
 def _times(trial: Trial) -> Iterator[float]:
-    """Yield when each thing of a trial that has a place in time began."""
+    """Yield the start times of a trial's steps and spans, and the times of its samples."""
     yield from (step.start_s for step in trial.steps)
     yield from (span.start_s for span in trial.spans)
     yield from (sample.time_s for sample in trial.samples if sample.time_s > 0.0)
 
 
 def _facts(pid: int, trial: Trial, labels: Labels) -> dict[str, Any]:
-    """Return what is known of a trial beside its times; `untimed` are readings of the profiled step after timing."""
+    """Return the facts about a trial other than its times; `untimed` are readings of the step profiled after timing."""
     untimed = [[s.device, s.metric, s.value] for s in trial.samples if s.time_s == 0.0]
     return {
         "pid": pid, "case": trial.case.to_dict(), "labels": labels(trial), "round": trial.round,
@@ -82,7 +82,7 @@ def _steps(steps: Iterable[Step]) -> Iterator[Timed[str]]:
 
 
 def _tracks(spans: Iterable[Span]) -> list[tuple[str, list[Timed[str]]]]:
-    """Sort spans into tracks: the host's first, then by device, the phases of each in their order."""
+    """Return the spans by track, with the track's name: the host first, then by device, with phases in order."""
     found: dict[tuple[int, Phase], list[Timed[str]]] = {}
     for span in spans:
         said = f'"name":"{span.phase}","cat":"{span.clock}","args":{{"step":{span.step}}}'
@@ -92,15 +92,15 @@ def _tracks(spans: Iterable[Span]) -> list[tuple[str, list[Timed[str]]]]:
 
 
 def place(device: int) -> str:
-    """Name a device, or the host."""
+    """Return the name of a device or of the host."""
     return "host" if device == HOST else f"device {device}"
 
 
 def lanes(found: Iterable[Timed[_T]], zero_s: float, *, nested: bool = True) -> list[tuple[int, int, int, _T]]:
-    """Lay intervals on as few lanes as it takes: on one, two are apart, or, if `nested`, one within the other.
+    """Return the intervals assigned to as few lanes as possible: (lane, start, end, content), ordered by start.
 
-    Returns (lane, start, end, what) in the order of their starts; ticks after `zero_s`. An interval that is not finite
-    has no place in time and is left out.
+    Start and end are in ticks after `zero_s`. Intervals on one lane do not overlap, except that, if `nested`, one may
+    contain another. Intervals that are not finite are left out.
     """
     placed = [one for one in found if math.isfinite(one[0]) and math.isfinite(one[1])]
     timed = [(ticks(start - zero_s), ticks(end - zero_s), what) for start, end, what in placed]
@@ -120,23 +120,23 @@ def lanes(found: Iterable[Timed[_T]], zero_s: float, *, nested: bool = True) -> 
 
 
 def ticks(seconds: float) -> int:
-    """Return 1024ths of a microsecond."""
+    """Return seconds as a whole number of ticks of 1/1024 µs."""
     return round(seconds * 1e6 * TICKS)
 
 
 def _complete(pid: int, tid: int, start: int, end: int, said: str) -> str:
-    """Return a complete event."""
+    """Return a complete event as JSON; `said` holds its further members as JSON text."""
     times = f'"ts":{start / TICKS!r},"dur":{(end - start) / TICKS!r}'
     return f'{{"ph":"X","pid":{pid},"tid":{tid},{times},{said}}}'
 
 
 def meta(kind: str, pid: int, tid: int, **args: Any) -> str:
-    """Return an event that names or sorts a process or a track."""
+    """Return an event that names or sorts a process or a track, as JSON."""
     return words.dumps({"ph": "M", "name": kind, "pid": pid, "tid": tid, "ts": 0, "args": args})
 
 
 def _counters(pid: int, samples: Iterable[Sample], zero_s: float) -> Iterator[str]:
-    """Yield the samples that have a place in time, each series a counter."""
+    """Yield the samples with a time as counter events, with one counter per series."""
     for sample in samples:
         if sample.time_s > 0.0:
             counter = words.dumps(f"{place(sample.device)} {sample.metric}")

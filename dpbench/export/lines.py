@@ -1,4 +1,4 @@
-"""JSON lines: one trial each, with the ledger's phases worked out."""
+"""JSON lines: write one trial per line, with the ledger's phases."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dpbench.records import Trial, ledger, words
 
 
 def jsonl(run_id: str, trials: Iterable[Trial]) -> Iterator[str]:
-    """Yield one line a trial: its run, the case, how it ended, and each step's seconds by phase."""
+    """Yield one line per trial: its run, its case, its status, and each step's seconds by phase."""
     for trial in trials:
         steps = [
             {"seconds": step.seconds, "warmup": step.warmup, "phases": phases}

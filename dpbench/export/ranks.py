@@ -1,14 +1,14 @@
-"""Ranks: one trial as a folder of PyTorch-profiler-like traces, one pseudo-rank a device.
+"""Ranks: write one trial as a folder of traces like those of PyTorch's profiler, with one pseudo-rank per device.
 
-Holistic Trace Analysis reads one rank a file, and knows kernels, streams and the launches that caused them. A device's
-spans become kernels, each with a launch:
+Holistic Trace Analysis (HTA) reads one file per rank, with kernels, streams and the launches of the kernels. The spans
+of a device become kernels, each with a launch:
 
-* scatter, replicate, gather and reduce are named `ncclKernel_*`, because that is how HTA tells communication: no NCCL
-  need have run. They have streams of their own, so that overlap with computation is seen.
-* A phase of the host's clock was launched when it began. When a phase of CUDA events was launched nobody knows; its
-  launch stands at the beginning of the step, so HTA's "host_wait" speaks of gaps between steps alone.
-* Warm-up steps are left out. HTA drops the last step of a trace as incomplete: an empty one is put behind the last.
-* Times are whole microseconds: HTA rounds fractions off, and would make short spans negative.
+* scatter, replicate, gather and reduce are named `ncclKernel_*`, by which HTA recognises communication, even if NCCL
+  did not run. They have separate streams, so that their overlap with computation is visible.
+* A span of the host's clock is launched when it begins. The launch time of a span of CUDA events is not known: it is
+  set to the start of the step, so HTA's "host_wait" covers only the gaps between steps.
+* Warm-up steps are left out. HTA drops the last step of a trace as incomplete, so an empty step is added.
+* Times are whole microseconds, because HTA rounds fractions, which would make the duration of short spans negative.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from dpbench.records import HOST, Phase, Span, Step, Trial
 
 COMMUNICATION = frozenset({Phase.SCATTER, Phase.REPLICATE, Phase.GATHER, Phase.REDUCE})
 COMPUTE_STREAM, COMMUNICATION_STREAM = 10, 20
-"""The first stream of each kind; spans that overlap are spread over the streams above."""
+"""The first stream of each kind; overlapping spans are spread over the streams above it."""
 FIRST_CORRELATION = 1 << 20
-"""A wide number from the first on: HTA 0.5 keeps rows' indices in the type that the correlations fit in."""
+"""A large number, because HTA 0.5 stores row indices in the smallest type that holds the correlations."""
 STEPS_TID, LAUNCH_TID, HOST_TID = 1, 2, 3
 NOTE = (
     "pseudo-rank of one device, written by dpbench: kernels are phases; ncclKernel_* are its scatter, replicate, "
-    "gather and reduce, whatever moved the data; launches stand at the start of a span (host clock) or of its step "
+    "gather and reduce, whatever moved the data; a launch is at the start of its span (host clock) or of its step "
     "(CUDA events)"
 )
 
 
 def split(run_id: str, provenance: Mapping[str, Any], trial: Trial, labels: Labels, folder: Path) -> list[Path]:
-    """Write one file a device into `folder`, made if need be; return their paths.
+    """Write one file per device into `folder`, which is created if it does not exist; return their paths.
 
-    ValueError where the trial has no span in a timed step, or where the folder holds traces already: HTA reads all
-    that it finds there.
+    Raise ValueError if the trial has no span in a timed step, or if the folder contains traces already, because HTA
+    reads all traces in a folder.
     """
     timed = {number for number, step in enumerate(trial.steps) if not step.warmup}
     spans = [span for span in trial.spans if span.step in timed]
     devices = sorted({span.device for span in spans} - {HOST})
     if not devices:
-        raise ValueError(f"{trial.case.label} has no span in a timed step: there is nothing to split by device")
+        raise ValueError(f"{trial.case.label} has no span in a timed step, so it cannot be split by device")
     folder.mkdir(parents=True, exist_ok=True)
     stale = sorted(path.name for path in folder.iterdir() if path.suffix in (".json", ".gz"))
     if stale:
-        raise ValueError(f"{folder} holds {', '.join(stale[:3])} already; give --split a folder without traces")
+        raise ValueError(f"{folder} already contains {', '.join(stale[:3])}; give --split a folder without traces")
     facts = {
         "run_id": run_id, "title": title(trial, labels), "labels": labels(trial), "case": trial.case.to_dict(),
         "note": NOTE, "provenance": {**nameless(provenance), **trial.provenance},
@@ -67,7 +67,7 @@ def split(run_id: str, provenance: Mapping[str, Any], trial: Trial, labels: Labe
             )
             out.write('\n"displayTimeUnit": "ms",\n"traceEvents": [\n')
             out.write(",\n".join(_events(device, trial.steps, mine, zero_s)))
-            if device == devices[0]:  # which shares its process with the host
+            if device == devices[0]:  # the host's spans are written to the first device's file
                 out.writelines(",\n" + event for event in _host(device, spans, zero_s))
             out.write("\n]}\n")
     return paths
@@ -98,7 +98,7 @@ def _events(device: int, steps: Sequence[Step], spans: Sequence[Span], zero_s: f
 
 
 def _host(device: int, spans: Sequence[Span], zero_s: float) -> Iterator[str]:
-    """Yield the host's own spans as operators."""
+    """Yield the host's spans as operators."""
     mine: list[Timed[Span]] = [(one.start_s, one.end_s, one) for one in spans if one.device == HOST]
     for lane, start, end, span in lanes(mine, zero_s):
         yield _complete(
@@ -107,7 +107,7 @@ def _host(device: int, spans: Sequence[Span], zero_s: float) -> Iterator[str]:
 
 
 def _us(at_s: float, zero_s: float) -> int:
-    """Return whole microseconds after `zero_s`, rounded as the spans' are."""
+    """Return a time as whole microseconds after `zero_s`, rounded in the same way as the spans."""
     return _whole(ticks(at_s - zero_s))
 
 
@@ -119,6 +119,6 @@ def _whole(found: int) -> int:
 def _complete(
     name: str, category: str, pid: int, tid: int, start_us: int, end_us: int, args: dict[str, int] | None = None
 ) -> str:
-    """Return a complete event."""
+    """Return a complete event as JSON."""
     event = {"ph": "X", "cat": category, "name": name, "pid": pid, "tid": tid, "ts": start_us}
     return json.dumps({**event, "dur": end_us - start_us, "args": args or {}})

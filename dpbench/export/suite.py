@@ -1,7 +1,7 @@
-"""Suite: trials as a pyperf benchmark suite, for `pyperf stats`, `hist`, `check` and `compare_to`.
+"""Suite: write trials as a pyperf benchmark suite, for `pyperf stats`, `hist`, `check` and `compare_to`.
 
-One benchmark a case, named so that the same case of another run has the same name; in it one run a round, with its
-warm-up steps and its timed steps in seconds. Format 1.0 of pyperf's JSON files (pyperf 1.0 and later).
+Each case is a benchmark, whose name is the same in all runs. Each round is a run of it, with its warm-up steps and its
+timed steps in seconds. The format is 1.0 of pyperf's JSON files (pyperf 1.0 and later).
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ Metadata = dict[str, str | int | float]
 
 
 def pyperf(run_id: str, provenance: Mapping[str, Any], trials: Iterable[Trial], labels: Labels) -> str:
-    """Return the text of the suite of one run's trusted trials; a round that was measured again counts by its last."""
+    """Return the text of a suite with the trusted trials of one run; the last trial of each round counts.
+
+    Raise ValueError if there are none.
+    """
     rounds: dict[str, dict[int, Trial]] = {}
     for trial in trials:
         if trial.trusted and trial.timed:
             measured = "" if trial.source is Source.MEASURED else f" {trial.source}"
             rounds.setdefault(f"{name(trial.case)}{measured}", {})[trial.round] = trial
     if not rounds:
-        raise ValueError(f"run {run_id[:8]} has no measured trial, and pyperf reads no empty suite")
+        raise ValueError(f"run {run_id[:8]} has no measured trial, and pyperf cannot read an empty suite")
     benchmarks = [
         {
             "metadata": {
@@ -44,7 +47,7 @@ def pyperf(run_id: str, provenance: Mapping[str, Any], trials: Iterable[Trial], 
 
 
 def _run(number: int, trial: Trial) -> dict[str, Any]:
-    """Return one round: warm-up steps with their loop count, then the timed steps."""
+    """Return the run of one round: warm-up steps with their loop count, and the timed steps."""
     metadata: Metadata = {"round": number, "verified": str(trial.verified)}
     if trial.setup:
         metadata["duration"] = sum(trial.setup.values())
@@ -56,7 +59,7 @@ def _run(number: int, trial: Trial) -> dict[str, Any]:
 
 
 def _facts(provenance: Mapping[str, Any], first: Metadata) -> Metadata:
-    """Return a run's provenance, without its host's name, under pyperf's names where it has any."""
+    """Return a run's provenance without the host name, under pyperf's names for facts that pyperf defines."""
     host, gpus = provenance.get("host", {}), provenance.get("gpus", {})
     packages, code = provenance.get("packages", {}), provenance.get("dpbench", {})
     facts = {
@@ -70,11 +73,11 @@ def _facts(provenance: Mapping[str, Any], first: Metadata) -> Metadata:
         "dpbench_version": code.get("version"),
         "dpbench_commit": f"{code.get('commit', '')}{' (dirty)' if code.get('dirty') else ''}",
     }
-    # pyperf refuses values that are empty or have more than one line
+    # pyperf rejects values that are empty or have several lines
     plain = {key: " ".join(value.split()) if isinstance(value, str) else value for key, value in facts.items()}
     return first | {key: value for key, value in plain.items() if value}
 
 
 def _counted(names: Sequence[str]) -> str:
-    """Say how many there are of each."""
+    """Return the distinct names with their counts as text."""
     return ", ".join(f"{names.count(one)}x {one}" for one in dict.fromkeys(names))

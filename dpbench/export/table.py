@@ -1,4 +1,4 @@
-"""Table: trials as a flat table of steps in Parquet, which needs pyarrow."""
+"""Table: write trials as a flat table of steps in Parquet, which needs pyarrow."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ MISSING = "export parquet needs pyarrow, which is not installed: pip install 'to
 
 
 def parquet(runs: Iterable[tuple[str, Iterable[Trial]]], labels: Labels, path: Path) -> int:
-    """Write one row a step of every trial of (run id, trials), warm-up included; return the number of rows.
+    """Write one row per step of every trial, warm-up included, to `path`; return the number of rows.
 
-    Columns: `run_id`, the fields of the case, how the trial ended, `round`, `step`, `seconds`, `warmup`, and
-    `phase_*_s`, the ledger's seconds, which sum to the step's; 0 where a phase did not count, null never. A trial
-    without steps has no row. LookupError where pyarrow is missing.
+    `runs` yields pairs of a run id and its trials. The columns are `run_id`, the fields of the case, `source`,
+    `status`, `verified` and `labels` of the trial, `round`, `step`, `seconds`, `warmup`, and `phase_*_s`. The phases
+    are seconds from the ledger, which sum to the step; absent phases are 0. A trial without steps has no row. Raise
+    LookupError if pyarrow is not installed.
     """
     try:
         import pyarrow as pa
@@ -62,7 +63,7 @@ def _schema() -> pa.Schema:
 
 
 def _rows(run_id: str, trial: Trial, labels: Labels) -> list[dict[str, Any]]:
-    """Return one trial's steps."""
+    """Return one row per step of a trial."""
     same = {
         "run_id": run_id, **{field.name: getattr(trial.case, field.name) for field in CASE_FIELDS},
         "source": trial.source.value, "status": trial.status.value, "verified": trial.verified.value,

@@ -76,7 +76,10 @@ def _cost(seconds: float, samples: int, fixed: float) -> Cost:
 
 
 def peaks(machine: Machine, precision: str) -> tuple[float, float]:
-    """Return the FLOP/s of a precision and the bytes/s of the memory; raise UnknownMachine if the machine file lacks one."""
+    """Return the FLOP/s of a precision and the bytes/s of the memory.
+
+    Raise UnknownMachine if the machine file lacks one of them.
+    """
     gpu = machine.gpu
     peak = next((gpu.flop_per_s[d] for d in DTYPES.get(precision, (precision,)) if d in gpu.flop_per_s), 0.0)
     if not peak or not gpu.memory_bytes_per_s:

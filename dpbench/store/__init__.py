@@ -1,7 +1,7 @@
-"""The store: one SQLite file that survives being killed at any moment.
+"""Store: keep runs and trials in one SQLite file that stays consistent if the process is killed at any moment.
 
-Writers commit one trial at a time; readers open the file read-only. A trial's row is there, as `running`, before
-its worker starts, so that what was in flight at a kill is seen, marked and redone.
+Writers commit one trial at a time; readers open the file read-only. The row of a trial is written, as `running`, before
+its worker starts. Trials that were running when the process was killed are thereby found, marked and repeated.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from dpbench.records import Case, Sample, Status, Trial
 from dpbench.store import file
 from dpbench.store.file import StoreError
 
-__all__ = ["FINAL", "FINISHED", "Run", "Store", "StoreError"]
+__all__ = ["FINAL", "FINISHED", "StoredRun", "Store", "StoreError"]
 
 RUNNING = "running"
 FINISHED = "finished"
 FINAL = frozenset({Status.OK, Status.OOM, Status.FAILED, Status.TIMEOUT, Status.SKIPPED})
-"""What a resumed run does not repeat."""
+"""The statuses of trials that a resumed run does not repeat."""
 _RANKED = (
     "SELECT *, row_number() OVER (PARTITION BY run_id, fingerprint, round ORDER BY "
     "status IN ('running', 'killed'), status='ok' AND verified<>'no' DESC, id DESC) AS place FROM trial"
 )
-"""The trials of each slot, the one that counts first."""
+"""The trials of each slot in order of precedence: the trial at place 1 counts."""
 
 
 @dataclass(frozen=True)
-class Run:
-    """One run as the store knows it."""
+class StoredRun:
+    """One stored run, without its trials; `started` is in seconds since the epoch."""
 
     id: str
     status: str
@@ -56,12 +56,15 @@ class Store:
 
     @classmethod
     def create(cls, path: Path) -> Store:
-        """Open `path` for writing, made or migrated as needed; refuse a file of a newer dpbench."""
+        """Return the store at `path`, opened for writing; create or migrate the file if necessary.
+
+        Raise StoreError for a file that is not a store, or that a newer version of dpbench has written.
+        """
         return cls(path, file.open_to_write(path), writes=True)
 
     @classmethod
     def read(cls, path: Path) -> Store:
-        """Open `path` for reading alone."""
+        """Return the store at `path`, opened read-only; raise StoreError if it is missing or not a readable store."""
         return cls(path, file.open_to_read(path), writes=False)
 
     def __enter__(self) -> Self:
@@ -77,10 +80,10 @@ class Store:
     def begin_run(
         self, *, plan: str, host: str, code: str, rounds: int, provenance: Mapping[str, Any], reopen: bool = False
     ) -> tuple[str, bool]:
-        """Return the id of the run to fill, and whether it resumes one that did not finish.
+        """Return the id of the run to add trials to, and whether it is an earlier run that is resumed.
 
-        An unfinished run of the same plan, host and code is resumed, with `reopen` a finished one too; its trials
-        in flight become `killed`. One that another living process is filling raises StoreError.
+        An unfinished run of the same plan, host and code is resumed, and with `reopen` also a finished one. Its
+        `running` trials become `killed`. Raise StoreError if another living process is adding trials to that run.
         """
         with file.transaction(self._db):
             row = self._db.execute(
@@ -89,7 +92,7 @@ class Store:
                 (plan, host, code, "" if reopen else FINISHED),
             ).fetchone()
             if row and _alive(row[1], row[2]) and row[1] != os.getpid():
-                raise StoreError(f"process {row[1]} is filling the same run in {self.path}; wait for it, or end it")
+                raise StoreError(f"process {row[1]} is adding to the same run in {self.path}; wait for it, or end it")
             me = (os.getpid(), _born(os.getpid()))
             if row:
                 self._db.execute("UPDATE run SET status=?, pid=?, pid_born=? WHERE id=?", (RUNNING, *me, row[0]))
@@ -103,13 +106,13 @@ class Store:
             return run_id, False
 
     def end_run(self, run_id: str, status: str = FINISHED) -> None:
-        """Close a run; one that is not `finished` can be resumed."""
+        """Set the final status of a run; a run that is not `finished` can be resumed."""
         with file.transaction(self._db):
             self._kill_running(run_id)
             self._db.execute("UPDATE run SET status=?, ended=? WHERE id=?", (status, time.time(), run_id))
 
     def annotate(self, run_id: str, name: str, facts: Mapping[str, Any]) -> None:
-        """Add facts to a run's provenance under a name, in place of those that were there."""
+        """Set the facts under a name in a run's provenance; earlier facts under that name are replaced."""
         with file.transaction(self._db):
             (known,) = self._db.execute("SELECT provenance FROM run WHERE id=?", (run_id,)).fetchone()
             added = json.dumps({**json.loads(known), name: facts})
@@ -121,12 +124,12 @@ class Store:
             (Status.KILLED, run_id, RUNNING),
         )
 
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[StoredRun]:
         """Return all runs, the newest first."""
         rows = self._db.execute(
             "SELECT id, status, started, rounds, provenance FROM run ORDER BY started DESC, rowid DESC"
         )
-        return [Run(i, status, started, rounds, json.loads(facts)) for i, status, started, rounds, facts in rows]
+        return [StoredRun(i, status, started, rounds, json.loads(facts)) for i, status, started, rounds, facts in rows]
 
     # -- trials
 
@@ -138,17 +141,17 @@ class Store:
         return {(fingerprint, number) for fingerprint, number in self._db.execute(query, (run_id, *final))}
 
     def counts(self, run_id: str) -> dict[str, int]:
-        """Return how many of a run's slots ended in each status; a slot measured again has one trial that counts."""
+        """Return the number of a run's slots by status; of repeated trials of a slot, one counts."""
         query = f"SELECT status, count(*) FROM ({_RANKED}) WHERE run_id=? AND place=1 GROUP BY status"
         return dict(self._db.execute(query, (run_id,)).fetchall())
 
     def cases(self, run_id: str) -> int:
-        """Return how many different cases a run has begun."""
+        """Return the number of different cases that a run has started."""
         query = "SELECT count(DISTINCT fingerprint) FROM trial WHERE run_id=?"
         return int(self._db.execute(query, (run_id,)).fetchone()[0])
 
     def begin_trial(self, run_id: str, case: Case, number: int) -> int:
-        """Announce a trial that is about to start; return its id."""
+        """Add a `running` trial, which is about to start; return its id."""
         with file.transaction(self._db):
             cursor = self._db.execute(
                 "INSERT INTO trial (run_id, fingerprint, round, case_json, status, started) VALUES (?,?,?,?,?,?)",
@@ -158,7 +161,7 @@ class Store:
         return cursor.lastrowid
 
     def end_trial(self, trial_id: int, trial: Trial) -> None:
-        """Store all that a trial saw, in one transaction."""
+        """Store the results of a trial in one transaction."""
         with file.transaction(self._db):
             self._db.execute(
                 "UPDATE trial SET status=?, reason=?, verified=?, source=?, schema=?, setup=?, provenance=?, "
@@ -184,13 +187,14 @@ class Store:
                 [(trial_id, m.device, m.peak_bytes, m.source, m.phase, m.kind) for m in trial.memory],
             )
             self._db.executemany("INSERT INTO series VALUES (?,?,?,?,?,?,?,?)", _series(trial_id, trial.samples))
-        with suppress(sqlite3.OperationalError):  # it is committed; a later checkpoint does as well
+        with suppress(sqlite3.OperationalError):  # the trial is committed: a later checkpoint is sufficient
             self._db.execute("PRAGMA wal_checkpoint(PASSIVE)")
 
     def trials(self, run_id: str | None = None, *, superseded: bool = False) -> list[Trial]:
-        """Return the ended trials of one run, or of all, in the order they were started.
+        """Return the ended trials of one run, or of all runs, in the order in which they started.
 
-        Of a slot that was measured again the last trusted trial counts, else the last; the others are `superseded`.
+        If a slot was measured repeatedly, its last trusted trial counts, or else its last trial. With `superseded`, the
+        other trials are returned too.
         """
         return list(self._each(run_id, superseded=superseded))
 
@@ -237,7 +241,7 @@ class Store:
 
 
 def _valid(text: str) -> str:
-    """Replace what is no valid Unicode: error messages may carry anything."""
+    """Return the text with invalid Unicode replaced, which error messages may contain."""
     return text.encode("utf-8", "replace").decode()
 
 
@@ -246,7 +250,7 @@ def _series(trial_id: int, samples: Sequence[Sample]) -> list[tuple[Any, ...]]:
     groups: dict[tuple[int, str], tuple[array[float], array[float]]] = {}
     for sample in samples:
         if not math.isfinite(sample.value):
-            continue  # a counter that says NaN says nothing
+            continue  # a reading of NaN or infinity carries no information
         times, readings = groups.setdefault((sample.device, sample.metric), (array("d"), array("d")))
         times.append(sample.time_s)
         readings.append(sample.value)
@@ -267,7 +271,7 @@ def _unpack(blob: bytes) -> array[float]:
 
 
 def _born(pid: int) -> float:
-    """Return when a process started, so that a reused pid is told from the old one; 0 when it is gone."""
+    """Return the start time of a process, which distinguishes it from others with the same pid; 0 if it has ended."""
     import psutil
 
     try:

@@ -1,4 +1,4 @@
-"""The store's file: opened, told from other files, migrated, and folded into one when it is closed.
+"""Store file: open, identify and migrate the SQLite file, and fold its write-ahead log into it on closing.
 
 Schema history (`PRAGMA user_version`): 1 (first); 2 (memory by phase and kind, the device that failed).
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 PATIENCE_S = 30.0
 MAGIC = b"SQLite format 3\0"
 APPLICATION_ID = int.from_bytes(b"dpbn", "big")
-"""What the header of every store says, so that no other database is taken for one."""
+"""The application id in the header of every store, which distinguishes it from other databases."""
 
 MIGRATIONS = (
     """
@@ -58,14 +58,14 @@ MIGRATIONS = (
 
 
 class StoreError(RuntimeError):
-    """The store cannot be used as it is; the message says why and what to do."""
+    """The store cannot be used; the message gives the reason and the remedy."""
 
 
 def open_to_write(path: Path) -> sqlite3.Connection:
-    """Open a store for writing, made or migrated as needed."""
+    """Return a connection for writing; create or migrate the file if necessary, or raise StoreError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if _check_header(path):  # read first: a writer that is refused would have tidied up the WAL
+        if _check_header(path):  # check read-only first, because opening for writing would already change the WAL
             with closing(_connect_read_only(path)) as db:
                 _check_version(path, db)
         db = sqlite3.connect(path, isolation_level=None, timeout=PATIENCE_S)
@@ -83,7 +83,7 @@ def open_to_write(path: Path) -> sqlite3.Connection:
 
 
 def open_to_read(path: Path) -> sqlite3.Connection:
-    """Open a store for reading alone."""
+    """Return a read-only connection; raise StoreError if there is no store at `path` that can be read."""
     if not path.exists():
         raise StoreError(f"there is no store at {path}; run `dpbench run` first, or name one with --store")
     try:
@@ -101,32 +101,35 @@ def open_to_read(path: Path) -> sqlite3.Connection:
 
 
 def columns_of(db: sqlite3.Connection, table: str) -> list[str]:
-    """Return a table's columns: a file that is only read stays at its schema, which may be an older one."""
+    """Return the names of a table's columns, which depend on the file's schema: reading does not migrate a file."""
     return [name for _, name, *_ in db.execute(f"PRAGMA table_info({table})")]
 
 
 def fold(db: sqlite3.Connection) -> None:
-    """Bring all that was written into the one file, which can then be copied, and read where nobody may write."""
-    with suppress(sqlite3.OperationalError):  # another process has it open and will do this in its turn, or no room
+    """Fold the write-ahead log into the file, which can then be copied, and be read on read-only file systems."""
+    with suppress(sqlite3.OperationalError):  # another process has the file open and will fold it, or the disk is full
         db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         db.execute("PRAGMA journal_mode=DELETE")
 
 
 @contextmanager
 def transaction(db: sqlite3.Connection) -> Iterator[None]:
-    """Do all or nothing; wait for other writers at the beginning rather than fail at the end."""
+    """Run the statements inside this context in one transaction; wait for other writers at its beginning.
+
+    Raise StoreError if the file cannot be written.
+    """
     try:
         db.execute("BEGIN IMMEDIATE")
         try:
             yield
             db.execute("COMMIT")
         except BaseException:
-            with suppress(sqlite3.Error):  # SQLite may have rolled back by itself
+            with suppress(sqlite3.Error):  # SQLite may have rolled back already
                 db.execute("ROLLBACK")
             raise
     except sqlite3.OperationalError as error:
         (_, _, path) = db.execute("PRAGMA database_list").fetchone()
-        raise StoreError(f"cannot write to the store {path}: {error}; what it holds is kept") from error
+        raise StoreError(f"cannot write to the store {path}: {error}; its contents are unchanged") from error
 
 
 def _connect_read_only(path: Path) -> sqlite3.Connection:
@@ -135,7 +138,7 @@ def _connect_read_only(path: Path) -> sqlite3.Connection:
 
 
 def _migrate(db: sqlite3.Connection) -> None:
-    """Bring the file to the newest schema, one numbered step at a time; others may be doing the same."""
+    """Migrate the file to the newest schema step by step, each in a transaction, as other processes may do it too."""
     for number, script in enumerate(MIGRATIONS, start=1):
         with transaction(db):
             (version,) = db.execute("PRAGMA user_version").fetchone()
@@ -147,9 +150,9 @@ def _migrate(db: sqlite3.Connection) -> None:
 
 
 def _check_header(path: Path) -> bool:
-    """Look at a file's header without opening it as a database; return False for one that has none yet.
+    """Return whether the file has the header of a store; False if it is missing or empty.
 
-    Raises StoreError for what is no store, or a newer one, while not a byte has been touched.
+    Raise StoreError if it is another file or a newer store. The file is not opened as a database and not changed.
     """
     if path.is_dir():
         raise StoreError(f"{path} is a directory; give a file with --store")
@@ -158,34 +161,34 @@ def _check_header(path: Path) -> bool:
     with path.open("rb") as file:
         header = file.read(100)
     if len(header) < 100 or not header.startswith(MAGIC):
-        raise StoreError(f"{path} is no store of dpbench (no SQLite file); give another file with --store")
+        raise StoreError(f"{path} is not a store of dpbench (not an SQLite file); give another file with --store")
     version, application = (int.from_bytes(header[at : at + 4], "big", signed=True) for at in (60, 68))
     _refuse_newer(path, version)
-    if application not in (0, APPLICATION_ID):  # 0: a store in the making, or somebody's tables: to be looked into
-        raise StoreError(f"{path} is a database of something else; give another file with --store")
+    if application not in (0, APPLICATION_ID):  # 0: a store being created or another database; see _check_version
+        raise StoreError(f"{path} is a database of another program; give another file with --store")
     return True
 
 
 def _check_version(path: Path, db: sqlite3.Connection) -> None:
-    """Read version and owner as the database says them, its WAL included."""
+    """Check the version and the application id as the database reports them, its write-ahead log included."""
     (version,) = db.execute("PRAGMA user_version").fetchone()
     (application,) = db.execute("PRAGMA application_id").fetchone()
     (tables,) = db.execute("SELECT count(*) FROM sqlite_master").fetchone()
     _refuse_newer(path, version)
     if tables and application != APPLICATION_ID:
-        raise StoreError(f"{path} is a database of something else; give another file with --store")
+        raise StoreError(f"{path} is a database of another program; give another file with --store")
 
 
 def _refuse_newer(path: Path, version: int) -> None:
     if version > len(MIGRATIONS):
         raise StoreError(
-            f"{path} has schema {version}, this dpbench knows up to {len(MIGRATIONS)}: update dpbench, or name "
-            "another file with --store"
+            f"{path} has schema {version}, but this dpbench supports schemas up to {len(MIGRATIONS)}: update dpbench, "
+            "or name another file with --store"
         )
 
 
 def _patiently(action: Callable[[], object]) -> None:
-    """Repeat what SQLite's own busy timeout does not cover, such as a change of journal mode."""
+    """Repeat an action that SQLite's busy timeout does not cover, such as a change of the journal mode."""
     deadline = time.monotonic() + PATIENCE_S
     while True:
         try:
