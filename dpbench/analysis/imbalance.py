@@ -115,8 +115,8 @@ def _index(
     alike = {at: found for at, found in amounts.items() if found and found.basis == mine.basis}
     first = stats.first_over_rest(mine.vectors)
     is_control = case.traits.role is Role.CONTROL
-    beside = None if is_control else alike.get((control_of(case), source))
-    control = stats.first_over_rest(beside.vectors) if beside and _several(beside) else None
+    balanced = None if is_control else alike.get((control_of(case), source))
+    control = stats.first_over_rest(balanced.vectors) if balanced and _several(balanced) else None
     alone = alike.get((plan.alone(case, case.batch_size), source))
     return Index(
         case=case, source=source, quantity=quantity.name, unit=quantity.unit, basis=mine.basis,

@@ -35,7 +35,7 @@ from dpbench.records.traits import Role
 BUSY_METRICS = {"kernel_busy_s": "kernels of one profiled step", "busy_s": "thread CPU time"}
 """The metrics that busy time is taken from, with their description, the best source first."""
 DEVICE_COLUMNS = 8
-"""The least number of devices that a flat table has columns for, whatever was run."""
+"""The least number of devices for which a flat table has columns, so that tables of different runs match."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class Row:
 
     @property
     def doubt(self) -> Doubt | None:
-        """Return why the step must not be shown as a result; None if it may be shown or if there is no step."""
+        """Return why the step must not be shown as a result; None if it may be shown, and without a step."""
         return self.step.doubt if self.step else None
 
     @property
@@ -160,7 +160,7 @@ def _row(case: Case, trials: Sequence[Trial], series: stats.Rounds) -> Row:
 
 
 def _stated(trial: Trial) -> Estimate | None:
-    """Return a predicted step with its stated 80 % prediction interval; None if none was stated."""
+    """Return a predicted step with the 80 % interval stored with it; None without a stored interval."""
     interval = trial.provenance.get("interval_80_s")
     if trial.source is not Source.PREDICTED or not interval:
         return None
@@ -177,9 +177,9 @@ def _memory(trials: Sequence[Trial]) -> dict[int, int]:
 
 
 def _memory_imbalance(case: Case, memory: Mapping[int, int]) -> float | None:
-    """Return the ratio of device 0's peak to the mean of the other devices' that have rows of the batch.
+    """Return the ratio of device 0's peak to the mean peak of the other devices that have rows of the batch.
 
-    Return None without such devices.
+    Return None if no other device has any.
     """
     others = [memory.get(device, 0) for device in range(1, len(case.rows))]
     return memory[0] / statistics.mean(others) if 0 in memory and any(others) else None

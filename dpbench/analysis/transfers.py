@@ -23,7 +23,7 @@ def moves(case: Case, shapes: Shapes) -> list[Move]:
         return []
     try:
         found = registry.strategy(case.strategy).moves(case, shapes)
-    except LookupError:  # an external strategy of an earlier run that is no longer installed
+    except LookupError:  # an external strategy that has been removed since the run
         return []
     return [move for move in found if move.bytes > 0]
 

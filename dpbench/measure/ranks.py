@@ -102,7 +102,7 @@ def run(entry: Callable[[int], Any], count: int, folder: Path, backend: str) -> 
 
 
 def loopback() -> str:
-    """Return the name of the network interface with the address 127.0.0.1; raise OSError if none has it."""
+    """Return the name of the network interface with the address 127.0.0.1; raise OSError if it is missing."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address == "127.0.0.1" for one in addresses):
             return name

@@ -1,7 +1,7 @@
 """Run: measure the cases of a plan in fresh worker processes and store their trials.
 
 This module does not import torch, and no failure of a worker ends the run. Each round measures all cases once, in
-random order and under a new server. Differences between processes thereby widen the interval instead of biasing the
+random order and under a new server. Differences between processes then widen the interval instead of biasing the
 result.
 """
 

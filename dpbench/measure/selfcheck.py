@@ -48,7 +48,7 @@ class MeasuringCost:
 
     `cost_s` is in seconds per step; it is CPU time if the host computes, which other processes do not affect. `share`
     is the fraction of a 10 ms step (marks) or of the throughput (samplers); None for the engine, which has no goal.
-    `reason` explains why there is no number.
+    `reason` explains a missing number.
     """
 
     name: str

@@ -68,7 +68,7 @@ def sweep(
 def ladder(*, devices: Sequence[int], device_kind: str = "cpu", **axes: Any) -> list[Case]:
     """Return the cases of the ladder: every rung, the ablations of the best one, its rivals, and its limit.
 
-    The axes are those of `sweep`. Raise ValueError without a number of devices above one.
+    The axes are those of `sweep`. Raise ValueError unless some number of devices is above one.
     """
     several = [count for count in devices if count != 1]
     if not several:

@@ -64,7 +64,7 @@ def check(kind: str, name: str) -> None:
 def strategy(name: str) -> Any:
     """Return the strategy with the name `name`: an object with the interface of `dpbench.strategies.Strategy`.
 
-    Raise LookupError if there is no such strategy, or if the object lacks a part of the interface.
+    Raise LookupError if the strategy is unknown, or if the object lacks a part of the interface.
     """
     if ":" not in name:
         check("strategies", name)
@@ -120,9 +120,9 @@ def _outside(name: str) -> Any:
 
 
 def _executed(path: Path) -> Any:
-    """Return the module of a file, executed under a unique name; raise FileNotFoundError if there is no file."""
+    """Return the module of a file, executed under a unique name; raise FileNotFoundError if the file is missing."""
     if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}")
+        raise FileNotFoundError(f"the file {path} does not exist")
     spec = importlib.util.spec_from_file_location(f"dpbench_strategy_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
@@ -160,7 +160,7 @@ def check_module(name: str) -> None:
     """Raise LookupError unless the module of `package.module:object` can be found; import nothing."""
     top, here = name.partition(":")[0].partition(".")[0], str(Path.cwd())
     if importlib.machinery.PathFinder.find_spec(top, [here, *sys.path]) is None:
-        raise LookupError(f"--model {name}: there is no module {top!r} in {here} or on Python's path")
+        raise LookupError(f"--model {name}: cannot find the module {top!r} in {here} or on Python's path")
 
 
 def unknown(kind: str, name: str, known: list[str]) -> str:

@@ -1,7 +1,7 @@
 """Store: keep runs and trials in one SQLite file that stays consistent if the process is killed at any moment.
 
 Writers commit one trial at a time; readers open the file read-only. The row of a trial is written, as `running`, before
-its worker starts. Trials that were running when the process was killed are thereby found, marked and repeated.
+its worker starts. When a run is resumed, rows that are still `running` are marked as killed, and their trials repeated.
 """
 
 from __future__ import annotations

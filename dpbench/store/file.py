@@ -83,7 +83,7 @@ def open_to_write(path: Path) -> sqlite3.Connection:
 
 
 def open_to_read(path: Path) -> sqlite3.Connection:
-    """Return a read-only connection; raise StoreError if there is no store at `path` that can be read."""
+    """Return a read-only connection; raise StoreError unless `path` is a readable store."""
     if not path.exists():
         raise StoreError(f"there is no store at {path}; run `dpbench run` first, or name one with --store")
     try:

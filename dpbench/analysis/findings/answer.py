@@ -124,7 +124,7 @@ def _fix(context: CaseContext, findings: Sequence[Finding]) -> str:
     said = [f"{_name(row)} is {times(ratio)} as fast" for row, ratio in better[:LARGEST]]
     best, _ = better[0]
     shown = best.speedup if best.speedup and not best.speedup.doubt else None
-    after = f" With the first, {context.case.devices} devices give {times(shown)} over one device." if shown else ""
+    after = f" With {_name(best)}, {context.case.devices} devices give {times(shown)} over one device." if shown else ""
     return f"Measured to help: {'; '.join(said)}.{after}{_alone(context)}"
 
 

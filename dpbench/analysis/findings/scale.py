@@ -167,7 +167,8 @@ def _bigger(context: CaseContext) -> Judgement:
     return Evidence(
         says=f"at batch {best.case.batch_size}, {count(context.case.batch_size, 'sample')} "
         f"{verb(context.case.batch_size, 'takes', 'take')} {time(best.step.value * work)}",
-        numbers=f"against {time(context.step_s)}; the speed-up over one device is {its} there, {mine} here",
+        numbers=f"against {time(context.step_s)}; the speed-up over one device is {its} at batch "
+        f"{best.case.batch_size}, {mine} at batch {context.case.batch_size}",
         size_s=stats.difference(context.row.series, scaled(best.series, work)),
         measured=True,
     )

@@ -29,10 +29,10 @@ def by_phase(
     on_host = case.device_kind == "cpu"
     if on_host:
         if case.precision != "fp32":
-            return (), f"measured on emulated devices in place of CPU devices, without autocast to {case.precision}"
+            return (), f"emulated devices, which replace CPU devices here, do not support autocast to {case.precision}"
         emulated = replace(case, device_kind="emulated")
         if reason := strategy.skip(emulated):
-            return (), f"measured on emulated devices in place of CPU devices: {reason}"
+            return (), f"emulated devices, which replace CPU devices here, cannot run it: {reason}"
         devices = open_devices("emulated", case.devices)
     source = "allocator" if case.device_kind == "cuda" else "ledger"
     attempts: list[AbstractContextManager[Any]] = [bytes_only(), nullcontext()] if on_host else [nullcontext()]
