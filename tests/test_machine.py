@@ -63,7 +63,7 @@ def test_names_stand_for_several_nodes() -> None:
         ({"gpu": {"name": "any", "count": 2, "tflops": 3}}, r"\[gpu\].*unknown key 'tflops'; known: .*flop_per_s"),
         ({"gpu": {"name": "any"}}, r"\[gpu\].*count"),
         ({"gpu": {"name": "any", "count": 3}}, r"no link leads to gpu2"),
-        ({"gpu": {"name": "any", "count": 0}}, r"0 GPUs on 1 nodes: at least 1"),
+        ({"gpu": {"name": "any", "count": 0}}, r"0 GPUs on 1 nodes; both must be at least 1"),
         ({"nodes": 2}, r"2 nodes and no link of kind 'network'"),
         ({"host": {"speed": 2}}, r"\[host\].*unknown key 'speed'"),
         ({"link": [{"between": ["gpu0-1", "cpu0"], "kind": "pci", "bytes_per_s": 1}]}, r"kind of link 'pci'.*pcie"),

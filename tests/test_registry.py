@@ -62,5 +62,5 @@ def test_a_users_module_that_is_not_there_is_refused_without_importing_any(tmp_p
     (tmp_path / "mine.py").write_text("raise AssertionError('imported')")
     registry.check_module("mine:net")
     registry.check_module("mine.deeper:net")
-    with pytest.raises(LookupError, match="no module 'mime' in"):
+    with pytest.raises(LookupError, match="cannot find the module 'mime' in"):
         registry.check_module("mime:net")

@@ -127,7 +127,7 @@ def times(estimate: Estimate) -> str:
 def doubt(estimate: Estimate) -> str:
     """Return the reason why an estimate is not shown as text; empty if it is shown."""
     if estimate.doubt is Doubt.ROUNDS:
-        return f"{count(estimate.n, 'round')}; at least {Estimate.ROUNDS} are needed to see how rounds differ"
+        return f"{count(estimate.n, 'round')}, but at least {Estimate.ROUNDS} are needed to see how rounds differ"
     if estimate.doubt is Doubt.WIDTH:
         return f"its interval spans more than a factor of {exact(Estimate.WIDEST)}"
     return ""
