@@ -151,7 +151,7 @@ def test_the_cause_of_serial_work_is_told_by_overlap_and_cores() -> None:
     in_turn = measured(case(), twice, serial=True)
     assert "they take turns" in found(one(), in_turn)["serial forward"].evidence.numbers
     assert found(one(), in_turn, cores=1)["serial forward"].evidence.numbers.endswith("2 devices take turns on 1 core")
-    assert not judged("compute at once", dp())
+    assert not judged("compute concurrently", dp())
 
 
 # ---------------------------------------------------------------- between devices
@@ -338,7 +338,7 @@ def test_the_answer_says_when_one_device_is_the_better_choice() -> None:
 def test_where_nothing_measured_helps_the_answer_says_the_bound() -> None:
     (diagnosis,) = explained(one(), dp(replicate=0.015))
     assert "No alternative for the same work was measured." in diagnosis.answer
-    assert "at 15.0 ms (38% of the step)" in diagnosis.answer
+    assert "at most 15.0 ms (38% of the step)" in diagnosis.answer
 
 
 def test_without_single_the_answer_says_what_is_missing() -> None:

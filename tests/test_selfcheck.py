@@ -48,7 +48,7 @@ def test_the_cost_of_marks_is_held_against_ten_milliseconds() -> None:
     assert cost.share.value == pytest.approx(0.004, abs=1e-4)
     assert cost.cost_s.n == 40
     (said,) = selfcheck.words({"self_check": {"marks": made(40e-6)}})
-    assert "+40 µs a step" in said
+    assert "+40 µs per step" in said
     assert "0.40% of a 10 ms step" in said
     assert "below the goal of 0.5%" in said
     assert "17 marks per step" in said
