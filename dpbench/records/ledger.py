@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, TypeVar
 
 from dpbench.records.case import HOST, UNATTRIBUTED, Phase
 
-if TYPE_CHECKING:  # a trial makes its ledger
+if TYPE_CHECKING:  # records.trial imports this module
     from dpbench.records.trial import Span, Step, Trial
 
 Value = TypeVar("Value")
 
 
 class Ledger:
-    """The ledger of one trial: each part is computed on first use, and once."""
+    """The ledger of one trial, whose parts are computed on first use and then kept."""
 
     def __init__(self, steps: Sequence[Step], spans: Sequence[Span]) -> None:
         self._steps, self._spans = steps, spans
@@ -35,12 +35,12 @@ class Ledger:
 
     @cached_property
     def phases(self) -> tuple[dict[str, float], ...]:
-        """Return each step's seconds by phase, warm-up included, every phase in order and the unattributed rest."""
+        """Return the seconds of each step by phase, in the order of `Phase`, then the rest; warm-up included."""
         return tuple(_by_phase(charged) for charged in self.charged)
 
     @cached_property
     def occupied(self) -> Mapping[int, list[float]]:
-        """Return by device, for each timed step, the seconds in which it had a span open: the union of its spans."""
+        """Return, by device and for each timed step, the seconds in which the device had at least one span open."""
         found: dict[int, list[float]] = {}
         used = sorted({span.device for span in self._spans} - {HOST})
         for step, spans in zip(self._steps, by_step(self._spans, len(self._steps)), strict=True):
@@ -52,7 +52,7 @@ class Ledger:
 
     @cached_property
     def concurrency(self) -> Mapping[Phase, tuple[float, float]]:
-        """Return by phase, over the timed steps, the sum of its spans on devices and the length of their union."""
+        """Return, by phase, the summed seconds of its device spans in timed steps, and the seconds of their union."""
         return {phase: self._concurrency(phase) for phase in {span.phase for span in self._spans}}
 
     def _concurrency(self, phase: Phase) -> tuple[float, float]:
@@ -65,7 +65,7 @@ class Ledger:
         return sum(span.end_s - span.start_s for span in spans), union
 
     def close(self) -> Ledger:
-        """Compute every part and forget the spans; return the ledger."""
+        """Compute every part, release the spans, and return the ledger."""
         _ = self.phases, self.occupied, self.concurrency
         self._spans = ()
         return self

@@ -132,11 +132,11 @@ class Trial:
 
     @cached_property
     def ledger(self) -> Ledger:
-        """Return the trial's ledger, which all readers share."""
+        """Return the trial's ledger, which is computed once."""
         return Ledger(self.steps, self.spans)
 
     def summary(self) -> Trial:
-        """Return the trial without its spans; its ledger is computed and kept."""
+        """Return the trial without its spans, but with its computed ledger."""
         found = replace(self, spans=())
         found.__dict__["ledger"] = self.ledger.close()
         return found

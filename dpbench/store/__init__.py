@@ -199,7 +199,7 @@ class Store:
         return list(self._each(run_id, superseded=superseded))
 
     def summaries(self, run_id: str) -> list[Trial]:
-        """Return the ended trials of one run without their spans, of which one trial's are in memory at a time."""
+        """Return the ended trials of one run without spans; only one trial has its spans in memory at a time."""
         return [trial.summary() for trial in self._each(run_id, superseded=False)]
 
     def _each(self, run_id: str | None, *, superseded: bool) -> Iterator[Trial]:

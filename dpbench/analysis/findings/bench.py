@@ -12,7 +12,7 @@ from dpbench.records import Case, Phase, Source, Trial, ledger, plan, registry, 
 from dpbench.records.estimate import Estimate
 from dpbench.records.traits import Role
 
-Ledger = list[dict[str, float]]
+PhaseSeconds = list[dict[str, float]]
 """Seconds by phase of each timed step."""
 COMPUTE = (Phase.FORWARD.value, Phase.BACKWARD.value)
 """The phases whose time more devices should shorten."""
@@ -156,8 +156,8 @@ class CaseContext:
         }
 
 
-def _timed(trial: Trial) -> Ledger:
-    """Return the ledger of each timed step."""
+def _timed(trial: Trial) -> PhaseSeconds:
+    """Return the seconds by phase of each timed step."""
     return [phases for step, phases in zip(trial.steps, ledger.of_trial(trial), strict=True) if not step.warmup]
 
 
