@@ -109,7 +109,9 @@ def test_modules_stay_small_and_say_what_they_are(path: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "records").glob("*.py")), ids=lambda path: path.stem)
 def test_records_know_the_standard_library_alone(path: Path) -> None:
-    assert {name.partition(".")[0] for _, name in imports(path)} - {"dpbench"} <= sys.stdlib_module_names
+    found = {name.partition(".")[0] for _, name in imports(path)} - {"dpbench"}
+    # files from users are checked against their schema by a library
+    assert found - ({"msgspec"} if path.stem == "machine" else set()) <= sys.stdlib_module_names
 
 
 @pytest.mark.parametrize("module", LIGHT)

@@ -64,10 +64,15 @@ def test_names_stand_for_several_nodes() -> None:
         ({"gpu": {"name": "any"}}, r"\[gpu\].*count"),
         ({"gpu": {"name": "any", "count": 3}}, r"no link leads to gpu2"),
         ({"gpu": {"name": "any", "count": 0}}, r"0 GPUs on 1 nodes; both must be at least 1"),
+        ({"peer_access": "false"}, r"Expected `bool`, got `str`.*peer_access"),
+        ({"nodes": "two"}, r"Expected `int`, got `str`.*nodes"),
+        ({"gpu": {"name": "any", "count": 2, "memory_bytes": "24GB"}}, r"\[gpu\].*Expected `float`, got `str`"),
+        ({"link": [{"between": ["gpu0-1"], "kind": "pcie", "bytes_per_s": 1}]}, r"length 2"),
+        ({"link": [{"between": ["gpu0-1", "cpu0"], "kind": "pcie", "bytes_per_s": 0}]}, r"must be above 0"),
         ({"nodes": 2}, r"2 nodes and no link of kind 'network'"),
         ({"host": {"speed": 2}}, r"\[host\].*unknown key 'speed'"),
         ({"link": [{"between": ["gpu0-1", "cpu0"], "kind": "pci", "bytes_per_s": 1}]}, r"kind of link 'pci'.*pcie"),
-        ({"link": [{"between": ["gpu0-1", "cpu0"], "kind": "pcie"}]}, r"bytes_per_s missing"),
+        ({"link": [{"between": ["gpu0-1", "cpu0"], "kind": "pcie"}]}, r"missing required field `bytes_per_s`"),
     ],
 )
 def test_what_is_missing_or_unknown_is_refused(values: dict[str, Any], message: str) -> None:

@@ -13,13 +13,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 FOLDER = Path(__file__).parents[1] / "machines"
 KINDS = ("nvlink", "pcie", "socket", "network", "memory")
 """The kinds of links: `socket` joins processors, `network` joins nodes, `memory` joins a logical device and RAM."""
 HOST_NODE = "cpu"
 """The prefix of the names of processors, which are the nodes with host memory."""
+
+Record = TypeVar("Record")
 
 
 class UnknownMachine(ValueError):
@@ -137,41 +141,70 @@ def load(name: str) -> Machine:
     return read(data, path.stem)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _File:
+    """The tables of a TOML file."""
+
+    peer_access: bool
+    gpu: dict[str, Any]
+    link: list[dict[str, Any]]
+    description: str = ""
+    source: str = ""
+    nodes: int = 1
+    host: dict[str, Any] = field(default_factory=dict)
+    collective: dict[str, Any] | None = None
+    probe: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _LinkRow:
+    between: tuple[str, str]
+    kind: str
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Figure:
+    value: float
+
+
 def read(data: Mapping[str, Any], name: str) -> Machine:
-    """Return the machine that the tables of a TOML file describe; raise UnknownMachine for missing or unknown keys."""
-    _known(data, name, ["description", "source", "peer_access", "nodes", "gpu", "host", "link", "collective", "probe"])
+    """Return the machine that the tables of a TOML file describe.
+
+    Raise UnknownMachine for keys that are missing or unknown, and for values of another type.
+    """
     for key, why in (
         ("peer_access", "whether GPUs access each other's memory (true or false); see `nvidia-smi topo -p2p r`"),
         ("gpu", "the table [gpu] with name and count"),
         ("link", "the links, as [[link]] with between, kind and bytes_per_s; see `nvidia-smi topo -m`"),
     ):
         if key not in data:
+            _known(data, name, [f.name for f in fields(_File)])
             raise UnknownMachine(f"machine {name}: `{key}` is missing: {why}; it is not guessed from the GPU's name")
-    gpu = _record(Gpu, data["gpu"], f"{name}: [gpu]")
-    links = tuple(link for row in data["link"] for link in _links(row, name))
+    file = _record(_File, data, name)
     machine = Machine(
-        name=name, description=str(data.get("description", "")), peer_access=bool(data["peer_access"]),
-        nodes=int(data.get("nodes", 1)), gpu=gpu, links=links, sources=dict(_sources(data)),
-        host=_record(Host, data.get("host", {}), f"{name}: [host]"),
-        collective=_record(Collective, data["collective"], f"{name}: [collective]") if "collective" in data else None,
-        probe={key: _figure(row, f"{name}: [probe.{key}]") for key, row in data.get("probe", {}).items()},
+        name=name, description=file.description, peer_access=file.peer_access, nodes=file.nodes,
+        gpu=_record(Gpu, file.gpu, f"{name}: [gpu]"), host=_record(Host, file.host, f"{name}: [host]"),
+        links=tuple(link for row in file.link for link in _links(row, name)), sources=dict(_sources(data)),
+        collective=_record(Collective, file.collective, f"{name}: [collective]") if file.collective else None,
+        probe={key: _figure(row, f"{name}: [probe.{key}]") for key, row in file.probe.items()},
     )  # fmt: skip
     _check(machine)
     return machine
 
 
-def _links(row: Mapping[str, Any], name: str) -> Iterator[Link]:
-    """Yield the links that one row describes; a name such as `gpu0-3` means each of four nodes."""
-    where = f"{name}: [[link]] {row.get('between', '')}"
-    _known(row, where, ["between", "kind", "bytes_per_s", "source"])
-    if missing := [key for key in ("between", "kind", "bytes_per_s") if key not in row]:
-        raise UnknownMachine(f"machine {where}: {', '.join(missing)} missing")
-    if row["kind"] not in KINDS:
-        raise UnknownMachine(f"machine {where}: {_unknown('kind of link', row['kind'], list(KINDS))}")
-    first, second = row["between"]
+def _links(table: Mapping[str, Any], name: str) -> Iterator[Link]:
+    """Yield the links that one table describes; a name such as `gpu0-3` means each of four nodes."""
+    where = f"{name}: [[link]] {table.get('between', '')}"
+    row = _record(_LinkRow, table, where)
+    if row.kind not in KINDS:
+        raise UnknownMachine(f"machine {where}: {_unknown('kind of link', row.kind, list(KINDS))}")
+    if not row.bytes_per_s > 0:
+        raise UnknownMachine(f"machine {where}: bytes_per_s is {row.bytes_per_s}; it must be above 0")
+    first, second = row.between
     for a in _each(first):
         for b in _each(second):
-            yield Link(a, b, row["kind"], float(row["bytes_per_s"]))
+            yield Link(a, b, row.kind, row.bytes_per_s)
 
 
 def _each(text: str) -> list[str]:
@@ -188,16 +221,20 @@ def _figure(row: Any, where: str) -> float:
         raise UnknownMachine(f"machine {where}: must be a table with a value; got {row!r}")
     if "median" in row:
         raise UnknownMachine(f"machine {where}: written by an older probe; renew it: dpbench probe --output FILE.toml")
-    return float(row["value"])
+    return _converted(_Figure, row, where).value
 
 
-def _record(kind: Any, data: Mapping[str, Any], where: str) -> Any:
-    known = [f.name for f in fields(kind)]
-    _known(data, where, [*known, "source"])
+def _record(kind: type[Record], data: Mapping[str, Any], where: str) -> Record:
+    """Return a table as a record; raise UnknownMachine for unknown, missing and mistyped values."""
+    _known(data, where, [*(f.name for f in fields(kind)), "source"])  # type: ignore[arg-type]
+    return _converted(kind, data, where)
+
+
+def _converted(kind: type[Record], data: Mapping[str, Any], where: str) -> Record:
     try:
-        return kind(**{key: value for key, value in data.items() if key != "source"})
-    except TypeError as error:
-        raise UnknownMachine(f"machine {where}: {str(error).partition('__init__() ')[2]}") from None
+        return msgspec.convert(data, kind)
+    except msgspec.ValidationError as error:
+        raise UnknownMachine(f"machine {where}: {error}") from None
 
 
 def _known(data: Mapping[str, Any], where: str, known: list[str]) -> None:
