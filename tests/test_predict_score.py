@@ -151,9 +151,9 @@ def test_odd_rows_get_a_number(odd: dict[str, Any], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"value": "n/a"}, "not a valid number: 'n/a'"),
+        ({"value": "n/a"}, "not a valid number: Expected `float`, got `str`"),
         ({"value": "-3"}, "not a valid number: value -3"),
-        ({"n_gpu": ""}, "not a valid number: ''"),
+        ({"n_gpu": ""}, "not a valid number: Expected `float`, got `str`"),
         ({"metric": "mem_mib_gpu0", "value": 3}, "metric mem_mib_gpu0 is not the duration"),
         ({"strategy": "pipeline", "value": 3}, "strategy pipeline is not predicted"),
         ({"model": "vgg16", "value": 3}, "no one-device row"),

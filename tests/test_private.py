@@ -14,17 +14,19 @@ ROOT = Path(__file__).parent.parent / "dpbench"
 PRIVATE = {
     r"\._replicate_for_data_parallel\(": "engine/replicate.py",
     r"_set_ddp_runtime_logging_sample_rate|_get_ddp_logging_data|set_runtime_stats_and_log": "strategies/ddp.py",
-    r"_foreach_copy_|_foreach_add_": "engine/devices/_many.py",
-    r"dropout\._DropoutNd": "verify.py",
-    r"torch\._C\._autograd import|_ExperimentalConfig": "busy.py",
-    r"_(?:function|dispatch)_mode_stack|_saved_tensors_|_autocast_supported|_is_any_autocast": "engine/settings.py",
-    r"_is_multithreading": "engine/settings.py",
-    r"_set_sequence_nr": "engine/broadcast.py",
+    r"_foreach_copy_|_foreach_add_": "hardware/devices/_many.py",
+    r"dropout\._DropoutNd": "measure/verification.py",
+    r"torch\._C\._autograd import|_ExperimentalConfig": "measure/profiler.py",
+    r"_(?:function|dispatch)_mode_stack|_saved_tensors_|_autocast_supported|_is_any_autocast": (
+        "engine/thread_settings.py"
+    ),
+    r"_is_multithreading": "engine/thread_settings.py",
+    r"_set_sequence_nr": "engine/collectives.py",
     r"_post_accumulate_grad_hooks": "engine/identity.py",
-    r"\._forward_hooks|\._forward_pre_hooks|\._backward_pre_hooks": "engine/graphs.py",
+    r"\._forward_hooks|\._forward_pre_hooks|\._backward_pre_hooks": "engine/cuda_graphs.py",
     r"_flatten_dense_tensors": "probe/host.py",
     r"FakeTensorMode": "predict/trace.py",
-    r"_make_wrapper_subclass|_disabled_torch_function_impl|DispatchKeySet": "engine/devices/_wrapper.py",
+    r"_make_wrapper_subclass|_disabled_torch_function_impl|DispatchKeySet": "hardware/devices/_wrapper.py",
 }
 
 

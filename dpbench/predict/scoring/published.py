@@ -11,8 +11,10 @@ import math
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
+
+import msgspec
 
 from dpbench.predict import features
 
@@ -110,47 +112,77 @@ class Excluded:
     reason: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Line:
+    """The columns of one line. A number that is not given is 0; a line without one of the first six is refused."""
+
+    id: str
+    model: str
+    strategy: str
+    n_gpu: float
+    metric: str
+    value: float
+    params_M: float = 0.0  # noqa: N815  # the column's name
+    batch_per_gpu: float = 0.0
+    batch_global: float = 0.0
+    framework: str = ""
+    gpu: str = ""
+    interconnect: str = ""
+    precision: str = ""
+    timed: str = ""
+    optimizer: str = ""
+    repeats_of: str = ""
+    notes: str = ""
+
+
+REQUIRED = tuple(one.name for one in fields(_Line) if one.default is MISSING)
+OPTIONAL_NUMBERS = ("params_M", "batch_per_gpu", "batch_global")
+"""Columns in which published tables have text such as "n/a" for a number that is not known."""
+
+
 def read(path: Path) -> tuple[list[PublishedRow], list[Excluded]]:
     """Return the rows of a table, and the rows that cannot be parsed; raise ValueError if a column is missing."""
     with path.open(newline="", encoding="utf-8") as file:
         table = csv.DictReader(file)
-        if missing := {"id", "model", "strategy", "n_gpu", "metric", "value"} - set(table.fieldnames or ()):
+        if missing := set(REQUIRED) - set(table.fieldnames or ()):
             raise ValueError(f"{path}: column {', '.join(sorted(missing))} is missing; it has {table.fieldnames}")
         rows, excluded = [], []
         for number, line in enumerate(table):
             try:
-                rows.append(_row({key: (value or "").strip() for key, value in line.items() if isinstance(key, str)
-                                  and not isinstance(value, list)}))  # fmt: skip
-            except ValueError as error:
+                rows.append(_row(_line(line)))
+            except (ValueError, msgspec.ValidationError) as error:
                 excluded.append(Excluded(line.get("id") or f"line {number + 2}", f"not a valid number: {error}"))
     return rows, excluded
 
 
-def _row(line: Mapping[str, str]) -> PublishedRow:
-    devices, value = int(_number(line["n_gpu"])), _number(line["value"])
-    batch = _number(line.get("batch_per_gpu", ""), 0.0)
-    if not batch and devices:
-        batch = _number(line.get("batch_global", ""), 0.0) / devices
-    if not (math.isfinite(value) and value > 0 and devices > 0):
-        raise ValueError(f"value {value} and n_gpu {devices} must be positive")
-    return PublishedRow(
-        id=line["id"], group=line["id"].rpartition("-")[0] or line["id"], model=line["model"],
-        parameters=_number(line.get("params_M", ""), 0.0) * 1e6, framework=line.get("framework", "").lower(),
-        strategy=line["strategy"].lower(), gpu=line.get("gpu", ""), devices=devices,
-        interconnect=line.get("interconnect", ""), precision=line.get("precision", ""), batch=batch,
-        metric=line["metric"], value=value, timed=line.get("timed", ""), optimizer=line.get("optimizer", ""),
-        repeats=line.get("repeats_of", ""), notes=line.get("notes", ""),
-    )  # fmt: skip
+def _line(cells: Mapping[str, str | None]) -> _Line:
+    """Return the cells of a line, checked against their columns' types; raise ValidationError for a wrong one."""
+    given = {key: cell.strip() for key, cell in cells.items() if isinstance(key, str) and isinstance(cell, str)}
+    unknown = {key for key in OPTIONAL_NUMBERS if not _finite(given.get(key, ""))}
+    known = {key: cell for key, cell in given.items() if (cell or key in REQUIRED) and key not in unknown}
+    return msgspec.convert(known, _Line, strict=False)
 
 
-def _number(text: str, default: float | None = None) -> float:
+def _finite(text: str) -> bool:
     try:
-        found = float(text)
+        return math.isfinite(float(text))
     except ValueError:
-        if default is None:
-            raise ValueError(f"{text!r}") from None
-        return default
-    return found if math.isfinite(found) or default is None else default
+        return False
+
+
+def _row(line: _Line) -> PublishedRow:
+    devices = int(line.n_gpu)
+    batch = line.batch_per_gpu
+    if not batch and devices:
+        batch = line.batch_global / devices
+    if not (math.isfinite(line.value) and line.value > 0 and devices > 0):
+        raise ValueError(f"value {line.value} and n_gpu {devices} must be positive")
+    return PublishedRow(
+        id=line.id, group=line.id.rpartition("-")[0] or line.id, model=line.model, parameters=line.params_M * 1e6,
+        framework=line.framework.lower(), strategy=line.strategy.lower(), gpu=line.gpu, devices=devices,
+        interconnect=line.interconnect, precision=line.precision, batch=batch, metric=line.metric, value=line.value,
+        timed=line.timed, optimizer=line.optimizer, repeats=line.repeats_of, notes=line.notes,
+    )  # fmt: skip
 
 
 def match(rows: Iterable[PublishedRow], *, all_rows: bool = False) -> tuple[list[Matched], list[Excluded]]:
