@@ -124,7 +124,7 @@ import json, os, signal, sys, time
 from pathlib import Path
 import psutil, torch
 import torch.distributed as dist
-from dpbench import ranks
+from dpbench.measure import ranks
 folder = Path(sys.argv[1])
 {entry}
 found = {{}}

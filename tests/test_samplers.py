@@ -616,7 +616,7 @@ def test_process_brings_gpu_samples_too(tmp_path, monkeypatch):
 
 def test_samplers_never_load_torch():
     code = (
-        "import sys\nfrom dpbench import registry\nimport dpbench.hardware.samplers._process\n"
+        "import sys\nfrom dpbench.records import registry\nimport dpbench.hardware.samplers._process\n"
         "[registry.load('samplers', name) for name in registry.names('samplers')]\n"
         "from dpbench.hardware.nvml import describe\ndescribe()\n"
         "assert not {'torch', 'numpy', 'pandas'} & set(sys.modules)"

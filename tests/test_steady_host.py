@@ -114,9 +114,9 @@ def test_a_worker_stays_on_its_devices_core_unless_the_device_is_all_cores(
 
 FAULTS = """
 import resource, sys, threading
-from dpbench import heap
+from dpbench.hardware import malloc
 if sys.argv[1] == "keep":
-    heap.keep()
+    malloc.keep()
 import torch
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -131,7 +131,7 @@ def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096
 faults()
 print(faults(), resident())
-heap.release()
+malloc.release()
 print(resident())
 """
 
