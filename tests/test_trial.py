@@ -1,12 +1,16 @@
-"""The status and the reason of an error."""
+"""The status and the reason of an error, and the collector during a trial."""
 
 from __future__ import annotations
+
+import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from dpbench.engine import parallel_apply
 from dpbench.measure.failures import of_error
+from dpbench.measure.worker import bench
 from dpbench.records import Status
 
 
@@ -32,3 +36,26 @@ def test_an_error_in_a_replica_is_told_as_it_was_raised(error: Exception, status
     assert failure.status == status
     assert failure.reason.startswith(told)
     assert "\n" not in failure.reason
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_trial_leaves_to_the_collector_what_it_had_and_no_more(frozen: bool) -> None:
+    """A server freezes torch's half a million objects, whose collection would take longer than a small trial."""
+    seen: list[tuple[bool, bool]] = []
+
+    def block() -> None:
+        seen.append((gc.isenabled(), gc.get_freeze_count() > 0))
+        fake.finished = True
+
+    fake = SimpleNamespace(first=block, block=block, finished=False)
+    gc.unfreeze()
+    if frozen:
+        gc.freeze()
+    before = gc.get_freeze_count()
+    try:
+        bench.run([fake])  # type: ignore[list-item]
+        assert gc.get_freeze_count() == before
+    finally:
+        gc.freeze()
+    assert seen == [(False, True)]
+    assert gc.isenabled()

@@ -115,7 +115,9 @@ class CaseTimer:
 def run(timers: Sequence[CaseTimer]) -> None:
     """Run blocks of all timers in turn, reversing the order after each pass, until every series is long enough."""
     gc.collect()
-    gc.freeze()  # the collections between blocks then skip all objects that exist now
+    freezes = not gc.get_freeze_count()  # a worker's server has frozen its large modules, which must stay frozen
+    if freezes:
+        gc.freeze()  # the collections between blocks then skip all objects that exist now
     gc.disable()  # a collection inside a step would be charged to the phase that it interrupts
     try:
         for timer in timers:
@@ -128,7 +130,8 @@ def run(timers: Sequence[CaseTimer]) -> None:
             gc.collect()
     finally:
         gc.enable()
-        gc.unfreeze()  # frozen objects in reference cycles would never release their tensors
+        if freezes:
+            gc.unfreeze()  # frozen objects in reference cycles would never release their tensors
 
 
 def _agreed(finished: bool) -> bool:
