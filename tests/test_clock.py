@@ -260,6 +260,27 @@ def test_clocks_that_run_at_other_rates_meet_on_the_hosts(time: Time) -> None:
         assert s.end_s == pytest.approx(steps[s.step].end_s, abs=2e-4)
 
 
+class SlowGpu(FakeGpu):
+    """A device on which recording an event takes the host a second; the event is of the middle of that second."""
+
+    def event(self) -> Event:
+        self._time.at += 0.5
+        recorded = super().event()
+        self._time.at += 0.5
+        return recorded
+
+
+def test_an_anchor_is_the_middle_of_the_time_that_reading_it_takes(time: Time) -> None:
+    device = SlowGpu(0, time, offset_s=77.0)
+    clock, ends = CudaClock([device], time.now), []
+    with clock.block():
+        for _ in range(3):
+            with clock.step(warmup=False):
+                device.launch(10.0)
+                ends.append(device.queue_s)
+    assert [step.end_s for step in clock.steps()] == pytest.approx(ends, abs=1e-4)
+
+
 def test_float32_milliseconds_do_not_add_up_to_an_error(time: Time) -> None:
     """One difference over the whole run would be off by up to a millisecond; the chain stays exact."""
     (device,) = devices = gpus(time, 1.0)

@@ -262,6 +262,26 @@ def test_a_parameter_frozen_between_the_calls_of_one_update_is_stepped_once_more
             both.step(*batch(number, 8))
 
 
+class Counter(Net):
+    """A forward whose output depends on the rows that replica 0 has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.zeros(()))
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        self.rows += len(x)
+        return super().forward(x, ids) * self.rows
+
+
+@rungs("reference")
+def test_every_step_begins_with_replica_0s_buffers_on_every_replica(rung: str) -> None:
+    """Of an odd number of rows the replicas count different shares."""
+    with pair(rung, Counter) as both:
+        for number in range(1, 4):
+            both.step(*batch(number, 7))
+
+
 # ---------------------------------------------------------------- h: attributes that forward writes
 
 

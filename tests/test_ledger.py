@@ -205,6 +205,14 @@ def test_a_typical_steps_parts_sum_to_it_and_a_disturbed_step_does_not_count() -
     assert found[UNATTRIBUTED] == 0
 
 
+@pytest.mark.parametrize(
+    ("count", "kept"),
+    [(0, []), (1, [0]), (3, [0, 1, 2]), (4, [1, 2]), (6, [1, 2, 3, 4]), (12, [3, 4, 5, 6, 7, 8])],
+)  # fmt: skip
+def test_the_middle_half_leaves_out_a_quarter_on_either_side(count: int, kept: list[int]) -> None:
+    assert ledger.middle_half(list(range(count))) == kept
+
+
 def test_a_reduction_of_ranks_begins_when_the_last_one_arrives() -> None:
     """Rank 0 waits from 2 to 6 for rank 1's backward: that is backward, not communication."""
     case = Case(model="mlp", strategy="ddp", batch_size=2, devices=2)

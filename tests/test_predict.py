@@ -182,6 +182,15 @@ def test_gpus_that_stage_share_the_way_to_memory() -> None:
     assert four == pytest.approx(2.55e9)
 
 
+@pytest.mark.parametrize("devices", [2, 3, 8])
+def test_collectives_move_as_a_ring_does(devices: int) -> None:
+    """Each device passes a chunk on in n - 1 turns; an all-reduce does so twice, to sum and to spread the sums."""
+    turns = sum(1 / devices for _ in range(devices - 1))
+    assert collectives.TRAFFIC["reduce_scatter"](devices) == pytest.approx(turns)
+    assert collectives.TRAFFIC["all_gather"](devices) == pytest.approx(turns)
+    assert collectives.TRAFFIC["all_reduce"](devices) == pytest.approx(2 * turns)
+
+
 def test_the_curve_fits_published_all_reduces() -> None:
     group = network.DeviceGroup(machine.load("dgx-a100"), 8, DEFAULT)
     # NCCL all-reduce on eight A100 of an Azure NDv4 (superbench-results v0.2.1, 7b5ea64): bytes, microseconds
@@ -403,6 +412,12 @@ def test_intervals_are_the_same_every_time_and_grow_with_doubt() -> None:
         return math.log(high / low)
 
     assert width({"host": 0.6}) > 1.5 * width({"host": 0.2}) > 0
+
+
+def test_an_interval_holds_80_percent() -> None:
+    """A residual alone makes the step lognormal; a deviation of 1.28 to either side holds 80 %, and 1.64 holds 90 %."""
+    low, high = intervals.interval(1.0, lambda name, factor: 1.0, {}, 0.1)
+    assert (-math.log(low) / 0.1, math.log(high) / 0.1) == pytest.approx((1.28, 1.28), abs=0.18)
 
 
 def test_a_model_nobody_knows_lists_the_known() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import warnings
 
 import hypothesis
@@ -57,6 +59,7 @@ def test_interval_of_one_round_agrees_with_scipy() -> None:
     assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high), abs=0.1 * width)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("between", [0.0, 0.05, 0.3])
 def test_interval_covers_the_truth_about_as_often_as_it_says(between: float) -> None:
     generator = np.random.default_rng(11)
@@ -69,6 +72,7 @@ def test_interval_covers_the_truth_about_as_often_as_it_says(between: float) -> 
     assert hits >= 181
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [3, 5, 10])
 @pytest.mark.parametrize("paired", [True, False])
 def test_verdicts_of_equals_are_wrong_no_more_often_than_they_say(count: int, paired: bool) -> None:
@@ -88,6 +92,7 @@ def test_verdicts_of_equals_are_wrong_no_more_often_than_they_say(count: int, pa
     assert missed <= 15 + 3 * np.sqrt(15), f"{missed} of {trials} intervals miss 1"
 
 
+@pytest.mark.slow
 def test_holms_correction_agrees_with_scipys_bounds() -> None:
     """M equal cases read together: any false verdict at all must be rare, and never where one alone is not."""
     generator = np.random.default_rng(9)
@@ -140,6 +145,27 @@ def test_interval_is_no_wider_than_it_must_be() -> None:
     )
     assert 1.5 <= few / many <= 2.7
     assert few == pytest.approx(2 * 1.96 * 1.25 * 0.1 / np.sqrt(8), rel=0.4)
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_interval_is_students_at_95_percent(count: int) -> None:
+    """The few resamples that there are of so few rounds are all listed here; the bootstrap draws among them."""
+    logs = np.random.default_rng(count).normal(0, 0.1, count)
+    found = stats.ratio({r: [math.exp(value)] for r, value in enumerate(logs)}, {r: [1.0] for r in range(count)})
+    centres = [
+        np.median([(a + b) / 2 for a, b in itertools.combinations_with_replacement(drawn, 2)])
+        for drawn in itertools.product(logs, repeat=count)
+    ]
+    half = scipy.stats.t.ppf(0.975, count - 1) * np.std(centres) * math.sqrt(count / (count - 1))
+    assert math.log(found.high / found.value) == pytest.approx(half, rel=0.1)
+    assert math.log(found.value / found.low) == pytest.approx(half, rel=0.1)
+
+
+def test_interval_of_one_round_is_95_percent_of_its_resamples() -> None:
+    """Of 1001 steps the median's rank is nearly normal around 501, with a deviation of sqrt(1001) / 2."""
+    found = stats.median({0: list(range(1, 1002))})
+    half = scipy.stats.norm.ppf(0.975) * math.sqrt(1001) / 2  # 31.0; at 90 % it would be 26.0
+    assert (501 - found.low, found.high - 501) == pytest.approx((half, half), abs=2.5)
 
 
 def test_steps_alone_do_not_narrow_what_rounds_spread() -> None:

@@ -92,6 +92,8 @@ def test_every_span_and_step_is_one_event_in_its_place_and_counters_are_the_samp
     assert [e["ts"] for e in steps] == pytest.approx([i * STEP_S * 1e6 for i in range(6)], abs=0.003)
     counters = [e for e in drawn(trial)["traceEvents"] if e["ph"] == "C"]
     assert Counter(e["name"] for e in counters) == {"host power_w": 6, "device 0 power_w": 6, "device 1 power_w": 6}
+    read_s = {s.time_s - zero_s for s in trial.samples if s.time_s > 0}
+    assert sorted({e["ts"] for e in counters}) == pytest.approx([at_s * 1e6 for at_s in sorted(read_s)], abs=0.003)
     assert {(e["name"], e["args"]["power_w"]) for e in counters} >= {
         ("device 1 power_w", 101.5),
         ("host power_w", 99.5),

@@ -1,0 +1,383 @@
+"""Plant one fault for each law, and look whether the law's tests see it: `python tests/faults.py [NAME...]`.
+
+A fault is planted in a temporary copy of this checkout, where the tests that are named for it then run. It is `caught`
+where one of them fails. A fault whose code is not found, or whose tests do not run, is an error. The exit status is 0
+where every fault is caught, else 1. NAME leaves out the faults of other names; `--list` prints the names and runs none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+COPIED = ("dpbench", "tests", "pyproject.toml")
+PASSED, FAILED = 0, 1
+"""Exit statuses of pytest; every other one means that tests did not run to their end."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A line of dpbench, `old`, replaced by one that breaks a law, `new`; and the tests that must see it."""
+
+    name: str
+    law: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+class NotFoundError(LookupError):
+    """The text to replace does not occur exactly once; the code has changed, and the fault must follow it."""
+
+
+def plant(fault: Fault, root: Path) -> Path:
+    """Write the fault into the one file below `root`/dpbench that has its text; return the file."""
+    texts = {path: path.read_text() for path in sorted((root / "dpbench").rglob("*.py"))}
+    places = [path for path, text in texts.items() for _ in range(text.count(fault.old))]
+    if len(places) != 1:
+        where = ", ".join(str(path.relative_to(root)) for path in places) or "nowhere"
+        raise NotFoundError(f"this must occur exactly once in dpbench/, and occurs {where}:\n{fault.old}")
+    (path,) = places
+    path.write_text(texts[path].replace(fault.old, fault.new))
+    return path
+
+
+def copy_to(root: Path) -> None:
+    """Copy to `root` all that the tests need."""
+    for name in COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, root / name)
+
+
+def run_tests(tests: Sequence[str], root: Path) -> tuple[int, str]:
+    """Run tests of the copy in `root`; return pytest's exit status and its output."""
+    command = [sys.executable, "-B", "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--timeout=120", *tests]
+    environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+def try_one(fault: Fault) -> str:
+    """Return `caught`, `SURVIVED`, or `ERROR:` and the reason."""
+    with tempfile.TemporaryDirectory(prefix="dpbench-fault-") as folder:
+        root = Path(folder)
+        copy_to(root)
+        try:
+            plant(fault, root)
+        except NotFoundError as error:
+            return f"ERROR: the code to change was not found: {error}"
+        status, output = run_tests(fault.tests, root)
+    if status not in (PASSED, FAILED):
+        return f"ERROR: the tests did not run (pytest ended with {status}):\n{output[-2000:]}"
+    return "caught" if status == FAILED else "SURVIVED"
+
+
+def sound(faults: Sequence[Fault]) -> str:
+    """Return the output of the faults' tests on unchanged code where one fails; empty where all pass."""
+    with tempfile.TemporaryDirectory(prefix="dpbench-fault-") as folder:
+        copy_to(Path(folder))
+        tests = dict.fromkeys(test for fault in faults for test in fault.tests)
+        status, output = run_tests(list(tests), Path(folder))
+    return "" if status == PASSED else output
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Plant the faults of these names, or all; print a line for each; return the exit status."""
+    known = {fault.name: fault for fault in FAULTS}
+    parser = argparse.ArgumentParser(description="Plant faults, and look whether the tests see them.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="the faults to plant (default: all)")
+    parser.add_argument("--list", action="store_true", help="print the names and the laws, and run nothing")
+    given = parser.parse_args(arguments)
+    if unknown := set(given.names) - set(known):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(known)}")
+    faults = [known[name] for name in given.names] or list(FAULTS)
+    if given.list:
+        print("\n".join(f"{fault.name}: {fault.law}" for fault in faults))
+        return 0
+    if output := sound(faults):
+        print(f"ERROR: these tests must pass on unchanged code:\n{output[-4000:]}")
+        return 1
+    return report(faults)
+
+
+def report(faults: Sequence[Fault]) -> int:
+    """Try each fault, print how it ended, and return 0 where all were caught."""
+    caught = 0
+    for fault in faults:
+        began = time.perf_counter()
+        how = try_one(fault)
+        caught += how == "caught"
+        print(f"{time.perf_counter() - began:5.1f} s  {fault.name:24} {fault.law}: {how}", flush=True)
+    print(f"{caught} of {len(faults)} faults caught")
+    return 0 if caught == len(faults) else 1
+
+
+FAULTS = (
+    # -- engine
+    Fault(
+        "reduce-order",
+        "gradients are added in replica order",
+        "for number, part in enumerate(parts[1:]):",
+        "for number, part in enumerate(parts[:0:-1]):",
+        ("tests/test_engine.py::test_reduce_adds_in_replica_order_and_spares_its_inputs",),
+    ),
+    Fault(
+        "buffers",
+        "every step starts from replica 0's buffers on all replicas",
+        "self.buffers = copies_of(originals, self._devices[:count], self._mark)",
+        "self.buffers = self.buffers or copies_of(originals, self._devices, self._mark)",
+        ("tests/test_law_rows.py::test_every_step_begins_with_replica_0s_buffers_on_every_replica",),
+    ),
+    Fault(
+        "identity-memory",
+        "data that is assigned between steps is seen",
+        "not all(map(torch.Tensor.is_set_to, self._parameters, self._memory))",
+        "False",
+        ("tests/test_law_rows.py::test_data_that_is_assigned_is_seen_with_and_without_sync",),
+    ),
+    Fault(
+        "identity-flags",
+        "parameters that are frozen or thawed between steps are seen",
+        "or list(map(_requires_grad, self._parameters)) != self._wanted",
+        "",
+        ("tests/test_law_rows.py::test_freezing_and_unfreezing_are_seen",),
+    ),
+    Fault(
+        "identity-hooks",
+        "hooks that are registered between steps see the whole gradient once",
+        "or has_hooks(self._parameters) != self.hooked",
+        "",
+        ("tests/test_law_rows.py::test_hooks_on_parameters_see_the_reduced_gradient_once",),
+    ),
+    Fault(
+        "identity-groups",
+        "a group that is added to the optimizer is stepped",
+        "or len(groups) != len(self._groups)\n            or not all(_same(",
+        "or False and not all(_same(",
+        ("tests/test_law_rows.py::test_a_group_that_is_added_is_stepped",),
+    ),
+    # -- measure
+    Fault(
+        "clock-anchor",
+        "a clock's anchor is the middle of the time that reading it takes",
+        "anchors.append((event, (before + self._now()) / 2))",
+        "anchors.append((event, self._now()))",
+        ("tests/test_clock.py",),
+    ),
+    Fault(
+        "busy-time",
+        "joint spans share a thread's CPU time",
+        "(cpu_s - at_s) / len(spans)",
+        "(cpu_s - at_s)",
+        ("tests/test_clock.py",),
+    ),
+    Fault(
+        "trial-samples",
+        "a trial has the samples of its timed steps alone",
+        "began, ended = timed[0].start_s, timed[-1].end_s",
+        "began, ended = timed[0].start_s, timed[-1].end_s + 1.0",
+        ("tests/test_run.py::test_a_trial_has_the_samples_of_its_timed_steps_alone",),
+    ),
+    Fault(
+        "resume",
+        "a resumed run does not repeat what is done",
+        "pending = [case for case in wanted if (case.fingerprint, number) not in done]",
+        "pending = list(wanted)",
+        ("tests/test_run.py::test_an_interrupted_run_goes_on_where_it_was_in_the_same_order",),
+    ),
+    Fault(
+        "budget",
+        "the check of a model takes nothing of the budget",
+        "self._deadline += time.perf_counter() - began",
+        "self._deadline += 0.0",
+        ("tests/test_run.py::test_the_check_of_a_model_takes_nothing_of_the_budget",),
+    ),
+    Fault(
+        "tolerance",
+        "gradients that are 1 % off are refused",
+        'TOLERANCE = {"fp32": 1e-3,',
+        'TOLERANCE = {"fp32": 1e-1,',
+        ("tests/test_verify.py",),
+    ),
+    Fault(
+        "unverified",
+        "a strategy with wrong gradients is not timed",
+        "    if verdict.verified is Verified.NO:\n        raise Unverified(",
+        "    if verdict is None:\n        raise Unverified(",
+        ("tests/test_strategies.py::test_wrong_gradients_are_refused_and_never_timed",),
+    ),
+    Fault(
+        "collector",
+        "a worker leaves frozen what its server has frozen",
+        "freezes = not gc.get_freeze_count()",
+        "freezes = True",
+        ("tests/test_trial.py::test_a_trial_leaves_to_the_collector_what_it_had_and_no_more",),
+    ),
+    Fault(
+        "memory-by-phase",
+        "a peak is credited to every open phase",
+        "names = {WHOLE, *(phase.value for phase in self._open)}",
+        "names = {WHOLE, *(phase.value for phase in self._open[:1])}",
+        ("tests/test_memory.py::test_a_peak_is_of_the_phase_that_is_open_on_any_device",),
+    ),
+    Fault(
+        "loopback",
+        "ranks listen on the loopback interface alone",
+        'if any(one.address == "127.0.0.1" for one in addresses):',
+        "if addresses:",
+        ("tests/test_ranks.py::test_the_loopback_interface_is_found_by_its_address",),
+    ),
+    Fault(
+        "out-of-memory",
+        "lack of memory is classified as such",
+        "isinstance(error, torch.OutOfMemoryError | MemoryError)",
+        "isinstance(error, MemoryError)",
+        ("tests/test_ranks.py::test_lack_of_memory_and_lost_peers_are_told_apart_by_type",),
+    ),
+    # -- hardware and store
+    Fault(
+        "nvml-ordinal",
+        "GPUs have CUDA's numbers, and not NVML's",
+        "return [handles[position] for position in cuda_visible(visible, list(physical))]",
+        "return handles",
+        ("tests/test_samplers.py::test_devices_are_cuda_ordinals",),
+    ),
+    Fault(
+        "trial-ordinal",
+        "a trial's samples have the places of its devices, and not CUDA's numbers",
+        "replace(sample, device=place[sample.device])",
+        "replace(sample, device=sample.device)",
+        ("tests/test_run.py::test_a_trial_has_the_samples_of_its_timed_steps_alone",),
+    ),
+    Fault(
+        "migration",
+        "a store of an earlier schema is read as what it holds",
+        "ALTER TABLE memory ADD COLUMN kind TEXT NOT NULL DEFAULT 'allocated'",
+        "ALTER TABLE memory ADD COLUMN kind TEXT NOT NULL DEFAULT ''",
+        ("tests/test_store.py::test_a_file_of_schema_1_is_read_as_what_it_holds",),
+    ),
+    # -- analysis
+    Fault(
+        "ledger-closure",
+        "a ledger's parts sum to the step",
+        "until = max(step.start_s, min(span.end_s, now)) if span else step.start_s",
+        "until = max(step.start_s, min(span.end_s, now)) if span else now",
+        ("tests/test_ledger.py::test_parts_sum_to_the_step_and_are_never_negative",),
+    ),
+    Fault(
+        "middle-half",
+        "a typical step is of the middle half",
+        "aside = len(ordered) // 4",
+        "aside = len(ordered) // 3",
+        ("tests/test_ledger.py::test_the_middle_half_leaves_out_a_quarter_on_either_side",),
+    ),
+    Fault(
+        "arrival",
+        "a reduction of ranks begins when the last one arrives",
+        "arrived[span.step] = max(span.start_s, arrived.get(span.step, span.start_s))",
+        "arrived[span.step] = min(span.start_s, arrived.get(span.step, span.start_s))",
+        ("tests/test_ledger.py::test_a_reduction_of_ranks_begins_when_the_last_one_arrives",),
+    ),
+    Fault(
+        "interval-level",
+        "an interval is Student's at 95 %",
+        "tail = (1 - CONFIDENCE) / 2",
+        "tail = 1 - CONFIDENCE",
+        ("tests/test_stats.py::test_interval_is_students_at_95_percent",),
+    ),
+    Fault(
+        "interval-percentiles",
+        "the interval of one round holds 95 % of its resamples",
+        "np.percentile(draws, [100 * tail, 100 * (1 - tail)])",
+        "np.percentile(draws, [200 * tail, 100 * (1 - 2 * tail)])",
+        ("tests/test_stats.py::test_interval_of_one_round_is_95_percent_of_its_resamples",),
+    ),
+    Fault(
+        "widening",
+        "a few rounds resampled are widened to a few rounds measured",
+        "draws * math.sqrt(n / (n - 1)) if n > 1",
+        "draws if n > 1",
+        ("tests/test_stats.py::test_interval_is_students_at_95_percent",),
+    ),
+    Fault(
+        "speed-up",
+        "a speed-up is the baseline's step over the case's own",
+        "ratio = stats.ratio(series[base, row.source], mine)",
+        "ratio = stats.ratio(mine, series[base, row.source])",
+        ("tests/test_analyse.py::test_strong_speed_up_compares_equal_global_work",),
+    ),
+    Fault(
+        "weak-scaling",
+        "a weak speed-up counts the work of all devices",
+        "speedup = _scaled(ratio, row.case.batch_size / base.batch_size)",
+        "speedup = _scaled(ratio, 1.0)",
+        ("tests/test_analyse.py::test_weak_speed_up_compares_equal_work_a_device",),
+    ),
+    Fault(
+        "weak-baseline",
+        "the baseline of weak scaling has one device's share of the batch",
+        "batch = case.batch_size // case.devices if weak_batches else case.batch_size",
+        "batch = case.batch_size",
+        ("tests/test_plan.py::test_weak_scaling_keeps_the_batch_per_device_and_one_baseline",),
+    ),
+    # -- predict
+    Fault(
+        "prediction-interval",
+        "a prediction's interval holds 80 % of the draws",
+        "LOW, HIGH = 0.1, 0.9",
+        "LOW, HIGH = 0.05, 0.95",
+        ("tests/test_predict.py::test_an_interval_holds_80_percent",),
+    ),
+    Fault(
+        "gil",
+        "threads that launch at once hand the interpreter over",
+        "spent * (1 + self._hand_off * others)",
+        "spent",
+        ("tests/test_predict.py::test_serial_workers_launch_one_after_the_other",),
+    ),
+    Fault(
+        "ring",
+        "an all-reduce moves 2 (n - 1) / n of its message over each link",
+        '"all_reduce": lambda n: 2 * (n - 1) / n,',
+        '"all_reduce": lambda n: 2.0,',
+        ("tests/test_predict.py::test_collectives_move_as_a_ring_does",),
+    ),
+    Fault(
+        "overlap",
+        "a job that overlaps another ends no earlier than it",
+        "self._beside[other] -= 1",
+        "self._beside[other] -= 2",
+        ("tests/test_predict.py::test_a_job_beside_another_starts_with_it_and_ends_no_earlier",),
+    ),
+    # -- export
+    Fault(
+        "export-unit",
+        "an exported time is in microseconds",
+        "return round(seconds * 1e6 * TICKS)",
+        "return round(seconds * 1e3 * TICKS)",
+        ("tests/test_traces.py::test_every_span_and_step_is_one_event_in_its_place_and_counters_are_the_samples",),
+    ),
+    Fault(
+        "export-zero",
+        "an exported reading's time counts from the beginning of the earliest trial",
+        "at = ticks(sample.time_s - zero_s) / TICKS",
+        "at = ticks(sample.time_s) / TICKS",
+        ("tests/test_traces.py::test_every_span_and_step_is_one_event_in_its_place_and_counters_are_the_samples",),
+    ),
+)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
