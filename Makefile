@@ -1,5 +1,10 @@
 # make bench      measure this machine: dpbench.db and reports/latest/index.html
 # make test       the whole test suite, as CI runs it
+# make test-fast  the tests that start no process and take about a second at most, for use between two edits: a test that
+#                 starts a process is skipped, one with a mark slow, alone or browser is left out, and of one with many
+#                 parameters 12 sets are taken
+# make faults     plants a fault for each law in a copy of the checkout, and tells which of them the tests catch;
+#                 ARGS="NAME..." takes some of them, ARGS=--list prints all
 # make check      ruff and mypy
 # make history    asv over the last 3 commits, published in .asv/html
 #
@@ -22,7 +27,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 SPREAD = $(shell $(BIN)/python -c 'import xdist' 2>/dev/null && echo "--numprocesses=$(JOBS) --dist=worksteal")
 
 .DEFAULT_GOAL := bench
-.PHONY: bench test check history clean
+.PHONY: bench test test-fast faults check history clean
 
 ifeq ($(TORCH),system)
 # No registry is asked: the Python that runs make lends its packages (also when it is a virtual environment itself,
@@ -53,6 +58,12 @@ bench: $(VENV)/base.stamp
 
 test: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest $(SPREAD) $(ARGS)
+
+test-fast: $(VENV)/dev.stamp
+	$(BIN)/python -m pytest --fast -rfE $(SPREAD) $(ARGS)
+
+faults: $(VENV)/dev.stamp
+	$(BIN)/python tests/faults.py $(ARGS)
 
 check: $(VENV)/dev.stamp
 	$(BIN)/ruff check .

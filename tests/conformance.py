@@ -209,11 +209,8 @@ def check_gradients(function: Callable[..., Any], inputs: Sequence[Tensor], *, s
 def young_garbage() -> Iterator[None]:
     """Let the collector visit only objects made from here on: `gc.collect()` then takes microseconds.
 
-    A cycle among new objects is found and counted as usual; objects that exist already are never collected here.
+    A cycle among new objects is found and counted as usual; objects that exist already are never collected from now on.
     """
     gc.collect()
     gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
+    yield

@@ -1,14 +1,20 @@
-"""What all tests share: one thread per operation, a fixed seed, and marks that skip by name where no GPU is."""
+"""What all tests share: one thread per operation, a fixed seed, and marks that skip by name where no GPU is.
+
+`--fast` leaves out slow tests, takes a sample of many parameters, and skips a test at the moment at which it would
+start a process.
+"""
 
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import hypothesis
 import pytest
@@ -40,23 +46,70 @@ def lock(path: Path, kind: int) -> Iterator[IO[str]]:
         yield file
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fast", action="store_true", help="leave out tests that are slow or start a process")
+
+
+STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn"}
+TOOLS = {"git", "uname", "fc-list"}
+"""Short commands that a library, or the record of a run's host and commit, may call."""
+FAST_PARAMETERS = 12
+"""Sets of parameters of one test that `--fast` runs, at most."""
+in_test = False
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("fast"):
+        sys.addaudithook(_skip_at_a_process)
+
+
+def _skip_at_a_process(event: str, arguments: tuple[Any, ...]) -> None:
+    """Skip the test, or the tests of the fixture, that is about to start a process; Python calls this hook."""
+    if event in STARTS and in_test and not (event == "subprocess.Popen" and Path(str(arguments[0])).name in TOOLS):
+        pytest.skip("starts a process")
+
+
+@contextmanager
+def turn(item: pytest.Item) -> Iterator[None]:
     """Run no other test at the same time as one marked `alone`.
 
     Processes queue for their turn: without the first lock, tests that share the second could keep a test that wants
     it alone waiting for ever.
     """
     if not hasattr(item.config, "workerinput"):  # pytest-xdist's: this process runs all tests, one after the other
-        return (yield)
+        yield
+        return
     folder = item.config._tmp_path_factory.getbasetemp().parent  # type: ignore[attr-defined]
     kind = fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH
     with lock(folder / "queue", fcntl.LOCK_EX) as queue, lock(folder / "turn", kind):
         fcntl.flock(queue, fcntl.LOCK_UN)
-        return (yield)
+        yield
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Wait for the test's turn; processes that start from now on are the test's, and not pytest's own."""
+    global in_test
+    with turn(item):
+        in_test = True
+        try:
+            return (yield)
+        finally:
+            in_test = False
+
+
+def _fast(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
+    """Yield the tests of `--fast`; of one with many parameters, some that are spread over all of them."""
+    groups: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if not any(map(item.get_closest_marker, ("slow", "browser", "alone"))):
+            groups.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for group in groups.values():
+        count = min(len(group), FAST_PARAMETERS)
+        yield from (group[number * len(group) // count] for number in range(count))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip tests that need more GPUs than this machine has, with the reason; start with the slow ones.
 
     A slow test at the end would run alone while the other process has nothing left to do.
@@ -64,6 +117,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    if config.getoption("fast"):
+        kept = set(_fast(items))
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
 
     count = torch.cuda.device_count()
     for mark, needed in (("gpu", 1), ("multi_gpu", 2)):
@@ -72,6 +129,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             for item in items:
                 if item.get_closest_marker(mark):
                     item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish() -> None:
+    """Let the collector visit only objects made from here on: of torch and the tests there are a million."""
+    gc.collect()
+    gc.freeze()
 
 
 # a suite started in the background inherits an ignored SIGINT, and so would every command that a test interrupts

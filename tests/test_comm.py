@@ -99,6 +99,7 @@ def together(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[str]
     called()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [2, 3])
 def test_collectives_make_the_weights_of_ordered_adds_on_every_schedule(n: int, together: Any) -> None:
     expected, _ = train("odd", "reference", n, 4 * n - 1, "adamw_two_groups")

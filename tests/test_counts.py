@@ -20,6 +20,7 @@ from dpbench.records import Case, Phase, machine
 TABLE = Path(__file__).parent / "data" / "published.csv"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("gpu", "name"), [("RTX 2080 Ti", "rtx-2080-ti-x4"), ("TITAN RTX", "titan-rtx-x4")])
 @pytest.mark.parametrize("model", ["resnet18", "vgg16"])
 def test_traced_steps_of_one_device_are_within_a_third_of_published_ones(gpu: str, name: str, model: str) -> None:

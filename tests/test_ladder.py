@@ -346,6 +346,7 @@ def test_a_rival_far_beyond_the_rungs_is_said_and_not_drawn() -> None:
     assert "ddp takes 100 ms" in panel.caption
 
 
+@pytest.mark.slow
 def test_the_page_and_the_comment_have_the_ladder_and_other_runs_have_none() -> None:
     text = page.render(content())
     assert text.index('<section id="speedup"') < text.index('<section id="ladder"') < text.index('<section id="phases"')

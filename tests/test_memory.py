@@ -153,6 +153,7 @@ def test_a_cpu_trial_tells_each_devices_peaks_from_the_ledger(tmp_path: Path) ->
     assert [m.device for m in trial.memory if m.source == "rss"] == [-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["mlp", "resnet18"])
 def test_bytes_do_not_depend_on_whether_there_are_numbers(tmp_path: Path, model: str) -> None:
     on_host, emulated = (run(replace(DP, model=model, device_kind=k), TINY, tmp_path) for k in ("cpu", "emulated"))
@@ -163,6 +164,7 @@ def test_bytes_do_not_depend_on_whether_there_are_numbers(tmp_path: Path, model:
     assert without == real
 
 
+@pytest.mark.slow
 def test_a_model_that_needs_numbers_gets_them(tmp_path: Path) -> None:
     model = models.load("lstm", "small", 0)
     open_devices("emulated", 1)

@@ -121,6 +121,7 @@ def emulated(model: str, devices: int, optimizer: str, schedule: str = "referenc
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("model", ["mlp", "resnet18", "transformer"])
 def test_the_reference_is_right_to_the_byte(model: str, optimizer: str) -> None:
@@ -136,6 +137,7 @@ def test_one_device_is_right_to_the_byte(optimizer: str) -> None:
     assert replayed(case, traces_of(case)) == measured(case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "schedule",
     [
@@ -214,6 +216,7 @@ def excess_bytes(devices: list[DeviceMemory]) -> int:
     return devices[0].peak.allocated_bytes - max(one.peak.allocated_bytes for one in devices[1:])
 
 
+@pytest.mark.slow
 def test_gpu_0_has_three_more_sizes_of_a_bert(bert: Traces) -> None:
     """Its excess is Adam's averages and the sum of the gradients, where weights and not activations are the peak."""
     devices = needed(cuda(4, 8), bert)
@@ -230,6 +233,7 @@ def test_gpu_0_has_three_more_sizes_of_a_bert(bert: Traces) -> None:
     assert devices[1].peak.allocated_bytes == pytest.approx(2 * sizes, rel=0.04), "one coalesced buffer more"
 
 
+@pytest.mark.slow
 def test_torchs_other_gpus_let_weights_go_while_they_go_backward(bert: Traces) -> None:
     """Its replicas die when its forward returns: no other GPU ever has all weights and all gradients at once."""
     ours, theirs = needed(cuda(4, 8), bert), needed(cuda(4, 8, "torch_dp"), bert)
@@ -240,6 +244,7 @@ def test_torchs_other_gpus_let_weights_go_while_they_go_backward(bert: Traces) -
     assert theirs[1].peak.stage == "forward"
 
 
+@pytest.mark.slow
 def test_large_batches_move_the_peak_to_backward(bert: Traces) -> None:
     """Then both have activations, and device 0's excess is Adam's averages alone."""
     devices = needed(cuda(4, 64), bert)
@@ -247,6 +252,7 @@ def test_large_batches_move_the_peak_to_backward(bert: Traces) -> None:
     assert excess_bytes(devices) == pytest.approx(2 * bert.of(8).parameters.bytes, rel=0.01)
 
 
+@pytest.mark.slow
 def test_ddp_has_no_excess_and_one_bucket_copy(bert: Traces) -> None:
     devices = needed(cuda(2, 8, "ddp"), bert)
     sizes = bert.of(8).parameters.bytes
@@ -270,6 +276,7 @@ def test_out_of_memory_says_where_and_what_for(bert: Traces) -> None:
         needed(cuda(2, 8), bert, capacity_bytes=2**30)
 
 
+@pytest.mark.slow
 def test_the_largest_batch_fits_and_the_next_does_not() -> None:
     def case(batch_size: int) -> Case:
         return Case(model="mlp", strategy="dp", devices=2, batch_size=batch_size, device_kind="cuda")

@@ -370,6 +370,7 @@ def test_five_steps_give_the_same_bits(name: str, optimizer: str, ids: tuple[int
     assert difference(expected, train_step(case, optimizer, ids)) == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mlp", "conv with batch norm"])
 def test_five_steps_give_the_same_bits_on_every_legal_schedule(name: str) -> None:
     case, ids = TRAINED[name], (0, 1, 2, 3)

@@ -36,6 +36,7 @@ def lines() -> list[dict[str, Any]]:
 # ---------------------------------------------------------------- accuracy
 
 
+@pytest.mark.slow
 def test_no_held_out_error_got_worse(scored: tuple[list[score.Scored], list[Excluded]]) -> None:
     before = {(line["group"], line["strategy"]): line for line in json.loads(ACCURACY.read_text())}
     now = {(line.group, line.strategy): line for line in score.lines(*scored)}
@@ -48,6 +49,7 @@ def test_no_held_out_error_got_worse(scored: tuple[list[score.Scored], list[Excl
     assert not worse, f"{worse}; python {Path(__file__).name} writes a new {ACCURACY.name} if this is meant"
 
 
+@pytest.mark.slow
 def test_data_parallel_is_predicted_on_a_machine_that_was_not_fitted(
     scored: tuple[list[score.Scored], list[Excluded]],
 ) -> None:
@@ -62,6 +64,7 @@ def test_data_parallel_is_predicted_on_a_machine_that_was_not_fitted(
     assert all(rows.without(group)[0] != DEFAULT for group in fit_constants.FITTED_ON)
 
 
+@pytest.mark.slow
 def test_hard_ddp_cases_from_a_description_and_from_one_workload(
     scored: tuple[list[score.Scored], list[Excluded]],
 ) -> None:
@@ -77,6 +80,7 @@ def test_hard_ddp_cases_from_a_description_and_from_one_workload(
     assert taught.hard_mape <= 0.09
 
 
+@pytest.mark.slow
 def test_resnet50_on_two_devices_orders_as_published(scored: tuple[list[score.Scored], list[Excluded]]) -> None:
     found = {one.matched.row.id: one for one in scored[0] if one.matched.row.group == "CLD"}
     dp2, dp4 = (found[f"CLD-{number}"] for number in ("0003", "0006"))

@@ -472,6 +472,7 @@ def on_kind(schedule: Schedule, kind: str) -> Schedule:
     return schedule if kind == "cpu" else replace(schedule, storage="separate", optimizer="per_parameter")
 
 
+@pytest.mark.slow
 @every_kind
 @settings(derandomize=True, max_examples=100, deadline=None)
 @given(case=cases(), schedule=st.sampled_from(WRAPPED))
@@ -479,6 +480,7 @@ def test_any_inputs_equal_the_chunked_reference_on_any_schedule(kind: str, case:
     check(case, kind, on_kind(schedule, kind))
 
 
+@pytest.mark.slow
 @every_kind
 @settings(derandomize=True, max_examples=80, deadline=None)
 @given(training=trainings(STEPPED))
@@ -486,6 +488,7 @@ def test_any_training_equals_the_chunked_reference_on_any_schedule(kind: str, tr
     check_training(replace(training, schedule=on_kind(training.schedule, kind)), kind)
 
 
+@pytest.mark.slow
 @every_kind
 @settings(derandomize=True, max_examples=60, deadline=None)
 @given(training=trainings(STEPPED, sized=True))

@@ -190,6 +190,7 @@ def test_every_section_is_there_in_order_with_drawings() -> None:
     assert len(drawings(gpu_page())) == sum(len(section.panels) for section in sections)
 
 
+@pytest.mark.slow
 def test_labels_stand_beside_every_figure_and_tile() -> None:
     for run in (gpu_run(), run_of(*colocated_cpu_and_weak())):
         text = page.render(run)
@@ -381,6 +382,7 @@ def test_odd_runs_make_a_page_and_a_comment(name: str) -> None:
         assert section.panels or section.note
 
 
+@pytest.mark.slow
 def test_sixty_cases_stay_readable_and_what_is_left_out_is_said() -> None:
     sections = figures.sections(of_rows(many(60)))
     throughput = sections[1]

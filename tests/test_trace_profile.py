@@ -106,6 +106,7 @@ def test_shapes_that_depend_on_numbers_are_traced_on_real_ones() -> None:
     assert of("mlp").fake
 
 
+@pytest.mark.slow
 def test_large_models_are_traced_without_their_memory() -> None:
     traced = trace(lambda: models.load("transformer", "full", 0), 64, OPTIMIZERS["adam"])
     assert traced.parameters.bytes == 4 * 109_659_112
