@@ -40,9 +40,10 @@ from dpbench.records import UNATTRIBUTED, Case, Step, Trial, machine
 
 
 def test_a_call_takes_as_long_as_it_does() -> None:
-    spent = time_call(lambda: time.sleep(0.01), 5)
+    calls, began_s = [], time.perf_counter()
+    spent = time_call(lambda: calls.append(time.sleep(0.01)), 5)  # type: ignore[func-returns-value]
     assert 0.01 <= spent.low_s <= spent.seconds <= spent.high_s
-    assert spent.seconds < 0.03
+    assert spent.low_s <= (time.perf_counter() - began_s) / len(calls), "the quickest round is no slower than the mean"
 
 
 def test_short_calls_are_repeated_within_a_reading_of_the_clock() -> None:
@@ -165,7 +166,6 @@ def test_an_unknown_figure_lists_the_known() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 def test_the_command_measures_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One pass of it: a second one would not fit into this budget."""
     monkeypatch.setattr(probe, "BUDGET_S", 1.0)

@@ -12,7 +12,9 @@ import textwrap
 import time
 from collections import Counter, defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from dpbench.hardware import samplers as package
@@ -163,12 +165,12 @@ def test_interval_must_be_positive():
 
 def test_pcie_never_delays_the_fast_counters():
     with nvml_sampler.start((0, 1), 0.01, recorded("h100_x4")) as samples:
-        time.sleep(1.2)
-    counts = Counter((s.device, s.metric) for s in samples)
+        assert poll(lambda: Counter((s.device, s.metric) for s in samples)[1, "pcie_rx_bytes_per_s"] >= 4)
+        counts = Counter((s.device, s.metric) for s in samples)
     # eight fast readings of two GPUs fit into 10 ms; four PCIe calls take 80 ms, at most five times a second
-    assert counts[1, "power_w"] >= 40
-    assert 2 <= counts[1, "pcie_rx_bytes_per_s"] <= 7
-    assert counts[0, "pcie_tx_bytes_per_s"] <= 7
+    assert counts[1, "power_w"] > 3 * counts[1, "pcie_rx_bytes_per_s"]
+    slow_s = [s.time_s for s in samples if (s.device, s.metric) == (1, "pcie_rx_bytes_per_s")]
+    assert slow_s[-1] - slow_s[0] > (len(slow_s) - 2) * nvml_sampler.SLOW_INTERVAL_S
 
 
 class Jumping:
@@ -205,6 +207,7 @@ def replayed(which, count, interval_s, seconds, slower=1.0):
 FAST, SLOW = 0, 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 4, 8])
 def test_fast_cadence_holds_100_hz_at_the_recorded_latencies(count):
     library, late_s = replayed(FAST, count, 0.01, 60.0)
@@ -231,8 +234,9 @@ def test_fast_counters_go_on_while_pcie_hangs():
     for call in ("nvmlDeviceGetPcieThroughput(0)", "nvmlDeviceGetPcieThroughput(1)"):
         library.recording["gpu"][call]["latency_s"] = 0.4
     with nvml_sampler.start((0,), 0.01, library) as samples:
-        time.sleep(0.8)
-    assert sum(s.metric == "power_w" for s in samples) >= 10  # in one thread: two or three
+        assert poll(lambda: Counter(s.metric for s in samples)["pcie_rx_bytes_per_s"] >= 2)
+        counts = Counter(s.metric for s in samples)
+    assert counts["power_w"] > 3 * counts["pcie_rx_bytes_per_s"]  # in one thread: as many
 
 
 def test_missing_counters_give_no_samples():
@@ -243,18 +247,17 @@ def test_missing_counters_give_no_samples():
     assert not metrics & {"energy_j", "process_memory_bytes"}
 
 
-def test_time_is_the_middle_of_the_reading():
-    within = []
+def test_time_is_the_middle_of_the_reading(monkeypatch):
+    now_s = [10.0]
+    monkeypatch.setattr(nvml_sampler, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
 
     def read():
-        within.append(time.perf_counter())
-        time.sleep(0.1)
-        within.append(time.perf_counter())
+        now_s[0] += 2.0
         return 1.0
 
     samples = []
     nvml_sampler._sample(samples, 0, "power_w", read)
-    assert within[0] + 0.02 < samples[0].time_s < within[1] - 0.02
+    assert samples == [Sample(11.0, 0, "power_w", 1.0)]
 
 
 def test_devices_are_cuda_ordinals(monkeypatch):
@@ -313,16 +316,24 @@ def test_clock_is_sampled_where_the_kernel_tells_it(monkeypatch):
         assert poll(lambda: [s for s in samples if s.metric == "cpu_clock_hz" and s.device == HOST])
 
 
+def cpu_seconds(pid):
+    """Return the CPU time of a process."""
+    spent = psutil.Process(pid).cpu_times()
+    return spent.user + spent.system
+
+
 @linux
 def test_host_sees_a_busy_child(child):
     root = child(BUSY)
     with host.start((), 0.2, root=root.pid) as samples:
+        used_s, began_s = cpu_seconds(root.pid), time.perf_counter()
         time.sleep(1.6)
+        used = (cpu_seconds(root.pid) - used_s) / (time.perf_counter() - began_s)
     values = defaultdict(list)
     for sample in samples:
         assert sample.device == HOST
         values[sample.metric].append(sample.value)
-    assert 0.15 < statistics.median(values["process_cpu_ratio"]) < 1.3  # one thread, on a machine that others use
+    assert statistics.mean(values["process_cpu_ratio"]) == pytest.approx(used, rel=0.5, abs=0.05)
     assert values["rss_bytes"][-1] > 2**20
     assert {f"core{core}_utilization_ratio" for core in os.sched_getaffinity(0)} <= set(values)
     assert all(0 <= value <= 1 for name in values for value in values[name] if name.startswith("core"))
@@ -449,7 +460,6 @@ def test_process_samples_cuts_and_is_reaped(tmp_path):
         time.sleep(0.9)
         middle_s = time.perf_counter()
         first = series.cut(start_s, middle_s)
-        asked_s = time.perf_counter() - middle_s
         assert series.cut(start_s, middle_s) == first
         time.sleep(0.6)
         second = series.cut(middle_s, time.perf_counter())
@@ -458,7 +468,6 @@ def test_process_samples_cuts_and_is_reaped(tmp_path):
     assert list(first) == sorted(first, key=lambda s: s.time_s)
     assert second
     assert all(s.time_s >= middle_s for s in second)
-    assert asked_s < 1.0
     assert not Path(f"/proc/{pid}").exists()
     assert all(len(json.loads(line)) == 4 for line in output.read_text().splitlines())
 

@@ -125,6 +125,7 @@ def matrix() -> Iterable[tuple[str, int, str, int]]:
             yield from ((name, n, *one) for one in every)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "n", "optimizer", "rows"), list(matrix()))
 def test_every_rung_makes_the_weights_of_reference(name: str, n: int, optimizer: str, rows: int) -> None:
     steps = STEPS if name in SMALL else 3
@@ -142,6 +143,7 @@ def test_elementwise_optimizers_may_be_joined_and_cut(optimizer: str) -> None:
         assert not differing(expected, train("odd", rung, 3, 10, optimizer)[0]), rung
 
 
+@pytest.mark.slow
 def test_every_legal_combination_makes_the_weights_of_reference() -> None:
     assert len(LEGAL) > 100
     expected, _ = train("odd", "reference", 2, 5)
@@ -378,14 +380,15 @@ def test_a_wrapper_trains_the_same_on_every_schedule_it_can_have(schedule: str) 
 
 
 def test_a_pooled_wrapper_ends_its_threads_with_itself() -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     wrapped = DataParallel(nn.Linear(2, 2), ["cpu"] * 3, schedule="pool")
     wrapped(torch.zeros(3, 2))
-    assert threading.active_count() == before + 2
+    started = set(threading.enumerate()) - before
+    assert len(started) == 2
     del wrapped
     gc.collect()
-    while threading.active_count() > before:
-        threading.Event().wait(0.001)
+    for thread in started:
+        thread.join()
 
 
 @pytest.mark.parametrize("rung", ["reference", "cached", "local_loss", "zero1"])

@@ -113,18 +113,23 @@ def test_a_worker_stays_on_its_devices_core_unless_the_device_is_all_cores(
 
 
 FAULTS = """
-import resource, sys, threading
+import os, resource, sys, threading
 from dpbench.hardware import malloc
 if sys.argv[1] == "keep":
     malloc.keep()
 import torch
+def run(work):
+    threads = len(os.listdir("/proc/self/task"))
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    while len(os.listdir("/proc/self/task")) > threads:  # until then, the next thread would get another arena
+        os.sched_yield()
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(20):
         blocks = []
-        thread = threading.Thread(target=lambda: blocks.extend(torch.ones(2**18) for _ in range(16)))
-        thread.start()
-        thread.join()
+        run(lambda: blocks.extend(torch.ones(2**18) for _ in range(16)))
         blocks.clear()
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 def resident():
@@ -137,7 +142,6 @@ print(resident())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
-@pytest.mark.alone
 def test_memory_that_is_kept_is_not_faulted_in_anew() -> None:
     found = {}
     for mode in ("keep", "default"):
