@@ -186,9 +186,9 @@ def test_gpus_that_stage_share_the_way_to_memory() -> None:
 def test_collectives_move_as_a_ring_does(devices: int) -> None:
     """Each device passes a chunk on in n - 1 turns; an all-reduce does so twice, to sum and to spread the sums."""
     turns = sum(1 / devices for _ in range(devices - 1))
-    assert collectives.TRAFFIC["reduce_scatter"](devices) == pytest.approx(turns)
-    assert collectives.TRAFFIC["all_gather"](devices) == pytest.approx(turns)
-    assert collectives.TRAFFIC["all_reduce"](devices) == pytest.approx(2 * turns)
+    assert network.TRAFFIC["reduce_scatter"](devices) == pytest.approx(turns)
+    assert network.TRAFFIC["all_gather"](devices) == pytest.approx(turns)
+    assert network.TRAFFIC["all_reduce"](devices) == pytest.approx(2 * turns)
 
 
 def test_the_curve_fits_published_all_reduces() -> None:

@@ -135,7 +135,7 @@ def test_a_measured_step_is_what_a_prediction_starts_from(
     assert line.split()[4] == "300", "milliseconds at batch 32"
     code, _, said = call(*options, "--step-s", "0.1")
     assert code != 0
-    assert "give one of them" in said
+    assert "leave out one of them" in said
 
 
 @pytest.mark.parametrize("flags", [("--step-s", "0.1"), ("--memory",), ("--quick",), ("--memory", "--max-batch")])
