@@ -53,7 +53,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn"}
 TOOLS = {"git", "uname", "fc-list"}
 """Short commands that a library, or the record of a run's host and commit, may call."""
-FAST_PARAMETERS = 12
+FAST_PARAMETERS = 6
 """Sets of parameters of one test that `--fast` runs, at most."""
 in_test = False
 
