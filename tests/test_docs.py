@@ -80,3 +80,11 @@ def test_documents_name_only_files_that_exist() -> None:
     }
     missing = [name for name in sorted(named) if not (ROOT / name).exists()]
     assert [name for name in missing if not re.search(r"/NAME\.\w+$", name)] == []
+
+
+@pytest.mark.parametrize("path", [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")], ids=lambda path: path.name)
+def test_no_line_of_a_document_is_longer_than_120_columns(path: Path) -> None:
+    long = [
+        f"{path.name}:{n}: {len(line)}" for n, line in enumerate(path.read_text().splitlines(), 1) if len(line) > 120
+    ]
+    assert not long
