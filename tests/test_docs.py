@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +51,22 @@ def test_the_readmes_python_runs(number: int, tmp_path: Path) -> None:
         env={"PYTHONPATH": str(ROOT), "PATH": ""},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+COMMANDS = [
+    shlex.split(line, comments=True)[1:]
+    for text in (README, *(path.read_text() for path in DOCS))
+    for block in re.findall(r"```\w*\n(.*?)```", text, re.S)
+    for line in block.splitlines()
+    if line.startswith("dpbench ")
+]
+
+
+@pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)
+def test_every_command_that_a_document_shows_is_accepted(arguments: list[str]) -> None:
+    """The command line takes its arguments; what each command does has tests of its own."""
+    name, *rest = arguments
+    assert cli.commands[name].make_context(name, rest).params
 
 
 def test_every_option_that_a_document_names_is_one() -> None:
