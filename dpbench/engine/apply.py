@@ -24,10 +24,11 @@ def parallel_apply(
 ) -> list[Any]:
     """Call `modules[i](*inputs[i], **kwargs[i])` on `devices[i]`, each in its own worker; return the list of outputs.
 
-    Without `devices`, each replica runs where its input is. An input that is not a tuple or list is passed as a single
-    argument. A single module runs in the calling thread. When replicas fail, the error of the lowest-numbered one is
-    raised after all have ended: see `errors.in_replica`. `compat` forwards only the settings that
-    torch.nn.parallel.parallel_apply forwards. Raises ValueError when the lengths of the four sequences differ.
+    Without `devices`, each replica runs on the device of its input's first tensor. An input that is not a tuple or list
+    is passed as a single argument. A single module runs in the calling thread. When replicas fail, the error of the
+    failed replica with the lowest index is raised after all have ended: see `errors.in_replica`. `compat` forwards only
+    the settings that torch.nn.parallel.parallel_apply forwards. Raises ValueError when the lengths of the four
+    sequences differ.
     """
     devices = devices_of(inputs) if devices is None else as_devices(devices)
     kwargs = kwargs or [{}] * len(modules)

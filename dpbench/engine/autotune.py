@@ -23,7 +23,7 @@ T95 = {4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}
 ALIKE = 0.02
 """Keep the pool unless running without threads reduces the time of an update by more than this fraction."""
 WORK = (Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.OPTIMIZER)
-"""The phases that a training on one device has too."""
+"""The phases that training on one device also has."""
 
 
 class Autotuner:
@@ -31,9 +31,9 @@ class Autotuner:
 
     Threads win where kernels are long. Where kernels are short, two threads compete for the interpreter lock. The
     choice does not change any result. Blocks run in ABBA order, so that a drift of the machine's speed cancels. The
-    time ratios of neighbouring blocks decide as soon as their confidence interval excludes 1, otherwise by their median
-    after the last pair. Times are those of whole updates, all calls of an accumulation together. `advice` is a text if
-    one device is likely to be faster.
+    choice follows the median ratio of the times of neighbouring blocks. It is made as soon as the confidence interval
+    of these ratios excludes 1, at the latest after the last pair. Each time is that of a whole update, including all
+    calls of an accumulation. `advice` is a message if one device is likely to be faster, otherwise "".
     """
 
     def __init__(self, schedule: Schedule, devices: Sequence[Device]) -> None:
@@ -93,7 +93,7 @@ class Autotuner:
         return len(ratios) in PAIRS and abs(statistics.fmean(ratios)) > _half(ratios)
 
     def _settle(self) -> None:
-        """Choose a candidate, and estimate the time of the same work on one device."""
+        """Choose a candidate; set `advice` if the same work is likely to take less time on one device."""
         self.settled, self._running = True, self.schedule
         ratios = self._ratios()
         if len(ratios) not in PAIRS:
@@ -105,7 +105,7 @@ class Autotuner:
         if self._on_host and alone_s < took_s:
             self.advice = (
                 f"one device is likely to be faster: about {duration(alone_s)} per update, estimated from the phases "
-                f"that one device has too; {len(self._devices)} devices take {duration(took_s)}"
+                f"that one device also has; {len(self._devices)} devices take {duration(took_s)}"
             )
 
     @contextmanager

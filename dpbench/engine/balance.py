@@ -88,7 +88,10 @@ class Shares:
 
 
 def apportion(rows: int, weights: Sequence[float]) -> list[int]:
-    """Return `rows` split in proportion to the weights, by largest remainder; at least 1 each if there are enough."""
+    """Return the rows per device: one each, and the rest in proportion to the weights, rounded by largest remainder.
+
+    With fewer rows than devices, only the first devices get one row each, and the list is shorter.
+    """
     whole = sum(weights)
     if rows < len(weights):
         return [1] * rows

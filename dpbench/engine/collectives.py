@@ -26,7 +26,7 @@ from dpbench.records.schedule import Schedule
 
 
 def choose(devices: Sequence[Device], schedule: Schedule, tensors: Sequence[torch.Tensor]) -> Collectives | None:
-    """Return the devices' collectives if they may carry `tensors` on this schedule; None means ordered additions."""
+    """Return the devices' collectives if these may carry `tensors` under the schedule; None means ordered additions."""
     if schedule.comm_dtype != "none" or not all(is_dense(one) and one.is_floating_point() for one in tensors):
         return None
     return devices[0].collectives(devices)
@@ -87,7 +87,7 @@ class Exchange:
             self._collectives.follow(i)
 
     def reduce(self, numbers: Sequence[int] | None = None) -> None:
-        """Queue the sums of all parameters' staged gradients, or of the buckets that `numbers` fill."""
+        """Queue the sums of all staged gradients, or of the buckets whose parameters are all in `numbers`."""
         buckets = self._wholes
         if numbers is not None:
             wanted = set(numbers)
@@ -117,7 +117,7 @@ class Exchange:
                     self._collectives.reduce([own[bucket.flat][start:stop] for own in self.buffers], i)
 
     def wait(self, phase: Phase = Phase.REDUCE) -> None:
-        """Make every device wait for the collectives queued so far; time that nothing hides counts for `phase`."""
+        """Make every device wait for the collectives queued so far; the time of the wait counts for `phase`."""
         with self._marked(phase):
             for i in range(len(self._devices)):
                 self._collectives.lead(i)
@@ -164,7 +164,7 @@ def dense(gradient: torch.Tensor) -> torch.Tensor:
     """Return the gradient. Raises ValueError for a sparse one, which persistent replicas cannot add."""
     if gradient.layout is not torch.strided:
         raise ValueError(
-            "replicas=persistent needs dense gradients, and one is sparse; use schedule='cached', or sparse=False"
+            "replicas=persistent needs dense gradients, but one is sparse; use schedule='cached', or sparse=False"
         )
     return gradient
 
@@ -186,9 +186,9 @@ def broadcast(
     mark: Mark,
     on_reduce: Callable[[], None],
 ) -> list[list[torch.Tensor]]:
-    """Return each device's copies, through a single node, or with `overlap` through one node per bucket.
+    """Return each device's copies, through a single autograd node, or with `overlap` through one node per bucket.
 
-    A bucket's node reduces its gradients when all of them are there.
+    A bucket's node reduces its gradients when all of them have been computed.
     """
     each: list[list[torch.Tensor]] = [[] for _ in devices]
     for bucket in buckets_of(tensors) if overlap else [range(len(tensors))]:

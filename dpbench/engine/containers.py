@@ -73,7 +73,7 @@ def mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def first_tensor(value: Any) -> torch.Tensor | None:
-    """Return the first tensor of a structure, or None."""
+    """Return the first tensor of a structure, or None if the structure contains none."""
     if isinstance(value, torch.Tensor):
         return value
     parts = parts_of(value, keys_of(value) or ())
@@ -81,13 +81,16 @@ def first_tensor(value: Any) -> torch.Tensor | None:
 
 
 def device_of(value: Any) -> torch.device | None:
-    """Return the device of a structure's first tensor, or None."""
+    """Return the device of a structure's first tensor, or None if the structure contains no tensor."""
     tensor = first_tensor(value)
     return None if tensor is None else tensor.device
 
 
 def devices_of(values: Sequence[Any]) -> list[Device]:
-    """Return one device per value: its first tensor's, or another value's device for a value without tensors."""
+    """Return one device per value: that of its first tensor.
+
+    A value without tensors gets the first device found among the others, else the CPU.
+    """
     found = [device_of(value) for value in values]
     anywhere = next((place for place in found if place is not None), torch.device("cpu"))
     return as_devices([place or anywhere for place in found])

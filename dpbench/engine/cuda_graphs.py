@@ -1,9 +1,10 @@
 """Graphs: a replica's forward, loss and backward as two CUDA graphs, recorded per shape and replayed without Python.
 
 There are two graphs because the divisor of the loss is summed over the replicas in between. Backward starts from a
-gradient of the loss sum that is computed eagerly, so that the divisor, an accumulation and a gradient scale enter as
-they do without graphs, bit by bit. A graph reads and writes the memory it was recorded with: rows are copied in, and
-gradients are returned in it. Dropout draws new random numbers in every replay.
+gradient of the loss sum that is computed eagerly, so that the divisor, gradient accumulation and gradient scaling have
+bitwise the same effect as without graphs. A graph always reads and writes the memory with which it was recorded: each
+step's rows are copied into that memory, and its gradients are read from there. Dropout draws new random numbers in
+every replay.
 
 A replay runs what was recorded, whatever Python would have done. All graphs are therefore discarded when a module, a
 weight, a buffer or an autocast setting has changed.
@@ -25,7 +26,7 @@ from dpbench.hardware.device import Device, Recorder
 from dpbench.hardware.devices._many import copy_all
 
 LIMIT = 4
-"""The maximum number of batch shapes to record, the first that occur: each keeps the memory of its activations."""
+"""The maximum number of batch shapes to record. Each recording keeps the memory of its activations."""
 
 
 def key_of(value: Any) -> Hashable | None:
@@ -88,7 +89,10 @@ class Recorded:
         return self._output, self._total
 
     def backward(self, slope: torch.Tensor, *, owned: bool) -> None:
-        """Leave gradients in `.grad`, in memory that the next backward overwrites unless they are `owned`."""
+        """Set `.grad` of every parameter.
+
+        With `owned` the gradients are copies; otherwise the next backward overwrites their memory.
+        """
         self._slope.copy_(slope)
         self._backward()
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
@@ -96,7 +100,7 @@ class Recorded:
 
 
 def _laid_out(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return a gradient in its parameter's strides, as autograd leaves it in `.grad`."""
+    """Return a gradient with the strides of its parameter, as autograd stores it in `.grad`."""
     if dense(gradient).stride() == parameter.stride():
         return gradient
     return torch.empty_like(parameter, requires_grad=False).copy_(gradient)
@@ -114,7 +118,8 @@ class Graphs:
     def prepare(self, pieces: Sequence[tuple[Any, Any]], replicas: Sequence[nn.Module]) -> list[Recorded] | None:
         """Return the replicas' graphs for pieces of a batch, recorded now if their shape is new.
 
-        None means to run eagerly, because no graph can serve the batch, or `LIMIT` shapes are recorded already.
+        Return None if the batch must run eagerly, because no graph can serve it, or `LIMIT` other shapes are recorded
+        already. Raises ValueError for a module with hooks.
         """
         if (state := self._now()) != self._state:
             self._recorded, self._state = {}, state
@@ -127,7 +132,7 @@ class Graphs:
         return self._recorded[key]
 
     def _now(self) -> Hashable:
-        """Return the state other than shapes that graphs depend on: module version, autocast, loss, and addresses."""
+        """Return the state, other than shapes, on which graphs depend: module version, autocast, loss and addresses."""
         tensors = [t for of in (self._weights.parameters, self._weights.buffers) for one in of for t in one]
         kind = self._devices[0].torch_device.type
         autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
@@ -156,15 +161,17 @@ class Graphs:
 def _recorder(device: Device) -> Recorder:
     recorder = device.recorder()
     if recorder is None:
-        raise ValueError(f"graphs=on needs devices that record graphs, and {device.name} does not; use graphs=off")
+        raise ValueError(
+            f"graphs=on needs devices that can record CUDA graphs, but {device.name} cannot; use graphs=off"
+        )
     return recorder
 
 
 def _check_hooks(module: nn.Module) -> None:
-    """Raise ValueError for modules with hooks, which a replay would not run."""
+    """Raises ValueError for modules with hooks, which a replay would not run."""
     for name, part in module.named_modules():
         if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
             raise ValueError(
-                f"graphs=on needs modules without hooks, which a replay does not run, and {name or 'the module'} has "
-                "one; use graphs=off, such as schedule='zero1'"
+                f"graphs=on needs modules without hooks, because a replay does not run hooks, but "
+                f"{name or 'the module'} has one; use graphs=off, such as schedule='zero1'"
             )

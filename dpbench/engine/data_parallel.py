@@ -39,7 +39,8 @@ def scatter_arguments(
 ) -> list[Any]:
     """Split a call's arguments into one (inputs, kwargs) pair per replica; a call without arguments gets one pair.
 
-    With `compat`, the shorter of inputs and kwargs is padded where torch pads it, with an AssertionError elsewhere.
+    With `compat`, the shorter list of inputs or kwargs is padded where torch pads it. Raises AssertionError where torch
+    does not.
     """
     if not inputs and not kwargs:
         return [((), {})]
@@ -129,7 +130,7 @@ def id_of(device: Device) -> DeviceId:
 
 
 def _schedule(schedule: str | Schedule, devices: Sequence[Device]) -> Schedule:
-    """Return the schedule to use. Raises ValueError for one that wrappers cannot run, because it needs TrainStep."""
+    """Return the schedule to use. Raises ValueError for a schedule that only TrainStep can run."""
     if schedule == FASTEST:
         return Schedule(workers="pool", replicas="cached")
     cuda = [CUDA] if devices and devices[0].torch_device.type == "cuda" else []
@@ -145,7 +146,7 @@ class DataParallel(nn.Module):
     replicas are summed into the module's; unused parameters get zeros. Names in `state_dict` have the prefix "module.".
     Subclasses may override `scatter`, `replicate`, `parallel_apply` and `gather`, as with torch. `compat` restores
     torch's behaviour where torch is silently wrong and this engine is right or refuses: see docs/contract.md.
-    `schedule` is a rung of the ladder, or switches, except those that need TrainStep.
+    `schedule` is the name of a schedule, or its switches, except for those that need TrainStep.
     """
 
     def __init__(
@@ -225,7 +226,7 @@ class DataParallel(nn.Module):
         return gather(outputs, target, self.devices[: len(outputs)], self.dim, compat=self.compat)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to copy or pickle, without the objects kept between calls: they belong to this wrapper."""
+        """Return the state to copy or pickle, without the objects that belong to this wrapper only."""
         return {**self.__dict__, "_make": None, "_identity": None}
 
     def __getattr__(self, name: str) -> Any:
@@ -246,7 +247,7 @@ class DataParallel(nn.Module):
 
 
 def check_prefix(expected: Sequence[str], given: Sequence[str], *, strict: bool) -> None:
-    """Raise RuntimeError when no name is an expected one: the prefix "module." differs, or the names are unrelated.
+    """Raises RuntimeError when no name is an expected one: the prefix "module." differs, or the names are unrelated.
 
     Without this, `strict=False` would load nothing without an error.
     """
@@ -259,7 +260,7 @@ def check_prefix(expected: Sequence[str], given: Sequence[str], *, strict: bool)
         problem = f'they have the prefix "{PREFIX}" once too often, because they were saved from a wrapped module'
         remedy = "strip it: torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state, 'module.')"
     elif not strict and given:
-        problem, remedy = "none is expected", f"the module expects names like {expected[0]!r}"
+        problem, remedy = "the names are unrelated", f"the module expects names like {expected[0]!r}"
     else:
         return  # torch's own message lists what is missing
     silent = "; strict=False would load nothing without an error" if not strict else ""

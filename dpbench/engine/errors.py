@@ -20,9 +20,9 @@ class Refused(ValueError):
 def in_replica(error: BaseException, replica: int, device: Device) -> BaseException:
     """Return the exception to raise in the caller, with a note "in replica i on device NAME".
 
-    It has the type and message that torch would give it, and the original exception as its `__cause__`. An exception
-    that cannot be constructed from a message is replaced by a RuntimeError. Exits and interrupts are returned
-    unchanged.
+    The returned exception has the type and message that torch.nn.DataParallel would give it, and the original exception
+    as its `__cause__`. An exception that cannot be constructed from a message is replaced by a RuntimeError. Exits and
+    interrupts are returned unchanged.
     """
     if isinstance(error, Exception):
         number = device.torch_device.index

@@ -58,7 +58,7 @@ class Layout:
 
 
 def plan(groups: Iterable[Iterable[int]], tensors: Sequence[torch.Tensor], shares: int = 1) -> Layout:
-    """Return the layout of the tensors whose numbers each group lists, with one buffer per group and dtype.
+    """Return the layout of groups of tensors, given by their numbers, with one buffer per group and dtype.
 
     Each buffer can be cut into `shares` equal parts that start at aligned addresses. Raises ValueError for a tensor
     whose elements do not fill a contiguous range of memory exactly once, because a slot cannot represent its strides.
@@ -80,8 +80,8 @@ def _flat(dtype: torch.dtype, numbers: Sequence[int], tensors: Sequence[torch.Te
         tensor = tensors[number]
         if not is_dense(tensor):
             raise ValueError(
-                f"storage=flat needs parameters without holes; one of shape {tuple(tensor.shape)} has strides "
-                f"{tensor.stride()}: make it .contiguous(), or use storage=separate"
+                f"storage=flat needs parameters that are dense in memory; the one of shape {tuple(tensor.shape)} has "
+                f"strides {tensor.stride()}: call .contiguous() on it, or use storage=separate"
             )
         slots.append(Slot(number, at, at + tensor.numel()))
         at += -(-tensor.numel() // step) * step
@@ -202,7 +202,7 @@ def sums(shard: ParamShard, parameters: Sequence[torch.Tensor]) -> Iterator[Sum]
         like, gradient = parameters[segment.parameter], shard.gradient
         if segment.stop - segment.start < like.numel():
             yield Sum(segment, segment.of(gradient), whole=False)
-        elif gradient.shape == like.shape:  # the parameter may have holes
+        elif gradient.shape == like.shape:  # the parameter need not be dense
             yield Sum(segment, gradient, whole=True)
         else:
             at = gradient.storage_offset() + segment.at
@@ -225,7 +225,7 @@ def gathered(
 
 
 def _put(own: dict[str, Any], like: torch.Tensor, shard: ParamShard, segment: Segment, name: str, value: Any) -> None:
-    """Write one segment of a shard's state into a parameter's; values that are not per element are copied whole."""
+    """Write one segment of a shard's state into its parameter's state; copy values that are not per element whole."""
     if not isinstance(value, torch.Tensor) or name == "step" or value.numel() != shard.weight.numel():
         own[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
         return

@@ -64,7 +64,7 @@ def gather(
     Without `devices`, the outputs' own devices are used. Outputs are tensors, None, or tuples, lists, dicts and
     dataclass instances of them; anything else raises TypeError. Scalars become a vector, with torch's warning. Raises
     ValueError when replicas return different structures, and RuntimeError when the shapes of tensors do not match. With
-    `compat`, replica 0 decides the structure, and any iterable is treated as a sequence, as in torch.
+    `compat`, replica 0 determines the structure, and any iterable is treated as a sequence, as in torch.
     """
     if not outputs:
         raise ValueError("gather needs at least one replica's output, got none")
@@ -86,7 +86,7 @@ def target_of(target: Device | DeviceId) -> Device:
 
 
 def _gather(outputs: Sequence[Any], target: Device, devices: Sequence[Device], dim: int, path: tuple[Any, ...]) -> Any:
-    """Return one level of the structure gathered; `path` lists the keys that lead to it."""
+    """Return the gathered outputs of one level of the structure; `path` lists the keys that lead to this level."""
     first = outputs[0]
     if isinstance(first, torch.Tensor):
         if first.is_nested:
@@ -117,7 +117,7 @@ def _gather(outputs: Sequence[Any], target: Device, devices: Sequence[Device], d
 
 
 def _check_kinds(outputs: Sequence[Any], path: tuple[Any, ...]) -> None:
-    """Raise ValueError unless all replicas returned the same type, with the same keys."""
+    """Raises ValueError unless all replicas returned the same type, with the same keys."""
     kinds = [torch.Tensor if isinstance(output, torch.Tensor) else type(output) for output in outputs]
     keys = [list(keys_of(output) or ()) for output in outputs]
     for replica, kind in enumerate(kinds):
@@ -134,12 +134,12 @@ def _check_kinds(outputs: Sequence[Any], path: tuple[Any, ...]) -> None:
 
 
 def _check_tensors(tensors: Sequence[torch.Tensor], devices: Sequence[Device], dim: int, path: tuple[Any, ...]) -> None:
-    """Raise when shapes do not match, or when an output was left on the host."""
+    """Raises TypeError when an output was left on the host, and RuntimeError when shapes do not match."""
     for replica, (tensor, device) in enumerate(zip(tensors, devices, strict=True)):
         if tensor.device.type == "cpu" != device.torch_device.type:
             raise TypeError(
                 f"Gather function not implemented for CPU tensors: {_named(path)} of replica {replica} is on the CPU, "
-                f"its inputs are on {device.name}; return it there"
+                f"but the replica's inputs are on {device.name}; return the output on that device"
             )
         expected, shape = list(tensors[0].shape), list(tensor.shape)
         if len(shape) == len(expected) and -len(shape) <= dim < len(shape):
@@ -157,7 +157,10 @@ def _named(path: tuple[Any, ...]) -> str:
 
 
 def _gather_as_torch(outputs: Sequence[Any], target: Device, devices: Sequence[Device], dim: int) -> Any:
-    """Return one level gathered as torch does: replica 0 decides the structure, and any iterable is a sequence."""
+    """Return the gathered outputs of one level, as in torch.
+
+    Replica 0 determines the structure, and any iterable is treated as a sequence.
+    """
     first = outputs[0]
     if isinstance(first, torch.Tensor):
         if any(

@@ -54,7 +54,9 @@ def has_hooks(parameters: Sequence[torch.Tensor]) -> bool:
 
 
 def is_watched(optimizer: Optimizer) -> bool:
-    """Return whether a method of the optimizer is hooked or replaced; such code must get the user's own parameters.
+    """Return whether a method of the optimizer is hooked or replaced.
+
+    Such a hook or replacement must see the module's own parameters and gradients.
 
     A `step` that torch's learning rate schedulers have wrapped is ignored, because the wrapper only counts calls.
     """
@@ -77,7 +79,7 @@ def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
 class Muted:
     """Removes parameters' hooks while a backward may reach the parameters directly, not through the replicas.
 
-    Such a gradient is only a part of the whole; hooks must be called once, with the whole gradient.
+    A gradient that arrives directly is only a part of the whole gradient; hooks must be called once, with the whole.
     """
 
     def __init__(self, parameters: Sequence[Any]) -> None:
@@ -88,7 +90,7 @@ class Muted:
             hooks.clear()  # in place: handles that remove hooks reference these dicts
 
     def restore(self) -> None:
-        """Put the hooks back, before those that were added in the meantime."""
+        """Put the hooks back, ahead of those that were added in the meantime."""
         while self._hooks:
             hooks, taken = self._hooks.pop()
             hooks.update({**taken, **hooks})

@@ -1,6 +1,6 @@
 """Legal: the switches of a schedule that this module, loss, optimizer and these devices forbid, and why.
 
-An explicit schedule runs as named or is refused. `fastest` changes the forbidden switches, and keeps the reasons.
+An explicit schedule runs as named or is refused. `fastest` changes the forbidden switches, and reports the reasons.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ BEST = Schedule(
     workers="pool", replicas="persistent", storage="flat", loss="local", backward="local", update="sharded",
     optimizer="flat",
 )  # fmt: skip
-"""The best schedule where everything is legal. Overlap is left out: it needs a link that is idle during backward."""
+"""The best schedule if no switch is forbidden. Overlap is left out: it needs a link that is idle during backward."""
 FALLBACKS = {
     "loss": {"loss": "gathered", "backward": "joint"},
     "optimizer": {"optimizer": "per_parameter"},
     "storage": {"storage": "separate", "optimizer": "per_parameter"},
     "update": {"update": "root", "optimizer": "per_parameter"},
 }
-"""The switches that `fastest` changes when a switch of `BEST` is forbidden, by the forbidden switch."""
+"""For each switch of `BEST` that may be forbidden, the values of switches that `fastest` uses in that case."""
 CACHED = Schedule(workers="pool", replicas="cached")
 """The schedule of `fastest` where persistent replicas are forbidden."""
 EXACT_DTYPES = (torch.float32, torch.float64)
@@ -94,7 +94,7 @@ def _storage(schedule: Schedule, setup: TrainingSetup) -> str:
 
 
 def storage(schedule: Schedule, module: nn.Module, devices: Sequence[Device]) -> str:
-    """Return why the schedule's storage is impossible for the parameters; "" if it is possible."""
+    """Return the reason why the schedule's storage is impossible on these devices, or "" if it is possible."""
     if schedule.storage != "flat":
         return ""
     kind = devices[0].torch_device.type
@@ -105,8 +105,8 @@ def storage(schedule: Schedule, module: nn.Module, devices: Sequence[Device]) ->
     for parameter in (wanted := trained(module)):
         if not is_dense(parameter):
             return (
-                f"storage=flat needs parameters without holes; one of shape {tuple(parameter.shape)} has strides "
-                f"{parameter.stride()}: make it .contiguous(), or use storage=separate"
+                "storage=flat needs parameters that are dense in memory; the one of shape "
+                f"{tuple(parameter.shape)} has strides {parameter.stride()}: call .contiguous() on it, or use storage=separate"
             )
     if _overlap(wanted):
         return "storage=flat needs parameters that share no memory, and two do; use storage=separate"
@@ -143,7 +143,7 @@ def _exact_loss(schedule: Schedule, setup: TrainingSetup) -> str:
     summed = setup.loss.summed() if schedule.loss == "local" else None
     if summed is None or summed.keeps_bits(powers=setup.powers):
         return ""
-    return "the loss is computed over the gathered batch: computed by parts, its gradients would differ in the last bit"
+    return "the loss is computed over the gathered batch: gradients computed by parts would differ in the last bit"
 
 
 def _exact_optimizer(schedule: Schedule, setup: TrainingSetup) -> str:
@@ -182,7 +182,11 @@ FOR_FASTEST: dict[Reason, str] = {
     _exact_loss: "loss",
     _exact_optimizer: "optimizer",
 }
-"""The additional checks for `fastest`, which avoids detours, and results that differ from `reference` in any bit."""
+"""The additional checks for `fastest`.
+
+They exclude schedules whose results could differ from those of `reference` in any bit, and schedules that hooks would
+slow down.
+"""
 
 
 def hindrances(schedule: Schedule, setup: TrainingSetup, reasons: dict[Reason, str]) -> Iterator[tuple[str, str]]:
@@ -197,7 +201,7 @@ def hindrances(schedule: Schedule, setup: TrainingSetup, reasons: dict[Reason, s
 
 
 def check(schedule: Schedule, setup: TrainingSetup) -> None:
-    """Raise Refused, with the reason, where a schedule cannot run the training."""
+    """Raises Refused, with the reason, if a schedule cannot run the training."""
     if isinstance(setup.optimizer, torch.optim.LBFGS):
         raise Refused(
             "LBFGS evaluates the loss several times per step, through a closure, which TrainStep does not support"
@@ -207,7 +211,7 @@ def check(schedule: Schedule, setup: TrainingSetup) -> None:
 
 
 def best_legal(setup: TrainingSetup) -> tuple[Schedule, list[str]]:
-    """Return the best schedule that is bitwise equal to `reference`, and the reason for each switch that it changes."""
+    """Return the best schedule with results bitwise equal to `reference`, and why it differs from `BEST`."""
     if len(setup.devices) == 1:
         return Schedule(), []
     schedule, notes = BEST, []

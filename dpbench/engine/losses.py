@@ -103,7 +103,10 @@ class Summed:
     rule: DivisorRule | None = None
 
     def keeps_bits(self, *, powers: bool) -> bool:
-        """Return whether gradients are bitwise equal to the whole batch's; `powers`: scaled by powers of two only."""
+        """Return whether gradients are bitwise equal to those of the whole batch.
+
+        `powers` is True if the loss is scaled by powers of two only, or not at all.
+        """
         return self.bits is Bits.SAME or (powers and self.bits is Bits.SAME_UNSCALED)
 
     def splits(self, output: Any, target: Any) -> bool:
@@ -116,8 +119,8 @@ class Summed:
     def weight_of(self, target: Any) -> int | None:
         """Return the weight of all rows if the host knows it before there are outputs; otherwise None.
 
-        This is a count of class numbers. Where rows of output and target do not correspond, these losses raise an
-        error.
+        Only a count of class indices is known in advance. The losses with this divisor raise an error themselves if the
+        rows of output and target do not correspond.
         """
         if self.weight_fn is None or self.rule is None or self.rule.divisor is not _classes:
             return None
@@ -227,9 +230,9 @@ def _weigh(divisor: Divisor, keywords: Mapping[str, Any], output: Any, target: A
 
 
 def check(loss: Loss, parts: torch.Tensor, output: Any, target: Any) -> bool:
-    """Return whether a pair could be checked. Raises ValueError where its parts do not make the loss of the batch.
+    """Compare the loss by parts with the loss of the whole batch; return whether they could be compared.
 
-    A loss that is not finite cannot be checked.
+    A loss that is not finite cannot be compared. Raises ValueError if the two losses differ.
     """
     with torch.no_grad():
         whole = float(loss.whole(output, target))
@@ -351,7 +354,7 @@ class LocalLoss:
 
 
 def _here(value: Any, device: Device) -> Any:
-    """Return a number, or a tensor copied to a device."""
+    """Return a number unchanged, or a tensor copied to `device` if it is elsewhere."""
     if not isinstance(value, torch.Tensor) or value.device == device.torch_device:
         return value
     return value.to(device.torch_device, non_blocking=True)

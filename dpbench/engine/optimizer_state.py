@@ -20,7 +20,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from dpbench.engine.errors import Refused
 
 State = defaultdict[Any, Any]
-"""An optimizer's state, in torch's format: for each tensor that is stepped, a dict by name."""
+"""An optimizer's state, in torch's format: for each tensor that is stepped, a dict of its values by name."""
 
 
 class FetchedState(State):
@@ -216,10 +216,10 @@ class OptimizerGroup:
 
 
 def groups_of(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> list[OptimizerGroup]:
-    """Return the optimizer's groups, split where parameters' states cannot be joined (one that joined the group later).
+    """Return the optimizer's groups, split where the states of parameters cannot be joined.
 
-    Parameters that require no gradient are never stepped. Raises Refused for tensors that are not the module's
-    parameters.
+    They cannot be joined, for example, if one parameter has made more steps. Parameters that require no gradient are
+    left out. Raises Refused if the optimizer steps a tensor that is not a parameter of the module.
     """
     number = {id(p): n for n, p in enumerate(parameters)}
     found = []
@@ -270,7 +270,7 @@ def finish(
     scaler: torch.amp.GradScaler | None,
     stepper: Any,
 ) -> None:
-    """Unscale and clip the gradients, and step unless they overflow."""
+    """Unscale and clip the gradients, and call `stepper.step()`, unless a scaler finds that they overflow."""
     if clip_norm is not None:
         if scaler is not None:
             scaler.unscale_(stepper)

@@ -58,7 +58,7 @@ class ReplicaWeights:
         self._outside = [[parameters[i].data for i in outside] for parameters in self.parameters]
 
     def notice(self) -> bool:
-        """Read the module again if it has changed; return whether its parameters are still the same objects."""
+        """Read the module again if it has changed; return whether the module still has the same parameter objects."""
         if not self._cache.refresh():
             return True
         self.version += 1
@@ -111,7 +111,7 @@ class ReplicaWeights:
                 parameter.grad = None
 
     def versions(self) -> list[int]:
-        """Return torch's counts of in-place writes to the module's parameters."""
+        """Return, for each of the module's parameters, torch's count of in-place writes."""
         return [p._version for p in self.originals]
 
     def stale(self) -> list[int]:
@@ -125,12 +125,12 @@ class ReplicaWeights:
 
 
 class Overlap:
-    """Calls back as soon as every replica has a bucket's gradients, while backward still runs.
+    """Calls `ready` with a bucket as soon as all replicas have its gradients, while backward still runs.
 
-    Buckets run from the last parameters to the first, the order in which backward finishes them. `staged` is called
-    once per replica, with its number, in the thread that computed its gradients; `ready` is called after the last of
-    these. Gradients that never come (unused parameters), or that come again (checkpoints that re-enter autograd), are
-    left to the end of the step.
+    Buckets run from the last parameters to the first, the order in which backward finishes them. For each bucket,
+    `staged` is called once per replica, with the replica's number, in the thread that computed its gradients; `ready`
+    is called after the last of these calls. Gradients that are never computed (of unused parameters), or are computed
+    more than once (by reentrant checkpoints), are left to the end of the step.
     """
 
     def __init__(
@@ -158,7 +158,11 @@ class Overlap:
         self._complete = [0] * len(self._buckets)
 
     def rest(self) -> list[int]:
-        """Stop, and return the numbers of the parameters whose buckets were not reported, or reported too early."""
+        """Stop; return the numbers of the parameters whose buckets were not reported.
+
+        Return those of all buckets if a gradient was computed more than once, since a bucket may have been reported too
+        early.
+        """
         self._expected = 0
         done = () if self._again else self._done
         return [number for b, bucket in enumerate(self._buckets) if b not in done for number in bucket]

@@ -28,8 +28,9 @@ from dpbench.records.schedule import Schedule
 class PersistentReplicas:
     """Replicas whose weights stay on their devices, and whose gradients are reduced explicitly.
 
-    The whole gradient is brought to the module's parameters before the optimizer steps if anything needs it there: an
-    accumulation, a clipping, a scaler, or a hook of a parameter or of the optimizer.
+    The whole gradient is brought to the module's parameters before the optimizer steps if it is needed there: for
+    gradient accumulation, for clipping, for a scaler, for hooks of a parameter or of the optimizer, or because the
+    optimizer lacks a trained parameter.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class PersistentReplicas:
             self._overlap = Overlap(self._weights, self._buckets(), self._ready, self._stage)
 
     def _has_unstepped(self) -> bool:
-        """Return whether gradients accumulate over steps, because no optimizer clears them."""
+        """Return whether the optimizer lacks some trained parameters, so that their gradients accumulate over steps."""
         stepped = set(map(id, self._stepped))
         return any(p.requires_grad and id(p) not in stepped for p in self._weights.originals)
 
@@ -80,7 +81,7 @@ class PersistentReplicas:
         self._update.begin()
         if self._root_only or self._weights.versions() != self._seen:
             self._refresh(workers)
-        if self._whole:  # earlier calls' gradients are added when this call's are whole
+        if self._whole:  # gradients of earlier calls are added after those of this call have been summed
             self._before = [p.grad for p in self._weights.originals]
             _set_gradients(self._weights.originals, [None] * len(self._before))
             self._muted = Muted(self._weights.originals)
@@ -100,7 +101,7 @@ class PersistentReplicas:
             self._before = []
 
     def _refresh(self, workers: Workers) -> None:
-        """Copy replica 0's weights to the replicas that run, or, where all devices step, to all replicas."""
+        """Copy replica 0's weights to the replicas in use, or to all replicas if every device runs an optimizer."""
         devices = self._devices[: self._used] if self._root_only else self._devices
         together = self._update.exchange is not None and self._flat is not None
         if together:
@@ -138,7 +139,7 @@ class PersistentReplicas:
             self._update.exchange.stage(i, [p.grad for p in self._weights.parameters[i]], numbers)
 
     def _ready(self, numbers: Sequence[int]) -> None:
-        """Reduce one bucket from inside backward; one with sparse gradients is left to the end of the step."""
+        """Reduce one bucket during backward; leave a bucket with sparse gradients to the end of the step."""
         if self._has_sparse(numbers):
             return
         if self._update.exchange and self._used > 1:
@@ -216,9 +217,9 @@ class PersistentReplicas:
     def _is_unusual(self) -> bool:
         """Return whether there are gradients that shards cannot represent.
 
-        These are sparse gradients; a gradient that did not pass through the replicas (a penalty on
-        `module.parameters()` within the loss); and a gradient that is missing on a single device, where the optimizer
-        leaves the parameter unchanged.
+        These are: a sparse gradient; a gradient that did not come through the replicas, for example that of a penalty
+        on `module.parameters()` in the loss; and, in a run with one device, a missing gradient, for which the optimizer
+        must leave the parameter unchanged.
         """
         (first,) = self._weights.gradients(1)
         return (
@@ -231,7 +232,7 @@ class PersistentReplicas:
         """Run the user's optimizer on the module's own parameters, from their whole gradients."""
         with self._mark(Phase.OPTIMIZER, self._devices[0].index), self._devices[0].guard():
             self._update.step_plainly()
-        self.unusual = "only the user's optimizer can step some gradients: sparse, missing, or of the loss alone"
+        self.unusual = "some gradients need the user's own optimizer: they are sparse, missing, or bypass the replicas"
         self._seen = []
 
     def _step(self, workers: Workers, sources: Any, numbers: Sequence[int] | None) -> None:
@@ -278,7 +279,7 @@ class PersistentReplicas:
 
 
 class _Everywhere:
-    """All devices' optimizers with the interface of one, for GradScaler, which decides whether to call `step`."""
+    """All devices' optimizers with one optimizer's interface, for GradScaler, which decides whether to call `step`."""
 
     def __init__(self, replicas: PersistentReplicas, workers: Workers) -> None:
         self._replicas, self._workers = replicas, workers
@@ -296,7 +297,7 @@ class _Everywhere:
 
 
 def _needs_the_optimizer(parameter: torch.Tensor) -> bool:
-    """Return whether shards cannot represent a parameter's gradient: sparse, missing, or older than its freezing."""
+    """Return whether a parameter's gradient is sparse, missing, or left over from before the parameter was frozen."""
     if not parameter.requires_grad:
         return parameter.grad is not None
     return parameter.grad is None or parameter.grad.is_sparse

@@ -29,8 +29,8 @@ class ReplicaCache:
     in between.
 
     Before every use the module is compared with its state when the copies were made. If its parameters, submodules or
-    plain attributes have changed (`eval()`, `dropout.p = 0.1`), it is copied again. So is a replica whose attributes
-    were written by a forward, because torch's replicas lose such attributes after each forward.
+    plain attributes have changed (`eval()`, `dropout.p = 0.1`), it is copied again. The copies are also made again if a
+    forward has written attributes of a replica, because torch's replicas lose such attributes after each forward.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -62,7 +62,7 @@ class ReplicaCache:
         return changed
 
     def check_placed(self, root: Device) -> None:
-        """Raise RuntimeError unless all tensors are on `root` and initialized."""
+        """Raises RuntimeError unless all tensors are on `root` and initialized."""
         home = root.torch_device
         if self._unchecked or not all(tensor.device == home for tensor in self.parameters):
             check_placed(chain(self.parameters, self.buffers), root)
@@ -80,7 +80,10 @@ class ReplicaCache:
     def bind(
         self, sources: Sequence[torch.Tensor], copies: Sequence[Sequence[torch.Tensor]], *, detached: bool = False
     ) -> list[nn.Module]:
-        """Return one replica per list in `copies`, which replace the module's tensors in the order of `sources`."""
+        """Return one replica per list in `copies`.
+
+        The tensors of that list replace the module's tensors, in the order of `sources`.
+        """
         order, replicas = [id(source) for source in sources], self._replicas.get(detached, [])
         watching = not self._library or any(self._hooks)
         if (
@@ -106,8 +109,8 @@ def _is_library(module: nn.Module) -> bool:
 class _CachedReplica:
     """One replica: its root module, and every place in it that refers to a tensor of the original.
 
-    With `watching` it stores the values that `written` compares. Only a hook, or code outside torch, can set
-    attributes.
+    With `watching` it stores the values that `written` compares. This is needed only for modules with hooks or from
+    outside torch, because the others set no attributes.
     """
 
     def __init__(
@@ -191,7 +194,10 @@ _HOLDERS = ("_parameters", "_buffers", "_modules", "_former_parameters")
 
 
 def _picker(numbers: Sequence[int]) -> Any:
-    """Return a function, implemented in C, that returns the items with these indices."""
+    """Return a function that returns a tuple or list of the items at the indices `numbers`.
+
+    For two or more indices it is implemented in C.
+    """
     if len(numbers) > 1:
         return itemgetter(*numbers)
     return lambda tensors: [tensors[number] for number in numbers]

@@ -23,9 +23,9 @@ from dpbench.records.schedule import Schedule
 def flat_weights(
     module: nn.Module, optimizer: torch.optim.Optimizer | None, schedule: Schedule, root: Device, shares: int = 1
 ) -> FlatWeights | None:
-    """Move the module's trainable parameters into flat buffers if the schedule has storage=flat; return the buffers.
+    """Move the module's trainable parameters into flat buffers and return these; return None unless storage=flat.
 
-    There is one buffer per optimizer group and dtype.
+    There is one buffer per optimizer group and dtype. Each can be cut into `shares` equal parts.
     """
     if schedule.storage != "flat":
         return None
@@ -63,7 +63,7 @@ Maker = Callable[[Sequence[Device], bool, Mark, Callable[[], None]], list[nn.Mod
 
 
 def maker(module: nn.Module, schedule: Schedule, flat: FlatWeights | None) -> Maker:
-    """Return a function that replicates a module through autograd, as the schedule asks."""
+    """Return a function that replicates the module through autograd, with the schedule's switches."""
     cache = ReplicaCache(module) if schedule.replicas == "cached" else None
     copier = flat_copier(flat) if flat else copies_of
     overlap = schedule.reduce == "overlap"
@@ -87,7 +87,7 @@ def maker(module: nn.Module, schedule: Schedule, flat: FlatWeights | None) -> Ma
 
 
 class Autograd:
-    """Replicas joined to the module by a Broadcast node, whose backward leaves the summed gradients in `.grad`."""
+    """Replicas joined to the module by a Broadcast node; backward adds the summed gradients to the module's `.grad`."""
 
     unusual = ""
 
@@ -154,7 +154,7 @@ def replicas_of(
 ) -> Autograd | PersistentReplicas:
     """Return the replicas for a schedule that `legal.check` has accepted.
 
-    With `whole_gradient` the whole gradient is in the module's parameters before the optimizer steps.
+    With `whole_gradient`, the `.grad` of the module's parameters is the whole gradient before the optimizer steps.
     """
     if len(devices) == 1 and schedule.graphs == "off":  # the module itself runs
         return Autograd(module, optimizer, devices, maker(module, Schedule(), None), None, mark)

@@ -42,8 +42,8 @@ def replicate(
     The replicas' weights are non-leaf tensors whose gradients are summed into the original's; with `detach` they are
     plain copies. `cache` keeps the copied modules between calls. `copier` copies the tensors to the devices. `overlap`
     reduces gradients while backward still runs. `comm_dtype` is the dtype to which gradients are rounded for the
-    transfer. Raises RuntimeError for parameters that are on another device than `devices[0]` or that are still
-    uninitialized.
+    transfer. `on_reduce` is called in backward when the reduction begins. Raises RuntimeError for parameters or buffers
+    that are uninitialized or not on `devices[0]`, and Refused for modules that torch.compile has wrapped.
     """
     devices = as_devices(devices)
     with mark(Phase.REPLICATE, devices[0].index):
@@ -79,12 +79,12 @@ def replicate(
 
 
 def check_placement(module: nn.Module, root: Device) -> None:
-    """Raise RuntimeError unless every parameter and buffer of `module` is on `root`."""
+    """Raises RuntimeError unless every parameter and buffer of `module` is on `root` and initialized."""
     check_placed((*module.parameters(), *module.buffers()), root)
 
 
 def check_placed(tensors: Iterable[torch.Tensor], root: Device) -> None:
-    """Raise RuntimeError unless all of a module's tensors are on `root` and initialized."""
+    """Raises RuntimeError unless all of a module's tensors are on `root` and initialized."""
     home = root.torch_device
     for tensor in tensors:
         if is_lazy(tensor):
@@ -125,7 +125,7 @@ def rebuild(module: nn.Module, table: dict[int, torch.Tensor]) -> nn.Module:
 
 
 def _check_compiled(modules: Sequence[nn.Module]) -> None:
-    """Raise Refused for modules wrapped by `torch.compile`: an attribute set on a copy would change the original."""
+    """Raises Refused for modules wrapped by `torch.compile`: an attribute set on a copy would change the original."""
     eval_frame = sys.modules.get("torch._dynamo.eval_frame")
     if eval_frame is not None and any(isinstance(part, eval_frame.OptimizedModule) for part in modules):
         raise Refused(

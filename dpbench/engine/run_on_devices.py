@@ -25,8 +25,9 @@ def run_on_devices(
 ) -> list[Result]:
     """Call `work(i)` for each device with that device current, and return the results in order.
 
-    `starting` is entered while the calling thread starts the workers: a cost of the schedule, not of a device. When
-    calls fail, the error of the lowest-numbered device is raised after all have ended: see `errors.in_replica`.
+    `starting` is a context in which the calling thread starts the workers, so that a mark can count this time for the
+    host. When calls fail, the error of the failed device with the lowest index is raised after all have ended: see
+    `errors.in_replica`.
     """
     results: dict[int, Result] = {}
 
@@ -61,7 +62,10 @@ def _run(
     compat: bool = False,
     starting: Context = NOTHING,
 ) -> None:
-    """Run the stages on all devices; raise the error of `between`, or that of the lowest device that failed."""
+    """Run the stages on all devices.
+
+    Raises the error of `between`, or else that of the failed device with the lowest index.
+    """
     errors: dict[int, BaseException] = {}
     settings = capture(compat=compat)
     guards = [device.guard() for device in devices]
@@ -108,7 +112,7 @@ def _run(
 
 
 BETWEEN = -1
-"""The key of an error from the work between two stages: it is the caller's error, not a replica's."""
+"""The key of an error of `between`, which is raised unchanged because it belongs to no replica."""
 
 
 def _meet(meeting: threading.Barrier) -> bool:
@@ -124,7 +128,7 @@ def _meet(meeting: threading.Barrier) -> bool:
 
 
 def _raise(errors: dict[int, BaseException], devices: Sequence[Device]) -> None:
-    """Raise the error of the lowest-numbered device, if there are errors."""
+    """Raises the error of `between`, or else that of the failed device with the lowest index, if there are errors."""
     for i in sorted(errors):
         try:
             raise errors[i] if i == BETWEEN else in_replica(errors[i], i, devices[i])

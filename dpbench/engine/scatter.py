@@ -49,10 +49,11 @@ def scatter(
     """Split `value` into one piece per device, or fewer if its tensors yield fewer chunks.
 
     Tensors are cut along `dim` by `torch.chunk`, or into `chunk_sizes` rows, and copied to the devices. Tuples, lists,
-    dicts, and dataclass instances that contain tensors, are rebuilt around the pieces. All other values are shared. A
-    tensor with one row per piece fits any batch. Raises ValueError when the lengths of tensors disagree, where torch
-    would silently drop rows or pair wrong ones. Raises TypeError for PackedSequences and sparse tensors. With `compat`,
-    rows are dropped and dataclass instances shared, as torch does.
+    dicts, and dataclass instances that contain tensors, are rebuilt around the pieces. All other values are shared.
+    Without `chunk_sizes`, a tensor with exactly one row per piece is accepted together with tensors of another length.
+    Raises ValueError when the lengths of tensors disagree otherwise, where torch would silently drop rows or pair wrong
+    ones. Raises RuntimeError for 0-dimensional tensors, and TypeError for PackedSequences, sparse tensors, and nested
+    tensors that require gradients. With `compat`, rows are dropped and dataclass instances are shared, as in torch.
     """
     devices = as_devices(devices)
     if not devices:
@@ -83,9 +84,10 @@ def _split(
 def _split_as_torch(
     value: Any, devices: Sequence[Device], sizes: Sequence[int] | None, dim: int, mark: Mark
 ) -> list[Any]:
-    """Return the pieces that torch makes.
+    """Return the pieces that torch makes: as many as the part with the fewest pieces has.
 
-    There are as many as the shortest part has. Keys of dicts are split too, and tuples lose their class.
+    Keys of dicts are split too. Instances of list and tuple subclasses become plain lists and tuples, except for named
+    tuples.
     """
     if isinstance(value, torch.Tensor):
         return list(Scatter.apply(devices, sizes, dim, mark, value))  # type: ignore[no-untyped-call]
@@ -99,7 +101,7 @@ def _split_as_torch(
 
 
 def _length(tensor: torch.Tensor, dim: int) -> int:
-    """Return the extent along `dim`. Raises for tensors that cannot be cut."""
+    """Return the length along `dim`. Raises RuntimeError or TypeError for a tensor that cannot be cut."""
     if tensor.dim() == 0:
         raise RuntimeError(
             "chunk expects at least a 1-dimensional tensor: scatter got a 0-dim tensor; pass a Python number to "
@@ -119,7 +121,7 @@ def _length(tensor: torch.Tensor, dim: int) -> int:
 
 
 def _agreed(lengths: set[int], devices: int, dim: int) -> int:
-    """Return the number of pieces that tensors of these lengths make. Raises ValueError when they differ."""
+    """Return the number of pieces into which all tensors are cut. Raises ValueError when their lengths disagree."""
     counts = {_chunks(length, devices) for length in lengths}
     pieces = max(counts, default=devices)
     if len(counts) > 1 or len(lengths - {pieces}) > 1:

@@ -28,8 +28,8 @@ def capture(*, compat: bool = False) -> Enter:
     """Return a factory of context managers that apply the calling thread's settings in any thread.
 
     The settings are grad and inference mode, every autocast with its dtype and cache setting, default device,
-    saved-tensor hooks, function and dispatch modes, and the multithreading of backward. With `compat` they are those
-    that torch.nn.DataParallel forwards: grad mode, and whether autocast is on, in the receiving thread's dtype.
+    saved-tensor hooks, function and dispatch modes, and the multithreading of backward. With `compat` they are only
+    those that torch.nn.DataParallel forwards: grad mode, and which autocasts are on, with the receiving thread's dtype.
     """
     settings = [*_autocasts(compat), *([] if compat else [*_modes(), *_autograd()])]
     grad = partial(torch.set_grad_enabled, torch.is_grad_enabled())
@@ -37,10 +37,10 @@ def capture(*, compat: bool = False) -> Enter:
 
 
 def without_cast_cache() -> AbstractContextManager[Any]:
-    """Return a context in which autocast casts a weight at each use, while autocast is on.
+    """Return a context manager that disables autocast's cache of cast weights, if autocast is on.
 
-    The cache keeps casts of leaf tensors only. With it, replicas with leaf parameters would add the gradients of a
-    weight that is used twice in another dtype than replicas with non-leaf weights.
+    The cache keeps casts of leaf tensors only. With the cache, the gradients of a weight that is used twice would be
+    added in one dtype on replicas with leaf parameters, and in another on replicas with non-leaf weights.
     """
     cached = torch._C._is_any_autocast_enabled() and torch.is_autocast_cache_enabled()
     return _uncached() if cached else nullcontext()
@@ -113,7 +113,7 @@ def _dispatch_modes(modes: Sequence[Any]) -> Iterator[None]:
 
 
 def _autograd() -> list[Enter]:
-    """Return factories for inference mode, saved-tensor hooks and their prohibition, and single-threaded backward.
+    """Return factories for inference mode, for (disabling) saved-tensor hooks, and for single-threaded backward.
 
     Of the saved-tensor hooks only the innermost are returned, because torch applies no others.
     """
@@ -130,24 +130,24 @@ def _autograd() -> list[Enter]:
 
 
 KEEP_MEMORY = "DPBENCH_KEEP_MEMORY"
-"""The environment variable that leaves the allocator unchanged if it is 0."""
+"""The environment variable that, with the value 0, leaves the settings of malloc unchanged."""
 
 
 def keep_memory(devices: Sequence[Device]) -> None:
-    """Keep freed memory in this process, for logical CPU devices, unless DPBENCH_KEEP_MEMORY=0.
+    """Let malloc keep freed memory if there are several logical CPU devices, unless DPBENCH_KEEP_MEMORY=0.
 
-    This is process-wide and lasts as long as the process: see `malloc.keep`, which does nothing unless malloc is
-    glibc's.
+    The setting is process-wide and permanent: see `malloc.keep`, which does nothing unless malloc is glibc's.
     """
     if len(devices) > 1 and devices[0].torch_device.type == "cpu" and os.environ.get(KEEP_MEMORY) != "0":
         keep()
 
 
 class IntraOp:
-    """Shares the caller's intra-op threads between logical CPU devices that work at the same time.
+    """A context that shares the caller's intra-op threads between logical CPU devices that work at the same time.
 
     Inside the context an operation runs on max(1, threads // devices) threads; on exit the caller's number is restored.
-    The number is the same on every schedule, because the rounding of some operations depends on it.
+    The number is the same under every schedule, because the rounding of some operations depends on the number of
+    threads.
     """
 
     def __init__(self, devices: Sequence[Device]) -> None:

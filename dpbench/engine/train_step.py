@@ -1,4 +1,4 @@
-"""TrainStep: one whole training step over several devices, as a callable, on any schedule of the ladder."""
+"""TrainStep: one whole training step over several devices, as a callable, under any schedule."""
 
 from __future__ import annotations
 
@@ -50,24 +50,24 @@ class TrainStep:
     a scalar. A loss with `reduction=`, or a pair `(sum_fn, weight_fn)`, can be computed by each replica over its own
     rows. `optimizer_fn(parameters)` is called once; its result is `.optimizer`, to which schedulers attach.
     `device_ids` accepts the values that `DataParallel` accepts, or Device objects; None without a GPU means one CPU
-    device. `schedule` is the name of a rung, switches, or "fastest", which takes the best schedule that is bitwise
-    exact, and settles within the first steps (`step.schedule`). With graphs=on the first four batch shapes are
-    recorded. Other shapes, inputs that require gradients, and inputs with objects other than numbers and strings run
-    eagerly.
+    device. `schedule` is the name of a schedule, its switches, or "fastest". "fastest" takes the best schedule that is
+    bitwise exact, and makes its choice within the first steps (see `step.schedule`). With graphs=on the first four
+    batch shapes are recorded. Other shapes, inputs that require gradients, and inputs with objects other than numbers
+    and strings run eagerly.
 
     Every `accumulate` calls make one update, with their losses averaged. `clip_norm` bounds the gradient's total norm.
     `scaler` is a torch.amp.GradScaler. `chunk_sizes` are the devices' shares of a batch, as weights, or "auto".
 
     A tuple of inputs is passed as positional arguments. Inputs may be on any device. A target on the host is copied to
-    the output's device; one on another accelerator raises RuntimeError.
+    the output's device; a target on another accelerator raises RuntimeError.
 
     Between two steps a loop may change anything: options, `requires_grad`, weights, hooks, the loss, the optimizer's
-    groups and state. The change takes effect in the next step, on every schedule. A schedule that cannot run, or can no
-    longer run, raises `Refused` (a ValueError) with the reason. "fastest" switches to another schedule instead, and
+    groups and state. The change takes effect in the next step, under every schedule. A schedule that cannot run, or can
+    no longer run, raises `Refused` (a ValueError) with the reason. "fastest" switches to another schedule instead, and
     `note` gives the reason. Weights that are written without torch's knowledge (`p.data.mul_()`, numpy) need `sync()`
     where all devices step (`update=each`, `sharded`). `debug` compares all weights before each step, and refuses a step
-    that needs `sync()`. Used as a context manager, it leaves module and optimizer as an ordinary loop would; otherwise
-    call `close()`.
+    that needs `sync()`. Used as a context manager, TrainStep leaves module and optimizer as an ordinary loop would;
+    otherwise call `close()`.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class TrainStep:
     def _prepare(self) -> None:
         """Detect the changes that the loop has made since the last step; raise before they affect anything."""
         if self._closed:
-            raise RuntimeError("this TrainStep is closed; make a new one to train on, with the same module")
+            raise RuntimeError("this TrainStep is closed; create a new one with the same module to continue training")
         if self._wanted is None:
             self._unfit = self._unfit or self._replicas.unusual
         if (
@@ -201,7 +201,7 @@ class TrainStep:
             names = [name for name, _ in self.module.named_parameters()]
             raise Refused(
                 f"{names[stale[0]]} (and {len(stale) - 1} more) was written without torch's operations, and differs "
-                "from the replicas on the other devices: call sync() after such writes"
+                "from the copies on the other devices: call sync() after such writes"
             )
 
     def _rebuild(self) -> None:
@@ -263,7 +263,7 @@ class TrainStep:
         elif self._has_history(arguments, target):
             reason = "loss=local: an input or the target has an autograd history, which needs a single backward"
         elif self._wanted is None and not summed.keeps_bits(powers=self._powers()):
-            reason = "computed by parts, the gradients of this loss would differ in the last bits"
+            reason = "the gradients of this loss, computed by parts, would differ in the last bits"
         else:
             return summed
         self._gather_loss(reason)
@@ -330,20 +330,23 @@ class TrainStep:
         return scatter(value, self.devices, mark=mark)
 
     def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss from which backward starts."""
+        """Return the loss divided by the accumulation count and scaled by the grad scaler."""
         if self._accumulate > 1:
             loss = loss / self._accumulate
         return loss if self._scaler is None else self._scaler.scale(loss)
 
     def _on_host_or(self, root: Device, target: Any) -> Any:
-        """Return the target. Raises RuntimeError for one on an accelerator other than the first device."""
+        """Return the target. Raises RuntimeError for a target on an accelerator other than the first device."""
         where = device_of(target)
         if where is not None and where.type != "cpu" and where != root.torch_device:
             self._place(target, root.torch_device, root)
         return target
 
     def _place(self, target: Any, device: torch.device | None, root: Device) -> Any:
-        """Copy a target from the host to the output's device. Raises RuntimeError for one on another accelerator."""
+        """Copy a target from the host to the output's device.
+
+        Raises RuntimeError for a target on another accelerator.
+        """
 
         def placed(tensor: torch.Tensor) -> torch.Tensor:
             if device is None or tensor.device == device:
@@ -369,7 +372,7 @@ class TrainStep:
         return self._shares.weights
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the weights, buffers and optimizer state, without any prefix, the same on every schedule."""
+        """Return the weights, buffers and optimizer state, without any prefix, in the same form for every schedule."""
         state = {"module": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}
         if self._scaler is not None:
             state["scaler"] = self._scaler.state_dict()

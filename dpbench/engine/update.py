@@ -32,7 +32,7 @@ Sources = Sequence[tuple[Device, Sequence[torch.Tensor | None]]]
 
 
 SMALL_BYTES = 2**16
-"""Gradients up to this size stay in a core's cache, so that writing them twice is cheaper than one call for each."""
+"""Gradients up to this size stay in a core's cache, so that one call that writes them twice beats a call for each."""
 FEW = 8
 """Fewer small gradients than this are summed separately."""
 HELD = 2
@@ -120,7 +120,10 @@ class Update:
         return dict(zip(numbers, owners(sizes, len(self._devices)), strict=True))
 
     def _exchange(self, schedule: Schedule) -> Exchange | None:
-        """Return the exchange that sums gradients by collectives, or None; its buffers are the shards' gradients."""
+        """Return the exchange that sums gradients by collectives, or None without collectives.
+
+        The buffers of the exchange are the shards' gradients.
+        """
         parameters, count = self._replicas.parameters, len(self._devices)
         stepped = [parameters[0][n] for group in self._groups for n in group.parameters]
         collectives = choose(self._devices, schedule, stepped)
@@ -249,7 +252,7 @@ class Update:
             self._steppers[i].step()
 
     def spread(self, workers: Workers) -> None:
-        """Bring each device the weights that the other devices have stepped."""
+        """Bring each device the weights that the other devices have updated."""
         if self.collective:
             assert self.exchange is not None
             self.exchange.spread(
@@ -260,11 +263,11 @@ class Update:
 
     @property
     def collective(self) -> bool:
-        """Return whether devices exchange stepped weights by a collective, not by copies."""
+        """Return whether devices exchange updated weights by a collective, not by copies."""
         return self.exchange is not None and not self._owner
 
     def copy(self, i: int) -> None:
-        """Copy to device i the weights that the other devices have stepped."""
+        """Copy to device i the weights that the other devices have updated."""
         device = self._devices[i]
         with self._mark(Phase.REPLICATE, device.index), device.guard(), torch.no_grad():
             for j in self.owners:

@@ -17,7 +17,10 @@ NOTHING: Context = nullcontext()
 
 
 class Workers(Protocol):
-    """The interface of all workers. `concurrent` workers run all jobs at once, so that jobs may wait for each other."""
+    """The interface of all workers.
+
+    Workers that are `concurrent` run all jobs at the same time, so that jobs may wait for each other.
+    """
 
     concurrent: bool
 
@@ -115,7 +118,7 @@ class Pool:
 
 
 def _all(waits: Iterable[Callable[[], object]]) -> None:
-    """Wait for all, even when interrupted: a job that runs on during the next step would write into its tensors.
+    """Wait for all, even when interrupted: a job still running in the next step would write into that step's tensors.
 
     The interrupt is raised at the end. A second interrupt ends the wait at once.
     """
@@ -142,6 +145,6 @@ def _serve(inbox: SimpleQueue[Any]) -> None:
 
 
 def choose(name: str) -> Workers:
-    """Return the workers that a schedule's `workers` switch names."""
+    """Return the workers for a value of a schedule's switch `workers`: "spawn", "pool" or "serial"."""
     kinds: dict[str, type[Workers]] = {"spawn": Spawn, "pool": Pool, "serial": Serial}
     return kinds[name]()

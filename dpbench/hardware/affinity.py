@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 _TOPOLOGY = Path("/sys/devices/system/cpu")
 TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
-"""The kernel's ticks per second, the unit in which it counts the time of cores."""
+"""The kernel's ticks per second; it counts the time of cores in ticks."""
 _here = threading.local()
 
 
 def spread(cores: Sequence[int], topology: Path = _TOPOLOGY) -> tuple[int, ...]:
-    """Return logical cores ordered so that those that share a physical core with an earlier one come last."""
+    """Return logical cores in an order in which cores that share a physical core with an earlier one come last."""
     seen: Counter[str] = Counter()
     turn = {}
     for core in sorted(cores):
@@ -34,10 +34,10 @@ CORES: tuple[int, ...] = spread([*os.sched_getaffinity(0)]) if hasattr(os, "sche
 
 
 def stay(number: int) -> None:
-    """Bind the calling thread to one core of the process, by its position; threads that it starts inherit the binding.
+    """Bind the calling thread to the core at position `number`; threads that the thread starts inherit the binding.
 
-    Without it, schedulers that pack threads on few cores leave two threads on one core for milliseconds after they
-    wake.
+    Without this binding, schedulers that pack threads on few cores leave two threads on one core for milliseconds after
+    they wake. Does nothing where threads cannot be bound.
     """
     core = CORES[number % len(CORES)] if CORES else None
     if core is None or getattr(_here, "core", None) == core:
@@ -59,7 +59,7 @@ def roam() -> None:
 
 @contextmanager
 def staying(number: int) -> Iterator[None]:
-    """Bind the calling thread to one core inside the context."""
+    """Bind the calling thread to the core at position `number` inside the context."""
     stay(number)
     try:
         yield

@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 
 class Collectives(Protocol):
-    """Collectives over distinct devices: in place, on one tensor per device, all of the same layout.
+    """Collectives over distinct devices. They work in place on one tensor per device, all of the same layout.
 
     Collectives run concurrently with the work that the devices have queued; `follow` and `lead` define the order.
     """
@@ -35,7 +35,7 @@ class Collectives(Protocol):
         """Put the sum into all tensors."""
 
     def reduce_scatter(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Put the sum of part i, of as many equal parts as there are devices, into part i of `tensors[i]`."""
+        """Put the sum of all parts i into part i of `tensors[i]`; each tensor has one equal part per device."""
 
     def all_gather(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy part i of `tensors[i]` to part i of all tensors."""
@@ -58,8 +58,8 @@ class Recorder(Protocol):
 class Device(Protocol):
     """A device on which a replica runs.
 
-    `index` is its position among the replicas, which spans and records use. `name` is its name in texts ("cuda:1",
-    "cpu:1"). `torch_device` is the device that its tensors report.
+    `index` is the device's position among the replicas, which spans and records use. `name` is the device's name in
+    texts ("cuda:1", "cpu:1"). `torch_device` is the device that the tensors report.
     """
 
     index: int
@@ -67,13 +67,13 @@ class Device(Protocol):
     torch_device: torch.device
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a new copy of `tensor` that this device owns, from any device."""
+        """Return a new copy of `tensor`, which may be on any device, in this device's memory."""
 
     def clone(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return new copies of many tensors from one device, in as few transfers as possible."""
 
     def guard(self) -> AbstractContextManager[Any]:
-        """Return a context in which this device and its stream are current in the thread."""
+        """Return a context manager that makes this device and its stream current in the thread."""
 
     def settle(self) -> None:
         """Bind the calling thread to this device's core, if the device has one."""
@@ -112,7 +112,7 @@ class Device(Protocol):
         """Return the sums of the tensor lists of `devices`, on this device, by a collective; needs `can_collect`."""
 
     def collectives(self, devices: Sequence[Device]) -> Collectives | None:
-        """Return the in-place collectives of `devices`, this one first; None if they have none."""
+        """Return the in-place collectives of `devices`, this one first; None if these devices have none."""
 
     def recorder(self) -> Recorder | None:
-        """Return a recorder of this device's work, for one replica; None if it cannot record."""
+        """Return a recorder of this device's work, for one replica; None if the device cannot record."""

@@ -1,9 +1,9 @@
 """Foreign load: the share of this process's cores that other processes use, and waiting until it is low.
 
-The kernel counts the CPU time of each core, and that of each process, including the children that it has reaped. The
-foreign load is the busy time of the cores minus the CPU time of this process tree. Steal is the time that a hypervisor
-gave to other machines. Where the counts do not exist, or do not describe the capacity of this process, the load is
-unknown; it is never reported as low.
+The kernel counts the CPU time of each core and of each process. A process's time includes that of the children that it
+has reaped. The foreign load is the busy time of the cores minus the CPU time of this process tree. Steal is the time
+that a hypervisor gave to other machines. Where the counts do not exist, or do not describe the capacity of this
+process, the load is unknown; an unknown load is never reported as low.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dpbench.hardware.affinity import CORES, TICKS_PER_S, Ticks, parse_ticks
 from dpbench.records import Trial
 
 LIMIT = 0.10
-"""The fraction of the cores' capacity that others may use; above it a measurement is NOISY."""
+"""The fraction of the cores' capacity that others may use; above this limit a measurement is NOISY."""
 WINDOW_S = 0.5
 SHORTEST_S = 0.2
 """The kernel counts in ticks of 10 ms, whose rounding would dominate in a shorter time."""
@@ -82,7 +82,7 @@ def busy(load: Measured) -> bool:
 
 
 def during(trial: Trial) -> Measured:
-    """Return the foreign load while a trial ran, as stored with the trial."""
+    """Return the foreign load during a trial, as stored with the trial."""
     facts = trial.provenance.get(FACT)
     return UnknownLoad("no load is stored with the trial") if facts is None else Load(**facts)
 

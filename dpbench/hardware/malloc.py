@@ -21,10 +21,10 @@ def _libc() -> ctypes.CDLL | None:
 
 
 def keep() -> None:
-    """Keep freed memory in this process, and in those that it forks. Does nothing unless malloc is glibc's.
+    """Keep freed memory in this process, and in processes forked from it. Does nothing unless malloc is glibc's.
 
     By default, blocks of the size that a step allocates return to the system when they are freed, and every page of the
-    next blocks causes a page fault: a tenth of a small transformer's step on two threads.
+    next blocks causes a page fault. This takes a tenth of a small transformer's step on two threads.
     """
     if libc := _libc():
         for option, value in _OPTIONS.items():
@@ -32,6 +32,6 @@ def keep() -> None:
 
 
 def release() -> None:
-    """Return the memory that is kept but not in use to the system, once."""
+    """Return the memory that is kept but not in use to the system; memory freed later is kept again."""
     if libc := _libc():
         libc.malloc_trim(ctypes.c_size_t(0))

@@ -1,8 +1,8 @@
 """NVML: counters and facts of the GPUs that CUDA would see, from NVIDIA's management library.
 
-1. Only this module imports pynvml, and only when a function needs it. It never imports torch or creates a CUDA context.
-2. Without library, driver or GPU, or for a counter that a GPU lacks, the value is absent: never an error, never zero.
-3. All calls go through one object, the module pynvml or a substitute with its functions, so that tests can replace it.
+1. Only this module imports pynvml, and only when a function needs it. This module never loads torch or CUDA. 2. Without
+library, driver or GPU, or for a counter that a GPU lacks, the value is absent: never an error, never zero. 3. All calls
+go through one object, the module pynvml or a substitute with its functions, so that tests can replace it.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class NvmlGpu:
     def process_memory_bytes(self, pids: Collection[int]) -> float | None:
         """Return the GPU memory of these processes, in bytes.
 
-        None if NVML lists none of them, as in a container, where it lists the host's process ids.
+        Return None if NVML lists none of these processes, as in a container, where NVML lists the host's process ids.
         """
         used = [size for pid, size in self._held() if pid in pids]
         return float(sum(used)) if used else None
@@ -95,7 +95,7 @@ class NvmlGpu:
     def foreign_memory_bytes(self, pids: Collection[int]) -> float | None:
         """Return the GPU memory of all processes except these, in bytes.
 
-        None if NVML lists none of these: its process ids are then of another namespace.
+        Return None if NVML lists none of these: the listed process ids then belong to another namespace.
         """
         held = self._held()
         known = any(pid in pids for pid, _ in held)
@@ -131,7 +131,7 @@ class NvmlGpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Nvml:
-    """An open NVML: `gpus` are those that CUDA would see; `physical_gpus` is the number that the driver has."""
+    """An open NVML: `gpus` are the GPUs that CUDA would see; `physical_gpus` is the number of GPUs of the driver."""
 
     gpus: tuple[NvmlGpu, ...]
     physical_gpus: int
@@ -175,9 +175,9 @@ def cuda_device_count(library: Library = None) -> int:
 def cuda_visible(visible: str | None, uuids: Sequence[str]) -> tuple[int, ...]:
     """Return the positions in `uuids` that CUDA would show, in its order, for a value of CUDA_VISIBLE_DEVICES.
 
-    The rules are those of CUDA and torch: the first entry decides between numbers and UUIDs. Of a number the leading
-    digits count. A UUID may be abbreviated as long as it is unique. An unknown entry ends the list; a repeated one
-    empties it.
+    The rules are those of CUDA and torch. The first entry decides whether the list has numbers or UUIDs. Of a number,
+    only the leading digits count. A UUID may be abbreviated as long as the abbreviation is unique. An unknown entry
+    ends the list; a repeated entry empties it.
     """
     if visible is None:
         return tuple(range(len(uuids)))
@@ -201,8 +201,8 @@ def cuda_visible(visible: str | None, uuids: Sequence[str]) -> tuple[int, ...]:
 def _visible_handles(library: Library, physical: dict[str, Handle], visible: str | None) -> list[Handle]:
     """Return the handles of the GPUs that CUDA would number 0, 1, ...
 
-    Numbers follow PCI order, which is NVML's. CUDA's default order, CUDA_DEVICE_ORDER=FASTEST_FIRST, cannot be
-    determined without CUDA; with identical GPUs it is the same order.
+    Numbers follow PCI order, as in NVML. CUDA's default order, CUDA_DEVICE_ORDER=FASTEST_FIRST, cannot be determined
+    without CUDA; with identical GPUs both orders are the same.
     """
     if visible is not None and visible.strip().startswith("MIG-"):
         # CUDA shows a process one MIG instance, the first in the list; NVML may not accept the older names

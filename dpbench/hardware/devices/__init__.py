@@ -56,7 +56,7 @@ def _parse(device_id: DeviceId) -> torch.device:
 
 
 def _emulated(ordinals: Sequence[int]) -> list[Device]:
-    """Return emulated devices; a repeated ordinal shares its memory."""
+    """Return emulated devices; devices with the same ordinal share one memory."""
     return [
         cast(Device, EmulatedDevice(index, ordinal, shares_memory=ordinal in ordinals[:index]))
         for index, ordinal in enumerate(ordinals)
@@ -75,7 +75,11 @@ def _ordinal(device: torch.device) -> int:
 
 
 def _cuda(ordinals: Sequence[int], *, shared_stream: bool = False, own_processes: bool = False) -> list[Device]:
-    """Return a device per replica; a replica that is not the first on its GPU has its own stream, unless shared."""
+    """Return a device per replica.
+
+    A replica that is not the first on its GPU has its own stream, unless `shared_stream`. `own_processes` means that
+    each device is used in a separate process, with a separate allocator.
+    """
     devices = []
     for index, ordinal in enumerate(ordinals):
         again = ordinal in ordinals[:index]
@@ -96,8 +100,9 @@ def open_devices(
 ) -> list[Device]:
     """Return `count` devices as a case describes them; each logical CPU device has its own core.
 
-    Spread takes the first `count` of `ids` (or of all GPUs); colocated puts every replica on the first. `own_processes`
-    means that each device is used in a separate process. Raises ValueError if this machine has fewer devices.
+    Placement "spread" takes the first `count` of `ids` (or of all GPUs); "colocated" puts every replica on the first.
+    `own_processes` means that each device is used in a separate process. Raises ValueError if this machine has fewer
+    devices.
     """
     if kind == "cpu":
         return [cast(Device, CpuDevice(index, core=index)) for index in range(count)]

@@ -19,7 +19,7 @@ class HostDevice:
     torch_device: torch.device
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a new copy. New storage is aligned to 64 bytes, without which `linear` gives different bits."""
+        """Return a new copy. New storage is aligned to 64 bytes; other alignments change the rounding of `linear`."""
         return tensor.to(self.torch_device, copy=True)
 
     def clone(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -51,11 +51,11 @@ class HostDevice:
         return False
 
     def broadcast(self, tensors: Sequence[torch.Tensor], devices: Sequence[Device]) -> list[list[torch.Tensor]]:
-        """Raise RuntimeError; see `can_collect`."""
+        """Raises RuntimeError; see `can_collect`."""
         raise RuntimeError(f"{self.name} has no collectives")
 
     def reduce_add(self, tensors: Sequence[Sequence[torch.Tensor]], devices: Sequence[Device]) -> list[torch.Tensor]:
-        """Raise RuntimeError; see `can_collect`."""
+        """Raises RuntimeError; see `can_collect`."""
         raise RuntimeError(f"{self.name} has no collectives")
 
     def collectives(self, devices: Sequence[Device]) -> Collectives | None:
