@@ -42,7 +42,10 @@ def replica_of(error: BaseException) -> int | None:
 
 
 def _rebuilt(error: Exception, message: str) -> Exception:
-    """Return an exception of the same type with another message; a RuntimeError if the type accepts none."""
+    """Return an exception of the same type with another message.
+
+    Return a RuntimeError if an exception of this type cannot be constructed from a message.
+    """
     kind: Any = type(error)
     text = _Plain(message) if kind is KeyError else message
     try:

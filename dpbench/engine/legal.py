@@ -106,7 +106,8 @@ def storage(schedule: Schedule, module: nn.Module, devices: Sequence[Device]) ->
         if not is_dense(parameter):
             return (
                 "storage=flat needs parameters that are dense in memory; the one of shape "
-                f"{tuple(parameter.shape)} has strides {parameter.stride()}: call .contiguous() on it, or use storage=separate"
+                f"{tuple(parameter.shape)} has strides {parameter.stride()}: "
+                "call .contiguous() on it, or use storage=separate"
             )
     if _overlap(wanted):
         return "storage=flat needs parameters that share no memory, and two do; use storage=separate"

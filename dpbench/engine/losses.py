@@ -110,7 +110,7 @@ class Summed:
         return self.bits is Bits.SAME or (powers and self.bits is Bits.SAME_UNSCALED)
 
     def splits(self, output: Any, target: Any) -> bool:
-        """Return whether the rows of these arguments can be summed separately; a pair's functions promise this."""
+        """Return whether the rows of these arguments can be summed separately; assumed for a pair of functions."""
         if self.rule is None:
             return True
         tensors = isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)

@@ -190,7 +190,7 @@ class PersistentReplicas:
             return torch.zeros_like(self._weights.parameters[i][number], requires_grad=False)
 
     def _deliver(self, sums: Mapping[int, torch.Tensor]) -> None:
-        """Add to each of the module's parameters its sum, as autograd would; zeros if no replica has used it."""
+        """Add each sum to the gradient of its parameter, as autograd would; add zeros if no replica has used it."""
         for n, parameter in enumerate(self._weights.originals):
             gradient, outside = sums.get(n), parameter.grad
             if gradient is None and parameter.requires_grad and len(self._devices) > 1:

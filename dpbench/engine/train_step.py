@@ -278,7 +278,7 @@ class TrainStep:
         )
 
     def _gather_loss(self, reason: str) -> None:
-        """Compute this step's loss over the gathered batch, for `fastest`. Raises Refused on an explicit schedule."""
+        """Compute this step's loss over the gathered batch. Raises Refused unless the schedule is `fastest`."""
         if self._wanted is not None:
             raise Refused(f"schedule {str(self._wanted)!r}: {reason}; use a schedule with loss=gathered")
         self.schedule = replace(self._best, **legal.FALLBACKS["loss"])

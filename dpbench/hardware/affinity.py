@@ -82,7 +82,7 @@ def parse_ticks(stat: bytes) -> dict[int, Ticks]:
 
 
 class Ticks(NamedTuple):
-    """A core's busy time, the time that a hypervisor gave to others, and its total time; in the kernel's ticks."""
+    """A core's busy time, its time that a hypervisor gave to other machines, and its total time, in kernel ticks."""
 
     busy: int
     steal: int

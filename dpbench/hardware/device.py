@@ -85,13 +85,13 @@ class Device(Protocol):
         """Declare that work queued on this device reads memory that other streams own."""
 
     def event(self) -> Any:
-        """Queue a timing event after this device's work; None if the host's clock measures the device's work."""
+        """Return a timing event queued after this device's work; None if the host's clock measures that work."""
 
     def synchronize(self) -> None:
         """Block the host until this device has finished its work."""
 
     def memory(self) -> int | None:
-        """Return the peak of allocated bytes since `reset_memory`; None if the device has no such count."""
+        """Return the peak of allocated bytes since the last reset; None if the device has no such count."""
 
     def take_peaks(self) -> dict[str, int]:
         """Return the peaks in bytes since the last call or reset, by kind (allocated, reserved), and reset them.

@@ -11,7 +11,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int, by: int = signal.SIGKILL) -> None:
-    """Make the kernel send the signal `by` to this process when `parent` dies; exit at once if it has died already.
+    """Make the kernel send the signal `by` to this process when `parent` dies; exit now if `parent` has died already.
 
     The signal comes when the parent's *thread* that started this process ends: that thread must live as long as the
     child is needed.

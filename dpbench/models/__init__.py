@@ -38,15 +38,16 @@ class Model:
     def batch(self, n: int, seed: int) -> tuple[Any, Any]:
         """Return `n` samples of synthetic inputs and targets, the same for the same seed.
 
-        Raises ValueError when the first dimension of a tensor of the inputs or of the target is not `n`: a step would
-        then be timed on other work than its case describes.
+        Raises ValueError when the first dimension of any tensor in the inputs or the target is not `n`: the timed step
+        would then do other work than its case describes.
         """
         inputs, target = self.make_batch(n, seed)
         wrong = [f"{where} has {_shape(one)}" for where, one in _tensors((inputs, target)) if one.shape[:1] != (n,)]
         if wrong:
             raise ValueError(
-                f"model {self.name}: batch({n}, ...) must return {n} rows, but {', '.join(wrong)}; in each tensor of "
-                "the inputs and of the target, the first dimension must be the first argument of batch()"
+                f"model {self.name}: batch({n}, ...) must return {n} rows, but {', '.join(wrong)}; in every tensor of the "
+                "inputs and the target, the first dimension must have the size that batch() gets as its first argument "
+                f"(here {n})"
             )
         return inputs, target
 
@@ -67,7 +68,8 @@ def _shape(tensor: torch.Tensor) -> str:
 def load(name: str, size: str, seed: int) -> Model:
     """Build the model `name` (a plug, or `package.module:object`) with weights drawn from `seed`.
 
-    The state of the random generator is restored, so that building one model does not change the next.
+    The state of the random generator is restored, so that building one model does not change the next one. Raises
+    ValueError for an unknown size, and TypeError for an object that is not a model.
     """
     if size not in SIZES:
         raise ValueError(registry.unknown("size", size, list(SIZES)))
@@ -103,7 +105,7 @@ def _own(name: str) -> Any:
 
 
 def profile(model: Model, samples: int = 2) -> Profile:
-    """Return the cost of one sample: FLOP from torch's own counter, bytes from shapes."""
+    """Return the model's counts, some of them per sample: FLOP from torch's own counter, bytes from shapes."""
     from torch.utils.flop_counter import FlopCounterMode
 
     inputs, target = model.batch(samples, 0)

@@ -1,4 +1,4 @@
-"""A large embedding table with dense gradients: every replica gets all weights, for hardly any arithmetic.
+"""A large embedding table with dense gradients: every replica gets all weights, but computes hardly anything.
 
 A batch uses a few rows of the table; replicate still copies all of it, and reduce adds gradients that are mostly zeros.
 """
@@ -36,7 +36,7 @@ class EmbeddingMean(nn.Module):
         self.head = nn.Linear(dims.width, dims.classes)
 
     def forward(self, bags: Tensor) -> Tensor:
-        """Map (batch, bag) row numbers to (batch, classes) logits."""
+        """Return logits of shape (batch, classes) for row numbers of shape (batch, bag)."""
         logits: Tensor = self.head(self.table(bags))
         return logits
 
@@ -47,7 +47,7 @@ def build(size: str) -> nn.Module:
 
 
 def batch(n: int, seed: int, size: str) -> tuple[Tensor, Tensor]:
-    """Return (n, bag) row numbers and n class numbers."""
+    """Return row numbers of shape (n, bag) and n class labels."""
     generator = torch.Generator().manual_seed(seed)
     dims = DIMS[size]
     return (

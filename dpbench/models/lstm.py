@@ -1,8 +1,8 @@
 """An LSTM over packed sequences of different lengths: the recurrent case of torch's DataParallel FAQ.
 
 The inputs are a tuple, tokens (n, T) and lengths (n,), both scattered along dimension 0. Each row is one sample with
-one class, so that the padding never enters the loss, whose divisor is the number of rows. Packing needs the lengths on
-the host, so that on an accelerator every forward waits for their copy.
+one class label. The padding therefore does not enter the loss, whose divisor is the number of rows. Packing needs the
+lengths on the host, so that on an accelerator every forward waits for their copy.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class PackedLSTM(nn.Module):
         return padded
 
     def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        """Map (batch, T) token numbers and (batch,) lengths to (batch, classes) logits."""
+        """Return logits (batch, classes) for token numbers (batch, T) and lengths (batch,)."""
         mean = self.states(tokens, lengths).sum(dim=1) / lengths.unsqueeze(1)
         logits: Tensor = self.head(mean)
         return logits
@@ -63,7 +63,7 @@ def build(size: str) -> nn.Module:
 
 
 def batch(n: int, seed: int, size: str) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Return ((n, T) token numbers, 0 after the end; n lengths from 1 to T) and n class numbers.
+    """Return (token numbers of shape (n, T), 0 after the end; n lengths from 1 to T) and n class labels.
 
     The lengths are spread evenly over 1..T and shuffled, so that batches of every seed have the same total work, while
     the chunks of a batch differ.

@@ -37,7 +37,7 @@ def build(size: str) -> nn.Module:
 
 
 def batch(n: int, seed: int, size: str) -> tuple[Tensor, Tensor]:
-    """Return (n, features) normal inputs and n class numbers."""
+    """Return normally distributed inputs of shape (n, features) and n class labels."""
     generator = torch.Generator().manual_seed(seed)
     features, *_, classes = WIDTHS[size]
     return (

@@ -100,7 +100,7 @@ def build(size: str) -> nn.Module:
 
 
 def batch(n: int, seed: int, size: str) -> tuple[Tensor, Tensor]:
-    """Return (n, 3, pixels, pixels) normal images and n class numbers."""
+    """Return n images of shape (3, pixels, pixels) with normally distributed values, and n class labels."""
     generator = torch.Generator().manual_seed(seed)
     dims = DIMS[size]
     return (

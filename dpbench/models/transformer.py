@@ -63,7 +63,7 @@ def build(size: str) -> nn.Module:
 
 
 def batch(n: int, seed: int, size: str) -> tuple[Tensor, Tensor]:
-    """Return (n, tokens) token numbers and n class numbers."""
+    """Return token numbers of shape (n, tokens) and n class labels."""
     generator = torch.Generator().manual_seed(seed)
     dims = DIMS[size]
     return (

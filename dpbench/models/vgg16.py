@@ -2,8 +2,8 @@
 
 Layers: K. Simonyan, A. Zisserman, "Very Deep Convolutional Networks for Large-Scale Image Recognition", 2014,
 configuration D, without its dropout. In the full size the head has 89 % of the parameters and does 0.8 % of the forward
-arithmetic: replicate and reduce move weights with hardly any computation to hide the transfer. In the small size it has
-91 % of the parameters and does 33 % of the arithmetic.
+arithmetic: replicate and reduce move weights with hardly any computation to hide the transfer. In the small size the
+head has 91 % of the parameters and does 33 % of the arithmetic.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def build(size: str) -> nn.Module:
 
 
 def batch(n: int, seed: int, size: str) -> tuple[Tensor, Tensor]:
-    """Return (n, 3, pixels, pixels) normal images and n class numbers."""
+    """Return n images of shape (3, pixels, pixels) with normally distributed values, and n class labels."""
     generator = torch.Generator().manual_seed(seed)
     dims = DIMS[size]
     return (

@@ -1,7 +1,7 @@
 """Probe: measure the costs and rates of this machine, and write them as a machine file.
 
-All figures are measured several times, each time in a fresh process. The contention of two threads for the interpreter
-lock differs from process to process, and the load of the machine changes over time.
+A figure is one measured number. All figures are measured several times, each time in a fresh process. The contention of
+two threads for the interpreter lock differs from process to process, and the load of the machine changes over time.
 """
 
 from __future__ import annotations
@@ -26,10 +26,13 @@ from dpbench.probe import collective, engine, gpu, host
 from dpbench.probe.figures import Figure, over_passes
 
 PASSES, BUDGET_S = 3, 58.0
-"""The planned passes, and the budget: a pass is not started if it would exceed the budget, judging by the last one."""
+"""The planned number of passes, and the budget in seconds.
+
+A pass is not started if it would exceed the budget, assuming the duration of the last pass.
+"""
 Say = Callable[[str], None]
 MODULE_S = 16e-6
-"""The seconds of copying one module for a replica at a host factor of 1, from which the host factor is calculated."""
+"""The duration in seconds of copying one module for a replica at a host factor of 1; it defines the host factor."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class Probe:
     """The highest load of other processes on the cores, before the probe and during its passes."""
 
     def __getitem__(self, name: str) -> float:
-        """Return the value of a figure; raise LookupError for an unknown name."""
+        """Return the value of a figure. Raises LookupError for an unknown name."""
         for one in self.figures:
             if one.name == name:
                 return one.value
@@ -61,8 +64,8 @@ class Busy(RuntimeError):
 def probe(say: Say = lambda _: None, *, patience_s: float | None = None, anyway: bool = False) -> Probe:
     """Measure this machine, including its GPUs, and return the figures; `say` gets a line for each part.
 
-    On a busy machine, wait up to `patience_s` seconds; None means the value of the environment or the default. Raise
-    Busy if the machine stays busy, unless `anyway` is True. Raise RuntimeError with the last output of a pass that
+    On a busy machine, wait up to `patience_s` seconds; None means the value of the environment or the default. Raises
+    Busy if the machine stays busy, unless `anyway` is True. Raises RuntimeError, with the end of the output, if a pass
     fails.
     """
     loads = [foreign_load.wait(foreign_load.patience(patience_s), say)]
@@ -91,7 +94,7 @@ def probe(say: Say = lambda _: None, *, patience_s: float | None = None, anyway:
 
 
 def _worst(loads: Sequence[foreign_load.Measured]) -> foreign_load.Measured:
-    """Return the highest load, or an unknown one if no known load is too high.
+    """Return the highest load; an unknown load if there is one and no known load is too high.
 
     A machine with an unknown load must not count as quiet.
     """
@@ -167,7 +170,7 @@ Parts = Iterator[tuple[str, Callable[[], Iterator[Figure]]]]
 
 
 def _on_the_host() -> Parts:
-    """Yield the parts that are measured by threads pinned to one core each."""
+    """Yield the parts that are measured on the host."""
     yield "operations and the interpreter's lock", host.calls
     yield "modules and tensors", host.replication
     yield "threads", host.threads
@@ -181,7 +184,7 @@ def _on_the_host() -> Parts:
 
 
 def _on_gpus() -> Parts:
-    """Yield the parts that are measured on GPUs, by threads that are not pinned, as in the workers."""
+    """Yield the parts that are measured on GPUs. The measuring threads are not pinned to cores, as in the workers."""
     count = torch.cuda.device_count()
     if count:
         yield "GPU 0", gpu.figures
@@ -200,7 +203,7 @@ def _processor() -> str:
 def to_toml(found: Probe) -> str:
     """Return the text of a machine file: the fields that predictions read, then every figure with its method.
 
-    The probe does not measure links between GPUs. The file has a comment on the lines to add for them.
+    The probe does not measure links between GPUs. For several GPUs, a comment in the file says how to add them.
     """
     how = f"measured by dpbench probe in {found.seconds:.0f} s, torch {torch.__version__}"
     how = "; ".join([how, *_noise(found.load)])
@@ -258,7 +261,7 @@ def _table(one: Figure) -> Iterator[str]:
 
 
 def _number(value: float) -> str:
-    """Return a number as TOML with four significant digits, which exceeds the precision of all figures."""
+    """Return a number as TOML: floats have four significant digits, which exceeds the precision of all figures."""
     return str(value) if isinstance(value, int) else f"{value:.4g}" if abs(value) < 1e4 else f"{value:.4e}"
 
 

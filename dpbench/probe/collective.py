@@ -35,7 +35,7 @@ KIB, MIB = 2**10, 2**20
 SIZES = tuple(32 * KIB * 4**i for i in range(6))
 """The sizes of the measured all-reduces in bytes, from 32 KiB to 32 MiB."""
 COMPUTED_S = 1e-3
-"""The seconds of computation before each all-reduce and after each barrier."""
+"""The duration in seconds of the computation before each all-reduce and after each barrier."""
 LIMIT_S = 60.0
 
 
@@ -59,7 +59,7 @@ def all_reduce(ranks: int = 2, backend: str = "gloo", sizes: Sequence[int] = SIZ
 def _of_reductions(found: Sequence[tuple[int, Mapping[str, float]]], ranks: int, backend: str) -> Iterator[Figure]:
     """Yield the seconds of each size, and the line through them.
 
-    The line is over the bytes that a ring sends on each link: 2 (n - 1) / n of the size for n ranks.
+    The abscissa is the number of bytes that a ring sends on each link: 2 (n - 1) / n of the size for n ranks.
     """
     timed = [(size, Timing(**seconds)) for size, seconds in found]
     for size, spent in timed:
@@ -75,7 +75,7 @@ def _of_reductions(found: Sequence[tuple[int, Mapping[str, float]]], ranks: int,
 
 
 def _of_nets(found: Mapping[str, Any], rows: Mapping[str, int], ranks: int) -> Iterator[Figure]:
-    """Yield how many times as long forward and training of each net take while other processes do the same."""
+    """Yield, for each net, the slowdown of forward and of training while other processes do the same."""
     for name, (alone, together) in found.items():
         how = f"of {name} on {rows[name]} rows in all ranks at once, up to the end of the last rank, against one alone"
         for what, whole, one in zip(("forward", "training"), together, alone, strict=True):
@@ -85,7 +85,7 @@ def _of_nets(found: Mapping[str, Any], rows: Mapping[str, int], ranks: int) -> I
 
 
 def _of_chains(found: Sequence[tuple[int, Mapping[str, engine.Phases]]], ranks: int) -> Iterator[Figure]:
-    """Yield the host's cost of DistributedDataParallel without the net: each phase's seconds on tiny chains."""
+    """Yield the host's cost of DistributedDataParallel without the net's cost: each phase's duration on tiny chains."""
     alone, beside, joint, joint_long = (
         {layers: sides[side] for layers, sides in found} for side in ("alone", "beside", "ddp", "ddp_long")
     )
@@ -99,7 +99,7 @@ def _of_chains(found: Sequence[tuple[int, Mapping[str, engine.Phases]]], ranks: 
 
 
 def _measured(ranks: int, backend: str, wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Start the ranks from a fresh process; return rank 0's measurements. Raise RuntimeError if a rank fails."""
+    """Start the ranks from a fresh process; return rank 0's measurements. Raises RuntimeError if a rank fails."""
     affinity.roam()  # each rank is pinned to another core
     with tempfile.TemporaryDirectory(prefix="dpbench-") as folder:
         command = [sys.executable, "-m", "dpbench.probe.collective", str(os.getpid()), folder, str(ranks), backend]
@@ -113,7 +113,7 @@ def _measured(ranks: int, backend: str, wanted: Mapping[str, Any]) -> dict[str, 
 
 
 def _start(parent: int, folder: Path, ranks: int, backend: str, wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Start the ranks from this process and return rank 0's measurements; the process ends together with `parent`."""
+    """Start the ranks from this process and return rank 0's measurements; this process ends together with `parent`."""
     parent_death.die_with_parent(parent)
     measured: dict[str, Any] = run(partial(_rank, backend, wanted), ranks, folder, backend)[0]
     return measured
@@ -137,8 +137,8 @@ def _rank(backend: str, wanted: Mapping[str, Any], rank: int) -> dict[str, Any]:
 def _reduce(sizes: Sequence[int], device: torch.device) -> list[tuple[int, dict[str, float]]]:
     """Return the timing of an all-reduce of each size, repeated after some computation.
 
-    The computation is there because an idle or waiting core takes longer to respond than in a step. The time is from
-    the arrival of the last rank to the departure of the last one.
+    The computation precedes because an idle or waiting core takes longer to respond than a busy one, as in a step. The
+    time is measured from the begin of the last rank to the end of the last rank.
     """
     found = []
     for size in sizes:
@@ -185,7 +185,7 @@ def _compute() -> None:
 
 
 def _agreed(count: int) -> int:
-    """Return the `count` of rank 0 on all ranks."""
+    """Return rank 0's value of `count` on all ranks."""
     number = torch.tensor(count)
     dist.broadcast(number, 0)
     return int(number)
@@ -237,7 +237,7 @@ def _joint(layers: int, swept: int, devices: Sequence[Device], ranks: int) -> Tr
 
 
 def _together(mine: Trial) -> engine.Phases:
-    """Return the seconds by phase of the joined steps of all ranks."""
+    """Return the seconds by phase, from the steps of all ranks joined as in the ledger."""
     steps, spans = ledger.joined(_gathered(mine))
     return engine.seconds_of(replace(mine, steps=steps, spans=spans))
 

@@ -33,7 +33,7 @@ OWN = (
     Phase.SCATTER.value, Phase.REPLICATE.value, Phase.GATHER.value, Phase.REDUCE.value, Phase.OPTIMIZER.value,
     UNATTRIBUTED,
 )  # fmt: skip
-"""All phases except forward, loss and backward, which belong to the net."""
+"""The engine's phases: all except forward, loss and backward, which belong to the net."""
 BLOCKS = 4
 """The number of parts that a chain's steps are split into; the range over the parts is the spread of a figure."""
 Phases = Sequence[Mapping[str, float]]
@@ -50,7 +50,7 @@ those with short ones, so it is measured in both variants."""
 
 
 def figures(devices: int = 2) -> Iterator[Figure]:
-    """Yield the seconds of each phase on each schedule: a fixed part per step, and a part per parameter."""
+    """Yield the cost of each phase under each schedule in seconds: a fixed part per step, and a part per parameter."""
     singles = {
         swept: {layers: _phases(Schedule(), layers, swept, 1, ROWS // devices) for layers in LAYERS}
         for swept in (SHORT, LONG)
@@ -68,7 +68,7 @@ def figures(devices: int = 2) -> Iterator[Figure]:
 
 
 def beyond(found: Found, alone: Found, times: Mapping[str, int]) -> Found:
-    """Return the seconds of phases minus those of the same chain alone, multiplied by the phase's entry in `times`."""
+    """Return the seconds of phases minus `times[phase]` times those of the same chain on one device."""
     return {
         layers: [
             {phase: seconds[phase] - count * single[phase] for phase, count in times.items()}
@@ -81,7 +81,8 @@ def beyond(found: Found, alone: Found, times: Mapping[str, int]) -> Found:
 def of_chains(name: str, found: Found, phases: Sequence[str], more: Found, how: str) -> Iterator[Figure]:
     """Yield the fixed part and the part per parameter of each phase, and of the differences in `more`.
 
-    `phases` are the phases of `found` to yield. `more` has the seconds of some phases beyond those of one device.
+    `phases` are the phases of `found` to yield. `more` has the seconds that some phases take in addition to those on
+    one device.
     """
     how = f"{how}, SGD: chains of {LAYERS[0]} and {LAYERS[1]} Linear(4, 4)"
     tables = [(phase, phase, found, how) for phase in phases]
@@ -97,7 +98,7 @@ def of_chains(name: str, found: Found, phases: Sequence[str], more: Found, how: 
 
 
 def _two_parts(seconds: Mapping[int, float]) -> tuple[float, float]:
-    """Return the start and the slope of the line through the seconds of two parameter counts, both at least 0."""
+    """Return start and slope, both at least 0, of the line through the seconds at two parameter counts."""
     (few, low), (many, high) = ((count, max(0.0, s)) for count, s in sorted(seconds.items()))
     slope = max(0.0, (high - low) / (many - few))
     return max(0.0, low - slope * few), slope
@@ -157,7 +158,7 @@ def trial_of(step: Callable[..., Any], clock: HostClock, rows: int, observe: Cal
 
 
 def seconds_of(trial: Trial) -> Phases:
-    """Return a chain's typical seconds for every phase, over all timed steps and over each block of them."""
+    """Return a chain's typical seconds for every phase: over all timed steps, then over each block of steps."""
     every = dict.fromkeys([*(phase.value for phase in Phase), UNATTRIBUTED], 0.0)
     return [every | ledger.typical(part) for part in (trial, *(_block(trial, i) for i in range(BLOCKS)))]
 
@@ -171,7 +172,7 @@ def _block(trial: Trial, number: int) -> Trial:
 
 
 def _phases(schedule: Schedule, layers: int, swept: int, devices: int, rows: int) -> Phases:
-    """Return a chain's seconds by phase on a schedule."""
+    """Return a chain's seconds by phase under a schedule."""
     clock, model = HostClock(), chain(layers, swept)
 
     def momentum(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:

@@ -25,12 +25,15 @@ REPEATS = 9
 WARM = 3
 """The warm-up steps before the timed ones."""
 LOOP_S = 4e-3
-"""The least duration of a repetition, reached by repeating the work: the cost of the clock is then negligible."""
+"""The minimum duration of a repetition in seconds.
+
+Shorter work is repeated until it takes as long, so that the cost of reading the clock is negligible.
+"""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """The seconds of one call: of the typical repetition, and the 10th and 90th percentile of all repetitions."""
+    """The duration of one call in seconds: typical, and the 10th and 90th percentile over all repetitions."""
 
     seconds: float
     low_s: float
@@ -39,11 +42,11 @@ class Timing:
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured number. Its name ends with the unit, and `how` describes the measurement.
+    """One measured number. `name` ends with the unit, and `how` describes the measurement.
 
     `value` is the median over the probe's `passes`. For a figure with repetitions, `low` is the lowest 10th percentile
-    over the passes, and `high` the highest 90th percentile. Otherwise they are the lowest and the highest value of
-    several passes, or None for a figure that was measured once.
+    over the passes, and `high` the highest 90th percentile. For other figures they are the lowest and the highest value
+    of several passes, or None after a single pass.
     """
 
     name: str
@@ -55,7 +58,7 @@ class Figure:
 
 
 def over_passes(passes: Sequence[Sequence[Figure]]) -> tuple[Figure, ...]:
-    """Return the figures of all passes, joined by name; single passes differ, because a machine changes over time."""
+    """Return one figure for each name in any pass, joined from all passes that have it."""
     found: dict[str, list[Figure]] = {}
     for figures in passes:
         for one in figures:
@@ -74,12 +77,12 @@ def _joined(each: Sequence[Figure]) -> Figure:
 
 
 def figure(name: str, spent: Timing, how: str, *, per: float = 1.0) -> Figure:
-    """Return a figure of the seconds of a call, divided by the `per` operations that one call performs."""
+    """Return a figure of the duration of one operation in seconds, from a call that performs `per` operations."""
     return spread(name, [seconds / per for seconds in astuple(spent)], how)
 
 
 def rate(name: str, spent: Timing, how: str, *, amount: float) -> Figure:
-    """Return a figure of the rate of a call that processes `amount`, per second."""
+    """Return a figure of a rate: `amount`, which one call processes, per second."""
     return spread(name, [amount / seconds for seconds in astuple(spent)], how)
 
 
@@ -90,12 +93,15 @@ def ratio(name: str, beside: Timing, alone: Timing, how: str, *, share: float = 
 
 
 def spread(name: str, values: Sequence[float], how: str) -> Figure:
-    """Return a figure with the first value; all values, which come from parts of the data, give its range."""
+    """Return a Figure whose value is the first of `values` and whose range is their minimum and maximum.
+
+    The values after the first come from parts of the data.
+    """
     return Figure(name, values[0], how, min(values), max(values))
 
 
 def timing(seconds: Sequence[float]) -> Timing:
-    """Return the typical seconds and the percentiles of repetitions."""
+    """Return the typical duration and the percentiles of repetitions."""
     low_s, high_s = np.percentile(seconds, [10, 90])
     usual_s = typical(seconds)
     return Timing(usual_s, min(usual_s, float(low_s)), max(usual_s, float(high_s)))
@@ -107,7 +113,7 @@ def time_call(work: Work, repeats: int = REPEATS, *, setting: Setting = nullcont
 
 
 def time_together(works: Sequence[Work], repeats: int = REPEATS, *, setting: Setting = nullcontext) -> Timing:
-    """Return the timing of works that run at once, each in its thread under `setting`, until all have done one call."""
+    """Return the timing of calls that run concurrently, each in a thread under `setting`, until all have ended."""
     loops = 1
     while (spent := _round(works, loops, setting)) < LOOP_S and loops < 1_000_000:
         loops = max(2 * loops, int(loops * LOOP_S / max(spent, 1e-9)))
@@ -116,9 +122,9 @@ def time_together(works: Sequence[Work], repeats: int = REPEATS, *, setting: Set
 
 
 def time_steps(steps: Sequence[Step], repeats: int) -> tuple[Timing, Timing]:
-    """Return the timings of forward and of the whole of steps that run at once in kept threads; see `makespans`.
+    """Return the timings of forward and of the whole step, for steps that run concurrently in persistent threads.
 
-    A barrier starts each step in all threads at the same time.
+    A barrier starts each step in all threads at the same time. See `makespans` for the timings.
     """
     barrier = threading.Barrier(len(steps))
     found: list[list[tuple[float, float, float]]] = [[] for _ in steps]
@@ -138,10 +144,10 @@ def time_steps(steps: Sequence[Step], repeats: int) -> tuple[Timing, Timing]:
 
 
 def makespans(found: Sequence[Sequence[tuple[float, float, float]]]) -> tuple[Timing, Timing]:
-    """Return the timings of forward and of the whole of steps that several workers ran at once.
+    """Return the timings of forward and of the whole step, for steps that several workers ran concurrently.
 
     `found` has, for each worker and step, the times at which the step began, its forward ended, and the step ended. As
-    in the ledger, a phase lasts from the first begin to the last end over the workers.
+    in the ledger, a duration is that from the first worker's begin to the last worker's end.
     """
     begins, forwards, ends = zip(*(zip(*together, strict=True) for together in zip(*found, strict=True)), strict=True)
     forward_s, whole_s = (
@@ -151,9 +157,10 @@ def makespans(found: Sequence[Sequence[tuple[float, float, float]]]) -> tuple[Ti
 
 
 def time_new_threads(works: Sequence[Work], repeats: int = REPEATS, after: After = lambda results: None) -> Timing:
-    """Return the timing of works that run at once, each in a thread that is started for one call.
+    """Return the timing of calls that run concurrently, each in a thread that is started for that call.
 
-    `after` receives the results before the next call, outside the timed region. Until then, they keep their memory.
+    `after` receives the results before the next call, outside the timed region. Until then, the results keep their
+    memory.
     """
 
     def once() -> float:
@@ -192,12 +199,12 @@ def time_before(work: Work, repeats: int, after: After) -> Timing:
 
 
 def typical(seconds: Sequence[float]) -> float:
-    """Return the mean of the middle half of repetitions: outliers do not affect it, and means of parts add up."""
+    """Return the mean of the middle half of repetitions, which outliers hardly affect."""
     return statistics.mean(middle_half(sorted(seconds)))
 
 
 def _round(works: Sequence[Work], loops: int, setting: Setting) -> float:
-    """Return the seconds in which all works, in concurrent threads, run `loops` times each."""
+    """Return the duration in seconds of `loops` calls of every work, in concurrent threads."""
     if len(works) == 1:
         with setting():
             begin = time.perf_counter()

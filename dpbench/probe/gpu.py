@@ -42,7 +42,7 @@ def context(ordinal: int) -> Figure:
 
 
 def _seconds(work: Callable[[], object], repeats: int = REPEATS) -> float:
-    """Return the seconds of one call on the device, measured by events around `repeats` calls."""
+    """Return the duration of one call on the device in seconds, measured by events around `repeats` calls."""
     for _ in range(3):
         work()
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -77,7 +77,7 @@ def _adder(x: torch.Tensor) -> Work:
 
 
 def nets() -> Iterator[Figure]:
-    """Yield the slowdown of two concurrent replicas, in kept threads and in new ones, for several kinds of nets.
+    """Yield the slowdown of two concurrent replicas, in persistent and in new threads, for several kinds of nets.
 
     New threads are measured separately, because they lack the thread-local caches of libraries and of the allocator.
     """
@@ -159,7 +159,7 @@ def replication() -> Iterator[Figure]:
 
 
 def threads() -> Iterator[Figure]:
-    """Yield the costs of starting a thread and of waking a kept one."""
+    """Yield the costs of starting a thread and of waking a persistent one."""
 
     def start() -> None:
         thread = threading.Thread(target=affinity.stay, args=(1,))
@@ -228,7 +228,7 @@ def memory() -> Iterator[Figure]:
 
 
 def _copy(size: int, pool: int = 0) -> Work:
-    """Return the copy of a block of `size` bytes; with a larger `pool` of bytes, of its blocks in turn."""
+    """Return the work of copying a block of `size` bytes; with a `pool` of more bytes, the pool's blocks in turn."""
     source, target = (torch.ones(max(size, pool) // 4).split(size // 4) for _ in range(2))
     pairs = itertools.cycle(zip(source, target, strict=True))
 
@@ -245,7 +245,7 @@ def _add(size: int) -> Timing:
 
 
 def lines(points: Sequence[tuple[float, Timing]]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the starts and the slopes of three lines: through the typical, the low and the high seconds."""
+    """Return the starts and the slopes of three lines: through the typical, the low and the high durations."""
     edges = zip(*(astuple(spent) for _, spent in points), strict=True)
     found = [line([(work, seconds) for (work, _), seconds in zip(points, edge, strict=True)]) for edge in edges]
     starts, slopes = zip(*found, strict=True)

@@ -1,7 +1,7 @@
 """Strategies: ways to train on one or several devices, one file each.
 
-A strategy is an instance of a subclass of `Strategy`. Plans, verification, reports and predictions depend on its
-methods and its traits only; no other package uses a strategy's name. A strategy from outside is run as `--strategies
+A strategy is an instance of a subclass of `Strategy`. Plans, verification, reports and predictions depend on a
+strategy's methods and traits only; no other package uses a strategy's name. A user's strategy is run as `--strategies
 file.py:name`, or under the name of an entry point in the group `dpbench.strategies`.
 """
 
@@ -36,7 +36,7 @@ only the library's internal timers record, as a list of (phase, device, start_s,
 
 
 class Unpredictable(ValueError):
-    """A strategy does not describe its step as tasks, so that it cannot be predicted."""
+    """A strategy cannot be predicted, because it does not describe its step as tasks."""
 
 
 class Strategy(Protocol):
@@ -47,8 +47,9 @@ class Strategy(Protocol):
     def start(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> AbstractContextManager[Step]:
         """Return a context manager that yields the training step of a case.
 
-        `devices` are the case's devices; a rank gets its own device only. The step enters `mark(phase, index)` around
-        each phase that it runs on a device. On exit the model's module must have the trained weights.
+        `devices` are the case's devices; in a strategy with ranks, only the device of this rank. The step enters
+        `mark(phase, index)` around each phase that it runs on a device. On exit the model's module must have the
+        trained weights.
         """
         ...
 
@@ -70,7 +71,10 @@ class Strategy(Protocol):
 
     def tasks(self, case: Case, profile: Profile) -> list[Task]:
         """Return one step as a graph of tasks, for the predictor. Raises Unpredictable if the step is not described."""
-        raise Unpredictable(f"the strategy {case.strategy} does not describe its step as tasks: measure it instead")
+        raise Unpredictable(
+            f"the strategy {case.strategy} cannot be predicted, because it does not describe its step as tasks; "
+            "measure the strategy instead"
+        )
 
     def one_rank(self, case: Case, profile: Profile) -> list[Task]:
         """Return the tasks of one representative rank, for predictions of many ranks."""
@@ -82,7 +86,7 @@ class Strategy(Protocol):
 
 
 def load(name: str) -> Strategy:
-    """Return the strategy with the name `name`. Raises LookupError if there is none."""
+    """Return the strategy with the name `name`. Raises LookupError for an unknown name."""
     found: Strategy = registry.strategy(name)
     return found
 
@@ -117,7 +121,7 @@ def optimizer_of(case: Case) -> Callable[[Iterable[nn.Parameter]], torch.optim.O
 
 
 def precision_of(case: Case) -> AbstractContextManager[Any]:
-    """Return the autocast region in which the case's forward runs."""
+    """Return the context manager for the case's forward: autocast to bf16, or nothing in fp32."""
     if case.precision == "fp32":
         return nullcontext()
     import torch

@@ -1,4 +1,4 @@
-"""Moves: the bytes that one step on a schedule must move, by phase, source and target, computed from shapes."""
+"""Moves: the bytes that one step under a schedule must move, by phase, source and target, computed from shapes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dpbench.records.work import Move, Shapes
 
 
 def scheduled(case: Case, shapes: Shapes) -> Iterator[Move]:
-    """Yield the moves of one step on a schedule of the engine."""
+    """Yield the moves of one step of the engine under the case's schedule."""
     schedule, rows = parse(case.schedule or "reference"), case.rows
     yield from batch(case, shapes, local=schedule.loss == "local")
     if case.devices == 1:
@@ -22,7 +22,10 @@ def scheduled(case: Case, shapes: Shapes) -> Iterator[Move]:
 
 
 def batch(case: Case, shapes: Shapes, *, local: bool) -> Iterator[Move]:
-    """Yield the moves of the inputs, and of the target: by rows if `local`, otherwise whole to device 0."""
+    """Yield the moves of the inputs and the target.
+
+    If `local`, the rows of the target move to their replicas; otherwise the whole target moves to device 0.
+    """
     for device, count in enumerate(case.rows):
         yield Move(Phase.SCATTER, HOST, device, count * (shapes.input_bytes + shapes.target_bytes * local))
     if not local and case.device_kind != "cpu":  # logical CPU devices read the host's memory
@@ -30,7 +33,7 @@ def batch(case: Case, shapes: Shapes, *, local: bool) -> Iterator[Move]:
 
 
 def _weights(schedule: Schedule, shapes: Shapes, count: int) -> Iterator[Move]:
-    """Yield the moves of weights and buffers to the replicas; of buffers only if every device updates its weights."""
+    """Yield the moves of weights and buffers to the replicas; only of buffers if every device updates its weights."""
     kept = schedule.replicas == "persistent" and schedule.update != "root"
     for device in range(1, count):
         yield Move(Phase.REPLICATE, 0, device, shapes.buffer_bytes + (0 if kept else shapes.parameter_bytes))

@@ -1,6 +1,6 @@
 """Tasks: steps as graphs of work, for the predictor.
 
-`Graph` builds a list of tasks. `Chain` makes the tasks of a process that drives several devices on a schedule.
+`Graph` builds a list of tasks. `Chain` makes the tasks of a process that drives several devices under a schedule.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Graph:
         self, phase: Phase, device: int, host: str, launches: float, kernels: tuple[float, str],
         after: Iterable[int] = (), overlap: Iterable[int] = (),
     ) -> int:  # fmt: skip
-        """Append the host's launches, and the kernels, which run concurrently and end with the launches or later."""
+        """Append the host's launches, and the kernels, which run concurrently and never end before the launches."""
         before = tuple(after)
         handed = self.add(phase, device, host, launches, "launches", before, overlap)
         amount, unit = kernels
@@ -145,7 +145,7 @@ class Chain:
         return graph.add(Phase.LOSS, 0, "device:0", sum(self._rows) * size, "bytes", gathered)
 
     def _local_loss(self, forwards: list[int]) -> list[list[int]]:
-        """Append each replica's loss on its device, and the sum of these numbers on device 0."""
+        """Append each replica's loss on its device, and the sum of these losses on device 0."""
         graph, size = self._graph, self._profile.output_bytes
         own = [
             graph.add(Phase.LOSS, i, f"device:{i}", rows * size, "bytes", [forwards[i]])

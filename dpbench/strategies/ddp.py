@@ -1,7 +1,7 @@
 """torch's DistributedDataParallel: one process per device, with an all-reduce that overlaps with backward.
 
 The ranks are forked processes on this machine, which connect over the loopback interface only. No communication hook is
-installed, because it would change the measurement. The end of backward's compute comes from the private DDP logger
+installed, because a hook would change the measurement. The end of backward's compute comes from the private DDP logger
 (`_set_ddp_runtime_logging_sample_rate`, `_get_ddp_logging_data`, `logger.set_runtime_stats_and_log`), which only this
 file uses. The rest of backward is the exposed part of the reduction. DDP synchronises buffers inside its forward, so
 that the phase forward contains them.
@@ -103,7 +103,7 @@ class _Step:
         return loss.detach()
 
     def _chunk(self, value: Any) -> tuple[Any, int]:
-        """Return this rank's rows of a tensor, and the number of all rows; (value, 1) for anything else."""
+        """Return this rank's rows of a tensor, and the tensor's number of rows; (value, 1) for other values."""
         import torch
 
         if not isinstance(value, torch.Tensor):

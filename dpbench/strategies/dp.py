@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 class Engine(Strategy):
-    """dpbench's explicit DataParallel, on the schedule of the case."""
+    """dpbench's explicit DataParallel, under the schedule of the case."""
 
     traits = Traits(role=Role.ENGINE)
 
     def skip(self, case: Case) -> str:
-        """Return a reason for flat storage on emulated devices, which is not possible."""
+        """Return the reason to skip flat storage on emulated devices, where it is not possible; otherwise ""."""
         flat = case.schedule not in ("", FASTEST) and parse(case.schedule).storage == "flat"
         if case.device_kind == "emulated" and flat:
             return "storage=flat needs CPU or CUDA devices: emulated parameters cannot be views of one buffer"
@@ -33,7 +33,7 @@ class Engine(Strategy):
 
     @contextmanager
     def start(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Step]:
-        """Yield the engine's training step on the case's schedule."""
+        """Yield the engine's training step under the case's schedule."""
         from dpbench.engine.train_step import TrainStep
 
         module = model.module.to(devices[0].torch_device)
@@ -49,7 +49,7 @@ class Engine(Strategy):
             yield step
 
     def tasks(self, case: Case, profile: Profile) -> list[Task]:
-        """Return the tasks of the schedule; for `fastest`, those of the best exact rung."""
+        """Return the tasks of the case's schedule; for `fastest`, those of the best schedule that is bitwise exact."""
         if case.devices == 1:
             return single.STRATEGY.tasks(case, profile)
         return Chain(case, profile, schedule_of(case)).tasks()

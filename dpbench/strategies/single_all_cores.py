@@ -1,7 +1,7 @@
 """One device that uses every core: the performance of a CPU without data parallelism.
 
 Logical CPU devices have one thread each, so that device counts are compared at equal resources. A speed-up on a CPU is
-a gain of the whole machine only if it exceeds this strategy's.
+a gain for the whole machine only if it exceeds the speed-up of this strategy.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class SingleAllCores(Single):
     traits = Traits(parallelism=Parallelism.NONE, role=Role.ALL_CORES)
 
     def skip(self, case: Case) -> str:
-        """Return a reason for GPUs: a GPU always uses all of its resources."""
+        """Return the reason to skip a case on GPUs: a GPU always uses all of its resources."""
         return "" if case.device_kind == "cpu" else "a GPU always uses all of its resources: see the strategy single"
 
 

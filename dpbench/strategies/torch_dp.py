@@ -1,7 +1,7 @@
 """torch.nn.DataParallel itself, marked in the four methods that subclasses may override.
 
-Its reduction runs inside autograd, where no mark can be set. The phase backward therefore contains it, and comparisons
-use the sum of backward and reduce on both sides.
+The reduction runs inside autograd, where no mark can be set. The phase backward therefore contains the reduction, and
+comparisons use the sum of backward and reduce on both sides.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class TorchDataParallel(Strategy):
     traits = Traits(role=Role.WRAPPER, reduction=Reduction.IN_BACKWARD, needs_accelerator=True, shared_stream=True)
 
     def skip(self, case: Case) -> str:
-        """Return why torch.nn.DataParallel cannot run the case: on the CPU, or in bf16 on several devices."""
+        """Return the reason to skip a case: on the CPU, on emulated devices, or in bf16 on several devices."""
         if case.device_kind == "cuda" and case.precision == "bf16" and case.devices > 1:
             return "torch.nn.DataParallel does not forward autocast's dtype to its threads: bf16 would run as fp16"
         if case.device_kind == "cuda":

@@ -64,7 +64,7 @@ def _emulated(ordinals: Sequence[int]) -> list[Device]:
 
 
 def _ordinal(device: torch.device) -> int:
-    """Return the GPU's number; a bare "cuda" is the current GPU. Raises ValueError for a GPU that does not exist."""
+    """Return a GPU's number; for "cuda", that of the current GPU. Raises ValueError for a GPU that does not exist."""
     count = torch.cuda.device_count()
     if count == 0:
         raise ValueError(f"device_ids names {device}, but torch sees no GPU here; use 'cpu' for logical CPU devices")

@@ -1,9 +1,9 @@
-"""Emulated tensors: they report the device `lazy:i`, wrap an ordinary tensor, and their bytes are counted.
+"""Emulated tensors: wrappers of ordinary tensors that report the device `lazy:i`, and whose bytes are counted.
 
 torch's lazy backend has a device type, but no kernels until it is started. The kernels registered here, two that
 allocate and one that copies, suffice for factories, `.to("lazy:0")` and ops that allocate, in every thread and without
-any mode. All other ops have an EmulatedTensor among their arguments, so that torch calls `_dispatch`: it checks devices
-as CUDA would, and runs the op on the wrapped tensors.
+any mode. All other ops have an EmulatedTensor among their arguments, so that torch calls `_dispatch`, which checks
+devices as CUDA would, and runs the op on the wrapped tensors.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SPARSE = torch._C.DispatchKeySet(torch._C.DispatchKey.SparseCPU)
 
 
 class EmulatedTensor(torch.Tensor):
-    """A tensor on `lazy:i`; `held` has its numbers on the host, or its shape alone on `meta`."""
+    """A tensor on `lazy:i`; `held` is the wrapped tensor: on the host, or on `meta`, which stores no values."""
 
     held: torch.Tensor
     __torch_function__: Any = torch._C._disabled_torch_function_impl  # do not convert results to the subclass
@@ -63,12 +63,12 @@ class EmulatedTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        """Set shape and numbers; torch alone would set the shape but not the numbers."""
+        """Set shape and values; torch alone would set the shape but not the values."""
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         self.held = _held(value)
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.device]:
-        """Declare this a wrapper, so that `module.to` swaps tensors, which keeps tied weights and optimizers."""
+        """Declare this a wrapper, so that `module.to` swaps tensors, which preserves tied weights and optimizers."""
         return ["held"], self.device
 
     @staticmethod
@@ -96,13 +96,13 @@ class EmulatedTensor(torch.Tensor):
         return f"Parameter containing:\n{text}" if isinstance(self, torch.nn.Parameter) else text
 
     def type(self, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
-        """Return the type's name, or cast; the name of a sparse type is made here, because torch has none."""
+        """Return the type's name, or cast. The name of a sparse type is composed here, because torch has none."""
         if dtype is None and self.is_sparse:
             return self.held.type().replace("torch.", f"torch.{LAZY}.")
         return super().type(dtype, non_blocking, **kwargs)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Raise TypeError, as a GPU's tensor does, unless `force`."""
+        """Return a copy on the host with `force`; otherwise raises TypeError, as a GPU's tensor does."""
         if force:
             return self.detach().cpu().numpy()
         raise TypeError(f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy it first.")
@@ -176,13 +176,13 @@ def _empty_strided(size: Any, stride: Any, *, device: Any, dtype: Any = None, **
 
 
 def _copy_from(source: torch.Tensor, target: EmulatedTensor, non_blocking: bool = False) -> torch.Tensor:
-    """Copy where torch has disabled subclasses: inside `torch.tensor`."""
+    """Copy inside `torch.tensor`, where torch has disabled subclasses."""
     _held(target).copy_(_held(source))
     return target
 
 
 def _numbered(device: Any) -> torch.device:
-    """Return the device with its number; a bare "lazy" is number 0."""
+    """Return the device with its number; a device without a number becomes number 0."""
     device = torch.device(device)
     return device if device.index is not None else torch.device(device.type, 0)
 
@@ -216,7 +216,7 @@ def _dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _check_devices(func: Any, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
-    """Raise RuntimeError when tensors are on different devices; scalars on the host go with any device."""
+    """Raises RuntimeError when tensors are on different devices; scalars on the host may be used with any device."""
     if func in ANY_DEVICE:
         return
     for tensor in tensors:
@@ -275,7 +275,7 @@ class DeviceFull(torch.OutOfMemoryError):
 
 
 class Ledger:
-    """The bytes of each device's storages while they exist; safe to use from any thread."""
+    """The bytes of each device's existing storages; safe to use from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # reentrant: a finalizer may run within any of these methods
@@ -285,7 +285,7 @@ class Ledger:
         self._bound: dict[torch.device, int] = {}
 
     def own(self, storage: torch.UntypedStorage, device: torch.device) -> None:
-        """Count a storage until it is freed; of a storage that is counted already, update the size.
+        """Count a storage until it is freed; if it is already counted, update its size.
 
         Raises torch.OutOfMemoryError, and counts nothing, if the device would exceed its bound.
         """

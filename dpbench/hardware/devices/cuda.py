@@ -21,8 +21,8 @@ from dpbench.hardware.devices._many import copy_all
 class CudaDevice:
     """A GPU, or one stream of a GPU that several replicas share.
 
-    `ordinal` is the GPU's number in CUDA. `own_stream` gives the replica a separate stream. `shares_memory` marks a
-    replica whose GPU already reports its memory under an earlier index.
+    `ordinal` is the GPU's number in CUDA. `own_stream` gives the replica a separate stream. `shares_memory` is True if
+    a replica with a lower index already reports the memory of this GPU.
     """
 
     def __init__(self, index: int, ordinal: int, *, own_stream: bool = False, shares_memory: bool = False) -> None:
@@ -39,7 +39,7 @@ class CudaDevice:
         return self._own or torch.cuda.current_stream(self.ordinal)
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy on this device's stream, after work on the source that its GPU's current stream has queued."""
+        """Copy on this device's stream, after the work that is queued on the current stream of the source's GPU."""
         self._follow([tensor])
         with self.guard():
             copy = tensor.to(self.torch_device, non_blocking=True, copy=True)
@@ -47,7 +47,7 @@ class CudaDevice:
         return copy
 
     def clone(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copy all tensors, in one multi-tensor launch if source and copy share the GPU."""
+        """Copy all tensors, in one multi-tensor launch if source and copy are on the same GPU."""
         self._follow(tensors)
         with self.guard():
             copies = [torch.empty_like(tensor, device=self.torch_device) for tensor in tensors]
@@ -56,10 +56,10 @@ class CudaDevice:
         return copies
 
     def guard(self) -> AbstractContextManager[Any]:
-        """Return a context in which GPU and stream are current.
+        """Return a context manager that makes GPU and stream current.
 
-        The stream is looked up here, in the thread that dispatches: a new thread's current stream is the default
-        stream, not that of the thread which started it.
+        The stream is looked up here, in the calling thread: in a new thread, the current stream is the default stream,
+        not that of the thread which started the new one.
         """
         stack = ExitStack()
         device, stream = torch.cuda.device(self.ordinal), torch.cuda.stream(self.stream)
@@ -109,7 +109,7 @@ class CudaDevice:
         torch.cuda.reset_peak_memory_stats(self.ordinal)
 
     def can_collect(self, devices: Sequence[Device]) -> bool:
-        """Return whether all are CUDA devices on distinct GPUs."""
+        """Return whether `devices` are two or more CUDA devices, all on distinct GPUs."""
         ordinals = [getattr(device, "ordinal", None) for device in devices]
         return None not in ordinals and len(set(ordinals)) == len(ordinals) > 1
 
@@ -196,8 +196,7 @@ class Nccl:
 class GraphRecorder:
     """Records CUDA graphs of one replica, on a side stream, in a memory pool that only this replica's graphs share.
 
-    All graphs are replayed on the stream that is then current, never two at once, so that they may reuse the same
-    memory.
+    All graphs are replayed on the current stream, never two at the same time, so that they may reuse the same memory.
     """
 
     def __init__(self, device: CudaDevice) -> None:

@@ -3,8 +3,8 @@
 Once a device has been created (or `install` called), `module.to("lazy:0")`, `x.to("lazy:1")`, `torch.zeros(3,
 device="lazy:0")` and `.cpu()` work in every thread, and tensors of two devices cannot be combined. Numbers are computed
 on the host, bitwise equal to those of logical CPU devices, with two exceptions that agree within rounding. For
-attention, torch takes another path on the host (choose `SDPBackend.MATH` on both to compare). For RNNs, it multiplies
-the input step by step, as on a GPU.
+attention, torch uses another kernel on logical CPU devices (to compare, choose `SDPBackend.MATH` on both). For RNNs on
+emulated devices, torch multiplies the input step by step, as on a GPU.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ __all__ = ["EmulatedDevice", "bounded", "bytes_only", "install"]
 
 
 class EmulatedDevice(HostDevice):
-    """An emulated device, or one of several replicas on it.
+    """An emulated device, as one replica uses it.
 
-    `ordinal` is its number among the emulated devices. `shares_memory` marks a replica whose device already reports its
-    memory under an earlier index.
+    `ordinal` is its number among the emulated devices. `shares_memory` is True if a replica with a lower index already
+    reports the memory of this device.
     """
 
     def __init__(self, index: int, ordinal: int | None = None, *, shares_memory: bool = False) -> None:
@@ -54,7 +54,7 @@ class EmulatedDevice(HostDevice):
 
 @contextmanager
 def bytes_only() -> Iterator[None]:
-    """Create emulated tensors, in any thread, without numbers inside the context: any model size at no memory cost."""
+    """Create emulated tensors without values inside the context, in any thread: models of any size take no memory."""
     before = set_home(torch.device("meta"))
     try:
         yield

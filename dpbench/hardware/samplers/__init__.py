@@ -41,11 +41,11 @@ class Series:
 
     @property
     def pid(self) -> int | None:
-        """Return the process id of the sampler; None if there is none."""
+        """Return the process id of the sampler; None if no sampler was started."""
         return self._process.pid if self._process else None
 
     def cut(self, start_s: float, end_s: float, settle_s: float = 1.0) -> tuple[Sample, ...]:
-        """Return the samples of [start_s, end_s] in order of time, and discard earlier ones.
+        """Return the samples of [start_s, end_s] in chronological order, and discard earlier ones.
 
         The sampler is first requested to write its buffered samples, which takes about a millisecond; `settle_s` limits
         the wait for this, and 0 skips the request.
@@ -87,7 +87,7 @@ class Series:
 def sampling(
     devices: Sequence[int], output: Path, interval_s: float = 0.1, root_pid: int | None = None
 ) -> Iterator[Series]:
-    """Sample the GPUs with these CUDA ordinals and the host, in a separate process; its errors cost samples only.
+    """Sample the host and the GPUs with these CUDA ordinals, in a separate process; its errors only lose samples.
 
     `root_pid` is the root of the process tree to watch, by default this process. Linux ends the sampler with the
     *thread* that enters the context: enter it from a thread that lives as long as the run.
@@ -126,7 +126,11 @@ def _start(devices: Sequence[int], output: Path, interval_s: float, root_pid: in
 
 
 def _ask(process: subprocess.Popen[bytes], line: bytes, timeout_s: float) -> bool:
-    """Send a line, which the sampler sends back after it has written its samples; raise if its process has ended."""
+    """Send a line, and return whether the sampler has answered in time.
+
+    The sampler sends the line back after it has written its samples. Raises EOFError or OSError if its process has
+    ended.
+    """
     assert process.stdin is not None
     process.stdin.write(line + b"\n")
     return _hears(process, line, timeout_s)
@@ -153,7 +157,7 @@ def _closed(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Wait for the process to end by itself, otherwise end it; reap it."""
+    """Wait for the process to end by itself, otherwise terminate it, and finally kill it; reap it."""
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.close()

@@ -19,7 +19,10 @@ log = logging.getLogger(__name__)
 def ticks(
     interval_s: float, wait: Callable[[float], bool], now: Callable[[], float] = time.perf_counter
 ) -> Iterator[int]:
-    """Yield k at start + k * interval until `wait(seconds)` returns true; ticks whose time has passed are skipped."""
+    """Yield k at the time start + k * interval; skip ticks whose time has passed.
+
+    Stop when `wait(seconds)` returns true.
+    """
     start_s = now()
     k = 0
     while not wait(max(0.0, start_s + k * interval_s - now())):

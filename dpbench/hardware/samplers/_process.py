@@ -1,7 +1,7 @@
 """Sampler process: starts every sampler, writes their samples, and ends with its parent. Never loads torch.
 
-Protocol: it prints `ready` on stdout once all samplers run. It answers each line on stdin with the same line, after
-writing all samples so far to the file. It ends at the end of stdin, on SIGTERM, or when its parent dies.
+Protocol: the process prints `ready` on stdout once all samplers run. It answers each line on stdin with the same line,
+after writing all samples so far to the file. It ends at the end of stdin, on SIGTERM, or when its parent dies.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _stop_signal() -> int:
 
 
 def _start_all(samplers: ExitStack, devices: Sequence[int], interval_s: float) -> list[list[Sample]]:
-    """Start every plug; a plug that cannot start costs only its own series."""
+    """Start every plug and return their series; a plug that cannot start has no series."""
     series = []
     for name in registry.names("samplers"):
         try:

@@ -19,7 +19,7 @@ def root_pid() -> int:
 
 
 class ProcessTree:
-    """A process and its descendants without this process; walked again at most every `refresh_s` seconds."""
+    """A process and its descendants, except for this process; read again at most every `refresh_s` seconds."""
 
     def __init__(self, root: int, refresh_s: float = 0.5, now: Callable[[], float] = time.perf_counter) -> None:
         self.root = root
@@ -29,7 +29,7 @@ class ProcessTree:
         self._pids: frozenset[int] = frozenset()
 
     def pids(self) -> frozenset[int]:
-        """Return the tree's process ids as of at most `refresh_s` seconds ago; some processes may have ended since."""
+        """Return the tree's process ids, read at most `refresh_s` seconds ago; some processes may have ended since."""
         if self._now() - self._walked_s >= self.refresh_s:
             self._walked_s = self._now()
             self._pids = descendants(self.root) - {os.getpid()}

@@ -1,7 +1,7 @@
 """Host sampler: CPU and memory of the run's processes, the load of every core, and CPU use by other processes.
 
-All samples have device -1. Rates (`_ratio`) cover the time since the previous reading, so that the first reading has
-none. A process joins the watched tree up to 0.5 s after its start; until then its CPU time counts as foreign. Memory
+All samples have device -1. Rates (`_ratio`) cover the time since the previous reading, so that the first reading has no
+rates. A process joins the watched tree up to 0.5 s after its start; until then its CPU time counts as foreign. Memory
 pages that forked processes share are counted once for each process.
 """
 
@@ -36,7 +36,7 @@ _CPU_CLOCK = 2  # CPUCLOCK_SCHED of the kernel's posix-timers.h, which clock_get
 def start(devices: Sequence[int], interval_s: float, root: int | None = None) -> Iterator[list[Sample]]:
     """Watch the host and the process tree below `root`; yield a list that grows until the `with` ends.
 
-    `root` defaults to the one in the environment, or the parent process. `devices` is unused.
+    `root` defaults to the process id in the environment, or else to the parent process. `devices` is unused.
     """
     samples: list[Sample] = []
     if sys.platform != "linux" or not Path("/proc/stat").exists():
@@ -108,7 +108,7 @@ def take_reading(pids: Collection[int]) -> Reading:
 
 
 def levels(now: Reading) -> dict[str, float]:
-    """Return the metrics of a single reading."""
+    """Return the metrics that need a single reading only."""
     load = {"load_1m": os.getloadavg()[0]}
     return {**load, "rss_bytes": float(now.rss_bytes)} if now.process_s else load
 
@@ -116,7 +116,7 @@ def levels(now: Reading) -> dict[str, float]:
 def rates(before: Reading, now: Reading) -> dict[str, float]:
     """Return the metrics of the interval between two readings.
 
-    A process counts from the second reading that includes it, because its earlier CPU time is not of this interval. The
+    A process counts from the second reading that includes it, because its earlier CPU time belongs to no interval. The
     CPU time of this sampler counts neither for the watched tree nor as foreign.
     """
     elapsed_s = now.time_s - before.time_s
