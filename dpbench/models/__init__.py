@@ -45,9 +45,9 @@ class Model:
         wrong = [f"{where} has {_shape(one)}" for where, one in _tensors((inputs, target)) if one.shape[:1] != (n,)]
         if wrong:
             raise ValueError(
-                f"model {self.name}: batch({n}, ...) must return {n} rows, but {', '.join(wrong)}; in every tensor of the "
-                "inputs and the target, the first dimension must have the size that batch() gets as its first argument "
-                f"(here {n})"
+                f"model {self.name}: batch({n}, ...) must return {n} rows, but {', '.join(wrong)}; in every tensor of "
+                "the inputs and the target, the first dimension must have the size that batch() gets as its first "
+                f"argument (here {n})"
             )
         return inputs, target
 

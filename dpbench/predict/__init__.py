@@ -1,1 +1,1 @@
-"""Predict: the time and the memory of a training step on a machine that is not at hand."""
+"""Predict: the duration and the memory of a training step on a machine that is described but not available."""

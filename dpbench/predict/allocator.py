@@ -1,4 +1,4 @@
-"""Allocator: a replay of the CUDA caching allocator, from a list of allocations to the memory that a process reserves.
+"""Allocator: a model of the CUDA caching allocator, which computes the reserved memory from a list of allocations.
 
 The rules and constants are those of PyTorch's `c10/cuda/CUDACachingAllocator.cpp` and `c10/core/AllocatorConfig.h`
 with default settings:
@@ -59,7 +59,7 @@ class Allocator:
 
     `capacity_bytes` limits the memory that the process may reserve; None sets no limit. `requested_bytes` is the sum of
     the sizes requested, `allocated_bytes` the sum of the blocks in use, and `reserved_bytes` the sum of the segments.
-    With a `rounding_bytes` of 1, sizes count as in the ledger of emulated devices.
+    `rounding_bytes` is the multiple to which sizes are rounded up; 1 counts bytes as emulated devices do.
     """
 
     capacity_bytes: int | None = None
@@ -76,7 +76,7 @@ class Allocator:
     )
 
     def take(self, size_bytes: int) -> MemoryBlock:
-        """Return a block of at least `size_bytes`; raise OutOfDeviceMemory if it does not fit the device."""
+        """Return a block of at least `size_bytes`. Raises OutOfDeviceMemory if the block does not fit the device."""
         if size_bytes < 1:
             raise ValueError(f"a block needs at least 1 byte, got {size_bytes}; empty tensors take no memory")
         size = -(-size_bytes // self.rounding_bytes) * self.rounding_bytes
@@ -171,12 +171,12 @@ class Allocator:
 
 
 Names = dict[int, int]
-"""A map of the storages of a trace to their holdings on a tape."""
+"""For each storage of a trace, the number of its allocation on a tape (its holding)."""
 
 
 @dataclass(frozen=True)
 class MemoryChange:
-    """One allocation on a device, or its release if `taken` is False; both carry the number of the same holding."""
+    """One allocation on a device, or its release if `taken` is False; `holding` numbers the allocations of a tape."""
 
     device: int
     holding: int
@@ -201,7 +201,10 @@ class Peak:
 
 
 class Tape:
-    """A sequence of allocations and releases on several devices, in the order of time."""
+    """A sequence of allocations and releases on several devices, in chronological order.
+
+    The number of an allocation is called its holding.
+    """
 
     def __init__(self) -> None:
         self.changes: list[MemoryChange] = []
@@ -209,7 +212,7 @@ class Tape:
         self._live: dict[int, MemoryChange] = {}
 
     def take(self, device: int, size_bytes: int, kind: str) -> list[int]:
-        """Allocate one tensor; return a list of its holding, or an empty list for an empty tensor."""
+        """Allocate one tensor; return a list with its holding, or an empty list for an empty tensor."""
         if not size_bytes:
             return []
         change = MemoryChange(device, len(self.changes), size_bytes, kind, self.stage, taken=True)
@@ -222,7 +225,7 @@ class Tape:
         return [holding for size in sizes_bytes for holding in self.take(device, size, kind)]
 
     def give(self, holdings: Iterable[int]) -> None:
-        """Release holdings; one that is already released is ignored."""
+        """Release holdings; a holding that is already released is ignored."""
         for holding in holdings:
             if change := self._live.pop(holding, None):
                 self.changes.append(
@@ -248,9 +251,9 @@ class Tape:
 
 
 def replay(tape: Tape, device: int, *, capacity_bytes: int | None = None, rounding_bytes: int | None = None) -> Peak:
-    """Return the peaks of one device.
+    """Return the memory peaks of one device, from a replay of its allocations and releases.
 
-    Raise OutOfDeviceMemory, with a note on the stage and the kind of tensor, if the memory of the device is exceeded.
+    Raises OutOfDeviceMemory, with a note on the stage and the kind of tensor, if the memory of the device is exceeded.
     """
     allocator = Allocator(capacity_bytes) if rounding_bytes is None else Allocator(capacity_bytes, rounding_bytes)
     blocks: dict[int, MemoryBlock] = {}

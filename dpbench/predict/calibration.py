@@ -1,7 +1,8 @@
-"""Calibration: how much better predictions become if some steps of the machine are measured.
+"""Calibration: the improvement of predictions if some steps on the machine are measured.
 
-The host factor and the bus bandwidth are fitted to the rows of some models on a machine. The rows of its other models
-are then predicted: with DataParallel, each model from all others; with DDP, all models from a single one.
+A row is one published measurement. The host factor and the bus bandwidth are fitted to the rows of some models on a
+machine. The rows of the other models on that machine are then predicted: with DataParallel, each model from all others;
+with DDP, all models from a single one.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ FEW = 3
 """The least number of models on a machine for a leave-one-out fit."""
 
 DOUBT = 0.002
-"""The error added per unit of a factor's absolute logarithm: a factor that the rows do not depend on stays at 1."""
+"""The penalty per unit of a factor's absolute logarithm: a factor that the rows do not depend on stays at 1."""
 
 Point = tuple[float, float]
 
@@ -103,7 +104,7 @@ def _constants(one: Matched, host: float, bus: float) -> tuple[Constants, float]
 
 
 def _step_s(one: Matched, host: float, bus: float) -> float:
-    """Return a row's step in seconds by formula, with scaled host factor and bus bandwidth."""
+    """Return the duration of a row's step in seconds, by formula, with scaled host factor and bus bandwidth."""
     constants, factor = _constants(one, host, bus)
     asked = rows.question(one, constants, factor)
     machine = asked.machine.machine

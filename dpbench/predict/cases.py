@@ -16,12 +16,12 @@ from dpbench.records.traits import Role
 
 PRICED = ("traced", "counted")
 LAUNCHES = (intervals.HOST, "launch_s")
-"""Priors that a traced or counted profile depends on: a net of many small kernels is limited by their launches."""
+"""Priors that a traced or counted profile depends on, because launches limit a net of many small kernels."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The prediction of one case: the step in seconds, its 80 % interval, and the spans of one step."""
+    """The prediction of one case: the duration of a step in seconds, its 80 % interval, and the spans of one step."""
 
     case: Case
     seconds: float
@@ -51,7 +51,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Predictor:
-    """The inputs of predictions on one machine. `given` is a known step of one device, as (seconds, samples)."""
+    """The inputs of predictions on one machine. `given` is a known step on one device, as (seconds, samples)."""
 
     machine: Machine
     constants: Constants = DEFAULT
@@ -90,7 +90,7 @@ class Predictor:
         return Prediction(case, seconds, low, high, profile.source, spans, self.machine.name)
 
     def _on_host(self, case: Case) -> Prediction:
-        """Return the prediction of a case on logical CPU devices, from measured steps of one device."""
+        """Return the prediction of a case on logical CPU devices, from measured steps on one device."""
         profile = self.measured.get(counts.key(case))
         if profile is None:
             raise UnknownMachine(
@@ -121,7 +121,7 @@ class Predictor:
 
 
 def sweep(models: Sequence[str], device_kind: str = "cuda", **axes: object) -> list[Case]:
-    """Return the product of the axes as cases; models may also be ones that are known by name only."""
+    """Return the product of the axes as cases; this includes models that are known by name only."""
     found: list[Case] = []
     for model in models:
         stand_in = registry.names("models")[0] if counts.named(model) else model
@@ -142,9 +142,10 @@ def most_devices(machine: Machine) -> int:
 
 
 def speedup(one: Prediction, others: Sequence[Prediction]) -> tuple[float, str]:
-    """Return a case's speed-up over one device, and the scaling: "strong" (equal batch) or "weak" (per device).
+    """Return the speed-up of `one` over a single device, and the kind of scaling.
 
-    Without a prediction of one device to compare with, return 0 and "".
+    The kind is "strong" (equal total batch) or "weak" (equal batch per device). Without a prediction for one device to
+    compare with, return 0 and "".
     """
     case = one.case
     for scaling, batch in (("strong", case.batch_size), ("weak", case.batch_size / case.devices)):

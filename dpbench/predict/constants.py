@@ -1,6 +1,6 @@
-"""Constants: the costs of host operations and messages, each with the source of its figure.
+"""Constants: the costs of host operations and messages, each with its source.
 
-Seconds of host operations are for a host factor of 1: torch 2.13 on a virtual machine with an AMD EPYC processor.
+The durations of host operations are for a host factor of 1: torch 2.13 on a virtual machine with an AMD EPYC processor.
 Constants marked "fitted" were fitted to published step times of several machines at once, with a prior close to the
 microbenchmark of each; `benchmarks/scripts/fit_constants.py` repeats the fit.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    """Figures that are the same on all machines, in seconds, bytes per second, or ratios."""
+    """Numbers that are the same on all machines: seconds, bytes per second, or ratios."""
 
     launch_s: float = 10e-6
     """The launch of one forward kernel from Python: 9-12 us for a call of nn.Module on the CPU; fitted."""
@@ -32,9 +32,9 @@ class Constants:
     update_s: float = 1.0e-6
     """The host's cost per parameter in a multi-tensor (foreach) optimizer."""
     hand_off: float = 0.017
-    """The extra cost of a launch per other thread that competes for the interpreter lock, as a ratio; fitted."""
+    """The relative extra cost of a launch for each other thread that competes for the interpreter lock; fitted."""
     contention: float = 0.03
-    """The extra cost of a backward launch per other device that runs backward at the same time, as a ratio."""
+    """The relative extra cost of a backward launch for each other device that runs backward at the same time."""
     forward_share: float = 0.24
     """The share of forward in forward plus backward if only their sum is known; fitted, 0.33 by FLOP."""
     host_share: float = 0.9
@@ -91,7 +91,7 @@ class Constants:
         return hash(tuple(getattr(self, f.name) for f in fields(self)))
 
     def changed(self, **values: Any) -> Constants:
-        """Return the constants with some of them replaced; raise ValueError for an unknown name."""
+        """Return the constants with some of them replaced. Raises ValueError for an unknown name."""
         known = {f.name for f in fields(self)}
         if unknown := sorted(set(values) - known):
             raise ValueError(f"unknown constants {', '.join(unknown)}; known: {', '.join(sorted(known))}")

@@ -1,6 +1,7 @@
 """Costs: convert the amounts of tasks into seconds on a resource, or bytes over links, on one machine.
 
-A collective becomes one job, however many devices take part in it.
+A task is a part of a strategy's step; a job is a task with its cost on this machine. A collective becomes one job,
+however many devices take part in it.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class _Prices:
         self._units: dict[str, Callable[[Task], SimulatedJob]] = {"flop": self._flop, "bytes": self._bytes}
 
     def job(self, task: Task) -> SimulatedJob:
-        """Return the work of one task, without its dependencies."""
+        """Return the job of one task, without its dependencies."""
         return self._units.get(task.unit, self._host)(task)
 
     def _host(self, task: Task) -> SimulatedJob:
@@ -100,7 +101,7 @@ class _Prices:
         return SimulatedJob(spent, task.resource)
 
     def _launches(self, task: Task, spent: float) -> float:
-        """Return the seconds of a task's launches, which take at most a share of the known seconds of their phase."""
+        """Return the duration of a task's launches, which take at most a share of the known duration of their phase."""
         profile, rows = self._profile, self._rows[max(0, task.device)]
         factor = self._machine.host.factor
         if task.phase is Phase.FORWARD:
@@ -125,7 +126,7 @@ class _Prices:
         )
         if cost is None:
             raise ValueError(
-                f"the profile of {profile.model} has no seconds for {task.phase}; dpbench.predict.profiles adds them"
+                f"the profile of {profile.model} has no timing for {task.phase}; dpbench.predict.profiles adds timings"
             )
         rows = self._rows[task.device]
         part = task.amount / (rows * flop) if flop else 1.0
@@ -150,7 +151,7 @@ class _Prices:
         return SimulatedJob(scale * task.amount / self.memory_bytes_per_s, task.resource)
 
     def _update_scale(self) -> float:
-        """Return the factor on the optimizer's bytes and launches that makes them take its known seconds."""
+        """Return the factor by which the optimizer's bytes and launches are scaled to take its known duration."""
         profile = self._profile
         if profile.optimizer is None:
             return 1.0
@@ -178,5 +179,5 @@ def _or(measured: float | None, constant: float) -> float:
 
 
 def _capped(spent: float, known: Cost | None, rows: int, share: float) -> float:
-    """Return the seconds of launches, limited to a share of the known seconds of their phase."""
+    """Return the duration of launches in seconds, limited to a share of the known duration of their phase."""
     return min(spent, share * known.at(rows)) if known else spent

@@ -1,4 +1,4 @@
-"""Counts: the parameters, modules, FLOP and bytes of a model, and the seconds of its ops on a described GPU.
+"""Counts: the parameters, modules, FLOP and bytes of a model, and the durations of its ops on a described GPU.
 
 dpbench's models and those of users are traced op by op, which loads torch. Well-known models are looked up by name. A
 model that cannot be traced, for example because shapes depend on values, is counted as a whole on a real step of two
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ROWS = (8, 64)
-"""The two batch sizes to trace; seconds at other sizes are on the line through them."""
+"""The two batch sizes to trace; durations at other sizes are on the line through those at these two."""
 
 
 Key = tuple[str, str, str]
@@ -41,7 +41,7 @@ def named(model: str) -> bool:
 
 
 def of(case: Case) -> Profile:
-    """Return the counts of a case's model, without seconds; raise LookupError for an unknown name."""
+    """Return the counts of a case's model, without timings. Raises LookupError for an unknown name."""
     if named(case.model):
         found = features.find(case.model, None, case.precision)
         if found.known == "estimated" or not features.exact(case.model):
@@ -57,9 +57,9 @@ def of(case: Case) -> Profile:
 
 
 def priced(case: Case, machine: Machine, constants: Constants = DEFAULT) -> Profile:
-    """Return the profile of a case's model with seconds on a machine's GPU: per op if it can be traced, else per phase.
+    """Return the profile of a case's model with timings on a machine's GPU: per op if traceable, else per phase.
 
-    Raise UnknownMachine if the machine file lacks the peaks that the seconds depend on.
+    Raises UnknownMachine if the machine file lacks the peaks that the timings depend on.
     """
     traces = None if named(case.model) else _traces(case.model, case.size, case.precision, case.optimizer)
     if traces is None:

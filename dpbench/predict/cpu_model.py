@@ -1,13 +1,13 @@
 """Logical CPU devices: the phases of a step from the profile of one device and the probe's figures of the host.
 
-EXPERIMENTAL: this model was checked on one kind of host only. There, a step predicted from a single probe is within
-20 % of the measured one in four of five cases, and the largest error is 65 %.
+EXPERIMENTAL: this model was checked on one kind of host only. On that host, a step predicted from a single probe is
+within 20 % of the measured step in four of five cases, and the largest error is 65 %.
 
 On the host, each phase starts when the one before it has ended. The replicas of one phase run one after the other, or
-each in its thread; nothing else runs concurrently. The step is therefore the sum of its phases. A replica that runs
-while another one does is slower by a ratio that the probe measured on nets of the same kind.
+each in its thread; nothing else runs concurrently. The duration of a step is therefore the sum of those of its phases.
+A replica that runs while another one runs is slower by a ratio that the probe measured on nets of the same kind.
 
-The model covers the strategies single, ddp (on gloo), and dp on the schedules `reference` and `fastest`.
+The model covers the strategies single, ddp (on gloo), and dp under the schedules `reference` and `fastest`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from dpbench.records.traits import Role
 
 KIB = 2**10
 MOST = 2
-"""The largest number of devices: the probe measures how two replicas slow each other down, not more."""
+"""The largest number of devices, because the probe measures the slowdown of two concurrent replicas only."""
 CHAIN_MODULES = 3
 """The modules of the probe's chains in addition to one module for every two parameters."""
 LONG_S = 2e-3
-"""The seconds of a replica's forward and backward from which its kernels count as long: ranks that wait for them go to
-sleep."""
+"""The duration of a replica's forward and backward from which its kernels count as long.
+
+Ranks that wait for long kernels go to sleep, and take longer to wake up.
+"""
 OTHERS = "resnet18"
 """The net whose ratios are used for models that the probe did not measure."""
 
@@ -48,7 +50,7 @@ class ProbedHost:
         return self.figures[name]
 
     def beside(self, model: str, what: str) -> float:
-        """Return how many times as long a replica takes while another one runs; at least 1.
+        """Return the slowdown of a replica while another one runs, as a ratio of at least 1.
 
         `what` is the phase and the kind of workers, for example "forward_2_threads".
         """
@@ -60,7 +62,7 @@ class ProbedHost:
         return self[f"{schedule}_{phase}_s"] + tensors * self[f"{schedule}_{phase}_tensor_s"]
 
     def copy_s(self, tensors: int, size_bytes: float) -> float:
-        """Return the seconds of copies of `tensors` tensors with `size_bytes` bytes in total."""
+        """Return the duration in seconds of copies of `tensors` tensors with `size_bytes` bytes in total."""
         return tensors * self["tensor_copy_s"] + self.move_s(size_bytes)
 
     def move_s(self, size_bytes: float) -> float:
@@ -75,13 +77,14 @@ class ProbedHost:
         return size_bytes / self[f"copy_{sizes[at] // KIB}_kib_bytes_per_s"]
 
     def moves_s(self, sizes: Iterable[float]) -> float:
-        """Return the seconds of copies of these sizes in bytes, one after the other."""
+        """Return the duration in seconds of copies of these sizes in bytes, one after the other."""
         return sum(self.move_s(size) for size in sizes)
 
     def all_reduce_s(self, size_bytes: float) -> float:
-        """Return the seconds of an all-reduce, interpolated between the sizes measured.
+        """Return the duration of an all-reduce in seconds, interpolated between the sizes measured.
 
-        A size that took longer than a larger one was disturbed, so the seconds of the larger one limit it.
+        If a size took longer than a larger one, its measurement was disturbed: the duration of the larger size limits
+        it.
         """
         measured = sorted(
             (int(name.split("_")[2]) * KIB, value)
@@ -97,10 +100,12 @@ class ProbedHost:
 def step(case: Case, profile: Profile, host: ProbedHost) -> dict[str, float]:
     """Return the seconds of each phase of one step, and the unattributed seconds outside all phases.
 
-    Raise ValueError for a case that the model does not cover.
+    Raises ValueError for a case that the model does not cover.
     """
     if case.device_kind != "cpu" or case.devices > MOST:
-        raise ValueError(f"{case.label}: steps are known for one or two logical CPU devices: the probe measures pairs")
+        raise ValueError(
+            f"{case.label}: only one or two logical CPU devices can be predicted: the probe measures pairs"
+        )
     role = case.traits.role
     if role is Role.BASELINE or (role is Role.ENGINE and len(case.rows) == 1):
         phases = (Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.OPTIMIZER)
@@ -112,7 +117,7 @@ def step(case: Case, profile: Profile, host: ProbedHost) -> dict[str, float]:
         return _reference(case, profile, host)
     if role is Role.ENGINE and case.schedule == FASTEST:
         return _fastest(case, profile, host)
-    raise ValueError(f"{case.label}: steps are known for single, ddp, and dp on {REFERENCE} and {FASTEST}")
+    raise ValueError(f"{case.label}: only single, ddp, and dp under {REFERENCE} or {FASTEST} can be predicted")
 
 
 def spans(phases: Mapping[str, float]) -> Iterator[Span]:
@@ -126,17 +131,17 @@ def spans(phases: Mapping[str, float]) -> Iterator[Span]:
 
 def _at(cost: Cost | None, rows: float) -> float:
     if cost is None:
-        raise ValueError("the profile has no seconds for a phase: measure the strategy single")
+        raise ValueError("the profile has no timing for one of the phases: measure it with --strategies single")
     return cost.at(rows)
 
 
 def _engine(case: Case, profile: Profile, host: ProbedHost, schedule: str) -> dict[str, float]:
-    """Return the seconds of the engine's own work by phase, including the copies of inputs and buffers."""
+    """Return the duration of the engine's own work by phase in seconds, including the copies of inputs and buffers."""
     found = {phase: host.engine_s(schedule, phase, profile.parameter_tensors) for phase in ENGINE}
     # unattributed time manages and frees replicas, so it grows with their modules
     modules = max(profile.parameter_tensors, 2 * (profile.modules - CHAIN_MODULES))
     found[UNATTRIBUTED] = host.engine_s(schedule, UNATTRIBUTED, modules)
-    # it also contains the work of one device's own step between phases, such as freeing tensors
+    # it also contains the work that one device has between phases, such as freeing tensors
     found[UNATTRIBUTED] += (profile.rest or Cost()).at(max(case.rows))
     found[Phase.SCATTER.value] += host.move_s(case.batch_size * profile.input_bytes)
     found[Phase.REPLICATE.value] += host.copy_s(profile.buffer_tensors, profile.buffer_bytes)
@@ -175,9 +180,9 @@ def _fastest(case: Case, profile: Profile, host: ProbedHost) -> dict[str, float]
 
 
 def _kept(case: Case, profile: Profile, host: ProbedHost, *, pool: bool) -> dict[str, float]:
-    """Return the phases of a schedule with persistent replicas, each of which steps its share of one flat buffer.
+    """Return the seconds per phase of a schedule with persistent replicas, each updating its share of one flat buffer.
 
-    With `pool` the replicas run concurrently in kept threads, else one after the other in one thread.
+    With `pool` the replicas run concurrently in persistent threads, otherwise one after another in one thread.
     """
     rows, schedule = case.rows, "fastest_pool" if pool else "fastest_serial"
     share = profile.parameter_bytes / (len(rows) if pool else 1)
@@ -205,7 +210,7 @@ def _kept(case: Case, profile: Profile, host: ProbedHost, *, pool: bool) -> dict
 
 
 def _pieces(profile: Profile, owners: int) -> list[int]:
-    """Return for each owner's share of the buffer the number of parameters that overlap it."""
+    """Return, for each owner's share of the buffer, the number of parameters that overlap the share."""
     counts, at = [0] * owners, 0.0
     share = max(1.0, profile.parameter_bytes / owners)
     for size in profile.gradient_sizes:
@@ -222,9 +227,9 @@ seven."""
 
 
 def _ddp(case: Case, profile: Profile, host: ProbedHost) -> dict[str, float]:
-    """Return the phases of DistributedDataParallel on gloo, with one process per rank.
+    """Return the seconds per phase of DistributedDataParallel on gloo, with one process per rank.
 
-    Reduce contains only the seconds of copies and all-reduces that continue after backward has ended.
+    The phase reduce contains only the copies and all-reduces that continue after backward has ended.
     """
     rows, tensors = case.rows, profile.parameter_tensors
     forward, backward = (max(_at(cost, n) for n in rows) for cost in (profile.forward, profile.backward))

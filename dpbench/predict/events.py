@@ -1,9 +1,9 @@
 """Events: simulate jobs on resources, and return when each begins and ends.
 
-A job waits for the end of the jobs in `after` and for the start of the jobs in `overlap`; it never ends before the
-latter do. It first takes its seconds on a resource that serves one job at a time (a stream, a thread). It then moves
-its amount as a flow over resources that all flows share fairly (links, the interpreter lock). The simulation keeps one
-heap of ends, and calculates the rates of all flows again whenever a flow begins or ends.
+A job waits for the end of the jobs in `after` and for the start of the jobs in `overlap`, and never ends before the
+jobs in `overlap`. It first occupies, for its `seconds`, a resource that serves one job at a time (a stream, a thread).
+The job then moves its `amount` as a flow over resources that all flows share fairly (links, the interpreter lock). The
+simulation keeps one heap of ends, and calculates the rates of all flows again whenever a flow begins or ends.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TypeVar
 
 @dataclass(frozen=True)
 class SimulatedJob:
-    """A job: `seconds` on `resource` (on no resource if that is empty), then `amount` over the shared `way`.
+    """A job: `seconds` on `resource` (if "", on no resource), then `amount` over the shared resources `way`.
 
     `after` and `overlap` are indexes into the list of jobs.
     """
@@ -32,7 +32,7 @@ class SimulatedJob:
 
 
 def simulate(jobs: Sequence[SimulatedJob], capacity: Mapping[object, float]) -> list[tuple[float, float]]:
-    """Return (start, end) of each job in seconds; raise ValueError if jobs wait for each other in a cycle."""
+    """Return (start, end) of each job in seconds. Raises ValueError if jobs wait for each other in a cycle."""
     run = _Run(jobs, capacity)
     run.go()
     if left := [number for number, (_, end) in enumerate(run.times) if math.isnan(end)]:
@@ -64,7 +64,7 @@ class _Run:
         self._rates: dict[int, float] = {}
 
     def go(self) -> None:
-        """Process events in the order of time until no job and no flow is active."""
+        """Process events in chronological order until no job or flow is active."""
         for number in [number for number, waits in enumerate(self._waits) if not waits]:
             self._ready(number)  # may release others
         while self._ends or self._left:
@@ -79,7 +79,7 @@ class _Run:
                 self._done(flow)
 
     def _next_flow(self) -> tuple[int, float]:
-        """Return the flow that ends next and its end in seconds; (-1, inf) without flows."""
+        """Return the flow that ends next and the time of its end in seconds; (-1, inf) without flows."""
         if not self._left:
             return -1, math.inf
         if not self._rates:
@@ -111,7 +111,7 @@ class _Run:
             self._release(other)
 
     def _release(self, number: int) -> None:
-        """Remove one dependency of a job, and make the job ready if it was the last one."""
+        """Remove one dependency of a job; start or queue the job when none is left."""
         self._waits[number] -= 1
         if not self._waits[number]:
             self._ready(number)
@@ -151,10 +151,10 @@ Resource = TypeVar("Resource", bound=Hashable)
 
 
 def rates(flows: Mapping[Flow, Sequence[Resource]], capacity: Mapping[Resource, float]) -> dict[Flow, float]:
-    """Return the max-min fair rate of each flow: a higher rate of one would lower another that has no more.
+    """Return the max-min fair rate of each flow: raising one rate would lower another that is not higher.
 
-    The method is progressive filling: all rates grow together until a resource is full. The rates of its flows are then
-    fixed, and the others continue to grow.
+    The method is progressive filling: all rates grow together until a resource is full. The rates of the flows over
+    that resource are then fixed, and the other rates continue to grow.
     """
     left = dict(capacity)
     crossing: dict[Resource, set[Flow]] = {}

@@ -1,7 +1,7 @@
 """Features: the counts of a model, looked up by its name as published tables write it.
 
 The counts of torchvision's and Hugging Face's models are traced without weights (tests/data/trace_models.py); those of
-other models come from public figures. Counts of an unknown model are estimated from its number of parameters and
+other models come from public figures. The counts of an unknown model are estimated from its number of parameters, and
 marked as estimated.
 """
 
@@ -31,7 +31,7 @@ class Features:
     profile: Profile
     known: str
     tokens: float = 0.0
-    """The tokens of one sample, for figures in tokens per second; 0 for a model without tokens."""
+    """The number of tokens in one sample, for throughputs in tokens per second; 0 for a model without tokens."""
     overlap: bool = False
     """Whether the model's well-known training script overlaps the reduction of gradients with backward."""
     update_samples: int = 0
@@ -70,7 +70,7 @@ def exact(name: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def find(name: str, parameters: float | None = None, precision: str = "fp32") -> Features:
-    """Return a model's features; `parameters` is the count in a table, used for models that are not known."""
+    """Return a model's features; `parameters` is the published number of parameters, used for unknown models."""
     table, key = _table(), plain(name)
     row = table.get(key)
     if row is None:

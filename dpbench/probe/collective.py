@@ -52,12 +52,15 @@ def figures(rows: Mapping[str, int], sizes: Sequence[int] = SIZES, ranks: int = 
 
 
 def all_reduce(ranks: int = 2, backend: str = "gloo", sizes: Sequence[int] = SIZES) -> Iterator[Figure]:
-    """Yield the seconds of an all-reduce of each size in bytes, and the start and the rate of the line through them."""
+    """Yield the duration of an all-reduce of each size, and the start and the rate of the line through them.
+
+    `sizes` are in bytes.
+    """
     yield from _of_reductions(_measured(ranks, backend, {"reduce": sizes})["reduce"], ranks, backend)
 
 
 def _of_reductions(found: Sequence[tuple[int, Mapping[str, float]]], ranks: int, backend: str) -> Iterator[Figure]:
-    """Yield the seconds of each size, and the line through them.
+    """Yield the duration of an all-reduce of each size, and the start and the rate of the line through them.
 
     The abscissa is the number of bytes that a ring sends on each link: 2 (n - 1) / n of the size for n ranks.
     """
@@ -158,7 +161,7 @@ def _reduce(sizes: Sequence[int], device: torch.device) -> list[tuple[int, dict[
 
 
 def _nets(rows: Mapping[str, int]) -> dict[str, Any]:
-    """Return the timings of each net's forward and whole step: in rank 0 while the others wait, and in all at once."""
+    """Return the timings of each net's forward and step: in rank 0 while the others wait, and in all ranks at once."""
     found = {}
     for name, count in rows.items():
         step, times = host.timed_training(name, count), _agreed(host.repeats(name, count))

@@ -58,7 +58,7 @@ class Figure:
 
 
 def over_passes(passes: Sequence[Sequence[Figure]]) -> tuple[Figure, ...]:
-    """Return one figure for each name in any pass, joined from all passes that have it."""
+    """Return the figures of all passes; figures with the same name are joined into one."""
     found: dict[str, list[Figure]] = {}
     for figures in passes:
         for one in figures:
@@ -87,7 +87,7 @@ def rate(name: str, spent: Timing, how: str, *, amount: float) -> Figure:
 
 
 def ratio(name: str, beside: Timing, alone: Timing, how: str, *, share: float = 1.0) -> Figure:
-    """Return a figure of the seconds of concurrent calls over those of a call alone, divided by `share`."""
+    """Return a figure of a slowdown: the duration of concurrent calls over that of one alone, divided by `share`."""
     pairs = ((beside.seconds, alone.seconds), (beside.low_s, alone.high_s), (beside.high_s, alone.low_s))
     return spread(name, [one / other / share for one, other in pairs], how)
 

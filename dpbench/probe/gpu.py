@@ -32,7 +32,7 @@ def figures(ordinal: int = 0) -> Iterator[Figure]:
 
 
 def context(ordinal: int) -> Figure:
-    """Return the memory of the context: after CUDA has started, the memory neither free nor held by the allocator."""
+    """Return the memory of the CUDA context: that which is neither free nor held by the allocator once CUDA runs."""
     torch.cuda.init()
     free, total = torch.cuda.mem_get_info(ordinal)
     return Figure(

@@ -43,8 +43,10 @@ NETS = {"mlp": 32, "resnet18": 32, "transformer": 32}
 SIDES = (64, 128, 256, 512, 1024)
 COPIES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 POOL = 16 * MIB
-"""The bytes of the pool from which copied blocks are taken in turn: as in a step, they are not in a core's private
-cache."""
+"""The bytes of the pool from which copied blocks are taken in turn.
+
+As in a step, these blocks are then not in a core's private cache.
+"""
 SMALL, LARGE = 256 * KIB, 64 * MIB
 """A block that fits a core's private cache, and one that is larger than all caches."""
 
