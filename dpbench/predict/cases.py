@@ -61,7 +61,7 @@ class Predictor:
     """Profiles measured on a device of this kind."""
 
     def predict(self, case: Case) -> Prediction:
-        """Return the prediction of one case; raise UnknownMachine if the machine file lacks a figure that it needs."""
+        """Return the prediction of one case. Raises UnknownMachine if the machine file lacks a required number."""
         if self.machine.logical:
             return self._on_host(case)
         simulation.check(case, self.machine)
@@ -121,7 +121,7 @@ class Predictor:
 
 
 def sweep(models: Sequence[str], device_kind: str = "cuda", **axes: object) -> list[Case]:
-    """Return the product of the axes as cases; this includes models that are known by name only."""
+    """Return the product of the axes as cases; `models` may include models that are known by name only."""
     found: list[Case] = []
     for model in models:
         stand_in = registry.names("models")[0] if counts.named(model) else model

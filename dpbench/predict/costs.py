@@ -136,7 +136,10 @@ class _Prices:
         return SimulatedJob(spent, task.resource)
 
     def _bytes(self, task: Task) -> SimulatedJob:
-        """Return the job of a task that moves bytes: over links, in a collective, or through a device's memory."""
+        """Return the simulated job for a task that moves bytes.
+
+        The bytes move over links, in a collective, or through device memory.
+        """
         kind, _, rest = task.resource.partition(":")
         if kind == "copy":
             return self._copy(task, *rest.split(":"))

@@ -155,7 +155,10 @@ ENGINE = (
 
 
 def _reference(case: Case, profile: Profile, host: ProbedHost) -> dict[str, float]:
-    """Return the phases of `reference`: one new thread per replica in forward, all backwards in the calling thread."""
+    """Return the seconds per phase of `reference`.
+
+    Forward runs in one new thread per replica, all backwards in the calling thread.
+    """
     rows = case.rows
     forward = max(_at(profile.forward, n) for n in rows)
     found = _engine(case, profile, host, REFERENCE)
@@ -174,7 +177,10 @@ def _reference(case: Case, profile: Profile, host: ProbedHost) -> dict[str, floa
 
 
 def _fastest(case: Case, profile: Profile, host: ProbedHost) -> dict[str, float]:
-    """Return the phases of `fastest`, which keeps one thread per replica or uses one thread, whichever is faster."""
+    """Return the seconds per phase of `fastest`.
+
+    The replicas run in one persistent thread each, or all in one thread, whichever is faster.
+    """
     ways = [_kept(case, profile, host, pool=True), _kept(case, profile, host, pool=False)]
     return min(ways, key=lambda phases: sum(phases.values()))
 

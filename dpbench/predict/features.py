@@ -26,7 +26,7 @@ kernels per forward kernel."""
 
 @dataclass(frozen=True)
 class Features:
-    """A model's counts as a profile without seconds. `known` is their origin: traced, public or estimated."""
+    """A model's counts, as a profile without timings. `known` is their origin: traced, public or estimated."""
 
     profile: Profile
     known: str

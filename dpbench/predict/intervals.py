@@ -1,7 +1,7 @@
-"""Intervals: the uncertainty of a prediction, from priors of the figures that were not measured.
+"""Intervals: the uncertainty of a prediction, from priors of the constants that were not measured.
 
-The step is calculated one standard deviation above and below the centre of each prior. 200 random draws then combine
-these responses, which add up in the logarithm. The interval contains the middle 80 % of the draws.
+The duration of the step is calculated one standard deviation above and below the centre of each prior. 200 random draws
+then combine these responses, whose logarithms add up. The interval contains the middle 80 % of the draws.
 """
 
 from __future__ import annotations
@@ -23,25 +23,27 @@ STATED = {
     HOST: 0.25, "bus_scale": 0.2, "forward_share": 0.2, "pageable_bytes_per_s": 0.3, "slowdown": 0.7,
     "variation": 0.7, "launch_s": 0.3,
 }  # fmt: skip
-"""Standard deviations of logarithms for a machine that is fully described."""
+"""For a machine that is fully described: the standard deviation of each constant's logarithm, by name."""
 APART = {Parallelism.RANKS: ("launch_s",), Parallelism.THREADS: ("slowdown", "variation"), Parallelism.NONE: ()}
-"""By parallelism: the priors that have little or no effect on a strategy's step."""
+"""For each kind of parallelism, the priors that have little or no effect on the duration of a step."""
 ASSUMED = {"bus_scale": 0.6}
-"""Standard deviations that replace those above if the text of a published row leaves links or peer access open."""
+"""Standard deviations that replace those above if a published measurement does not state links or peer access."""
 ESTIMATED = {"features": 0.6}
-"""Additional standard deviations for a model whose counts are estimated from its parameters."""
+"""Additional standard deviations for a model whose counts are estimated from its number of parameters."""
 RESIDUAL = {"measured": 0.02, "given": 0.03, "traced": 0.3, "counted": 0.6}
-"""The standard deviation of the logarithm of one device's step, by the source of its profile.
+"""The standard deviation of the logarithm of the duration of a step on one device, by the source of the profile.
 
-Traced steps are within 34 % on four published ones. Counted steps: of 161 published ones, half are off by more than a
-factor of two (light nets on hosts of 2019-21, predicted too fast); of the 33 that keep a GPU busy, a fifth is off by
-more than 32 %."""
+Durations from traces are within 34 % for four published steps. Of those from counts, compared with 161 published steps,
+half are off by more than a factor of two (light nets on hosts of 2019-21, predicted too fast). Of the 33 steps that
+keep a GPU busy, a fifth is off by more than 32 %.
+"""
 
 ON_HOST = 0.2
-"""The standard deviation of the logarithm of a step on logical CPU devices, calculated from the probe's figures.
+"""The standard deviation of the logarithm of the duration of a step on logical CPU devices.
 
-Of the nine steps in reports/cpu-truth, the median over ten probes is off by 8 % at most. A single probe is off by less
-than 20 % in four of five cases, and by 65 % at worst."""
+For the nine steps in reports/cpu-truth, the median of the predictions from ten probes is off by 8 % at most. The
+prediction from a single probe is off by less than 20 % in four of five cases, and by 65 % at worst.
+"""
 
 
 @lru_cache(maxsize=8)
@@ -54,10 +56,11 @@ def _normal(columns: int) -> tuple[tuple[float, ...], ...]:
 def interval(
     step_s: float, evaluate: Callable[[str, float], float], priors: Mapping[str, float], residual: float
 ) -> tuple[float, float]:
-    """Return the 80 % interval of a step in seconds.
+    """Return the 80 % interval of the duration of a step, in seconds.
 
-    `evaluate(name, factor)` returns the step with the figure of one prior multiplied by `factor`. `priors` maps names
-    to standard deviations of logarithms, and `residual` is the standard deviation of the step's own logarithm.
+    `evaluate(name, factor)` returns the duration of the step with one constant multiplied by `factor`. `priors` maps
+    the names of constants to the standard deviations of their logarithms. `residual` is the standard deviation of the
+    duration's logarithm from all other causes.
     """
     responses = []
     for name, deviation in priors.items():
@@ -76,7 +79,7 @@ def interval(
 
 
 def of(case: Case) -> dict[str, float]:
-    """Return the priors that affect a case's step."""
+    """Return the priors that affect the duration of a case's step."""
     apart = APART[case.traits.parallelism]
     return {name: deviation for name, deviation in STATED.items() if name not in apart}
 

@@ -1,4 +1,4 @@
-"""Measured profiles: the phases of one device as lines over the batch size, fitted to stored trials."""
+"""Measured profiles: the durations of phases on one device as lines over the batch size, fitted to stored trials."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from dpbench.records import UNATTRIBUTED, Cost, Phase, Profile, Trial, ledger
 
 
 def of_trials(counted: Profile, trials: Sequence[Trial]) -> Profile:
-    """Return `counted` with the seconds of stored trials of the strategy `single` at one batch size or several.
+    """Return `counted` with timings from stored trials of the strategy `single` at one batch size or several.
 
-    The seconds of a phase at one batch size are the median over the trials; each trial contributes its typical steps.
-    On a GPU, time outside all phases is time in which the GPU waits for launches. It is therefore spread over the
-    phases in proportion to their seconds.
+    The duration of a phase at one batch size is the median over the trials; each trial contributes its typical
+    duration. On a GPU, time outside all phases is time in which the GPU waits for launches. This time is therefore
+    spread over the phases in proportion to their durations.
     """
     steps: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for trial in trials:
@@ -38,7 +38,7 @@ def of_trials(counted: Profile, trials: Sequence[Trial]) -> Profile:
 
 
 def fit_profile(counted: Profile, phases: Mapping[int, Mapping[Phase, float]]) -> Profile:
-    """Return `counted` with its seconds fitted to measured ones; `phases` maps a batch size to seconds by phase."""
+    """Return `counted` with timings fitted to measured ones; `phases` maps a batch size to seconds by phase."""
     rows = sorted(phases)
 
     def fit(phase: Phase) -> Cost:
@@ -53,7 +53,7 @@ def fit_profile(counted: Profile, phases: Mapping[int, Mapping[Phase, float]]) -
 def fit_cost(rows: Sequence[int], seconds: Sequence[float]) -> Cost:
     """Fit seconds = fixed + sample * rows with the least sum of squared relative errors; neither term is negative.
 
-    A single batch size cannot separate the two terms: `FIXED_SHARE` of its seconds is then taken as fixed.
+    With a single batch size, which cannot separate the two terms, `FIXED_SHARE` of the duration is taken as fixed.
     """
     known = [(n, s) for n, s in zip(rows, seconds, strict=True) if s > 0]
     if not known:

@@ -20,16 +20,22 @@ from dpbench.records.traits import Role
 from dpbench.strategies import optimizer_of, precision_of
 
 STEPS = 3
-"""The number of replayed steps: the first creates the optimizer's state, the second starts with it, and the third
-repeats the second."""
+"""The number of replayed steps.
+
+The first step creates the optimizer's state, the second starts with that state, and the third repeats the second.
+"""
 
 CONTEXT_BYTES = 500 * 2**20
-"""The memory of a CUDA context outside the allocator: 0.47 to 0.55 GB at its start with lazily loaded kernels, up to
-0.92 GB in use. Source: S. Bekman, "Machine Learning Engineering Open Book", training/performance. This is a prior, not
-a measurement."""
+"""The assumed memory of a CUDA context outside the allocator, in bytes.
+
+It takes 0.47 to 0.55 GB at its start with lazily loaded kernels, and up to 0.92 GB in use. Source: S. Bekman, "Machine
+Learning Engineering Open Book", training/performance. This is a prior, not a measurement.
+"""
 NCCL_BYTES = 1450 * 2**20
-"""The memory of NCCL's buffers on every GPU after the first collective: 1 to 2 GB, 1.45 GB in the example of the same
-source. This is a prior, too."""
+"""The assumed memory of NCCL's buffers on every GPU after the first collective, in bytes.
+
+The same source gives 1 to 2 GB, and 1.45 GB in its example. This is a prior, too.
+"""
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,7 @@ class DeviceMemory:
 
     @property
     def process_bytes(self) -> int:
-        """Return the total as the driver would show it: segments, context and NCCL."""
+        """Return the total bytes as the driver would show them: segments, context and NCCL."""
         return self.peak.reserved_bytes + self.context_bytes + self.nccl_bytes
 
 
@@ -51,7 +57,7 @@ class Traces:
     """The traces of one model with one optimizer, made on first use and cached."""
 
     def __init__(self, build: Build, optimizer_fn: OptimizerFactory, *, device: str = "cpu", **how: Any) -> None:
-        """Store the arguments of `trace`; `how` has its further keyword arguments."""
+        """Store the arguments of `trace`; `how` contains further keyword arguments of `trace`."""
         self.of = lru_cache(maxsize=64)(lambda rows: trace(build, rows, optimizer_fn, device=device, **how))
         self.optimizer = lru_cache(maxsize=64)(lambda sizes: trace_optimizer(optimizer_fn, sizes, device=device))
 
@@ -59,8 +65,8 @@ class Traces:
 def traces_of(case: Case, *, fake_only: bool = False) -> Traces:
     """Return the traces of a case's model.
 
-    For a GPU the optimizer uses its multi-tensor (foreach) implementation, torch's default there. With `fake_only`,
-    tracing a model whose shapes depend on values raises, instead of running it on real tensors.
+    For a GPU the optimizer uses the multi-tensor (foreach) implementation, torch's default on GPUs. With `fake_only`,
+    tracing a model whose shapes depend on values raises an error, instead of running the model on real tensors.
     """
     factory = optimizer_of(case)
 
@@ -89,7 +95,7 @@ def fake_device(case: Case) -> str:
 def tape_of(case: Case, traces: Traces, steps: int = STEPS) -> Tape:
     """Return the allocations and releases of all devices of a case in `steps` steps.
 
-    Raise ValueError for a strategy whose memory is not known.
+    Raises ValueError for a strategy whose memory is not known.
     """
     tape = Tape()
     role = case.traits.role
@@ -113,7 +119,7 @@ def tape_of(case: Case, traces: Traces, steps: int = STEPS) -> Tape:
 
 
 def _schedule(case: Case) -> Schedule:
-    """Return the schedule of a case: `reference` by default, and the full set of switches for `fastest`."""
+    """Return the schedule of a case: `reference` by default, and for `fastest` the schedule that it prefers."""
     if not case.schedule:
         return parse(REFERENCE)
     if case.schedule == "fastest":
@@ -124,9 +130,10 @@ def _schedule(case: Case) -> Schedule:
 
 
 def needed(case: Case, traces: Traces | None = None, *, capacity_bytes: int | None = None) -> list[DeviceMemory]:
-    """Return the memory of each device; raise OutOfDeviceMemory if a device needs more than `capacity_bytes`.
+    """Return the memory of each device. Raises OutOfDeviceMemory if a device needs more than `capacity_bytes`.
 
-    The capacity is that of the whole device: the priors for context and NCCL are subtracted before the replay.
+    `capacity_bytes` is the memory of the whole device: the priors for context and NCCL are subtracted before the
+    replay.
     """
     tape = tape_of(case, traces or traces_of(case))
     on_gpu = case.device_kind == "cuda"
@@ -145,7 +152,7 @@ def needed(case: Case, traces: Traces | None = None, *, capacity_bytes: int | No
 def largest_batch(case_of: Callable[[int], Case], capacity_bytes: int, *, limit: int = 2**20) -> int:
     """Return the largest batch size whose case fits every device; 0 if a batch of 1 does not fit.
 
-    The search doubles the batch size up to `limit` and then bisects; each step is a replay.
+    The search doubles the batch size up to `limit`, and then bisects; it replays each batch size that it tries.
     """
     traces = traces_of(case_of(1))
 

@@ -14,10 +14,10 @@ UNTRACED = "unknown: only dpbench's models and --model have a module to trace"
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """The memory of a case's devices: the allocator's peaks, and the totals as the driver would show them.
+    """The memory that a case's devices need: the allocator's peaks, and the totals as the driver would show them.
 
     `fits` is None if the machine file does not state the memory of a GPU. `largest` is the largest batch that fits: 0
-    if none does, None if it was not searched. `reason` explains why the memory is not known.
+    if no batch fits, None if there was no search. `reason` explains why the memory is not known.
     """
 
     case: Case
@@ -39,7 +39,7 @@ class Need:
 
 
 def needs(cases: Sequence[Case], machine: Machine, *, largest: bool = False) -> Iterator[Need]:
-    """Yield the memory of each case; tracing takes a second or more for each share of a batch."""
+    """Yield the memory of each case. Tracing takes a second or more for each distinct number of rows per device."""
     from dpbench.predict.memory import Traces, traces_of
 
     kept: dict[Case, Traces] = {}

@@ -19,8 +19,8 @@ Direction = tuple[str, str]
 def route(machine: Machine, source: str, target: str) -> tuple[Direction, ...]:
     """Return the directed links of the route with the fewest hops; a route over NVLink is preferred to any other.
 
-    `host` is the memory of the processor nearest to the other end. Two GPUs without NVLink between them and without
-    peer access communicate through host memory. Raise UnknownMachine if no route exists.
+    If one end is "host", it means the memory of the processor nearest to the other end. Two GPUs without NVLink between
+    them and without peer access communicate through host memory. Raises UnknownMachine if no route exists.
     """
     links = machine.links
     if "host" not in (source, target):
@@ -79,7 +79,7 @@ def capacities(machine: Machine) -> dict[Direction, float]:
 
 @lru_cache(maxsize=1024)
 def nvlink_cut(machine: Machine, count: int) -> float:
-    """Return the minimum cut between the first `count` GPUs over NVLink alone; 0 if NVLink does not connect them all.
+    """Return the minimum cut between the first `count` GPUs over NVLink only; 0 if NVLink does not connect all of them.
 
     The unit is bytes per second in each direction. The rings of a collective cross every cut, so the minimum cut limits
     their bandwidth.
@@ -90,10 +90,10 @@ def nvlink_cut(machine: Machine, count: int) -> float:
 
 @lru_cache(maxsize=1024)
 def ring(machine: Machine, count: int, *, closed: bool) -> tuple[float, str]:
-    """Return the bandwidth of a ring over the first `count` GPUs, and its worst kind of hop: peer, staged, or socket.
+    """Return the bandwidth of a ring over the first `count` GPUs, and the slowest kind of hop: peer, staged or socket.
 
-    The bandwidth is that of the slowest hop, in bytes per second, when all hops are busy and share links fairly. A ring
-    that is not `closed` is a chain without the last hop, as a broadcast uses it.
+    The bandwidth is that of the slowest hop, in bytes per second, when all hops are busy and share links fairly.
+    Without `closed`, the last hop back to the first GPU is left out, as in the chain of a broadcast.
     """
     hops = [(f"gpu{i}", f"gpu{(i + 1) % count}") for i in range(count if closed else count - 1)]
     ways = {hop: route(machine, *hop) for hop in hops}
@@ -223,13 +223,13 @@ class DeviceGroup:
         return -(-self.devices // self.machine.gpu.count)
 
     def coalesced_s(self, kind: str, size: float) -> float:
-        """Return the seconds of tensors of `size` bytes in total, sent in successive messages of at most 10 MiB."""
+        """Return the duration in seconds of sending tensors of `size` bytes in total in messages of at most 10 MiB."""
         if self.devices < 2 or size <= 0:
             return 0.0
         return math.ceil(size / self.constants.chunk_bytes) * self.constants.call_s + self._wire(kind, size)
 
     def one_s(self, kind: str, size: float) -> float:
-        """Return the seconds of one collective of `size` bytes between processes."""
+        """Return the duration in seconds of one collective of `size` bytes between processes."""
         if self.devices < 2 or size <= 0:
             return 0.0
         measured = self.machine.collective

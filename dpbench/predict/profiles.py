@@ -1,7 +1,7 @@
-"""Profiles: the seconds of a model's phases on one device, from a known step or from FLOP and bytes.
+"""Profiles: the durations of a model's phases on one device, from a known step or from FLOP and bytes.
 
-`given` splits a known step of one device into phases. `counted` derives the seconds of whole phases from their FLOP and
-bytes on a described GPU; `roofline` does the same op by op for a traced model.
+`given` splits a known step on one device into phases. `counted` derives the durations of whole phases from their FLOP
+and bytes on a described GPU; the module `roofline` does the same op by op for a traced model.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ from dpbench.records import Cost, Phase, Profile, plan
 from dpbench.records.machine import Machine, UnknownMachine
 
 DTYPES = {"fp32": ("fp32",), "tf32": ("tf32", "fp32"), "bf16": ("bf16", "fp16", "fp32"), "fp16": ("fp16", "fp32")}
-"""The peaks to use for each precision; the first one that the machine file states applies."""
+"""The names of the peaks that apply to each precision; the first that the machine file states is used."""
 COMPUTE_EFFICIENCY, MEMORY_EFFICIENCY = 0.55, 0.75
-"""The shares of a GPU's peaks that whole networks reach; large matrix products reach 0.78-0.87 (ml-engineering)."""
+"""The shares of a GPU's peaks that whole networks reach.
+
+Large matrix products reach 0.78-0.87 of the FLOP peak (ml-engineering).
+"""
 KERNEL_S = 3e-6
-"""The least duration of a kernel."""
+"""The minimum duration of a kernel, in seconds."""
 FIXED_SHARE = 0.1
-"""The assumed share of a known step that does not depend on the batch, if only one batch size was measured."""
+"""The assumed share of a step that does not depend on the batch size, if only one batch size was measured."""
 
 
 def given(
@@ -34,10 +37,11 @@ def given(
     phases: frozenset[Phase] = frozenset(Phase),
     optimizer: str = "sgd",
 ) -> Profile:
-    """Return `profile` with seconds, such that one device's step of `samples` samples takes `step_s` seconds.
+    """Return `profile` with timings such that a step on one device with `samples` samples takes `step_s` seconds.
 
     `other` is a second step, (seconds, samples), which determines the part that does not depend on the batch. The
-    calculated seconds of copies, loss and optimizer are subtracted from the step; forward and backward share the rest.
+    calculated durations of copies, loss and optimizer are subtracted from the step; forward and backward share the
+    rest.
     """
     if step_s <= 0:
         raise ValueError(f"the step of one device must take more than 0 s, got {step_s} s")
@@ -64,7 +68,7 @@ def given(
 
 
 def _fixed_share(step_s: float, samples: int, other: tuple[float, int] | None) -> float:
-    """Return the share of a step that does not depend on the batch."""
+    """Return the share of a step's duration that does not depend on the batch size."""
     if other is None or other[1] == samples:
         return FIXED_SHARE
     slope = (step_s - other[0]) / (samples - other[1])
@@ -78,7 +82,7 @@ def _cost(seconds: float, samples: int, fixed: float) -> Cost:
 def peaks(machine: Machine, precision: str) -> tuple[float, float]:
     """Return the FLOP/s of a precision and the bytes/s of the memory.
 
-    Raise UnknownMachine if the machine file lacks one of them.
+    Raises UnknownMachine if the machine file lacks one of them.
     """
     gpu = machine.gpu
     peak = next((gpu.flop_per_s[d] for d in DTYPES.get(precision, (precision,)) if d in gpu.flop_per_s), 0.0)
@@ -92,9 +96,9 @@ def peaks(machine: Machine, precision: str) -> tuple[float, float]:
 
 
 def counted(profile: Profile, machine: Machine, precision: str = "fp32", constants: Constants = DEFAULT) -> Profile:
-    """Return a profile with seconds from FLOP and bytes: per phase, the longer of computation and memory traffic.
+    """Return a profile with timings from FLOP and bytes: per phase, the longer of computation and memory traffic.
 
-    Raise UnknownMachine if the machine file lacks a peak.
+    Raises UnknownMachine if the machine file lacks a peak.
     """
     peak, bytes_per_s = peaks(machine, precision)
 
@@ -112,7 +116,7 @@ def counted(profile: Profile, machine: Machine, precision: str = "fp32", constan
 
 
 def launched(profile: Profile, machine: Machine, constants: Constants = DEFAULT) -> Profile:
-    """Return a profile of kernels whose phases take at least as long as the host needs to launch them."""
+    """Return a profile whose phases take at least as long as the host needs to launch their kernels."""
     host, c = machine.host, constants
 
     def least(cost: Cost | None, launches: int, each_s: float) -> Cost | None:

@@ -1,7 +1,8 @@
-"""Quick: the seconds of a step by formula, calculated within microseconds.
+"""Quick: the duration of a step by formula, calculated within microseconds.
 
-The formulas have the same mechanisms as the simulation, but written independently: sums and maxima instead of events.
-They give first estimates, check the simulation in tests, and are fast enough for fits of the constants.
+The formulas describe the same mechanisms as the simulation, but were written independently, with sums and maxima
+instead of events. They give first estimates, check the simulation in tests, and are fast enough for fitting the
+constants.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dpbench.records.traits import Role
 from dpbench.strategies._tasks import PASSES, buckets
 
 KNOWN = (Role.BASELINE, Role.WRAPPER, Role.ENGINE, Role.CONTROL)
-"""The roles of strategies with a formula; the engine has one for the schedule `reference` only."""
+"""The roles of strategies with a formula; for the engine, only the schedule `reference` has one."""
 
 
 def seconds(
@@ -32,9 +33,12 @@ def seconds(
     phases: Collection[Phase] = tuple(Phase),
     loop: Loop = PLAIN,
 ) -> float:
-    """Return the seconds of a step of one device, of torch.nn.DataParallel, or of DistributedDataParallel.
+    """Return the duration in seconds of a step by formula.
 
-    `phases` and `loop` are those of `simulation.step`. Raise ValueError for a case without a formula.
+    There are formulas for one device, torch.nn.DataParallel (and the engine's `reference`), and
+    DistributedDataParallel.
+
+    `phases` and `loop` are those of `simulation.step`. Raises ValueError for a case without a formula.
     """
     traits = case.traits
     if traits.role not in KNOWN or case.schedule not in ("", REFERENCE):
@@ -47,7 +51,7 @@ def seconds(
 
 
 class _Terms:
-    """The terms that add up to the seconds of a step."""
+    """The terms that add up to the duration of a step, in seconds."""
 
     def __init__(
         self, case: Case, profile: Profile, machine: Machine, constants: Constants, phases: Collection[Phase],
@@ -60,16 +64,16 @@ class _Terms:
         self.memory = machine.gpu.memory_bytes_per_s or constants.memory_bytes_per_s
 
     def on(self, phase: Phase, seconds: float) -> float:
-        """Return a phase's seconds, or 0 if the phase is not timed."""
+        """Return `seconds`, or 0 if the phase is not timed."""
         return seconds if phase in self.phases else 0.0
 
     def alone(self) -> float:
-        """Return the seconds of a step of one device."""
+        """Return the duration in seconds of a step on one device."""
         scatter = self.on(Phase.SCATTER, self.pageable(self.rows))
         return scatter + self.forward(1) + self.loss(self.rows) + self.backward(0) + self.optimizer()
 
     def data_parallel(self) -> float:
-        """Return the seconds of a step of torch.nn.DataParallel."""
+        """Return the duration in seconds of a step with torch.nn.DataParallel."""
         state = self.p.parameter_bytes + self.p.buffer_bytes
         tensors = self.p.parameter_tensors + self.p.buffer_tensors
         host = self.s * self.c.module_s * self.p.modules * self.n
@@ -84,7 +88,10 @@ class _Terms:
         )  # fmt: skip
 
     def ddp(self) -> float:
-        """Return the seconds of a step of one rank; buckets are reduced one by one, during backward or after it."""
+        """Return the duration in seconds of a step of DistributedDataParallel.
+
+        Buckets are reduced one by one, during or after backward. The slowest rank determines the duration.
+        """
         late = self.loop.late_reduction
         backward = self.backward(0, overlapped=not late)
         sizes = buckets(self.p)
@@ -97,19 +104,19 @@ class _Terms:
         return step * (1 + self.c.variation * math.sqrt(2 * math.log(self.case.devices)))
 
     def pageable(self, rows: int) -> float:
-        """Return the seconds of a copy of the inputs of `rows` samples from pageable memory."""
+        """Return the duration in seconds of copying the inputs of `rows` samples from pageable memory."""
         size = rows * self.p.input_bytes
         rate = self.machine.host.pageable_bytes_per_s or self.c.pageable_bytes_per_s
         return self.c.copy_s + size / rate if size else 0.0
 
     def scatter(self) -> float:
-        """Return the seconds in which the batch reaches all devices."""
+        """Return the duration in seconds of copying the batch to all devices."""
         if self.loop.batch_first:
             return self.pageable(sum(self.case.rows)) + self.moved(self.p.input_bytes)
         return sum(self.pageable(rows) for rows in self.case.rows)
 
     def moved(self, size: float) -> float:
-        """Return the seconds in which the shares of all other devices pass device 0's link one after the other.
+        """Return the duration in seconds of copying the shares of all other devices over device 0's link in sequence.
 
         `size` is in bytes per sample.
         """
@@ -120,7 +127,7 @@ class _Terms:
         return (self.n - 1) * (self.c.copy_s + self.rows * size / rate)
 
     def forward(self, threads: int) -> float:
-        """Return the seconds of forward on `threads` devices driven by as many threads of one process."""
+        """Return the duration in seconds of forward on `threads` devices, with one thread per device in one process."""
         known = _at(self.p.forward, self.rows)
         launches = min(self.s * self.c.launch_s * self.p.forward_launches, self.c.host_share * known)
         crowded = launches * threads * (1 + self.c.hand_off * (threads - 1))
@@ -128,7 +135,7 @@ class _Terms:
         return self.on(Phase.FORWARD, max(known, crowded, started))
 
     def backward(self, others: int, *, overlapped: bool = False) -> float:
-        """Return the seconds of backward while `others` more devices of the process also run it.
+        """Return the duration in seconds of backward while `others` more devices of the process also run backward.
 
         With `overlapped`, gradients are reduced at the same time.
         """
@@ -138,13 +145,13 @@ class _Terms:
         return self.on(Phase.BACKWARD, max(kernels, launches * (1 + self.c.contention * others)))
 
     def loss(self, rows: int) -> float:
-        """Return the seconds of the loss of `rows` samples."""
+        """Return the duration in seconds of the loss of `rows` samples."""
         if self.p.loss is not None:
             return self.on(Phase.LOSS, self.p.loss.at(rows))
         return self.on(Phase.LOSS, rows * self.p.output_bytes / self.memory)
 
     def optimizer(self) -> float:
-        """Return the seconds of the optimizer's update."""
+        """Return the duration in seconds of the optimizer's update."""
         if self.p.optimizer is not None:
             return self.on(Phase.OPTIMIZER, self.p.optimizer.at(self.rows))
         moved = PASSES.get(self.case.optimizer, 5) * self.p.parameter_bytes / self.memory

@@ -30,8 +30,10 @@ PASSES = {
     aten.native_batch_norm: 1, aten.cudnn_batch_norm: 1, aten._batch_norm_with_update: 1,
     aten.native_batch_norm_backward: 2, aten.cudnn_batch_norm_backward: 2, aten.batch_norm_backward: 2,
 }  # fmt: skip
-"""How often an op reads its first argument in addition to the first time: BatchNorm reads it for the statistics and
-again for the normalisation."""
+"""How often an op reads its first argument in addition to the first time.
+
+BatchNorm reads its input once for the statistics and again for the normalisation.
+"""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Event:
 class Op:
     """One operator call: its phase, its work, and the allocations and releases until the next call.
 
-    `bytes` are those that its kernel reads and writes in memory, without fusion with other ops.
+    `bytes` is the number of bytes that the kernel reads and writes in memory, without fusion with other ops.
     """
 
     phase: Phase
@@ -72,7 +74,7 @@ class OpRecorder(TorchDispatchMode):
         self._count = 0
 
     def part(self, name: str, phase: Phase) -> OpPart:
-        """Return a context in which ops are recorded as a part of the step."""
+        """Return a context manager under which ops are recorded as a part of the step."""
         return OpPart(self, name, phase)
 
     def enter(self, name: str, phase: Phase | None) -> None:
@@ -133,7 +135,7 @@ class OpRecorder(TorchDispatchMode):
 
 
 class OpPart:
-    """The context of one part of the step: the recorder ignores ops outside it."""
+    """The context manager of one part of the step: the recorder ignores ops outside all parts."""
 
     def __init__(self, recorder: OpRecorder, name: str, phase: Phase) -> None:
         self._recorder, self._name, self._phase = recorder, name, phase

@@ -1,8 +1,8 @@
-"""Roofline: the seconds of a traced op on a GPU that is described by its peaks.
+"""Roofline: the duration of a traced op on a GPU that is described by its peaks.
 
-An op takes the longest of three times: its computation, its memory traffic, and the least duration of a kernel. Both
-rates saturate: an op with `half` work reaches half of the best rate. This equals adding the `half` work to every op and
-running at the best rate.
+An op takes the longest of three durations: its computation, its memory traffic, and the minimum duration of a kernel.
+Both rates saturate: an op with the work `half_flop` or `half_bytes` reaches half of the best rate. The model is
+equivalent to adding this work to every op and running at the best rate.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class Speed:
     convolution_flop_per_s: float = 0.0
 
     def op_s(self, op: Op) -> float:
-        """Return the seconds of one op; 0 for an op without a kernel."""
+        """Return the duration in seconds of one op; 0 for an op without a kernel."""
         faster = self.convolution_flop_per_s if "convolution" in op.name else 0.0
         return self.seconds(op.flop, op.bytes, max(faster, self.flop_per_s))
 
     def seconds(self, flop: float, size_bytes: float, flop_per_s: float | None = None) -> float:
-        """Return the seconds of one kernel with this work; `flop_per_s` overrides the GPU's peak."""
+        """Return the duration in seconds of one kernel with this work; `flop_per_s` overrides the GPU's peak."""
         if not size_bytes:
             return 0.0
         compute = (flop + self.half_flop) / (self.flop_share * (flop_per_s or self.flop_per_s)) if flop else 0.0
@@ -58,7 +58,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class Pass:
-    """One multi-tensor op of an optimizer: its number of lists, and its reads and writes of each element in total."""
+    """One multi-tensor op of an optimizer: its number of tensor lists, and its reads plus writes per element."""
 
     lists: int
     passes: int
@@ -75,10 +75,10 @@ UPDATES["AdamW"] = (Pass(1, 2), *UPDATES["Adam"])  # p *= 1 - lr * decay
 
 
 def optimizer_s(name: str, sizes_bytes: Sequence[int], speed: Speed) -> tuple[float, int]:
-    """Return the seconds and the number of launches of an optimizer's step over parameters of these sizes in bytes.
+    """Return the duration in seconds, and the number of launches, of an optimizer step over parameters of these sizes.
 
-    They are calculated from `UPDATES`, because torch splits multi-tensor ops into single ones on the host, where traces
-    are made. Raise LookupError for an optimizer whose ops are not known.
+    The sizes are in bytes. The results are calculated from `UPDATES`, because torch splits multi-tensor ops into single
+    ones on the host, where traces are made. Raises LookupError for an optimizer whose ops are not known.
     """
     if name not in UPDATES:
         raise LookupError(f"the kernels of optimizer {name} are not known; known: {', '.join(UPDATES)}")
@@ -92,14 +92,14 @@ def optimizer_s(name: str, sizes_bytes: Sequence[int], speed: Speed) -> tuple[fl
 
 
 def phase_s(trace: Trace, phase: Phase, speed: Speed) -> float:
-    """Return the seconds of a phase's kernels, run one after the other."""
+    """Return the duration in seconds of a phase's kernels, run one after the other."""
     if phase is Phase.OPTIMIZER:
         return optimizer_s(trace.optimizer_name, trace.parameters.sizes_bytes, speed)[0]
     return sum(speed.op_s(op) for op in trace.ops if op.phase is phase)
 
 
 def counted(trace: Trace) -> Profile:
-    """Return the counts of a traced model as a profile without seconds."""
+    """Return the counts of a traced model as a profile without timings."""
     rows, t = trace.rows, trace
 
     def moved(phase: Phase) -> float:
@@ -118,9 +118,9 @@ def counted(trace: Trace) -> Profile:
 
 
 def profile(low: Trace, high: Trace, speed: Speed) -> Profile:
-    """Return a model's profile on a described GPU, with seconds on the line through the batch sizes of two traces.
+    """Return a model's profile on a described GPU, with durations linear in the batch size, from two traces.
 
-    Raise ValueError unless `high` has the larger batch.
+    Raises ValueError unless `high` has the larger batch.
     """
     if low.rows >= high.rows:
         raise ValueError(

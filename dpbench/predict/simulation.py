@@ -14,14 +14,14 @@ from dpbench.records.machine import Machine, UnknownMachine
 from dpbench.strategies import load
 
 EXCHANGEABLE = 9
-"""The rank count from which one representative rank is simulated, because all ranks do the same work."""
+"""From this rank count on, only one representative rank is simulated, because all ranks do the same work."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loop:
     """The differences of a training loop from the strategy's own step.
 
-    With `batch_first`, the whole batch is copied to device 0, and from there to the other devices. With
+    With `batch_first`, the whole batch is copied to device 0, and from device 0 to the other devices. With
     `late_reduction`, each rank starts its reduction when its backward has ended.
     """
 
@@ -35,7 +35,7 @@ class Loop:
 
 
 PLAIN = Loop()
-"""The strategy's own step, without differences."""
+"""A training loop without differences from the strategy's own step."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """Return the duration of the step."""
+        """Return the duration of the step in seconds."""
         return max((end for _, end in self.times), default=0.0)
 
     def spans(self, step: int = 0, start_s: float = 0.0) -> list[Span]:
@@ -60,7 +60,7 @@ class Timeline:
 
 
 def check(case: Case, machine: Machine) -> None:
-    """Raise UnknownMachine if a machine has too few devices for a case."""
+    """Raises UnknownMachine if a machine has too few devices for a case, or too few on one node for one process."""
     if case.devices > machine.devices:
         raise UnknownMachine(
             f"{case.label}: {machine.name} has {machine.devices} GPUs ({machine.nodes} nodes of {machine.gpu.count}), "
@@ -88,7 +88,7 @@ def step(
     `phases` are the phases to simulate; a published figure may leave some out. `loop` describes how the training loop
     differs from the strategy's own step.
 
-    Raise UnknownMachine if the machine has fewer devices than the case, or no route between two of them.
+    Raises UnknownMachine if the machine has fewer devices than the case needs, or no route between two of them.
     """
     check(case, machine)
     tasks = only(loop.changed(_tasks(case, profile)), phases)
@@ -107,14 +107,14 @@ def _tasks(case: Case, profile: Profile) -> list[Task]:
 
 
 def _straggling(case: Case, constants: Constants) -> float:
-    """Return the expected step of the slowest rank relative to the mean of all ranks."""
+    """Return the expected duration of the slowest rank's step, relative to the mean of all ranks."""
     if not case.traits.ranks or case.devices < 2:
         return 1.0
     return 1 + constants.variation * math.sqrt(2 * math.log(case.devices))
 
 
 def only(tasks: Sequence[Task], phases: Collection[Phase]) -> list[Task]:
-    """Return the tasks of some phases; a task that depends on a removed one gets the dependencies of the latter."""
+    """Return the tasks of some phases; a task that depends on a removed task gets the dependencies of that task."""
     if set(phases) >= set(Phase):
         return list(tasks)
     kept: list[Task] = []

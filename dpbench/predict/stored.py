@@ -16,7 +16,7 @@ from dpbench.store import Store
 
 @dataclass(frozen=True)
 class Stored:
-    """A measured profile, the name of the GPU or processor it was measured on, and the batch sizes."""
+    """A measured profile, the name of the GPU or processor on which it was measured, and the measured batch sizes."""
 
     profile: Profile
     device: str
@@ -26,7 +26,7 @@ class Stored:
 
     @property
     def words(self) -> str:
-        """Return the origin of the profile as text, with a warning if it is another device than the machine's."""
+        """Return the origin of the profile as text, with a warning if the measured device is not the machine's."""
         sizes = ", ".join(map(str, self.batches))
         said = f"{self.profile.model}: one device's step MEASURED on {self.device}, batch {sizes}"
         # the first word with a digit identifies a GPU: 3090, A100, T4
@@ -36,9 +36,10 @@ class Stored:
 
 
 def read(path: Path, cases: Sequence[Case], machine: Machine) -> dict[counts.Key, Stored]:
-    """Return the profile of each case's model, from the newest run of a results file that has steps of the model.
+    """Return the profile for each case's settings, from the newest run of a results file with such steps.
 
-    Raise UnknownMachine, with the command that measures them, if a model has none.
+    The settings are model, size, precision, optimizer and kind of device. Raises UnknownMachine, with the command to
+    measure them, for settings without steps.
     """
     wanted = {counts.key(case): case for case in reversed(cases)}
     found: dict[counts.Key, Stored] = {}
@@ -54,13 +55,13 @@ def read(path: Path, cases: Sequence[Case], machine: Machine) -> dict[counts.Key
                 return found
     missing = next(case for key, case in wanted.items() if key not in found)
     raise UnknownMachine(
-        f"{path} has no measured step of one device for {_setting(missing)}, which a prediction for {machine.name} "
-        f"needs; it has {', '.join(sorted(known)) or 'no steps of the strategy single'}; {way_out(missing, path)}"
+        f"a prediction for {machine.name} needs a measured one-device step of {_setting(missing)}, and {path} has none "
+        f"(it has: {', '.join(sorted(known)) or 'no steps of the strategy single'}); {way_out(missing, path)}"
     )
 
 
 def way_out(case: Case, path: Path | str = "FILE") -> str:
-    """Return, as text, how to measure one device's step of a case's model into a results file."""
+    """Return, as text, how to measure a step on one device for a case, or an alternative for unknown modules."""
     if counts.named(case.model):
         return (
             f"dpbench knows {case.model} by name only and cannot measure it: give --step-s SECONDS, or your own model "
@@ -77,7 +78,7 @@ def way_out(case: Case, path: Path | str = "FILE") -> str:
 
 
 def _usable(trial: Trial) -> bool:
-    """Return whether a trial is a trusted measurement of an ordinary step of one device."""
+    """Return whether a trial is a trusted measurement of an ordinary step on one device."""
     case = trial.case
     measured = trial.source is Source.MEASURED and trial.status is Status.OK and trial.trusted
     return measured and case.traits.role is Role.BASELINE and not case.options
@@ -96,7 +97,7 @@ def _stored(case: Case, trials: Sequence[Trial], device: str, machine: Machine) 
 
 
 def _device(facts: Mapping[str, Any], case: Case) -> str:
-    """Return the name of the device that a run was measured on."""
+    """Return the name of the device on which a run was measured."""
     if case.device_kind == "cuda":
         return str(next((gpu.get("name") for gpu in (facts.get("gpus") or {}).get("gpus") or ()), "a GPU"))
     return str((facts.get("host") or {}).get("cpu") or "a processor")
