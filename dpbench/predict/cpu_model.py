@@ -58,7 +58,7 @@ class ProbedHost:
         return max(1.0, self[name if name in self.figures else f"{OTHERS}_{what}_ratio"])
 
     def engine_s(self, schedule: str, phase: str, tensors: int) -> float:
-        """Return the seconds of the engine's own work in a phase, for a module with `tensors` parameters."""
+        """Return the duration in seconds of the engine's own work in a phase, for a module of `tensors` parameters."""
         return self[f"{schedule}_{phase}_s"] + tensors * self[f"{schedule}_{phase}_tensor_s"]
 
     def copy_s(self, tensors: int, size_bytes: float) -> float:

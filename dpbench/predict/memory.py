@@ -88,7 +88,7 @@ def traces_of(case: Case, *, fake_only: bool = False) -> Traces:
 
 
 def fake_device(case: Case) -> str:
-    """Return the device of the fake tensors: on "lazy:0", as on emulated devices, torch runs attention unfused."""
+    """Return the device of the fake tensors: "lazy:0" for emulated devices, which run attention unfused, else "cpu"."""
     return "lazy:0" if case.device_kind == "emulated" else "cpu"
 
 

@@ -24,7 +24,7 @@ FOREACH_BLOCKS, FOREACH_ELEMENTS = 2240, 65_536
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """The speed of a GPU: peaks from its data sheet, the attainable shares of them, and the least duration of a kernel.
+    """The speed of a GPU: peaks from its data sheet, attainable shares of the peaks, and the minimum kernel duration.
 
     `flop_share` is the share of the dense peak that the best bf16 matrix product reaches: A100 SXM 0.87, A100 PCIe
     0.81, H100 0.80, B200 0.78, MI300X 0.51 (S. Bekman, "Machine Learning Engineering Open Book", MAMF table).

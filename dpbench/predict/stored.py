@@ -61,7 +61,10 @@ def read(path: Path, cases: Sequence[Case], machine: Machine) -> dict[counts.Key
 
 
 def way_out(case: Case, path: Path | str = "FILE") -> str:
-    """Return, as text, how to measure a step on one device for a case, or an alternative for unknown modules."""
+    """Return, as text, how to measure the step on one device that a case needs.
+
+    For a model that is known by name only, return the alternatives to a measurement.
+    """
     if counts.named(case.model):
         return (
             f"dpbench knows {case.model} by name only and cannot measure it: give --step-s SECONDS, or your own model "

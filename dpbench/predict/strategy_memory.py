@@ -1,8 +1,8 @@
 """Strategy memory: the allocations of each strategy on several devices, assembled from traces of one device.
 
 With respect to memory, this module follows the code of the strategies and of the engine line by line: a tensor that a
-local variable or a saved tensor keeps alive there stays allocated here for as long. Forward and backward come from
-traces with the rows of each shard. The loss of a gathered output comes from a trace with the whole batch.
+variable or an autograd graph keeps alive in that code stays allocated here for as long. Forward and backward come from
+traces with the rows of each device. The loss of a gathered output comes from a trace with the whole batch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dpbench.records.schedule import Schedule
 
 @dataclass(frozen=True)
 class Shards:
-    """The traces that a step on several devices is assembled from: of the whole batch, and of each replica's rows."""
+    """The traces from which a step on several devices is assembled: of the whole batch, and of each replica's rows."""
 
     whole: Trace
     parts: tuple[Trace, ...]
@@ -79,9 +79,9 @@ def ddp(tape: Tape, trace: Trace, steps: int, device: int) -> None:
 
 
 class EngineMemory:
-    """The allocations of training on several devices with one of the engine's schedules.
+    """The allocations of training on several devices under one of the engine's schedules.
 
-    `collective` is True for distinct GPUs, between which weights and gradients move in flat buffers.
+    `collective` is True for distinct GPUs, between which collectives move weights and gradients in flat buffers.
     """
 
     def __init__(self, tape: Tape, shards: Shards, schedule: Schedule, *, collective: bool) -> None:
@@ -204,7 +204,7 @@ class EngineMemory:
         return gathered
 
     def _hand_out(self, whole: Names, names: Sequence[Names]) -> None:
-        """Play the backward of the loss, and scatter the gradient of the gathered output."""
+        """Play the backward of the loss over the gathered output, and scatter the gradient of that output."""
         tape, parts = self._tape, self._shards.parts
         tape.stage = "backward"
         tape.play(0, self._shards.whole.loss_backward, whole, "loss")
@@ -297,7 +297,7 @@ class EngineMemory:
         tape.give(found)
 
     def _collect(self, numbers: Sequence[int]) -> None:
-        """Sum gradients into the tensors that each owner keeps for them; only the copies that arrive are allocated."""
+        """Sum gradients into the persistent tensors of each owner; only the copies from other devices are allocated."""
         tape, wanted = self._tape, set(numbers)
         for i in self._owners():
             for n in self._owned(i):
@@ -348,7 +348,7 @@ def play_backward(tape: Tape, device: int, trace: Trace, names: Names, start: in
 
 
 def gradients_of(trace: Trace, names: Names, numbers: Sequence[int] | None = None) -> list[int]:
-    """Remove the gradients of some parameters (default: all) from `names`; return their holdings."""
+    """Remove the gradients of some parameters (default: all) from `names`; return the holdings of these gradients."""
     wanted = trace.gradients if numbers is None else [trace.gradients[n] for n in numbers]
     return [names.pop(storage) for storage in wanted if storage is not None and storage in names]
 

@@ -16,7 +16,7 @@ from dpbench.records.words import aligned
 COLUMNS = ("model", "strategy", "devices", "batch", "ms/step", "80 % interval", "samples/s", "speed-up", "phases, ms",
            "profile", "label")  # fmt: skip
 SHOWN = 0.03
-"""The least share of the step from which a phase is shown in the table."""
+"""The minimum share of the step for a phase to be shown in the table."""
 SCORES = ("group", "strategy", "metric", "n", "MAPE", "median", "p90", "bias", "overhead", "skill", "80 % holds",
           "hard n", "hard MAPE", "left out")  # fmt: skip
 
@@ -94,7 +94,7 @@ def scores(lines: Iterable[ScoreLine]) -> str:
 
 
 def excluded(rows: Iterable[Excluded], most: int = 5) -> str:
-    """Return the reasons why rows were left out, each with the number of its rows and the first `most` ids."""
+    """Return the reasons why rows were left out as text, each with its number of rows and the first `most` ids."""
     reasons: dict[str, list[str]] = {}
     for row in rows:
         reasons.setdefault(row.reason, []).append(row.id)

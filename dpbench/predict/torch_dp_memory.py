@@ -1,8 +1,8 @@
-"""The memory of torch.nn.DataParallel: as on the engine's schedule `reference`, with two differences.
+"""The memory of torch.nn.DataParallel: as under the engine's schedule `reference`, with two differences.
 
 First, torch frees replicas and outputs when its forward returns. From then on, weights, inputs and outputs live as long
-as the graph needs them: backward frees the weights of a layer once it has used them. Second, gradients are joined into
-buffers on every device before they are summed, with or without NCCL.
+as the autograd graph needs them: backward frees the weights of a layer after their last use. Second, gradients are
+joined into buffers on every device before they are summed, with or without NCCL.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dpbench.predict.trace import Trace
 from dpbench.records.bucketing import COALESCED_BYTES, chunks
 
 Release = tuple[int, list[int]]
-"""The number of backward ops after which holdings are released, and the holdings."""
+"""A number of backward ops, and the holdings that are released after these ops."""
 
 
 class WrapperMemory(EngineMemory):

@@ -1,11 +1,11 @@
-"""Trace: one training step on one device as a list of ops, with their work, allocations and releases.
+"""Trace: one training step on one device as lists of ops, with their work, allocations and releases.
 
 The step runs on fake tensors, which have shapes but no values. A model is therefore traced at any batch size within
 about a second, and without its hardware. A model whose shapes depend on values (packed sequences) is traced on real
 tensors instead.
 
-The step is split into parts, which can be assembled for several devices: forward, loss, the backward of the loss,
-the backward of the module, the optimizer's first step (which creates its state), and a later optimizer step.
+The step is split into parts, from which steps on several devices can be assembled: forward, loss, the backward of the
+loss, the backward of the module, the optimizer's first step (which creates its state), and a later optimizer step.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Precision = Callable[[], AbstractContextManager[Any]]
 
 FEW = 3
-"""The samples of the batch that shapes are taken from; a tensor with this many rows is assumed to have one per
-sample."""
+"""The number of samples in the batch from which shapes are taken.
+
+A tensor with this number of rows is assumed to have one row per sample.
+"""
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,9 @@ class Tensors:
 class Trace:
     """One step of one model on `rows` samples on one device.
 
-    `parameters` has the module's order. `ready` has the numbers of parameters in the order in which backward completes
-    their gradients, and `ready_at` the number of backward ops after which each gradient is complete. `outputs`,
-    `output_gradients` and `gradients` are the numbers of storages; a missing gradient is None.
+    `parameters` has the order of the module. `ready` lists the numbers of the parameters in the order in which backward
+    completes their gradients. `ready_at` is the number of backward ops after which each gradient is complete.
+    `outputs`, `output_gradients` and `gradients` are the numbers of storages; a missing gradient is None.
     """
 
     model: str
@@ -111,8 +113,8 @@ def trace(
     everywhere, "lazy:0" selects like the emulated devices (attention unfused), and "cuda:0" needs a CUDA build of torch
     with a GPU. Forward and loss run in the context `precision()`.
 
-    Errors of the model propagate. A model that fails on fake tensors, because it reads values or hides tensors from
-    torch, is traced on real tensors; with `fake_only`, the error propagates instead.
+    Errors of the model propagate. A model that fails on fake tensors, because the model reads values or hides tensors
+    from torch, is traced on real tensors on the CPU; with `fake_only`, the error propagates instead.
     """
     try:
         model = _shapes(build)
@@ -149,7 +151,7 @@ def trace_optimizer(
 
 
 def _shapes(build: Build) -> Model:
-    """Build the model without values; with values if its construction computes with its weights."""
+    """Build the model on fake tensors, or on real tensors if its construction needs the values of its weights."""
     try:
         with torch.device("meta"):
             return build()
@@ -175,7 +177,8 @@ class _TracedStep:
     def trace(self) -> Trace:
         """Run two steps and return their trace.
 
-        The first step provides the optimizer's first update and the release of saved tensors, the second all the rest.
+        The first step provides the optimizer's first update and the releases of saved tensors, the second step all the
+        rest.
         """
         number = {id(parameter): n for n, parameter in enumerate(self._parameters)}
         hooks = [

@@ -13,7 +13,7 @@ from dpbench.records.machine import Machine
 from dpbench.records.traits import Role
 
 FASTER = 4.0
-"""The factor of the faster links: one PCIe generation is a factor of 2, and NVLink instead of PCIe is far more."""
+"""The assumed speed-up of faster links: the next PCIe generation gives a factor of 2, NVLink instead of PCIe more."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,10 @@ def what_ifs(predictor: Predictor, cases: Sequence[Case]) -> list[WhatIf]:
 
 
 def _of(predictor: Predictor, case: Case) -> Iterator[WhatIf]:
-    """Yield the predictions of changes to one case; the first is the case on the schedule of torch.nn.DataParallel."""
+    """Yield the predictions of changes to one case.
+
+    The first is the case under the schedule of torch.nn.DataParallel, with which the others are compared.
+    """
     now = replace(case, strategy=registry.of_role(Role.ENGINE), schedule=schedule.REFERENCE, options=())
     profile, machine, constants = predictor.profile(now), predictor.machine, predictor.constants
 

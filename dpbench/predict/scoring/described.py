@@ -1,7 +1,7 @@
 """Described: the machine of a published row, derived from the free text of its columns.
 
 Only the scoreboard derives machines from text. Properties that the text does not state get common values and are listed
-as assumed, which widens the interval of the row. Machine files in TOML have no assumed properties.
+as assumed; any assumption widens the interval of the row. Machine files in TOML have no assumed properties.
 """
 
 from __future__ import annotations
@@ -21,12 +21,16 @@ GB = 1e9
 PCIE_GB = {1: 3.0, 2: 6.0, 3: 12.0, 4: 24.0, 5: 48.0, 6: 96.0}
 """GB/s per direction of 16 lanes by PCIe generation, as in NCCL (graph/topo.h: PCI_BW is 12 for the third one)."""
 STAGED_GB = {4: 18.0}
-"""The rate, in GB/s, at which all GPUs together copy through host memory, by PCIe generation: in two independent
-tables, 8 GeForce on hosts with two EPYC are slower than on hosts with two Xeon."""
+"""The rate in GB/s at which all GPUs together copy through host memory, by PCIe generation.
+
+In two independent tables, 8 GeForce on hosts with two EPYC are slower than on hosts with two Xeon.
+"""
 SOCKET_GB = {1: 10.0, 2: 10.0, 3: 10.0, 4: 40.0, 5: 60.0, 6: 60.0}
-"""The rate of the links between two processors, in GB/s, by the PCIe generation of the same years. NCCL's topo.h has 10
-for two Skylake, 16 for two Zen 2 and 22 for two Sapphire Rapids, independent of the number of links between them (two,
-three, and three or four)."""
+"""The rate of the links between two processors in GB/s, by the PCIe generation of the same years.
+
+NCCL's topo.h has 10 for two Skylake, 16 for two Zen 2 and 22 for two Sapphire Rapids, independent of the number of
+links between the processors (two, three, and three or four).
+"""
 DESKTOP = (3.7 / 4.3) ** 0.5
 """The host factor of a desktop, relative to the geometric mean of desktops and servers."""
 MESH = ("0-1:1", "0-2:1", "0-3:2", "0-4:2", "1-2:2", "1-3:1", "1-5:2", "2-3:2", "2-6:1", "3-7:1",
@@ -51,7 +55,7 @@ def _gpus() -> dict[str, dict[str, Any]]:
 
 
 def _figures(text: str) -> dict[str, Any] | None:
-    """Return the figures of the GPU with the longest name that occurs in a text; None without such a name."""
+    """Return the data of the GPU with the longest name that occurs in a text; None if no known name occurs."""
     words = re.sub(r"[-_]", " ", text.lower())
     names = sorted(_gpus(), key=len, reverse=True)
     return next((_gpus()[name] for name in names if re.search(rf"(?<![a-z0-9]){name}(?!\d)", words)), None)
@@ -59,9 +63,10 @@ def _figures(text: str) -> dict[str, Any] | None:
 
 @lru_cache(maxsize=4096)
 def describe(gpu: str, interconnect: str, count: int, host_factor: float, *, one_node: bool = False) -> Described:
-    """Return the machine that a row's columns `gpu`, `interconnect` and `n_gpu` describe; assume what they leave open.
+    """Return the machine that a row's columns `gpu`, `interconnect` and `n_gpu` describe.
 
-    `one_node` puts all GPUs on one node regardless of the text, because a strategy with one process needs that.
+    Properties that these columns do not state are assumed. `one_node` puts all GPUs on one node regardless of the text,
+    for strategies with a single process.
     """
     text = f" {gpu} {interconnect} ".lower().replace("_", " ")
     figures = _figures(gpu) or _figures(interconnect)
@@ -83,10 +88,11 @@ def describe(gpu: str, interconnect: str, count: int, host_factor: float, *, one
 
 
 def _clock(text: str) -> float:
-    """Return the correction of the host factor by the processor's thread count in the text; 1 without a count.
+    """Return the correction of the host factor for a desktop or server processor, by the thread count in the text.
 
-    One thread of a desktop processor runs 1.16 times as fast as one of a server of the same years: 4.3 GHz (Core
-    i9-7920X, 24 threads) versus 3.7 GHz (two Xeon Platinum 8160, 96 threads), by Intel's tables of turbo clocks.
+    Without a count, return 1. One thread of a desktop processor runs 1.16 times as fast as one of a server of the same
+    years: 4.3 GHz (Core i9-7920X, 24 threads) versus 3.7 GHz (two Xeon Platinum 8160, 96 threads), by Intel's tables of
+    turbo clocks.
     """
     match = re.search(r"(\d+)[- ]threads?\b", text)
     if not match:
@@ -151,7 +157,8 @@ def _nvlink(text: str, figures: dict[str, Any], node: int, assumed: list[str]) -
 def _pcie(text: str, figures: dict[str, Any], node: int) -> Iterator[Link]:
     """Yield the PCIe links of a node.
 
-    With switches, two GPUs share one, or four under a single root. From five GPUs on there are two processors.
+    On nodes with PCIe switches, two GPUs share a switch, or four under a single root. From five GPUs on there are two
+    processors.
     """
     generation = _generation(text, figures)
     rate = PCIE_GB[generation] * GB
@@ -174,7 +181,7 @@ def _pcie(text: str, figures: dict[str, Any], node: int) -> Iterator[Link]:
 
 
 def _generation(text: str, figures: dict[str, Any]) -> int:
-    """Return the PCIe generation: the one in the text, or else that of the GPU."""
+    """Return the PCIe generation that the text states, or else that of the GPU."""
     match = re.search(r"(?:pcie|pci-e|gen) ?(?:gen ?)?(\d)", text)
     return int(match[1]) if match and int(match[1]) in PCIE_GB else int(figures["pcie"])
 

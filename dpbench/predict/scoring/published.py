@@ -1,4 +1,4 @@
-"""Published measurements: match the rows of a table with their one-device baselines, or exclude them with a reason.
+"""Published measurements: match each row of a table with a baseline on one device, or exclude it with a reason.
 
 The columns are id, model, params_M, framework, strategy, gpu, n_gpu, interconnect, precision, batch_per_gpu,
 batch_global, metric, value, timed, optimizer, repeats_of and notes. The group of a row is its id up to the last "-".
@@ -29,7 +29,7 @@ NAMED = {
     "replicated_allreduce": "replicated", "replicated_nccl": "replicated", "replicated": "replicated",
     "parameter_server(cpu)": "server_cpu", "parameter_server": "server_gpu", "parameter_server(gpu)": "server_gpu",
 }  # fmt: skip
-"""A map of the names of strategies in tables to the strategies that are predicted."""
+"""For each name of a strategy in published tables, the strategy that is predicted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,10 +61,10 @@ class PublishedRow:
 
     @property
     def step_s(self) -> float:
-        """Return the seconds of a step.
+        """Return the duration of a step in seconds.
 
-        Some figures give no absolute seconds, for example an epoch without the number of its steps. The value is then
-        proportional to the seconds.
+        Some measurements give no absolute duration, for example an epoch without the number of its steps. The returned
+        value is then proportional to the duration.
         """
         if self.metric == "samples_per_s":
             return self.samples * self.tokens / self.value
@@ -74,13 +74,13 @@ class PublishedRow:
 
     @property
     def steps(self) -> int:
-        """Return the number of steps that a figure covers, from the notes; 0 if they do not state it."""
+        """Return the number of steps in a measurement, from the notes; 0 if the notes do not state it."""
         found = re.search(r"for (\d+) (?:optimizer )?(?:steps|iterations)", self.notes)
         return int(found[1]) if found else 0
 
     @property
     def tokens(self) -> float:
-        """Return the tokens of a sample if the figure counts tokens, else 1."""
+        """Return the number of tokens per sample if the measurement counts tokens, else 1."""
         if "token" not in self.notes.partition(";")[0].lower():
             return 1.0
         return features.find(self.model).tokens or 64.0
@@ -88,9 +88,9 @@ class PublishedRow:
 
 @dataclass(frozen=True)
 class Matched:
-    """A figure of several devices with its baseline: the seconds and the samples of a step of one device.
+    """A measurement on several devices with its baseline: the seconds and the samples of a step on one device.
 
-    `other` is a second baseline at another batch, as (seconds, samples), if the table has one.
+    `other` is a second baseline at another batch size, as (seconds, samples), if the table has one.
     """
 
     row: PublishedRow
@@ -141,7 +141,7 @@ OPTIONAL_NUMBERS = ("params_M", "batch_per_gpu", "batch_global")
 
 
 def read(path: Path) -> tuple[list[PublishedRow], list[Excluded]]:
-    """Return the rows of a table, and the rows that cannot be parsed; raise ValueError if a column is missing."""
+    """Return the rows of a table, and the rows that cannot be parsed. Raises ValueError if a column is missing."""
     with path.open(newline="", encoding="utf-8") as file:
         table = csv.DictReader(file)
         if missing := set(REQUIRED) - set(table.fieldnames or ()):
@@ -186,7 +186,7 @@ def _row(line: _Line) -> PublishedRow:
 
 
 def match(rows: Iterable[PublishedRow], *, all_rows: bool = False) -> tuple[list[Matched], list[Excluded]]:
-    """Return the figures with their baselines, and the excluded rows.
+    """Return the measurements with their baselines, and the excluded rows.
 
     `all_rows` keeps rows that repeat others or are not trusted.
     """
@@ -234,7 +234,7 @@ def _setting(row: PublishedRow) -> tuple[str, ...]:
 def _baseline(row: PublishedRow, ones: Sequence[PublishedRow]) -> Matched | None:
     """Return a row with its baseline: one device at the same or the nearest batch per device; None without one.
 
-    Among several candidates, those whose descriptions are most similar to the row's apply.
+    Among several candidates, those whose descriptions are most similar to the row's are used.
     """
     if not ones:
         return None

@@ -1,4 +1,4 @@
-"""Rows: convert a published figure with its baseline into a case, and predict its step."""
+"""Rows: convert a row, a published measurement with its baseline, into a case, and predict the duration of its step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dpbench.records import Case, Phase, Profile, registry
 from dpbench.records.traits import Role
 
 PUBLISHED_HOST = 3.1
-"""The host factor of published runs of 2019-21 with torch 1.4-1.7; it is 2.8-3.6 on three machines."""
+"""The host factor assumed for published runs of 2019-21 with torch 1.4-1.7; three such machines have 2.8-3.6."""
 LATE = ("replicated", "server_gpu", "server_cpu")
 """Strategies that presumably move gradients only after backward has ended."""
 BATCH = 32
@@ -37,7 +37,7 @@ class Question:
     machine: Described
     phases: frozenset[Phase]
     scale: float
-    """The factor from the seconds of a predicted step to the unit of the table."""
+    """The factor that converts the duration of a predicted step in seconds to the unit of the table."""
     accumulated: float = 1.0
     """The number of backward passes in one step; only the last one reduces gradients."""
     known: str = "traced"
@@ -48,7 +48,7 @@ class Question:
 
 
 def timed(row: PublishedRow) -> frozenset[Phase]:
-    """Return the phases that a figure includes, according to its columns `timed` and `optimizer`."""
+    """Return the phases that a measurement includes, according to the columns `timed` and `optimizer`."""
     phases = set(Phase)
     words = row.timed.lower()
     if words and "backward" not in words and "step" not in words and "forward" in words:
@@ -101,7 +101,7 @@ def _accumulated(row: PublishedRow, known: features.Features, each: int) -> floa
 
 
 def predicted_s(asked: Question, constants: Constants = DEFAULT) -> float:
-    """Return the predicted step of a row, in the unit of its table."""
+    """Return the predicted duration of a row's step, in the unit of its table."""
     machine = asked.machine.machine
     step = simulation.step(asked.case, asked.profile, machine, constants, phases=asked.phases, loop=asked.loop)
     if asked.accumulated == 1:

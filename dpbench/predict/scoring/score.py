@@ -16,7 +16,7 @@ from dpbench.predict.scoring.published import Excluded, Matched
 from dpbench.predict.scoring.rows import Question
 
 HARD = 1.1
-"""The least ratio of a measured step to linear scaling at which a case counts as hard."""
+"""A case counts as hard from this ratio of the measured step to the step under linear scaling."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ class Scored:
 
     @property
     def error(self) -> float:
-        """Return predicted over measured, minus 1."""
+        """Return the relative error of the prediction: predicted over measured, minus 1."""
         return self.predicted_s / self.measured_s - 1
 
     @property
     def linear_error(self) -> float:
-        """Return the step under linear scaling over the measured one, minus 1."""
+        """Return the relative error of linear scaling: linearly scaled over measured, minus 1."""
         return self.linear_s / self.measured_s - 1
 
     @property
@@ -47,7 +47,7 @@ class Scored:
 
     @property
     def hard(self) -> bool:
-        """Return whether the measured step takes at least 10 % longer than under linear scaling."""
+        """Return whether the measured step takes at least `HARD` times as long as under linear scaling."""
         return self.measured_s >= HARD * self.linear_s
 
 
@@ -55,9 +55,9 @@ class Scored:
 class ScoreLine:
     """One line of the scoreboard; ratios are fractions.
 
-    `skill` is 1 minus the ratio of the MAPE to that of linear scaling. `coverage` is the share of intervals that
-    contain the measured step, None without intervals. `overhead` is the error of T(n) - T(1), summed over the rows and
-    divided by the sum of the measured values.
+    `mape` is the mean absolute relative error. `skill` is 1 minus the ratio of the MAPE to that of linear scaling.
+    `coverage` is the share of intervals that contain the measured step, None without intervals. `overhead` is the error
+    of T(n) - T(1), summed over the rows and divided by the sum of the measured values.
     """
 
     group: str
@@ -77,7 +77,7 @@ class ScoreLine:
 
 
 def predict(matched: Matched, constants: Constants = DEFAULT, host: float = rows.PUBLISHED_HOST) -> Scored:
-    """Return the simulated prediction of one row with its interval."""
+    """Return the prediction of one row, by simulation, with its interval."""
     asked = rows.question(matched, constants, host)
     seconds = rows.predicted_s(asked, constants)
     base = _quick(asked, constants)
@@ -116,7 +116,7 @@ def _scaled_counts(asked: Question, factor: float) -> Any:
 
 
 def priors(asked: Question) -> dict[str, float]:
-    """Return the priors of a row, as standard deviations of logarithms by name."""
+    """Return the prior uncertainty of each constant that a row depends on: the deviation of its logarithm, by name."""
     found = intervals.of(asked.case)
     if asked.machine.assumed:
         found |= intervals.ASSUMED
@@ -126,7 +126,7 @@ def priors(asked: Question) -> dict[str, float]:
 
 
 def residual(asked: Question) -> float:
-    """Return the standard deviation of the logarithm of the baseline's step."""
+    """Return the standard deviation of the logarithm of the duration of the baseline's step."""
     return intervals.RESIDUAL["given"] * (1 if asked.exact else 3)
 
 
@@ -143,7 +143,7 @@ def score(path: Path, *, all_rows: bool = False) -> tuple[list[Scored], list[Exc
 def lines(scored: Iterable[Scored], excluded: Sequence[Excluded] = ()) -> list[ScoreLine]:
     """Return one line for each group, strategy and metric, in the order of the table.
 
-    Rows whose baseline has another batch get a separate line, because the baseline adds to their error.
+    Rows whose baseline has another batch size get a separate line, because the extrapolation adds to their error.
     """
     found: dict[tuple[str, str, str], list[Scored]] = {}
     for one in scored:
