@@ -237,7 +237,7 @@ class DeviceGroup:
         return start + 2 * self.constants.hop_s * math.log2(self.nodes) + self._wire(kind, size)
 
     def beside_s(self, seconds: float, size: float) -> float:
-        """Return the duration of kernels of `seconds` seconds while an all-reduce of `size` bytes runs."""
+        """Return the duration in seconds of kernels during an all-reduce of `size` bytes; alone they take `seconds`."""
         slower = seconds * (1 + self.constants.slowdown)
         if bus(self.machine, self.devices, self.constants).kind == "staged":
             slower += self.constants.staged_slowdown * min(seconds, self._wire("all_reduce", size))

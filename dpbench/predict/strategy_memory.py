@@ -24,7 +24,7 @@ class Shards:
     whole: Trace
     parts: tuple[Trace, ...]
     optimizer: Callable[[tuple[int, ...]], tuple[Sequence[Op], Sequence[Op]]]
-    """A function from sizes in bytes to the optimizer's first and later step over tensors of these sizes."""
+    """A function that returns the ops of a first and of a later optimizer step over tensors of these sizes in bytes."""
 
 
 def single(tape: Tape, trace: Trace, steps: int, device: int = 0) -> None:
@@ -41,7 +41,7 @@ def single(tape: Tape, trace: Trace, steps: int, device: int = 0) -> None:
 
 
 def _play_step(tape: Tape, device: int, trace: Trace, state: Names, batch: Sequence[int], *, first: bool) -> list[int]:
-    """Play forward, loss, backward and update of one device; return the holdings of its gradients, which stay."""
+    """Play one device's forward, loss, backward and update; return the holdings of the gradients, still allocated."""
     names: Names = {}
     play_forward(tape, device, trace, names)
     play_loss(tape, device, trace, names)
@@ -253,7 +253,7 @@ class EngineMemory:
             play_backward(tape, i, trace, names[i], at[i])
 
     def _buckets(self) -> list[list[int]]:
-        """Return the buckets that can be reduced during backward, as lists of parameters, in the order of readiness."""
+        """Return the buckets that can be reduced during backward, as lists of parameters, in the order they fill."""
         wanted = self._trainable[::-1] if self._kept else self._trainable
         runs = [[wanted[k] for k in run] for run in buckets([self._sizes[n] for n in wanted])]
         ready = {n: k for k, n in enumerate(self._shards.whole.ready)}

@@ -40,7 +40,7 @@ def _cells(one: Prediction, others: Sequence[Prediction]) -> tuple[str, ...]:
 
 
 def _phases(one: Prediction) -> str:
-    """Return the phases with at least `SHOWN` of the step, as text; the ledger assigns the seconds."""
+    """Return, as text, the phases that take at least the share `SHOWN` of the step, with their milliseconds."""
     if not one.spans:
         return "formula: none"
     charged = ledger.phases(Step(one.seconds, False, one.seconds), one.spans)
@@ -53,7 +53,7 @@ NEEDS = ("model", "strategy", "devices", "batch", "GPU 0 allocated", "others", "
 
 
 def needs(found: Iterable[Need]) -> str:
-    """Return the memory of each case as a table: the peaks of device 0, the highest of the others, and the fit."""
+    """Return a table of each case's memory: the peaks of device 0, the highest of the others, and whether it fits."""
     lines: list[tuple[str, ...]] = [NEEDS]
     for one in found:
         case = one.case

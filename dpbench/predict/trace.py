@@ -251,7 +251,7 @@ PARTS = ("forward", "loss", "loss_backward", "backward", "optimizer_first", "opt
 
 
 class _Edge(Function):
-    """The boundary between module and loss: its backward passes the gradients of the loss on and keeps none of them."""
+    """The boundary between module and loss. Its backward passes on the loss's gradients, without references to them."""
 
     @staticmethod
     def forward(ctx: Any, given: list[Any], begin: AbstractContextManager[None], *outputs: torch.Tensor) -> Any:
@@ -287,7 +287,7 @@ class _Saved:
         self._at[storage] = self._recorder.at
 
     def at(self, tensor: torch.Tensor) -> int:
-        """Return the number of ops after which a tensor was last released by its savers; 0 if it was not saved."""
+        """Return the number of ops after which the last saved reference to a tensor was released; 0 if never saved."""
         return self._at.get(self._recorder.storage(tensor), 0)
 
 
@@ -303,7 +303,7 @@ def _sizes(values: Iterable[Any]) -> Tensors:
 
 
 def _rows_of(value: Any, rows: int, device: torch.device) -> Any:
-    """Return fake tensors like `value` on a device, with `rows` rows instead of `FEW`; call it in a FakeTensorMode."""
+    """Return fake tensors like `value` on a device, with `rows` rows instead of `FEW`, in an active FakeTensorMode."""
     leaves, form = tree_flatten(value)
     made = [
         torch.empty((rows, *x.shape[1:]) if x.dim() and x.shape[0] == FEW else x.shape, dtype=x.dtype, device=device)

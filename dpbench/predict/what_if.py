@@ -18,7 +18,10 @@ FASTER = 4.0
 
 @dataclass(frozen=True)
 class WhatIf:
-    """A change of a case, the seconds of a step with it, and `gain`, the ratio of the samples per second."""
+    """A change of a case, with the duration of the changed step in seconds.
+
+    `gain` is the throughput in samples per second with the change, divided by that without.
+    """
 
     model: str
     devices: int

@@ -34,7 +34,10 @@ NAMED = {
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedRow:
-    """One published figure. `parameters` is a count; `batch` is per device, and 0 if the table does not state it."""
+    """One published measurement.
+
+    `parameters` is their number; `batch` is the batch size per device, or 0 if the table does not state it.
+    """
 
     id: str
     group: str
@@ -56,7 +59,7 @@ class PublishedRow:
 
     @property
     def samples(self) -> float:
-        """Return the samples of a step over all devices; one per device if the table does not state the batch."""
+        """Return the number of samples per step over all devices; one per device if the table states no batch size."""
         return self.batch * self.devices if self.batch else float(self.devices)
 
     @property
@@ -100,7 +103,7 @@ class Matched:
 
     @property
     def extrapolated(self) -> bool:
-        """Return whether the baseline at this row's batch is extrapolated from a single step at another batch."""
+        """Return whether the baseline at this row's batch size must be extrapolated from one other batch size."""
         return self.other is None and self.row.batch > 0 and self.one_samples != self.row.batch
 
 
@@ -114,7 +117,10 @@ class Excluded:
 
 @dataclass(frozen=True, kw_only=True)
 class _Line:
-    """The columns of one line. A number that is not given is 0; a line without one of the first six is refused."""
+    """The columns of one line.
+
+    A number that is not given is 0; a line without one of the first six columns is refused.
+    """
 
     id: str
     model: str
@@ -156,7 +162,7 @@ def read(path: Path) -> tuple[list[PublishedRow], list[Excluded]]:
 
 
 def _line(cells: Mapping[str, str | None]) -> _Line:
-    """Return the cells of a line, checked against their columns' types; raise ValidationError for a wrong one."""
+    """Return a line's cells, converted to their columns' types. Raises ValidationError for a cell of a wrong type."""
     given = {key: cell.strip() for key, cell in cells.items() if isinstance(key, str) and isinstance(cell, str)}
     unknown = {key for key in OPTIONAL_NUMBERS if not _finite(given.get(key, ""))}
     known = {key: cell for key, cell in given.items() if (cell or key in REQUIRED) and key not in unknown}

@@ -95,7 +95,7 @@ def question(matched: Matched, constants: Constants = DEFAULT, host: float = PUB
 
 
 def _accumulated(row: PublishedRow, known: features.Features, each: int) -> float:
-    """Return the backward passes of a step, in a training script with a fixed number of samples per update."""
+    """Return the number of backward passes per update, for a script with a fixed number of samples per update."""
     update = known.update_samples if "DeepLearningExamples" in row.notes else 0
     return max(1.0, update / (each * row.devices))
 
@@ -110,7 +110,7 @@ def predicted_s(asked: Question, constants: Constants = DEFAULT) -> float:
 
 
 def linear_s(asked: Question, constants: Constants = DEFAULT) -> float:
-    """Return the step under perfectly linear scaling: one device alone with its share of the batch."""
+    """Return the duration of a step under linear scaling: that of one device alone with its share of the batch."""
     case, machine = asked.case, asked.machine.machine
     alone = replace(case, strategy=registry.of_role(Role.BASELINE), devices=1, batch_size=case.rows[0])
     return asked.scale * quick.seconds(alone, asked.profile, machine, constants, phases=asked.phases)

@@ -21,7 +21,10 @@ HARD = 1.1
 
 @dataclass(frozen=True)
 class Scored:
-    """A row's measured step, its prediction with the interval, and the step under linear scaling, all in seconds."""
+    """The duration of a row's step: measured, predicted with its interval, and under linear scaling.
+
+    All values are in the unit of `PublishedRow.step_s`.
+    """
 
     matched: Matched
     measured_s: float
