@@ -88,7 +88,7 @@ def test_a_prediction_in_the_same_file_is_no_measurement(tmp_path: Path) -> None
     assert stored.read(path, ASKED, MACHINE) == measured
     other = tmp_path / "y.db"
     keep(other, [predictor.predict(single(32))], MACHINE)
-    with pytest.raises(UnknownMachine, match=r"no measured step"):
+    with pytest.raises(UnknownMachine, match=r"needs a measured one-device step of .* has none"):
         stored.read(other, ASKED, MACHINE)
 
 

@@ -130,7 +130,7 @@ class Autograd:
         """Do nothing: autograd has reduced the gradients."""
 
     def update(self, workers: Workers, clip_norm: float | None, scaler: torch.amp.GradScaler | None) -> None:
-        """Step the optimizer on the first device."""
+        """Run the optimizer on the first device."""
         with self._mark(Phase.OPTIMIZER, self._devices[0].index):
             finish(self._optimizer, self._module, clip_norm, scaler, self._optimizer)
 

@@ -94,8 +94,8 @@ class Predictor:
         profile = self.measured.get(counts.key(case))
         if profile is None:
             raise UnknownMachine(
-                f"{case.label}: {self.machine.name} has logical CPU devices; a prediction for them needs a measured "
-                f"step of one device: {stored.way_out(case)}, then give --from FILE"
+                f"{case.label}: {self.machine.name} has logical CPU devices; a prediction for these needs a measured "
+                f"step on one device: {stored.way_out(case)}, then give --from FILE"
             )
         phases = cpu_model.step(case, profile, cpu_model.ProbedHost(self.machine.probe))
         seconds = sum(phases.values())

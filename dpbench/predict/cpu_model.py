@@ -66,9 +66,10 @@ class ProbedHost:
         return tensors * self["tensor_copy_s"] + self.move_s(size_bytes)
 
     def move_s(self, size_bytes: float) -> float:
-        """Return the seconds of a copy without its fixed cost, at the rate of the next larger size measured.
+        """Return the duration in seconds of a copy without its fixed cost.
 
-        Small copies are faster per byte, because they stay in caches.
+        The rate is that of the next larger size measured. Small copies are faster per byte, because they stay in
+        caches.
         """
         sizes = sorted(
             int(name.split("_")[1]) * KIB for name in self.figures if name.startswith("copy_") and "_kib_" in name

@@ -44,7 +44,7 @@ def given(
     rest.
     """
     if step_s <= 0:
-        raise ValueError(f"the step of one device must take more than 0 s, got {step_s} s")
+        raise ValueError(f"the step on one device must take more than 0 s, got {step_s} s")
     fixed = _fixed_share(step_s, samples, other)
     case = plan.baseline(model=profile.model, batch_size=samples, optimizer=optimizer)
     idle = replace(profile, forward=Cost(), backward=Cost(), source="given")
@@ -90,7 +90,7 @@ def peaks(machine: Machine, precision: str) -> tuple[float, float]:
         raise UnknownMachine(
             f"machine {machine.name}: [gpu] needs both a peak for {precision} in flop_per_s (it has: "
             f"{', '.join(gpu.flop_per_s) or 'none'}) and memory_bytes_per_s (it has: "
-            f"{gpu.memory_bytes_per_s or 'none'}); or give the step of one device: --step-s SECONDS"
+            f"{gpu.memory_bytes_per_s or 'none'}); or give the duration of a step on one device: --step-s SECONDS"
         )
     return peak, gpu.memory_bytes_per_s
 

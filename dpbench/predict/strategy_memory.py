@@ -220,7 +220,10 @@ class EngineMemory:
             tape.give([whole.pop(number, -1)])
 
     def _local_loss(self, names: Sequence[Names], *, first: bool) -> None:
-        """Play the loss of each replica's rows; in the first step, also the loss of the whole batch as a check."""
+        """Play the loss of each replica's rows.
+
+        In the first step, the engine checks it against the loss of the whole batch, which is played, too.
+        """
         tape, parts = self._tape, self._shards.parts
         for i, trace in enumerate(parts):
             tape.stage = "loss"
