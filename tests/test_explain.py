@@ -57,7 +57,7 @@ def test_the_answer_comes_first_and_the_findings_follow_by_size(folder: Path) ->
     assert "replicate takes" in said
     assert "6 parameter tensors × " in said  # three linear layers
     assert "dp[cached]" in said
-    assert "Not judged, because it was not measured: " in said
+    assert "Not judged, for lack of measurements: " in said
     assert max(map(len, done.stdout.splitlines())) <= 100
 
 

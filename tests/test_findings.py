@@ -143,7 +143,7 @@ def test_a_phase_that_does_not_divide_is_serial(phase: str) -> None:
     assert name not in found(one(), dp(**{phase: level + 0.0004}))
     seen = found(one(), dp(**{phase: level + 0.0008}))[name]
     assert seen.evidence.size_s.value == pytest.approx(0.0008, rel=0.05)
-    assert "2.0 of 2 devices are in it at once" in seen.evidence.numbers
+    assert "2.0 of 2 devices run this phase concurrently" in seen.evidence.numbers
 
 
 def test_the_cause_of_serial_work_is_told_by_overlap_and_cores() -> None:
@@ -257,7 +257,7 @@ def test_a_share_is_small_when_alone_it_takes_more_than_its_part(options: Any) -
     assert "small share" not in found(one(), dp(), even)
     seen = found(one(), dp(), small)["small share"]
     assert seen.evidence.size_s.value == pytest.approx(0.001, rel=0.02)
-    assert "its step is only 1.92× shorter" in seen.evidence.numbers
+    assert "its step is faster by a factor of only 1.92" in seen.evidence.numbers
 
 
 def test_a_bigger_batch_that_costs_less_a_sample_is_a_finding() -> None:
@@ -277,9 +277,9 @@ def test_the_last_devices_are_diminishing_when_they_give_less_than_their_part() 
 
     assert "diminishing" not in found(one(), dp(), four(1.015))
     seen = found(one(), dp(), four(1.9))["diminishing"]
-    assert "going from 2 to 4 devices gained 1.05×" in seen.evidence.says
+    assert "going from 2 to 4 devices gave a speed-up of 1.05×" in seen.evidence.says
     (diagnosis,) = explained(one(), dp(), four(1.9))
-    assert "Going from 2 to 4 devices gave 1.05× (1.05–1.05), of an ideal 2×." in diagnosis.answer
+    assert "Going from 2 to 4 devices gave a speed-up of 1.05× (1.05–1.05); the ideal is 2×." in diagnosis.answer
     assert not judged("last devices", one(), four(1.9))
 
 
@@ -287,7 +287,7 @@ def test_in_weak_scaling_the_last_devices_are_held_against_equal_work_a_device()
     wide = measured(case(devices=4, batch=128), {name: 1.9 * seconds for name, seconds in LEVEL.items()})
     narrow = dp(devices=2, batch=64)
     seen = found(one(case("single", devices=1, batch=32), 0.5), narrow, wide)["diminishing"]
-    assert "gained 1.05×" in seen.evidence.says
+    assert "gave a speed-up of 1.05×" in seen.evidence.says
     assert seen.evidence.size_s.value == pytest.approx(0.025 * 0.9, rel=0.01)
 
 
@@ -321,7 +321,7 @@ def test_a_remedys_gain_is_read_off_the_cases_that_hold_it() -> None:
 def test_the_answer_says_what_it_gives_where_it_goes_and_what_helps() -> None:
     ddp = measured(case("ddp"), {**LEVEL, "reduce": 0.001})
     (diagnosis,) = explained(one(), dp(replicate=0.015, gather=0.005), ddp)
-    assert "give 1.11× (1.11–1.11) over one device, of an ideal 2×." in diagnosis.answer
+    assert "give 1.11× (1.11–1.11) over one device (ideal: 2×)." in diagnosis.answer
     assert "A step takes 45.0 ms; with perfect scaling it would take 25.0 ms." in diagnosis.answer
     assert "Of the 20.0 ms lost, 15.0 ms (75%) go to replicate, 5.00 ms (25%) go to gather." in diagnosis.answer
     assert "Measured to help: ddp is 1.73× (1.73–1.73) as fast." in diagnosis.answer

@@ -34,8 +34,8 @@ class Tile:
 def verdict(rows: Sequence[Row], ladders: Sequence[Ladder] = ()) -> str:
     """Return the verdict: the speed-up of each strategy on the largest number of devices, next to the ideal.
 
-    With ladders, this sentence has only the lowest rung of each ladder. A second sentence names each ladder's best rung
-    and its largest gain.
+    With ladders, this sentence includes only the lowest rung of each ladder. A second sentence names each ladder's best
+    rung, and the rung with the largest gain.
     """
     kept = [row for row in notable(rows, ladders) if not _inside(row, ladders)]
     several = [row for row in kept if row.speedup and row.case.devices > 1]
@@ -60,7 +60,7 @@ def _shown(estimate: Estimate | None) -> bool:
 
 
 def _in_doubt(rows: Sequence[Row]) -> str:
-    """Name the cases that have too few rounds, or too wide an interval, for a speed-up; return "" if there are none."""
+    """Return a sentence on the cases with too few rounds, or too wide an interval, for a speed-up; "" without any."""
     found = [row for row in rows if row.speedup and row.speedup.doubt]
     if not found:
         return ""
@@ -81,7 +81,7 @@ def _inside(row: Row, ladders: Sequence[Ladder]) -> bool:
 
 
 def _climbs(ladders: Sequence[Ladder]) -> str:
-    """Return a sentence with the best rung of each ladder, and the largest gain of a rung that is decided."""
+    """Return a sentence with the best rung of each ladder, and the largest gain of one rung among those decided."""
     if not ladders:
         return ""
     several = len({found.case.devices for found in ladders}) > 1
@@ -143,7 +143,10 @@ def _strategies(rows: Sequence[Row]) -> list[str]:
 
 
 def _cause(rows: Sequence[Row]) -> str:
-    """Return the largest phase other than compute in the engine's slowest case, if it takes 10% of the step or more."""
+    """Return, for the engine's case with the lowest speed-up, the largest phase other than compute, as text.
+
+    Return "" if that phase takes less than 10% of the step.
+    """
     engine = [row for row in rows if row.case.traits.scheduled and row.phases]
     if not engine:
         return ""
@@ -170,7 +173,7 @@ def _of_all_cores(rows: Sequence[Row], top: Sequence[Row]) -> list[Row]:
 
 
 def _decided(rows: Sequence[Row]) -> str:
-    """Name the speed-ups whose direction is undecided, and recommend the number of rounds that would decide them."""
+    """Return a sentence on the speed-ups whose direction is undecided, with the number of rounds that would decide."""
     fast = [(row, row.speedup) for row in rows if row.speedup and not row.speedup.doubt]
     # Holm's correction: the confidence level applies to all verdicts together
     said = stats.verdicts([speedup for _, speedup in fast], alpha=1 - stats.CONFIDENCE)

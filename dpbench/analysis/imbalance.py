@@ -1,7 +1,8 @@
-"""Imbalance: compare device 0 with the others, and the highest device with the mean, for every quantity by device.
+"""Imbalance: for each quantity, compare device 0 with the other devices, and the largest device with the mean.
 
-An index is 1 if the devices are equal. DistributedDataParallel, whose ranks all do the same work, is the control: a
-difference between its devices is due to the machine or to the measurement. docs/measuring.md defines each quantity.
+An index is 1 if all devices have the same amount. DistributedDataParallel is the control, because its ranks all do the
+same work: a difference between its devices is due to the machine or to the measurement. docs/measuring.md defines each
+quantity.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ class Quantity:
 class Index:
     """The imbalance between the devices of one case in one quantity.
 
-    `devices` are medians over rounds, in the quantity's unit. `first` is the ratio of device 0 to the mean of the
-    others, `most` the ratio of the highest device to the mean of all. `control` is `first` of the control. `floor` is
-    the amount on one device under `single` at the same batch size. Both are None unless they were measured from the
-    same source.
+    `devices` has each device's median over rounds, in the quantity's unit. `first` is the ratio of device 0 to the mean
+    of the other devices, `most` the ratio of the largest device to the mean of all devices. `control` is the value of
+    `first` for the control. `floor` is the amount on the device of `single` at the same batch size. `control` and
+    `floor` are None unless they were measured from the same source as the index.
     """
 
     case: Case
@@ -85,7 +86,7 @@ def indexes(trials: Iterable[Trial]) -> list[Index]:
 
 
 def _figures(quantity: Quantity, trials: Iterable[Trial]) -> _Found | None:
-    """Return the readings from the best source that has any; only rounds with the most devices are kept."""
+    """Return the readings from the best source that has readings, or None; rounds that lack a device are left out."""
     for basis, read in quantity.sources:
         rounds: dict[int, Figures] = {}
         for trial in trials:
@@ -102,7 +103,7 @@ def _figures(quantity: Quantity, trials: Iterable[Trial]) -> _Found | None:
 
 
 def _several(found: _Found) -> bool:
-    """Return whether device 0 can be compared with others: all have a positive amount in every step."""
+    """Return whether there are device 0 and other devices, and all of them have a positive amount in every step."""
     others = found.columns[:1] == (0,) and len(found.columns) > 1
     return others and all(min(row) > 0 for rows in found.vectors.values() for row in rows)
 
@@ -145,9 +146,9 @@ def _verdict(first: Estimate, control: Estimate | None) -> str:
 def columns(
     runs: Iterable[tuple[str, Sequence[Trial]]], rows: Sequence[tuple[str, Case, Source]]
 ) -> dict[str, list[object]]:
-    """Return the columns of a flat table with the indexes of each row's run and case.
+    """Return columns for a flat table whose rows are `rows`: the indexes of each row's run, case and source.
 
-    The columns are the same for every run; a value that is not known is None.
+    The columns are the same for every run; an unknown value is None.
     """
     known = {(run, i.case, i.source, i.quantity): i for run, trials in runs for i in indexes(trials)}
     found: dict[str, list[object]] = {}
@@ -171,7 +172,7 @@ def _steps_of(metric: str) -> Callable[[Trial], Figures]:
 
 
 def _peak(kind: str, source: str) -> Callable[[Trial], Figures]:
-    """Return a function that reads each device's peak over the whole step, in bytes."""
+    """Return a function that reads each device's peak memory over the whole step, in bytes."""
 
     def read(trial: Trial) -> Figures:
         found = [m for m in trial.memory if (m.kind, m.source, m.phase) == (kind, source, "")]
@@ -186,7 +187,7 @@ def _used(trial: Trial) -> Figures:
 
 
 def _energy(trial: Trial) -> Figures:
-    """Return the joules per timed step by device: the increase of the energy counter over the number of steps."""
+    """Return each device's energy per timed step: the rise of its counter in joules, divided by the number of steps."""
     steps = len(trial.timed)
     rises = {device: values[-1] - values[0] for device, values in _steps_of("energy_j")(trial).items()}
     return {device: [rise / steps] for device, rise in rises.items() if rise > 0}

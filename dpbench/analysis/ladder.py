@@ -1,6 +1,6 @@
 """Ladder: compute the gain of each rung over the rung below, and of each switch over the same schedule without it.
 
-Except for CUDA graphs, each comparison changes one switch. It is judged by the rounds that both sides have.
+Except for CUDA graphs, each comparison changes one switch. A comparison uses the rounds that both sides have.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ ENOUGH = 3
 class RungGain:
     """The gain of the schedule `name` over the schedule `over`: the speed ratio and the seconds saved per step.
 
-    `phase` is the phase that changed most, by `phase_s` seconds per step, negative if it became shorter.
+    `phase` is the phase that changed most. `phase_s` is its change in seconds per step; it is negative if the phase
+    became shorter.
     """
 
     name: str
@@ -41,7 +42,8 @@ class RungGain:
 class Rung:
     """One measured rung.
 
-    `change` is its gain over the next measured rung below, `over_ddp` the ratio of DDP's step time to its step time.
+    `change` is the rung's gain over the next measured rung below that does not use CUDA graphs; None for the lowest
+    rung. `over_ddp` is the ratio of DDP's step time to the rung's step time.
     """
 
     name: str
@@ -61,9 +63,10 @@ class Ladder:
     """The rungs of one model at one batch size and device count, in ladder order.
 
     `fastest` is the rung with the shortest median step among those verified without a tolerance, and `whole` its gain
-    over the lowest rung. `ablations` holds the gain of each switch of the schedule `base`: base over base with that
-    switch set back. `fixed` gives the reason for every switch that was not set back alone. `lost` holds the schedules
-    that gave no result.
+    over the lowest rung. `ablations` has, for each switch of the schedule `base`, the gain of `base` over the same
+    schedule with that switch set back to its first position. `fixed` has the reason for every switch that was not set
+    back alone. `limit` is the row of `single` on one device's share of the batch. `lost` has the rows of schedules
+    without a result.
     """
 
     case: Case
@@ -80,7 +83,7 @@ class Ladder:
 
     @property
     def biggest(self) -> RungGain | None:
-        """Return the gain with the highest ratio among rungs that are "faster" and need no tolerance, or None."""
+        """Return the largest gain among the rungs that are "faster" and need no tolerance; None without such a rung."""
         exact = [rung.change for rung in self.rungs if rung.change and schedule.RUNGS[rung.name].exact]
         faster = [change for change in exact if change.verdict == "faster"]
         return max(faster, key=lambda change: change.ratio.value, default=None)
@@ -162,10 +165,10 @@ def _change(name: str, before: Row, after: Row, *, over: str) -> RungGain:
 
 
 def _ablated(steps: Mapping[str, Row], conditions: Sequence[str]) -> tuple[str, tuple[RungGain, ...], tuple[str, ...]]:
-    """Return the schedule with the most ablations, the gain of each of its switches, and why others have none.
+    """Return the schedule with the most ablations, their gains, and the reasons why its other switches have none.
 
     A rung is often also an ablation of another rung. Therefore only ablations that are not rungs themselves count when
-    the schedule is chosen; without any, return ("", (), ()).
+    the schedule is chosen. If no schedule has such ablations, return ("", (), ()).
     """
     found: dict[str, dict[str, str]] = {}
     for text in steps.keys() - {schedule.FASTEST}:
@@ -199,7 +202,7 @@ def notable(rows: Sequence[Row], found: Sequence[Ladder]) -> list[Row]:
 
 
 def _setting(case: Case) -> Case:
-    """Return the case with the fields reset in which the ladders of one model differ."""
+    """Return the case with every field reset that may differ between the ladders of one model."""
     return replace(case, schedule="", devices=1, batch_size=1, placement="spread")
 
 

@@ -85,7 +85,7 @@ class Report:
 def _of_run(status: str, provenance: Mapping[str, Any]) -> Iterator[str]:
     """Yield a warning if the run is incomplete, and one if the load of other processes is unknown."""
     if status != FINISHED:
-        yield f"incomplete: this run is {status}; the same `dpbench run` command continues it"
+        yield f"incomplete: this run is {status}; repeat the same `dpbench run` command to continue it"
     if reason := provenance.get(foreign_load.FACT, {}).get("unknown"):
         yield f"it is unknown whether other processes used the cores: {reason}"
 

@@ -22,14 +22,14 @@ from scipy.special import stdtr, stdtrit
 from dpbench.records.estimate import Estimate
 
 Rounds = Mapping[int, Sequence[float]]
-"""The measured step seconds of one case, by round."""
+"""The durations of one case's measured steps in seconds, by round."""
 Array = NDArray[np.float64]
 Vectors = Mapping[int, Sequence[Sequence[float]]]
-"""One number per device, by round and step; a round with a single reading counts as one step."""
+"""For each round and each of its steps, one number per device; a round with a single reading has one step."""
 
 RESAMPLES = 2000
 CELLS = 4_000_000
-"""The largest number of values in one set of resamples; with many rounds, fewer resamples are drawn."""
+"""The largest number of pairs of rounds in all resamples together; with many rounds, fewer resamples are drawn."""
 CONFIDENCE = 0.95
 ALPHA = 0.01
 """The significance level: the accepted probability of calling two equal cases "faster" or "slower"."""
@@ -51,10 +51,10 @@ def median(rounds: Rounds, *, seed: int = 0) -> Estimate:
 def ratio(numerator: Rounds, denominator: Rounds, *, paired: bool = True, seed: int = 0) -> Estimate:
     """Return the ratio of the step time of `numerator` to that of `denominator`, with its interval.
 
-    With `paired`, rounds that both sides have are compared with each other, which requires that both come from one
-    run. The estimate is the Hodges-Lehmann centre of the ratios within each round: disturbances that affect both
-    sides of a round cancel, and an outlying round has little influence. Otherwise, or without common rounds, the
-    estimate is the median of the ratios of all pairs of rounds.
+    With `paired`, each round of one side is compared with the same round of the other side, which requires that both
+    sides come from one run. The estimate is then the Hodges-Lehmann centre of the logarithms of these ratios:
+    disturbances that affect both sides of a round cancel, and an outlying round has little influence. Without
+    `paired`, or without common rounds, the estimate is the median of the ratios of all pairs of rounds.
     """
     generator = np.random.default_rng(seed)
     common = sorted(set(numerator) & set(denominator)) if paired else []
@@ -72,7 +72,7 @@ def ratio(numerator: Rounds, denominator: Rounds, *, paired: bool = True, seed: 
 
 
 def quotient(numerator: Estimate, denominator: Estimate) -> Estimate:
-    """Return the ratio of two estimates, its interval computed from theirs as if they were independent."""
+    """Return the ratio of two estimates; the interval is computed from their intervals, as for independent errors."""
     up = math.hypot(math.log(numerator.high / numerator.value), math.log(denominator.value / denominator.low))
     down = math.hypot(math.log(numerator.value / numerator.low), math.log(denominator.high / denominator.value))
     value = numerator.value / denominator.value
@@ -103,7 +103,7 @@ def first_over_rest(vectors: Vectors, *, seed: int = 0) -> Estimate:
 
 
 def most_over_mean(vectors: Vectors, *, seed: int = 0) -> Estimate:
-    """Return the ratio of the largest device median to the mean of all of them, with its interval; at least 1."""
+    """Return the ratio of the largest of the devices' medians to their mean, with its interval; the ratio is >= 1."""
     return _of_medians(vectors, lambda each: each.max(axis=-1) / each.mean(axis=-1), seed)
 
 
@@ -130,9 +130,9 @@ def _medians(
     chosen: NDArray[np.int64] | None = None,
     scale: Callable[[Array], Array] = np.log,
 ) -> tuple[Array, Array]:
-    """Return the rounds' median steps, shape (rounds,), and those of resampled steps, shape (resamples, rounds).
+    """Return the median of each round, shape (rounds,), and of each resampled round, shape (resamples, rounds).
 
-    Both are transformed by `scale`. For vectors, both have one more axis: the devices.
+    Both arrays are transformed by `scale`. For vectors, both have one more axis: the devices.
     """
     keys = sorted(rounds)
     chosen = _choose(len(keys), generator) if chosen is None else chosen
@@ -157,7 +157,7 @@ def _widen(draws: Array, n: int) -> Array:
 
 
 def _exponential(value: float, draws: Array, n: int, *, widened: bool = False) -> Estimate:
-    """Return the estimate of exp(value), given resamples of its logarithm."""
+    """Return the estimate of exp(value); `draws` are resamples of `value`, not of exp(value)."""
     low, high = _interval(value, draws, n, widened=widened)
     return Estimate(math.exp(value), math.exp(low), math.exp(high), n)
 
@@ -174,7 +174,7 @@ def _interval(value: float, draws: Array, n: int, *, widened: bool = False) -> t
 
 
 def p_value(estimate: Estimate) -> float:
-    """Return the two-sided p-value of a ratio against 1; 1.0 for a prediction and for an estimate in doubt."""
+    """Return the two-sided p-value of the hypothesis that a ratio is 1; 1.0 for predictions and estimates in doubt."""
     if estimate.n < 2 or estimate.doubt:
         return 1.0
     spread = math.log(estimate.high / estimate.low) / 2 / stdtrit(estimate.n - 1, (1 + CONFIDENCE) / 2)
@@ -187,7 +187,7 @@ def p_value(estimate: Estimate) -> float:
 def verdict(estimate: Estimate, *, margin: float = MARGIN, alpha: float = ALPHA) -> str:
     """Return the verdict on a ratio: "faster" (above 1), "slower", "same" or "undecided".
 
-    It is "same" if the 95 % interval lies within the margin around 1.
+    The verdict is "same" if the whole 95 % interval is within the margin around 1.
     """
     if 1 - margin <= estimate.low and estimate.high <= 1 + margin and estimate.n > 1 and not estimate.doubt:
         return "same"
@@ -199,8 +199,9 @@ def verdict(estimate: Estimate, *, margin: float = MARGIN, alpha: float = ALPHA)
 def verdicts(estimates: Sequence[Estimate], *, margin: float = MARGIN, alpha: float = ALPHA) -> list[str]:
     """Return the verdicts of ratios that are read together, corrected for multiple comparisons.
 
-    `alpha` bounds the probability that any equal case is called "faster" or "slower". Holm's correction: the k-th
-    smallest (from 0) of m p-values must be at most alpha / (m - k), and so must every smaller one.
+    `alpha` bounds the probability that any equal case is called "faster" or "slower". Holm's correction compares the
+    k-th smallest of m p-values, with k counted from 0, with alpha / (m - k). Once a p-value is above its bound, no
+    larger one is called "faster" or "slower".
     """
     order = sorted(range(len(estimates)), key=lambda i: p_value(estimates[i]))
     found = [""] * len(estimates)
@@ -216,7 +217,7 @@ def rounds_to_decide(estimate: Estimate, *, margin: float = MARGIN, alpha: float
     """Return the number of rounds after which this ratio would be decided if it did not change, at most `most`.
 
     The interval shrinks with the square root of the number of rounds. The ratio is decided as soon as the interval
-    excludes 1 or fits into the margin. If `most` rounds do not decide it either, return `most`.
+    excludes 1 or is within the margin around 1. If `most` rounds would not decide the ratio either, return `most`.
     """
     if estimate.n < 2:
         return most

@@ -42,10 +42,11 @@ DEVICE_COLUMNS = 8
 class Row:
     """The results of one case, in seconds and bytes; shares are fractions, and devices are given by index.
 
-    `series` has the seconds of the timed steps by round. `phases` are seconds from the ledger that sum to
-    `step.value`. `speedup` compares with `single` at equal global work (scaling "strong") or at equal work per device
-    ("weak"). `imbalance` is the ratio of device 0's busy time to the mean of the others'. `reason` explains why a
-    round gave no result. `fault` is set if no round gave a result although the last trial ended normally.
+    `series` has the durations of the timed steps, by round. `phases` has the time of each phase from the ledger; these
+    times sum to `step.value`. `speedup` compares with `single` at equal global work (scaling "strong") or at equal work
+    per device ("weak"). `imbalance` is the ratio of device 0's busy time to the mean of the other devices'. `reason`
+    explains why a round gave no result. `fault` is set if no round gave a result although the last trial ended
+    normally.
     """
 
     case: Case
@@ -80,7 +81,7 @@ class Row:
 
     @property
     def doubt(self) -> Doubt | None:
-        """Return why the step must not be shown as a result; None if it may be shown, and without a step."""
+        """Return the reason why the step time must not be shown as a result; None if it may be, or is missing."""
         return self.step.doubt if self.step else None
 
     @property
@@ -100,7 +101,7 @@ _BLANK = Row(case=Case(model="", strategy="", batch_size=1), source=Source.MEASU
 
 
 def rows(trials: Iterable[Trial]) -> list[Row]:
-    """Return one row per case and source, sorted by model: first one-device baselines, then strategies by devices."""
+    """Return one row per case and source, sorted by model; one-device strategies come first, in the order of `Role`."""
     groups: dict[tuple[Case, Source], list[Trial]] = {}
     for trial in sorted(trials, key=_order):
         groups.setdefault((trial.case, trial.source), []).append(trial)
@@ -120,7 +121,7 @@ def _order(trial: Trial) -> tuple[object, ...]:
 
 
 def measured(trials: Iterable[Trial]) -> dict[int, list[float]]:
-    """Return the seconds of the timed steps by round, from trusted trials; the last trial of each round counts."""
+    """Return the durations of the timed steps in seconds, by round; the last trusted trial of each round counts."""
     return {trial.round: list(trial.timed) for trial in trials if trial.trusted and trial.timed}
 
 
@@ -160,7 +161,7 @@ def _row(case: Case, trials: Sequence[Trial], series: stats.Rounds) -> Row:
 
 
 def _stated(trial: Trial) -> Estimate | None:
-    """Return a predicted step with the 80 % interval stored with it; None without a stored interval."""
+    """Return a predicted step with its stored 80 % interval; None for a measured trial, and without an interval."""
     interval = trial.provenance.get("interval_80_s")
     if trial.source is not Source.PREDICTED or not interval:
         return None
@@ -169,7 +170,7 @@ def _stated(trial: Trial) -> Estimate | None:
 
 
 def _memory(trials: Sequence[Trial]) -> dict[int, int]:
-    """Return each device's highest peak over the trials, in bytes."""
+    """Return the highest peak of allocated memory over the trials, in bytes, for each device and for HOST."""
     peaks: dict[int, int] = {}
     for memory in (m for trial in trials for m in trial.memory if m.kind == "allocated" and not m.phase):
         peaks[memory.device] = max(peaks.get(memory.device, 0), memory.peak_bytes)
@@ -179,7 +180,7 @@ def _memory(trials: Sequence[Trial]) -> dict[int, int]:
 def _memory_imbalance(case: Case, memory: Mapping[int, int]) -> float | None:
     """Return the ratio of device 0's peak to the mean peak of the other devices that have rows of the batch.
 
-    Return None if no other device has any.
+    Return None if there is no such device, or if their peaks or device 0's are unknown.
     """
     others = [memory.get(device, 0) for device in range(1, len(case.rows))]
     return memory[0] / statistics.mean(others) if 0 in memory and any(others) else None
@@ -201,7 +202,7 @@ def labels(trial: Trial) -> tuple[str, ...]:
 def _compared(
     row: Row, series: Mapping[tuple[Case, Source], stats.Rounds], steps: Mapping[tuple[Case, Source], Estimate]
 ) -> Row:
-    """Return the row with speed-up and efficiency over `single`, at equal global work if measured, else per device."""
+    """Return the row with speed-up and efficiency relative to the case's baseline; unchanged without a baseline."""
     mine = series[row.case, row.source]
     if not mine:
         return row
@@ -219,7 +220,10 @@ def _compared(
 
 
 def baseline_in(case: Case, series: Mapping[Case, stats.Rounds]) -> Case | None:
-    """Return the measured baseline of a case, at equal global work or else at equal work per device; None if absent."""
+    """Return the measured baseline of a case: `single` at equal global work, or else at equal work per device.
+
+    Return None for `single` itself, for emulated devices, and if no baseline was measured.
+    """
     if case.traits.role is Role.BASELINE or case.device_kind == "emulated":
         return None  # emulated devices show host cost only: a speed-up would be meaningless
     share, rest = divmod(case.batch_size, case.devices)
@@ -236,7 +240,7 @@ def _inverse(estimate: Estimate, work: float) -> Estimate:
 
 
 def _phases(trials: Sequence[Trial], step_s: float) -> dict[str, float]:
-    """Return seconds by phase from the middle half of the timed steps, scaled to sum to the median step."""
+    """Return the seconds of each phase in the middle half of each trial's steps, scaled to sum to `step_s`."""
     total: dict[str, float] = {}
     for trial in trials:
         for phases in ledger.middle(trial):
@@ -248,7 +252,7 @@ def _phases(trials: Sequence[Trial], step_s: float) -> dict[str, float]:
 
 
 def _busy(trials: Sequence[Trial]) -> tuple[dict[int, list[float]], str]:
-    """Return each device's busy seconds per step, and the description of their source."""
+    """Return the busy seconds of each device in each timed step, and the description of their source."""
     for metric, source in BUSY_METRICS.items():
         found: dict[int, list[float]] = {}
         for device, values in (pair for trial in trials for pair in trial.readings(metric, timed=True).items()):
@@ -273,7 +277,7 @@ def _imbalance(trials: Sequence[Trial], source: str) -> Estimate | None:
 
 
 def _occupied(trials: Sequence[Trial]) -> dict[int, float]:
-    """Return the seconds of a step in which each device has at least one span open; medians over steps."""
+    """Return, for each device, the median time per step in seconds during which at least one span is open on it."""
     found: dict[int, list[float]] = {}
     for device, seconds in (pair for trial in trials for pair in trial.ledger.occupied.items()):
         found.setdefault(device, []).extend(seconds)
@@ -287,7 +291,7 @@ def frame(
 ) -> pd.DataFrame:
     """Return the rows as a flat table: case fields, then estimates as value, low, high and withheld columns.
 
-    The `withheld` column gives the reason why the reports do not show an estimate; it is empty if they do. The columns
+    The `withheld` column has the reason why the reports do not show an estimate; it is empty if they do. The columns
     are the same for every run, except for devices beyond the first eight. `run_ids`, if given, become the first
     column, and the columns of `extra` the last ones; both have one value per row.
     """
@@ -320,8 +324,8 @@ def _record(row: Row, devices: int) -> dict[str, object]:
 class Comparison:
     """One case compared between two runs: the speed ratio, its verdict, and the phase that changed most.
 
-    `ratio` is above 1 if the second run is faster. `phase_s` is the change of that phase in seconds per step, negative
-    if it became shorter.
+    `ratio` is above 1 if the second run is faster. `phase_s` is the change of the phase `phase` in seconds per step; it
+    is negative if the phase became shorter.
     """
 
     case: Case

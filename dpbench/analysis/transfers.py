@@ -36,9 +36,9 @@ LINKS = ("pcie", "nvlink")
 class Flow:
     """The moves of one phase of one case in a step.
 
-    `seconds` come from the ledger, by the device that the phase is marked on: medians over the timed steps. `rate` is
-    all bytes over the sum of `seconds`, in bytes per second. If the time of the moves cannot be separated from
-    compute, `seconds` is empty and `rate` is None.
+    `seconds` maps each device that the phase is marked on to the phase's time in the ledger: the median over the timed
+    steps, then over rounds. `rate` is the total bytes divided by the sum of `seconds`, in bytes per second. If the time
+    of the moves cannot be separated from compute, `seconds` is empty and `rate` is None.
     """
 
     case: Case
@@ -80,7 +80,7 @@ def flows(trials: Iterable[Trial]) -> list[Flow]:
         moves = _moves(case, group)
         for phase in dict.fromkeys(move.phase for move in moves):
             mine = tuple(move for move in moves if move.phase is phase)
-            seconds = _seconds(group, phase) if _told(case, phase) else {}
+            seconds = _seconds(group, phase) if _separable(case, phase) else {}
             total = sum(seconds.values())
             rate = sum(move.bytes for move in mine) / total if total > 0 else None
             found.append(Flow(case=case, source=source, phase=phase, moves=mine, seconds=seconds, rate=rate))
@@ -120,8 +120,8 @@ def _moves(case: Case, trials: Sequence[Trial]) -> list[Move]:
     return moves(case, shapes) if shapes else []
 
 
-def _told(case: Case, phase: Phase) -> bool:
-    """Return whether a phase's time is the time of its moves; False if the moves overlap with backward."""
+def _separable(case: Case, phase: Phase) -> bool:
+    """Return whether a phase's time is the time of its moves, which is not so if they overlap with backward."""
     if phase is Phase.REDUCE:
         scheduled = case.traits.scheduled and parse(case.schedule).reduce == "overlap"
         return case.traits.reduction is not Reduction.OVERLAPPED and not scheduled

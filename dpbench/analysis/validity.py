@@ -21,8 +21,8 @@ TREND_FROM = 10
 READINGS = 3
 """The least number of clock readings from which a change of the clock is computed."""
 LONG_S = 1.0
-"""The seconds of steps that a trial needs for the check of other processes on a GPU: at first, a new worker counts as
-foreign itself."""
+"""The least total duration of the timed steps, in seconds, for the check of other processes on a GPU: at first, a new
+worker is itself counted as a foreign process."""
 
 SLOWDOWNS = {
     0x04: "power cap", 0x08: "hardware slowdown", 0x10: "sync boost", 0x20: "heat (driver)", 0x40: "heat (hardware)",
@@ -66,7 +66,10 @@ class ValidityRule:
 
 
 def check(trial: Trial, cores: int) -> list[Check]:
-    """Return every check that the trial has data for; `cores` is the number that the run may use, 0 for unknown."""
+    """Return every check that the trial has data for; none if the trial failed, was predicted or has impossible times.
+
+    `cores` is the number of cores that the run may use, 0 for unknown.
+    """
     if trial.status is not Status.OK or trial.source is not Source.MEASURED or trial.fault is Fault.CLOCK:
         return []
     found = []
@@ -125,7 +128,10 @@ def _timed(trial: Trial) -> list[float]:
 
 
 def _drift(trial: Trial, cores: int) -> Finding | None:
-    """Return the change of the step time from first to last as a fraction of its median, by the Theil-Sen slope."""
+    """Return the change of the step time from the first to the last timed step, as a fraction of the median step.
+
+    The change is computed from the Theil-Sen slope.
+    """
     from scipy import stats  # takes half a second to import: not before it is needed
 
     series = _timed(trial)
@@ -171,7 +177,7 @@ def _clock(metric: str) -> Callable[[Trial, int], Finding | None]:
 
 
 def _foreign_gpu(trial: Trial, cores: int) -> Finding | None:
-    """Return the bytes of other processes on the GPU where they use the most; the median over the readings."""
+    """Return the median memory in bytes that other processes use, on the GPU where they use the most."""
     held = {d: statistics.median(values) for d, values in trial.readings("foreign_memory_bytes").items()}
     if not held or sum(_timed(trial)) < LONG_S:
         return None
@@ -188,7 +194,7 @@ def _foreign_cpu(trial: Trial, cores: int) -> Finding | None:
 
 
 def _oversubscribed(trial: Trial, cores: int) -> Finding | None:
-    """Return how many devices exceed the number of cores; None for emulated devices, which take turns by design."""
+    """Return the number of devices beyond one per core; None for emulated devices, which take turns by design."""
     if not cores or trial.case.device_kind == "emulated":
         return None
     devices = len(trial.case.rows)
@@ -212,7 +218,7 @@ def _closure(trial: Trial, cores: int) -> Finding | None:
 
 
 def _verification(trial: Trial, cores: int) -> Finding | None:
-    """Return the distance of the verification from bitwise: the index in the order of `Verified`."""
+    """Return the position of the verification's result in the order of `Verified`, where 0 is bitwise."""
     return float(list(Verified).index(trial.verified)), {"verified": trial.verified.value}
 
 

@@ -25,7 +25,7 @@ def read(store: Path, run_id: str | None) -> tuple[StoredRun, list[Trial]]:
 
 
 def choose(runs: Any, run_id: str | None) -> StoredRun:
-    """Return the newest run, or the one whose id begins with `run_id`; raise UsageError if none or several match."""
+    """Return the newest run, or the one whose id begins with `run_id`. Raises UsageError if none or several match."""
     found = [run for run in runs if run.id.startswith(run_id or "")]
     if not found:
         known = ", ".join(run.id[:8] for run in runs) or "none"

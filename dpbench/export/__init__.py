@@ -50,7 +50,7 @@ def pieces(
 ) -> Iterator[str]:  # fmt: skip
     """Return the text of an export in pieces; write the files of parquet and split.
 
-    For split, the text lists the files that were written; for parquet, it is empty. Raise ValueError if split does
+    For split, the text lists the files that were written; for parquet, it is empty. Raises ValueError if split does
     not select exactly one trial.
     """
     if format == "jsonl":

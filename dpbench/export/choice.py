@@ -40,7 +40,7 @@ def pick(trials: Sequence[Trial], part: str | None = None, *, every: bool = Fals
     """Return the first trusted trial of each case that `part` selects, or `every` trial of these cases.
 
     `part` is the number of a case, from 1 in the order in which the run started them, or a part of its name. A
-    complete name selects that case only. Raise ValueError, with the existing cases, if no trial is selected.
+    complete name selects that case only. Raises ValueError, with the existing cases, if no trial is selected.
     """
     names = list(dict.fromkeys(name(trial.case) for trial in trials))
     wanted = set(_named(names, part)) if part is not None else set(names)
@@ -58,7 +58,7 @@ def pick(trials: Sequence[Trial], part: str | None = None, *, every: bool = Fals
 
 
 def _named(names: Sequence[str], part: str) -> list[str]:
-    """Return the names that a number or a part of a name selects; raise ValueError if there are none."""
+    """Return the names that a number or a part of a name selects. Raises ValueError if there are none."""
     if part.isdigit() and 1 <= int(part) <= len(names):
         return [names[int(part) - 1]]
     found = [part] if part in names else [name for name in names if part in name]

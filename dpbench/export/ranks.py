@@ -38,7 +38,7 @@ NOTE = (
 def split(run_id: str, provenance: Mapping[str, Any], trial: Trial, labels: Labels, folder: Path) -> list[Path]:
     """Write one file per device into `folder`, which is created if it does not exist; return their paths.
 
-    Raise ValueError if the trial has no span in a timed step, or if the folder contains traces already, because HTA
+    Raises ValueError if the trial has no span in a timed step, or if the folder contains traces already, because HTA
     reads all traces in a folder.
     """
     timed = {number for number, step in enumerate(trial.steps) if not step.warmup}

@@ -21,7 +21,7 @@ Metadata = dict[str, str | int | float]
 def pyperf(run_id: str, provenance: Mapping[str, Any], trials: Iterable[Trial], labels: Labels) -> str:
     """Return the text of a suite with the trusted trials of one run; the last trial of each round counts.
 
-    Raise ValueError if there are none.
+    Raises ValueError if there are none.
     """
     rounds: dict[str, dict[int, Trial]] = {}
     for trial in trials:

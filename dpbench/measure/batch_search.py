@@ -103,7 +103,7 @@ def run(
 def axes(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a sweep with the batch size at which a search starts.
 
-    Raise ValueError for options that contradict a search.
+    Raises ValueError for options that contradict a search.
     """
     for axis in ("ladder", "batch_per_device", "budget", "retry"):
         if options[axis]:

@@ -102,7 +102,7 @@ def run(entry: Callable[[int], Any], count: int, folder: Path, backend: str) -> 
 
 
 def loopback() -> str:
-    """Return the name of the network interface with the address 127.0.0.1; raise OSError if it is missing."""
+    """Return the name of the network interface with the address 127.0.0.1. Raises OSError if it is missing."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address == "127.0.0.1" for one in addresses):
             return name
@@ -155,7 +155,7 @@ class _RankProcess:
 
 
 def _results(ranks: Sequence[_RankProcess]) -> list[Any]:
-    """Wait for all ranks' results and return them; raise RanksFailed soon after the first failure."""
+    """Wait for all ranks' results and return them. Raises RanksFailed soon after the first failure."""
     deadline_s = float("inf")
     while (pending := [rank for rank in ranks if rank.pending]) and time.perf_counter() < deadline_s:
         connection.wait([*(rank.pipe for rank in pending), *(rank.process.sentinel for rank in pending)], POLL_S)

@@ -173,7 +173,7 @@ def _noise(load: foreign_load.Measured, trials: Collection[Slot]) -> dict[str, s
 
 
 def statuses(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the names unchanged; raise ValueError for a name that is not a final status."""
+    """Return the names unchanged. Raises ValueError for a name that is not a final status."""
     given = tuple(names)
     for name in given:
         if name not in FINAL:

@@ -136,7 +136,7 @@ class Server:
         return self._process
 
     def _answer(self, limit_s: float) -> dict[str, Any]:
-        """Return the server's next answer; raise TimeoutError after `limit_s`, and _ServerDied if the server ended."""
+        """Return the server's next answer. Raises TimeoutError after `limit_s`, and _ServerDied if the server ended."""
         assert self._process is not None
         assert self._process.stdout is not None
         descriptor, deadline = self._process.stdout.fileno(), time.monotonic() + limit_s

@@ -101,7 +101,7 @@ def chunked(
 ) -> nn.Module:
     """Return `module` on `device` with the expected gradients and buffers of a step over `chunks` chunks.
 
-    Raise TypeError if the module does not return a tensor.
+    Raises TypeError if the module does not return a tensor.
     """
     module = module.to(device)
     pieces = [_chunk(argument, chunks, device) for argument in positional(inputs)]

@@ -88,7 +88,7 @@ class Case:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Case:
-        """Return the case that `to_dict` wrote, also after JSON; raise ValueError for unknown fields."""
+        """Return the case that `to_dict` wrote, also after JSON. Raises ValueError for unknown fields."""
         known = {f.name for f in fields(cls)}
         unknown = sorted(set(data) - known)
         if unknown:

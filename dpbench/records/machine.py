@@ -126,7 +126,7 @@ def names() -> list[str]:
 def load(name: str) -> Machine:
     """Return a machine by its name or from a TOML file.
 
-    Raise LookupError for an unknown name, and UnknownMachine for an incomplete or invalid description.
+    Raises LookupError for an unknown name, and UnknownMachine for an incomplete or invalid description.
     """
     path = Path(name)
     if name not in names():
@@ -171,7 +171,7 @@ class _Figure:
 def read(data: Mapping[str, Any], name: str) -> Machine:
     """Return the machine that the tables of a TOML file describe.
 
-    Raise UnknownMachine for keys that are missing or unknown, and for values of another type.
+    Raises UnknownMachine for keys that are missing or unknown, and for values of another type.
     """
     for key, why in (
         ("peer_access", "whether GPUs access each other's memory (true or false); see `nvidia-smi topo -p2p r`"),
@@ -216,7 +216,7 @@ def _each(text: str) -> list[str]:
 
 
 def _figure(row: Any, where: str) -> float:
-    """Return the value of one figure of the probe; raise UnknownMachine if it is missing."""
+    """Return the value of one figure of the probe. Raises UnknownMachine if it is missing."""
     if not isinstance(row, Mapping) or "value" not in row:
         raise UnknownMachine(f"machine {where}: must be a table with a value; got {row!r}")
     if "median" in row:
@@ -225,7 +225,7 @@ def _figure(row: Any, where: str) -> float:
 
 
 def _record(kind: type[Record], data: Mapping[str, Any], where: str) -> Record:
-    """Return a table as a record; raise UnknownMachine for unknown, missing and mistyped values."""
+    """Return a table as a record. Raises UnknownMachine for unknown, missing and mistyped values."""
     _known(data, where, [*(f.name for f in fields(kind)), "source"])  # type: ignore[arg-type]
     return _converted(kind, data, where)
 

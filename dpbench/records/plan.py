@@ -42,7 +42,7 @@ def sweep(
 
     Exactly one of `batch_sizes` and `batch_per_device` must be given: the first are global (strong scaling), the
     second is multiplied by the number of devices (weak scaling). `device_memory_bytes` limits the memory of an
-    emulated device. Raise LookupError for unknown names and ValueError for other values that cannot be run.
+    emulated device. Raises LookupError for unknown names and ValueError for other values that cannot be run.
     """
     if bool(batch_sizes) == bool(batch_per_device):
         raise ValueError("give either batch sizes (strong scaling) or a batch per device (weak scaling), but not both")
@@ -68,7 +68,7 @@ def sweep(
 def ladder(*, devices: Sequence[int], device_kind: str = "cpu", **axes: Any) -> list[Case]:
     """Return the cases of the ladder: every rung, the ablations of the best one, its rivals, and its limit.
 
-    The axes are those of `sweep`. Raise ValueError unless some number of devices is above one.
+    The axes are those of `sweep`. Raises ValueError unless some number of devices is above one.
     """
     several = [count for count in devices if count != 1]
     if not several:
@@ -198,7 +198,7 @@ def split_schedules(text: str) -> list[str]:
 
 
 def _together(switches: Sequence[str]) -> str:
-    """Return the switches of one schedule joined; raise ValueError if a switch occurs twice."""
+    """Return the switches of one schedule joined. Raises ValueError if a switch occurs twice."""
     names = [item.partition("=")[0].strip() for item in switches]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice:
@@ -215,7 +215,7 @@ def conditions(device_kind: str) -> tuple[str, ...]:
 
 
 def _schedule(text: str, device_kind: str) -> str:
-    """Return the canonical text of a schedule; raise ValueError if it cannot run on this kind of device."""
+    """Return the canonical text of a schedule. Raises ValueError if it cannot run on this kind of device."""
     return text if text == schedule.FASTEST else str(schedule.parse(text).check(*conditions(device_kind)))
 
 

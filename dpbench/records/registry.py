@@ -45,7 +45,7 @@ def own(kind: str) -> list[str]:
 
 
 def load(kind: str, name: str) -> Any:
-    """Return the imported module of the plug `name`; raise LookupError, with the known names, for an unknown one."""
+    """Return the imported module of the plug `name`. Raises LookupError, with the known names, for an unknown one."""
     check(kind, name)
     return importlib.import_module(f"dpbench.{PACKAGES[kind]}.{name}")
 
@@ -64,7 +64,7 @@ def check(kind: str, name: str) -> None:
 def strategy(name: str) -> Any:
     """Return the strategy with the name `name`: an object with the interface of `dpbench.strategies.Strategy`.
 
-    Raise LookupError if the strategy is unknown, or if the object lacks a part of the interface.
+    Raises LookupError if the strategy is unknown, or if the object lacks a part of the interface.
     """
     if ":" not in name:
         check("strategies", name)
@@ -120,7 +120,7 @@ def _outside(name: str) -> Any:
 
 
 def _executed(path: Path) -> Any:
-    """Return the module of a file, executed under a unique name; raise FileNotFoundError if the file is missing."""
+    """Return the module of a file, executed under a unique name. Raises FileNotFoundError if the file is missing."""
     if not path.is_file():
         raise FileNotFoundError(f"the file {path} does not exist")
     spec = importlib.util.spec_from_file_location(f"dpbench_strategy_{path.stem}", path)

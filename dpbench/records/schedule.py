@@ -123,7 +123,7 @@ class Schedule:
         return [f"{turned} needs {need}" for turned, need in self.needs(*conditions)]
 
     def check(self, *conditions: str) -> Schedule:
-        """Return the schedule; raise ValueError with each need that is not met."""
+        """Return the schedule. Raises ValueError with each need that is not met."""
         if missing := self.missing(*conditions):
             raise ValueError(f"schedule {str(self)!r} cannot run here: {'; '.join(missing)}")
         return self
@@ -153,7 +153,7 @@ RUNGS.update(_climb())
 def parse(text: str | Schedule) -> Schedule:
     """Return the schedule with a rung's name, or with the switches in `switch=position,...`.
 
-    Raise ValueError for unknown names, with the known ones, and for `fastest`, which only TrainStep can resolve.
+    Raises ValueError for unknown names, with the known ones, and for `fastest`, which only TrainStep can resolve.
     """
     if isinstance(text, Schedule):
         return text

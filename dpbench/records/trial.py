@@ -200,7 +200,7 @@ class Trial:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Trial:
-        """Return the trial that `to_dict` wrote, also after JSON; raise ValueError for a newer schema."""
+        """Return the trial that `to_dict` wrote, also after JSON. Raises ValueError for a newer schema."""
         if data.get("schema", SCHEMA) > SCHEMA:
             raise ValueError(f"trial of schema {data['schema']}; this dpbench reads up to {SCHEMA}: update it")
         values = dict(data)

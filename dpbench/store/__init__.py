@@ -58,13 +58,13 @@ class Store:
     def create(cls, path: Path) -> Store:
         """Return the store at `path`, opened for writing; create or migrate the file if necessary.
 
-        Raise StoreError for a file that is not a store, or that a newer version of dpbench has written.
+        Raises StoreError for a file that is not a store, or that a newer version of dpbench has written.
         """
         return cls(path, file.open_to_write(path), writes=True)
 
     @classmethod
     def read(cls, path: Path) -> Store:
-        """Return the store at `path`, opened read-only; raise StoreError if it is missing or not a readable store."""
+        """Return the store at `path`, opened read-only. Raises StoreError if it is missing or not a readable store."""
         return cls(path, file.open_to_read(path), writes=False)
 
     def __enter__(self) -> Self:
@@ -83,7 +83,7 @@ class Store:
         """Return the id of the run to add trials to, and whether it is an earlier run that is resumed.
 
         An unfinished run of the same plan, host and code is resumed, and with `reopen` also a finished one. Its
-        `running` trials become `killed`. Raise StoreError if another living process is adding trials to that run.
+        `running` trials become `killed`. Raises StoreError if another living process is adding trials to that run.
         """
         with file.transaction(self._db):
             row = self._db.execute(

@@ -83,7 +83,7 @@ def open_to_write(path: Path) -> sqlite3.Connection:
 
 
 def open_to_read(path: Path) -> sqlite3.Connection:
-    """Return a read-only connection; raise StoreError unless `path` is a readable store."""
+    """Return a read-only connection. Raises StoreError unless `path` is a readable store."""
     if not path.exists():
         raise StoreError(f"there is no store at {path}; run `dpbench run` first, or name one with --store")
     try:
@@ -116,7 +116,7 @@ def fold(db: sqlite3.Connection) -> None:
 def transaction(db: sqlite3.Connection) -> Iterator[None]:
     """Run the statements inside this context in one transaction; wait for other writers at its beginning.
 
-    Raise StoreError if the file cannot be written.
+    Raises StoreError if the file cannot be written.
     """
     try:
         db.execute("BEGIN IMMEDIATE")
@@ -152,7 +152,7 @@ def _migrate(db: sqlite3.Connection) -> None:
 def _check_header(path: Path) -> bool:
     """Return whether the file has the header of a store; False if it is missing or empty.
 
-    Raise StoreError if it is another file or a newer store. The file is not opened as a database and not changed.
+    Raises StoreError if it is another file or a newer store. The file is not opened as a database and not changed.
     """
     if path.is_dir():
         raise StoreError(f"{path} is a directory; give a file with --store")

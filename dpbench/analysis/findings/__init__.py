@@ -1,8 +1,8 @@
-"""Findings: explain the result of data parallelism: its gain, where the time goes, and which changes would help.
+"""Findings: explain how much data parallelism gains, where the time goes, and which changes would help.
 
 Rules are data (phases.py, scale.py). Each rule examines one diagnosable case, which is the DataParallel case of a
-model on the most devices, together with the other cases of the run. Findings are ranked by the seconds per step that
-they account for. Each finding shows the measured gain of its remedy if the same run measured one.
+model on the most devices, together with the other cases of the run. Findings are ranked by their cost in seconds per
+step. Each finding shows the gain of its remedy if the same run measured that gain.
 """
 
 from __future__ import annotations
@@ -61,9 +61,10 @@ def _doubtful(judged: Sequence[tuple[FindingRule, Judgement]]) -> Iterator[str]:
 
 
 def _worth(context: CaseContext, seen: Evidence) -> bool:
-    """Return whether a finding is worth showing: its time is certain, above 0 and at least 2 % of the step.
+    """Return whether a finding is worth showing.
 
-    A finding about memory has no time and is always shown.
+    It is if neither its time nor the step is in doubt, the whole interval of its time is above 0, and its time is at
+    least 2 % of the step. A finding about memory has no time and is always shown.
     """
     size = seen.size_s
     if size is None:

@@ -46,7 +46,7 @@ def _gives(context: CaseContext) -> str:
         unsure = {"undecided": ", undecided whether faster or slower", "same": ", no gain"}
         verdict = unsure.get(stats.verdict(row.speedup), "")
         weak = " (weak scaling)" if row.scaling == "weak" else ""
-        ideal = "" if case.placement == "colocated" else f", of an ideal {case.devices}×"
+        ideal = "" if case.placement == "colocated" else f" (ideal: {case.devices}×)"
         said = f"{subject} give {times(row.speedup)} over one device{weak}{ideal}{verdict}."
     if context.oversubscribed:
         said += (
@@ -73,7 +73,10 @@ def _steps(context: CaseContext) -> str:
     gained = stats.ratio(scaled(fewer.series, context.case.batch_size / fewer.case.batch_size), context.row.series)
     if gained.doubt:
         return ""
-    return f"Going from {before} to {most} devices gave {times(gained)}, of an ideal {exact(most / before)}×."
+    return (
+        f"Going from {before} to {most} devices gave a speed-up of {times(gained)}; the ideal is "
+        f"{exact(most / before)}×."
+    )
 
 
 def _where(context: CaseContext) -> str:
@@ -110,7 +113,7 @@ def _shares(seconds: Mapping[str, float], whole_s: float) -> str:
     ]
     named = [
         f"{time(seconds[name])} ({percent(seconds[name] / whole_s)}) "
-        f"{'go to Python between the phases' if name == UNATTRIBUTED else f'go to {name}'}"
+        f"{'go to Python code between the phases' if name == UNATTRIBUTED else f'go to {name}'}"
         for name in top
     ]
     return ", ".join(named)
@@ -131,7 +134,7 @@ def _fix(context: CaseContext, findings: Sequence[Finding]) -> str:
 def _alone(context: CaseContext) -> str:
     """Return a sentence if one device is decidedly faster than the diagnosed case, else an empty string.
 
-    The sentence adds whether one device also beats everything that was measured on several devices.
+    The sentence also states if one device is faster than every case that was measured on several devices.
     """
     if context.case.placement == "colocated" or context.case.device_kind == "emulated":
         return ""
@@ -175,6 +178,6 @@ def _unmeasured(context: CaseContext, findings: Sequence[Finding]) -> str:
     first = bounds[0]
     assert first.evidence.size_s is not None
     return (
-        f"{nothing} By the largest finding, a change could save at most {time(first.evidence.size_s.value)} "
-        f"({percent(first.share)} of the step): {first.rule.remedy}."
+        f"{nothing} According to the largest finding, this change could save at most "
+        f"{time(first.evidence.size_s.value)} ({percent(first.share)} of the step): {first.rule.remedy}."
     )

@@ -13,7 +13,7 @@ from dpbench.records.estimate import Estimate
 from dpbench.records.traits import Role
 
 PhaseSeconds = list[dict[str, float]]
-"""Seconds by phase of each timed step."""
+"""For each timed step, the duration of each phase in seconds."""
 COMPUTE = (Phase.FORWARD.value, Phase.BACKWARD.value)
 """The phases whose time more devices should shorten."""
 
@@ -42,7 +42,7 @@ class CaseContext:
 
     @property
     def step_s(self) -> float:
-        """Return the median step in seconds; every diagnosed case has one."""
+        """Return the median duration of a step in seconds; every diagnosed case has one."""
         assert self.row.step is not None
         return self.row.step.value
 
@@ -73,29 +73,29 @@ class CaseContext:
     # -- other rows
 
     def other(self, **changes: object) -> Row | None:
-        """Return the measured row of the case with these fields changed, or None."""
+        """Return the row of the case with these fields changed; None if that case was not measured."""
         found = self.rows.get(replace(self.case, **changes))  # type: ignore[arg-type]
         return found if found and found.step and found.series else None
 
     def single(self, batch: int = 0) -> Row | None:
-        """Return the one-device row at a batch size, by default that of the case, or None.
+        """Return the row of one device at the batch size `batch`, by default the case's; None if it was not measured.
 
-        If `single` was not measured, the ladder's limit is used.
+        If `single` was not measured at this batch size, the limit of a ladder is used if its batch size is the same.
         """
         alone = plan.alone(self.case, batch or self.case.batch_size)
         found = self.rows.get(alone) or self.rows.get(replace(alone, options=plan.LIMIT))
         return found if found and found.step and found.series else None
 
     def all_cores(self) -> Row | None:
-        """Return the row of one device with all cores at the same batch size, or None."""
+        """Return the row of one device with all cores at the same batch size; None if it was not measured."""
         return self.other(strategy=registry.of_role(Role.ALL_CORES), schedule="", devices=1)
 
     def ideal(self) -> tuple[Row, float] | None:
-        """Return the one-device row and the divisor that turns its step into the step of perfect scaling, or None.
+        """Return a one-device row and a divisor, whose quotient is the step time of perfect scaling, or None.
 
-        At equal global work, the divisor is the number of devices, or 1 for replicas that share a GPU. Otherwise the
-        row is that of one device's share of the batch, and the divisor is 1. Emulated devices show host cost only and
-        have no such step.
+        If one device was measured at equal global work, the divisor is the number of devices, or 1 for replicas that
+        share a GPU. Otherwise the row is that of one device's share of the batch, and the divisor is 1. Emulated
+        devices show host cost only, so the result is None for them.
         """
         if self.case.device_kind == "emulated":
             return None
@@ -137,7 +137,7 @@ class CaseContext:
         return around(value, stats.median(self._series(self.case, names)))
 
     def excess(self, name: str) -> Estimate | None:
-        """Return the seconds that a phase takes beyond perfect scaling; None without a one-device row."""
+        """Return the seconds per step that a phase takes beyond perfect scaling; None if there is no one-device row."""
         found = self.ideal()
         if found is None:
             return None
@@ -175,7 +175,7 @@ def share_of(seconds: Estimate, share: float) -> Estimate:
 
 
 def overlap(trials: Iterable[Trial], phase: Phase) -> float:
-    """Return the mean number of devices that are in a phase at once, over the time in which any is; 0 without spans."""
+    """Return the mean number of devices that run a phase concurrently, while at least one runs it; 0 without spans."""
     found = [trial.ledger.concurrency.get(phase, (0.0, 0.0)) for trial in trials]
     apart, together = (sum(column) for column in zip(*found, strict=True)) if found else (0.0, 0.0)
     return apart / together if together else 0.0
@@ -210,7 +210,7 @@ def contexts(rows: Sequence[Row], trials: Sequence[Trial], cores: int) -> list[C
 
 
 def _setting(case: Case) -> Case:
-    """Return the case with the fields reset in which cases of one setting differ."""
+    """Return the case with every field reset that may differ between the cases of one setting."""
     return replace(case, strategy="", schedule="", devices=1, batch_size=1)
 
 

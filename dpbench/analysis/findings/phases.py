@@ -12,7 +12,7 @@ from dpbench.records.traits import Reduction, Role
 from dpbench.records.words import count, percent, size, time, verb
 
 SERIAL = 1.25
-"""The mean number of devices in a phase at once below which they count as taking turns."""
+"""The mean number of devices that run a phase concurrently below which they count as taking turns."""
 
 
 def _heavy(phase: Phase, detail: Callable[[CaseContext, Estimate], str]) -> Callable[[CaseContext], Judgement]:
@@ -29,7 +29,7 @@ def _heavy(phase: Phase, detail: Callable[[CaseContext, Estimate], str]) -> Call
 
 
 def _per_tensor(context: CaseContext, seconds: Estimate) -> str:
-    """Return the time by parameter tensor as text: the number of tensors costs DataParallel more than their bytes."""
+    """Return the time per parameter tensor as text, because DataParallel's cost depends on their number above all."""
     model = context.model
     if not model.get("parameter_tensors"):
         return time(seconds.value)
@@ -38,8 +38,8 @@ def _per_tensor(context: CaseContext, seconds: Estimate) -> str:
     each = f"{_tensors(model)} × {time(seconds.value / model['parameter_tensors'])}"
     modules = count(int(model["modules"]), "module")
     return (
-        f"{time(seconds.value)} = {each}, or {time(seconds.value / model['modules'])} for each of {modules}; it copies "
-        f"{copies} × {size(model['parameter_bytes'] + model['buffer_bytes'])}, each copy in "
+        f"{time(seconds.value)} = {each}, or {time(seconds.value / model['modules'])} for each of {modules}; "
+        f"replication copies {copies} × {size(model['parameter_bytes'] + model['buffer_bytes'])}, each copy in "
         f"{count(int(tensors), 'tensor')}"
     )
 
@@ -49,9 +49,8 @@ def _per_gradient(context: CaseContext, seconds: Estimate) -> str:
     if not model.get("parameter_tensors"):
         return time(seconds.value)
     each = f"{_tensors(model)} × {time(seconds.value / model['parameter_tensors'])}"
-    return (
-        f"{time(seconds.value)} = {each}; it adds {copies} × {size(model['parameter_bytes'])} of gradients on device 0"
-    )
+    added = f"{copies} × {size(model['parameter_bytes'])}"
+    return f"{time(seconds.value)} = {each}; the reduction adds {added} of gradients on device 0"
 
 
 def _tensors(model: Mapping[str, float]) -> str:
@@ -76,9 +75,9 @@ def _optimizer(context: CaseContext) -> Judgement:
     seconds, idle = context.phase(Phase.OPTIMIZER.value), len(context.case.rows) - 1
     others = 1 - 1 / len(context.case.rows)
     return Evidence(
-        says=f"the optimizer runs on device 0 alone, {percent(seconds.value / context.step_s)} of the step",
-        numbers=f"{time(seconds.value)} while {count(idle, 'device')} {verb(idle, 'waits', 'wait')}; with equal shares "
-        f"it would take {time(seconds.value - seconds.value * others)}",
+        says=f"the optimizer runs on device 0 alone and takes {percent(seconds.value / context.step_s)} of the step",
+        numbers=f"{time(seconds.value)} while {count(idle, 'device')} {verb(idle, 'waits', 'wait')}; with equal "
+        f"shares, the update would take {time(seconds.value - seconds.value * others)}",
         size_s=share_of(seconds, others),
     )
 
@@ -86,7 +85,7 @@ def _optimizer(context: CaseContext) -> Judgement:
 def _unattributed(context: CaseContext) -> Judgement:
     seconds = context.phase(UNATTRIBUTED)
     return Evidence(
-        says=f"{percent(seconds.value / context.step_s)} of the step is outside all phases: Python between the phases",
+        says=f"{percent(seconds.value / context.step_s)} of the step is spent in Python code between the phases",
         numbers=f"no phase covers {time(seconds.value)}",
         size_s=seconds,
     )
@@ -107,7 +106,7 @@ def _serial(phase: Phase) -> Callable[[CaseContext], Judgement]:
         took, alone = context.row.phases.get(phase.value, 0.0), ideal[0].phases.get(phase.value, 0.0) / ideal[1]
         devices = count(len(context.case.rows), "device")
         return Evidence(
-            says=f"{phase.value} does not run concurrently on {devices}: it takes {time(took)}, not {time(alone)}",
+            says=f"{phase.value} does not run concurrently on {devices} and takes {time(took)}, not {time(alone)}",
             numbers=f"one device's share would take {time(alone)}; {_cause(context, at_once)}",
             size_s=lost,
         )
@@ -120,10 +119,10 @@ def _cause(context: CaseContext, at_once: float) -> str:
     if context.oversubscribed:
         return f"{devices} take turns on {count(context.cores, 'core')}"
     if at_once < SERIAL:
-        return f"on average, {at_once:.1f} of {devices} are in it at once: they take turns"
+        return f"on average, {at_once:.1f} of {devices} run this phase concurrently: they take turns"
     return (
-        f"on average, {at_once:.1f} of {devices} are in it at once, each slower than alone: the pieces are small, and "
-        "only one thread at a time holds Python's lock to launch them"
+        f"on average, {at_once:.1f} of {devices} run this phase concurrently, each more slowly than one device alone: "
+        "the operations are small, and only one thread at a time holds Python's global lock to launch them"
     )
 
 

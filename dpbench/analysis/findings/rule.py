@@ -16,10 +16,11 @@ SMALLEST = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """The evidence of a rule: one clause, the numbers behind it, and the seconds per step that it accounts for.
+    """The evidence of a rule: a clause that states the problem, the numbers behind it, and the cost of the problem.
 
-    If `measured`, `size_s` is the gain of a change that was measured. Otherwise it is an upper bound: the total cost of
-    the problem, which is the most that a remedy can save. It is None if the problem costs memory but no time.
+    `size_s` is in seconds per step. If `measured`, `size_s` is the measured gain of a change. Otherwise it is an upper
+    bound: the total cost of the problem, which is the most that a remedy can save. `size_s` is None if the problem
+    costs memory but no time.
     """
 
     says: str
@@ -66,7 +67,7 @@ class Cure:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A rule that found a problem: its evidence, its size as a fraction of the step, and its measured remedies."""
+    """A problem that a rule found: its evidence, its size as a fraction of the step, and its measured remedies."""
 
     rule: FindingRule
     row: Row

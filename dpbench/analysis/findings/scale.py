@@ -49,7 +49,7 @@ def _memory(context: CaseContext) -> Judgement:
     ]
     measured = f"; measured here: {', '.join(lighter)}" if lighter else ""
     return Evidence(
-        says=f"device 0 uses {number(row.memory_imbalance)}× the memory of the others, so it runs out first",
+        says=f"device 0 uses {number(row.memory_imbalance)}× the memory of the others, so device 0 runs out first",
         numbers=f"{size(row.memory[0])} against {size(sum(others) / len(others))} ({row.memory_source}){measured}",
         size_s=None,
     )
@@ -126,7 +126,8 @@ def _exact(text: str) -> bool:
 def _small(context: CaseContext) -> Judgement:
     """Find that one device's share of the batch is too small.
 
-    It is too small if one device takes longer for it than the same fraction of the step for the whole batch.
+    The share is too small if one device takes longer for it than 1/n of its step for the whole batch, where n is the
+    number of devices.
     """
     share, rest = divmod(context.case.batch_size, context.case.devices)
     whole, part = context.single(), None if rest else context.single(share)
@@ -142,9 +143,11 @@ def _small(context: CaseContext) -> Judgement:
         return _doubted(f"whether {count(share, 'sample')} per device {verb(share, 'is', 'are')} too few")
     samples = f"{count(share, 'sample')} per device {verb(share, 'is', 'are')} too few"
     return Evidence(
-        says=f"{samples}: one device takes {time(part.step.value)} for {verb(share, 'it', 'them')}, not {time(ideal)}",
-        numbers=f"one device takes {time(whole.step.value)} for {count(context.case.batch_size, 'sample')}: with "
-        f"1/{most} of the batch, its step is only {number(whole.step.value / part.step.value)}× shorter",
+        says=f"{samples}: one device takes {time(part.step.value)} for {verb(share, 'it', 'them')}; "
+        f"ideal scaling would take {time(ideal)}",
+        numbers=f"one device takes {time(whole.step.value)} for {count(context.case.batch_size, 'sample')}; with "
+        f"1/{most} of the batch, its step is faster by a factor of only "
+        f"{number(whole.step.value / part.step.value)}",
         size_s=stats.difference(part.series, scaled(whole.series, 1 / most)),
     )
 
@@ -165,8 +168,8 @@ def _bigger(context: CaseContext) -> Judgement:
     work = context.case.batch_size / best.case.batch_size
     mine, its = (f"{times(row.speedup)} {row.scaling}" if row.speedup else "unknown" for row in (context.row, best))
     return Evidence(
-        says=f"at batch {best.case.batch_size}, {count(context.case.batch_size, 'sample')} "
-        f"{verb(context.case.batch_size, 'takes', 'take')} {time(best.step.value * work)}",
+        says=f"with a batch of {best.case.batch_size}, the time per {count(context.case.batch_size, 'sample')} is "
+        f"{time(best.step.value * work)}",
         numbers=f"against {time(context.step_s)}; the speed-up over one device is {its} at batch "
         f"{best.case.batch_size}, {mine} at batch {context.case.batch_size}",
         size_s=stats.difference(context.row.series, scaled(best.series, work)),
@@ -213,8 +216,9 @@ def _diminishing(context: CaseContext) -> Judgement:
         else ""
     )
     return Evidence(
-        says=f"going from {before} to {most} devices gained {times(gained)}, of an ideal {exact(most / before)}×",
-        numbers=f"phases that more devices do not shorten are {percent(serial / context.step_s)} of the step{bound}",
+        says=f"going from {before} to {most} devices gave a speed-up of {times(gained)}; the ideal is "
+        f"{exact(most / before)}×",
+        numbers=f"phases that more devices do not shorten take {percent(serial / context.step_s)} of the step{bound}",
         size_s=stats.difference(context.row.series, scaled(fewer.series, work * before / most)),
     )
 
@@ -229,7 +233,7 @@ RULES = (
     ),
     FindingRule(
         name="memory", when=_memory,
-        remedy="leave outputs and loss on their devices (local_loss), cut the optimizer's state (zero1), or use ddp",
+        remedy="leave outputs and loss on their devices (local_loss), shard the optimizer's state (zero1), or use ddp",
     ),
     FindingRule(
         name="oversubscribed", when=_oversubscribed,

@@ -49,7 +49,7 @@ def _lines(diagnosis: Diagnosis) -> Iterator[str]:
             yield _filled(f"    {name}: ", text)
     if diagnosis.unjudged:
         yield ""
-        yield _filled("Not judged, because it was not measured: ", "; ".join(diagnosis.unjudged) + ".", hang=4)
+        yield _filled("Not judged, for lack of measurements: ", "; ".join(diagnosis.unjudged) + ".", hang=4)
 
 
 def _filled(start: str, text: str, hang: int = 0) -> str:
@@ -81,8 +81,8 @@ def _cure(cure: Cure) -> str:
     name = strategy(cure.row.case)
     if cure.ratio.doubt:
         return f"{name}: {NOT_ENOUGH}"
-    said = {"faster": "as fast", "slower": "as fast: slower", "same": "as fast: the same"}
-    verdict = said.get(cure.verdict, "as fast: undecided")
+    said = {"faster": "as fast", "slower": "as fast (slower)", "same": "as fast (the same)"}
+    verdict = said.get(cure.verdict, "as fast (undecided)")
     saved = f", saves {time(cure.gain_s.value)}" if cure.verdict == "faster" else ""
     return f"{name} {times(cure.ratio)} {verdict}{saved}"
 

@@ -39,7 +39,7 @@ from dpbench.records import registry
 
 
 def serve() -> None:
-    """Answer requests until stdin ends; raise RuntimeError if loading dpbench's own components initialised CUDA."""
+    """Answer requests until stdin ends. Raises RuntimeError if loading dpbench's own components initialised CUDA."""
     malloc.keep()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C, the parent ends this process
     for kind in ("strategies", "models"):

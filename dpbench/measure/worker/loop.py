@@ -70,7 +70,7 @@ def _with_memory(timed: Trial, prepared: PreparedCase) -> Trial:
 
 
 def prepare(case: Case, strategy: Strategy, rank: int | None = None) -> PreparedCase:
-    """Return the case verified and built; raise Unverified if its gradients are wrong."""
+    """Return the case verified and built. Raises Unverified if its gradients are wrong."""
     threads = usable_cores() if strategy.traits.all_cores else 1
     torch.set_num_threads(threads)
     devices = _devices(case, strategy, rank)
@@ -100,7 +100,7 @@ def _devices(case: Case, strategy: Strategy, rank: int | None) -> list[Device]:
 
 
 def _verify(case: Case, strategy: Strategy, devices: Sequence[Device], rank: int | None) -> Verified:
-    """Return the result of verification; raise Unverified if the gradients differ from the reference's."""
+    """Return the result of verification. Raises Unverified if the gradients differ from the reference's."""
     model = models.load(case.model, case.size, case.seed)
     verdict = verification.check(
         strategy.start,
