@@ -154,7 +154,7 @@ def test_samplers_return_the_seconds_between_two_readings(suite: dict[str, Modul
 
 def test_a_failed_trial_is_a_failed_benchmark(suite: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suite["steps"], "LIMIT_S", 0.0)
-    with pytest.raises(RuntimeError, match="resnet18 single x1 batch 16: timeout: exceeded the limit"):
+    with pytest.raises(RuntimeError, match="resnet18 single x1 batch 16: timeout: the worker exceeded the limit"):
         suite["steps"].track_step_seconds("single", "resnet18", 1)
 
 

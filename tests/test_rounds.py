@@ -138,7 +138,7 @@ def test_side_by_side_one_that_cannot_run_or_is_wrong_leaves_the_others_alone(tm
 
     def wrong(case, *rest):
         if case == DP:
-            raise loop.Unverified("not timed, because its gradients are wrong: fc1")
+            raise loop.Unverified("the case was not timed, because its gradients are wrong: fc1")
         return verify(case, *rest)
 
     monkeypatch.setattr(loop, "_verify", wrong)

@@ -57,12 +57,12 @@ class _Ended(Exception):
 
 
 def check(cases: Iterable[Case]) -> None:
-    """Raise ValueError for devices whose memory has no known size."""
+    """Check that the memory size of all devices is known. Raises ValueError otherwise."""
     for case in cases:
         if case.device_kind == "cpu":
             raise ValueError(
                 "--find-max-batch needs devices with separate memory, but logical CPU devices share the host's; "
-                "give --device-kind emulated --device-memory 8GiB, which counts every byte of each device"
+                "use emulated devices, which count every byte: --device-kind emulated --device-memory 8GiB"
             )
         if case.device_kind == "emulated" and not case.device_memory_bytes:
             raise ValueError(
@@ -78,10 +78,10 @@ def run(
     most: int = MOST,
     listen: Callable[[Trial], None] = lambda trial: None,
 ) -> SearchOutcome:
-    """Search the largest batch of every case, starting at the case's batch size, and store each try as it ends.
+    """Search for the largest batch of every case, starting at the case's batch size, and store each try when it ends.
 
-    `limit_s` bounds the seconds of one try, `most` the batch size. `listen` is called with every new try, but not with
-    those of an earlier session.
+    `limit_s` limits the duration of one try in seconds, `most` the batch size. `listen` is called with every new try,
+    but not with the tries of an earlier session.
     """
     check(cases)
     facts = provenance.collect(describe())
@@ -123,7 +123,7 @@ class _Tries:
         self._known = {trial.case: trial for trial in store.trials(run_id) if trial.status in FINAL}
 
     def of(self, case: Case) -> Trial:
-        """Return the case's trial; measure it first if it is not known yet."""
+        """Return the case's trial; run it first if it is not known yet."""
         if case not in self._known:
             trial_id = self._store.begin_trial(self._run_id, case, 0)
             trial = self._server.run(case, EFFORT, 0, self._limit_s)

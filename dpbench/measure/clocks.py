@@ -25,7 +25,7 @@ BUSY = "busy_s"
 """The metric of a device's busy seconds in one step."""
 
 READ_EACH_S, READ_EACH = 0.1, 32
-"""The largest distance between two steps in which CPU time is read, in seconds and in steps."""
+"""The largest distance between two readings of CPU time, in seconds and in steps."""
 
 
 class Clock(Protocol):
@@ -58,9 +58,9 @@ class HostClock:
 
     It also sums the CPU time of the thread during each span, which gives the busy time of the span's device. If a
     thread has several spans open (a joint backward computes for all replicas), its CPU time is divided equally among
-    them. Reading CPU time is a system call, with which a mark costs 2.1 µs instead of 0.3 µs. It is therefore read in
-    one step per `read_each_s` seconds only. The distance in steps is a power of two, so that ranks with similar steps
-    read it in the same ones.
+    them. Reading CPU time is a system call, with which a mark costs 2.1 µs instead of 0.3 µs. CPU time is therefore
+    read in only one step per `read_each_s` seconds. The number of steps from one reading to the next is a power of two,
+    so that ranks with similar step times read CPU time in the same steps.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class HostClock:
         self._reads, self._apart = True, 1
 
     def mark(self, phase: Phase, device: int) -> AbstractContextManager[None]:
-        """Record a span, with its share of the thread's CPU time if this step reads it."""
+        """Record a span, and the thread's CPU time at both ends if CPU time is read in this step."""
         return _HostMark(self, phase, device)
 
     def add(self, phase: Phase, device: int, start_s: float, end_s: float) -> None:
@@ -101,7 +101,7 @@ class HostClock:
         return tuple(Span(step, phase, device, "host", start, end) for step, phase, device, start, end in self._spans)
 
     def samples(self) -> tuple[Sample, ...]:
-        """Return the CPU seconds per device of each step in which they were read.
+        """Return the CPU seconds per device of each step in which CPU time was read.
 
         At the beginning and the end of each span, the thread's CPU time since the previous reading is credited to the
         spans that were open in between.
@@ -148,7 +148,7 @@ class _HostStep:
 
 
 def _apart(each_s: float, step_s: float) -> int:
-    """Return the distance in steps between two readings of CPU time."""
+    """Return the number of steps from one reading of CPU time to the next."""
     steps = int(each_s / step_s) if step_s > 0 else READ_EACH
     return min(READ_EACH, 1 << max(0, steps.bit_length() - 1))
 

@@ -29,7 +29,7 @@ class Unverified(RuntimeError):
 def of_error(error: BaseException, *, device_ids: Sequence[int] = ()) -> Failure:
     """Return the record of an exception: its type, the place that raised it, and the end of its traceback.
 
-    `device_ids` are the ordinals of the case's devices in order; empty for the first ones.
+    `device_ids` are the ordinals of the case's devices in order; empty if the case uses the first ordinals.
     """
     replica, notes = replica_of(error), getattr(error, "__notes__", [])
     raised = error.__cause__ if replica is not None and error.__cause__ else error
@@ -67,8 +67,8 @@ def in_order(failures: Sequence[Failure]) -> tuple[Failure, ...]:
     """Return failures by time, except that the cause comes first.
 
     A process that dies closes its connections before its parent can find it dead. Its peers may report the lost
-    connection in between. Such a report follows the record of a rank that died or ran out of memory, although its time
-    is earlier.
+    connection in between. Such a report is placed after the record of a rank that died or ran out of memory, although
+    the report is earlier.
     """
     by_time = sorted(failures, key=lambda failure: failure.at_s)
     causes = [one for one in by_time if not one.exception or one.status is Status.OOM]
@@ -87,7 +87,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def _ordinal(error: BaseException) -> int | None:
-    """Return the ordinal of the device that has no memory left, or None; an emulated device's error carries it."""
+    """Return the ordinal of the device that has no memory left, or None if the error does not give it."""
     known: int | None = getattr(error, "ordinal", None)
     if known is not None:
         return known
@@ -96,7 +96,7 @@ def _ordinal(error: BaseException) -> int | None:
 
 
 def _memory_of(error: BaseException, ordinal: int | None) -> str:
-    """Return the device, or the kind of device, that has no memory left as text."""
+    """Return, as text, the device that has no memory left, or its kind if `ordinal` is None."""
     if ordinal is not None:
         return f"device {'emulated' if hasattr(error, 'ordinal') else 'cuda'}:{ordinal}"
     return "device cuda" if "CU" in str(error) else "device cpu"

@@ -44,6 +44,6 @@ class Models:
 
 
 def _refusal(verdict: Trial, cases: int) -> str:
-    """Return the name of a model that failed its check, and the reason, as one line of text."""
-    model = f"{verdict.case.model} ({verdict.case.size})"
-    return f"{model} is not measured, {cases} case(s) {verdict.status}: {verdict.reason.strip().partition(chr(10))[0]}"
+    """Return one line of text with the name of a model that failed its check, and the reason."""
+    model, reason = f"{verdict.case.model} ({verdict.case.size})", verdict.reason.strip().partition(chr(10))[0]
+    return f"{model} failed its check ({verdict.status}), so its {cases} case(s) will not be measured: {reason}"

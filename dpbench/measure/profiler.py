@@ -21,7 +21,7 @@ COLLECTIVE = "collective_busy_s"
 
 
 def profiled(step: Callable[[], object], devices: Sequence[Device]) -> list[Sample]:
-    """Run one step under torch.profiler; return each GPU's busy seconds, with the index of its first replica."""
+    """Run one step under torch.profiler; return each GPU's busy seconds as samples of the GPU's first replica."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     for device in devices:
         device.synchronize()

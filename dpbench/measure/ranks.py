@@ -33,9 +33,10 @@ from dpbench.records.trial import Failure
 TIMEOUT = timedelta(seconds=60)
 """The longest time that a rank waits for its peers, when it joins the group and in each collective."""
 POLL_S = 0.1
-"""The interval in seconds of checks for the end of a rank, because a rank's children may keep its pipe open."""
+"""The interval in seconds between two checks whether a rank has ended. A pipe does not show this reliably, because a
+rank's children may keep it open."""
 SETTLE_S = 0.5
-"""The seconds within which the death of a rank must show after a peer has reported the lost connection."""
+"""The seconds after a peer's report of a lost connection within which the death of a rank must be detected."""
 GRACE_S = 1.0
 """The seconds between SIGTERM and SIGKILL."""
 _FORK = get_context("fork")
@@ -44,7 +45,7 @@ _OVER_TCP = ("MASTER_ADDR", "MASTER_PORT", "NCCL_COMM_ID", "NCCL_RAS_ADDR")
 
 
 class RanksFailed(RuntimeError):
-    """At least one rank failed. `failures` holds a record for each that did, the cause first."""
+    """At least one rank failed. `failures` has the record of each failed rank, the cause first."""
 
     def __init__(self, failures: Sequence[Failure]) -> None:
         super().__init__(f"rank {failures[0].rank}: {failures[0].reason}")
@@ -70,7 +71,7 @@ class RankGroup:
         }  # fmt: skip
 
     def join(self, rank: int) -> None:
-        """Join the group as this rank; return when all ranks have joined, or raise after `TIMEOUT`."""
+        """Join the group as this rank and wait for the others. Raises torch.distributed's error after `TIMEOUT`."""
         import torch.distributed as dist
         from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch's stubs leave it out
 
@@ -84,9 +85,9 @@ class RankGroup:
 def run(entry: Callable[[int], Any], count: int, folder: Path, backend: str) -> list[Any]:
     """Call `entry(rank)` in one forked process per rank, within one process group; return the results in rank order.
 
-    Results are values that JSON can carry. `folder` must exist; the ranks' own folder in it is removed afterwards.
-    When a rank fails, the others are ended. No rank is left when this returns or raises. The calling process must have
-    run no multi-threaded tensor operation, and must not have initialised CUDA.
+    Results must be JSON-serializable. `folder` must exist; a folder for the ranks is created in it and removed
+    afterwards. When a rank fails, the others are ended. No rank is running when this function returns or raises. The
+    calling process must not have run a multi-threaded tensor operation, and must not have initialised CUDA.
 
     Raises RanksFailed when a rank raises or ends without a result, and OSError when there is no loopback interface.
     """
@@ -113,7 +114,7 @@ def loopback() -> str:
 
 
 class _RankProcess:
-    """The process of a rank, used by its parent. Once it has ended, `result` has its JSON or `failure` its record."""
+    """The process of a rank, as its parent sees it: `result` is the JSON that it reported, `failure` its failure."""
 
     def __init__(self, number: int, be: Callable[[Connection], NoReturn]) -> None:
         self.number = number
@@ -170,7 +171,7 @@ def _results(ranks: Sequence[_RankProcess]) -> list[Any]:
 
 
 def _end(ranks: Sequence[_RankProcess]) -> None:
-    """End and reap every rank that lives: by SIGTERM, then by SIGKILL."""
+    """Terminate and reap every rank that is still running: SIGTERM first, then SIGKILL."""
     for send in ("terminate", "kill"):
         for rank in ranks:
             getattr(rank.process, send)()

@@ -1,4 +1,4 @@
-"""Requests: the tasks that the parent process gives to workers, each as one line of JSON."""
+"""Requests: the messages in which the parent process gives work to workers, each as one line of JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dpbench.records import Case, Effort
 
 
 class Job(StrEnum):
-    """The job of a worker."""
+    """The kind of work that a request asks for."""
 
     MEASURE = "measure"
     CHECK_MODEL = "check the model"
@@ -32,8 +32,8 @@ class Arm(StrEnum):
 class SelfCheck:
     """The settings of a self-check.
 
-    `block_s` is the length of a block or part in seconds. With marks, CPU time is read in the same fraction of the
-    steps as in steps of `step_s` seconds. `sampler_pid` is the process id of the sampler.
+    `block_s` is the duration of a block or part in seconds. With marks, CPU time is read in the same fraction of the
+    steps as if a step took `step_s` seconds. `sampler_pid` is the process id of the sampler.
     """
 
     arm: Arm
@@ -44,7 +44,7 @@ class SelfCheck:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One worker's task. `requested_s` is the time of the request on the clock of `time.perf_counter`."""
+    """The work for one worker. `requested_s` is the time of the request on the clock of `time.perf_counter`."""
 
     cases: tuple[Case, ...]
     effort: Effort

@@ -17,7 +17,9 @@ PRECISION = 0.01
 
 @dataclass
 class UntilPrecise:
-    """The rule that adds rounds until the half-width of each speed-up's 95 % interval is at most `precision` of it.
+    """The rule that adds rounds until every speed-up is precise.
+
+    A speed-up is precise if the half-width of its 95 % interval is at most the fraction `precision` of its value.
 
     A case without a speed-up, such as a baseline, is measured as long as another case needs it. If no case has a
     speed-up, the step itself must reach the precision. No case gets more than `most` rounds.
@@ -29,7 +31,7 @@ class UntilPrecise:
     _series: dict[Case, dict[int, list[float]]] = field(default_factory=dict)
 
     def add(self, trial: Trial) -> None:
-        """Add the timed steps of a trial; untrusted trials add none."""
+        """Add the timed steps of a trial; an untrusted trial adds none."""
         self._series.setdefault(trial.case, {}).update(summary.measured([trial]))
 
     @property
@@ -63,7 +65,7 @@ class UntilPrecise:
         return found
 
     def _judged(self, cases: Sequence[Case]) -> Iterator[tuple[Case, Case | None, Estimate]]:
-        """Yield each case whose precision counts, with its baseline and speed-up, or with None and its step."""
+        """Yield each case whose precision counts, with its baseline and speed-up, or with None and its step time."""
         series = {case: found for case, found in self._series.items() if found}
         bases = {case: base for case in cases if case in series and (base := summary.baseline_in(case, series))}
         for case, base in bases.items():

@@ -30,7 +30,7 @@ from dpbench.store import FINAL, Store
 Slot = tuple[Case, int]
 """A case and the number of a round."""
 OVERHEAD_S = 1.0
-"""The assumed seconds of a trial in addition to its timed steps, until the run has measured them."""
+"""The assumed duration of a trial in seconds, without its timed steps, until the run has measured this duration."""
 
 
 @dataclass(frozen=True)
@@ -122,20 +122,22 @@ def run(
     traces: Path | None = None,
     listen: Listener = lambda event: None,
 ) -> Outcome:
-    """Measure every case in the given number of `rounds`, or as the rule decides, and store each trial as it ends.
+    """Measure every case and store each trial as soon as it ends.
 
-    `paired` measures the cases that can share a worker side by side in one worker, their blocks of steps in turn; each
-    round then uses a fresh worker of one server. Otherwise, each round has a separate server.
+    `rounds` is the number of rounds, or the rule that selects the cases of each round. With `paired`, cases that can
+    share a worker are measured in one worker, which runs their blocks of steps in turn; all rounds then use one server,
+    but each round a fresh worker. Otherwise, each round has a separate server.
 
-    `budget_s` bounds the seconds of all trials. It shortens their timed parts, and trials that have not started when
-    it is spent are stored as skipped. The checks of the models do not count against it, and neither does the wait for
-    a quiet machine before the first trial, which takes at most `patience_s` seconds (None: the value in the
-    environment, or the default). Trials during which other processes used too much of the cores are measured once more
-    at the end, if the budget permits; with a patience of 0 they are only labelled.
+    `budget_s` limits the total duration of the trials in seconds. It shortens their timed parts, and trials that have
+    not started when the budget is spent are stored as skipped. The checks of the models do not count against the
+    budget, and neither does the wait for a quiet machine before the first trial, which takes at most `patience_s`
+    seconds (None: the value in the environment, or the default). Trials during which other processes used too much of
+    the cores are measured once more at the end, if the budget permits; with a patience of 0 they are only labelled.
 
-    `limit_s` bounds one trial. `retry` names final statuses to measure again, in the latest such run even if it has
-    finished. `traces` is a folder for profiles of one step of each trial, taken after timing:
-    traces/<run>/<case>-r<round>.json, with one file per rank. After a KeyboardInterrupt, the same call resumes the run.
+    `limit_s` limits the duration of one trial in seconds. Trials whose final status is in `retry` are measured again,
+    even if the latest run of this plan has finished. `traces` is a folder for profiles of one step of each trial, taken
+    after timing: traces/<run>/<case>-r<round>.json, with one file per rank. After a KeyboardInterrupt, the same call
+    resumes the run.
     """
     facts = provenance.collect(describe())
     keys = {"host": provenance.host_key(facts), "code": provenance.code_key(facts)}
@@ -167,7 +169,7 @@ def _plain(load: foreign_load.Measured) -> dict[str, float | str]:
 
 
 def _noise(load: foreign_load.Measured, trials: Collection[Slot]) -> dict[str, str]:
-    """Return the reasons why a run is NOISY; empty if it is not known to be."""
+    """Return the reasons for a run's label NOISY; empty if no reason is known."""
     found = {"before": str(load)} if foreign_load.busy(load) else {}
     return found | ({"during": f"{len(trials)} trial(s) ran under too much foreign load"} if trials else {})
 
@@ -192,7 +194,7 @@ def ordinals(cases: Sequence[Case]) -> list[int]:
 
 
 class _Session:
-    """One run in progress: its budget, its counters, and the order of its trials, of which one runs at a time."""
+    """One run in progress: its budget, its counters and the order of its trials; only one worker runs at a time."""
 
     def __init__(
         self, store: Store, run_id: str, rule: RoundsRule, effort: Effort, budget_s: float | None, limit_s: float,
@@ -268,7 +270,7 @@ class _Session:
             (self.noisy.add if foreign_load.noisy(trial) else self.noisy.discard)(slot)
 
     def _repeatable(self) -> list[Slot]:
-        """Return the slots that were measured only once, and under too much foreign load, if budget is left."""
+        """Return the slots whose only trial ran under too much foreign load; none if the budget is spent."""
         return [] if self._spent() else [slot for slot in self.noisy if self._times[slot] == 1]
 
     def _wait(self) -> None:
@@ -340,7 +342,7 @@ class _Session:
         return str(self._traces.absolute() / self._run_id / f"{words}-{case.fingerprint[:8]}-r{number}.json")
 
     def _affordable(self) -> Effort | None:
-        """Return the effort for the next trial, an equal share of the remaining budget; None if it is spent."""
+        """Return the effort for the next trial, an equal share of the remaining budget; None if no budget is left."""
         if self._deadline is None:
             return self._effort
         left_s = self._deadline - time.perf_counter()

@@ -1,8 +1,9 @@
 """Self-check: measure the cost of measuring on this machine. This module does not import torch.
 
-It answers three questions, each from pairs of measurements: the cost of recorded marks per step, the cost of the
-sampler process in throughput, and the ratio of the engine's `reference` to torch.nn.DataParallel itself. The seconds of
-each arm are stored pair by pair; ratios, intervals and their wording are derived when they are shown.
+The self-check answers three questions, each from pairs of measurements: the cost of recorded marks per step, the cost
+of the sampler process in throughput, and the ratio of the step time of the engine's `reference` to that of
+torch.nn.DataParallel. Both durations of each pair are stored; ratios, intervals and their wording are derived when they
+are shown.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from dpbench.records.traits import Role
 from dpbench.records.words import count
 
 STEP_S = 0.010
-"""The step, in seconds, that the cost of marks is given as a fraction of."""
+"""The duration in seconds of the step of which the cost of marks is given as a fraction."""
 GOAL = 0.005
 """The fraction of a step, or of the throughput, that measuring may cost."""
 ROUNDS = 5
 """The number of fresh processes in which each of the two engines is measured."""
 LIMIT_S = 300.0
 BUDGETS_S = {Arm.MARKS: (30.0, 0.01), Arm.SAMPLER: (20.0, 1.0)}
-"""The seconds of steps, and of one block or part. Short blocks cancel most drift; a part must hold several of the
-sampler's readings, which come every 0.2 s."""
+"""The total duration of the steps, and the duration of one block or part, in seconds. Short blocks cancel most drift; a
+part must be long enough for several readings of the sampler, which reads every 0.2 s."""
 GROUPS = 20
 """The number of groups of neighbouring pairs that the bootstrap treats as rounds, because neighbours are correlated."""
 NEEDS_GPU = "torch.nn.DataParallel needs an accelerator; on the CPU it passes its input through to the module"
@@ -44,10 +45,11 @@ NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuringCost:
-    """The cost of one part of measuring: the ratio of the step with it to the step without it, and the difference.
+    """The cost of one part of measuring.
 
-    `cost_s` is in seconds per step; it is CPU time if the host computes, which other processes do not affect. `share`
-    is the fraction of a 10 ms step (marks) or of the throughput (samplers); None for the engine, which has no goal.
+    `ratio` is the step time with the part divided by the step time without it, `cost_s` their difference in seconds.
+    For marks, if the host computes, `cost_s` is CPU time, because other processes do not affect that. `share` is the
+    fraction of a 10 ms step (marks) or of the throughput (samplers); None for the engine, for which no limit is set.
     `reason` explains a missing number.
     """
 
@@ -123,7 +125,7 @@ def _why(trial: Trial) -> str:
 
 
 def costs(facts: Mapping[str, Any]) -> list[MeasuringCost]:
-    """Return the costs derived from the stored facts: medians over pairs, with their intervals."""
+    """Return the costs: medians over the pairs of steps with and without the part, with confidence intervals."""
     return [_cost(name, facts[name]) for name in NAMES if name in facts]
 
 
@@ -142,9 +144,9 @@ def _cost(name: str, facts: Mapping[str, Any]) -> MeasuringCost:
         return MeasuringCost(name=name, ratio=ratio, cost_s=cost_s, share=share, detail=detail)
     if name == "samplers":
         share = Estimate(1 - 1 / ratio.value, 1 - 1 / ratio.low, 1 - 1 / ratio.high, ratio.n)
-        detail = f"it keeps {facts['sampler_cpu_ratio']:.2%} of a core busy"
+        detail = f"the sampler keeps {facts['sampler_cpu_ratio']:.2%} of a core busy"
         if "steps_touched" in facts:  # absent in runs of earlier versions
-            detail = f"it ran in {count(facts['steps_touched'], 'step')}, {detail}"
+            detail = f"{detail} and ran in {count(facts['steps_touched'], 'step')}"
         return MeasuringCost(name=name, ratio=ratio, cost_s=cost_s, share=share, detail=detail)
     return MeasuringCost(name=name, ratio=ratio, cost_s=cost_s)
 

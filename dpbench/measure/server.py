@@ -25,11 +25,11 @@ from dpbench.records import Case, Effort, Status, Trial
 
 START_LIMIT_S = 120.0
 STACKS_S = 0.5
-"""The seconds in which a hung worker may write its Python stacks."""
+"""The seconds that a hung worker gets to write its Python stacks."""
 TAIL = 4000
 _THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """torch.set_num_threads(1) alone has no effect on MKL in the engine's new threads: each would start its own team of
-threads, which costs 5-10 ms per step here. The strategy that uses all cores sets the number in torch."""
+threads, which has cost 5-10 ms per step. The strategy that uses all cores sets the number of threads in torch."""
 
 
 class Server:
@@ -58,7 +58,7 @@ class Server:
         return self._ask([case], effort, 0, limit_s, job=Job.SELF_CHECK, self_check=settings)[0]
 
     def run_together(self, cases: Sequence[Case], effort: Effort, number: int, limit_s: float) -> list[Trial]:
-        """Run cases side by side in one fresh worker and return a trial for each, even if the worker fails.
+        """Run cases in one fresh worker, with their blocks in turn; return a trial for each, even if the worker fails.
 
         After `limit_s` seconds per case, the worker's Python stacks are stored and its process group is killed.
         """
@@ -153,7 +153,7 @@ class Server:
         return answer
 
     def _obituary(self) -> str:
-        """Return the way in which the server ended, and the end of its log, as text."""
+        """Return a text on how the server ended, with the end of its log."""
         assert self._process is not None
         self._process.wait(timeout=10)
         log = (self._scratch / "server.log").read_text(errors="replace")[-TAIL:].strip()
@@ -189,10 +189,11 @@ def status_of(exit_status: int | None) -> Status:
 
 
 def _reason(exit_status: int | None, pid: int, limit_s: float, folder: Path) -> str:
-    """Return the way in which a worker ended as text, with its stacks if it hung, else with the end of its log."""
+    """Return a text on how a worker ended, with its stacks if it hung, else with the end of its log."""
     stacks, log = _stacks(folder), _tail(folder / "log")
     if exit_status is None:
-        return f"exceeded the limit of {limit_s:g} s per trial (--limit); Python stacks:\n{stacks or 'none received'}"
+        limit = f"the worker exceeded the limit of {limit_s:g} s (--limit for each of its cases)"
+        return f"{limit}; Python stacks:\n{stacks or 'none received'}"
     how = f"{parent_death.ending(exit_status)}){parent_death.advice(exit_status)}"
     return f"the worker ended without a result ({how}; its last output: {log or stacks or 'none'}"
 

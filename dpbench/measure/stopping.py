@@ -20,9 +20,10 @@ STABLE = 0.05
 def warmup(series: Sequence[float], *, least: int = 0) -> int:
     """Return the number of steps at the beginning of a series that belong to its warm-up, at least `least`.
 
-    The second half of the series gives the usual range: its 10th to 90th percentile. Steps are dropped from the
-    beginning in small groups as long as the median of the next group is outside this range. The median ignores single
-    slow steps. If groups are dropped up to the middle of the series, the series is still too short.
+    The usual range is that from the 10th to the 90th percentile of the second half of the series. Steps are dropped
+    from the beginning in small groups as long as the median of the next group is outside this range. The median ignores
+    single slow steps. If this drops the whole first half, the series is too short to show where warm-up ends, and about
+    half of its length is returned. For fewer than 12 steps, `least` is returned, but at most their number.
     """
     n = len(series)
     few = max(3, min(5, n // 8))
@@ -40,8 +41,9 @@ def warmup(series: Sequence[float], *, least: int = 0) -> int:
 class Stopping:
     """The rule that ends a worker's series of steps; `reason` gives the cause.
 
-    A series ends when its median is precise enough, when its noise is known, or when its budget of seconds or steps is
-    spent. Once the noise is known, further rounds in other processes add more information than further steps.
+    A series ends when its median is precise enough, when its noise is known, or when the budget in seconds or the
+    maximum number of steps is reached. Once the noise is known, further rounds in other processes add more information
+    than further steps.
     """
 
     budget_s: float
@@ -59,7 +61,7 @@ class Stopping:
         return warmup(self._series, least=self.least_warmup)
 
     def add(self, seconds: float) -> None:
-        """Add the seconds of one step to the series."""
+        """Add the duration of one step to the series."""
         self._series.append(seconds)
 
     def finished(self) -> bool:
@@ -70,7 +72,7 @@ class Stopping:
             if half_width(timed) <= self.precision:
                 self.reason = f"precise: the median is known to {self.precision:.1%}"
             elif self._is_known(len(timed)):
-                self.reason = f"noise is known: the median to {half_width(timed):.1%}, unchanged over {WINDOW} steps"
+                self.reason = f"noise is known: constant over {WINDOW} steps; median known to {half_width(timed):.1%}"
             elif sum(timed) >= self.budget_s:
                 self.reason = f"budget: {words.exact(self.budget_s)} s of steps"
         if not self.reason and len(timed) >= self.max_steps:
@@ -94,7 +96,8 @@ def _noise(series: Sequence[float]) -> float:
 def half_width(series: Sequence[float]) -> float:
     """Return half the 95 % interval of the median, by order statistics, as a fraction of the median.
 
-    Below six values there is no such interval: even the whole range covers the median less often.
+    Return infinity for fewer than six values: even their whole range contains the median with less than 95 %
+    probability.
     """
     ordered, n = sorted(series), len(series)
     if n < 6:

@@ -24,7 +24,7 @@ from dpbench.records.schedule import FASTEST, parse
 Start = Callable[..., AbstractContextManager[Callable[[Any, Any], torch.Tensor]]]
 
 TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}
-"""The largest permitted relative error of a tensor, by norm. In fp32, sums in another order stay far below it."""
+"""The largest permitted relative error of a tensor, by norm. In fp32, adding in another order causes far less."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,10 @@ class Verdict:
         text = f"{self.worst} differs from the chunked reference by {self.error:.2g} of its norm"
         if not self.random:
             return text
-        return f"{text}; but two runs of the reference differ as well: the model draws random numbers, switch that off"
+        return (
+            f"{text}, but two runs of the reference differ as well, because the model uses random numbers: "
+            "disable its randomness (for example dropout)"
+        )
 
 
 def check(
@@ -55,9 +58,10 @@ def check(
     *,
     buffers: bool = True,
 ) -> Verdict:
-    """Take one step of a small, uneven batch by `start` and return the comparison of its gradients with the reference.
+    """Take one step on a small, uneven batch, and return the comparison of its gradients with the reference's.
 
-    With `buffers`, buffers are compared too. `model` is modified: the step updates its weights.
+    `start` is the method of the strategy. With `buffers`, buffers are compared too. `model` is modified: the step
+    updates its weights.
     """
     small = _small(case)
     _without_dropout(model.module)
@@ -127,7 +131,7 @@ def chunked(
 
 
 def _chunk(value: Any, chunks: int, device: torch.device) -> list[Any]:
-    """Return copies of the chunks of a tensor; return any other value once per chunk, shared."""
+    """Return copies of the chunks of a tensor on `device`; return any other value `chunks` times, without copying."""
     if isinstance(value, torch.Tensor):
         return [piece.to(device, copy=True) for piece in value.chunk(chunks)]
     return [value] * chunks
@@ -146,7 +150,8 @@ def _ordered_sum(parts: list[torch.Tensor]) -> torch.Tensor | None:
 def compare(module: nn.Module, reference: nn.Module, tolerance: float, *, buffers: bool = True) -> Verdict:
     """Return the comparison of two modules' gradients, and with `buffers` of their buffers.
 
-    The result is bitwise, within `tolerance` of each tensor's norm, or no.
+    The comparison is BITWISE, or WITHIN_TOLERANCE if no error exceeds `tolerance` times the tensor's norm, or NO. For
+    tensors with tiny norms, the error is relative to a fraction of the largest norm instead.
     """
     pairs = [(n, _gradient(p), _gradient(reference.get_parameter(n))) for n, p in module.named_parameters()]
     if buffers:

@@ -64,7 +64,7 @@ class CaseTimer:
         self._stopping = Stopping(effort.budget_s, effort.min_steps, effort.max_steps, least_warmup=effort.warmup_steps)
 
     def first(self) -> None:
-        """Take the first step; if it shows that blocks would take too long, switch to single steps and one warm-up."""
+        """Take the first step; if blocks would take too long, switch to single steps with one warm-up step."""
         first_s = self._block(1)
         if _agreed(first_s * self._effort.block_steps > SLOW * self._effort.budget_s):
             self._block_steps, self._stopping.least_warmup = 1, 1
@@ -81,7 +81,7 @@ class CaseTimer:
         return _agreed(self._stopping.finished())
 
     def _block(self, steps: int) -> float:
-        """Take `steps` steps back to back; return the seconds of the last one."""
+        """Take `steps` steps back to back; return the duration of the last one in seconds."""
         at, batches = time.perf_counter(), self._prepared.batches
         with self._listener.block():
             for i in range(steps):
@@ -146,9 +146,9 @@ def _agreed(finished: bool) -> bool:
 def _profiled(
     step: Callable[[Any, Any], Any], batch: tuple[Any, Any], devices: Sequence[Device], listener: clocks.Clock
 ) -> list[Sample]:
-    """Return the busy seconds of the GPUs from one additional profiled step; empty for other devices.
+    """Return the busy seconds of the GPUs in one additional profiled step.
 
-    For CPU devices, the host clock has already sampled busy time.
+    The list is empty if profiling is not permitted, and for CPU devices, whose busy time the host clock has sampled.
     """
     if not isinstance(listener, clocks.CudaClock):
         return []

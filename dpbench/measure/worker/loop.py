@@ -32,7 +32,7 @@ BATCHES = 4
 
 
 def measure(case: Case, effort: Effort, strategy: Strategy, rank: int | None = None) -> Trial:
-    """Verify and time one case in this process, and return its trial; with `rank`, run that rank's share."""
+    """Verify and time one case in this process, and return its trial; with `rank`, only the part of that rank."""
     prepared = prepare(case, strategy, rank)
     with memory.bound(case):
         with start_timer(prepared, effort) as timer:
@@ -45,10 +45,10 @@ def measure(case: Case, effort: Effort, strategy: Strategy, rank: int | None = N
 
 
 def measure_together(prepared_cases: Sequence[PreparedCase], effort: Effort) -> list[Trial]:
-    """Time several cases in this process, their blocks in turn; an error in any case ends all of them.
+    """Time several cases in this process, which runs their blocks in turn; an error in any case ends all of them.
 
-    All cases share the memory layout of the process, its cores and the load from other processes. Ratios between them
-    therefore vary much less than ratios between separate processes. Memory is not measured, because it cannot be
+    All cases share the memory layout of the process, its cores and the load from other processes. Ratios between cases
+    therefore vary much less than if each case had a separate process. Memory is not measured, because it cannot be
     separated by case.
     """
     with ExitStack() as stack:
@@ -70,7 +70,7 @@ def _with_memory(timed: Trial, prepared: PreparedCase) -> Trial:
 
 
 def prepare(case: Case, strategy: Strategy, rank: int | None = None) -> PreparedCase:
-    """Return the case verified and built. Raises Unverified if its gradients are wrong."""
+    """Verify and build a case for timing. Raises Unverified if its gradients are wrong."""
     threads = usable_cores() if strategy.traits.all_cores else 1
     torch.set_num_threads(threads)
     devices = _devices(case, strategy, rank)
@@ -111,7 +111,7 @@ def _verify(case: Case, strategy: Strategy, devices: Sequence[Device], rank: int
         buffers=strategy.compares_buffers(case) and rank in (None, 0),
     )
     if verdict.verified is Verified.NO:
-        raise Unverified(f"not timed, because its gradients are wrong: {verdict}")
+        raise Unverified(f"the case was not timed, because its gradients are wrong: {verdict}")
     return verdict.verified
 
 
@@ -153,8 +153,8 @@ def _pinned(batch: tuple[Any, Any], case: Case) -> tuple[Any, Any]:
 def of_model(model: Model, batch: tuple[Any, Any]) -> dict[str, float]:
     """Return counts and bytes of modules, parameters and buffers, and bytes of inputs, target and output per sample.
 
-    A tensor that several modules share counts once, because replication copies it once. The output's bytes are taken
-    from a forward pass of two samples, and left out if that fails.
+    A tensor that several modules share counts once, because replication copies it once. The output's bytes come from a
+    forward pass of two samples, and are left out if this pass fails.
     """
     parameters, buffers = list(model.module.parameters()), list(model.module.buffers())
     inputs, target = positional(batch[0]), batch[1]

@@ -21,7 +21,7 @@ from dpbench.strategies import Strategy
 def by_phase(
     case: Case, strategy: Strategy, model: Model, devices: Sequence[Device], batch: tuple[Any, Any]
 ) -> tuple[tuple[Memory, ...], str]:
-    """Return each device's peaks by phase and an empty string, or no peaks and the reason; `model` is modified.
+    """Return each device's peaks by phase and "", or no peaks and the reason for their absence; `model` is modified.
 
     Logical CPU devices share the host's memory. For them, the steps run on emulated devices, which count bytes without
     storing numbers.
@@ -32,7 +32,7 @@ def by_phase(
             return (), f"emulated devices, which replace CPU devices here, do not support autocast to {case.precision}"
         emulated = replace(case, device_kind="emulated")
         if reason := strategy.skip(emulated):
-            return (), f"emulated devices, which replace CPU devices here, cannot run it: {reason}"
+            return (), f"emulated devices, which replace CPU devices here, cannot run the case: {reason}"
         devices = open_devices("emulated", case.devices)
     source = "allocator" if case.device_kind == "cuda" else "ledger"
     attempts: list[AbstractContextManager[Any]] = [bytes_only(), nullcontext()] if on_host else [nullcontext()]
@@ -97,7 +97,7 @@ class Peaks:
 
     @contextmanager
     def mark(self, phase: Phase, device: int) -> Iterator[None]:
-        """Credit the peaks inside this context to the phase; if several phases are open, to each of them."""
+        """Credit the peaks inside this context to the phase; if several phases are open, each of them is credited."""
         with self._lock:
             self._settle()
             self._open.append(phase)
@@ -131,7 +131,7 @@ class Peaks:
                     self._most[key] = max(self._most.get(key, 0), peak)
 
     def memory(self, source: str) -> tuple[Memory, ...]:
-        """Return the peaks by device: first of the whole step, then of its phases in order."""
+        """Return the peaks by device: first that of the whole step, then those of the phases in order."""
         order = [WHOLE, *(phase.value for phase in Phase), UNATTRIBUTED]
         found = sorted(self._most, key=lambda key: (key[0], order.index(key[1]), key[2]))
         return tuple(Memory(d, self._most[d, name, kind], source, name, kind) for d, name, kind in found)

@@ -4,8 +4,9 @@
     sampler    part 0: . . . x x . . . . . . x x . . . .                 x: the sampler ran in or right after this step
 
 For marks, blocks with and without them alternate, and the two blocks of a pair are compared: slower drift cancels. The
-sampler is never switched off. Its CPU clock shows in which steps it ran, and within a part these few steps are compared
-with the others. The trial has no steps; the seconds per step are stored as facts, one list per arm, by pair or part.
+sampler is never switched off. Its CPU clock shows in which steps it ran; the mean of all steps of a part is compared
+with the mean of the steps that the sampler cannot have slowed down. The trial has no steps; the seconds per step are
+stored as facts, one list with the sampler or marks and one without, by pair or part.
 """
 
 from __future__ import annotations
@@ -88,14 +89,14 @@ def _garbage_kept() -> Iterator[None]:
 
 
 def _seconds(run: RunSteps, steps: int) -> Seconds:
-    """Return a block's seconds per step as means, which include occasional costs."""
+    """Return the mean wall-clock seconds and CPU seconds per step of a block; means include occasional costs."""
     began, spent = time.perf_counter(), time.process_time()
     run(steps)
     return (time.perf_counter() - began) / steps, (time.process_time() - spent) / steps
 
 
 def _pairs(run: RunSteps, marks: _Marks, count: int, steps: int) -> dict[str, Any]:
-    """Return the seconds per step of `count` pairs of blocks of `steps` steps, with marks on in one of each pair."""
+    """Return the seconds per step of `count` pairs of blocks of `steps` steps, with marks on in one block of a pair."""
     found: dict[bool, list[Seconds]] = {True: [], False: []}
     for pair in range(max(2, count)):
         for on in (True, False) if pair % 2 == 0 else (False, True):
@@ -118,7 +119,10 @@ def _parts(run: RunSteps, sampler: _Sampler, count: int, part_s: float) -> dict[
         # also leave out the step after the sampler, whose caches may still be cold
         alone = [s for (before, _), (at_work, s) in pairwise(((False, 0.0), *steps)) if not before and not at_work]
         if not alone:
-            raise RuntimeError(f"the sampler was running in each of {len(steps)} steps: there are none without it")
+            raise RuntimeError(
+                f"the sampler was running in or just before each of {len(steps)} steps, so there is no step without it "
+                "to compare with"
+            )
         on_s.append(statistics.fmean(seconds for _, seconds in steps))
         off_s.append(statistics.fmean(alone))
         touched += sum(at_work for at_work, _ in steps)
@@ -127,7 +131,7 @@ def _parts(run: RunSteps, sampler: _Sampler, count: int, part_s: float) -> dict[
 
 
 def _watched(run: RunSteps, sampler: _Sampler, seconds: float) -> list[tuple[bool, float]]:
-    """Run steps for `seconds`; return for each step whether the sampler ran in it, and its seconds."""
+    """Run steps for `seconds`; return for each step whether the sampler ran in it, and its duration in seconds."""
     steps = []
     spent_s, at_s = sampler.spent_s(), time.perf_counter()
     until_s = at_s + seconds
@@ -143,7 +147,7 @@ def _watched(run: RunSteps, sampler: _Sampler, seconds: float) -> list[tuple[boo
 
 
 class _Marks:
-    """The marks of a clock that can be switched on and off; off, a mark is the default `no_mark`."""
+    """The marks of a clock, which can be switched on and off; while they are off, a mark is the default `no_mark`."""
 
     def __init__(self, listener: clocks.Clock) -> None:
         self._listener, self._on = listener, False

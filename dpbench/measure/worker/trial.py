@@ -68,9 +68,9 @@ def _run(case: Case, effort: Effort, folder: Path) -> Trial:
 
 
 def run_together(cases: Sequence[Case], effort: Effort, folder: Path) -> list[Trial]:
-    """Run cases side by side in this process and return their trials in order.
+    """Run cases in this process, alternating between their blocks of steps, and return their trials in order.
 
-    A case that cannot be prepared fails alone; an error in a step ends all the others.
+    A case that cannot be prepared fails alone; an error in a step of one case ends all cases.
     """
     if len(cases) == 1:
         return [run(cases[0], effort, folder)]
@@ -134,7 +134,7 @@ ROWS = 2
 def check(case: Case) -> Trial:
     """Build the case's model, draw its batch, and take one step of a few rows on its one device.
 
-    Return a trial without steps; raise any error of the model.
+    Return a trial without steps. Raises the model's errors unchanged.
     """
     torch.set_num_threads(1)
     model = models.load(case.model, case.size, case.seed)
