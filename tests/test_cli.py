@@ -133,7 +133,9 @@ def test_models_that_cannot_be_imported_built_or_stepped_fail_once_before_the_ru
         ("tests.hungry:TWICE_THE_ROWS", "must return 8 rows"),
     ):
         assert any(
-            line.startswith(f"{model} (small) failed its check (failed), so its 2 case(s) will not be measured: ") and why in line for line in told
+            line.startswith(f"{model} (small) failed its check (failed), so its 2 case(s) will not be measured: ")
+            and why in line
+            for line in told
         )
     assert folder.query("SELECT status, round, count(*) FROM trial GROUP BY status, round") == [("failed", 0, 8)]
 
@@ -296,7 +298,7 @@ LISTS = {
         (["run", "--ladder", "--devices", "1"], ["ladder", "--devices 2"]),
         (["run", "--schedules", "workers=pool,workers=serial"], ["workers twice", "';'", "option twice"]),
         (["run", "--schedules", "pool;graphs=on", "--device-kind", "cpu"], ["graphs=on", "needs cuda"]),
-        (["run", "--device-kind", "emulated", "--device-ids", "0"], ["--device-ids", "emulated", "leave it out"]),
+        (["run", "--device-kind", "emulated", "--device-ids", "0"], ["emulated", "leave out --device-ids"]),
         (["run", "--device-kind", "emulated", "--placement", "colocated"], ["colocated", "emulated", "spread"]),
         (["run", "--no-such-option"], ["--no-such-option"]),
         (["run", "surplus"], ["surplus"]),

@@ -123,7 +123,7 @@ def test_a_figure_of_the_probe_is_a_table_with_a_value(row: object) -> None:
         "peer_access": False, "gpu": {"name": "x", "count": 1}, "probe": {"a_s": row},
         "link": [{"between": ["gpu0", "cpu0"], "kind": "memory", "bytes_per_s": 1e10}],
     }  # fmt: skip
-    with pytest.raises(UnknownMachine, match=r"here: \[probe.a_s\]: must be a table with a value"):
+    with pytest.raises(UnknownMachine, match=r"here: \[probe.a_s\]: expected a table with the key `value`"):
         machine.read(table, "here")
 
 
@@ -133,5 +133,5 @@ def test_a_file_of_an_older_probe_is_refused() -> None:
         "peer_access": False, "gpu": {"name": "x", "count": 1}, "probe": {"a_s": {"value": 1.0, "median": 2.0}},
         "link": [{"between": ["gpu0", "cpu0"], "kind": "memory", "bytes_per_s": 1e10}],
     }  # fmt: skip
-    with pytest.raises(UnknownMachine, match=r"\[probe.a_s\]: written by an older probe; renew it: dpbench probe"):
+    with pytest.raises(UnknownMachine, match=r"\[probe.a_s\]: this file was written by an older probe; measure again: dpbench probe"):
         machine.read(table, "here")

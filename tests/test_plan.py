@@ -120,7 +120,7 @@ def test_users_own_models_pass_unread() -> None:
         ({"models": []}, ["no model given", *MODELS]),
         ({"strategies": []}, ["no strategy given", *STRATEGIES]),
         ({"devices": []}, ["no device count given", "--devices"]),
-        ({"device_ids": [0]}, ["--device-ids", "leave it out"]),
+        ({"device_ids": [0]}, ["leave out --device-ids"]),
         ({"placement": "colocated"}, ["--placement colocated", "--placement spread"]),
         ({"device_kind": "cuda", "device_ids": [1, 1]}, ["--device-ids", "[1, 1]", "--placement colocated"]),
         ({"device_kind": "cuda", "device_ids": [1]}, ["2 devices", "names 1", "[1]"]),

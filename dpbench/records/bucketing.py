@@ -31,7 +31,7 @@ def chunks(sizes_bytes: Sequence[int], limit_bytes: int) -> list[list[int]]:
 
 
 def buckets(sizes: Sequence[float], limit: float = BUCKET_BYTES, first: float | None = None) -> list[range]:
-    """Return consecutive runs of indices; a run ends with the size with which its sum reaches `limit`.
+    """Return consecutive runs of indices; a run ends with the element at which the sum of its sizes reaches `limit`.
 
     `first` is the limit of the first run, by default `limit`.
     """

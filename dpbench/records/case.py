@@ -20,8 +20,8 @@ HOST = -1
 class Phase(StrEnum):
     """The phases of one training step, in the order in which DataParallel runs them.
 
-    Host-to-device copies count as scatter, zero_grad as optimizer, all-reduce and reduce-scatter as reduce,
-    all-gather, weight refresh and buffer synchronisation as replicate.
+    Host-to-device copies count as scatter; zero_grad counts as optimizer; all-reduce and reduce-scatter count as
+    reduce; all-gather, weight refresh and buffer synchronisation count as replicate.
     """
 
     SCATTER = "scatter"
@@ -44,7 +44,7 @@ Mark = Callable[[Phase, int], AbstractContextManager[Any]]
 
 
 def no_mark(phase: Phase, device: int) -> AbstractContextManager[Any]:
-    """Return a mark that records nothing, the default of every `mark` argument."""
+    """Return a context manager that records nothing: `no_mark` is the default of every `mark` argument."""
     return nullcontext()
 
 
@@ -109,7 +109,7 @@ class Case:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Return the batch rows of each replica: the sizes from `torch.chunk`, which may use fewer devices."""
+        """Return the number of samples of each replica, as `torch.chunk` splits the batch: perhaps on fewer devices."""
         piece = -(-self.batch_size // self.devices)
         full, rest = divmod(self.batch_size, piece)
         return (piece,) * full + ((rest,) if rest else ())
@@ -136,9 +136,9 @@ class Effort:
     """The effort of measuring one trial."""
 
     budget_s: float = 1.5
-    """The seconds of timed steps after which a trial stops even if it is not precise."""
+    """The total duration of timed steps, in seconds, after which a trial stops even if its median is not precise."""
     warmup_steps: int = 5
-    """The least number of steps that count as warm-up; the series of steps decides whether more do."""
+    """The least number of steps that count as warm-up; further ones depend on the series of step times."""
     min_steps: int = 10
     max_steps: int = 300
     block_steps: int = 10

@@ -1,8 +1,8 @@
 """Ledger: split the time of a step into phases that sum to the whole step.
 
-The walk goes back from the end of the step: the span that ended last is charged with the time back to its start, and
-the walk continues from there. Time that no span covers is `unattributed`. It follows from coverage, never from a
-subtraction, and so is never negative.
+The algorithm walks back from the end of the step: the span that ended last is charged with the time back to its start,
+and the walk continues from there. Time that no span covers is `unattributed`. This time is found by the same walk, not
+by a subtraction, so it is never negative.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Ledger:
 
     @cached_property
     def charged(self) -> tuple[Mapping[tuple[str, int], float], ...]:
-        """Return `charge` of every step, warm-up included."""
+        """Return the result of `charge` for every step, warm-up included."""
         rows = by_step(self._spans, len(self._steps))
         return tuple(charge(step, spans) for step, spans in zip(self._steps, rows, strict=True))
 
     @cached_property
     def phases(self) -> tuple[dict[str, float], ...]:
-        """Return the seconds of each step by phase, in the order of `Phase`, then the rest; warm-up included."""
+        """Return each step's seconds by phase, in the order of `Phase`, then of unattributed time; warm-up included."""
         return tuple(_by_phase(charged) for charged in self.charged)
 
     @cached_property
@@ -52,7 +52,10 @@ class Ledger:
 
     @cached_property
     def concurrency(self) -> Mapping[Phase, tuple[float, float]]:
-        """Return, by phase, the summed seconds of its device spans in timed steps, and the seconds of their union."""
+        """For each phase, return two durations in seconds over the timed steps.
+
+        They are the sum of the durations of its device spans, and the length of their union (overlaps counted once).
+        """
         return {phase: self._concurrency(phase) for phase in {span.phase for span in self._spans}}
 
     def _concurrency(self, phase: Phase) -> tuple[float, float]:
@@ -74,8 +77,8 @@ class Ledger:
 def charge(step: Step, spans: Iterable[Span]) -> dict[tuple[str, int], float]:
     """Return seconds by (phase, device); they sum to the duration of the step.
 
-    Uncovered time has the key (UNATTRIBUTED, -1). Where several spans cover a moment, a span that ends there takes
-    precedence over one that continues beyond it, then the span that began last.
+    Uncovered time has the key (UNATTRIBUTED, -1). Where several spans cover a moment, the span that ends first takes
+    precedence, and among equal ends the span that began last.
     """
     charged: dict[tuple[str, int], float] = {}
     pending = [span for span in spans if max(span.start_s, step.start_s) < min(span.end_s, step.end_s)]
@@ -108,7 +111,7 @@ def by_step(spans: Iterable[Span], steps: int) -> list[list[Span]]:
 
 
 def phases(step: Step, spans: Sequence[Span]) -> dict[str, float]:
-    """Return seconds by phase, in the order of `Phase`, then the unattributed rest; they sum to the step."""
+    """Return the seconds of each phase, in the order of `Phase`, then of unattributed time; they sum to the step."""
     return _by_phase(charge(step, spans))
 
 
@@ -120,15 +123,15 @@ def _by_phase(charged: Mapping[tuple[str, int], float]) -> dict[str, float]:
 
 
 def of_trial(trial: Trial) -> list[dict[str, float]]:
-    """Return `phases` of every step of a trial, warm-up included."""
+    """Return the result of `phases` for every step of a trial, warm-up included."""
     return list(trial.ledger.phases)
 
 
 def joined(parts: Sequence[Trial]) -> tuple[tuple[Step, ...], tuple[Span, ...]]:
-    """Return the steps and the spans of all ranks merged; each step is taken from the rank that finished it last.
+    """Return the merged steps and spans of all ranks; each step is taken from the rank that finished it last.
 
-    A reduction starts only when the last rank arrives. Each reduce span is therefore shortened to start then, so that
-    the time other ranks wait is charged to the phase of the last rank.
+    A reduction starts only when the last rank arrives. Each rank's reduce span is therefore cut to begin at that time,
+    so that waiting for the last rank counts towards the phase which that rank was still in.
     """
     steps = tuple(max(row, key=lambda step: step.end_s) for row in zip(*(part.steps for part in parts), strict=False))
     spans = [span for part in parts for span in part.spans]
@@ -143,9 +146,9 @@ def joined(parts: Sequence[Trial]) -> tuple[tuple[Step, ...], tuple[Span, ...]]:
 
 
 def typical(trial: Trial) -> dict[str, float]:
-    """Return the seconds of a typical step by phase: means over the middle half of the timed steps.
+    """Return the seconds of each phase in a typical step: the means over the middle half of the timed steps.
 
-    Unlike medians of each phase, these means sum to a step. Disturbed steps are left out, as with a median.
+    Unlike the medians of the phases, these means sum to a step. Disturbed steps are left out, as in a median.
     """
     rows = middle(trial)
     names = dict.fromkeys(name for row in rows for name in row)
@@ -153,12 +156,12 @@ def typical(trial: Trial) -> dict[str, float]:
 
 
 def middle(trial: Trial) -> list[dict[str, float]]:
-    """Return `phases` of the timed steps in the middle half of a trial, ordered by duration."""
+    """Return the result of `phases` for the middle half of a trial's timed steps in the order of their duration."""
     timed = [(step.seconds, parts) for step, parts in zip(trial.steps, of_trial(trial), strict=True) if not step.warmup]
     return [parts for _, parts in middle_half(sorted(timed, key=lambda one: one[0]))]
 
 
 def middle_half(ordered: Sequence[Value]) -> Sequence[Value]:
-    """Return a sorted series without its lowest and its highest quarter; fewer than four values are all kept."""
+    """Return a sorted series without its lowest and highest quarter; of fewer than four values, none is left out."""
     aside = len(ordered) // 4
     return ordered[aside : len(ordered) - aside]

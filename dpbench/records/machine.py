@@ -1,6 +1,6 @@
 """Machines: descriptions of GPUs, host, and links as a graph, read from TOML, for predictions without the machine.
 
-Every figure has a `source`. A missing figure is an error and is never guessed from a GPU's name, because most of a
+Every value has a `source`. A missing value is an error and is never guessed from a GPU's name, because most of a
 prediction depends on whether GPUs can access each other's memory, and over which links.
 """
 
@@ -32,7 +32,7 @@ class UnknownMachine(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One kind of GPU: the number per node, peak FLOP per second by dtype, memory in bytes and its bytes per second."""
+    """One kind of GPU: the number per node, peak FLOP per second by dtype, memory size and memory bandwidth."""
 
     name: str
     count: int
@@ -53,9 +53,10 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """The costs of the processor: `factor` times the seconds of the machine on which the constants were measured.
+    """The costs of operations on the processor, relative to the constants, which were measured on another machine.
 
-    The seconds of single operations, if they were measured on this machine, replace the constants.
+    An operation takes `factor` times as long as its constant. Durations of single operations that were measured on this
+    machine replace the constants.
     """
 
     factor: float = 1.0
@@ -92,7 +93,7 @@ class Machine:
     nodes: int = 1
     collective: Collective | None = None
     probe: Mapping[str, float] = field(default_factory=dict, compare=False)
-    """The figures of `dpbench probe` by name."""
+    """The values that `dpbench probe` measured, by name."""
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
@@ -216,11 +217,13 @@ def _each(text: str) -> list[str]:
 
 
 def _figure(row: Any, where: str) -> float:
-    """Return the value of one figure of the probe. Raises UnknownMachine if it is missing."""
+    """Return one value of the table [probe]. Raises UnknownMachine if it is missing."""
     if not isinstance(row, Mapping) or "value" not in row:
-        raise UnknownMachine(f"machine {where}: must be a table with a value; got {row!r}")
+        raise UnknownMachine(f"machine {where}: expected a table with the key `value`; got {row!r}")
     if "median" in row:
-        raise UnknownMachine(f"machine {where}: written by an older probe; renew it: dpbench probe --output FILE.toml")
+        raise UnknownMachine(
+            f"machine {where}: this file was written by an older probe; measure again: dpbench probe --output FILE.toml"
+        )
     return _converted(_Figure, row, where).value
 
 
@@ -238,7 +241,7 @@ def _converted(kind: type[Record], data: Mapping[str, Any], where: str) -> Recor
 
 
 def _known(data: Mapping[str, Any], where: str, known: list[str]) -> None:
-    """Raise UnknownMachine for keys that are not defined."""
+    """Check the keys of a table. Raises UnknownMachine for a key that is not defined."""
     for key in data:
         if key not in known:
             raise UnknownMachine(f"machine {where}: {_unknown('key', key, sorted(known))}")
@@ -262,7 +265,7 @@ def _sources(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _check(machine: Machine) -> None:
-    """Raise UnknownMachine for counts below one, for GPUs without a link, and for nodes without a network."""
+    """Check a machine. Raises UnknownMachine for counts below one, GPUs without a link, and nodes without a network."""
     if machine.gpu.count < 1 or machine.nodes < 1:
         raise UnknownMachine(
             f"machine {machine.name}: {machine.gpu.count} GPUs on {machine.nodes} nodes; both must be at least 1"

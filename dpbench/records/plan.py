@@ -17,9 +17,9 @@ PLACEMENTS = ("spread", "colocated")
 PRECISIONS = ("fp32", "bf16")
 SIZES = ("small", "full")
 LIMIT = (("role", "limit"),)
-"""The options of `single` on one device's share of the batch, whose step is a lower bound for all schedules.
+"""The options of the limit, which is `single` on one device's share of the batch: a lower bound for all schedules.
 
-They make it a separate case, which other comparisons do not use as a baseline.
+These options make the limit a separate case, which other comparisons do not use as a baseline.
 """
 
 
@@ -40,9 +40,9 @@ def sweep(
 ) -> list[Case]:
     """Return the product of the axes as cases.
 
-    Exactly one of `batch_sizes` and `batch_per_device` must be given: the first are global (strong scaling), the
-    second is multiplied by the number of devices (weak scaling). `device_memory_bytes` limits the memory of an
-    emulated device. Raises LookupError for unknown names and ValueError for other values that cannot be run.
+    Exactly one of `batch_sizes` and `batch_per_device` must be given: `batch_sizes` are global (strong scaling),
+    `batch_per_device` is multiplied by the number of devices (weak scaling). `device_memory_bytes` limits the memory of
+    an emulated device. Raises LookupError for unknown names, and ValueError for other values that cannot be run.
     """
     if bool(batch_sizes) == bool(batch_per_device):
         raise ValueError("give either batch sizes (strong scaling) or a batch per device (weak scaling), but not both")
@@ -66,13 +66,13 @@ def sweep(
 
 
 def ladder(*, devices: Sequence[int], device_kind: str = "cpu", **axes: Any) -> list[Case]:
-    """Return the cases of the ladder: every rung, the ablations of the best one, its rivals, and its limit.
+    """Return the cases of the ladder: every rung, the ablations of the best rung, the other strategies, and the limits.
 
-    The axes are those of `sweep`. Raises ValueError unless some number of devices is above one.
+    The axes are those of `sweep`. Raises ValueError if no number of devices is above one.
     """
     several = [count for count in devices if count != 1]
     if not several:
-        raise ValueError("the ladder needs several devices; give --devices 2 or more")
+        raise ValueError("--ladder needs at least two devices; give --devices 2 or more")
     here = conditions(device_kind)
     best = schedule.best(*here)
     schedules = [*schedule.climb(*here), str(best), *map(str, schedule.ablations(best, *here).values())]
@@ -94,7 +94,7 @@ def limit(case: Case) -> Case | None:
 
 
 def alone(case: Case, batch_size: int) -> Case:
-    """Return the case that runs `batch_size` samples on one device without a wrapper and is otherwise equal."""
+    """Return the case that runs `batch_size` samples on one device without a wrapper; other fields do not change."""
     baseline = registry.of_role(Role.BASELINE)
     return replace(
         case, strategy=baseline, schedule="", devices=1, batch_size=batch_size, placement="spread", options=()
@@ -133,7 +133,7 @@ def normalise(case: Case, *, weak_batches: Sequence[int] = ()) -> Case:
 
 
 def side_by_side(cases: Sequence[Case]) -> list[tuple[Case, ...]]:
-    """Return the cases in groups that one worker can measure side by side: one model on the same kind of devices.
+    """Return the cases in groups that one worker can measure together: one model on the same kind of devices.
 
     Models from the same user module count as variants of one model.
     """
@@ -159,7 +159,7 @@ def plan_hash(cases: Iterable[Case], rounds: object, *how: str) -> str:
 
 
 def _check(models: Sequence[str], strategies: Sequence[str], devices: Sequence[int], batches: Sequence[int]) -> None:
-    """Raise LookupError for unknown names, and ValueError for empty axes and for values below one."""
+    """Check the axes. Raises LookupError for unknown names, and ValueError for empty axes and for values below one."""
     for model in models:
         if ":" not in model:
             try:
@@ -198,7 +198,7 @@ def split_schedules(text: str) -> list[str]:
 
 
 def _together(switches: Sequence[str]) -> str:
-    """Return the switches of one schedule joined. Raises ValueError if a switch occurs twice."""
+    """Return the switches of one schedule, joined by commas. Raises ValueError if a switch occurs twice."""
     names = [item.partition("=")[0].strip() for item in switches]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice:
@@ -220,22 +220,24 @@ def _schedule(text: str, device_kind: str) -> str:
 
 
 def _check_placement(devices: Sequence[int], kind: str, ids: Sequence[int], placement: str) -> None:
-    """Raise ValueError for a placement or ids that this kind of device does not support."""
+    """Check placement and ids. Raises ValueError if this kind of device does not support them."""
     _one_of("device kind", kind, DEVICE_KINDS)
     _one_of("placement", placement, PLACEMENTS)
     others = {"cpu": "logical CPU devices", "emulated": "emulated devices"}.get(kind)
     if others and ids:
-        raise ValueError(f"--device-ids chooses GPUs; {others} have no ids: leave it out")
+        raise ValueError(f"--device-ids chooses GPUs, and {others} have no ids: leave out --device-ids")
     if others and placement == "colocated":
-        raise ValueError(f"--placement colocated shares one GPU; {others} need --placement spread")
+        raise ValueError(f"--placement colocated puts all replicas on one GPU; {others} need --placement spread")
     if len(set(ids)) < len(ids):
-        raise ValueError(f"--device-ids names a GPU twice: {list(ids)}; --placement colocated shares one GPU")
+        raise ValueError(
+            f"--device-ids names a GPU twice: {list(ids)}; to put all replicas on one GPU, give --placement colocated"
+        )
     if ids and placement == "spread" and max(devices) > len(ids):
         raise ValueError(f"{max(devices)} devices requested, but --device-ids names {len(ids)}: {list(ids)}")
 
 
 def _check_memory(kind: str, size: int) -> None:
-    """Raise ValueError for a negative memory limit, and for one on devices other than emulated ones."""
+    """Check the memory limit. Raises ValueError if it is negative, or if the devices are not emulated."""
     if size < 0:
         raise ValueError(f"--device-memory must be at least 1 byte, got {size}")
     if size and kind == "cpu":
@@ -244,7 +246,9 @@ def _check_memory(kind: str, size: int) -> None:
             "--device-kind emulated"
         )
     if size and kind == "cuda":
-        raise ValueError("--device-memory limits emulated devices; the memory of a GPU is fixed: leave it out")
+        raise ValueError(
+            "the memory of a GPU is fixed, and --device-memory limits only emulated devices: leave out --device-memory"
+        )
 
 
 def _one_of(kind: str, value: str, known: Sequence[str]) -> None:

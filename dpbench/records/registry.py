@@ -1,6 +1,6 @@
-"""Registry: find plugs (models, strategies, samplers) by name.
+"""Registry: find plug-ins (models, strategies, samplers) by name.
 
-A plug is a file of a package of dpbench; its name is the file's name. A strategy may also come from outside: from a
+A plug-in is a file of a package of dpbench; its name is the file's name. A strategy may also come from outside: from a
 file (`file.py:name`), from an importable module (`package.module:name`), or from an installed distribution that has an
 entry point in the group `dpbench.strategies`.
 """
@@ -22,7 +22,7 @@ from dpbench.records.traits import Role, Traits
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = {"models": "models", "strategies": "strategies", "samplers": "hardware.samplers"}
-"""The package under `dpbench` that contains each kind of plug."""
+"""The package under `dpbench` that contains each kind of plug-in."""
 GROUP = "dpbench.strategies"
 """The group of entry points for strategies."""
 STRATEGY = "STRATEGY"
@@ -30,28 +30,31 @@ STRATEGY = "STRATEGY"
 
 
 def folder_of(kind: str) -> Path:
-    """Return the folder whose files are the plugs of a kind."""
+    """Return the folder whose files are the plug-ins of a kind."""
     return ROOT.joinpath(*PACKAGES[kind].split("."))
 
 
 def names(kind: str) -> list[str]:
-    """Return the names of all installed plugs of a kind, sorted. Files whose names begin with `_` are not plugs."""
+    """Return the sorted names of all plug-ins of a kind. Files whose names begin with `_` are not plug-ins."""
     return sorted({*own(kind), *(_installed() if kind == "strategies" else ())})
 
 
 def own(kind: str) -> list[str]:
-    """Return the names of dpbench's own plugs of a kind, sorted."""
+    """Return the sorted names of dpbench's own plug-ins of a kind."""
     return sorted(m.name for m in pkgutil.iter_modules([str(folder_of(kind))]) if not m.name.startswith("_"))
 
 
 def load(kind: str, name: str) -> Any:
-    """Return the imported module of the plug `name`. Raises LookupError, with the known names, for an unknown one."""
+    """Import a plug-in of dpbench and return its module. Raises LookupError, with the known names, for another name."""
     check(kind, name)
     return importlib.import_module(f"dpbench.{PACKAGES[kind]}.{name}")
 
 
 def check(kind: str, name: str) -> None:
-    """Raise LookupError unless `name` is a plug of a kind; modules are imported for external strategies only."""
+    """Check that `name` is a plug-in of a kind; only modules of external strategies are imported.
+
+    Raises LookupError otherwise, with the known names.
+    """
     if kind == "strategies" and ":" in name:
         strategy(name)
         return
@@ -73,7 +76,7 @@ def strategy(name: str) -> Any:
     if missing:
         raise LookupError(
             f"strategy {name}: {type(found).__name__} has no {' and no '.join(missing)}; subclass "
-            "dpbench.strategies.Strategy and name an instance of the class"
+            "dpbench.strategies.Strategy and give the name of an instance of the class"
         )
     return found
 
@@ -157,7 +160,7 @@ def of_role(role: Role) -> str:
 
 
 def check_module(name: str) -> None:
-    """Raise LookupError unless the module of `package.module:object` can be found; import nothing."""
+    """Check, without imports, that the module of `package.module:object` exists. Raises LookupError otherwise."""
     top, here = name.partition(":")[0].partition(".")[0], str(Path.cwd())
     if importlib.machinery.PathFinder.find_spec(top, [here, *sys.path]) is None:
         raise LookupError(f"--model {name}: cannot find the module {top!r} in {here} or on Python's path")

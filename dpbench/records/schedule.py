@@ -40,7 +40,7 @@ LADDER: dict[str, tuple[str, str]] = {
 
 REFERENCE = "reference"
 FASTEST = "fastest"
-"""The name of the schedule that TrainStep chooses itself, among those that are exact."""
+"""The name for the schedule that TrainStep itself chooses from the exact ones."""
 
 TRAIN_STEP, CUDA = "TrainStep", "cuda"
 RULES: tuple[tuple[str, str, str], ...] = (
@@ -58,8 +58,8 @@ RULES: tuple[tuple[str, str, str], ...] = (
 )
 """(switch, position, need); a need is a position of another switch, TrainStep, or a kind of device.
 
-Persistent replicas need TrainStep, because DataParallel does not see the optimizer's step: the weights that it keeps
-would be stale, or would be overwritten between a forward and its backward.
+Persistent replicas need TrainStep, because DataParallel does not see the optimizer's step: the replicas' weights would
+be stale, or would be overwritten between a forward and its backward.
 """
 
 TOLERANCE = (("comm_dtype", "bf16"),)
@@ -123,7 +123,7 @@ class Schedule:
         return [f"{turned} needs {need}" for turned, need in self.needs(*conditions)]
 
     def check(self, *conditions: str) -> Schedule:
-        """Return the schedule. Raises ValueError with each need that is not met."""
+        """Return the schedule unchanged. Raises ValueError if needs are not met; the message has each of them."""
         if missing := self.missing(*conditions):
             raise ValueError(f"schedule {str(self)!r} cannot run here: {'; '.join(missing)}")
         return self

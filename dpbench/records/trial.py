@@ -109,8 +109,9 @@ class Memory:
 class Trial:
     """One measurement (or prediction) of a case: everything that was recorded, and nothing derived.
 
-    `setup` maps the stages before the first step to their seconds. `provenance` has the facts about host and torch
-    that are needed to reproduce the numbers. `failed_device` is the index of the device that failed first, if any.
+    `setup` maps the stages of the trial, such as verification, to their durations in seconds. `provenance` has the
+    facts about host and torch that are needed to reproduce the numbers. `failed_device` is the index of the device that
+    failed first, if any.
     """
 
     case: Case
@@ -153,12 +154,12 @@ class Trial:
 
     @property
     def timed(self) -> tuple[float, ...]:
-        """Return the seconds of the steps that are not warm-up, in order."""
+        """Return the durations in seconds of the steps that are not warm-up, in order."""
         return tuple(step.seconds for step in self.steps if not step.warmup)
 
     @property
     def fault(self) -> Fault | None:
-        """Return why a trial of status `ok` has no usable step times; None if it has them or has another status."""
+        """Return the reason why a trial of status `ok` has no usable step times, else None."""
         if self.status is not Status.OK:
             return None
         if self.verified is Verified.NO:
@@ -202,7 +203,10 @@ class Trial:
     def from_dict(cls, data: Mapping[str, Any]) -> Trial:
         """Return the trial that `to_dict` wrote, also after JSON. Raises ValueError for a newer schema."""
         if data.get("schema", SCHEMA) > SCHEMA:
-            raise ValueError(f"trial of schema {data['schema']}; this dpbench reads up to {SCHEMA}: update it")
+            raise ValueError(
+                f"the trial has schema {data['schema']}, but this version of dpbench reads only up to {SCHEMA}: "
+                "update dpbench"
+            )
         values = dict(data)
         values["case"] = Case.from_dict(values["case"])
         for name, kind in (("source", Source), ("status", Status), ("verified", Verified)):

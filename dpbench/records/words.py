@@ -71,9 +71,9 @@ def signed_time(value: float) -> str:
 
 
 def time_unit(value: float) -> tuple[float, str]:
-    """Return the length in seconds and the name of the largest unit in which a rounded duration is at least 1.
+    """Return the largest unit of time in which a rounded duration is at least 1: its seconds and its name.
 
-    For durations below 1 ns, the unit is ns.
+    The unit is ns for durations below 1 ns, but ms for 0.
     """
     rounded = float(f"{abs(value):.3g}") if value else 1e-3
     return next((pair for pair in _TIMES if rounded >= pair[0]), _TIMES[-1])

@@ -11,20 +11,20 @@ from dpbench.records.case import Phase
 
 @dataclass(frozen=True)
 class Cost:
-    """The seconds of work on one device: a fixed part, a part per sample, and a lower bound."""
+    """The duration of work on one device, in seconds: a fixed part, a part per sample, and a lower bound."""
 
     fixed_s: float = 0.0
     sample_s: float = 0.0
     least_s: float = 0.0
 
     def at(self, samples: float) -> float:
-        """Return the seconds for a number of samples."""
+        """Return the duration in seconds of the work on a number of samples."""
         return max(self.least_s, self.fixed_s + self.sample_s * samples)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """The cost of one model on one device; figures that scale with the batch are per sample.
+    """The cost of one model on one device; values that are proportional to the batch are per sample.
 
     Counts describe the model alone. Costs in seconds apply to one device and precision; those that are None are
     computed from FLOP and bytes. `launches` count the operations that the host submits to the device.
