@@ -175,7 +175,7 @@ def test_a_search_needs_a_limit() -> None:
     batch_search.check([CASE, replace(CASE, device_kind="cuda", device_memory_bytes=0)])
 
 
-@pytest.mark.parametrize(("kind", "said"), [("cpu", "give --device-kind emulated"), ("cuda", "leave out --device-memory")])
+@pytest.mark.parametrize(("kind", "said"), [("cpu", "give --device-kind emulated"), ("cuda", "leave out --device")])
 def test_only_emulated_devices_can_be_bounded(kind: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         plan.sweep(

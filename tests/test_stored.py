@@ -150,7 +150,7 @@ def test_what_means_nothing_on_logical_devices_is_refused(
     call = command(tmp_path, monkeypatch, capfd)
     code, _, said = call("predict", "--machine", here, "--models", "mlp", *flags)
     assert code == 64
-    assert f"{', '.join(flag for flag in flags if flag.startswith('--'))}: for GPUs only" in said
+    assert f"{', '.join(flag for flag in flags if flag.startswith('--'))} can be used for GPUs only." in said
     code, _, said = call("predict", "--machine", here, "--models", "mlp", "--size", "small", "--devices", "4")
     assert code != 0
     assert "no device count" not in said

@@ -1,4 +1,4 @@
-"""Ending: the exit codes of the commands, and their exit when the reader of the output has closed it."""
+"""Ending: the commands' exit codes, and how a command exits when the reader of its output has closed the pipe."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EXIT_CLOSED = 128 + signal.SIGPIPE
 
 
 def last_words(text: str) -> NoReturn:
-    """Print `text` to stderr if it is still open, discard all further output, and exit with the code of SIGPIPE."""
+    """Print `text` to stderr if stderr is still open, discard all further output, and exit as after SIGPIPE."""
     with suppress(OSError):
         click.echo(text, err=True)
     nowhere = os.open(os.devnull, os.O_WRONLY)

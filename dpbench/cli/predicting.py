@@ -30,16 +30,19 @@ DEVICES = (1, 2, 4, 8)
     "--size", type=click.Choice(["small", "full"]), default="full", show_default=True, help="Size of reference models."
 )
 @click.option("--precision", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True)
-@click.option("--step-s", type=click.FloatRange(min=0, min_open=True), help="Measured seconds of one device's step.")
+@click.option("--step-s", type=click.FloatRange(min=0, min_open=True), help="Measured seconds per step on one device.")
 @click.option(
     "--from", "measured", type=click.Path(path_type=Path, exists=True),
-    help="A results file with steps of the strategy `single`, measured on a device of this kind; used for one device.",
+    help="A results file with steps of the strategy `single` that were measured on one device of this machine.",
 )  # fmt: skip
 @click.option("--quick", is_flag=True, help="Use formulas only: no phases, and only the schedule reference.")
 @click.option("--memory", is_flag=True, help="Predict each device's peak memory too; takes seconds per model.")
 @click.option("--max-batch", is_flag=True, help="Search the largest batch that fits; slower than --memory.")
 @click.option(
-    "--score", "table", type=click.Path(path_type=Path, exists=True), help="Score predictions of this CSV file."
+    "--score",
+    "table",
+    type=click.Path(path_type=Path, exists=True),
+    help="Score predictions against the measurements in this CSV file.",
 )
 @click.option("--json", "as_json", is_flag=True, help="With --score: print JSON.")
 @click.option("--all-rows", is_flag=True, help="With --score: include repeats, and suspect and low-trust rows.")
@@ -47,7 +50,7 @@ DEVICES = (1, 2, 4, 8)
 def predict(table: Path | None, as_json: bool, all_rows: bool, **options: Any) -> None:
     """Predict steps on another machine, phase by phase, with 80 % intervals; or score predictions.
 
-    --score takes a CSV file of published measurements. Each group of rows in it includes a row of one device.
+    --score takes a CSV file of published measurements, in which each group of rows must include a row of one device.
     """
     if table:
         _score(table, as_json, all_rows)
@@ -83,7 +86,7 @@ def predict(table: Path | None, as_json: bool, all_rows: bool, **options: Any) -
         described, given=known, by_formula=options["quick"], measured={key: one.profile for key, one in steps.items()}
     )
     found = [predictor.predict(case) for case in asked]
-    basis = "only steps of one device were measured on it" if described.logical else "all steps below are predictions"
+    basis = "only steps on one device were measured there" if described.logical else "all steps below are predictions"
     click.echo(f"{described.name}: {described.description}; {basis}")
     click.echo("".join(f"{one.words}\n" for one in steps.values()))
     click.echo(text.predictions(found))
@@ -99,20 +102,20 @@ def predict(table: Path | None, as_json: bool, all_rows: bool, **options: Any) -
 
 
 def _check(machine: Any, options: Mapping[str, Any]) -> None:
-    """Raise UsageError for options that contradict each other, and for options that logical CPU devices do not have."""
+    """Check that the options agree with each other and with the machine. Raises UsageError otherwise."""
     if options["step_s"] and options["measured"]:
-        raise click.UsageError("--step-s and --from both give the step of one device: leave out one of them")
+        raise click.UsageError("--step-s and --from both give the step time on one device: leave out one of them")
     given = [flag for flag in ("step_s", "quick", "memory", "max_batch") if options[flag]]
     if machine.logical and given:
         flags = ", ".join(f"--{flag.replace('_', '-')}" for flag in given)
         raise click.UsageError(
-            f"{flags}: for GPUs only; {machine.name} has logical CPU devices, which share one memory and are predicted "
-            "from measured phases only: give --from FILE alone"
+            f"{flags} can be used for GPUs only. {machine.name} has logical CPU devices, which share one memory; they "
+            "are predicted from measured phases: give only --from FILE"
         )
 
 
 def _score(path: Path, as_json: bool, all_rows: bool) -> None:
-    """Print the errors of predictions of published rows."""
+    """Print the prediction errors for published measurements."""
     import json
 
     from dpbench.predict import calibration

@@ -122,10 +122,10 @@ def export(store: Path, run_id: str | None, format: str, every: bool, output: Pa
 )
 @store_option
 def compare(before: str, after: str, margin: float, store: Path) -> None:
-    """Compare two runs case by case: AFTER is how many times as fast as BEFORE.
+    """Compare two runs case by case; a ratio above 1 means that AFTER is faster than BEFORE.
 
-    Each is the beginning of a run's id in the store, or a store file, of which the newest run is used. Exit code 0: no
-    case got slower; 1: at least one case did; 3: none did, but some cases are undecided.
+    BEFORE and AFTER are each the beginning of a run's id in the store, or another store file, whose newest run is used.
+    Exit code 0: no case became slower; 1: at least one case did; 3: none did, but some cases are undecided.
     """
     from dpbench.analysis import summary
 

@@ -93,7 +93,7 @@ SELF_CHECK_SCALE = 1.0
 @patience_option
 @click.option("--retry", type=Names(), default=(), help="Final statuses to measure again on resume: failed,oom,...")
 @click.option("--profile", is_flag=True, help="Profile one more step of each trial; writes Chrome traces.")
-@click.option("--find-max-batch", is_flag=True, help="Search each case's largest batch that fits; no measurement.")
+@click.option("--find-max-batch", is_flag=True, help="Search for each case's largest batch that fits; time no steps.")
 @click.option("--device-memory", type=Bytes(), default=0, help="Memory of an emulated device, such as 8GiB.")
 @click.option("--report", type=click.Path(path_type=Path), default=REPORT, show_default=True, help="The page to write.")
 @click.option(
@@ -153,7 +153,7 @@ def run(store: Path, report: Path, **options: Any) -> None:
 
 
 def _find_max_batch(cases: Sequence[Case], store: Path, limit_s: float) -> int:
-    """Search the largest batch of each case and return the exit code; attempts go to stderr, results to stdout."""
+    """Search for the largest batch of each case; print tries to stderr, results to stdout; return the exit code."""
     from dpbench.measure import batch_search
     from dpbench.records import Status
     from dpbench.store import Store

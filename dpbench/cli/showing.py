@@ -29,7 +29,7 @@ def choose(runs: Any, run_id: str | None) -> StoredRun:
     found = [run for run in runs if run.id.startswith(run_id or "")]
     if not found:
         known = ", ".join(run.id[:8] for run in runs) or "none"
-        raise click.UsageError(f"no run {run_id or ''} in the store; it has: {known}")
+        raise click.UsageError(f"no run {run_id or ''} in the store, which has: {known}")
     if run_id and len(found) > 1:
         raise click.UsageError(f"{run_id} matches {len(found)} runs: {', '.join(run.id[:12] for run in found)}")
     chosen: StoredRun = found[0]
@@ -37,7 +37,7 @@ def choose(runs: Any, run_id: str | None) -> StoredRun:
 
 
 def report_of(chosen: StoredRun, trials: Sequence[Trial]) -> Report:
-    """Return the analysis of a run's trials, for every form of the report."""
+    """Return the analysis of a run's trials, from which the page, Markdown and the terminal's output are made."""
     from dpbench.analysis.report import Report
     from dpbench.measure import selfcheck
 

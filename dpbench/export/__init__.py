@@ -33,9 +33,10 @@ __all__ = ["check", "jsonl", "name", "parquet", "pick", "pieces", "pyperf", "spl
 
 
 def check(format: str, *, every: bool, output: Path | None, part: str | None, split: Path | None) -> None:
-    """Raise ValueError for options that cannot be combined, before anything is read."""
+    """Check, before anything is read, that the options can be combined. Raises ValueError otherwise."""
     if format != "trace" and (part is not None or split):
-        raise ValueError(f"--{'split' if split else 'case'} is for trace, not for {format}: leave it out")
+        option = "--split" if split else "--case"
+        raise ValueError(f"{option} applies to trace only, not to {format}: leave out {option}")
     if split and (output or every):
         raise ValueError(f"--split writes one trial into {split}: leave out {'--output' if output else '--all'}")
     if format == "parquet" and not output:
@@ -48,10 +49,10 @@ def pieces(
     format: str, runs: Sequence[tuple[StoredRun, Sequence[Trial]]], labels: Labels, *, every: bool = False,
     output: Path | None = None, part: str | None = None, split: Path | None = None,
 ) -> Iterator[str]:  # fmt: skip
-    """Return the text of an export in pieces; write the files of parquet and split.
+    """Return the text of an export in pieces; with parquet or `split`, write files instead.
 
-    For split, the text lists the files that were written; for parquet, it is empty. Raises ValueError if split does
-    not select exactly one trial.
+    With `split`, the text lists the files that were written; for parquet, the text is empty. Raises ValueError if more
+    than one trial is selected for `split`, or none for a trace.
     """
     if format == "jsonl":
         return chain.from_iterable(jsonl(run.id, trials) for run, trials in runs)

@@ -17,7 +17,7 @@ IN_LABEL = frozenset(
 
 
 def name(case: Case) -> str:
-    """Return a unique name of a case: its label, then the fields that the label leaves out, unless at default."""
+    """Return a unique name of a case: its label, then other fields whose values differ from their defaults."""
     rest = {field: value for field, value in case.to_dict().items() if field not in IN_LABEL}
     return " ".join([case.label, *(f"{field}={_plain(value)}" for field, value in sorted(rest.items()))])
 
@@ -37,7 +37,7 @@ def title(trial: Trial, labels: Labels) -> str:
 
 
 def pick(trials: Sequence[Trial], part: str | None = None, *, every: bool = False) -> list[Trial]:
-    """Return the first trusted trial of each case that `part` selects, or `every` trial of these cases.
+    """Return the first trusted trial of each case that `part` selects; with `every`, all trials of these cases.
 
     `part` is the number of a case, from 1 in the order in which the run started them, or a part of its name. A
     complete name selects that case only. Raises ValueError, with the existing cases, if no trial is selected.
@@ -58,7 +58,7 @@ def pick(trials: Sequence[Trial], part: str | None = None, *, every: bool = Fals
 
 
 def _named(names: Sequence[str], part: str) -> list[str]:
-    """Return the names that a number or a part of a name selects. Raises ValueError if there are none."""
+    """Return the names that a number or a part of a name selects. Raises ValueError if nothing is selected."""
     if part.isdigit() and 1 <= int(part) <= len(names):
         return [names[int(part) - 1]]
     found = [part] if part in names else [name for name in names if part in name]

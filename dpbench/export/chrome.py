@@ -125,7 +125,7 @@ def ticks(seconds: float) -> int:
 
 
 def _complete(pid: int, tid: int, start: int, end: int, said: str) -> str:
-    """Return a complete event as JSON; `said` holds its further members as JSON text."""
+    """Return a complete event as JSON; `said` has the event's other members as JSON text."""
     times = f'"ts":{start / TICKS!r},"dur":{(end - start) / TICKS!r}'
     return f'{{"ph":"X","pid":{pid},"tid":{tid},{times},{said}}}'
 

@@ -29,14 +29,14 @@ FIRST_CORRELATION = 1 << 20
 """A large number, because HTA 0.5 stores row indices in the smallest type that holds the correlations."""
 STEPS_TID, LAUNCH_TID, HOST_TID = 1, 2, 3
 NOTE = (
-    "pseudo-rank of one device, written by dpbench: kernels are phases; ncclKernel_* are its scatter, replicate, "
-    "gather and reduce, whatever moved the data; a launch is at the start of its span (host clock) or of its step "
-    "(CUDA events)"
+    "pseudo-rank of one device, written by dpbench: kernels are phases; ncclKernel_* are the device's scatter, "
+    "replicate, gather and reduce, whatever moved the data; a kernel's launch is at the start of its span (host clock) "
+    "or of its step (CUDA events)"
 )
 
 
 def split(run_id: str, provenance: Mapping[str, Any], trial: Trial, labels: Labels, folder: Path) -> list[Path]:
-    """Write one file per device into `folder`, which is created if it does not exist; return their paths.
+    """Write one file per device into `folder`, which is created if it does not exist; return the files' paths.
 
     Raises ValueError if the trial has no span in a timed step, or if the folder contains traces already, because HTA
     reads all traces in a folder.

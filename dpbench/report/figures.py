@@ -26,7 +26,7 @@ PHASES: Mapping[str, tuple[str, str]] = {
     Phase.OPTIMIZER: ("#009e73", "#000000"),
     UNATTRIBUTED: ("none", svg.FOREGROUND),
 }
-"""The fill of each phase and the colour of text on it; unattributed time is not filled."""
+"""The fill of each phase and the colour of text on this fill; unattributed time is not filled."""
 
 ENDS = "Only the reference and the best rung of each ladder are drawn; the table below has the other schedules."
 
@@ -34,8 +34,8 @@ ENDS = "Only the reference and the best rung of each ladder are drawn; the table
 def sections(report: Report) -> list[Section]:
     """Return every section with drawings, in the order of the page.
 
-    The sections on the ladder and on phases show all of its rungs; the other sections show only its lowest and best
-    rung.
+    For each ladder, the sections on the ladder and on phases show all rungs; the other sections show only the lowest
+    rung, the best one, and the schedule that TrainStep chose.
     """
     ladders, drawable = report.ladders, notable(report.rows, report.ladders)
     climbed = {row.case for row in (*drawable, *(rung.row for found in ladders for rung in found.rungs))}

@@ -44,7 +44,7 @@ def _code(code: Mapping[str, Any]) -> str:
 
 
 def badges(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """Return each label of the run, with the number of its cases as text, which is "" if all cases have the label."""
+    """Return each label of the run with the number of cases that have it, as text; "" if all cases have it."""
     counts = Counter(label for row in rows for label in row.labels)
     return [(label, "" if n == len(rows) else f"{n} of {len(rows)} cases") for label, n in counts.items()]
 

@@ -98,9 +98,9 @@ def _case(axes: Axes, group: Iterable[Series], devices: Sequence[Place], y: floa
 
 
 def _image(series: Series, devices: Sequence[Place]) -> tuple[NDArray[np.uint8], float]:
-    """Return one round's strip as pixels, transparent in gaps, and its length in seconds.
+    """Return one round's strip as pixels, transparent in gaps, and its duration in seconds.
 
-    A reading applies to the time since the one before it, but to three usual intervals at most.
+    Each reading covers the time since the previous one, but no more than three typical sampling intervals.
     """
     begin = min(readings[0][0] for readings in series.values())
     apart = np.diff([time for readings in series.values() for time, _ in readings])

@@ -21,7 +21,7 @@ def drawable(estimate: Estimate | None) -> bool:
 
 
 def withheld(estimates: Iterable[Estimate | None]) -> str:
-    """Return the number of cases that are not drawn for lack of rounds, as a sentence; "" if there are none."""
+    """Return a sentence on the number of cases that are not drawn because their estimates are in doubt, or ""."""
     number = sum(1 for estimate in estimates if estimate and estimate.doubt)
     verb = "is" if number == 1 else "are"
     return f"{words.count(number, 'case')} {verb} not drawn: {words.NOT_ENOUGH}." if number else ""

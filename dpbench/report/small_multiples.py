@@ -55,7 +55,7 @@ def split(
 ) -> tuple[list[Facet], str]:
     """Return panels of cases with equal settings and equal keys, and a sentence on the cases that are left out.
 
-    A panel has at most `per` units; the rows of one unit stay together.
+    A panel has at most `per` units; rows for which `unit` returns the same value are one unit and stay together.
     """
     groups: dict[Hashable, list[Row]] = {}
     for row in order(rows):

@@ -37,7 +37,8 @@ def section(rows: Sequence[Row]) -> Section:
     missing = "" if panels or left_out else "No case was compared with the strategy single at equal work."
     return Section(
         "speedup", "Speed-up against ideal",
-        "One device's step time over that of several, at equal work. The dotted line is ideal; bars are 95% intervals.",
+        "The step time on one device divided by that on several, at equal work. The dotted line is ideal; bars are 95% "
+        "intervals.",
         [_panel(facet, _beside(facet, levels), f"speedup{i}") for i, facet in enumerate(panels)], missing or left_out,
     )  # fmt: skip
 
@@ -50,8 +51,8 @@ def _identity(row: Row) -> tuple[Hashable, ...]:
 def _both_ways(rows: Sequence[Row]) -> list[Row]:
     """Return the rows, including the start of each line of weak scaling.
 
-    Strong and weak scaling are equal on one device: a one-device row that starts a line of each is returned twice, and
-    one that starts only a line of weak scaling is returned as weak.
+    Strong and weak scaling are equal on one device. A one-device row that starts a line of each kind is therefore
+    returned twice; one that starts only a line of weak scaling is returned as weak.
     """
     weak = {_place(row) for row in rows if row.scaling == "weak"}
     strong = {_place(row) for row in rows if row.scaling != "weak" and row.case.devices > 1}
@@ -72,7 +73,7 @@ def _place(row: Row) -> tuple[object, ...]:
 
 
 def _work(row: Row) -> tuple[str, int]:
-    """Return the amount of work that is constant along a line: the scaling, and the batch globally or per device."""
+    """Return the work that is constant along a line: the kind of scaling, and the batch size, global or per device."""
     weak = row.scaling == "weak"
     return row.scaling, row.case.batch_size // row.case.devices if weak else row.case.batch_size
 

@@ -28,7 +28,7 @@ from dpbench.report import naming
 from dpbench.report.table import Table
 
 WIDTH = 420
-"""The width of every panel in units; text of this size is still legible on a phone."""
+"""The width of every panel in SVG units (1/72 inch); text of size `SMALL` is then still legible on a phone."""
 TEXT, SMALL = 12.5, 11.0
 COLUMNS = 54
 """The number of letters in a line across a panel, in the widest common sans-serif font."""
@@ -99,7 +99,7 @@ def theme() -> Iterator[None]:
 def canvas(
     height: float, *, left: float = 12, right: float = 18, top: float = 4, bottom: float = 42
 ) -> tuple[Figure, Axes]:
-    """Return a figure of the common width and its axes; the height and the margins are in units."""
+    """Return a figure of the common width, and its axes; height and margins are in SVG units (1/72 inch)."""
     figure = Figure(figsize=(WIDTH / 72, height / 72), facecolor="none")
     box = (left / WIDTH, bottom / height, (WIDTH - left - right) / WIDTH, (height - bottom - top) / height)
     axes = figure.add_axes(box, facecolor="none")
@@ -109,9 +109,10 @@ def canvas(
 def lanes(
     names: Sequence[str], values: Sequence[str], heights: Sequence[float], *, keys: int = 0
 ) -> tuple[Figure, Axes, list[float]]:
-    """Return a figure with one horizontal lane per case, its axes, and the top of each lane in units from the top.
+    """Return a figure with one horizontal lane per case, its axes, and the position of each lane's top edge.
 
-    The first 16 units of a lane show the case's name and its value as text.
+    Heights and positions are in SVG units; positions are measured from the top of the axes. The first 16 units of a
+    lane show the case's name and its value as text.
     """
     tops = [0, *accumulate(heights)]
     figure, axes = canvas(tops[-1] + below(keys) + 4, bottom=below(keys))
@@ -142,7 +143,7 @@ def amounts(axis: Axis, ticks: int = 5) -> None:
 
 
 def below(keys: int) -> float:
-    """Return the margin, in units, below an axis: for its label and `keys` rows of the legend."""
+    """Return the margin below an axis, in SVG units, for the axis's label and `keys` rows of the legend."""
     return 42 + 14.5 * keys
 
 

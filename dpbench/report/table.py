@@ -199,7 +199,7 @@ def _rung(rung: Rung, best: bool) -> tuple[Cell, ...]:
 
 
 def ablation(ladder: Ladder) -> Table | None:
-    """Return the table of each switch's gain on top of all other switches; None if no ablation was measured."""
+    """Return the table of each switch's gain over the schedule without that switch; None without ablations."""
     if not ladder.ablations:
         return None
     columns = ("switch set back", "verdict", "its gain", "saves, ms", "phase that changed most")
@@ -231,7 +231,7 @@ def _rung_estimate(estimate: Estimate, scale: float = 1.0, unit: str = "") -> Ce
 
 
 def _saved(change: RungGain) -> Cell:
-    """Return the milliseconds that a change saves; they are negative if it adds time."""
+    """Return the milliseconds that a change saves; the number is negative if the change adds time."""
     gain_s = change.gain_s
     if gain_s.doubt or change.ratio.doubt:
         return Cell(words.NOT_ENOUGH)

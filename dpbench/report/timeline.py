@@ -45,7 +45,7 @@ def imbalance(rows: Sequence[Row]) -> Section:
 
 
 def _busy(facet: small_multiples.Facet, key: str) -> Panel:
-    """Draw each device's busy time, and below it the time during which the device had an open phase."""
+    """Draw each device's busy time and, below, the time during which at least one phase was open on the device."""
     values = [words.times(row.imbalance) if row.imbalance else "" for row in facet.rows]
     figure, axes, tops = svg.lanes(facet.names, values, [46] * len(values), keys=2)
     for row, top in zip(facet.rows, tops, strict=True):
@@ -200,7 +200,7 @@ def _thinned(facet: small_multiples.Facet, series: Mapping[Case, Sequence[Trial]
     groups = [series[row.case] for row in facet.rows]
     said = []
     if any(len(trial.timed) > TICKS for group in groups for trial in group):
-        said.append(f"Of longer rounds {TICKS} steps are drawn, evenly by rank, including the fastest and the slowest.")
+        said.append(f"Of longer rounds, {TICKS} steps are drawn: the fastest, the slowest, and evenly chosen others.")
     if any(len(group) > ROUNDS for group in groups):
         said.append(f"Only the first {words.count(ROUNDS, 'round')} are drawn.")
     return " ".join(said) or "All timed steps."

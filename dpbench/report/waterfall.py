@@ -18,7 +18,8 @@ from dpbench.report.svg import Panel, Section
 COLOURS = {"faster": svg.GAIN, "slower": svg.LOSS}
 """The colours of decided verdicts; "undecided" and "same" are grey."""
 BEYOND = 1.5
-"""A rival slower than the slowest rung by this factor is not drawn, only noted, because it would flatten all bars."""
+"""A rival that is slower than the slowest rung by more than this factor is not drawn, because all bars would be short.
+The caption states its step time."""
 
 
 def section(ladders: Sequence[Ladder]) -> Section:
@@ -65,7 +66,10 @@ def _name(rung: Rung) -> str:
 
 
 def _bar(axes: Axes, rung: Rung, steps: dict[str, float], y: float) -> float:
-    """Draw the lowest rung's whole step, or another's difference to the rung below; return the end of the whisker."""
+    """Draw the whole step of the lowest rung, or another rung's difference from the rung that it is compared with.
+
+    Return the upper end of the whisker in milliseconds.
+    """
     if rung.change is None:
         axes.barh(y, steps[rung.name], height=13, facecolor=svg.MUTED, edgecolor=svg.MUTED, alpha=0.55)
         low, high, at = rung.step.low * 1e3, rung.step.high * 1e3, steps[rung.name]

@@ -92,7 +92,9 @@ class Store:
                 (plan, host, code, "" if reopen else FINISHED),
             ).fetchone()
             if row and _alive(row[1], row[2]) and row[1] != os.getpid():
-                raise StoreError(f"process {row[1]} is adding to the same run in {self.path}; wait for it, or end it")
+                raise StoreError(
+                    f"process {row[1]} is adding to the same run in {self.path}; wait for that process, or end it"
+                )
             me = (os.getpid(), _born(os.getpid()))
             if row:
                 self._db.execute("UPDATE run SET status=?, pid=?, pid_born=? WHERE id=?", (RUNNING, *me, row[0]))
@@ -112,7 +114,7 @@ class Store:
             self._db.execute("UPDATE run SET status=?, ended=? WHERE id=?", (status, time.time(), run_id))
 
     def annotate(self, run_id: str, name: str, facts: Mapping[str, Any]) -> None:
-        """Set the facts under a name in a run's provenance; earlier facts under that name are replaced."""
+        """Add facts to a run's provenance under a name; earlier facts under that name are replaced."""
         with file.transaction(self._db):
             (known,) = self._db.execute("SELECT provenance FROM run WHERE id=?", (run_id,)).fetchone()
             added = json.dumps({**json.loads(known), name: facts})
@@ -134,14 +136,14 @@ class Store:
     # -- trials
 
     def done(self, run_id: str, *, retry: Iterable[str] = ()) -> set[tuple[str, int]]:
-        """Return the (fingerprint, round) slots that need no further trial."""
+        """Return the (fingerprint, round) slots that have a trial of a final status, apart from those in `retry`."""
         final = sorted(FINAL - set(retry))
         marks = ",".join("?" * len(final))
         query = f"SELECT fingerprint, round FROM trial WHERE run_id=? AND status IN ({marks})"
         return {(fingerprint, number) for fingerprint, number in self._db.execute(query, (run_id, *final))}
 
     def counts(self, run_id: str) -> dict[str, int]:
-        """Return the number of a run's slots by status; of repeated trials of a slot, one counts."""
+        """Return the number of a run's slots by status; if a slot has several trials, only one of them counts."""
         query = f"SELECT status, count(*) FROM ({_RANKED}) WHERE run_id=? AND place=1 GROUP BY status"
         return dict(self._db.execute(query, (run_id,)).fetchall())
 
@@ -241,12 +243,12 @@ class Store:
 
 
 def _valid(text: str) -> str:
-    """Return the text with invalid Unicode replaced, which error messages may contain."""
+    """Return the text with invalid Unicode, which error messages may contain, replaced."""
     return text.encode("utf-8", "replace").decode()
 
 
 def _series(trial_id: int, samples: Sequence[Sample]) -> list[tuple[Any, ...]]:
-    """Return one row per device and metric."""
+    """Return the rows of the table `series`, one per device and metric."""
     groups: dict[tuple[int, str], tuple[array[float], array[float]]] = {}
     for sample in samples:
         if not math.isfinite(sample.value):

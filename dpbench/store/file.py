@@ -62,7 +62,7 @@ class StoreError(RuntimeError):
 
 
 def open_to_write(path: Path) -> sqlite3.Connection:
-    """Return a connection for writing; create or migrate the file if necessary, or raise StoreError."""
+    """Return a connection for writing; create or migrate the file if necessary. Raises StoreError if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if _check_header(path):  # check read-only first, because opening for writing would already change the WAL
@@ -138,7 +138,7 @@ def _connect_read_only(path: Path) -> sqlite3.Connection:
 
 
 def _migrate(db: sqlite3.Connection) -> None:
-    """Migrate the file to the newest schema step by step, each in a transaction, as other processes may do it too."""
+    """Migrate the file to the newest schema; each step is a transaction, because another process may migrate too."""
     for number, script in enumerate(MIGRATIONS, start=1):
         with transaction(db):
             (version,) = db.execute("PRAGMA user_version").fetchone()
@@ -150,9 +150,9 @@ def _migrate(db: sqlite3.Connection) -> None:
 
 
 def _check_header(path: Path) -> bool:
-    """Return whether the file has the header of a store; False if it is missing or empty.
+    """Return whether the file has the header of a store; False if the file is missing or empty.
 
-    Raises StoreError if it is another file or a newer store. The file is not opened as a database and not changed.
+    The file is not opened as a database and not changed. Raises StoreError for another kind of file and a newer store.
     """
     if path.is_dir():
         raise StoreError(f"{path} is a directory; give a file with --store")
@@ -170,7 +170,10 @@ def _check_header(path: Path) -> bool:
 
 
 def _check_version(path: Path, db: sqlite3.Connection) -> None:
-    """Check the version and the application id as the database reports them, its write-ahead log included."""
+    """Check the version and the application id that the database reports, which include its write-ahead log.
+
+    Raises StoreError for a newer store and for a database of another program.
+    """
     (version,) = db.execute("PRAGMA user_version").fetchone()
     (application,) = db.execute("PRAGMA application_id").fetchone()
     (tables,) = db.execute("SELECT count(*) FROM sqlite_master").fetchone()
