@@ -146,7 +146,7 @@ def _verdict(first: Estimate, control: Estimate | None) -> str:
 def columns(
     runs: Iterable[tuple[str, Sequence[Trial]]], rows: Sequence[tuple[str, Case, Source]]
 ) -> dict[str, list[object]]:
-    """Return columns for a flat table whose rows are `rows`: the indexes of each row's run, case and source.
+    """Return the indexes of each row's run, case and source as columns for a flat table.
 
     The columns are the same for every run; an unknown value is None.
     """

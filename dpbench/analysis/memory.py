@@ -38,13 +38,13 @@ class Footprint:
 
     @property
     def excess_bytes(self) -> float | None:
-        """Return device 0's highest peak minus the mean of the other devices', in bytes; None for one device."""
+        """Return device 0's highest peak minus the mean of the others' highest peaks, in bytes; None for one device."""
         others = [size for device, size in self.whole.items() if device]
         return self.whole[0] - statistics.mean(others) if others and 0 in self.whole else None
 
     @property
     def causes(self) -> dict[str, float]:
-        """Return device 0's peak minus the mean of the others' in each phase, in bytes, the largest first."""
+        """For each phase, return device 0's peak minus the mean peak of the others, in bytes; the largest is first."""
         gaps = {
             phase: held[0] - statistics.mean(size for device, size in held.items() if device)
             for phase, held in self.peaks.items()

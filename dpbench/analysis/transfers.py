@@ -61,7 +61,7 @@ class Flow:
 
 @dataclass(frozen=True, kw_only=True)
 class Counted:
-    """The bytes that a device received and sent in one step: by its link counters, and as computed from shapes."""
+    """The bytes that a device received and sent per step: from its link counters, and computed from shapes."""
 
     case: Case
     source: Source
@@ -121,7 +121,7 @@ def _moves(case: Case, trials: Sequence[Trial]) -> list[Move]:
 
 
 def _separable(case: Case, phase: Phase) -> bool:
-    """Return whether a phase's time is the time of its moves, which is not so if they overlap with backward."""
+    """Return whether a phase's time is that of its moves; False if backward hides moves, or if the phase computes."""
     if phase is Phase.REDUCE:
         scheduled = case.traits.scheduled and parse(case.schedule).reduce == "overlap"
         return case.traits.reduction is not Reduction.OVERLAPPED and not scheduled

@@ -208,7 +208,7 @@ def _peers(trial: Trial, cores: int) -> Finding | None:
 
 
 def _closure(trial: Trial, cores: int) -> Finding | None:
-    """Return the fraction of a step that no phase covers; the median over the timed steps."""
+    """Return the median over the timed steps of the fraction of a step that no phase covers."""
     shares = [
         phases[UNATTRIBUTED] / step.seconds
         for step, phases in zip(trial.steps, ledger.of_trial(trial), strict=True)

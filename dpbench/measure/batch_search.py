@@ -160,7 +160,7 @@ def _search(case: Case, tries: _Tries, most: int) -> Found:
 
 
 def bracket(fits: Callable[[int], bool], *, start: int, unit: int, most: int) -> tuple[int, int | None]:
-    """Return the largest multiple of `unit` that fits (0: none), and the next multiple, which does not fit.
+    """Return the largest multiple of `unit` that fits (0 if none does), and the next multiple, which does not fit.
 
     The second value is None if every batch up to `most` fits. The search starts at `start`, rounded up to a multiple.
     If fitting is not monotone, for example because an allocator's memory is fragmented, the two results are still

@@ -182,7 +182,7 @@ class _HostMark:
 
 @dataclass
 class _Block:
-    """The events of one block of back-to-back steps: per device, its beginning and the end of each step."""
+    """The events of one block of back-to-back steps: `begin` has one per device, `ends` one per step and device."""
 
     begin: list[Any]
     ends: list[list[Any]] = field(default_factory=list)

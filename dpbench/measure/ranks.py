@@ -54,7 +54,7 @@ class RanksFailed(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class RankGroup:
-    """The process group that ranks join: torch's name of the backend, the size, the rendezvous file, the interface."""
+    """The process group that ranks join: its backend (torch's name), size, rendezvous file and network interface."""
 
     backend: str
     size: int
@@ -114,7 +114,10 @@ def loopback() -> str:
 
 
 class _RankProcess:
-    """The process of a rank, as its parent sees it: `result` is the JSON that it reported, `failure` its failure."""
+    """The process of a rank, as seen by its parent.
+
+    `result` is the JSON that the rank reported, `failure` the record of its failure; while it runs, both are None.
+    """
 
     def __init__(self, number: int, be: Callable[[Connection], NoReturn]) -> None:
         self.number = number

@@ -174,7 +174,7 @@ def _said(cost: MeasuringCost, facts: Mapping[str, Any]) -> str:
         return f"{name}: not runnable here: {cost.reason}"
     e, ratio, kind = cost.cost_s, cost.ratio, _kind_of_time(cost.name, facts)
     said = (
-        f"{name}: {ratio.value:.4f}× ({ratio.low:.4f}–{ratio.high:.4f}) the step without, "
+        f"{name}: ratio of step times {ratio.value:.4f}× ({ratio.low:.4f}–{ratio.high:.4f}), "
         f"{e.value * 1e6:+.0f} µs{kind} per step ({e.low * 1e6:+.0f} to {e.high * 1e6:+.0f}; {count(ratio.n, 'pair')})"
     )
     detail = f"; {cost.detail}" if cost.detail else ""

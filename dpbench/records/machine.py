@@ -73,7 +73,7 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """The measured curve of an all-reduce over all devices: seconds = start + W + root * sqrt(W), W = bytes / rate."""
+    """The measured seconds of an all-reduce over all devices: start_s + w + root_s * sqrt(w), w = bytes/bytes_per_s."""
 
     bytes_per_s: float
     start_s: float
@@ -248,7 +248,7 @@ def _known(data: Mapping[str, Any], where: str, known: list[str]) -> None:
 
 
 def _unknown(kind: str, name: str, known: list[str]) -> str:
-    """Return a message that a name is unknown, with the known names and the closest of them."""
+    """Return the message for an unknown name, with the known names and the closest of them."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"unknown {kind} {name!r}; known: {', '.join(known)}" + (f"; did you mean {near[0]!r}?" if near else "")
 

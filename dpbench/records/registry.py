@@ -167,7 +167,7 @@ def check_module(name: str) -> None:
 
 
 def unknown(kind: str, name: str, known: list[str]) -> str:
-    """Return a message that a name is unknown, with the known names and the closest of them."""
+    """Return the message for an unknown name, with the known names and the closest of them."""
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"unknown {kind} {name!r}; known: {', '.join(known)}{hint}"
