@@ -257,7 +257,7 @@ def test_what_cannot_be_recorded_says_which_replica_and_the_way_out(monkeypatch:
 
 def test_devices_that_record_nothing_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HostDevice, "recorder", lambda self: None)
-    with pytest.raises(ValueError, match="cpu:0 does not; use graphs=off"):
+    with pytest.raises(ValueError, match="cpu:0 cannot; use graphs=off"):
         TrainStep(_net(), F.mse_loss, OPTIMIZERS["sgd"], ["cpu", "cpu"], "graphs")
 
 

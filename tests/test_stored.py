@@ -76,7 +76,7 @@ def test_one_batch_size_leaves_a_tenth_fixed(tmp_path: Path) -> None:
 )
 def test_other_steps_do_not_stand_for_a_model(tmp_path: Path, other: dict[str, str]) -> None:
     path = write(tmp_path / "x.db", [(single(32, **other), 0.3)])
-    with pytest.raises(UnknownMachine, match=r"for mlp \(small, fp32, sgd, cuda\).*dpbench run --models mlp"):
+    with pytest.raises(UnknownMachine, match=r"of mlp \(small, fp32, sgd, cuda\).*dpbench run --models mlp"):
         stored.read(path, ASKED, MACHINE)
 
 

@@ -72,7 +72,11 @@ class Shares:
             self._decide()
 
     def _decide(self) -> None:
-        """Set each device's weight in inverse proportion to its measured time per row, its other work included."""
+        """Set the devices' weights in inverse proportion to their costs.
+
+        A device's cost is its measured time per row, which includes its other work, or, where all devices report it,
+        its peak memory, whichever is relatively higher.
+        """
         seen = self._busy[SETTLING // 2 :]
         cost = [
             statistics.median(step.get(d.index, 0.0) for step in seen) / max(rows, 1)

@@ -174,7 +174,7 @@ class _CachedReplica:
 
 
 def _is_mutable(value: Any) -> bool:
-    """Return whether a value that equals another now may differ from it later."""
+    """Return whether a value can be changed in place."""
     return type(value) in (list, dict, set) or isinstance(value, torch.Tensor)
 
 

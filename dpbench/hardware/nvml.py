@@ -131,7 +131,7 @@ class NvmlGpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Nvml:
-    """An open NVML: `gpus` are the GPUs that CUDA would see; `physical_gpus` is the number of GPUs of the driver."""
+    """An open NVML: `gpus` are the GPUs that CUDA would see; `physical_gpus` is the number that the driver sees."""
 
     gpus: tuple[NvmlGpu, ...]
     physical_gpus: int

@@ -222,7 +222,7 @@ class EngineMemory:
     def _local_loss(self, names: Sequence[Names], *, first: bool) -> None:
         """Play the loss of each replica's rows.
 
-        In the first step, the engine checks it against the loss of the whole batch, which is played, too.
+        In the first step, play also the loss of the whole batch, with which the engine checks the sum.
         """
         tape, parts = self._tape, self._shards.parts
         for i, trace in enumerate(parts):

@@ -27,7 +27,7 @@ WARM = 3
 LOOP_S = 4e-3
 """The minimum duration of a repetition in seconds.
 
-Shorter work is repeated until it takes as long, so that the cost of reading the clock is negligible.
+Shorter work is repeated within one repetition, so that the cost of reading the clock is negligible.
 """
 
 

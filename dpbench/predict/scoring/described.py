@@ -101,7 +101,7 @@ def _clock(text: str) -> float:
 
 
 def _nodes(text: str, count: int) -> tuple[int, int]:
-    """Return the number of GPUs per node and the number of nodes."""
+    """Return the number of GPUs per node and the number of nodes, from the text or by assumption."""
     if match := re.search(r"(\d+) (?:gpus?|x) ?(?:/|per|a) ?node", text):
         node = int(match[1])
     elif match := re.search(r"\b(\d+) nodes", text):
