@@ -1,4 +1,4 @@
-"""Run on devices: call a function for each device in the workers, under the caller's settings, and raise its errors."""
+"""Run on devices: call a function for each device in the workers, under the caller's settings, and raise errors."""
 
 from __future__ import annotations
 

@@ -113,9 +113,10 @@ def _dispatch_modes(modes: Sequence[Any]) -> Iterator[None]:
 
 
 def _autograd() -> list[Enter]:
-    """Return factories for inference mode, for (disabling) saved-tensor hooks, and for single-threaded backward.
+    """Return factories for inference mode, for saved-tensor hooks, and for single-threaded backward.
 
-    Of the saved-tensor hooks only the innermost are returned, because torch applies no others.
+    If the caller has disabled saved-tensor hooks, a factory disables them, too. Of the hooks only the innermost are
+    returned, because torch applies no others.
     """
     settings: list[Enter] = []
     if torch.is_inference_mode_enabled():

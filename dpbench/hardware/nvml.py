@@ -1,8 +1,8 @@
 """NVML: counters and facts of the GPUs that CUDA would see, from NVIDIA's management library.
 
-1. Only this module imports pynvml, and only when a function needs it. This module never loads torch or CUDA. 2. Without
-library, driver or GPU, or for a counter that a GPU lacks, the value is absent: never an error, never zero. 3. All calls
-go through one object, the module pynvml or a substitute with its functions, so that tests can replace it.
+1. Only this module imports pynvml, and only when a function needs it. It never imports torch or creates a CUDA context.
+2. Without library, driver or GPU, or for a counter that a GPU lacks, the value is absent: never an error, never zero.
+3. All calls go through one object, the module pynvml or a substitute with its functions, so that tests can replace it.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ KIB = 2**10
 MOST = 2
 """The largest number of devices, because the probe measures the slowdown of two concurrent replicas only."""
 CHAIN_MODULES = 3
-"""The modules of the probe's chains in addition to one module for every two parameters."""
+"""The number of modules in each of the probe's chains beyond one for every two parameters."""
 LONG_S = 2e-3
 """The duration of a replica's forward and backward from which its kernels count as long.
 

@@ -16,9 +16,12 @@ from dpbench.predict.trace import Trace
 from dpbench.records import Cost, Phase, Profile
 
 FOREACH_TENSORS = (770, 448, 336, 252, 210)
-"""The most tensors in one multi-tensor launch, for one to five lists: `depth_to_max_tensors` in torch 2.13's
-`ATen/native/cuda/MultiTensorApply.cuh` for CUDA 13. The most blocks in a launch, and the elements of a block, below are
-from the same file. With CUDA 12 the limits are a seventh of these."""
+"""The maximum number of tensors in one multi-tensor launch, for one to five tensor lists.
+
+These are `depth_to_max_tensors` in torch 2.13's `ATen/native/cuda/MultiTensorApply.cuh` for CUDA 13. The maximum number
+of blocks in a launch and the elements of a block, which follow, are from the same file. With CUDA 12 the limits are a
+seventh of these.
+"""
 FOREACH_BLOCKS, FOREACH_ELEMENTS = 2240, 65_536
 
 

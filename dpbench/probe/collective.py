@@ -240,7 +240,7 @@ def _joint(layers: int, swept: int, devices: Sequence[Device], ranks: int) -> Tr
 
 
 def _together(mine: Trial) -> engine.Phases:
-    """Return the seconds by phase, from the steps of all ranks joined as in the ledger."""
+    """Return the seconds by phase; the steps of all ranks are joined as in the ledger."""
     steps, spans = ledger.joined(_gathered(mine))
     return engine.seconds_of(replace(mine, steps=steps, spans=spans))
 

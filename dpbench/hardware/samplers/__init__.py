@@ -87,7 +87,7 @@ class Series:
 def sampling(
     devices: Sequence[int], output: Path, interval_s: float = 0.1, root_pid: int | None = None
 ) -> Iterator[Series]:
-    """Sample the host and the GPUs with these CUDA ordinals, in a separate process; its errors only lose samples.
+    """Sample the host and the GPUs with these CUDA ordinals, in a separate process, whose errors only lose samples.
 
     `root_pid` is the root of the process tree to watch, by default this process. Linux ends the sampler with the
     *thread* that enters the context: enter it from a thread that lives as long as the run.

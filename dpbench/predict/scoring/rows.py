@@ -127,7 +127,7 @@ def _sections() -> dict[str, dict[str, float]]:
 
 @lru_cache(maxsize=64)
 def without(group: str) -> tuple[Constants, float]:
-    """Return the constants and the host factor fitted without a group; the defaults if it was not used in the fit."""
+    """Return the constants and the host factor fitted without a group; the defaults if the group was not fitted."""
     section = dict(_sections().get(group, {}))
     host = section.pop("host", PUBLISHED_HOST)
     return DEFAULT.changed(**section), host
