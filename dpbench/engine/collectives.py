@@ -161,7 +161,7 @@ def _buckets(f: int, flat: Flat) -> list[Bucket]:
 
 
 def dense(gradient: torch.Tensor) -> torch.Tensor:
-    """Return the gradient. Raises ValueError for a sparse one, which persistent replicas cannot add."""
+    """Return the gradient. Raises ValueError for a sparse gradient, which persistent replicas cannot add."""
     if gradient.layout is not torch.strided:
         raise ValueError(
             "replicas=persistent needs dense gradients, but one is sparse; use schedule='cached', or sparse=False"

@@ -167,7 +167,7 @@ class PersistentReplicas:
             exchange.wait()
 
     def reduce(self, workers: Workers) -> None:
-        """Where whole gradients are needed, add this call's gradients to the module's, in the order of torch."""
+        """If whole gradients are needed, add this call's gradients to the module's, in torch's order of additions."""
         if self._whole:
             self._muted.restore()
             self._bring()

@@ -79,7 +79,7 @@ class Constants:
     variation: float = 0.005
     """The relative standard deviation of a rank's step: 0.001-0.006 for CNNs on 39 H100 hosts."""
     chunk_bytes: float = 10.5e6
-    """The size limit of the messages that torch joins tensors into, 10 MiB."""
+    """The maximum size of the messages into which torch joins tensors: 10 MiB."""
     memory_bytes_per_s: float = 500e9
     """The memory bandwidth of a GPU if its machine file does not state one."""
 
