@@ -188,9 +188,9 @@ def _decided(rows: Sequence[Row]) -> str:
 
 
 def tiles(rows: Sequence[Row], ladders: Sequence[Ladder] = ()) -> list[Tile]:
-    """Return the four headline numbers of the case with the most devices, preferring the best rung, then the engine.
+    """Return four headline numbers: those of the engine's case on the most devices, or of the best rung with ladders.
 
-    The list is empty if no case on several devices has a speed-up.
+    Without such a case, another strategy is taken. The list is empty if no case on several devices has a speed-up.
     """
     best = [found.fastest.row for found in ladders if _shown(found.fastest.row.speedup)]
     done = best or [row for row in rows if _shown(row.speedup) and row.efficiency and row.case.devices > 1]

@@ -1,4 +1,4 @@
-"""Batch search: find the largest batch that fits by doubling, then by bisection, with a fresh worker per try.
+"""Batch search: double the batch until it no longer fits, then bisect; every try runs in a fresh worker.
 
 Running out of memory is an expected result, which ends neither the search nor the run. Every try is stored as an
 ordinary trial, and an interrupted search continues from the stored tries.

@@ -40,7 +40,7 @@ class UntilPrecise:
         return f"{AUTO} {self.precision:g}"
 
     def wanted(self, cases: Sequence[Case], number: int) -> list[Case]:
-        """Return the cases for round `number`: first all, then the imprecise ones with their baselines."""
+        """Return the cases for round `number`: first all of them, then the imprecise ones and their baselines."""
         if number < self.least:
             return list(cases)
         if number >= self.most:

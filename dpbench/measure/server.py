@@ -58,7 +58,7 @@ class Server:
         return self._ask([case], effort, 0, limit_s, job=Job.SELF_CHECK, self_check=settings)[0]
 
     def run_together(self, cases: Sequence[Case], effort: Effort, number: int, limit_s: float) -> list[Trial]:
-        """Run cases in one fresh worker, with their blocks in turn; return a trial for each, even if the worker fails.
+        """Run the blocks of the cases in turn in one fresh worker; return a trial for each, even if the worker fails.
 
         After `limit_s` seconds per case, the worker's Python stacks are stored and its process group is killed.
         """

@@ -99,8 +99,8 @@ class Schedule:
         """Return whether weights stay bitwise equal to those of `reference` if gradients are added in replica order.
 
         Gradients are added in replica order except on several distinct GPUs, where NCCL chooses the order. There,
-        `reference` uses torch's coalesced reduction (as torch.nn.DataParallel does), and kept replicas use a different
-        collective, so results agree only within the rounding of their dtype.
+        `reference` uses torch's coalesced reduction (as torch.nn.DataParallel does), and replicas that are kept between
+        steps use another collective, so results agree only within the rounding of their dtype.
         """
         return not any(getattr(self, switch) == position for switch, position in TOLERANCE)
 

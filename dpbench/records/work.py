@@ -64,7 +64,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class Task:
-    """One part of a step's work: an amount in a unit on a resource, after other tasks.
+    """One part of a step's work: the amount with its unit, the resource that does it, and the tasks that come before.
 
     `after` and `overlap` are indices into the list of tasks. The task waits for the end of those in `after`, and for
     the start of those in `overlap`, with which it may run concurrently. Units are flop, bytes, s, and the counts of

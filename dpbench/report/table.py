@@ -129,7 +129,7 @@ def _notes(row: Row, trials: Sequence[Trial]) -> tuple[tuple[str, str], ...]:
 
 
 def phase_lines(rows: Iterable[Row]) -> list[tuple[str, list[str]]]:
-    """Return the milliseconds of each phase and of the step, for each case."""
+    """Return, for each case, its name and the milliseconds of each phase and of the step as text."""
     measured = [row for row in small_multiples.order(rows) if row.step and row.phases and not row.doubt]
     return [
         (
