@@ -168,7 +168,7 @@ def test_what_says_nothing_of_memory_ends_one_case_with_its_reason(
 
 
 def test_a_search_needs_a_limit() -> None:
-    with pytest.raises(ValueError, match=r"share the host's; give --device-kind emulated --device-memory"):
+    with pytest.raises(ValueError, match=r"share the host's; use emulated devices, .* --device-kind emulated"):
         batch_search.check([replace(CASE, device_kind="cpu", device_memory_bytes=0)])
     with pytest.raises(ValueError, match="give --device-memory, such as 8GiB"):
         batch_search.check([replace(CASE, device_memory_bytes=0)])

@@ -147,7 +147,7 @@ def test_a_ladder_has_every_rung_its_ablations_and_rivals_once(
 ) -> None:
     given = {"batch_sizes": [], axis: sizes, "devices": devices, "device_kind": kind}
     if set(devices) == {1}:
-        with pytest.raises(ValueError, match="several devices"):
+        with pytest.raises(ValueError, match="at least two devices"):
             laddered(**given)
         return
     cases = laddered(**given)
