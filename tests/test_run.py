@@ -550,7 +550,7 @@ def test_however_it_is_ended_the_same_command_completes_the_run_without_repeatin
     left = set(folder.temporary.iterdir())
     done = folder.do(*command)
     assert done.returncode == 0, done.stderr
-    assert f"{len(kept)} of 10 are done" in done.stderr
+    assert f"{len(kept)} of 10 trials are done" in done.stderr
     assert folder.final()[: len(kept)] == kept
     assert set(folder.temporary.iterdir()) <= left, "a run that finishes leaves no temporary file"
     assert folder.mark.settles(0) == ""
