@@ -149,7 +149,7 @@ def test_a_phase_that_does_not_divide_is_serial(phase: str) -> None:
 def test_the_cause_of_serial_work_is_told_by_overlap_and_cores() -> None:
     twice = {name: 2 * seconds for name, seconds in LEVEL.items()}
     in_turn = measured(case(), twice, serial=True)
-    assert "they take turns" in found(one(), in_turn)["serial forward"].evidence.numbers
+    assert "most run it one after another" in found(one(), in_turn)["serial forward"].evidence.numbers
     assert found(one(), in_turn, cores=1)["serial forward"].evidence.numbers.endswith("2 devices take turns on 1 core")
     assert not judged("compute concurrently", dp())
 

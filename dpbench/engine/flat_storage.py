@@ -81,7 +81,7 @@ def _flat(dtype: torch.dtype, numbers: Sequence[int], tensors: Sequence[torch.Te
         if not is_dense(tensor):
             raise ValueError(
                 f"storage=flat needs parameters that are dense in memory; the one of shape {tuple(tensor.shape)} has "
-                f"strides {tensor.stride()}: call .contiguous() on it, or use storage=separate"
+                f"strides {tensor.stride()}: set parameter.data = parameter.data.contiguous(), or use storage=separate"
             )
         slots.append(Slot(number, at, at + tensor.numel()))
         at += -(-tensor.numel() // step) * step
@@ -139,7 +139,7 @@ class FlatWeights:
 
 
 def _move_out(parameters: Sequence[torch.Tensor], slot: Slot, buffer: torch.Tensor) -> None:
-    """Move the parameters of one slot to other storage: clone a single one, or copy the slot that several share."""
+    """Move one slot's parameters out of the flat buffer; parameters that share the slot share one copy of it."""
     if len(parameters) == 1:
         parameters[0].data = parameters[0].detach().clone()
     elif parameters:

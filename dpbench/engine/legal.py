@@ -107,7 +107,7 @@ def storage(schedule: Schedule, module: nn.Module, devices: Sequence[Device]) ->
             return (
                 "storage=flat needs parameters that are dense in memory; the one of shape "
                 f"{tuple(parameter.shape)} has strides {parameter.stride()}: "
-                "call .contiguous() on it, or use storage=separate"
+                "set parameter.data = parameter.data.contiguous(), or use storage=separate"
             )
     if _overlap(wanted):
         return "storage=flat needs parameters that share no memory, and two do; use storage=separate"

@@ -32,7 +32,7 @@ class FetchedState(State):
 
     @property
     def fetched(self) -> bool:
-        """Return whether the entries have been accessed, so that a loop may have changed them or may reference them."""
+        """Return whether the user's code has accessed the entries, and so may have changed them or may hold them."""
         return self._fetch is None
 
     def _load(self) -> None:

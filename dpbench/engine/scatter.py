@@ -127,8 +127,8 @@ def _agreed(lengths: set[int], devices: int, dim: int) -> int:
     if len(counts) > 1 or len(lengths - {pieces}) > 1:
         raise ValueError(
             f"cannot scatter over {devices} devices: tensors of length {sorted(lengths)} along dim {dim} "
-            f"make {sorted(counts)} chunks; give all tensors the same batch size, or pass tensors of another length "
-            "inside an object, to share them"
+            f"make {sorted(counts)} chunks; give all tensors the same batch size, or wrap a tensor "
+            "that must not be split in an object of your own class, which every device then gets whole"
         )
     return pieces
 

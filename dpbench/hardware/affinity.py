@@ -82,7 +82,7 @@ def parse_ticks(stat: bytes) -> dict[int, Ticks]:
 
 
 class Ticks(NamedTuple):
-    """A core's busy time, its time that a hypervisor gave to other machines, and its total time, in kernel ticks."""
+    """A core's busy time, its steal time (a hypervisor ran other guests), and its total time, in kernel ticks."""
 
     busy: int
     steal: int

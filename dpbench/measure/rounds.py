@@ -65,7 +65,10 @@ class UntilPrecise:
         return found
 
     def _judged(self, cases: Sequence[Case]) -> Iterator[tuple[Case, Case | None, Estimate]]:
-        """Yield each case whose precision counts, with its baseline and speed-up, or with None and its step time."""
+        """Yield (case, baseline, speed-up) for each case whose interval decides when to stop.
+
+        If no case has a baseline, yield (case, None, duration of a step).
+        """
         series = {case: found for case, found in self._series.items() if found}
         bases = {case: base for case in cases if case in series and (base := summary.baseline_in(case, series))}
         for case, base in bases.items():

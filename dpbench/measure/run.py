@@ -69,7 +69,7 @@ class RoundsRule(Protocol):
 
     @property
     def name(self) -> int | str:
-        """Return the number of rounds if it is fixed, else a text that identifies the rule in the plan's hash."""
+        """Return the fixed number of rounds, or the name of a rule that adapts it. It is part of the plan's hash."""
 
     def add(self, trial: Trial) -> None:
         """Add a trial that has ended."""

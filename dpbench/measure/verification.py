@@ -131,7 +131,7 @@ def chunked(
 
 
 def _chunk(value: Any, chunks: int, device: torch.device) -> list[Any]:
-    """Return copies of the chunks of a tensor on `device`; return any other value `chunks` times, without copying."""
+    """Split a tensor and return copies of its chunks on `device`; repeat any other value `chunks` times."""
     if isinstance(value, torch.Tensor):
         return [piece.to(device, copy=True) for piece in value.chunk(chunks)]
     return [value] * chunks

@@ -3,7 +3,7 @@
 A job waits for the end of the jobs in `after` and for the start of the jobs in `overlap`, and never ends before the
 jobs in `overlap`. It first occupies, for its `seconds`, a resource that serves one job at a time (a stream, a thread).
 The job then moves its `amount` as a flow over resources that all flows share fairly (links, the interpreter lock). The
-simulation keeps one heap of ends, and calculates the rates of all flows again whenever a flow begins or ends.
+simulation keeps the jobs' end times in one heap, and recalculates all flow rates when a flow begins or ends.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ def tape_of(case: Case, traces: Traces, steps: int = STEPS) -> Tape:
 
 
 def _schedule(case: Case) -> Schedule:
-    """Return the schedule of a case: `reference` by default, and for `fastest` the schedule that it prefers."""
+    """Return the schedule of a case: `reference` if it names none, and for `fastest` the best exact schedule."""
     if not case.schedule:
         return parse(REFERENCE)
     if case.schedule == "fastest":

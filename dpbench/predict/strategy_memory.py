@@ -55,7 +55,7 @@ def _play_step(tape: Tape, device: int, trace: Trace, state: Names, batch: Seque
 
 
 def ddp(tape: Tape, trace: Trace, steps: int, device: int) -> None:
-    """Add `steps` training steps of one rank of DistributedDataParallel, on the rank's device, to the tape."""
+    """Append the allocations and releases of `steps` training steps of one DDP rank, on its device, to the tape."""
     _settle(tape, device, trace)
     trainable = [size for size, wants in zip(trace.parameters.sizes_bytes, trace.trainable, strict=True) if wants]
     for chunk in chunks([*trace.parameters.sizes_bytes, *trace.buffers.sizes_bytes], DDP_SYNC_BYTES):
@@ -204,7 +204,7 @@ class EngineMemory:
         return gathered
 
     def _hand_out(self, whole: Names, names: Sequence[Names]) -> None:
-        """Play the backward of the loss over the gathered output, and scatter the gradient of that output."""
+        """Replay the loss's backward over the gathered output, and then the scatter of that output's gradient."""
         tape, parts = self._tape, self._shards.parts
         tape.stage = "backward"
         tape.play(0, self._shards.whole.loss_backward, whole, "loss")

@@ -1,7 +1,7 @@
 """Engine: the host's cost of the engine itself, measured on nets that compute almost nothing.
 
-Chains of tiny layers with two lengths give, for each phase, a fixed cost and a cost per parameter. The costs that
-depend on a real net's bytes are other figures.
+Two chains of tiny layers, one longer, give for each phase a fixed cost and a cost per parameter. The costs that depend
+on a real net's bytes are measured separately.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def beyond(found: Found, alone: Found, times: Mapping[str, int]) -> Found:
 
 
 def of_chains(name: str, found: Found, phases: Sequence[str], more: Found, how: str) -> Iterator[Figure]:
-    """Yield the fixed part and the part per parameter of each phase, and of the differences in `more`.
+    """Yield the fixed cost and the cost per parameter of each phase, and of each additional cost in `more`.
 
     `phases` are the phases of `found` to yield. `more` has the seconds that some phases take in addition to those on
     one device.

@@ -63,8 +63,8 @@ def _doubtful(judged: Sequence[tuple[FindingRule, Judgement]]) -> Iterator[str]:
 def _worth(context: CaseContext, seen: Evidence) -> bool:
     """Return whether a finding is worth showing.
 
-    It is if neither its time nor the step is in doubt, the whole interval of its time is above 0, and its time is at
-    least 2 % of the step. A finding about memory has no time and is always shown.
+    A finding is worth showing if its time and the step's time are trusted, the whole interval of its time is above 0,
+    and its time is at least 2 % of the step. A finding about memory has no time and is always shown.
     """
     size = seen.size_s
     if size is None:

@@ -106,7 +106,7 @@ def _serial(phase: Phase) -> Callable[[CaseContext], Judgement]:
         took, alone = context.row.phases.get(phase.value, 0.0), ideal[0].phases.get(phase.value, 0.0) / ideal[1]
         devices = count(len(context.case.rows), "device")
         return Evidence(
-            says=f"{phase.value} does not run concurrently on {devices} and takes {time(took)}, not {time(alone)}",
+            says=f"{phase.value} takes {time(took)} on {devices}; run concurrently it would take {time(alone)}",
             numbers=f"one device's share would take {time(alone)}; {_cause(context, at_once)}",
             size_s=lost,
         )
@@ -119,10 +119,10 @@ def _cause(context: CaseContext, at_once: float) -> str:
     if context.oversubscribed:
         return f"{devices} take turns on {count(context.cores, 'core')}"
     if at_once < SERIAL:
-        return f"on average, {at_once:.1f} of {devices} run this phase concurrently: they take turns"
+        return f"on average, only {at_once:.1f} of {devices} are in this phase at a time: most run it one after another"
     return (
         f"on average, {at_once:.1f} of {devices} run this phase concurrently, each more slowly than one device alone: "
-        "the operations are small, and only one thread at a time holds Python's global lock to launch them"
+        "the operations are small, and launching them needs Python's global interpreter lock (GIL)"
     )
 
 
