@@ -232,7 +232,7 @@ class Update:
             parameter.grad = None
 
     def hide(self) -> None:
-        """Copy the gradients that the user's code still references, before the next step overwrites them."""
+        """Copy gradients that the user's code still references, before the next step overwrites them."""
         shown = self._shown
         for i in range(len(shown)):  # by number: a loop variable would be one more reference
             if sys.getrefcount(shown[i]) > HELD:
