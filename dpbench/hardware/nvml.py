@@ -77,7 +77,7 @@ class NvmlGpu:
     answers: dict[Any, bool] = field(default_factory=dict, repr=False)
 
     def read(self, metric: str) -> float | None:
-        """Return a counter's present value; None if the GPU or the driver does not support it, or cannot read it now."""
+        """Return a counter's present value; None if GPU or driver do not support it, or cannot read it now."""
         for reader in _READERS[metric]:
             value = self._ask(reader)
             if value is not None:
