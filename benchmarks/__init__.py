@@ -42,6 +42,7 @@ EARLIER = {
     "records.plan": ("plan",),
     "records.registry": ("registry",),
     "engine.replica_cache": ("engine.cached",),
+    "engine.collectives": ("engine.broadcast",),
     "hardware.samplers.nvml": ("samplers.nvml",),
     "measure.server": ("server",),
     "measure.worker.selfcheck": ("worker.selfcheck",),
@@ -60,6 +61,22 @@ def module(name: str) -> ModuleType:
             if number == len(names) or not f"dpbench.{one}".startswith(error.name or "-"):
                 raise
     raise AssertionError(name)
+
+
+def attribute(name: str, *attributes: str) -> Any:
+    """Return the first attribute that the module, or a module with an earlier name, has; raise ImportError if none has.
+
+    A commit may have another module under today's name.
+    """
+    for one in (name, *EARLIER.get(name, ())):
+        try:
+            found = importlib.import_module(f"dpbench.{one}")
+        except ModuleNotFoundError:
+            continue
+        for candidate in attributes:
+            if hasattr(found, candidate):
+                return getattr(found, candidate)
+    raise ImportError(f"dpbench.{name} has no {' or '.join(attributes)} in this commit", name=f"dpbench.{name}")
 
 
 @contextmanager

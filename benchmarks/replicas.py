@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from . import QUICK, module, names_of_the_commit, result, timing
+from . import QUICK, attribute, names_of_the_commit, result, timing
 
 PARTS = ("bind", "notice changes", "rebuild", "broadcast")
 REPLICAS = 8
@@ -46,7 +46,8 @@ def resnet50() -> Any:
 
 def setup(part: str) -> None:
     with names_of_the_commit():
-        module("engine.replica_cache")
+        attribute("engine.replica_cache", "ReplicaCache", "Trees")
+        attribute("engine.collectives", "copies_of")
 
 
 def _call(part: str) -> Callable[[], Any]:
@@ -54,13 +55,11 @@ def _call(part: str) -> Callable[[], Any]:
     import torch
 
     from dpbench import engine
-    from dpbench.engine.collectives import copies_of
     from dpbench.engine.replicate import rebuild
     from dpbench.records import no_mark
 
-    cached = module("engine.replica_cache")
-    cache_class = getattr(cached, "ReplicaCache", None) or cached.Trees  # earlier commits call it Trees
-
+    copies_of = attribute("engine.collectives", "copies_of")
+    cache_class = attribute("engine.replica_cache", "ReplicaCache", "Trees")  # earlier commits call it Trees
     torch.set_num_threads(1)
     with torch.device("cpu" if part == "broadcast" else "meta"):
         network = resnet50()
@@ -75,9 +74,7 @@ def _call(part: str) -> Callable[[], Any]:
         return lambda: [rebuild(network, table) for table in tables]
     cache.bind(sources, copies)
     if part == "notice changes":
-        device = engine.resolve(["cpu"])[0]
-        device.torch_device = torch.device("meta")
-        return lambda: cache.refresh(device)
+        return cache.refresh
     return lambda: cache.bind(sources, copies)
 
 
