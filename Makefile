@@ -3,7 +3,7 @@
 # make test-fast  the tests that start no process and take about a second at most, for use between two edits: a test that
 #                 starts a process is skipped, one with a mark slow, alone or browser is left out, and of one with many
 #                 parameters 6 sets are taken
-# make faults     plants a fault for each law in a copy of the checkout, and tells which of them the tests catch;
+# make faults     plants a fault for each law in a copy of the checkout, and reports which of them the tests catch;
 #                 ARGS="NAME..." takes some of them, ARGS=--list prints all
 # make check      ruff and mypy
 # make history    asv over the last 3 commits, published in .asv/html

@@ -163,6 +163,22 @@ def test_what_is_no_strategy_is_refused_with_the_reason(
     assert told in str(caught.value)
 
 
+@pytest.mark.parametrize(("code", "error"), [("def", "SyntaxError"), ("1 / 0", "ZeroDivisionError")])
+def test_a_file_that_cannot_be_executed_is_refused_with_its_error(code: str, error: str, tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text(code)
+    with pytest.raises(LookupError, match=f"broken.py:chunks: cannot import .*{error}"):
+        registry.check("strategies", f"{tmp_path / 'broken.py'}:chunks")
+
+
+def test_files_of_the_same_name_are_different_modules(tmp_path: Path) -> None:
+    modules = set()
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.py").write_text(MINE.replace("FACTOR", "1.0"))
+        modules.add(type(registry.strategy(f"{tmp_path / folder / 'mine.py'}:chunks")).__module__)
+    assert len(modules) == 2
+
+
 def test_each_role_has_one_strategy_of_dpbench() -> None:
     roles = [registry.traits(name).role for name in registry.own("strategies")]
     assert sorted(roles) == sorted(role for role in Role if role is not Role.OTHER)

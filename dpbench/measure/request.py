@@ -56,12 +56,7 @@ class Request:
 
     def to_json(self) -> str:
         """Return the request as one line of JSON."""
-        return json.dumps(
-            {
-                **asdict(self), "cases": [case.to_dict() for case in self.cases], "effort": asdict(self.effort),
-                "folder": str(self.folder),
-            }
-        )  # fmt: skip
+        return json.dumps(asdict(self) | {"cases": [case.to_dict() for case in self.cases], "folder": str(self.folder)})
 
     @classmethod
     def from_json(cls, line: str) -> Self:

@@ -8,6 +8,7 @@ entry point in the group `dpbench.strategies`.
 from __future__ import annotations
 
 import difflib
+import hashlib
 import importlib
 import importlib.machinery
 import importlib.util
@@ -114,8 +115,9 @@ def _outside(name: str) -> Any:
             if here not in sys.path:
                 sys.path.insert(0, here)
             module = importlib.import_module(place)
-    except (ImportError, OSError) as error:
-        raise LookupError(f"strategy {name}: cannot import {place} in {here}: {error}") from error
+    except Exception as error:  # the user's code may raise any error
+        told = f"{type(error).__name__}: {error}"
+        raise LookupError(f"strategy {name}: cannot import {place} in {here}: {told}") from error
     found = getattr(module, attribute, None)
     if found is None:
         raise LookupError(f"strategy {name}: {place} has no {attribute!r}; give file.py:name")
@@ -123,10 +125,11 @@ def _outside(name: str) -> Any:
 
 
 def _executed(path: Path) -> Any:
-    """Return the module of a file, executed under a unique name. Raises FileNotFoundError if the file is missing."""
+    """Return the module of a file, executed under a name unique to its path; FileNotFoundError without the file."""
     if not path.is_file():
         raise FileNotFoundError(f"the file {path} does not exist")
-    spec = importlib.util.spec_from_file_location(f"dpbench_strategy_{path.stem}", path)
+    digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]
+    spec = importlib.util.spec_from_file_location(f"dpbench_strategy_{path.stem}_{digest}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -137,7 +137,10 @@ class Trial:
         return Ledger(self.steps, self.spans)
 
     def summary(self) -> Trial:
-        """Return the trial without its spans, but with its computed ledger."""
+        """Return the trial without its spans, but with its computed ledger.
+
+        Do not pass the result to `dataclasses.replace`: the new trial would compute its ledger from no spans.
+        """
         found = replace(self, spans=())
         found.__dict__["ledger"] = self.ledger.close()
         return found
