@@ -326,12 +326,15 @@ def test_a_rank_that_ignores_sigterm_is_killed(tmp_path: Path, mark: Mark) -> No
 
 
 def test_ranks_die_with_the_process_that_started_them(tmp_path: Path, mark: Mark) -> None:
-    code = PROGRAM.format(entry="def entry(rank):\n    print('here', flush=True)\n    time.sleep(3600)")
+    # one write for each line, because the ranks share the pipe; `print` may write the line and its end separately
+    code = PROGRAM.format(entry="def entry(rank):\n    os.write(1, b'here\\n')\n    time.sleep(3600)")
     env = os.environ | {"PYTHONPATH": str(ROOT), NAME: mark.value}
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], env=env, stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
-        assert [parent.stdout.readline() for _ in range(2)] == [b"here\n"] * 2
-        parent.kill()
+        try:
+            assert [parent.stdout.readline() for _ in range(2)] == [b"here\n"] * 2
+        finally:
+            parent.kill()
     assert mark.settles(0) == ""
 
 
