@@ -131,7 +131,7 @@ FAULTS = (
         "gradients are added in replica order",
         "for number, part in enumerate(parts[1:]):",
         "for number, part in enumerate(parts[:0:-1]):",
-        ("tests/test_engine.py::test_reduce_adds_in_replica_order_and_spares_its_inputs",),
+        ("tests/test_engine_verbs.py::test_reduce_adds_in_replica_order_and_spares_its_inputs",),
     ),
     Fault(
         "buffers",
