@@ -1,4 +1,4 @@
-"""What all tests share: one thread per operation, a fixed seed, and marks that skip by name where no GPU is.
+"""What all tests share: one thread per operation, a fixed seed, fixtures, and marks that skip by name without a GPU.
 
 `--fast` leaves out slow tests, takes a sample of many parameters, and skips a test at the moment at which it would
 start a process.
@@ -20,6 +20,7 @@ import hypothesis
 import pytest
 
 from dpbench.hardware import affinity
+from tests import commands, exported
 
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # before torch is loaded: later has no effect
 os.environ["DPBENCH_PATIENCE"] = "0"  # runs neither wait for a quiet machine nor repeat trials
@@ -36,6 +37,19 @@ def _one_thread_and_seed() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     affinity.roam()  # a trial in this process stays on its device's core
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[commands.Folder]:
+    """A folder in which a user starts commands."""
+    with commands.folder(tmp_path) as folder:
+        yield folder
+
+
+@pytest.fixture
+def dpbench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> exported.Command:
+    """Call the command line in this process, in a folder of its own; return exit code, stdout and stderr."""
+    return exported.command(tmp_path, monkeypatch, capfd)
 
 
 @contextmanager

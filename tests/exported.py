@@ -75,3 +75,13 @@ def command(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capture
         return code, *capfd.readouterr()
 
     return call
+
+
+def is_error(code: int, out: str, err: str, expected: int = 64) -> str:
+    """Check that an error is one line, or click's usage and a message, with the right exit code; return it."""
+    assert code == expected, err
+    assert out == ""
+    assert "Traceback" not in err
+    assert err.startswith(("Usage: ", "error: ")), err
+    assert err.startswith("Usage: ") or err.count("\n") == 1, err
+    return err[err.lower().index("error: ") :]

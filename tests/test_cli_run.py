@@ -1,0 +1,175 @@
+"""`dpbench run` as a user starts it: tables on stdout, the rest on stderr, honest exit codes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests import commands
+from tests.test_cli import CHEAP
+from tests.test_cli_readers import WEAK
+
+
+def test_a_case_that_fails_is_stored_shown_and_makes_the_exit_code_2(folder):
+    done = folder.do(
+        "run", "--models", "mlp", "--model", "tests.hungry:RAISES", "--strategies", "single,torch_dp",
+        "--batch-sizes", "8", "--devices", "1", "--rounds", "1",
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    table = {tuple(line.split()[:2]): line for line in done.stdout.splitlines()}
+    assert " failed" in table["tests.hungry:RAISES", "single"]
+    assert " skipped" in table["mlp", "torch_dp"]
+    assert " bitwise" in table["mlp", "single"]
+    assert "planted in forward" in done.stderr
+    assert sorted(status for (status,) in folder.query("SELECT status FROM trial")) == [
+        "failed",
+        "failed",
+        "ok",
+        "skipped",
+    ]
+
+
+def test_models_that_cannot_be_imported_built_or_stepped_fail_once_before_the_run(folder):
+    (folder.path / "broken.py").write_text("import no_such_module\n")
+    done = folder.do(
+        "run", "--model", "broken:NET", "--model", "tests.hungry:RAISES", "--model", "tests.hungry:KILLED",
+        "--model", "tests.hungry:TWICE_THE_ROWS", "--strategies", "single,dp", "--batch-sizes", "8", "--devices", "2",
+    )  # fmt: skip
+    assert done.returncode == 2
+    told = [line for line in done.stderr.splitlines() if "will not be measured" in line]
+    assert len(told) == 4
+    for model, why in (
+        ("broken:NET", "No module named 'no_such_module'"),
+        ("tests.hungry:RAISES", "planted in forward"),
+        ("tests.hungry:KILLED", "killed by SIGKILL"),
+        ("tests.hungry:TWICE_THE_ROWS", "must return 8 rows"),
+    ):
+        assert any(
+            line.startswith(f"{model} (small) failed its check (failed), so its 2 case(s) will not be measured: ")
+            and why in line
+            for line in told
+        )
+    assert folder.query("SELECT status, round, count(*) FROM trial GROUP BY status, round") == [("failed", 0, 8)]
+
+
+def test_a_run_in_which_nothing_was_measured_says_why_and_makes_the_exit_code_2(folder):
+    done = folder.do(
+        "run", "--models", "mlp", "--strategies", "torch_dp", "--batch-sizes", "8", "--devices", "2", "--rounds", "1",
+        "--device-kind", "cpu",
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "No result: 1 case without a verified step." in done.stdout
+    assert "torch.nn.DataParallel needs an accelerator" in done.stderr
+    assert folder.query("SELECT DISTINCT status FROM trial") == [("skipped",)]
+
+
+@pytest.mark.slow
+def test_more_devices_than_rows_are_measured_and_shown_by_every_reader(folder, dpbench):
+    done = folder.do("run", "--models", "mlp", "--devices", "2", "--batch-sizes", "1", "--strategies", "single,dp,ddp")
+    assert done.returncode == 0, done.stderr
+    assert len([line for line in done.stdout.splitlines() if line.startswith("mlp ")]) == 3
+    for reader in (("report",), ("explain",), ("export", "csv"), ("export", "pyperf"), ("list", "runs")):
+        assert dpbench(*reader)[0] == 0, reader
+
+
+def test_a_model_of_the_current_directory_is_found_by_package_module_and_name(folder):
+    package = folder.path / "mine" / "nets"
+    package.mkdir(parents=True)
+    for part in (package.parent, package):
+        (part / "__init__.py").write_text("print('imported')\n")
+    (package / "tiny.py").write_text("""
+import torch
+from torch import nn
+class Net:
+    @staticmethod
+    def build(size):
+        return nn.Linear(4, 2)
+    @staticmethod
+    def batch(n, seed, size):
+        g = torch.Generator().manual_seed(seed)
+        return torch.randn(n, 4, generator=g), torch.randn(n, 2, generator=g)
+    loss = staticmethod(nn.functional.mse_loss)
+""")
+    (folder.path / "torch.py").write_text("raise SystemExit('a file of the user hides the real torch')\n")
+    done = folder.do(
+        "run", "--model", "mine.nets.tiny:Net", "--strategies", "single,dp", "--devices", "2", "--batch-sizes", "8",
+        "--rounds", "1", "--limit", "60",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert folder.query("SELECT DISTINCT status, verified FROM trial") == [("ok", "bitwise")]
+    assert "imported" not in done.stdout
+
+
+def test_a_budget_leaves_the_rest_skipped_with_the_reason_and_exit_code_0(folder):
+    done = folder.do(
+        "run", "--models", "mlp", "--strategies", "single,dp", "--devices", "1,2,4", "--rounds", "40", "--budget", "3"
+    )
+    assert done.returncode == 0, done.stderr
+    rows = folder.query("SELECT status, reason FROM trial")
+    assert len(rows) == 4 * 40
+    assert {status for status, _ in rows} == {"ok", "skipped"}
+    assert all("--budget" in reason for status, reason in rows if status == "skipped")
+
+
+def test_a_full_disk_ends_the_run_with_one_line_and_leaves_a_sound_store(folder):
+    code = """
+import resource, signal, sys
+from dpbench import cli
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+cli.main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *WEAK, "--rounds", "4"],
+        cwd=folder.path, env=folder.env, capture_output=True, text=True, check=False, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert not re.search("^Traceback", done.stderr, re.MULTILINE), "a worker's last words may have one, we have none"
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("error: ")
+    assert "dpbench.db" in last
+    assert folder.query("PRAGMA integrity_check") == [("ok",)]
+    assert folder.mark.settles(0) == ""
+
+
+@pytest.mark.slow
+def test_a_closed_pipe_ends_a_run_cleanly_says_so_and_leaves_it_to_be_resumed(folder):
+    arguments = ("run", "--models", "mlp", "--strategies", "single,dp", "--devices", "1,2", "--rounds", "1")
+    reader, writer = os.pipe()
+    with (folder.path / "out").open("w") as out:
+        process = subprocess.Popen(
+            [*commands.COMMAND, *arguments], cwd=folder.path, env=folder.env, stdout=out, stderr=writer,
+            stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        os.close(writer)
+        assert os.read(reader, 1)
+        os.close(reader)
+        assert process.wait(60) == 128 + signal.SIGPIPE
+    assert folder.query("SELECT status FROM run") == [("interrupted",)]
+    assert (folder.path / "out").read_text() == ""
+    done = folder.do(*arguments)
+    assert done.returncode == 0, done.stderr
+    assert "resuming run" in done.stderr
+    assert folder.query("SELECT status FROM run") == [("finished",)]
+
+
+def test_a_run_whose_stdout_is_closed_still_leaves_its_report_and_says_where_it_is(folder):
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [*commands.COMMAND, "run", *CHEAP], cwd=folder.path, env=folder.env, stdout=writer, stderr=subprocess.PIPE,
+        text=True, check=False, timeout=60,
+    )  # fmt: skip
+    os.close(writer)
+    assert done.returncode == 128 + signal.SIGPIPE
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+    ((run_id,),) = folder.query("SELECT id FROM run WHERE status='finished'")
+    assert done.stderr.splitlines()[-1].endswith(f"`dpbench report --run {run_id[:8]}` shows it")
+    assert (folder.path / "reports" / "latest" / "index.html").exists()
