@@ -40,6 +40,12 @@ def _one_thread_and_seed() -> Iterator[None]:
 
 
 @pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Where a store may be; nothing is there yet."""
+    return tmp_path / "store.db"
+
+
+@pytest.fixture
 def folder(tmp_path: Path) -> Iterator[commands.Folder]:
     """A folder in which a user starts commands."""
     with commands.folder(tmp_path) as folder:

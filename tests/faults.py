@@ -266,7 +266,7 @@ FAULTS = (
         "a store of an earlier schema is read as what it holds",
         "ALTER TABLE memory ADD COLUMN kind TEXT NOT NULL DEFAULT 'allocated'",
         "ALTER TABLE memory ADD COLUMN kind TEXT NOT NULL DEFAULT ''",
-        ("tests/test_store.py::test_a_file_of_schema_1_is_read_as_what_it_holds",),
+        ("tests/test_store_files.py::test_a_file_of_schema_1_is_read_as_what_it_holds",),
     ),
     # -- analysis
     Fault(

@@ -1,0 +1,349 @@
+"""The store among processes: what was acknowledged survives any kill, and a run has one writer."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import textwrap
+import time
+from collections import Counter
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import psutil
+import pytest
+
+import dpbench
+from dpbench.records import Case, Status
+from dpbench.store import FINAL, Store, StoreError
+from tests.test_store import CASE, ENDED, begin, make_trial, put, query
+from tests.test_store_files import contents
+
+ROOT = Path(dpbench.__file__).parent.parent
+linux = pytest.mark.skipif(sys.platform != "linux", reason="uses Linux's capabilities")
+
+
+@pytest.fixture
+def child():
+    """Start Python code that knows the store; end it with the test."""
+    started = []
+
+    def start(code, *arguments, **options):
+        env = os.environ | {"PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-c", PREAMBLE + textwrap.dedent(code), *map(str, arguments)]
+        process = subprocess.Popen(
+            command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        process.stderr.close()
+
+
+PREAMBLE = """
+import os, sys, time
+from pathlib import Path
+from dpbench.records import *
+from dpbench.store import Store, StoreError
+path = Path(sys.argv[1])
+case = Case(model="mlp", strategy="dp", batch_size=64)
+def begin(store, plan="plan"):
+    return store.begin_run(plan=plan, host="host", code="code", rounds=3, provenance={})
+def trial(number, n=200):
+    steps = tuple(Step(0.5, False, float(i)) for i in range(n))
+    spans = tuple(Span(i, Phase.FORWARD, 0, "host", float(i), i + 0.5) for i in range(n))
+    samples = tuple(Sample(float(i), 0, "power_w", float(i)) for i in range(n))
+    return Trial(case=case, round=number, steps=steps, spans=spans, samples=samples, memory=(Memory(0, 1, "rss"),))
+"""
+# -- kills
+
+
+WRITER = """
+    with Store.create(path) as store:
+        run_id, resumed = begin(store)
+        number = max((n for _, n in store.done(run_id)), default=-1) + 1
+        while True:
+            trial_id = store.begin_trial(run_id, case, number)
+            store.end_trial(trial_id, trial(number))
+            print(number, flush=True)
+            number += 1
+"""
+
+
+def test_a_killed_writer_loses_at_most_the_trial_in_flight(path, child):
+    generator = random.Random(1)
+    acknowledged = -1
+    for _ in range(6):
+        writer = child(WRITER, path)
+        for _ in range(generator.randrange(1, 12)):
+            acknowledged = int(writer.stdout.readline())
+        time.sleep(generator.random() * 0.02)  # anywhere within the next trial, or between two
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+        acknowledged = max([acknowledged, *map(int, writer.stdout.read().split())])
+
+        with Store.read(path) as store:
+            found = store.trials()
+        assert query(path, "PRAGMA integrity_check") == [("ok",)]
+        rounds = [trial.round for trial in found]
+        assert rounds == list(range(len(rounds))), "a trial is missing or stored twice"
+        assert acknowledged <= max(rounds) <= acknowledged + 1
+        assert all(len(t.steps) == len(t.spans) == len(t.samples) == 200 and len(t.memory) == 1 for t in found)
+        acknowledged = max(rounds)
+    assert len(query(path, "SELECT id FROM run")) == 1, "each writer went on with the same run"
+    statuses = Counter(status for (status,) in query(path, "SELECT status FROM trial"))
+    assert statuses["running"] <= 1
+    assert statuses["killed"] <= 5
+
+
+def test_what_ran_in_a_dead_process_is_killed_and_redone(path, child):
+    dead = child(
+        "store = Store.create(path); run, _ = begin(store); store.begin_trial(run, case, 2); os._exit(9)", path
+    )
+    assert dead.wait() == 9, dead.stderr.read()
+    assert query(path, "SELECT status FROM trial") == [("running",)]
+    with Store.read(path) as reader:
+        assert reader.trials() == []
+    with Store.create(path) as store:
+        run_id, resumed = begin(store)
+        assert resumed
+        assert store.done(run_id) == set()
+        assert query(path, "SELECT status FROM trial") == [("killed",)]
+        assert store.trials(run_id) == store.trials() == []
+        case = Case(model="mlp", strategy="dp", batch_size=64)
+        put(store, run_id, make_trial(case=case, round=2))
+        assert store.done(run_id) == {(case.fingerprint, 2)}
+        assert len(store.trials(run_id)) == 1
+
+
+@pytest.mark.parametrize("status", ["finished", "interrupted"])
+def test_the_end_of_a_run_kills_what_still_runs(path, status):
+    with Store.create(path) as store:
+        run_id, _ = begin(store)
+        put(store, run_id, make_trial())
+        store.begin_trial(run_id, CASE, 2)
+        store.end_run(run_id, status)
+        assert store.runs()[0].status == status
+    assert query(path, "SELECT status FROM trial ORDER BY id") == [("ok",), ("killed",)]
+
+
+# -- one run, one writer
+
+
+@pytest.mark.parametrize("changed", [{}, {"plan": "other"}, {"host": "other"}, {"code": "other"}])
+@pytest.mark.parametrize("ended", ["finished", "interrupted", None])
+def test_only_an_unfinished_run_of_same_plan_host_and_code_is_resumed(path, changed, ended):
+    with Store.create(path) as store:
+        first, resumed = begin(store)
+        assert not resumed
+        if ended:
+            store.end_run(first, ended)
+        second, resumed = begin(store, **changed)
+        expected = not changed and ended != "finished"
+        assert resumed is expected
+        assert (second == first) is expected
+        assert len(store.runs()) == (1 if expected else 2)
+
+
+def test_of_several_unfinished_runs_the_right_one_is_resumed(path):
+    with Store.create(path) as store:
+        runs = {plan: begin(store, plan=plan)[0] for plan in ("a", "b", "c")}
+        for plan in ("b", "a", "c"):
+            assert begin(store, plan=plan) == (runs[plan], True)
+
+
+def test_a_run_that_a_living_process_fills_is_refused_naming_it(path, child):
+    holder = child("store = Store.create(path); begin(store); print(1, flush=True); time.sleep(600)", path)
+    assert holder.stdout.readline(), holder.stderr.read()
+    with Store.create(path) as store:
+        with pytest.raises(StoreError, match=str(holder.pid)) as refused:
+            begin(store)
+        assert str(path) in str(refused.value)
+        other, resumed = begin(store, plan="other")  # a different run is no trouble
+        assert other
+        assert not resumed
+        holder.kill()
+        holder.wait()
+        assert begin(store)[1], "the dead process's run is free again"
+
+
+def test_a_process_that_only_inherited_the_pid_does_not_hold_the_run(path):
+    with Store.create(path) as store:
+        run_id, _ = begin(store)
+    with closing(sqlite3.connect(path)) as db, db:
+        db.execute("UPDATE run SET pid=?, pid_born=pid_born-1000", (os.getppid(),))
+    assert psutil.pid_exists(os.getppid())
+    with Store.create(path) as store:
+        assert begin(store) == (run_id, True)
+
+
+def test_final_statuses_are_done_killed_is_not_and_retry_opens_what_it_names(path):
+    with Store.create(path) as store:
+        run_id, _ = begin(store)
+        for number, status in enumerate(ENDED):
+            put(store, run_id, make_trial(status=status, round=number))
+        store.begin_trial(run_id, CASE, 99)
+        slots = {status: (CASE.fingerprint, number) for number, status in enumerate(ENDED)}
+        assert set(ENDED) == FINAL
+        assert store.done(run_id) == set(slots.values())
+        for status in ENDED:
+            assert store.done(run_id, retry=[status.value]) == set(slots.values()) - {slots[status]}
+        assert store.done(run_id, retry=["failed", "oom"]) == set(slots.values()) - {slots["failed"], slots["oom"]}
+        assert store.done(run_id, retry=[status.value for status in ENDED]) == set()
+        # a slot that failed and was then measured is done, whatever is retried
+        put(store, run_id, make_trial(status=Status.OK, round=slots["failed"][1]))
+        assert slots["failed"] in store.done(run_id, retry=["failed"])
+
+
+# -- several at once
+
+
+def test_writers_of_different_runs_share_a_fresh_file(path, child):
+    """All begin at the same moment, so that making and migrating the file is contended too."""
+    code = """
+        begun = path.with_name("go")
+        print("there", flush=True)
+        while not begun.exists():
+            pass
+        with Store.create(path) as store:
+            run_id, _ = begin(store, plan=sys.argv[2])
+            for number in range(10):
+                store.end_trial(store.begin_trial(run_id, case, number), trial(number, 50))
+            store.end_run(run_id)
+    """
+    for attempt in range(3):
+        folder = path.parent / str(attempt)
+        folder.mkdir()
+        fresh = folder / "store.db"
+        writers = [child(code, fresh, f"plan {i}") for i in range(5)]
+        for writer in writers:
+            assert writer.stdout.readline() == "there\n"
+        (folder / "go").touch()
+        ends = [(writer.wait(timeout=60), writer.stderr.read()[-500:]) for writer in writers]
+        assert ends == [(0, "")] * len(writers)
+        with Store.read(fresh) as store:
+            assert len(store.runs()) == len(writers)
+            assert len(store.trials()) == 10 * len(writers)
+            assert {len(trial.steps) for trial in store.trials()} == {50}
+        assert query(fresh, "PRAGMA integrity_check") == [("ok",)]
+
+
+def test_a_reader_works_while_a_writer_is_in_the_middle(path):
+    with Store.create(path) as store:
+        run_id, _ = begin(store)
+        with Store.read(path) as early:
+            assert early.trials() == []
+            put(store, run_id, make_trial())
+            store.begin_trial(run_id, CASE, 2)
+            assert len(early.trials(run_id)) == 1  # the same reader sees what came
+            with Store.read(path) as late:
+                assert len(late.trials(run_id)) == 1
+            put(store, run_id, make_trial(round=3))  # and stands in nobody's way
+            assert len(early.trials(run_id)) == 2
+
+
+def test_a_reader_never_writes(path):
+    with Store.create(path) as store:
+        run_id, _ = begin(store)
+        put(store, run_id, make_trial())
+        trial_id = store.begin_trial(run_id, CASE, 2)
+    before, stamp = contents(path.parent), path.stat().st_mtime_ns
+    with Store.read(path) as reader:
+        assert len(reader.trials()) == 1
+        for attempt in (
+            lambda: begin(reader),
+            lambda: reader.end_trial(trial_id, make_trial()),
+            lambda: reader.end_run(run_id),
+        ):
+            with pytest.raises((sqlite3.OperationalError, StoreError)):
+                attempt()
+    assert contents(path.parent) == before
+    assert path.stat().st_mtime_ns == stamp
+
+
+def without_privilege():
+    """Give up root's right to write anywhere, from the next exec on: CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH."""
+    libc = ctypes.CDLL(None)
+    for capability in (1, 2):
+        libc.prctl(24, capability, 0, 0, 0)
+
+
+@linux
+@pytest.mark.parametrize("killed", [False, True], ids=["closed", "killed"])
+def test_a_read_only_copy_can_be_read(path, child, killed):
+    if killed:  # what it wrote lies in the WAL
+        code = "s = Store.create(path); r, _ = begin(s); s.end_trial(s.begin_trial(r, case, 0), trial(0)); os._exit(0)"
+        assert child(code, path).wait() == 0
+    else:
+        with Store.create(path) as store:
+            run_id, _ = begin(store)
+            put(store, run_id, make_trial())
+    folder = path.parent / "copy"
+    folder.mkdir()
+    for file in path.parent.glob("store.db*"):
+        shutil.copy(file, folder)
+        (folder / file.name).chmod(0o444)
+    before = contents(folder)
+    folder.chmod(0o555)
+    try:
+        code = """
+            try:
+                (path.parent / "probe").touch()
+            except PermissionError:
+                with Store.read(path) as store:
+                    print(len(store.runs()), len(store.trials()), len(store.trials()[0].steps) > 0)
+        """
+        reader = child(code, folder / path.name, preexec_fn=without_privilege)
+        out, err = reader.communicate(timeout=60)
+    finally:
+        folder.chmod(0o755)
+    assert (out, reader.returncode) == ("1 1 True\n", 0), err
+    assert contents(folder) == before
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_after_the_close_the_file_alone_holds_everything(path, watched):
+    wal = path.with_name(path.name + "-wal")
+    with ExitStack() as readers:
+        with Store.create(path) as store:
+            run_id, _ = begin(store)
+            put(store, run_id, make_trial())
+            assert wal.exists()
+            if watched:  # by one that stays open longer than the writer
+                assert readers.enter_context(Store.read(path)).trials()
+        assert not wal.exists() or (watched and wal.stat().st_size == 0)
+        alone = shutil.copy(path, path.parent / "moved.db")
+    with Store.read(alone) as reader:
+        assert len(reader.trials()) == 1
+
+
+@linux
+def test_a_read_only_folder_is_refused(path, child):
+    folder = path.parent / "locked"
+    folder.mkdir()
+    folder.chmod(0o555)
+    code = """
+        try:
+            Store.create(path)
+        except StoreError as error:
+            print(error)
+    """
+    try:
+        writer = child(code, folder / "store.db", preexec_fn=without_privilege)
+        out, err = writer.communicate(timeout=60)
+    finally:
+        folder.chmod(0o755)
+    assert str(folder / "store.db") in out, err
+    assert "--store" in out
+    assert list(folder.iterdir()) == []
