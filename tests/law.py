@@ -13,14 +13,17 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from dpbench.engine.errors import Refused
 from dpbench.engine.train_step import TrainStep
-from dpbench.records.schedule import FASTEST, Schedule, parse
+from dpbench.records.schedule import FASTEST, RUNGS, TRAIN_STEP, Schedule, climb, parse
 from tests.law_compare import assert_same, sums_exactly
-from tests.law_nets import OPTIMIZERS
+from tests.law_nets import OPTIMIZERS, Net
+
+EXACT = [name for name in climb(TRAIN_STEP) if RUNGS[name].exact]
 
 
 class Loop:
@@ -392,3 +395,18 @@ def drop_optimizer_hooks(loop: Loop) -> None:
 def ulps(dtype: torch.dtype) -> float:
     """Return how far a loss may be off that was added up by parts: its sum and its divisor round differently."""
     return (16 if dtype in (torch.float32, torch.float64) else 2) * torch.finfo(dtype).eps
+
+
+def rungs(lowest: str) -> Any:
+    """Parametrize over the exact rungs from `lowest` up, and `fastest`."""
+    return pytest.mark.parametrize("rung", [*EXACT[EXACT.index(lowest) :], FASTEST])
+
+
+def pair(rung: str | Schedule, module: Callable[[], nn.Module] = Net, criterion: Any = nn.MSELoss, **more: Any) -> Pair:
+    """Return both sides; the optimizer's state is compared where a test asks for it."""
+    return Pair(module, lambda _: criterion(), schedule=rung, **{"watch": False, **more})
+
+
+def explicit(rung: str | Schedule) -> bool:
+    """Return whether a schedule was asked for by name; only such a schedule may refuse."""
+    return rung != FASTEST
