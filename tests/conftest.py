@@ -20,6 +20,7 @@ import hypothesis
 import pytest
 
 from dpbench.hardware import affinity
+from dpbench.hardware.samplers import _tree
 from tests import commands, exported
 
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # before torch is loaded: later has no effect
@@ -37,6 +38,13 @@ def _one_thread_and_seed() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     affinity.roam()  # a trial in this process stays on its device's core
+
+
+@pytest.fixture
+def all_gpus_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide no GPU from the samplers, and have them watch this process and what it starts."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv(_tree.ROOT_PID, str(os.getpid()))
 
 
 @pytest.fixture
