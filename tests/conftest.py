@@ -21,7 +21,8 @@ import pytest
 
 from dpbench.hardware import affinity
 from dpbench.hardware.samplers import _tree
-from tests import commands, exported
+from dpbench.store import Store
+from tests import commands, exported, standing_in
 
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # before torch is loaded: later has no effect
 os.environ["DPBENCH_PATIENCE"] = "0"  # runs neither wait for a quiet machine nor repeat trials
@@ -51,6 +52,20 @@ def all_gpus_visible(monkeypatch: pytest.MonkeyPatch) -> None:
 def path(tmp_path: Path) -> Path:
     """Where a store may be; nothing is there yet."""
     return tmp_path / "store.db"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    """An empty store."""
+    with Store.create(tmp_path / "store.db") as store:
+        yield store
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Replace processes by stand-ins, and temporary files by ones that can be looked at."""
+    with standing_in.quick(monkeypatch, tmp_path):
+        yield
 
 
 @pytest.fixture

@@ -1,0 +1,101 @@
+"""Runs as commands: ended in every way and started again, hanging, or started twice."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from dpbench.records import Status
+from dpbench.store import Store
+from tests import commands
+from tests.test_run import slots
+
+ONLY_MLP = ("run", "--models", "mlp", "--strategies", "single,dp,ddp", "--devices", "1,2", "--batch-sizes", "32")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "measure.run", "records.plan", "store", "measure.server", "hardware.provenance", "cli.progress", "cli",
+        "hardware.foreign_load", "measure.preflight",
+    ],
+)  # fmt: skip
+def test_the_parent_of_the_workers_never_loads_torch(name):
+    code = f"import sys, dpbench.{name}; sys.exit(int('torch' in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=commands.ROOT, check=False).returncode == 0
+
+
+@pytest.mark.slow
+def test_however_it_is_ended_the_same_command_completes_the_run_without_repeating_a_trial(folder):
+    """Five cases, two rounds; the command is ended in four ways, after each of them two trials or more further on."""
+    command = (*ONLY_MLP, "--rounds", "2", "--store", "acceptance.db")
+    folder.store = folder.path / "acceptance.db"
+    expected = {"interrupt": 130, "terminate": None, "kill": -9, "kill group": -9}
+    kept: list[tuple] = []
+    for goal, (how, code) in zip((1, 3, 5, 7), expected.items(), strict=True):
+        process = folder.start(*command)
+        assert folder.wait_for(process, goal), folder.err
+        ended = commands.end(process, how)
+        assert folder.mark.settles(0) == "", f"{how}: these have outlived the command"
+        rows = folder.final()
+        assert rows[: len(kept)] == kept, "what was final has changed"
+        kept = rows
+        assert ended == code if code is not None else ended != 0
+        if how == "interrupt":
+            assert "same command" in folder.err
+            assert "Traceback" not in folder.err
+    left = set(folder.temporary.iterdir())
+    done = folder.do(*command)
+    assert done.returncode == 0, done.stderr
+    assert f"{len(kept)} of 10 trials are done" in done.stderr
+    assert folder.final()[: len(kept)] == kept
+    assert set(folder.temporary.iterdir()) <= left, "a run that finishes leaves no temporary file"
+    assert folder.mark.settles(0) == ""
+    with Store.read(folder.store) as store:
+        (found,) = store.runs()
+        trials = store.trials(found.id)
+    assert found.status == "finished"
+    assert len({trial.case for trial in trials}) == 5
+    assert {trial.round for trial in trials} == {0, 1}
+    assert set(slots(trials).values()) == {1}
+    assert len(trials) == 10
+    assert {trial.status for trial in trials} == {Status.OK}
+    assert {trial.verified for trial in trials} <= {"bitwise", "within_tolerance"}
+    assert folder.query("SELECT count(*) FROM trial WHERE status='killed'")[0][0] <= 4
+    assert folder.query("PRAGMA integrity_check") == [("ok",)]
+
+
+@pytest.mark.parametrize("how", ["interrupt group", "terminate", "kill", "kill group"])
+def test_ranks_that_hang_do_not_outlive_the_command(folder, how):
+    process = folder.start("run", "--model", "tests.hungry:STUBBORN_IN_RANK_1", "--strategies", "ddp", "--devices", "2")
+    # the command, its sampler, the server, the worker, two ranks
+    commands.poll(lambda: len(folder.mark.alive()) >= 6, 30)
+    assert len(folder.mark.alive()) >= 6, folder.err
+    time.sleep(0.5)  # so that the ranks are at work
+    code = commands.end(process, how)
+    assert folder.mark.settles(0) == ""
+    assert code == 130 if "interrupt" in how else code != 0
+    if "kill" not in how:
+        assert list(folder.temporary.iterdir()) == [], "a temporary folder is left behind"
+
+
+def test_a_second_command_for_the_same_run_is_refused_and_the_first_goes_on(folder):
+    command = ("run", "--models", "mlp", "--strategies", "single", "--batch-sizes", "8", "--rounds", "1")
+    first = folder.start(*command)
+    assert folder.wait_for(first, 0)
+    first.send_signal(signal.SIGSTOP)  # or it might finish before the second one has begun
+    second = subprocess.run(
+        [*commands.COMMAND, *command], cwd=folder.path, env=folder.env, capture_output=True, text=True, check=False
+    )
+    first.send_signal(signal.SIGCONT)
+    assert second.returncode == 2
+    assert second.stdout == ""
+    assert second.stderr.startswith("error: ")
+    assert str(first.pid) in second.stderr
+    assert second.stderr.count("\n") == 1
+    assert first.wait(60) == 0, folder.err
+    assert len(folder.final()) == 1
