@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import gc
 import itertools
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,15 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpbench import DataParallel, models
-from dpbench.engine.autotune import Autotuner
 from dpbench.engine.errors import Refused
-from dpbench.engine.legal import BEST
 from dpbench.engine.replica_cache import ReplicaCache
 from dpbench.engine.train_step import TrainStep
 from dpbench.engine.update import Update
-from dpbench.hardware.devices import resolve
 from dpbench.hardware.devices._host import HostDevice
-from dpbench.records import Phase, no_mark, registry
+from dpbench.records import Phase, registry
 from dpbench.records.schedule import RULES, RUNGS, SWITCHES, TRAIN_STEP, Schedule, climb
 
 OPTIMIZERS: dict[str, Any] = {
@@ -186,163 +181,6 @@ def test_accumulation_clipping_and_scaling_change_no_bit_against_reference(rung:
         assert not differing(expected, found) or rung == "bf16_comm", options
 
 
-@pytest.mark.parametrize("rung", EXACT)
-def test_an_overflow_skips_the_step_on_every_device(rung: str) -> None:
-    module, loss, batches = problem("mlp", 8)
-    before = copy.deepcopy(module)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    inputs, target = batches[0]
-    inputs[0] = float("inf")
-    with TrainStep(module, loss, OPTIMIZERS["sgd"], ["cpu", "cpu"], rung, scaler=scaler) as step:
-        step(inputs, target)
-        assert not differing(before, module)
-    assert scaler.get_scale() < 1024.0
-
-
-@pytest.mark.parametrize("rung", EXACT)
-def test_schedulers_reach_every_devices_optimizer(rung: str) -> None:
-    def run(schedule: str) -> nn.Module:
-        module, loss, batches = problem("mlp", 9)
-        with TrainStep(module, loss, OPTIMIZERS["sgd"], ["cpu", "cpu"], schedule) as step:
-            scheduler = torch.optim.lr_scheduler.ExponentialLR(step.optimizer, 0.5)
-            for batch in batches:
-                step(*batch)
-                scheduler.step()
-        return module
-
-    assert not differing(run("reference"), run(rung))
-
-
-@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
-@pytest.mark.parametrize(
-    ("first", "second"), [("zero1", "reference"), ("reference", "zero1"), ("flat_optimizer", "allreduce")]
-)
-def test_checkpoints_move_between_rungs(first: str, second: str, optimizer: str) -> None:
-    def halves(schedules: tuple[str, str]) -> nn.Module:
-        module, loss, batches = problem("odd", 8, 6)
-        with TrainStep(module, loss, OPTIMIZERS[optimizer], ["cpu", "cpu"], schedules[0]) as step:
-            for batch in batches[:3]:
-                step(*batch)
-            state = copy.deepcopy(step.state_dict())
-        resumed, _, _ = problem("odd", 8)
-        with TrainStep(resumed, loss, OPTIMIZERS[optimizer], ["cpu"] * 3, schedules[1]) as step:
-            step.load_state_dict(state)
-            for batch in batches[3:]:
-                step(*batch)
-        return resumed
-
-    assert not differing(halves(("reference", "reference")), halves((first, second)))
-
-
-def test_state_has_the_same_names_and_values_on_every_rung() -> None:
-    def state(rung: str) -> dict[str, Any]:
-        module, loss, batches = problem("odd", 8)
-        with TrainStep(module, loss, OPTIMIZERS["adam"], ["cpu", "cpu"], rung) as step:
-            for batch in batches:
-                step(*batch)
-            return copy.deepcopy(step.state_dict()["optimizer"])
-
-    expected = state("reference")
-    for rung in EXACT[1:]:
-        found = state(rung)
-        assert found["param_groups"] == expected["param_groups"], rung
-        assert found["state"].keys() == expected["state"].keys(), rung
-        for number, values in expected["state"].items():
-            assert values.keys() == found["state"][number].keys(), rung
-            assert all(torch.equal(value, found["state"][number][name]) for name, value in values.items()), rung
-
-
-@pytest.mark.parametrize("rung", EXACT)
-def test_what_remains_is_an_ordinary_module_and_optimizer(rung: str) -> None:
-    module, loss, batches = problem("odd", 8)
-    threads = threading.active_count()
-    with TrainStep(module, loss, OPTIMIZERS["adam"], ["cpu", "cpu"], rung) as step:
-        for batch in batches:
-            step(*batch)
-    while threading.active_count() > threads:  # told to end, they do
-        threading.Event().wait(0.001)
-    plain = copy.deepcopy(module)
-    optimizer = OPTIMIZERS["adam"](plain.parameters())
-    optimizer.load_state_dict(copy.deepcopy(step.optimizer.state_dict()))
-    for mine, theirs in zip(module.parameters(), plain.parameters(), strict=True):
-        assert mine.untyped_storage().nbytes() == mine.nbytes
-        theirs.grad = None if mine.grad is None else mine.grad.clone()
-    step.optimizer.step()
-    optimizer.step()
-    assert not differing(module, plain)
-
-
-@pytest.mark.parametrize("rung", EXACT)
-def test_changes_of_weights_modules_and_attributes_between_steps_are_seen(rung: str) -> None:
-    def run(schedule: str) -> nn.Module:
-        torch.manual_seed(0)
-        module = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.0), nn.Linear(6, 2))
-        x, y = torch.randn(8, 6), torch.randn(8, 2)
-        with TrainStep(module, F.mse_loss, OPTIMIZERS["sgd"], ["cpu", "cpu"], schedule) as step:
-            step(x, y)
-            with torch.no_grad():
-                module[0].weight.mul_(0.5)
-            step(x, y)
-            module[1].eval()
-            step(x, y)
-            module[2] = nn.Tanh()
-            step(x, y)
-            module.load_state_dict({k: v * 0.9 if v.is_floating_point() else v for k, v in module.state_dict().items()})
-            step(x, y)
-            module[0].weight.data *= 2
-            step.sync()
-            step(x, y)
-        return module
-
-    assert not differing(run("reference"), run(rung))
-
-
-@pytest.mark.parametrize("rung", EXACT)
-def test_a_module_that_moves_between_steps_takes_its_gradients_along(rung: str) -> None:
-    """`Module.to` gives the parameters, and the gradients it finds on them, other storage."""
-
-    def run(schedule: str) -> nn.Module:
-        torch.manual_seed(0)
-        module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 2))
-        x, y = torch.randn(8, 3, 4, 4), torch.randn(8, 2)
-        with TrainStep(module, F.mse_loss, OPTIMIZERS["sgd"], ["cpu", "cpu"], schedule) as step:
-            step(x, y)
-            module.double().float()
-            step(x, y)
-            for parameter in module.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.data = parameter.grad.data.clamp(-1, 1)
-            step(x, y)
-        return module
-
-    assert not differing(run("reference"), run(rung))
-
-
-class Stateful(nn.Module):
-    """A forward that depends on an attribute it writes: torch's replicas forget it after every call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.calls = nn.Linear(4, 4), 0
-        self.register_buffer("seen", torch.zeros(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        self.seen = self.seen + 1
-        out: Tensor = self.layer(x) * self.calls * self.seen
-        return out
-
-
-@pytest.mark.parametrize("rung", EXACT)
-def test_what_forward_writes_into_a_replica_is_forgotten_on_every_rung(rung: str) -> None:
-    torch.manual_seed(0)
-    module, x = Stateful(), torch.randn(4, 4)
-    with TrainStep(module, F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.0), ["cpu", "cpu"], rung) as step:
-        losses = {float(step(x, x)) for _ in range(4)}
-    assert len(losses) == 1
-    assert (module.calls, float(module.seen)) == (0, 0.0)
-
-
 def test_the_planted_faults_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     expected, _ = train("odd", "reference", 3, 8)
     with monkeypatch.context() as patch:  # sums in another order
@@ -363,34 +201,6 @@ def test_the_planted_faults_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(wrapped(x), first)
 
 
-@pytest.mark.parametrize("schedule", ["pool", "cached", "flat_storage", "workers=serial", "reduce=overlap", "fastest"])
-def test_a_wrapper_trains_the_same_on_every_schedule_it_can_have(schedule: str) -> None:
-    def run(name: str) -> nn.Module:
-        module, loss, batches = problem("odd", 8)
-        wrapped, optimizer = DataParallel(module, ["cpu"] * 3, schedule=name), OPTIMIZERS["adam"](module.parameters())
-        for inputs, target in batches:
-            optimizer.zero_grad()
-            loss(wrapped(inputs), target).backward()
-            optimizer.step()
-        again = copy.deepcopy(wrapped)
-        assert torch.equal(again(batches[0][0]), wrapped(batches[0][0]))
-        return module
-
-    assert not differing(run("reference"), run(schedule))
-
-
-def test_a_pooled_wrapper_ends_its_threads_with_itself() -> None:
-    before = set(threading.enumerate())
-    wrapped = DataParallel(nn.Linear(2, 2), ["cpu"] * 3, schedule="pool")
-    wrapped(torch.zeros(3, 2))
-    started = set(threading.enumerate()) - before
-    assert len(started) == 2
-    del wrapped
-    gc.collect()
-    for thread in started:
-        thread.join()
-
-
 @pytest.mark.parametrize("rung", ["reference", "cached", "local_loss", "zero1"])
 def test_chunk_sizes_equal_a_reference_with_those_chunks(rung: str) -> None:
     def run(schedule: str, weights: Any) -> tuple[nn.Module, list[int]]:
@@ -408,26 +218,6 @@ def test_chunk_sizes_equal_a_reference_with_those_chunks(rung: str) -> None:
     assert differing(run("reference", None)[0], ours)
     with pytest.raises(ValueError, match="one weight above 0 for each of the 3 devices"):
         run(rung, [1, 2])
-
-
-def test_automatic_chunk_sizes_take_rows_from_a_device_that_is_slow() -> None:
-    class Slow(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            threading.Event().wait(0.002 * len(x) * (3 if "_slow" in threading.current_thread().name else 1))
-            out: Tensor = self.layer(x)
-            return out
-
-    module, x = Slow(), torch.randn(12, 4)
-    with TrainStep(module, F.mse_loss, OPTIMIZERS["sgd"], ["cpu", "cpu"], "workers=serial", chunk_sizes="auto") as step:
-        assert step.chunk_sizes is None
-        for _ in range(9):
-            step(x, x)
-        first, second = step.chunk_sizes or (0, 0)
-    assert 0.5 < first / second <= 1.1  # device 0 also gathers and updates: it never gets more
 
 
 def test_losses_without_a_sum_are_refused_or_left_gathered() -> None:
@@ -488,77 +278,3 @@ def test_ragged_batches_weigh_every_row_alike(loss: Any, rung: str) -> None:
         return module
 
     assert not differing(run("reference"), run(rung))
-
-
-def test_fastest_settles_and_stays() -> None:
-    module, loss, batches = problem("mlp", 8, 70)
-    with TrainStep(module, loss, OPTIMIZERS["sgd"], ["cpu", "cpu"]) as step:
-        seen = []
-        for batch in batches:
-            step(*batch)
-            seen.append(step.schedule)
-        assert step._autotuner is not None
-        assert step._autotuner.settled
-        assert {one.workers for one in seen[:20]} == {"pool", "serial"}
-        assert len(set(seen[-3:])) == 1
-        assert step.schedule.exact
-
-
-@pytest.fixture
-def ticking(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Return the present second of a clock that stands still."""
-    now = [0.0]
-    monkeypatch.setattr("dpbench.engine.autotune.time.perf_counter", lambda: now[0])
-    return now
-
-
-def settle(now: list[float], seconds: Callable[[str, int], float], calls: int = 1) -> Autotuner:
-    """Return a settled autotuner whose updates take `calls` calls of `seconds(workers, number)` each."""
-    autotuner = Autotuner(BEST, resolve(["cpu", "cpu"]))
-    for number in itertools.count():
-        workers = autotuner.next().workers
-        if autotuner.settled:
-            return autotuner
-        for _ in range(calls):
-            with autotuner.timed(no_mark) as mark, mark(Phase.FORWARD, 0):
-                now[0] += seconds(workers, number)
-    raise AssertionError
-
-
-@pytest.mark.parametrize("faster", ["pool", "serial"])
-def test_trials_choose_the_faster(ticking: list[float], faster: str) -> None:
-    noise = itertools.cycle([0.0, 0.01, -0.01, 0.02])
-    autotuner = settle(ticking, lambda workers, number: (1.0 if workers == faster else 1.2) + next(noise))
-    assert autotuner.next().workers == faster
-
-
-def test_trials_of_equals_keep_the_pool_whatever_the_drift(ticking: list[float]) -> None:
-    autotuner = settle(ticking, lambda workers, number: 1.0 + 0.01 * number)
-    assert autotuner.next().workers == "pool"
-
-
-def test_a_slow_update_does_not_decide(ticking: list[float]) -> None:
-    autotuner = settle(ticking, lambda workers, number: 50.0 if (workers, number) == ("pool", 4) else 1.0)
-    assert autotuner.next().workers == "pool"
-
-
-def test_trials_tell_when_one_device_would_be_faster(ticking: list[float]) -> None:
-    autotuner = Autotuner(BEST, resolve(["cpu", "cpu"]))
-    while not autotuner.settled:
-        workers = autotuner.next().workers
-        with autotuner.timed(no_mark) as mark:
-            with mark(Phase.REPLICATE, 0):
-                ticking[0] += 1.0
-            with mark(Phase.FORWARD, 0):
-                ticking[0] += 2.0 if workers == "serial" else 2.5
-    assert autotuner.advice.startswith("one device is likely to be faster: about 2.00 s per update")
-
-
-def test_calls_of_an_accumulation_are_timed_together(ticking: list[float]) -> None:
-    """The call that makes the update takes longer; it must not count for one candidate alone."""
-    turn = itertools.cycle([1.0, 9.0])
-    autotuner = settle(ticking, lambda workers, number: next(turn) * (0.8 if workers == "serial" else 1.0), calls=2)
-    assert autotuner.next().workers == "serial"
-    assert all(
-        seconds == pytest.approx([10.0 * (0.8 if c else 1.0)] * len(seconds)) for c, seconds in autotuner._blocks
-    )

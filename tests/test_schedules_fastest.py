@@ -1,0 +1,113 @@
+"""What `fastest` and automatic chunk sizes settle on, by the times that they see."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dpbench.engine.autotune import Autotuner
+from dpbench.engine.legal import BEST
+from dpbench.engine.train_step import TrainStep
+from dpbench.hardware.devices import resolve
+from dpbench.records import Phase, no_mark
+from tests.test_schedules import OPTIMIZERS, problem
+
+
+def test_automatic_chunk_sizes_take_rows_from_a_device_that_is_slow() -> None:
+    class Slow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            threading.Event().wait(0.002 * len(x) * (3 if "_slow" in threading.current_thread().name else 1))
+            out: Tensor = self.layer(x)
+            return out
+
+    module, x = Slow(), torch.randn(12, 4)
+    with TrainStep(module, F.mse_loss, OPTIMIZERS["sgd"], ["cpu", "cpu"], "workers=serial", chunk_sizes="auto") as step:
+        assert step.chunk_sizes is None
+        for _ in range(9):
+            step(x, x)
+        first, second = step.chunk_sizes or (0, 0)
+    assert 0.5 < first / second <= 1.1  # device 0 also gathers and updates: it never gets more
+
+
+def test_fastest_settles_and_stays() -> None:
+    module, loss, batches = problem("mlp", 8, 70)
+    with TrainStep(module, loss, OPTIMIZERS["sgd"], ["cpu", "cpu"]) as step:
+        seen = []
+        for batch in batches:
+            step(*batch)
+            seen.append(step.schedule)
+        assert step._autotuner is not None
+        assert step._autotuner.settled
+        assert {one.workers for one in seen[:20]} == {"pool", "serial"}
+        assert len(set(seen[-3:])) == 1
+        assert step.schedule.exact
+
+
+@pytest.fixture
+def ticking(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Return the present second of a clock that stands still."""
+    now = [0.0]
+    monkeypatch.setattr("dpbench.engine.autotune.time.perf_counter", lambda: now[0])
+    return now
+
+
+def settle(now: list[float], seconds: Callable[[str, int], float], calls: int = 1) -> Autotuner:
+    """Return a settled autotuner whose updates take `calls` calls of `seconds(workers, number)` each."""
+    autotuner = Autotuner(BEST, resolve(["cpu", "cpu"]))
+    for number in itertools.count():
+        workers = autotuner.next().workers
+        if autotuner.settled:
+            return autotuner
+        for _ in range(calls):
+            with autotuner.timed(no_mark) as mark, mark(Phase.FORWARD, 0):
+                now[0] += seconds(workers, number)
+    raise AssertionError
+
+
+@pytest.mark.parametrize("faster", ["pool", "serial"])
+def test_trials_choose_the_faster(ticking: list[float], faster: str) -> None:
+    noise = itertools.cycle([0.0, 0.01, -0.01, 0.02])
+    autotuner = settle(ticking, lambda workers, number: (1.0 if workers == faster else 1.2) + next(noise))
+    assert autotuner.next().workers == faster
+
+
+def test_trials_of_equals_keep_the_pool_whatever_the_drift(ticking: list[float]) -> None:
+    autotuner = settle(ticking, lambda workers, number: 1.0 + 0.01 * number)
+    assert autotuner.next().workers == "pool"
+
+
+def test_a_slow_update_does_not_decide(ticking: list[float]) -> None:
+    autotuner = settle(ticking, lambda workers, number: 50.0 if (workers, number) == ("pool", 4) else 1.0)
+    assert autotuner.next().workers == "pool"
+
+
+def test_trials_tell_when_one_device_would_be_faster(ticking: list[float]) -> None:
+    autotuner = Autotuner(BEST, resolve(["cpu", "cpu"]))
+    while not autotuner.settled:
+        workers = autotuner.next().workers
+        with autotuner.timed(no_mark) as mark:
+            with mark(Phase.REPLICATE, 0):
+                ticking[0] += 1.0
+            with mark(Phase.FORWARD, 0):
+                ticking[0] += 2.0 if workers == "serial" else 2.5
+    assert autotuner.advice.startswith("one device is likely to be faster: about 2.00 s per update")
+
+
+def test_calls_of_an_accumulation_are_timed_together(ticking: list[float]) -> None:
+    """The call that makes the update takes longer; it must not count for one candidate alone."""
+    turn = itertools.cycle([1.0, 9.0])
+    autotuner = settle(ticking, lambda workers, number: next(turn) * (0.8 if workers == "serial" else 1.0), calls=2)
+    assert autotuner.next().workers == "serial"
+    assert all(
+        seconds == pytest.approx([10.0 * (0.8 if c else 1.0)] * len(seconds)) for c, seconds in autotuner._blocks
+    )
