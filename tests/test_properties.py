@@ -1,15 +1,15 @@
-"""Steps over whatever hypothesis draws, held bit by bit against the chunked reference: one deep copy per chunk.
+"""Calls over whatever hypothesis draws, held bit by bit against the chunked reference: one deep copy per chunk.
 
-Inputs, rows, devices and schedules are drawn. `call` and `train` are the engine's side and the only places that know of
-schedules; `expect` and `expect_training` are the reference, which owes nothing to the engine: it runs copy after copy
-on the host and adds the gradients in replica order.
+Inputs, rows, devices and schedules are drawn. `call`, and `train` of tests/test_properties_training.py, are the
+engine's side and the only places that know of schedules; `expect` and `expect_training` are the reference, which owes
+nothing to the engine: it runs copy after copy on the host and adds the gradients in replica order.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -24,21 +24,10 @@ from dpbench.records.schedule import SWITCHES, TRAIN_STEP, Schedule
 from tests.conformance import Place
 
 WIDTH = 5
-CALLS = 4
-"""How often a drawn training is called: four updates, or two where two calls make one."""
-
 ALL = [Schedule(**dict(zip(SWITCHES, positions, strict=True))) for positions in itertools.product(*SWITCHES.values())]
 STEPPED = [one for one in ALL if not one.missing(TRAIN_STEP)]
 WRAPPED = [one for one in ALL if not one.missing()]
 """The schedules that TrainStep and the wrapper can have without a GPU, those that round included."""
-
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=1e-4, momentum=0.9, weight_decay=0.1),
-    "adam": lambda p: torch.optim.Adam(p, lr=1e-2),
-    "two_groups": lambda p: torch.optim.AdamW(
-        [{"params": (every := list(p))[::2], "lr": 1e-2}, {"params": every[1::2], "weight_decay": 0.2}]
-    ),
-}
 
 
 # ---------------------------------------------------------------- what is drawn
@@ -141,43 +130,6 @@ def cases(draw: st.DrawFn) -> Case:
     args = tuple(draw(st.lists(NESTED, max_size=3)))
     kwargs = draw(st.dictionaries(st.sampled_from(["x", "y"]), NESTED, max_size=2))
     return Case(args, kwargs, draw(st.integers(0, 9)), draw(st.integers(1, 4)), at_home=draw(st.booleans()))
-
-
-@dataclass(frozen=True)
-class Training:
-    """Some steps of TrainStep, and the target's containers."""
-
-    case: Case
-    target: Any
-    schedule: Schedule
-    optimizer: str
-    accumulate: int
-    clip_norm: float | None
-    idle: bool  # whether the net has a layer that no input reaches
-
-    @property
-    def whole_net(self) -> bool:
-        """Tell whether every layer is reached, so that one device finds a gradient everywhere."""
-        kinds = {leaf.kind for leaf in leaves(self.case.args)}
-        return not self.idle and "index" in kinds
-
-
-@st.composite
-def trainings(draw: st.DrawFn, schedules: Sequence[Schedule], *, sized: bool = False) -> Training:
-    """Draw steps over batches with something to cut; with `sized`, every device has rows of its own number."""
-    args = (*draw(st.lists(NESTED, max_size=2)), draw(TENSORS))
-    devices = draw(st.integers(1, 4))
-    sizes = tuple(draw(st.lists(st.integers(1, 4), min_size=devices, max_size=devices))) if sized else None
-    case = Case(args, {}, sum(sizes) if sizes else draw(st.integers(1, 9)), devices, sizes, draw(st.booleans()))
-    return Training(
-        case,
-        draw(st.sampled_from([TARGET, {"t": TARGET}, Pair(None, [TARGET]), (TARGET,)])),
-        draw(st.sampled_from(schedules)),
-        draw(st.sampled_from(list(OPTIMIZERS))),
-        draw(st.sampled_from([1, 1, 2])),
-        draw(st.sampled_from([None, None, 0.5])),
-        draw(st.booleans()),
-    )
 
 
 # ---------------------------------------------------------------- the net
@@ -347,121 +299,6 @@ def check(case: Case, kind: str, schedule: Schedule) -> None:
         module.zero_grad()
 
 
-# ---------------------------------------------------------------- training
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What steps leave behind, on the host."""
-
-    state: dict[str, Tensor]
-    gradients: dict[str, Tensor | None]
-    of_inputs: list[Tensor | None]
-    optimizer: dict[str, Any]
-    losses: list[float]
-
-
-def summed(output: Any, target: Any) -> Tensor:
-    """Return a loss that is a sum over rows, of all outputs."""
-    (wanted,) = leaves(target, Tensor)
-    whole: Tensor = sum(((tensor - wanted[:, :3]) ** 2).sum() for tensor in leaves(output, Tensor))
-    return whole
-
-
-def rows_of(output: Any, target: Any) -> int:
-    """Return what to divide the sum by."""
-    return len(output["whole"])
-
-
-def train(training: Training, kind: str) -> Trained:
-    """Step by the engine, on devices of this kind."""
-    case, place = training.case, Place(kind)
-    ids = place.ids(*range(case.devices))
-    dpbench.engine.resolve(ids)
-    module, inputs, losses = Net(idle=training.idle).to(place.device()), [], []
-    # shares are weights: each device gets one row, and its part of the others
-    weights = None if case.sizes is None else [size - 1 + 1e-6 for size in case.sizes]
-    with dpbench.TrainStep(
-        module,
-        (summed, rows_of),
-        OPTIMIZERS[training.optimizer],
-        ids,
-        training.schedule,
-        accumulate=training.accumulate,
-        clip_norm=training.clip_norm,
-        chunk_sizes=weights,
-    ) as step:
-        for n in range(CALLS):
-
-            def placed(leaf: Leaf, n: int = n) -> Tensor:
-                inputs.append(at(leaf.made(case.rows, n), case, place))
-                return inputs[-1]
-
-            args = build(case.args, placed)
-            target = build(training.target, lambda leaf, n=n: at(leaf.made(case.rows, n), case, place))
-            losses.append(float(step(args, target)))
-        state = copy.deepcopy(step.state_dict())
-    return Trained(
-        state["module"],
-        {name: parameter.grad for name, parameter in module.named_parameters()},
-        [tensor.grad for tensor in inputs],
-        {**state["optimizer"], "state": dict(sorted(state["optimizer"]["state"].items()))},
-        losses,
-    )
-
-
-def expect_training(training: Training) -> Trained:
-    """Return what steps must leave: copies for the chunks in every call, and one optimizer."""
-    case = training.case
-    module = Net(idle=training.idle)
-    optimizer = OPTIMIZERS[training.optimizer](module.parameters())
-    of_inputs: list[Tensor | None] = []
-    losses = []
-    for n in range(CALLS):
-        if n % training.accumulate == 0:
-            optimizer.zero_grad()
-        (wanted,) = leaves(build(training.target, lambda leaf, n=n: leaf.made(case.rows, n)), Tensor)
-
-        def pull(wholes: list[Tensor], wanted: Tensor = wanted) -> list[Tensor]:
-            ends = [whole.requires_grad_() for whole in wholes]
-            *parts, exponential = ends[1:]
-            output = {"whole": ends[0], "parts": (parts, Pair(exponential, None))}
-            loss = summed(output, (wanted,)) / rows_of(output, wanted)
-            losses.append(float(loss.detach()))
-            (loss / training.accumulate if training.accumulate > 1 else loss).backward()
-            return [end.grad for end in ends]
-
-        result = expect(case, module, training.schedule, n, pull)
-        of_inputs += result.of_inputs
-        for name, parameter in module.named_parameters():
-            part = result.gradients[name]
-            parameter.grad = (
-                part if parameter.grad is None else parameter.grad if part is None else parameter.grad + part
-            )
-        module.load_state_dict(result.buffers, strict=False)
-        if (n + 1) % training.accumulate == 0:
-            if training.clip_norm is not None:
-                nn.utils.clip_grad_norm_(module.parameters(), training.clip_norm)
-            optimizer.step()
-    return Trained(
-        module.state_dict(),
-        {name: parameter.grad for name, parameter in module.named_parameters()},
-        of_inputs,
-        optimizer.state_dict(),
-        losses,
-    )
-
-
-def check_training(training: Training, kind: str) -> None:
-    """Hold some steps against the reference."""
-    expected, ours = expect_training(training), train(training, kind)
-    assert ours.losses == pytest.approx(expected.losses, rel=1e-5)
-    assert_same(ours.state, expected.state, "weights and buffers")
-    assert_same(ours.gradients, expected.gradients, "gradients")
-    assert_same(ours.of_inputs, expected.of_inputs, "gradients of inputs")
-    assert_same(ours.optimizer, expected.optimizer, "state of the optimizer")
-
-
 # ---------------------------------------------------------------- the laws
 
 every_kind = pytest.mark.parametrize("kind", ["cpu", "emulated"])
@@ -478,22 +315,6 @@ def on_kind(schedule: Schedule, kind: str) -> Schedule:
 @given(case=cases(), schedule=st.sampled_from(WRAPPED))
 def test_any_inputs_equal_the_chunked_reference_on_any_schedule(kind: str, case: Case, schedule: Schedule) -> None:
     check(case, kind, on_kind(schedule, kind))
-
-
-@pytest.mark.slow
-@every_kind
-@settings(derandomize=True, max_examples=80, deadline=None)
-@given(training=trainings(STEPPED))
-def test_any_training_equals_the_chunked_reference_on_any_schedule(kind: str, training: Training) -> None:
-    check_training(replace(training, schedule=on_kind(training.schedule, kind)), kind)
-
-
-@pytest.mark.slow
-@every_kind
-@settings(derandomize=True, max_examples=60, deadline=None)
-@given(training=trainings(STEPPED, sized=True))
-def test_any_chunk_sizes_equal_the_chunked_reference_on_any_schedule(kind: str, training: Training) -> None:
-    check_training(replace(training, schedule=on_kind(training.schedule, kind)), kind)
 
 
 @every_kind
