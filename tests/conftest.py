@@ -19,8 +19,8 @@ from typing import IO, Any
 import hypothesis
 import pytest
 
-from dpbench.hardware import affinity
-from dpbench.hardware.samplers import _tree
+from dpbench.hardware import processes
+from dpbench.hardware.samplers import host
 from dpbench.store import Store
 from tests import commands, exported, standing_in
 
@@ -38,14 +38,14 @@ def _one_thread_and_seed() -> Iterator[None]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     yield
-    affinity.roam()  # a trial in this process stays on its device's core
+    processes.roam()  # a trial in this process stays on its device's core
 
 
 @pytest.fixture
 def all_gpus_visible(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hide no GPU from the samplers, and have them watch this process and what it starts."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setenv(_tree.ROOT_PID, str(os.getpid()))
+    monkeypatch.setenv(host.ROOT_PID, str(os.getpid()))
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ import torch.cuda.amp.common
 from torch import Tensor, nn
 
 from dpbench.engine import DataParallel
-from dpbench.hardware.devices.emulated import install
+from dpbench.hardware.devices.host import install
 
 PACKAGE = "torch.nn.parallel"
 

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from dpbench.engine import collectives
 from dpbench.engine.train_step import TrainStep
 from dpbench.hardware.devices import resolve
-from dpbench.hardware.devices._host import HostDevice
 from dpbench.hardware.devices.cuda import CudaDevice
+from dpbench.hardware.devices.host import HostDevice
 from dpbench.records.schedule import Schedule
 from tests.test_schedules import LEGAL, OPTIMIZERS, differing, problem, train
 

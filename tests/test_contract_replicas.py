@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpbench.engine import DataParallel, reduce, replicate
-from dpbench.engine.thread_settings import capture
+from dpbench.engine.workers import capture
 from tests.oracle_nets import TWO, returning
 from tests.oracle_nets import Net as Call
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dpbench.predict import cases, features, profiles, quick
+from dpbench.predict import cases, counts, profiles, quick
 from dpbench.predict.cases import Predictor
 from dpbench.predict.scoring import rows
 from dpbench.records import Case, Phase, machine
@@ -56,11 +56,11 @@ def counted_off() -> Iterator[tuple[str, float]]:
         precision = next((name for name in ("fp16", "fp32", "tf32") if said.startswith(name)), "")
         precision = "fp16" if said.startswith("amp") else precision
         forward_alone = row["group"].startswith("RY") and "backward" not in row["timed"]
-        found = features.find(model, None, row["precision"])
+        found = counts.find(model, None, row["precision"])
         # BERT's published steps are of shorter sequences than those that were traced
         if not (precision and row["batch_per_gpu"]) or forward_alone or "bert" in model or found.known != "traced":
             continue
-        if not features.exact(model):
+        if not counts.exact(model):
             continue
         on, batch = machine.load(GPUS[row["gpu"]]), int(float(row["batch_per_gpu"]))
         slow = replace(on, host=replace(on.host, factor=rows.PUBLISHED_HOST))

@@ -21,7 +21,7 @@ from dpbench.engine import DataParallel, resolve
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices import open_devices
 from dpbench.hardware.devices._wrapper import EmulatedTensor
-from dpbench.hardware.devices.emulated import EmulatedDevice, bytes_only
+from dpbench.hardware.devices.host import EmulatedDevice, bytes_only
 
 L0, L1 = torch.device("lazy", 0), torch.device("lazy", 1)
 FLOAT = 4

@@ -13,7 +13,7 @@ from dpbench import cli, models
 from dpbench.analysis import validity
 from dpbench.cli import running
 from dpbench.hardware import foreign_load
-from dpbench.records.estimate import Estimate
+from dpbench.records.trial import Estimate
 from dpbench.store import Store
 
 RUN = (

@@ -19,7 +19,7 @@ import scipy.stats
 from dpbench import export
 from dpbench.analysis import stats
 from dpbench.analysis.summary import labels, measured
-from dpbench.export import table
+from dpbench.export import formats
 from dpbench.records import Case, Phase, Source, Status, Step, Trial, Verified
 from tests import exported
 from tests.exported import DP, PROVENANCE, made, stored
@@ -212,4 +212,4 @@ def test_parquet_has_a_row_a_step_whose_phases_sum_to_it(dpbench, tmp_path):
 
 def test_parquet_knows_the_type_of_every_field_of_a_case():
     pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install '.[parquet]'")
-    assert {field.name for field in fields(Case)} <= set(table._schema().names)
+    assert {field.name for field in fields(Case)} <= set(formats._schema().names)

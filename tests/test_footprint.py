@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dpbench.analysis import memory
+from dpbench.analysis import imbalance
 from dpbench.analysis.report import Report
 from dpbench.records import UNATTRIBUTED, Case, Memory, Phase, Sample, Span, Step, Trial, Verified
 from dpbench.report import devices, markdown, page
@@ -24,14 +24,14 @@ SHAPES = {
 def trial(case: Case = DP, *, number: int = 0, grown: int = 0, **changed: Any) -> Trial:
     """Return a trial with peaks by phase, busy time and a reduction of half a second."""
     steps = tuple(Step(1.0, k == 0, 10.0 + k) for k in range(6))
-    memory = tuple(
+    imbalance = tuple(
         Memory(d, size + grown, "ledger", phase, kind)
         for phase, sizes in PEAKS.items()
         for d, size in enumerate(sizes[: case.devices])
         for kind in ("allocated", "reserved")
     )
     values = {
-        "verified": Verified.BITWISE, "steps": steps, "round": number, "memory": (*memory, Memory(-1, 9999, "rss")),
+        "verified": Verified.BITWISE, "steps": steps, "round": number, "memory": (*imbalance, Memory(-1, 9999, "rss")),
         "spans": tuple(Span(k, Phase.REDUCE, 0, "host", s.end_s - 0.5, s.end_s) for k, s in enumerate(steps)),
         "samples": tuple(
             Sample(s.end_s, d, "busy_s", 0.2 + 0.2 * (d == 0)) for s in steps for d in range(case.devices)
@@ -42,7 +42,7 @@ def trial(case: Case = DP, *, number: int = 0, grown: int = 0, **changed: Any) -
 
 
 def test_the_excess_names_its_phase_and_its_bytes() -> None:
-    (found,) = memory.footprints([trial()])
+    (found,) = imbalance.footprints([trial()])
     assert found.whole == {0: 400, 1: 100, 2: 110}
     assert found.top == "reduce"  # the phase before the unattributed rest, which holds as much
     assert found.excess_bytes == 400 - 105
@@ -54,7 +54,7 @@ def test_the_excess_names_its_phase_and_its_bytes() -> None:
 
 def test_peaks_are_the_highest_over_trusted_rounds() -> None:
     wrong = trial(number=2, grown=1000, verified=Verified.NO)
-    (found,) = memory.footprints([trial(), trial(number=1, grown=7), wrong])
+    (found,) = imbalance.footprints([trial(), trial(number=1, grown=7), wrong])
     assert found.peaks["forward"] == {0: 107, 1: 87, 2: 67}
 
 
@@ -64,15 +64,15 @@ def test_nvml_tells_what_is_in_use_on_the_cases_own_devices() -> None:
         Sample(t, d, "memory_used_bytes", 1000.0 * (d + 1) + t) for d in range(5) for t in (12.0, 14.0, 13.0)
     )
     given = replace(base, samples=(*base.samples, *readings))
-    (found,) = memory.footprints([given])
+    (found,) = imbalance.footprints([given])
     assert found.used == {0: 1014, 1: 2014, 2: 3014}
     assert cells(parts([given])["memory-by-phase"], 0)["in use, NVML"] == ("1,014 B", "2.46 KiB")
 
 
 def test_one_device_has_no_excess_and_whole_steps_have_no_phase() -> None:
-    (found,) = memory.footprints([trial(replace(DP, devices=1))])
+    (found,) = imbalance.footprints([trial(replace(DP, devices=1))])
     assert (found.excess_bytes, found.causes) == (None, {})
-    assert memory.footprints([trial(memory=(Memory(0, 5, "allocator"), Memory(1, 5, "allocator")))]) == []
+    assert imbalance.footprints([trial(memory=(Memory(0, 5, "allocator"), Memory(1, 5, "allocator")))]) == []
 
 
 # ---------------------------------------------------------------- tables
@@ -101,10 +101,10 @@ def test_the_tables_say_what_was_found() -> None:
     assert busy["control, ddp"] == ("2.00×", "2.00–2.00")
     assert busy["verdict"] == ("not told from the control", "")
     assert busy["single"] == ("400 ms", "")
-    memory = cells(found["memory-by-phase"], 0)
-    assert memory["excess of device 0"] == ("295 B", "peak in reduce")
-    assert memory["reduce"] == ("400 B", "100 B")
-    assert memory["backward"] == ("", "")
+    imbalance = cells(found["memory-by-phase"], 0)
+    assert imbalance["excess of device 0"] == ("295 B", "peak in reduce")
+    assert imbalance["reduce"] == ("400 B", "100 B")
+    assert imbalance["backward"] == ("", "")
     lines = [cells(found["links"], n) for n in range(len(found["links"].table.lines))]
     (reduce,) = [line for line in lines if line["phase"][0] == "reduce" and line["case"][0].startswith("dp")]
     assert reduce["direction"] == ("each → 0", "")

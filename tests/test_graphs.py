@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from dpbench.engine import cuda_graphs
 from dpbench.engine.train_step import TrainStep
 from dpbench.hardware.devices import resolve
-from dpbench.hardware.devices._host import HostDevice
 from dpbench.hardware.devices.cuda import GraphRecorder
+from dpbench.hardware.devices.host import HostDevice
 from dpbench.records import schedule as schedules
 from dpbench.records.schedule import RUNGS, Schedule
 from tests.test_properties import leaves

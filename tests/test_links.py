@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from dpbench import models
 from dpbench.analysis import transfers
 from dpbench.hardware.devices import _wrapper, open_devices
-from dpbench.measure.worker import loop
+from dpbench.measure.worker.trial import of_model
 from dpbench.records import HOST, Case, Phase, Sample, Span, Step, Trial, Verified, registry
 from dpbench.records.work import FACT, Move, Shapes, received, sent
 
@@ -91,7 +91,7 @@ def really_moved(case: Case, copies: Copies) -> tuple[dict[Key, int], Shapes]:
     """Take two steps on emulated devices; return what the second one copied."""
     model = models.load(case.model, case.size, 0)
     batch = model.batch(case.batch_size, 0)
-    shapes = Shapes.of({FACT: loop.of_model(model, batch)})
+    shapes = Shapes.of({FACT: of_model(model, batch)})
     assert shapes is not None
     devices = open_devices("emulated", case.devices)
     with registry.strategy(case.strategy).start(case, model, devices, copies.mark) as step:

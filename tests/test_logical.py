@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from dpbench.predict import table
+from dpbench.cli import predicting
 from dpbench.predict.cases import Predictor, most_devices, strategies
 from dpbench.predict.cpu_model import ENGINE, ProbedHost, step
 from dpbench.records import UNATTRIBUTED, Case, Cost, Profile, ledger, machine
@@ -177,7 +177,7 @@ def on_host(figures: dict[str, float]) -> Machine:
 
 def test_predictions_for_logical_devices_are_labelled_experimental() -> None:
     predictor = Predictor(on_host(FIGURES), measured={("net", "small", "fp32"): PROFILE})
-    header, *_, line = table.predictions([predictor.predict(case("ddp"))]).splitlines()
+    header, *_, line = predicting.predictions_table([predictor.predict(case("ddp"))]).splitlines()
     assert header.endswith("label")
     assert line.endswith("PREDICTED, EXPERIMENTAL, CPU-ONLY")
 

@@ -105,7 +105,7 @@ def test_the_same_description_is_the_same_machine() -> None:
 
 def test_predicting_loads_no_torch() -> None:
     code = (
-        "import sys; from dpbench.records import machine; from dpbench.predict import calibration, cases;"
+        "import sys; from dpbench.records import machine; from dpbench.predict import cases;"
         "from dpbench.predict.scoring import score;"
         "p = cases.Predictor(machine.load('dgx-a100'));"
         "found = [p.predict(case) for case in cases.sweep(['resnet50'], strategies=('single', 'torch_dp', 'dp', 'ddp'),"

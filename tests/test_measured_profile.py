@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dpbench import models
-from dpbench.predict.measured import fit_cost, of_trials
+from dpbench.predict.stored import fit_cost, of_trials
 from dpbench.records import Case, Phase, Span, Step, Trial
 
 

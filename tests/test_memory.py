@@ -18,9 +18,9 @@ from dpbench import models
 from dpbench.engine.errors import in_replica
 from dpbench.hardware.devices import open_devices, resolve
 from dpbench.hardware.devices._wrapper import DeviceFull
-from dpbench.hardware.devices.emulated import EmulatedDevice, bounded, bytes_only
+from dpbench.hardware.devices.host import EmulatedDevice, bounded, bytes_only
 from dpbench.measure.failures import of_error, of_rank
-from dpbench.measure.worker import loop, memory
+from dpbench.measure.worker import memory, trial
 from dpbench.measure.worker.memory import Peaks
 from dpbench.measure.worker.trial import merge, run
 from dpbench.records import UNATTRIBUTED, Case, Effort, Memory, Phase, Status, Trial, Verified
@@ -234,14 +234,14 @@ def test_shapes_move_neither_statistics_nor_random_numbers() -> None:
     model = models.load("resnet18", "small", 0)
     before = [b.clone() for b in model.module.buffers()]
     state = torch.get_rng_state()
-    found = loop.of_model(model, model.batch(4, 0))
+    found = trial.of_model(model, model.batch(4, 0))
     assert found["output_bytes"] == 40
     assert all(torch.equal(a, b) for a, b in zip(before, model.module.buffers(), strict=True))
     assert torch.equal(state, torch.get_rng_state())
     module = torch.nn.Linear(3, 3)
     module.forward = lambda x: (x, x)  # type: ignore[method-assign,assignment]
     odd: Any = SimpleNamespace(module=module)
-    assert Shapes.of({FACT: loop.of_model(odd, (torch.zeros(4, 3), torch.zeros(4)))}) is None
+    assert Shapes.of({FACT: trial.of_model(odd, (torch.zeros(4, 3), torch.zeros(4)))}) is None
 
 
 # ---------------------------------------------------------------- out of memory

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from dpbench import models
 from dpbench.engine import TrainStep
 from dpbench.hardware.devices import open_devices
-from dpbench.hardware.devices.emulated import EmulatedDevice
+from dpbench.hardware.devices.host import EmulatedDevice
 from dpbench.models import Model
 from dpbench.predict import memory
 from dpbench.predict.allocator import MIB, Allocator, OutOfDeviceMemory, Tape, replay
 from dpbench.predict.memory import DeviceMemory, Traces, largest_batch, needed, tape_of, traces_of
 from dpbench.records import Case, no_mark
-from dpbench.records.bucketing import bucket_sizes, chunks
+from dpbench.records.work import bucket_sizes, chunks
 from dpbench.strategies import optimizer_of, single
 
 BATCH = 17

@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from dpbench.predict.cases import Predictor
+from dpbench.cli.predicting import needs_table as told
+from dpbench.predict.cases import UNTRACED, Predictor, needs
 from dpbench.predict.memory import CONTEXT_BYTES, NCCL_BYTES
-from dpbench.predict.needs import UNTRACED, needs
-from dpbench.predict.table import needs as told
 from dpbench.records import Case, Source, Status, machine
 
 BOX = machine.load("rtx-2080-ti-x4")

@@ -382,7 +382,7 @@ def test_five_steps_give_the_same_bits_on_every_legal_schedule(name: str) -> Non
 
 
 def test_the_comparison_sees_gradients_added_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module("dpbench.engine.reduce")  # the package's attribute is the function of that name
+    module = importlib.import_module("dpbench.engine.collectives")
     add = module._sum
     monkeypatch.setattr(module, "_sum", lambda parts, *rest: add(parts[::-1], *rest))
     assert "by " in difference(*(train(wrap, TRAINED["mlp"], "sgd", (0, 1, 2, 3)) for wrap in (theirs, ours)))

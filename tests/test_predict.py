@@ -13,19 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpbench.predict import (  # fmt: skip
-    cases,
-    costs,
-    counts,
-    features,
-    intervals,
-    network,
-    profiles,
-    quick,
-    simulation,
-    what_if,
-)
-from dpbench.predict.constants import DEFAULT
+from dpbench.predict import cases, counts, network, profiles, quick, simulation
+from dpbench.predict.constants import DEFAULT, interval
 from dpbench.predict.events import SimulatedJob, rates, simulate
 from dpbench.predict.simulation import Loop
 from dpbench.records import Case, Cost, Phase, Profile, Source, Step, ledger, machine, registry
@@ -344,7 +333,7 @@ def test_data_parallel_is_slower_than_one_gpu_for_launch_bound_nets() -> None:
 
 
 def test_vgg_scales_backwards_on_eight_consumer_gpus_without_peer_access() -> None:
-    vgg = features.find("vgg16").profile  # the plug of this name is a small one
+    vgg = counts.find("vgg16").profile  # the plug of this name is a small one
     on = machine.load("rtx-3090-x8")
     profile = profiles.given(vgg, 0.100, 32, on)
     rate = {n: n / seconds(Case(model="vgg16", strategy="ddp", devices=n, batch_size=4 * n, device_kind="cuda"),
@@ -408,7 +397,7 @@ def test_intervals_are_the_same_every_time_and_grow_with_doubt() -> None:
     assert (first.low_s, first.high_s) == (again.low_s, again.high_s)
 
     def width(priors: dict[str, float]) -> float:
-        low, high = intervals.interval(1.0, lambda name, factor: factor**0.5, priors, 0.02)
+        low, high = interval(1.0, lambda name, factor: factor**0.5, priors, 0.02)
         return math.log(high / low)
 
     assert width({"host": 0.6}) > 1.5 * width({"host": 0.2}) > 0
@@ -416,7 +405,7 @@ def test_intervals_are_the_same_every_time_and_grow_with_doubt() -> None:
 
 def test_an_interval_holds_80_percent() -> None:
     """A residual alone makes the step lognormal; a deviation of 1.28 to either side holds 80 %, and 1.64 holds 90 %."""
-    low, high = intervals.interval(1.0, lambda name, factor: 1.0, {}, 0.1)
+    low, high = interval(1.0, lambda name, factor: 1.0, {}, 0.1)
     assert (-math.log(low) / 0.1, math.log(high) / 0.1) == pytest.approx((1.28, 1.28), abs=0.18)
 
 
@@ -447,7 +436,7 @@ def test_a_faster_host_helps_a_launch_bound_net_that_was_traced() -> None:
     predictor = cases.Predictor(replace(machine.load("h100-sxm-x8"), host=machine.Host(factor=4.0)))
     case = Case(model="resnet18", size="small", strategy="dp", schedule="reference", batch_size=8, devices=2,
                 device_kind="cuda")  # fmt: skip
-    gains = {one.change: one.gain for one in what_if.what_ifs(predictor, [case])}
+    gains = {one.change: one.gain for one in cases.what_ifs(predictor, [case])}
     assert gains["a host twice as fast"] > 1.6
 
 
@@ -474,4 +463,4 @@ def test_costs_know_every_collective_that_tasks_name() -> None:
     for text in climb(TRAIN_STEP):
         for task in simulation.step(case_of("dp", 4, schedule=text), profile, on).tasks:
             kind = task.resource.partition(":")[0]
-            assert kind in (*costs.COLLECTIVES, "device", "host", "gil", "copy")
+            assert kind in (*simulation.COLLECTIVES, "device", "host", "gil", "copy")

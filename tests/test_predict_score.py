@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from benchmarks.scripts import fit_constants
-from dpbench.predict import calibration, features, quick
+from dpbench.predict import counts, quick
 from dpbench.predict.constants import DEFAULT
-from dpbench.predict.scoring import described, published, rows, score
+from dpbench.predict.scoring import published, rows, score
 from dpbench.predict.scoring.published import Excluded
 from dpbench.records import Phase
 
@@ -74,7 +74,7 @@ def test_hard_ddp_cases_from_a_description_and_from_one_workload(
     assert exact.hard_mape is not None
     assert exact.hard_mape <= 0.105
     assert (apart.strategy, apart.n) == ("ddp, one device at another batch", 107)
-    (taught,) = calibration.lines([one.matched for one in lpt])
+    (taught,) = score.calibrated_lines([one.matched for one in lpt])
     assert taught.hard_n > 100
     assert taught.hard_mape is not None
     assert taught.hard_mape <= 0.09
@@ -254,7 +254,7 @@ def test_what_a_figure_includes(timed: str, optimizer: str, missing: set[Phase],
 def test_a_machine_behind_words(
     gpu: str, words: str, count: int, peer: bool, nvlink: int, node: int, sure: bool
 ) -> None:
-    found = described.describe(gpu, words, count, 1.0)
+    found = rows.describe(gpu, words, count, 1.0)
     assert found.machine.peer_access is peer
     assert sum(link.kind == "nvlink" for link in found.machine.links) == nvlink, found.machine.links
     assert found.machine.gpu.count == node
@@ -275,14 +275,14 @@ def test_a_machine_behind_words(
     ],
 )
 def test_a_model_behind_a_name(name: str, parameters: int, known: str) -> None:
-    found = features.find(name)
+    found = counts.find(name)
     assert (found.profile.parameter_bytes // 4, found.known) == (parameters, known)
     assert found.profile.forward_launches > 0
-    assert features.find(name, precision="fp16").profile.parameter_bytes == 2 * parameters
+    assert counts.find(name, precision="fp16").profile.parameter_bytes == 2 * parameters
 
 
 def test_another_size_of_a_known_name_is_estimated_from_its_parameters() -> None:
-    found = features.find("resnet50 wide", 300e6)
+    found = counts.find("resnet50 wide", 300e6)
     assert (found.known, found.profile.parameter_bytes) == ("estimated", 1_200_000_000)
 
 

@@ -16,13 +16,11 @@ PRIVATE = {
     r"_set_ddp_runtime_logging_sample_rate|_get_ddp_logging_data|set_runtime_stats_and_log": "strategies/ddp.py",
     r"_foreach_copy_|_foreach_add_": "hardware/devices/_many.py",
     r"dropout\._DropoutNd": "measure/verification.py",
-    r"torch\._C\._autograd import|_ExperimentalConfig": "measure/profiler.py",
-    r"_(?:function|dispatch)_mode_stack|_saved_tensors_|_autocast_supported|_is_any_autocast": (
-        "engine/thread_settings.py"
-    ),
-    r"_is_multithreading": "engine/thread_settings.py",
+    r"torch\._C\._autograd import|_ExperimentalConfig": "measure/worker/bench.py",
+    r"_(?:function|dispatch)_mode_stack|_saved_tensors_|_autocast_supported|_is_any_autocast": "engine/workers.py",
+    r"_is_multithreading": "engine/workers.py",
     r"_set_sequence_nr": "engine/collectives.py",
-    r"_post_accumulate_grad_hooks": "engine/identity.py",
+    r"_post_accumulate_grad_hooks": "engine/legal.py",
     r"\._forward_hooks|\._forward_pre_hooks|\._backward_pre_hooks": "engine/cuda_graphs.py",
     r"_flatten_dense_tensors": "probe/host.py",
     r"FakeTensorMode": "predict/trace.py",

@@ -18,8 +18,8 @@ from click.testing import CliRunner
 
 from dpbench import probe
 from dpbench.cli import cli
-from dpbench.hardware import foreign_load, malloc
-from dpbench.hardware.affinity import CORES
+from dpbench.hardware import foreign_load, processes
+from dpbench.hardware.processes import CORES
 from dpbench.predict import cpu_model
 from dpbench.probe import Probe, collective, engine, gpu, host, to_toml
 from dpbench.probe.figures import (  # fmt: skip
@@ -238,7 +238,7 @@ def test_parts_on_the_host_keep_to_a_core_each_and_those_on_gpus_roam(monkeypatc
 
     monkeypatch.setattr(probe, "_on_the_host", lambda: iter([("threads", part)]))
     monkeypatch.setattr(probe, "_on_gpus", lambda: iter([("GPU 0", part)]))
-    monkeypatch.setattr(malloc, "keep", lambda: None)
+    monkeypatch.setattr(processes, "keep", lambda: None)
     assert list(probe.measure()) == ["threads", Figure("a_s", 1.0, "how"), "GPU 0", Figure("a_s", 1.0, "how")]
     own, other = {CORES[0]}, {CORES[1 % len(CORES)]}
     twice = sorted([own, other] * 2, key=min)  # the first call is for warmth

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from dpbench.hardware.devices import open_devices
-from dpbench.measure import profiler
-from dpbench.measure.worker import trial
+from dpbench.measure.worker import bench, trial
 from dpbench.records import Case, Effort, Status
 from tests import commands
 
@@ -59,7 +58,7 @@ def test_what_profiling_cannot_do_leaves_the_trial_as_it_is(tmp_path, capfd):
 
 
 def test_without_the_option_nothing_is_profiled(tmp_path, monkeypatch):
-    monkeypatch.setattr(profiler, "trace", lambda *_: pytest.fail("profiled"))
+    monkeypatch.setattr(bench, "trace", lambda *_: pytest.fail("profiled"))
     assert trial.run(DP, QUICK, tmp_path).status is Status.OK
 
 
@@ -69,6 +68,6 @@ def test_a_trace_of_a_gpu_step_has_its_kernels(tmp_path):
 
     devices = open_devices("cuda", 1)
     matrix = torch.randn(64, 64, device="cuda")
-    profiler.trace(lambda: matrix @ matrix, devices, tmp_path / "trace.json")
+    bench.trace(lambda: matrix @ matrix, devices, tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert any(event.get("cat") == "kernel" for event in events)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from dpbench.hardware import foreign_load
-from dpbench.hardware.affinity import TICKS_PER_S, Ticks
 from dpbench.hardware.foreign_load import Load, Snapshot, UnknownLoad, between
+from dpbench.hardware.processes import TICKS_PER_S, Ticks
 
 SECOND = TICKS_PER_S
 QUIET = Load(foreign=0.0, steal=0.0, cores=2, seconds=0.5)

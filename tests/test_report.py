@@ -21,7 +21,7 @@ from dpbench.analysis.diagnosis import Tile
 from dpbench.analysis.report import Report
 from dpbench.analysis.summary import Row, labels
 from dpbench.records import UNATTRIBUTED, Case, Memory, Sample, Source, Status, Step, Trial, Verified, words
-from dpbench.records.estimate import Estimate
+from dpbench.records.trial import Estimate
 from dpbench.report import figures, markdown, naming, page, small_multiples, table
 
 PROVENANCE = {

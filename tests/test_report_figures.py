@@ -8,7 +8,7 @@ import re
 import pytest
 
 from dpbench.records import Case, Source, Status, Trial
-from dpbench.report import figures, heatmap, page, small_multiples, table
+from dpbench.report import figures, page, small_multiples, table, timeline
 from tests.test_report import colocated_cpu_and_weak, gpu_page, gpu_run, made, many, of_rows, ran, run_of
 
 
@@ -98,7 +98,7 @@ def test_warm_up_and_rounds_are_told_apart_in_the_steps() -> None:
 
 def test_gaps_in_the_samples_are_gaps_in_the_strip() -> None:
     series = {("GPU", 0): [(float(t), 1.0) for t in (*range(10), *range(20, 30))]}
-    pixels, width = heatmap._image(series, [("GPU", 0), ("GPU", 1)])
+    pixels, width = timeline._image(series, [("GPU", 0), ("GPU", 1)])
     assert width == pytest.approx(30)
     assert (pixels[1, :, 3] == 0).all()  # a device that was never read
     drawn = pixels[0, :, 3] > 0

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dpbench.measure.rounds import UntilPrecise
+from dpbench.measure.stopping import UntilPrecise
 from dpbench.records import Case, Status, Step, Trial, Verified, plan
 
 SINGLE = Case(model="mlp", strategy="single", batch_size=64)
@@ -124,7 +124,7 @@ def test_side_by_side_for_real(tmp_path) -> None:
 
 
 def test_side_by_side_one_that_cannot_run_or_is_wrong_leaves_the_others_alone(tmp_path, monkeypatch) -> None:
-    from dpbench.measure.worker import loop, trial
+    from dpbench.measure.worker import trial
     from dpbench.records import Effort
 
     torch_dp = replace(DP, strategy="torch_dp", schedule="")
@@ -134,14 +134,14 @@ def test_side_by_side_one_that_cannot_run_or_is_wrong_leaves_the_others_alone(tm
     assert [t.status for t in done] == [Status.OK, Status.SKIPPED, Status.OK]
     assert "needs an accelerator" in done[1].reason
 
-    verify = loop._verify
+    verify = trial._verify
 
     def wrong(case, *rest):
         if case == DP:
-            raise loop.Unverified("the case was not timed, because its gradients are wrong: fc1")
+            raise trial.Unverified("the case was not timed, because its gradients are wrong: fc1")
         return verify(case, *rest)
 
-    monkeypatch.setattr(loop, "_verify", wrong)
+    monkeypatch.setattr(trial, "_verify", wrong)
     done = trial.run_together([DP, SINGLE], small, tmp_path)
     assert [(t.status, t.verified) for t in done] == [(Status.FAILED, Verified.NO), (Status.OK, Verified.BITWISE)]
 

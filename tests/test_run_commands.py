@@ -21,7 +21,7 @@ ONLY_MLP = ("run", "--models", "mlp", "--strategies", "single,dp,ddp", "--device
     "name",
     [
         "measure.run", "records.plan", "store", "measure.server", "hardware.provenance", "cli.progress", "cli",
-        "hardware.foreign_load", "measure.preflight",
+        "hardware.foreign_load", "measure.checks",
     ],
 )  # fmt: skip
 def test_the_parent_of_the_workers_never_loads_torch(name):

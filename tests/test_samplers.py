@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from dpbench.hardware import samplers
 from dpbench.hardware.nvml import open_nvml
-from dpbench.hardware.samplers import _cadence
 from dpbench.hardware.samplers import nvml as nvml_sampler
 from dpbench.records import HOST, Sample, registry
 from tests.recorded_nvml import DRIVER_NOT_LOADED, recorded
@@ -104,19 +104,19 @@ def test_late_ticks_are_skipped_and_the_rest_keep_their_place(durations_s, expec
         return False
 
     seen = []
-    for tick, duration_s in zip(_cadence.ticks(1.0, wait, lambda: clock_s[0]), durations_s, strict=False):
+    for tick, duration_s in zip(samplers.ticks(1.0, wait, lambda: clock_s[0]), durations_s, strict=False):
         seen.append((tick, clock_s[0]))
         clock_s[0] += duration_s
     assert seen == [(tick, 100.0 + tick) for tick in expected]
 
 
 def test_fault_in_a_sampler_ends_its_series_only(caplog):
-    with _cadence.every(0.01, lambda: 1 // 0):
+    with samplers.every(0.01, lambda: 1 // 0):
         assert poll(lambda: "a series of samples ended early" in caplog.text)
 
 
 def test_interval_must_be_positive():
-    with pytest.raises(ValueError, match="interval_s must be positive, not 0"), _cadence.every(0, print):
+    with pytest.raises(ValueError, match="interval_s must be positive, not 0"), samplers.every(0, print):
         pass
 
 
@@ -158,7 +158,7 @@ def replayed(which, count, interval_s, seconds, slower=1.0):
         tick = nvml_sampler.readings(nvml.gpus, [])[which]
         library.calls.clear()
         clock.now_s = 0.0
-        for number in _cadence.ticks(interval_s, clock.until(seconds), lambda: clock.now_s):
+        for number in samplers.ticks(interval_s, clock.until(seconds), lambda: clock.now_s):
             late_s.append(clock.now_s - number * interval_s)
             tick()
     return library, late_s

@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 from dpbench.hardware import samplers as package
-from dpbench.hardware.affinity import Ticks, parse_ticks
-from dpbench.hardware.samplers import Series, _tree, host, sampling
+from dpbench.hardware.processes import Ticks, parse_ticks
+from dpbench.hardware.samplers import Series, host, sampling
 from dpbench.records import HOST, Sample
 from tests.test_samplers import poll
 
@@ -181,31 +181,31 @@ for c in children:
 
 @pytest.mark.parametrize("children_files", [True, False])
 def test_tree_holds_all_descendants(child, monkeypatch, children_files):
-    if children_files and not _tree.has_children_files():
+    if children_files and not host.has_children_files():
         pytest.skip("this kernel has no /proc/PID/task/TID/children")
-    monkeypatch.setattr(_tree, "has_children_files", lambda: children_files)
+    monkeypatch.setattr(host, "has_children_files", lambda: children_files)
     root = child(FAMILY, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     expected = {root.pid, int(root.stdout.readline()), int(root.stdout.readline())}
-    assert _tree.descendants(root.pid) == expected
-    assert expected < _tree.descendants(os.getpid())
+    assert host.descendants(root.pid) == expected
+    assert expected < host.descendants(os.getpid())
     root.communicate(b"\n", timeout=5)
-    assert _tree.descendants(root.pid) == frozenset()
+    assert host.descendants(root.pid) == frozenset()
 
 
 def test_tree_leaves_out_this_process_and_walks_at_most_twice_a_second(monkeypatch):
     walks = []
-    monkeypatch.setattr(_tree, "descendants", lambda root: walks.append(root) or frozenset((root, os.getpid())))
+    monkeypatch.setattr(host, "descendants", lambda root: walks.append(root) or frozenset((root, os.getpid())))
     clock_s = itertools.count(0.0, 0.2)
-    tree = _tree.ProcessTree(1, now=lambda: next(clock_s))
+    tree = host.ProcessTree(1, now=lambda: next(clock_s))
     for _ in range(20):
         assert tree.pids() == {1}
     assert len(walks) <= 9
 
 
 def test_root_comes_from_the_environment_or_is_the_parent(monkeypatch):
-    assert _tree.root_pid() == os.getpid()
-    monkeypatch.delenv(_tree.ROOT_PID)
-    assert _tree.root_pid() == os.getppid()
+    assert host.root_pid() == os.getpid()
+    monkeypatch.delenv(host.ROOT_PID)
+    assert host.root_pid() == os.getppid()
 
 
 # The process
@@ -249,7 +249,7 @@ def test_series_forgets_what_lies_before_and_ignores_what_others_wrote(tmp_path)
 
 def command(output):
     options = ["--root-pid", str(os.getpid()), "--interval", "0.1", "--devices", "", "--output", str(output)]
-    return [sys.executable, "-m", "dpbench.hardware.samplers", *options]
+    return [sys.executable, "-m", "dpbench.hardware.samplers._process", *options]
 
 
 @linux
@@ -308,7 +308,7 @@ def test_process_dies_with_its_parent_even_if_its_stdin_stays_open(tmp_path, chi
     code = PARENT.replace("    print", textwrap.indent(HEIR, "    ") + "    print")
     parent = child(code, str(tmp_path / "out"), stdout=subprocess.PIPE, env=environment)
     pid = int(parent.stdout.readline())
-    (heir,) = poll(lambda: _tree.descendants(parent.pid) - {parent.pid, pid})
+    (heir,) = poll(lambda: host.descendants(parent.pid) - {parent.pid, pid})
     parent.kill()
     try:
         assert poll(lambda: gone(pid))

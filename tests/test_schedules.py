@@ -18,7 +18,7 @@ from dpbench.engine.errors import Refused
 from dpbench.engine.replica_cache import ReplicaCache
 from dpbench.engine.train_step import TrainStep
 from dpbench.engine.update import Update
-from dpbench.hardware.devices._host import HostDevice
+from dpbench.hardware.devices.host import HostDevice
 from dpbench.records import Phase, registry
 from dpbench.records.schedule import RULES, RUNGS, SWITCHES, TRAIN_STEP, Schedule, climb
 

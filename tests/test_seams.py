@@ -14,10 +14,10 @@ import torch
 import dpbench
 from dpbench import models
 from dpbench.engine import errors
-from dpbench.hardware import parent_death
+from dpbench.hardware import processes
 from dpbench.hardware.devices import _wrapper
 from dpbench.measure import failures, verification
-from dpbench.measure.worker import loop, memory, trial
+from dpbench.measure.worker import memory, trial
 from dpbench.records import Case, Effort, Mark, Status, Trial, Verified, registry
 from dpbench.strategies import Strategy
 
@@ -27,11 +27,11 @@ WORDING = {
     "records/plan.py": "the strategies that a run without --strategies measures on each kind of device",
     "probe/collective.py": "names of figures in the probe's file",
     "predict/cpu_model.py": "names of figures in the probe's file",
-    "predict/calibration.py": "kinds of strategies in published tables",
+    "predict/scoring/score.py": "kinds of strategies in published tables",
     "predict/scoring/published.py": "kinds of strategies in published tables",
     "predict/scoring/rows.py": "kinds of strategies in published tables",
     "report/devices.py": "headings of a table",
-    "report/waterfall.py": "texts of a drawing",
+    "report/figures.py": "texts of a drawing",
     "analysis/findings/scale.py": "the name of a finding",
 }
 """The modules in which a strategy's name stands for something else than a strategy, or is a default or a text."""
@@ -141,11 +141,11 @@ CASES: dict[str, tuple[Callable[..., Trial], Case, tuple[Status, int | None, Ver
 def say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace every text of ours that a failure is made of."""
     monkeypatch.setattr(verification.Verdict, "__str__", lambda self: "-")
-    monkeypatch.setattr(loop, "Unverified", lambda message: failures.Unverified("-"))
+    monkeypatch.setattr(trial, "Unverified", lambda message: failures.Unverified("-"))
     monkeypatch.setattr(failures, "_frames", lambda error: "-")
     monkeypatch.setattr(failures, "_memory_of", lambda error, ordinal: "-")
-    monkeypatch.setattr(parent_death, "ending", lambda status: "-")
-    monkeypatch.setattr(parent_death, "advice", lambda status: "-")
+    monkeypatch.setattr(processes, "ending", lambda status: "-")
+    monkeypatch.setattr(processes, "advice", lambda status: "-")
     monkeypatch.setattr(errors, "_rebuilt", lambda error, message: RuntimeError("-"))
     monkeypatch.setattr(_wrapper.DeviceFull, "__init__", lambda self, *_: RuntimeError.__init__(self, "-"))
 

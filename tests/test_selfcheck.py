@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from dpbench.hardware import affinity, samplers
-from dpbench.measure import clocks, selfcheck
+from dpbench.hardware import processes, samplers
+from dpbench.measure import checks, clocks
 from dpbench.measure.request import Arm, SelfCheck
 from dpbench.measure.server import Server
 from dpbench.measure.worker import selfcheck as worker
 from dpbench.records import Case, Effort, Phase, Status
-from dpbench.report import header
+from dpbench.report import naming
 from dpbench.store import Store
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="stops and reads processes as Linux does")
@@ -41,13 +41,13 @@ def made(cost_s: float, *, pairs: int = 40, drift: float = 0.0, **more: Any) -> 
 
 
 def test_the_cost_of_marks_is_held_against_ten_milliseconds() -> None:
-    (cost,) = selfcheck.costs({"marks": made(40e-6)})
+    (cost,) = checks.costs({"marks": made(40e-6)})
     assert cost.cost_s is not None
     assert cost.share is not None
     assert cost.cost_s.value == pytest.approx(40e-6, abs=1e-6)
     assert cost.share.value == pytest.approx(0.004, abs=1e-4)
     assert cost.cost_s.n == 40
-    (said,) = selfcheck.words({"self_check": {"marks": made(40e-6)}})
+    (said,) = checks.words({"self_check": {"marks": made(40e-6)}})
     assert "+40 µs per step" in said
     assert "0.40% of a 10 ms step" in said
     assert "below the goal of 0.5%" in said
@@ -56,32 +56,32 @@ def test_the_cost_of_marks_is_held_against_ten_milliseconds() -> None:
 
 @pytest.mark.parametrize(("cost_s", "verdict"), [(45e-6, "below"), (50e-6, "undecided against"), (55e-6, "above")])
 def test_the_goal_is_met_missed_or_undecided_by_the_interval(cost_s: float, verdict: str) -> None:
-    (said,) = selfcheck.words({"self_check": {"marks": made(cost_s)}})
+    (said,) = checks.words({"self_check": {"marks": made(cost_s)}})
     assert f"{verdict} the goal" in said
 
 
 def test_a_drift_over_pairs_cancels() -> None:
-    (cost,) = selfcheck.costs({"marks": made(40e-6, drift=0.1)})
+    (cost,) = checks.costs({"marks": made(40e-6, drift=0.1)})
     assert cost.cost_s is not None
     assert cost.cost_s.high - cost.cost_s.low < 3e-6
 
 
 def test_samplers_cost_throughput() -> None:
     facts = made(20e-6, sampler_cpu_ratio=0.003, steps_touched=7)
-    (cost,) = selfcheck.costs({"samplers": facts})
+    (cost,) = checks.costs({"samplers": facts})
     assert cost.share is not None
     assert cost.share.value == pytest.approx(1 - 2000 / 2020, abs=1e-4)
-    (said,) = selfcheck.words({"self_check": {"samplers": facts}})
+    (said,) = checks.words({"self_check": {"samplers": facts}})
     assert "of the throughput" in said
     assert "the sampler keeps 0.30% of a core busy and ran in 7 steps" in said
     del facts["steps_touched"]  # a run of an earlier dpbench
-    assert "%; the sampler keeps 0.30% of a core" in selfcheck.words({"self_check": {"samplers": facts}})[0]
+    assert "%; the sampler keeps 0.30% of a core" in checks.words({"self_check": {"samplers": facts}})[0]
 
 
 def test_what_does_not_run_here_says_why_and_a_run_without_says_nothing() -> None:
-    (said,) = selfcheck.words({"self_check": {"engine": {"reason": selfcheck.NEEDS_GPU}}})
+    (said,) = checks.words({"self_check": {"engine": {"reason": checks.NEEDS_GPU}}})
     assert "not runnable here: torch.nn.DataParallel needs an accelerator" in said
-    assert selfcheck.words({}) == []
+    assert checks.words({}) == []
 
 
 # ---------------------------------------------------------------- the worker's part
@@ -113,7 +113,7 @@ class _BusyClock(clocks.HostClock):
 def test_a_cost_in_cpu_time_comes_out_whoever_else_is_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clocks, "choose", lambda devices: _BusyClock())
     facts = worker.measure(CASE, Effort(budget_s=0.4), MARKS).provenance["self_check"]
-    (cost,) = selfcheck.costs({"marks": facts})
+    (cost,) = checks.costs({"marks": facts})
     assert cost.cost_s is not None
     planted_s = facts["marks_per_step"] * 0.0002
     assert 0.9 * planted_s < cost.cost_s.value < 3 * planted_s  # the step itself finds its caches cold, too
@@ -147,7 +147,7 @@ def one_core() -> Iterator[None]:
     try:
         yield
     finally:
-        affinity.roam()  # first what the check itself has bound
+        processes.roam()  # first what the check itself has bound
         os.sched_setaffinity(0, before)
 
 
@@ -163,7 +163,7 @@ def beside(pid: int | None, *, block_s: float, budget_s: float) -> dict[str, Any
 def test_what_a_process_takes_from_the_steps_core_comes_out() -> None:
     with one_core(), busy(spin_s=0.005, sleep_s=0.05) as pid:
         facts = beside(pid, block_s=0.5, budget_s=3.0)
-    (cost,) = selfcheck.costs({"samplers": facts})
+    (cost,) = checks.costs({"samplers": facts})
     assert cost.share is not None
     # what it took of the core, give or take what else was on it
     assert facts["sampler_cpu_ratio"] > 0.02
@@ -190,7 +190,7 @@ def test_a_sampler_that_is_gone_is_a_reason_and_no_crash(tmp_path: Path) -> None
     with busy() as pid:
         pass
     with Server(tmp_path) as server:
-        found = selfcheck._of_worker(server, CASE, Arm.SAMPLER, 0.01, sampler_pid=pid)
+        found = checks._of_worker(server, CASE, Arm.SAMPLER, 0.01, sampler_pid=pid)
     assert "ProcessLookupError" in found["reason"]
 
 
@@ -199,29 +199,29 @@ def test_a_sampler_that_is_gone_is_a_reason_and_no_crash(tmp_path: Path) -> None
 
 @linux
 def test_all_three_are_measured_stored_and_said(tmp_path: Path) -> None:
-    facts = selfcheck.measure("cpu", 2, scale=0.02)
-    assert set(facts) == set(selfcheck.NAMES)
+    facts = checks.measure("cpu", 2, scale=0.02)
+    assert set(facts) == set(checks.NAMES)
     assert 10 < facts["marks"]["marks_per_step"] < 40
-    assert facts["engine"] == {"reason": selfcheck.NEEDS_GPU}
+    assert facts["engine"] == {"reason": checks.NEEDS_GPU}
     with Store.create(tmp_path / "x.db") as store:
         run, _ = store.begin_run(plan="p", host="h", code="c", rounds=1, provenance={"host": {"cores": 2}})
         store.annotate(run, "self_check", facts)
         (kept,) = store.runs()
     assert kept.provenance["host"] == {"cores": 2}
-    said = selfcheck.words(kept.provenance)
-    assert [line.partition(":")[0] for line in said] == list(selfcheck.NAMES.values())
+    said = checks.words(kept.provenance)
+    assert [line.partition(":")[0] for line in said] == list(checks.NAMES.values())
     assert all("MEASURED" in line for line in said[:2])
-    assert not [name for name, _ in header.environment(kept.provenance, []) if "self_check" in name]
+    assert not [name for name, _ in naming.environment(kept.provenance, []) if "self_check" in name]
 
 
 @pytest.mark.gpu
 def test_the_engine_is_held_against_torchs_own_on_one_gpu() -> None:
-    found = selfcheck.measure("cuda", 1, (0,), scale=0.1)["engine"]
-    assert len(found["on_s"]) == len(found["off_s"]) == selfcheck.ROUNDS, found
+    found = checks.measure("cuda", 1, (0,), scale=0.1)["engine"]
+    assert len(found["on_s"]) == len(found["off_s"]) == checks.ROUNDS, found
 
 
 def test_a_failed_worker_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with Server(tmp_path) as server:
-        found = selfcheck._of_worker(server, replace(CASE, model="no such"), Arm.MARKS, 0.01)
+        found = checks._of_worker(server, replace(CASE, model="no such"), Arm.MARKS, 0.01)
         assert "no such" in found["reason"]
         assert found["reason"].startswith(Status.FAILED.value)

@@ -14,7 +14,7 @@ import scipy.stats
 
 from dpbench.analysis import stats
 from dpbench.measure.stopping import Stopping, half_width, warmup
-from dpbench.records.estimate import Estimate
+from dpbench.records.trial import Estimate
 
 positive = st.floats(1e-6, 1e3)
 series = st.lists(positive, min_size=1, max_size=12)

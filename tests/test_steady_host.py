@@ -15,13 +15,13 @@ from torch import nn
 from dpbench import models
 from dpbench.engine import DataParallel, parallel_apply
 from dpbench.engine.workers import Pool, Serial, Spawn, Workers
-from dpbench.hardware import affinity
+from dpbench.hardware import processes
 from dpbench.hardware.devices import open_devices, resolve
 from dpbench.measure.worker import trial
 from dpbench.records import Case, Effort
 
 ROOT = Path(__file__).parent.parent
-linux = pytest.mark.skipif(not affinity.CORES, reason="threads cannot be bound to cores here")
+linux = pytest.mark.skipif(not processes.CORES, reason="threads cannot be bound to cores here")
 
 
 def here() -> set[int]:
@@ -29,7 +29,7 @@ def here() -> set[int]:
 
 
 def core(number: int) -> set[int]:
-    return {affinity.CORES[number % len(affinity.CORES)]}
+    return {processes.CORES[number % len(processes.CORES)]}
 
 
 class Where(nn.Module):
@@ -54,16 +54,16 @@ def test_devices_get_physical_cores_before_they_share_one(
         folder = tmp_path / f"cpu{number}" / "topology"
         folder.mkdir(parents=True)
         (folder / "thread_siblings_list").write_text(text + "\n")
-    assert affinity.spread([3, 2, 1, 0], tmp_path) == expected
+    assert processes.spread([3, 2, 1, 0], tmp_path) == expected
 
 
 @linux
 def test_a_thread_stays_and_roams_again() -> None:
-    with affinity.staying(1):
+    with processes.staying(1):
         assert here() == core(1)
-        affinity.stay(len(affinity.CORES))
+        processes.stay(len(processes.CORES))
         assert here() == core(0), "they are counted round"
-    assert here() == set(affinity.CORES)
+    assert here() == set(processes.CORES)
 
 
 @linux
@@ -73,23 +73,23 @@ def test_replicas_of_a_case_work_on_a_core_each_and_the_caller_stays_where_it_is
     for _ in range(2):
         found = parallel_apply([Where(), Where()], [torch.ones(1)] * 2, None, devices, workers=workers)
         for i, (thread, where) in enumerate(found):
-            assert where == (set(affinity.CORES) if thread == threading.get_ident() else core(i))
-    assert here() == set(affinity.CORES)
+            assert where == (set(processes.CORES) if thread == threading.get_ident() else core(i))
+    assert here() == set(processes.CORES)
     workers.close()
 
 
 @linux
 def test_one_thread_for_all_replicas_is_not_moved_about() -> None:
     found = parallel_apply([Where()] * 2, [torch.ones(1)] * 2, None, open_devices("cpu", 2), workers=Serial())
-    assert [where for _, where in found] == 2 * [set(affinity.CORES)]
+    assert [where for _, where in found] == 2 * [set(processes.CORES)]
 
 
 @linux
 def test_a_users_own_threads_go_where_they_like() -> None:
     found = parallel_apply([Where()] * 2, [torch.ones(1)] * 2, None, resolve(["cpu", "cpu"]))
-    assert [where for _, where in found] == 2 * [set(affinity.CORES)]
+    assert [where for _, where in found] == 2 * [set(processes.CORES)]
     assert DataParallel(nn.Linear(2, 2), ["cpu", "cpu"])(torch.ones(4, 2)).shape == (4, 2)
-    assert here() == set(affinity.CORES)
+    assert here() == set(processes.CORES)
 
 
 @linux
@@ -97,7 +97,7 @@ def test_a_users_own_threads_go_where_they_like() -> None:
 def test_a_worker_stays_on_its_devices_core_unless_the_device_is_all_cores(
     strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = core(0) if strategy == "single" else set(affinity.CORES)
+    expected = core(0) if strategy == "single" else set(processes.CORES)
     seen: list[set[int]] = []
     load = models.load
 
@@ -114,9 +114,9 @@ def test_a_worker_stays_on_its_devices_core_unless_the_device_is_all_cores(
 
 FAULTS = """
 import os, resource, sys, threading
-from dpbench.hardware import malloc
+from dpbench.hardware import processes
 if sys.argv[1] == "keep":
-    malloc.keep()
+    processes.keep()
 import torch
 def run(work):
     threads = len(os.listdir("/proc/self/task"))
@@ -136,7 +136,7 @@ def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096
 faults()
 print(faults(), resident())
-malloc.release()
+processes.release()
 print(resident())
 """
 
@@ -164,16 +164,16 @@ def test_a_thread_that_may_not_be_bound_runs_where_it_can(monkeypatch: pytest.Mo
         raise PermissionError("planted")
 
     monkeypatch.setattr(os, "sched_setaffinity", refuse)
-    with affinity.staying(0):
-        assert here() == set(affinity.CORES)
+    with processes.staying(0):
+        assert here() == set(processes.CORES)
 
 
 @linux
 def test_what_a_user_has_bound_is_so_again() -> None:
     os.sched_setaffinity(0, core(1))
     try:
-        with affinity.staying(0):
+        with processes.staying(0):
             assert here() == core(0)
         assert here() == core(1)
     finally:
-        os.sched_setaffinity(0, affinity.CORES)
+        os.sched_setaffinity(0, processes.CORES)

@@ -10,7 +10,7 @@ import pytest
 
 from dpbench.predict import counts, stored
 from dpbench.predict.cases import Predictor, keep
-from dpbench.predict.measured import of_trials
+from dpbench.predict.stored import of_trials
 from dpbench.records import Case, Cost, Phase, Span, Step, Trial, machine
 from dpbench.records.machine import UnknownMachine
 from dpbench.store import Store

@@ -14,7 +14,7 @@ from dpbench import models
 from dpbench.engine import resolve
 from dpbench.measure import verification
 from dpbench.measure.server import Server
-from dpbench.measure.worker import loop, trial
+from dpbench.measure.worker import trial
 from dpbench.records import Case, Effort, Phase, Profile, Status, Task, Trial, Verified, no_mark, registry
 from dpbench.records.plan import normalise
 from dpbench.records.schedule import TRAIN_STEP, climb
@@ -277,8 +277,8 @@ def test_wrong_gradients_are_refused_and_never_timed(
 ) -> None:
     plug = Planted(join)
     case = Case(model="mlp", strategy="dp", devices=devices, batch_size=11)
-    with pytest.raises(loop.Unverified, match="fc"):
-        loop.measure(case, SHORT, plug)
+    with pytest.raises(trial.Unverified, match="fc"):
+        trial.measure(case, SHORT, plug)
     assert plug.steps == 1, "an unverified strategy was stepped again"
     monkeypatch.setattr(registry, "strategy", lambda name: plug)
     done = trial.run(case, SHORT, tmp_path)

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dpbench import models
 from dpbench.models import Model, positional
-from dpbench.predict.roofline import UPDATES, Speed, optimizer_s, phase_s, profile
+from dpbench.predict.profiles import UPDATES, Speed, optimizer_s, phase_s, profile
 from dpbench.predict.trace import Trace, trace
 from dpbench.records import Phase, registry
 from dpbench.strategies import OPTIMIZERS

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from dpbench import cli, export
 from dpbench.analysis.summary import labels
-from dpbench.export.chrome import TICKS, lanes
+from dpbench.export.traces import TICKS, lanes
 from dpbench.records import HOST, Phase, Source, Span, Status, Trial, Verified
 from tests import exported
 from tests.exported import DP, PLANNED, PROVENANCE, STEP_S, made, stored

@@ -53,7 +53,7 @@ def test_a_trial_leaves_to_the_collector_what_it_had_and_no_more(frozen: bool) -
         gc.freeze()
     before = gc.get_freeze_count()
     try:
-        bench.run([fake])  # type: ignore[list-item]
+        bench.run_timers([fake])  # type: ignore[list-item]
         assert gc.get_freeze_count() == before
     finally:
         gc.freeze()

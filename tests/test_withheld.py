@@ -140,7 +140,7 @@ def test_compare_says_why_a_ratio_is_not_shown_and_calls_it_undecided(
 
 
 def test_verdicts_of_what_is_in_doubt_are_undecided() -> None:
-    from dpbench.records.estimate import Estimate
+    from dpbench.records.trial import Estimate
 
     for estimate in (Estimate(1.0, 1.0, 1.0, 2), Estimate(5.0, 4.9, 5.1, 2), Estimate(1e9, 1e8, 1e10, 9)):
         assert estimate.doubt

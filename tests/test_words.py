@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from dpbench.records import words
-from dpbench.records.estimate import Doubt, Estimate
+from dpbench.records.trial import Doubt, Estimate
 
 NUMBER = r"[−-]?\d{1,3}(?:,?\d{3})*(?:\.\d+)?"
 SECONDS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6, "ns": 1e-9}

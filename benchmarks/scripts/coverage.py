@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpbench.analysis import stats
-from dpbench.records.estimate import Estimate
+from dpbench.records.trial import Estimate
 
 REPORTS = Path(__file__).parents[2] / "reports"
 STORED = ("cpu-2-cores/trials.jsonl.gz", "ladder-2-cores/trials.jsonl.gz", "fastest-2-cores/trials.jsonl")

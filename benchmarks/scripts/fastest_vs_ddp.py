@@ -84,10 +84,10 @@ def rank_of(rank: int, name: str, folder: str, keep: bool, pipe: Connection) -> 
     from torch.nn.functional import cross_entropy
     from torch.nn.parallel import DistributedDataParallel
 
-    from dpbench.hardware import malloc
+    from dpbench.hardware import processes
 
     if keep:
-        malloc.keep()
+        processes.keep()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))

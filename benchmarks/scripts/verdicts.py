@@ -27,8 +27,8 @@ from typing import Any
 import psutil
 
 from dpbench.analysis import stats, summary
-from dpbench.measure.rounds import UntilPrecise
 from dpbench.measure.run import RoundsRule, run
+from dpbench.measure.stopping import UntilPrecise
 from dpbench.records import Case, Effort, Trial
 from dpbench.store import Store
 

@@ -14,7 +14,7 @@ from dpbench.analysis import stats, validity
 from dpbench.analysis.ladder import Ladder, label, notable, short
 from dpbench.analysis.summary import Row
 from dpbench.records import UNATTRIBUTED, Phase, Status, Trial, words
-from dpbench.records.estimate import Estimate
+from dpbench.records.trial import Estimate
 
 ROUNDS_MOST = 50
 """The largest number of rounds that the verdict recommends; above it, the verdict recommends paired measurements."""

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from dpbench.analysis import stats
 from dpbench.records import Case, Source, plan, registry, schedule
-from dpbench.records.estimate import Estimate
-from dpbench.records.traits import Role
+from dpbench.records.registry import Role
+from dpbench.records.trial import Estimate
 
 if TYPE_CHECKING:
     from dpbench.analysis.summary import Row

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from dpbench.analysis import diagnosis, findings, imbalance, ladder, memory, summary, transfers
+from dpbench.analysis import diagnosis, findings, imbalance, ladder, summary, transfers
+from dpbench.analysis.imbalance import Footprint, Index
 from dpbench.hardware import foreign_load
 from dpbench.records import Case, Trial
 
@@ -62,14 +63,14 @@ class Report:
         return {row.case: row.labels for row in self.rows}
 
     @property
-    def imbalance(self) -> Sequence[imbalance.Index]:
+    def imbalance(self) -> Sequence[Index]:
         """Return the indexes that compare device 0 with the other devices."""
         return imbalance.indexes(self.trials)
 
     @property
-    def memory(self) -> Sequence[memory.Footprint]:
+    def memory(self) -> Sequence[Footprint]:
         """Return each case's peak memory by phase and device."""
-        return memory.footprints(self.trials)
+        return imbalance.footprints(self.trials)
 
     @property
     def flows(self) -> Sequence[transfers.Flow]:

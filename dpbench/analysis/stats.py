@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import stdtr, stdtrit
 
-from dpbench.records.estimate import Estimate
+from dpbench.records.trial import Estimate
 
 Rounds = Mapping[int, Sequence[float]]
 """The durations of one case's measured steps in seconds, by round."""

@@ -29,8 +29,8 @@ from dpbench.records import (
     plan,
 )
 from dpbench.records.case import MOVING
-from dpbench.records.estimate import Doubt, Estimate
-from dpbench.records.traits import Role
+from dpbench.records.registry import Role
+from dpbench.records.trial import Doubt, Estimate
 
 BUSY_METRICS = {"kernel_busy_s": "kernels of one profiled step", "busy_s": "thread CPU time"}
 """The metrics that busy time is taken from, with their description, the best source first."""

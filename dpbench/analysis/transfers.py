@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from dpbench.records import Case, Phase, Source, Trial, registry
 from dpbench.records.case import MOVING
+from dpbench.records.registry import Reduction
 from dpbench.records.schedule import parse
-from dpbench.records.traits import Reduction
 from dpbench.records.work import Move, Shapes, received, sent
 
 

@@ -12,7 +12,7 @@ import click
 
 from dpbench import __version__
 from dpbench.cli import predicting, reading, running
-from dpbench.cli.ending import EXIT_FAILED, EXIT_USAGE
+from dpbench.cli.options import EXIT_FAILED, EXIT_USAGE
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

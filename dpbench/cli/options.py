@@ -1,12 +1,31 @@
-"""Options: the types and defaults of the command line's options, and the cases that they select."""
+"""Options: their types and defaults, and the cases that they select; and the exit codes of all commands."""
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import sys
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
+
+EXIT_WORSE, EXIT_FAILED, EXIT_UNDECIDED, EXIT_USAGE = 1, 2, 3, 64
+EXIT_CLOSED = 128 + signal.SIGPIPE
+
+
+def last_words(text: str) -> NoReturn:
+    """Print `text` to stderr if stderr is still open, discard all further output, and exit as after SIGPIPE."""
+    with suppress(OSError):
+        click.echo(text, err=True)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):  # flushing their buffers at exit must not fail
+        with suppress(OSError, ValueError):
+            os.dup2(nowhere, stream.fileno())
+    sys.exit(EXIT_CLOSED)
+
 
 REPORT = Path("reports/latest/index.html")
 store_option = click.option(

@@ -12,7 +12,7 @@ from rich.progress import Progress as RichProgress
 
 from dpbench.analysis import ladder
 from dpbench.records import Status, plan, words
-from dpbench.records.estimate import Estimate
+from dpbench.records.trial import Estimate
 from dpbench.records.words import aligned
 
 

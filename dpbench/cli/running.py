@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from dpbench.cli.ending import EXIT_FAILED, last_words
 from dpbench.cli.options import (  # fmt: skip
     AUTO_BUDGET_S,
+    EXIT_FAILED,
     REPORT,
     Bytes,
     Names,
@@ -18,15 +19,15 @@ from dpbench.cli.options import (  # fmt: skip
     Rounds,
     Schedules,
     cases_of,
+    last_words,
     patience_option,
     store_option,
 )
 from dpbench.cli.showing import choose, print_table, print_verdict, report_of, write_report
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from dpbench.records import Case, Trial
+
 
 RESUMES = "the finished trials are stored; the same command resumes the run"
 SELF_CHECK_SCALE = 1.0
@@ -110,7 +111,7 @@ def run(store: Path, report: Path, **options: Any) -> None:
     """
     from dpbench.cli.progress import Progress
     from dpbench.measure import run as runner
-    from dpbench.measure.rounds import UntilPrecise
+    from dpbench.measure.stopping import UntilPrecise
     from dpbench.store import Store
 
     if options["find_max_batch"]:
@@ -175,10 +176,10 @@ def _find_max_batch(cases: Sequence[Case], store: Path, limit_s: float) -> int:
 
 def _self_check(cases: Sequence[Case]) -> dict[str, Any]:
     """Return the overhead of measuring, on the kind of device that the cases use."""
-    from dpbench.measure import selfcheck
+    from dpbench.measure import checks
     from dpbench.measure.run import ordinals
 
     click.echo("self-check: the overhead of measuring on this machine; about a minute", err=True)
     widest = max(cases, key=lambda case: case.devices)
     devices = widest.devices if widest.placement == "spread" else 1
-    return selfcheck.measure(widest.device_kind, devices, ordinals(cases), scale=SELF_CHECK_SCALE)
+    return checks.measure(widest.device_kind, devices, ordinals(cases), scale=SELF_CHECK_SCALE)

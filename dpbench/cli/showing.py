@@ -39,11 +39,11 @@ def choose(runs: Any, run_id: str | None) -> StoredRun:
 def report_of(chosen: StoredRun, trials: Sequence[Trial]) -> Report:
     """Return the analysis of a run's trials, from which the page, Markdown and the terminal's output are made."""
     from dpbench.analysis.report import Report
-    from dpbench.measure import selfcheck
+    from dpbench.measure import checks
 
     return Report.of(
         trials, run_id=chosen.id, started_s=chosen.started, status=chosen.status, provenance=chosen.provenance,
-        self_check=selfcheck.words(chosen.provenance),
+        self_check=checks.words(chosen.provenance),
     )  # fmt: skip
 
 

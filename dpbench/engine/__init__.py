@@ -1,9 +1,9 @@
 """The explicit DataParallel engine: functions for its single operations, and the classes that combine them."""
 
-from dpbench.engine.apply import parallel_apply
+from dpbench.engine.collectives import reduce
 from dpbench.engine.data_parallel import DataParallel, data_parallel
 from dpbench.engine.gather import gather
-from dpbench.engine.reduce import reduce
+from dpbench.engine.parallel_apply import parallel_apply
 from dpbench.engine.replicate import replicate
 from dpbench.engine.scatter import scatter
 from dpbench.engine.train_step import TrainStep

@@ -1,8 +1,9 @@
-"""Collectives: gradients and weights exchanged over persistent flat buffers, and the broadcast through autograd.
+"""Collectives: reduce, all-reduce and broadcast, of gradients and weights.
 
-Distinct GPUs have collectives (NCCL's). They choose the order of additions, so that their sums are fast but not bitwise
-equal to ordered additions. Ordered additions and copies serve all other cases: replicas that share a GPU, logical CPU
-devices, and gradients that are rounded for the transfer.
+`reduce` adds gradients on one device in replica order, so that the result is bitwise reproducible. An exchange adds
+them over persistent flat buffers. Distinct GPUs have collectives (NCCL's). They choose the order of additions, so that
+their sums are fast but not bitwise equal to ordered additions. Ordered additions and copies serve all other cases:
+replicas that share a GPU, logical CPU devices, and gradients that are rounded for the transfer.
 """
 
 from __future__ import annotations
@@ -17,12 +18,57 @@ import torch
 from torch.autograd.function import Function
 
 from dpbench.engine.flat_storage import Flat, is_dense, plan
-from dpbench.engine.reduce import reduce
 from dpbench.hardware.device import Collectives, Device
+from dpbench.hardware.devices import Devices, as_devices
 from dpbench.hardware.devices._many import copy_all
-from dpbench.records import Mark, Phase
-from dpbench.records.bucketing import BUCKET_BYTES, buckets
+from dpbench.records import Mark, Phase, no_mark
 from dpbench.records.schedule import Schedule
+from dpbench.records.work import BUCKET_BYTES, buckets
+
+
+def reduce(
+    gradients: Sequence[Sequence[torch.Tensor]],
+    devices: Devices,
+    *,
+    comm_dtype: torch.dtype | None = None,
+    mark: Mark = no_mark,
+) -> list[torch.Tensor]:
+    """Return the sums of `gradients[replica][parameter]` over the replicas, on `devices[0]`.
+
+    The order is ((g0 + g1) + g2) + ...; distinct GPUs use torch's coalesced reduction, which chooses the order itself.
+    With `comm_dtype` every gradient is rounded to that dtype for the transfer.
+    """
+    devices = as_devices(devices)
+    root = devices[0]
+    with mark(Phase.REDUCE, root.index):
+        # a collective builds no graph, so second derivatives need the plain additions
+        if root.can_collect(devices) and not torch.is_grad_enabled() and comm_dtype is None:
+            return root.reduce_add(gradients, devices)
+        for device, one in zip(devices, gradients, strict=True):
+            root.wait(device)
+            root.borrow(one)
+        with root.guard():
+            return [_sum(parts, root, comm_dtype) for parts in zip(*gradients, strict=True)]
+
+
+def _sum(parts: Sequence[torch.Tensor], root: Device, comm_dtype: torch.dtype | None) -> torch.Tensor:
+    """Return the sum of `parts` in order; a single gradient is returned unchanged, and sparse parts stay sparse."""
+    total = arrive(parts[0], root, comm_dtype) if len(parts) > 1 else parts[0]
+    for number, part in enumerate(parts[1:]):
+        here = arrive(part, root, comm_dtype)
+        if total.is_sparse and not here.is_sparse:  # torch cannot add a dense tensor to a sparse one
+            total = here + total
+        else:
+            total = total + here if number == 0 else total.add_(here)
+    return total
+
+
+def arrive(part: torch.Tensor, root: Device, comm_dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return a gradient on `root`, rounded to `comm_dtype` for the transfer if one is given."""
+    home = root.torch_device
+    if comm_dtype is None or not part.is_floating_point():
+        return part if part.device == home else part.to(home, non_blocking=True)  # cheaper than `to`
+    return part.to(comm_dtype).to(home, non_blocking=True).to(part.dtype)
 
 
 def choose(devices: Sequence[Device], schedule: Schedule, tensors: Sequence[torch.Tensor]) -> Collectives | None:

@@ -10,15 +10,14 @@ import torch
 from torch import nn
 
 from dpbench.engine import legal
-from dpbench.engine.apply import parallel_apply
 from dpbench.engine.errors import Refused
 from dpbench.engine.gather import gather, target_of
-from dpbench.engine.identity import Identity
+from dpbench.engine.legal import Identity
+from dpbench.engine.parallel_apply import parallel_apply
 from dpbench.engine.replicas import Maker, flat_weights, maker
 from dpbench.engine.replicate import check_placement, replicate
 from dpbench.engine.scatter import scatter
-from dpbench.engine.thread_settings import IntraOp, keep_memory
-from dpbench.engine.workers import choose
+from dpbench.engine.workers import IntraOp, choose, keep_memory
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices import DeviceId, resolve
 from dpbench.records import Mark, Phase, no_mark

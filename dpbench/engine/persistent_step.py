@@ -9,15 +9,14 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from dpbench.engine.collectives import buckets_of
+from dpbench.engine.collectives import buckets_of, reduce
 from dpbench.engine.cuda_graphs import Graphs
 from dpbench.engine.flat_storage import FlatWeights
-from dpbench.engine.identity import Identity, Muted, has_hooks
+from dpbench.engine.legal import Identity, Muted, has_hooks
 from dpbench.engine.losses import Loss
 from dpbench.engine.optimizer_state import finish
+from dpbench.engine.parallel_apply import in_stages, run_on_devices
 from dpbench.engine.persistent import Overlap, ReplicaWeights
-from dpbench.engine.reduce import reduce
-from dpbench.engine.run_on_devices import in_stages, run_on_devices
 from dpbench.engine.update import Update
 from dpbench.engine.workers import Workers
 from dpbench.hardware.device import Device

@@ -9,7 +9,7 @@ from torch import nn
 
 from dpbench.engine.collectives import Copier, copies_of
 from dpbench.engine.flat_storage import FlatWeights
-from dpbench.engine.identity import Identity
+from dpbench.engine.legal import Identity
 from dpbench.engine.optimizer_state import finish, groups_of
 from dpbench.engine.persistent_step import PersistentReplicas
 from dpbench.engine.replica_cache import ReplicaCache

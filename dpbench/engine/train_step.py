@@ -10,8 +10,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from dpbench.engine import balance, legal, losses
-from dpbench.engine.apply import parallel_apply
+from dpbench.engine import legal, losses
 from dpbench.engine.autotune import Autotuner
 from dpbench.engine.containers import device_of, mapped, tensors_in
 from dpbench.engine.data_parallel import check_prefix
@@ -19,12 +18,11 @@ from dpbench.engine.errors import Refused
 from dpbench.engine.gather import gather
 from dpbench.engine.legal import TrainingSetup
 from dpbench.engine.losses import LocalLoss, Loss, Summed
+from dpbench.engine.parallel_apply import in_stages, parallel_apply, run_on_devices
 from dpbench.engine.persistent_step import PersistentReplicas
 from dpbench.engine.replicas import replicas_of
-from dpbench.engine.run_on_devices import in_stages, run_on_devices
-from dpbench.engine.scatter import scatter
-from dpbench.engine.thread_settings import IntraOp, keep_memory, without_cast_cache
-from dpbench.engine.workers import Workers, choose
+from dpbench.engine.scatter import Shares, scatter
+from dpbench.engine.workers import IntraOp, Workers, choose, keep_memory, without_cast_cache
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices import Devices, as_devices, resolve
 from dpbench.records import Mark, Phase, no_mark
@@ -93,7 +91,7 @@ class TrainStep:
         self.devices = as_devices(device_ids or ()) or resolve(None) or resolve(["cpu"])
         self.note = ""
         self._accumulate, self._clip_norm, self._scaler, self._mark = accumulate, clip_norm, scaler, mark
-        self._shares = balance.Shares(chunk_sizes, self.devices)
+        self._shares = Shares(chunk_sizes, self.devices)
         self._debug = debug
         self._calls, self._failed, self._closed = 0, False, False
         self._marking, self._hired = _Marking(mark), dict[str, Workers]()

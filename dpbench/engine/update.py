@@ -14,18 +14,17 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from dpbench.engine.collectives import Exchange, choose
+from dpbench.engine.collectives import Exchange, arrive, choose
 from dpbench.engine.flat_storage import FlatWeights, ParamShard, Segment, Sum, cut, gathered, line, sums
 from dpbench.engine.optimizer_state import FetchedState, State, Stepper, groups_of, mirror
+from dpbench.engine.parallel_apply import run_on_devices
 from dpbench.engine.persistent import ReplicaWeights
-from dpbench.engine.reduce import arrive
-from dpbench.engine.run_on_devices import run_on_devices
 from dpbench.engine.workers import Workers
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices._many import copy_all, sum_all
 from dpbench.records import Mark, Phase
-from dpbench.records.bucketing import owners
 from dpbench.records.schedule import Schedule
+from dpbench.records.work import owners
 
 Sources = Sequence[tuple[Device, Sequence[torch.Tensor | None]]]
 """The gradients by parameter of each replica that has gradients, with the replica's device."""

@@ -18,12 +18,9 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dpbench.export.choice import Labels, name, numbered, pick
-from dpbench.export.chrome import trace
-from dpbench.export.lines import jsonl
-from dpbench.export.ranks import split as split_ranks
-from dpbench.export.suite import pyperf
-from dpbench.export.table import parquet
+from dpbench.export.formats import Labels, jsonl, name, numbered, parquet, pick, pyperf
+from dpbench.export.traces import split as split_ranks
+from dpbench.export.traces import trace
 
 if TYPE_CHECKING:
     from dpbench.records import Trial

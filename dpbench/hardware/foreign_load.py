@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from dpbench.hardware.affinity import CORES, TICKS_PER_S, Ticks, parse_ticks
+from dpbench.hardware.processes import CORES, TICKS_PER_S, Ticks, parse_ticks
 from dpbench.records import Trial
 
 LIMIT = 0.10

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dpbench.engine.errors import replica_of
-from dpbench.hardware import parent_death
+from dpbench.hardware import processes
 from dpbench.records import Status, Verified
 from dpbench.records.trial import Failure
 
@@ -59,7 +59,7 @@ def of_rank(error: BaseException, rank: int, at_s: float) -> Failure:
 
 def of_end(exit_status: int | None, rank: int, at_s: float) -> Failure:
     """Return the record of a rank whose process ended without a result."""
-    reason = f"ended without a result ({parent_death.ending(exit_status)}){parent_death.advice(exit_status)}"
+    reason = f"ended without a result ({processes.ending(exit_status)}){processes.advice(exit_status)}"
     return Failure(status=Status.FAILED, reason=reason, rank=rank, at_s=at_s, exit_status=exit_status)
 
 

@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 import psutil
 
-from dpbench.hardware import parent_death
+from dpbench.hardware import processes
 from dpbench.measure.failures import in_order, of_end, of_rank
 from dpbench.records.trial import Failure
 
@@ -187,7 +187,7 @@ def _end(ranks: Sequence[_RankProcess]) -> None:
 
 def _be_rank(entry: Callable[[int], Any], group: RankGroup, rank: int, parent: int, pipe: Connection) -> NoReturn:
     """Run a rank in this process: join the group, call `entry`, report, and exit without cleanup, which could hang."""
-    parent_death.die_with_parent(parent)
+    processes.die_with_parent(parent)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # inherited handlers do not run inside a collective
     try:
         import torch.distributed as dist

@@ -22,7 +22,7 @@ from typing import Protocol
 from dpbench.analysis import validity
 from dpbench.hardware import foreign_load, provenance, samplers
 from dpbench.hardware.nvml import describe
-from dpbench.measure import preflight
+from dpbench.measure import checks
 from dpbench.measure.server import Server
 from dpbench.records import HOST, Case, Effort, Sample, Status, Trial, plan, registry
 from dpbench.store import FINAL, Store
@@ -206,7 +206,7 @@ class _Session:
         self._deadline = None if budget_s is None else time.perf_counter() + budget_s
         self._overhead_s = OVERHEAD_S
         self._done = self._total = 0
-        self._models = preflight.Models(limit_s)
+        self._models = checks.Models(limit_s)
         self._times: Counter[Slot] = Counter()
         self.noisy: set[Slot] = set()
         """The slots whose last trial ran under too much foreign load."""

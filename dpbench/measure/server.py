@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-from dpbench.hardware import parent_death
+from dpbench.hardware import processes
 from dpbench.measure.request import Job, Request, SelfCheck
 from dpbench.records import Case, Effort, Status, Trial
 
@@ -157,9 +157,7 @@ class Server:
         assert self._process is not None
         self._process.wait(timeout=10)
         log = (self._scratch / "server.log").read_text(errors="replace")[-TAIL:].strip()
-        return (
-            f"the worker server ended ({parent_death.ending(self._process.returncode)}): {log or 'it left no message'}"
-        )
+        return f"the worker server ended ({processes.ending(self._process.returncode)}): {log or 'it left no message'}"
 
     def _stop(self) -> None:
         """End the server and reap it."""
@@ -194,7 +192,7 @@ def _reason(exit_status: int | None, pid: int, limit_s: float, folder: Path) -> 
     if exit_status is None:
         limit = f"the worker exceeded the limit of {limit_s:g} s (--limit for each of its cases)"
         return f"{limit}; Python stacks:\n{stacks or 'none received'}"
-    how = f"{parent_death.ending(exit_status)}){parent_death.advice(exit_status)}"
+    how = f"{processes.ending(exit_status)}){processes.advice(exit_status)}"
     return f"the worker ended without a result ({how}; its last output: {log or stacks or 'none'}"
 
 

@@ -1,21 +1,99 @@
-"""Cases: predictions of the cases of a plan on a described machine, with 80 % intervals, as trials of a run."""
+"""Cases: predictions of the cases of a plan on a described machine, with 80 % intervals, as trials of a run.
+
+A need is the memory of each device, whether it fits, and the largest batch that fits. A what-if is the prediction of a
+changed case: another schedule or strategy, faster links, a faster host, or a larger batch.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from dpbench.predict import counts, cpu_model, intervals, profiles, quick, simulation, stored
-from dpbench.predict.constants import DEFAULT, Constants
-from dpbench.predict.needs import Need
-from dpbench.records import Case, Profile, Source, Span, Status, Step, Trial, plan, registry
+from dpbench.predict import counts, cpu_model, profiles, quick, simulation, stored
+from dpbench.predict.constants import (
+    DEFAULT,
+    HOST_FACTOR,
+    ON_HOST,
+    RESIDUAL,
+    Constants,
+    interval,
+    priors_of,
+    scaled,
+)
+from dpbench.records import Case, Memory, Profile, Source, Span, Status, Step, Trial, plan, registry, schedule
 from dpbench.records.machine import Machine, UnknownMachine
-from dpbench.records.traits import Role
+from dpbench.records.registry import Role
+
+UNTRACED = "unknown: only dpbench's models and --model have a module to trace"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """The memory that a case's devices need: the allocator's peaks, and the totals as the driver would show them.
+
+    `fits` is None if the machine file does not state the memory of a GPU. `largest` is the largest batch that fits: 0
+    if no batch fits, None if there was no search. `reason` explains why the memory is not known.
+    """
+
+    case: Case
+    memory: tuple[Memory, ...] = ()
+    process_bytes: tuple[int, ...] = ()
+    fits: bool | None = None
+    failed_device: int | None = None
+    largest: int | None = None
+    reason: str = ""
+
+    @property
+    def status(self) -> Status:
+        """Return the status of a trial of the case: OOM if the case does not fit, else OK."""
+        return Status.OOM if self.fits is False else Status.OK
+
+    def peaks(self, kind: str) -> list[int]:
+        """Return the peak bytes of one kind ("allocated" or "reserved") for each device."""
+        return [one.peak_bytes for one in self.memory if one.kind == kind]
+
+
+def needs(cases: Sequence[Case], machine: Machine, *, largest: bool = False) -> Iterator[Need]:
+    """Yield the memory of each case. Tracing takes a second or more for each distinct number of rows per device."""
+    from dpbench.predict.memory import Traces, traces_of
+
+    kept: dict[Case, Traces] = {}
+    for case in cases:
+        if counts.named(case.model):
+            yield Need(case=case, reason=UNTRACED)
+            continue
+        key = plan.baseline(
+            model=case.model, batch_size=1, size=case.size, optimizer=case.optimizer,
+            precision=case.precision,
+        )  # fmt: skip
+        traces = kept.setdefault(key, traces_of(replace(key, device_kind=case.device_kind)))
+        yield _need(case, traces, int(machine.gpu.memory_bytes), largest)
+
+
+def _need(case: Case, traces: object, capacity_bytes: int, largest: bool) -> Need:
+    """Return the memory of one case, from a replay of its devices' allocations."""
+    from dpbench.predict import memory
+
+    found = memory.needed(case, traces)  # type: ignore[arg-type]
+    over = [one.device for one in found if capacity_bytes and one.process_bytes > capacity_bytes]
+    most = None
+    if largest and capacity_bytes:
+        most = memory.largest_batch(lambda batch: replace(case, batch_size=batch), capacity_bytes)
+    return Need(
+        case=case, process_bytes=tuple(one.process_bytes for one in found), largest=most,
+        fits=not over if capacity_bytes else None, failed_device=over[0] if over else None,
+        memory=tuple(
+            Memory(one.device, size, "replay", kind=kind)
+            for one in found
+            for kind, size in (("allocated", one.peak.allocated_bytes), ("reserved", one.peak.reserved_bytes))
+        ),
+    )  # fmt: skip
+
 
 PRICED = ("traced", "counted")
-LAUNCHES = (intervals.HOST, "launch_s")
+LAUNCHES = (HOST_FACTOR, "launch_s")
 """Priors that a traced or counted profile depends on, because launches limit a net of many small kernels."""
 
 
@@ -73,20 +151,20 @@ class Predictor:
             seconds, spans = line.seconds, tuple(line.spans())
 
         def evaluate(name: str, factor: float) -> float:
-            if name == intervals.HOST:
+            if name == HOST_FACTOR:
                 host = replace(self.machine.host, factor=self.machine.host.factor * factor)
                 other = replace(self, machine=replace(self.machine, host=host))
             else:
-                other = replace(self, constants=intervals.scaled(self.constants, name, factor))
+                other = replace(self, constants=scaled(self.constants, name, factor))
             # the profile itself depends on these priors
             again = name == "forward_share" or (profile.source in PRICED and name in LAUNCHES)
             return other._seconds(case, other.machine, other.constants, other.profile(case) if again else profile)
 
-        doubt = intervals.RESIDUAL[profile.source]
-        priors = intervals.of(case)
+        doubt = RESIDUAL[profile.source]
+        priors = priors_of(case)
         if not self.given:
             del priors["forward_share"]
-        low, high = intervals.interval(seconds, evaluate, priors, doubt)
+        low, high = interval(seconds, evaluate, priors, doubt)
         return Prediction(case, seconds, low, high, profile.source, spans, self.machine.name)
 
     def _on_host(self, case: Case) -> Prediction:
@@ -99,8 +177,8 @@ class Predictor:
             )
         phases = cpu_model.step(case, profile, cpu_model.ProbedHost(self.machine.probe))
         seconds = sum(phases.values())
-        doubt = intervals.RESIDUAL[profile.source] if len(case.rows) == 1 else intervals.ON_HOST
-        low, high = intervals.interval(seconds, lambda *_: seconds, {}, doubt)
+        doubt = RESIDUAL[profile.source] if len(case.rows) == 1 else ON_HOST
+        low, high = interval(seconds, lambda *_: seconds, {}, doubt)
         return Prediction(case, seconds, low, high, profile.source, tuple(cpu_model.spans(phases)), self.machine.name)
 
     def _seconds(self, case: Case, machine: Machine, constants: Constants, profile: Profile) -> float:
@@ -176,3 +254,65 @@ def keep(path: Path, predictions: Sequence[Prediction], machine: Machine) -> str
             store.end_trial(store.begin_trial(run_id, one.case, 0), one.trial())
         store.end_run(run_id)
     return run_id
+
+
+FASTER = 4.0
+"""The assumed speed-up of faster links: the next PCIe generation gives a factor of 2, NVLink instead of PCIe more."""
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """A change of a case, with the duration of the changed step in seconds.
+
+    `gain` is the throughput in samples per second with the change, divided by that without.
+    """
+
+    model: str
+    devices: int
+    batch: int
+    change: str
+    seconds: float
+    gain: float
+
+
+def what_ifs(predictor: Predictor, cases: Sequence[Case]) -> list[WhatIf]:
+    """Return the changes for each model's case with the most devices on one node, the largest gain first."""
+    found = []
+    for model in dict.fromkeys(case.model for case in cases):
+        node = predictor.machine.gpu.count
+        mine = [case for case in cases if case.model == model and 1 < case.devices <= node]
+        if mine:
+            most = max(mine, key=lambda case: (case.devices, case.traits.threads, case.batch_size))
+            found += sorted(_of(predictor, most), key=lambda one: -one.gain)
+    return found
+
+
+def _of(predictor: Predictor, case: Case) -> Iterator[WhatIf]:
+    """Yield the predictions of changes to one case.
+
+    The first is the case under the schedule of torch.nn.DataParallel, with which the others are compared.
+    """
+    now = replace(case, strategy=registry.of_role(Role.ENGINE), schedule=schedule.REFERENCE, options=())
+    profile, machine, constants = predictor.profile(now), predictor.machine, predictor.constants
+
+    def step(other: Case, c: Constants = constants, m: Machine = machine, p: Profile = profile) -> float:
+        return simulation.step(other, p, m, c).seconds
+
+    before = step(now)
+
+    def what_if(change: str, other: Case, seconds: float) -> WhatIf:
+        gain = before / seconds * other.batch_size / now.batch_size
+        return WhatIf(case.model, other.devices, other.batch_size, change, seconds, gain)
+
+    yield what_if("unchanged: DataParallel as torch runs it", now, before)
+    for name in schedule.climb(schedule.TRAIN_STEP)[1:]:
+        other = replace(now, schedule=name)
+        yield what_if(f"dpbench's schedule {name}", other, step(other))
+    ddp = replace(now, strategy=registry.of_role(Role.CONTROL), schedule="")
+    yield what_if("DistributedDataParallel", ddp, step(ddp))
+    yield what_if(f"links {FASTER:g} times as fast", now, step(now, constants.changed(bus_scale=FASTER)))
+    doubled = replace(now, batch_size=2 * now.batch_size)
+    yield what_if("twice the batch", doubled, step(doubled))
+    half = replace(machine, host=replace(machine.host, factor=machine.host.factor / 2))
+    again = replace(predictor, machine=half).profile(now)  # the launches of a traced profile are faster, too
+    yield what_if("a host twice as fast", now, step(now, m=half, p=again))

@@ -17,10 +17,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from dpbench.records import UNATTRIBUTED, Case, Cost, Phase, Profile, Span
-from dpbench.records.bucketing import bucket_sizes
 from dpbench.records.machine import UnknownMachine
+from dpbench.records.registry import Role
 from dpbench.records.schedule import FASTEST, REFERENCE
-from dpbench.records.traits import Role
+from dpbench.records.work import bucket_sizes
 
 KIB = 2**10
 MOST = 2

@@ -1,8 +1,14 @@
-"""Memory: the memory that each device needs for a case, whether it fits, and the largest batch that fits."""
+"""Memory: the memory that each device needs for a case, whether it fits, and the largest batch that fits.
+
+torch.nn.DataParallel needs the memory of the engine's schedule `reference`, with two differences. First, torch frees
+replicas and outputs when its forward returns. From then on, weights, inputs and outputs live as long as the autograd
+graph needs them: backward frees the weights of a layer after their last use. Second, gradients are joined into buffers
+on every device before they are summed, with or without NCCL.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -11,13 +17,124 @@ import torch
 
 from dpbench import models
 from dpbench.predict import strategy_memory
-from dpbench.predict.allocator import OutOfDeviceMemory, Peak, Tape, replay
-from dpbench.predict.torch_dp_memory import WrapperMemory
-from dpbench.predict.trace import Build, OptimizerFactory, trace, trace_optimizer
+from dpbench.predict.allocator import Names, OutOfDeviceMemory, Peak, Tape, replay
+from dpbench.predict.strategy_memory import (
+    EngineMemory,
+    gradients_of,
+    play_backward,
+    play_forward,
+    play_loss,
+    play_optimizer,
+)
+from dpbench.predict.trace import Build, OptimizerFactory, Trace, trace, trace_optimizer
 from dpbench.records import Case, registry
+from dpbench.records.registry import Role
 from dpbench.records.schedule import REFERENCE, Schedule, parse
-from dpbench.records.traits import Role
+from dpbench.records.work import COALESCED_BYTES, chunks
 from dpbench.strategies import optimizer_of, precision_of
+
+Release = tuple[int, list[int]]
+"""A number of backward ops, and the holdings that are released after these ops."""
+
+
+class WrapperMemory(EngineMemory):
+    """The allocations of training with torch.nn.DataParallel."""
+
+    def _step(self, step: int) -> None:
+        tape, parts = self._tape, self._shards.parts
+        whole_trace, count = self._shards.whole, len(parts)
+        tape.stage = "optimizer"
+        tape.give(self._gradients)
+        tape.stage = "scatter"
+        target = tape.take_all(0, whole_trace.target.sizes_bytes, "inputs")
+        inputs = [tape.take_all(i, part.inputs.sizes_bytes, "inputs") for i, part in enumerate(parts)]
+        tape.stage = "replicate"
+        copies = self._copied(self._sizes, 0), self._copied(whole_trace.buffers.sizes_bytes, len(self._sizes))
+        names: list[Names] = [{} for _ in parts]
+        for i, part in enumerate(parts):
+            play_forward(tape, i, part, names[i])
+        gathered = self._gather()
+        copied = [[*weights, *buffers] for weights, buffers in zip(*copies, strict=True)]
+        releases = [self._releases(i, part, copied[i], inputs[i], names[i]) for i, part in enumerate(parts)]
+        for held in releases:
+            tape.give([holding for at, holdings in held for holding in holdings if at == 0])
+        whole: Names = {}
+        play_loss(tape, 0, whole_trace, whole)
+        self._hand_out(whole, names)
+        for i, part in enumerate(parts):
+            tape.stage = "backward"
+            done = 0
+            for at, holdings in sorted(releases[i]):
+                play_backward(tape, i, part, names[i], done, max(done, at))
+                done = max(done, at)
+                tape.give(holdings)
+            play_backward(tape, i, part, names[i], done)
+        tape.stage = "reduce"
+        found = [holding for part, held in zip(parts, names, strict=True) for holding in gradients_of(part, held)]
+        self._gradients = self._sums() if count > 1 else found
+        tape.give([] if count == 1 else found)
+        tape.give(holding for held in names for holding in held.values())
+        first, later = self._shards.optimizer(self._units(0))
+        losses = [whole.pop(number) for number in whole_trace.losses if number in whole]
+        tape.give(whole.values())
+        play_optimizer(tape, 0, later if step else first, self._state[0])
+        tape.give([*losses, *target, *gathered])
+
+    def _copied(self, sizes: Sequence[int], first: int) -> list[list[tuple[list[int], list[int]]]]:
+        """Copy tensors to the other devices; return per device the numbers of the tensors in each holding."""
+        tape, found = self._tape, []
+        runs = chunks(sizes, COALESCED_BYTES) if self._collective else [[size] for size in sizes]
+        for i in self._devices:
+            mine, number = [], first
+            for run in runs:
+                numbers = list(range(number, number + len(run)))
+                number += len(run)
+                if i:
+                    joined = tape.take(0, sum(run), "replicas") if self._collective and len(run) > 1 and i == 1 else []
+                    mine.append((numbers, tape.take(i, sum(run), "replicas")))
+                    tape.give(joined)
+            found.append(mine)
+        return found
+
+    def _releases(
+        self, i: int, part: Trace, copies: Sequence[tuple[list[int], list[int]]], inputs: Sequence[int], names: Names
+    ) -> list[Release]:
+        """Return when the copies, inputs and outputs of device i are released."""
+        at = part.released_at
+        found = [(max(at[n] for n in numbers), holdings) for numbers, holdings in copies]
+        begin = len(part.parameters.sizes_bytes) + len(part.buffers.sizes_bytes)
+        found += [(at[begin + k], [holding]) for k, holding in enumerate(inputs)]
+        begin += len(part.inputs.sizes_bytes)
+        if len(self._devices) > 1:  # on one device, the caller keeps the module's own output
+            found += [
+                (at[begin + k], [names.pop(storage)]) for k, storage in enumerate(part.outputs) if storage in names
+            ]
+        return found
+
+    def _sums(self) -> list[int]:
+        """Join the gradients on every device and sum the buffers on device 0; return the holdings of the sums.
+
+        The buffers of one iteration are freed in the next, because torch's loop variables keep them alive.
+        """
+        tape, others = self._tape, list(self._devices[1:])
+        sums: list[int] = []
+        former: list[int] = []
+        for run in chunks([self._sizes[n] for n in self._trainable], COALESCED_BYTES):
+            joined = self._devices if len(run) > 1 else range(0)
+            flats = [holding for i in joined for holding in tape.take(i, sum(run), "reduced")]
+            tape.give(former)
+            if self._collective:
+                sums += tape.take(0, sum(run), "reduced")
+            else:
+                here = tape.take(0, sum(run), "reduced")
+                sums += tape.take(0, sum(run), "reduced")
+                tape.give(here)
+                for _ in others[1:]:
+                    tape.give(tape.take(0, sum(run), "reduced"))
+            former = flats
+        tape.give(former)
+        return sums
+
 
 STEPS = 3
 """The number of replayed steps.

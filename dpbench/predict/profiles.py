@@ -1,17 +1,153 @@
 """Profiles: the durations of a model's phases on one device, from a known step or from FLOP and bytes.
 
 `given` splits a known step on one device into phases. `counted` derives the durations of whole phases from their FLOP
-and bytes on a described GPU; the module `roofline` does the same op by op for a traced model.
+and bytes on a described GPU; `profile` does the same op by op for a traced model. An op takes the longest of three
+durations: its computation, its memory traffic, and the minimum duration of a kernel. Both rates saturate: an op with
+the work `half_flop` or `half_bytes` reaches half of the best rate. The model is equivalent to adding this work to every
+op and running at the best rate.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from dpbench.predict import quick
 from dpbench.predict.constants import DEFAULT, Constants
 from dpbench.records import Cost, Phase, Profile, plan
 from dpbench.records.machine import Machine, UnknownMachine
+
+if TYPE_CHECKING:
+    from dpbench.predict.recorder import Op
+    from dpbench.predict.trace import Trace
+
+FOREACH_TENSORS = (770, 448, 336, 252, 210)
+"""The maximum number of tensors in one multi-tensor launch, for one to five tensor lists.
+
+These are `depth_to_max_tensors` in torch 2.13's `ATen/native/cuda/MultiTensorApply.cuh` for CUDA 13. The maximum number
+of blocks in a launch and the elements of a block, which follow, are from the same file. With CUDA 12 the limits are a
+seventh of these.
+"""
+FOREACH_BLOCKS, FOREACH_ELEMENTS = 2240, 65_536
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """The speed of a GPU: peaks from its data sheet, attainable shares of the peaks, and the minimum kernel duration.
+
+    `flop_share` is the share of the dense peak that the best bf16 matrix product reaches: A100 SXM 0.87, A100 PCIe
+    0.81, H100 0.80, B200 0.78, MI300X 0.51 (S. Bekman, "Machine Learning Engineering Open Book", MAMF table).
+    `half_flop` and `half_bytes` are fitted to the efficiency tables of Calculon: 0.6 at 1 GFLOP; 0.75 at 10 MB and 0.9
+    at 100 MB. dpbench measured none of these. `convolution_flop_per_s` is the peak for convolutions: cuDNN runs them in
+    TF32 on GPUs that have it (`torch.backends.cudnn.allow_tf32` is on by default; for matrix products it is off).
+    """
+
+    flop_per_s: float
+    bytes_per_s: float
+    flop_share: float = 0.85
+    bytes_share: float = 0.92
+    half_flop: float = 4.2e8
+    half_bytes: float = 2.25e6
+    least_s: float = 2.5e-6
+    convolution_flop_per_s: float = 0.0
+
+    def op_s(self, op: Op) -> float:
+        """Return the duration in seconds of one op; 0 for an op without a kernel."""
+        faster = self.convolution_flop_per_s if "convolution" in op.name else 0.0
+        return self.seconds(op.flop, op.bytes, max(faster, self.flop_per_s))
+
+    def seconds(self, flop: float, size_bytes: float, flop_per_s: float | None = None) -> float:
+        """Return the duration in seconds of one kernel with this work; `flop_per_s` overrides the GPU's peak."""
+        if not size_bytes:
+            return 0.0
+        compute = (flop + self.half_flop) / (self.flop_share * (flop_per_s or self.flop_per_s)) if flop else 0.0
+        move = (size_bytes + self.half_bytes) / (self.bytes_share * self.bytes_per_s)
+        return max(compute, move, self.least_s)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One multi-tensor op of an optimizer: its number of tensor lists, and its reads plus writes per element."""
+
+    lists: int
+    passes: int
+
+
+UPDATES: dict[str, tuple[Pass, ...]] = {
+    # momentum: buf *= m; buf += g; p -= lr * buf
+    "SGD": (Pass(1, 2), Pass(2, 3), Pass(2, 3)),
+    # m.lerp(g); v *= b; v += g * g; sqrt(v); /= c; += eps; p += m / root
+    "Adam": (Pass(2, 3), Pass(1, 2), Pass(2, 3), Pass(2, 2), Pass(1, 2), Pass(1, 2), Pass(3, 4)),
+}
+UPDATES["AdamW"] = (Pass(1, 2), *UPDATES["Adam"])  # p *= 1 - lr * decay
+"""The multi-tensor ops of one step of an optimizer in `torch.optim` (2.13, foreach); SGD is taken with momentum."""
+
+
+def optimizer_s(name: str, sizes_bytes: Sequence[int], speed: Speed) -> tuple[float, int]:
+    """Return the duration in seconds, and the number of launches, of an optimizer step over parameters of these sizes.
+
+    The sizes are in bytes. The results are calculated from `UPDATES`, because torch splits multi-tensor ops into single
+    ones on the host, where traces are made. Raises LookupError for an optimizer whose ops are not known.
+    """
+    if name not in UPDATES:
+        raise LookupError(f"the kernels of optimizer {name} are not known; known: {', '.join(UPDATES)}")
+    total, blocks = sum(sizes_bytes), sum(math.ceil(size / 4 / FOREACH_ELEMENTS) for size in sizes_bytes)
+    seconds, count = 0.0, 0
+    for one in UPDATES[name]:
+        launches = max(math.ceil(len(sizes_bytes) / FOREACH_TENSORS[one.lists - 1]), math.ceil(blocks / FOREACH_BLOCKS))
+        count += launches
+        seconds += launches * speed.seconds(0.0, one.passes * total / max(launches, 1))
+    return seconds, count
+
+
+def phase_s(trace: Trace, phase: Phase, speed: Speed) -> float:
+    """Return the duration in seconds of a phase's kernels, run one after the other."""
+    if phase is Phase.OPTIMIZER:
+        return optimizer_s(trace.optimizer_name, trace.parameters.sizes_bytes, speed)[0]
+    return sum(speed.op_s(op) for op in trace.ops if op.phase is phase)
+
+
+def of_trace(trace: Trace) -> Profile:
+    """Return the counts of a traced model as a profile without timings."""
+    rows, t = trace.rows, trace
+
+    def moved(phase: Phase) -> float:
+        return sum(op.bytes for op in t.ops if op.phase is phase) / rows
+
+    return Profile(
+        model=t.model,
+        parameter_tensors=len(t.parameters.sizes_bytes), parameter_bytes=t.parameters.bytes,
+        buffer_bytes=t.buffers.bytes, buffer_tensors=len(t.buffers.sizes_bytes), modules=t.modules,
+        input_bytes=t.inputs.bytes / rows, output_bytes=t.output.bytes / rows,
+        forward_flop=t.flop(Phase.FORWARD) / rows, backward_flop=t.flop(Phase.BACKWARD) / rows,
+        forward_launches=t.launches(Phase.FORWARD), backward_launches=t.launches(Phase.BACKWARD),
+        forward_bytes=moved(Phase.FORWARD), backward_bytes=moved(Phase.BACKWARD),
+        gradient_bytes=tuple(t.parameters.sizes_bytes[n] for n in t.ready), source="traced",
+    )  # fmt: skip
+
+
+def profile(low: Trace, high: Trace, speed: Speed) -> Profile:
+    """Return a model's profile on a described GPU, with durations linear in the batch size, from two traces.
+
+    Raises ValueError unless `high` has the larger batch.
+    """
+    if low.rows >= high.rows:
+        raise ValueError(
+            f"a line needs traces of two batch sizes, the larger one last, got {low.rows} and {high.rows} rows"
+        )
+
+    def cost(phase: Phase) -> Cost:
+        first, second = phase_s(low, phase, speed), phase_s(high, phase, speed)
+        slope = max(0.0, (second - first) / (high.rows - low.rows))
+        return Cost(max(0.0, second - slope * high.rows), slope)
+
+    return replace(
+        of_trace(high), forward=cost(Phase.FORWARD), loss=cost(Phase.LOSS), backward=cost(Phase.BACKWARD),
+        optimizer=cost(Phase.OPTIMIZER),
+    )  # fmt: skip
+
 
 DTYPES = {"fp32": ("fp32",), "tf32": ("tf32", "fp32"), "bf16": ("bf16", "fp16", "fp32"), "fp16": ("fp16", "fp32")}
 """The names of the peaks that apply to each precision; the first that the machine file states is used."""

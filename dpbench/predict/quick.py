@@ -16,8 +16,8 @@ from dpbench.predict.network import DeviceGroup
 from dpbench.predict.simulation import PLAIN, Loop
 from dpbench.records import Case, Cost, Phase, Profile, registry
 from dpbench.records.machine import Machine
+from dpbench.records.registry import Role
 from dpbench.records.schedule import REFERENCE
-from dpbench.records.traits import Role
 from dpbench.strategies._tasks import PASSES, buckets
 
 KNOWN = (Role.BASELINE, Role.WRAPPER, Role.ENGINE, Role.CONTROL)

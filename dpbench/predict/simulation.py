@@ -1,17 +1,193 @@
-"""Simulation: the timeline of one step of a case on a described machine."""
+"""Simulation: the timeline of one step of a case on a described machine, from the costs of its tasks.
+
+A task is a part of a strategy's step; a job is a task with its cost on this machine. A collective becomes one job,
+however many devices take part in it.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from dpbench.predict import costs, events
+from dpbench.predict import events, network
 from dpbench.predict.constants import DEFAULT, Constants
-from dpbench.records import Case, Phase, Profile, Span, Task
+from dpbench.predict.events import SimulatedJob
+from dpbench.predict.network import DeviceGroup
+from dpbench.records import Case, Cost, Phase, Profile, Span, Task
 from dpbench.records.machine import Machine, UnknownMachine
 from dpbench.strategies import load
+from dpbench.strategies._tasks import PASSES
+
+GIL = "gil"
+LOCAL = "local"
+"""The resource of copies within one device."""
+
+
+def jobs_of(
+    tasks: Sequence[Task], case: Case, profile: Profile, machine: Machine, constants: Constants
+) -> tuple[list[SimulatedJob], list[int], dict[object, float]]:
+    """Return the jobs of a step, the job number of each task, and the capacity of each shared resource."""
+    overlapped = case.traits.ranks and any(task.phase is Phase.REDUCE and task.overlap for task in tasks)
+    prices = _Prices(case, profile, machine, constants, overlapped=overlapped and len(case.rows) > 1)
+    found: list[SimulatedJob] = []
+    number: list[int] = []
+    together: dict[str, int] = {}
+    for task in tasks:
+        after = tuple(dict.fromkeys(number[at] for at in task.after))
+        overlap = tuple(at for at in dict.fromkeys(number[at] for at in task.overlap) if at not in after)
+        kind, _, _ = task.resource.partition(":")
+        if task.resource in together:
+            at = together[task.resource]
+            known = found[at]
+            waits = tuple(dict.fromkeys((*known.after, *after)))
+            beside = tuple(x for x in dict.fromkeys((*known.overlap, *overlap)) if x not in waits)
+            found[at] = replace(known, after=waits, overlap=beside)
+        else:
+            at = len(found)
+            if kind in COLLECTIVES:
+                together[task.resource] = at
+            work = prices.job(task)
+            found.append(SimulatedJob(work.seconds, work.resource, work.amount, work.way, after, overlap))
+        number.append(at)
+    capacity: dict[object, float] = {GIL: 1.0, LOCAL: prices.memory_bytes_per_s}
+    for way, rate in network.capacities(machine).items():
+        capacity[way] = rate
+    return found, number, capacity
+
+
+COLLECTIVES = tuple(
+    kind + joined
+    for kind in ("broadcast", "reduce", "all_reduce", "reduce_scatter", "all_gather")
+    for joined in ("", "_coalesced")
+)
+
+
+class _Prices:
+    """The cost of each unit of work in one case."""
+
+    def __init__(
+        self, case: Case, profile: Profile, machine: Machine, constants: Constants, *, overlapped: bool
+    ) -> None:
+        self._overlapped = overlapped
+        self._case, self._profile, self._machine, self._c = case, profile, machine, constants
+        self._group = DeviceGroup(machine, case.devices, constants)
+        self._rows = case.rows
+        self.memory_bytes_per_s = machine.gpu.memory_bytes_per_s or constants.memory_bytes_per_s
+        host, factor, c = machine.host, machine.host.factor, constants
+        self._each_s = {
+            "launches": _or(host.launch_s, factor * c.launch_s),
+            "modules": _or(host.module_s, factor * c.module_s),
+            "tensors": _or(host.tensor_s, factor * c.tensor_s),
+            "threads": _or(host.thread_s, factor * c.thread_s),
+            "wakes": factor * c.wake_s,
+            "s": 1.0,
+        }
+        self._update = self._update_scale()
+        self._hand_off = _or(host.hand_off, c.hand_off)
+        self._units: dict[str, Callable[[Task], SimulatedJob]] = {"flop": self._flop, "bytes": self._bytes}
+
+    def job(self, task: Task) -> SimulatedJob:
+        """Return the job of one task, without its dependencies."""
+        return self._units.get(task.unit, self._host)(task)
+
+    def _host(self, task: Task) -> SimulatedJob:
+        """Return the job of a task that a host thread performs item by item."""
+        spent = task.amount * self._each_s[task.unit]
+        others = len(self._rows) - 1
+        if task.unit == "launches":
+            spent = self._launches(task, spent)
+        if task.resource == GIL:
+            # all threads compete for the interpreter lock
+            return SimulatedJob(0.0, amount=spent * (1 + self._hand_off * others), way=(GIL,))
+        return SimulatedJob(spent, task.resource)
+
+    def _launches(self, task: Task, spent: float) -> float:
+        """Return the duration of a task's launches, which take at most a share of the known duration of their phase."""
+        profile, rows = self._profile, self._rows[max(0, task.device)]
+        factor = self._machine.host.factor
+        if task.phase is Phase.FORWARD:
+            return _capped(spent, profile.forward, rows, self._c.host_share)
+        if task.phase is Phase.BACKWARD:
+            backward = self._machine.host.launch_s or factor * self._c.backward_launch_s
+            part = task.amount / profile.backward_launches if profile.backward_launches else 1.0
+            whole = _capped(profile.backward_launches * backward, profile.backward, rows, self._c.host_share)
+            crowd = 0 if self._case.traits.ranks else len(self._rows) - 1
+            return part * whole * (1 + self._c.contention * crowd)
+        if task.phase is Phase.OPTIMIZER:
+            return self._update * task.amount * factor * self._c.update_s
+        return spent
+
+    def _flop(self, task: Task) -> SimulatedJob:
+        """Return the job of forward or backward kernels, from the profile's seconds."""
+        profile = self._profile
+        cost, flop = (
+            (profile.forward, profile.forward_flop)
+            if task.phase is Phase.FORWARD
+            else (profile.backward, profile.backward_flop)
+        )
+        if cost is None:
+            raise ValueError(
+                f"the profile of {profile.model} has no timing for {task.phase}; dpbench.predict.profiles adds timings"
+            )
+        rows = self._rows[task.device]
+        part = task.amount / (rows * flop) if flop else 1.0
+        spent = part * cost.at(rows)
+        if task.phase is Phase.BACKWARD and self._overlapped:
+            spent = part * self._group.beside_s(cost.at(rows), profile.parameter_bytes)
+        return SimulatedJob(spent, task.resource)
+
+    def _bytes(self, task: Task) -> SimulatedJob:
+        """Return the simulated job for a task that moves bytes.
+
+        The bytes move over links, in a collective, or through device memory.
+        """
+        kind, _, rest = task.resource.partition(":")
+        if kind == "copy":
+            return self._copy(task, *rest.split(":"))
+        if kind in COLLECTIVES:
+            name = kind.removesuffix("_coalesced")
+            one = self._group.one_s(name, task.amount)
+            return SimulatedJob(one if name == kind else self._group.coalesced_s(name, task.amount), "collectives")
+        loss, output = self._profile.loss, self._profile.output_bytes
+        if task.phase is Phase.LOSS and loss is not None and output:
+            return SimulatedJob(loss.at(task.amount / output), task.resource)
+        scale = self._update if task.phase is Phase.OPTIMIZER else 1.0
+        return SimulatedJob(scale * task.amount / self.memory_bytes_per_s, task.resource)
+
+    def _update_scale(self) -> float:
+        """Return the factor by which the optimizer's bytes and launches are scaled to take its known duration."""
+        profile = self._profile
+        if profile.optimizer is None:
+            return 1.0
+        moved = PASSES.get(self._case.optimizer, 5) * profile.parameter_bytes / self.memory_bytes_per_s
+        launches = profile.parameter_tensors * self._machine.host.factor * self._c.update_s
+        return profile.optimizer.at(self._rows[0]) / max(moved, launches)
+
+    def _copy(self, task: Task, source: str, target: str) -> SimulatedJob:
+        """Return the job of a copy: over the links between two devices, or from pageable memory of the host."""
+        if task.amount <= 0 or source == target:
+            return SimulatedJob(0.0)
+        node = self._machine.gpu.count
+        ends = [end if end == "host" else f"gpu{int(end) % node}" for end in (source, target)]
+        if source == "host":
+            # the calling thread waits for a pageable copy, so a process runs one at a time
+            rate = self._machine.host.pageable_bytes_per_s or self._c.pageable_bytes_per_s
+            return SimulatedJob(
+                self._c.copy_s + task.amount / rate, f"pageable:{task.device if self._case.traits.ranks else 0}"
+            )
+        return SimulatedJob(self._c.copy_s, amount=task.amount, way=network.route(self._machine, *ends))
+
+
+def _or(measured: float | None, constant: float) -> float:
+    return constant if measured is None else measured
+
+
+def _capped(spent: float, known: Cost | None, rows: int, share: float) -> float:
+    """Return the duration of launches in seconds, limited to a share of the known duration of their phase."""
+    return min(spent, share * known.at(rows)) if known else spent
+
 
 EXCHANGEABLE = 9
 """From this rank count on, only one representative rank is simulated, because all ranks do the same work."""
@@ -92,7 +268,7 @@ def step(
     """
     check(case, machine)
     tasks = only(loop.changed(_tasks(case, profile)), phases)
-    jobs, number, capacity = costs.jobs(tasks, case, profile, machine, constants)
+    jobs, number, capacity = jobs_of(tasks, case, profile, machine, constants)
     times = events.simulate(jobs, capacity)
     late = _straggling(case, constants)
     return Timeline(tuple(tasks), tuple((times[n][0] * late, times[n][1] * late) for n in number))

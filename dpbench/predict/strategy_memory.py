@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from dpbench.predict.allocator import Names, Tape
 from dpbench.predict.recorder import Op
 from dpbench.predict.trace import Trace
-from dpbench.records.bucketing import COALESCED_BYTES, DDP_SYNC_BYTES, bucket_sizes, buckets, chunks, flat_bytes, owners
 from dpbench.records.schedule import Schedule
+from dpbench.records.work import COALESCED_BYTES, DDP_SYNC_BYTES, bucket_sizes, buckets, chunks, flat_bytes, owners
 
 
 @dataclass(frozen=True)

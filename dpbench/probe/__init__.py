@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from dpbench.hardware import affinity, foreign_load, malloc
+from dpbench.hardware import foreign_load, processes
 from dpbench.measure.server import environment
 from dpbench.probe import collective, engine, gpu, host
 from dpbench.probe.figures import Figure, over_passes
@@ -150,10 +150,10 @@ def _pass(name: str, say: Say) -> list[Figure]:
 def measure() -> Iterator[str | Figure]:
     """Measure all figures in this process; yield the name of each part before its figures."""
     torch.set_num_threads(1)
-    malloc.keep()
+    processes.keep()
     for what, part in _on_the_host():
         yield what
-        with affinity.staying(0):
+        with processes.staying(0):
             yield from part()
     for what, part in _on_gpus():
         yield what

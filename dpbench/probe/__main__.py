@@ -7,10 +7,10 @@ import os
 import sys
 from dataclasses import asdict
 
-from dpbench.hardware import parent_death
+from dpbench.hardware import processes
 
 if __name__ == "__main__":
-    parent_death.die_with_parent(int(sys.argv[1]))
+    processes.die_with_parent(int(sys.argv[1]))
     from dpbench.probe import measure
 
     answers = os.fdopen(os.dup(1), "w")

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dpbench.hardware import affinity, malloc, parent_death
+from dpbench.hardware import processes
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices import open_devices
 from dpbench.measure.clocks import HostClock
@@ -28,7 +28,7 @@ from dpbench.measure.ranks import run
 from dpbench.probe import engine, host
 from dpbench.probe.figures import WARM, Figure, Timing, figure, makespans, ratio, spread, timing
 from dpbench.records import UNATTRIBUTED, Case, Trial, ledger, plan, registry
-from dpbench.records.traits import Role
+from dpbench.records.registry import Role
 from dpbench.strategies import ddp, single
 
 KIB, MIB = 2**10, 2**20
@@ -103,7 +103,7 @@ def _of_chains(found: Sequence[tuple[int, Mapping[str, engine.Phases]]], ranks: 
 
 def _measured(ranks: int, backend: str, wanted: Mapping[str, Any]) -> dict[str, Any]:
     """Start the ranks from a fresh process; return rank 0's measurements. Raises RuntimeError if a rank fails."""
-    affinity.roam()  # each rank is pinned to another core
+    processes.roam()  # each rank is pinned to another core
     with tempfile.TemporaryDirectory(prefix="dpbench-") as folder:
         command = [sys.executable, "-m", "dpbench.probe.collective", str(os.getpid()), folder, str(ranks), backend]
         done = subprocess.run(
@@ -117,7 +117,7 @@ def _measured(ranks: int, backend: str, wanted: Mapping[str, Any]) -> dict[str, 
 
 def _start(parent: int, folder: Path, ranks: int, backend: str, wanted: Mapping[str, Any]) -> dict[str, Any]:
     """Start the ranks from this process and return rank 0's measurements; this process ends together with `parent`."""
-    parent_death.die_with_parent(parent)
+    processes.die_with_parent(parent)
     measured: dict[str, Any] = run(partial(_rank, backend, wanted), ranks, folder, backend)[0]
     return measured
 
@@ -125,13 +125,13 @@ def _start(parent: int, folder: Path, ranks: int, backend: str, wanted: Mapping[
 def _rank(backend: str, wanted: Mapping[str, Any], rank: int) -> dict[str, Any]:
     """Return the measurements of one rank, by the names in `wanted`."""
     torch.set_num_threads(1)
-    malloc.keep()
+    processes.keep()
     device = torch.device("cpu")
     if backend == "nccl":
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
     else:
-        affinity.stay(rank)  # after gloo's own threads have started, as in the workers
+        processes.stay(rank)  # after gloo's own threads have started, as in the workers
     measure: dict[str, Callable[[Any], Any]]
     measure = {"reduce": lambda sizes: _reduce(sizes, device), "nets": _nets, "chains": _chains}
     return {what: measure[what](arguments) for what, arguments in wanted.items()}

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dpbench.hardware import affinity
+from dpbench.hardware import processes
 from dpbench.records.ledger import middle_half
 
 Work = Callable[[], object]
@@ -130,7 +130,7 @@ def time_steps(steps: Sequence[Step], repeats: int) -> tuple[Timing, Timing]:
     found: list[list[tuple[float, float, float]]] = [[] for _ in steps]
 
     def run(i: int) -> None:
-        affinity.stay(i)
+        processes.stay(i)
         for _ in range(WARM + repeats):
             barrier.wait()
             found[i].append(steps[i]())
@@ -167,7 +167,7 @@ def time_new_threads(works: Sequence[Work], repeats: int = REPEATS, after: After
         results: list[Any] = [None] * len(works)
 
         def run(i: int) -> None:
-            affinity.stay(i)
+            processes.stay(i)
             results[i] = works[i]()
 
         threads = [threading.Thread(target=run, args=(i,)) for i in range(len(works))]
@@ -215,7 +215,7 @@ def _round(works: Sequence[Work], loops: int, setting: Setting) -> float:
     begins, ends = [0.0] * len(works), [0.0] * len(works)
 
     def run(i: int) -> None:
-        affinity.stay(i)
+        processes.stay(i)
         work = works[i]
         with setting():
             barrier.wait()

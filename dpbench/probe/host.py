@@ -16,9 +16,9 @@ from torch import nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from dpbench import models
-from dpbench.engine.reduce import reduce
+from dpbench.engine.collectives import reduce
 from dpbench.engine.replicate import rebuild
-from dpbench.hardware import affinity
+from dpbench.hardware import processes
 from dpbench.hardware.devices import resolve
 from dpbench.probe.figures import (
     Figure,
@@ -164,7 +164,7 @@ def threads() -> Iterator[Figure]:
     """Yield the costs of starting a thread and of waking a persistent one."""
 
     def start() -> None:
-        thread = threading.Thread(target=affinity.stay, args=(1,))
+        thread = threading.Thread(target=processes.stay, args=(1,))
         thread.start()
         thread.join()
 
@@ -173,7 +173,7 @@ def threads() -> Iterator[Figure]:
     outbox: SimpleQueue[object] = SimpleQueue()
 
     def serve() -> None:
-        affinity.stay(1)
+        processes.stay(1)
         while inbox.get() is not None:
             outbox.put(1)
 

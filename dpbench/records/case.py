@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import Any
 
 from dpbench.records import registry
-from dpbench.records.traits import Traits
+from dpbench.records.registry import Traits
 
 HOST = -1
 """The device number of events on the host."""

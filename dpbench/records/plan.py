@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from dpbench.records import Case, registry, schedule
-from dpbench.records.traits import Role
+from dpbench.records.registry import Role
 
 DEVICE_KINDS = ("cpu", "cuda", "emulated")
 PLACEMENTS = ("spread", "colocated")

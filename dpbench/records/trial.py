@@ -1,6 +1,7 @@
-"""Trial: the measurements of one case. Times are seconds on the machine's monotonic clock; sizes are bytes.
+"""Trial: the measurements of one case, and estimates from them: numbers with intervals.
 
-Schema history of `Trial`: 1 (first); 2 (memory by phase and kind, the device that failed).
+Times are seconds on the machine's monotonic clock; sizes are bytes. Schema history of `Trial`: 1 (first); 2 (memory by
+phase and kind, the device that failed).
 """
 
 from __future__ import annotations
@@ -11,10 +12,47 @@ from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from dpbench.records.case import Case, Phase
 from dpbench.records.ledger import Ledger
+
+
+class Doubt(StrEnum):
+    """The reason why an estimate is not shown as a result."""
+
+    ROUNDS = "too few rounds"
+    WIDTH = "interval too wide"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number with its 95 % interval and the number of rounds that it was estimated from.
+
+    A prediction has no rounds: its `n` is 0, and its interval is the stated prediction interval. A `signed` estimate
+    is a difference. It may be 0 or negative, so the ratio of the ends of its interval has no meaning.
+    """
+
+    value: float
+    low: float
+    high: float
+    n: int
+    signed: bool = False
+    ROUNDS: ClassVar[int] = 3
+    """The least number of rounds of an estimate that is shown: two do not show how rounds differ."""
+    WIDEST: ClassVar[float] = 4.0
+    """The largest ratio of the high to the low end of an interval that is shown."""
+
+    @property
+    def doubt(self) -> Doubt | None:
+        """Return the reason why the estimate must not be shown as a result; None if it may be shown."""
+        if self.n == 0:
+            return None
+        if self.n < self.ROUNDS:
+            return Doubt.ROUNDS
+        # a low end of 0 or NaN also counts as too wide
+        return None if self.signed or self.high <= self.WIDEST * self.low else Doubt.WIDTH
+
 
 SCHEMA = 2
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from decimal import Decimal
 
-from dpbench.records.estimate import Doubt, Estimate
+from dpbench.records.trial import Doubt, Estimate
 
 MISSING = "–"
 NOT_ENOUGH = "not enough rounds"

@@ -6,12 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from dpbench.analysis.imbalance import Index
-from dpbench.analysis.memory import PHASES, Footprint
+from dpbench.analysis.imbalance import PHASES, Footprint, Index
 from dpbench.analysis.report import Report
 from dpbench.analysis.transfers import Counted, Flow
 from dpbench.records import HOST, Case, words
-from dpbench.records.estimate import Estimate
+from dpbench.records.trial import Estimate
 from dpbench.report import naming, small_multiples
 from dpbench.report.table import Cell, Table
 

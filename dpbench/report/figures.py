@@ -1,19 +1,138 @@
-"""Figures: the panels on throughput and phases, and the list of all sections with drawings."""
+"""Figures: the panels on throughput, phases and the ladder, and the list of all sections with drawings."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from dpbench.analysis.ladder import notable
+from dpbench.analysis.ladder import Ladder, Rung, RungGain, notable
 from dpbench.analysis.report import Report
 from dpbench.analysis.summary import Row
 from dpbench.records import UNATTRIBUTED, Phase, words
-from dpbench.report import heatmap, naming, small_multiples, speedup, svg, timeline, waterfall
+from dpbench.records.registry import Role
+from dpbench.report import naming, small_multiples, speedup, svg, table, timeline
 from dpbench.report.svg import Panel, Section
+
+COLOURS = {"faster": svg.GAIN, "slower": svg.LOSS}
+"""The colours of decided verdicts; "undecided" and "same" are grey."""
+BEYOND = 1.5
+"""A rival that is slower than the slowest rung by more than this factor is not drawn, because all bars would be short.
+The caption states its step time."""
+
+
+def section(ladders: Sequence[Ladder]) -> Section:
+    """Draw each ladder, with its tables."""
+    panels = [_panel(ladder, f"ladder{i}") for i, ladder in enumerate(ladders[: small_multiples.PANELS])]
+    left_out = len(ladders) - len(panels)
+    ladders_ = f"{words.count(left_out, 'more ladder')} {words.verb(left_out, 'is', 'are')}"
+    note = f"{ladders_} not drawn; the table has all schedules." if left_out else ""
+    return Section("ladder", table.TITLE, table.LEAD, panels, note)
+
+
+def _panel(ladder: Ladder, key: str) -> Panel:
+    names = [_name(rung) for rung in ladder.rungs]
+    values = [words.times(r.change.ratio) if r.change else words.ms(r.step) for r in ladder.rungs]
+    handles = list(_handles(ladder))
+    figure, axes, tops = svg.lanes(names, values, [36] * len(names), keys=-(-len(handles) // 2))
+    steps = {rung.name: rung.step.value * 1e3 for rung in ladder.rungs if not rung.step.doubt}
+    drawn_rungs = [(rung, top) for rung, top in zip(ladder.rungs, tops, strict=True) if _drawable(rung, steps)]
+    ends = [_bar(axes, rung, steps, top + 25) for rung, top in drawn_rungs]
+    drawn = _rivals(ladder)
+    for _, milliseconds, look in drawn:
+        # leave gaps for the text above the bars
+        axes.vlines([milliseconds] * len(tops), [top + 16 for top in tops], [top + 35 for top in tops], **look)
+    most = max([0.0, *ends, *steps.values(), *(milliseconds for _, milliseconds, _ in drawn)])
+    axes.set(xlim=(0, most * 1.04 or 1), xlabel="milliseconds of one step")
+    svg.amounts(axes.xaxis)
+    svg.legend(figure, handles, 2)
+    said = "; ".join(f"{name}: {value}" for name, value in zip(names, values, strict=True))
+    drawing = svg.render(figure, key=key, title=f"The ladder: {table.title(ladder)}", description=said)
+    return Panel(table.title(ladder), drawing, _caption(ladder), naming.labels(ladder.rows), table.tables(ladder))
+
+
+def _drawable(rung: Rung, steps: dict[str, float]) -> bool:
+    """Return whether a rung, and the rung that it is compared with, may be shown."""
+    over = rung.change is None or (rung.change.over in steps and not rung.change.ratio.doubt)
+    return rung.name in steps and over
+
+
+def _name(rung: Rung) -> str:
+    """Return a rung's name with its gain or loss and its verdict, so that the panel is readable without colours."""
+    if not rung.change or rung.change.ratio.doubt or rung.change.gain_s.doubt:
+        return rung.name
+    return f"{rung.name}: {words.signed(-rung.change.gain_s.value * 1e3)} ms, {table.VERDICTS[rung.change.verdict]}"
+
+
+def _bar(axes: Axes, rung: Rung, steps: dict[str, float], y: float) -> float:
+    """Draw the whole step of the lowest rung, or another rung's difference from the rung that it is compared with.
+
+    Return the upper end of the whisker in milliseconds.
+    """
+    if rung.change is None:
+        axes.barh(y, steps[rung.name], height=13, facecolor=svg.MUTED, edgecolor=svg.MUTED, alpha=0.55)
+        low, high, at = rung.step.low * 1e3, rung.step.high * 1e3, steps[rung.name]
+    else:
+        start, gain = steps[rung.change.over], rung.change.gain_s
+        colour = _colour(rung.change)
+        alpha = 0.9 if rung.change.verdict in COLOURS else 0.55
+        at = start - gain.value * 1e3
+        low, high = max(0.0, start - gain.high * 1e3), start - gain.low * 1e3  # a step time is not negative
+        axes.barh(y, at - start, left=start, height=13, facecolor=colour, edgecolor=colour, alpha=alpha)
+        axes.plot([start, start], [y - 9, y + 9], color=svg.FOREGROUND, linewidth=0.9)
+        axes.plot([0, min(at, start)], [y, y], color=svg.GRID, linewidth=1.0, zorder=0.5)
+    at = min(max(at, low), high)
+    axes.errorbar([at], [y], xerr=([at - low], [high - at]), color=svg.FOREGROUND, capsize=3.5, linewidth=1.2)
+    return high
+
+
+def _colour(change: RungGain) -> str:
+    return COLOURS.get(change.verdict, svg.MUTED)
+
+
+def _rivals(ladder: Ladder) -> list[tuple[str, float, dict[str, Any]]]:
+    """Return the reference lines as (name, milliseconds, style), without rivals that are far slower than all rungs."""
+    slowest = max((rung.step.value for rung in ladder.rungs if not rung.step.doubt), default=0.0)
+    looks = (
+        ("ddp", ladder.ddp, {"color": svg.ROLES[Role.CONTROL], "linestyle": (0, (5, 2))}),
+        ("limit", ladder.limit, {"color": svg.ROLES[Role.BASELINE], "linestyle": (0, (1.5, 1.5))}),
+    )
+    return [
+        (name, row.step.value * 1e3, {**look, "linewidth": 1.6})
+        for name, row, look in looks
+        if row and row.step and not row.step.doubt and row.step.value <= BEYOND * slowest
+    ]
+
+
+def _handles(ladder: Ladder) -> Iterator[Patch | Line2D]:
+    """Yield the legend's handles."""
+    seen = {rung.change.verdict for rung in ladder.rungs if rung.change}
+    for verdict, colour in COLOURS.items():
+        if verdict in seen:
+            yield Patch(facecolor=colour, alpha=0.9, label=verdict)
+    if seen - COLOURS.keys():
+        yield Patch(facecolor=svg.MUTED, alpha=0.55, label="undecided, or the same")
+    for name, milliseconds, look in _rivals(ladder):
+        yield Line2D([], [], label=f"{name}: {words.number(milliseconds)} ms", **look)
+
+
+def _caption(ladder: Ladder) -> str:
+    """Return the caption: the rounds, the meaning of the lines, and a rival that is not drawn."""
+    said = [naming.rounds([rung.row for rung in ladder.rungs])]
+    if ladder.limit:
+        share = f"single at batch {ladder.limit.case.batch_size}"
+        said.append(f"Limit: the compute time of one device's share of the batch, {share}.")
+    drawn = {name for name, _, _ in _rivals(ladder)}
+    if ladder.ddp and ladder.ddp.step and "ddp" not in drawn:
+        said.append(f"ddp takes {words.ms(ladder.ddp.step)}, which is beyond the axis.")
+    if ladder.case.device_kind == "emulated":
+        said.append("Host cost only, no speed-up.")
+    return " ".join(said)
+
 
 PHASES: Mapping[str, tuple[str, str]] = {
     Phase.SCATTER: ("#f0e442", "#000000"),
@@ -43,13 +162,13 @@ def sections(report: Report) -> list[Section]:
         drawn = [
             speedup.section(drawable), throughput(drawable),
             phases([row for row in report.rows if row.case in climbed]),
-            timeline.imbalance(drawable), heatmap.utilisation(drawable, report.trials),
+            timeline.imbalance(drawable), timeline.utilisation(drawable, report.trials),
             timeline.steps(drawable, report.trials),
         ]  # fmt: skip
         if not ladders:
             return drawn
         said = [one if one.id == "phases" else replace(one, note=f"{one.note} {ENDS}".strip()) for one in drawn]
-        return [said[0], waterfall.section(ladders), *said[1:]]
+        return [said[0], section(ladders), *said[1:]]
 
 
 def throughput(rows: Sequence[Row]) -> Section:

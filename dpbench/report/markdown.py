@@ -10,7 +10,7 @@ from dpbench.analysis.ladder import Ladder
 from dpbench.analysis.report import Report
 from dpbench.analysis.summary import Row
 from dpbench.records import words
-from dpbench.report import devices, header, naming, table
+from dpbench.report import devices, naming, table
 
 REASON = 160
 """The largest number of columns of a reason; the page shows it in full."""
@@ -22,7 +22,7 @@ def render(report: Report) -> str:
     lines = table.lines(rows, report.trials)
     parts = [
         f"## dpbench: run {_said(report.run_id[:12])}",
-        " ".join(f"**{label}**{f' ({where})' if where else ''}" for label, where in header.badges(rows)),
+        " ".join(f"**{label}**{f' ({where})' if where else ''}" for label, where in naming.badges(rows)),
         f"> {_said(report.verdict)}",
         "\n".join(f"- **{_said(tile.value)}** {_said(tile.caption)}{_labels(tile.labels)}" for tile in report.tiles),
         "\n".join(["**Warnings**", "", *(f"- {_said(warning, 400)}" for warning in report.warnings)])
@@ -115,4 +115,4 @@ def _details(summary: str, body: str) -> str:
 
 
 def _facts(report: Report) -> list[tuple[str, str]]:
-    return [*header.facts(report), ("command", str(report.provenance.get("command", "")))]
+    return [*naming.facts(report), ("command", str(report.provenance.get("command", "")))]

@@ -10,7 +10,7 @@ from markupsafe import Markup
 from dpbench.analysis.findings import text
 from dpbench.analysis.report import Report
 from dpbench.records import words
-from dpbench.report import devices, figures, header, table
+from dpbench.report import devices, figures, naming, table
 
 
 def render(report: Report) -> str:
@@ -21,9 +21,9 @@ def render(report: Report) -> str:
     )  # fmt: skip
     rendered = jinja.get_template("page.html").render(
         report=report,
-        facts=header.facts(report),
+        facts=naming.facts(report),
         command=str(report.provenance.get("command", "")),
-        badges=header.badges(report.rows),
+        badges=naming.badges(report.rows),
         count=words.count,
         intervals=words.INTERVALS,
         withheld=words.WITHHELD,
@@ -38,7 +38,7 @@ def render(report: Report) -> str:
         lines=table.lines(report.rows, report.trials),
         phase_columns=table.PHASE_COLUMNS,
         phase_lines=table.phase_lines(report.rows),
-        environment=header.environment(report.provenance, report.trials),
+        environment=naming.environment(report.provenance, report.trials),
         numbers=Markup(table.as_json(report.rows)),
     )
     # a name that was not UTF-8 contains lone surrogates, which cannot be encoded

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from dpbench.analysis.summary import Row
 from dpbench.records import Case, plan, words
-from dpbench.records.traits import Role
+from dpbench.records.registry import Role
 from dpbench.report import naming
 
 PANELS = 12

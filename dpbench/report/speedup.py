@@ -13,8 +13,8 @@ from matplotlib.ticker import MaxNLocator
 
 from dpbench.analysis.summary import Row
 from dpbench.records import Case, words
-from dpbench.records.estimate import Estimate
-from dpbench.records.traits import Role
+from dpbench.records.registry import Role
+from dpbench.records.trial import Estimate
 from dpbench.report import naming, small_multiples, svg
 from dpbench.report.svg import Panel, Section
 

@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from dpbench.records import Case, words
-from dpbench.records.traits import Role
+from dpbench.records.registry import Role
 from dpbench.report import naming
 from dpbench.report.table import Table
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from dpbench.analysis.ladder import Ladder, Rung, RungGain, short
 from dpbench.analysis.summary import Row, frame
 from dpbench.records import Case, Fault, Phase, Source, Status, Trial, plan, schedule, words
-from dpbench.records.estimate import Estimate
-from dpbench.records.traits import Role
+from dpbench.records.registry import Role
+from dpbench.records.trial import Estimate
 from dpbench.report import naming, small_multiples
 
 COLUMNS = (

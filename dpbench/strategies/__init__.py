@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from dpbench.hardware.device import Device
 from dpbench.records import Case, Mark, Profile, Task, registry
-from dpbench.records.traits import Parallelism, Reduction, Role, Traits
+from dpbench.records.registry import Parallelism, Reduction, Role, Traits
 from dpbench.records.work import Move, Shapes
 
 if TYPE_CHECKING:  # the predictor calls `tasks` without loading torch

@@ -1,15 +1,76 @@
 """Tasks: steps as graphs of work, for the predictor.
 
 `Graph` builds a list of tasks. `Chain` makes the tasks of a process that drives several devices under a schedule.
+
+
+`moves` lists the bytes that one step under a schedule must move, by phase, source and target, computed from shapes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from dpbench.records import HOST, Case, Phase, Profile, Task, bucketing
-from dpbench.records.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES
-from dpbench.records.schedule import Schedule
+from dpbench.records import HOST, Case, Phase, Profile, Task, work
+from dpbench.records.schedule import Schedule, parse
+from dpbench.records.work import BUCKET_BYTES, FIRST_BUCKET_BYTES, Move, Shapes
+
+
+def scheduled(case: Case, shapes: Shapes) -> Iterator[Move]:
+    """Yield the moves of one step of the engine under the case's schedule."""
+    schedule, rows = parse(case.schedule or "reference"), case.rows
+    yield from batch(case, shapes, local=schedule.loss == "local")
+    if case.devices == 1:
+        return
+    yield from _weights(schedule, shapes, len(rows))
+    if schedule.loss == "gathered":
+        yield from _outputs(case, shapes)
+    yield from _gradients(schedule, shapes, len(rows))
+
+
+def batch(case: Case, shapes: Shapes, *, local: bool) -> Iterator[Move]:
+    """Yield the moves of the inputs and the target.
+
+    If `local`, the rows of the target move to their replicas; otherwise the whole target moves to device 0.
+    """
+    for device, count in enumerate(case.rows):
+        yield Move(Phase.SCATTER, HOST, device, count * (shapes.input_bytes + shapes.target_bytes * local))
+    if not local and case.device_kind != "cpu":  # logical CPU devices read the host's memory
+        yield Move(Phase.SCATTER, HOST, 0, case.batch_size * shapes.target_bytes)
+
+
+def _weights(schedule: Schedule, shapes: Shapes, count: int) -> Iterator[Move]:
+    """Yield the moves of weights and buffers to the replicas; only of buffers if every device updates its weights."""
+    kept = schedule.replicas == "persistent" and schedule.update != "root"
+    for device in range(1, count):
+        yield Move(Phase.REPLICATE, 0, device, shapes.buffer_bytes + (0 if kept else shapes.parameter_bytes))
+    if schedule.update == "sharded":
+        yield from _exchanged(Phase.REPLICATE, shapes.trainable_bytes / count, count)
+
+
+def _outputs(case: Case, shapes: Shapes) -> Iterator[Move]:
+    """Yield the moves of the outputs to device 0, and of their gradients back, which the phase backward contains."""
+    for device, rows in enumerate(case.rows[1:], start=1):
+        yield Move(Phase.GATHER, device, 0, rows * shapes.output_bytes)
+        yield Move(Phase.BACKWARD, 0, device, rows * shapes.output_bytes)
+
+
+def _gradients(schedule: Schedule, shapes: Shapes, count: int) -> Iterator[Move]:
+    """Yield the moves of the gradients to the devices that update, whole or by shares."""
+    each = shapes.trainable_bytes / (2 if schedule.comm_dtype == "bf16" else 1)  # for fp32 parameters
+    if schedule.update == "root":
+        for device in range(1, count):
+            yield Move(Phase.REDUCE, device, 0, each)
+    else:
+        yield from _exchanged(Phase.REDUCE, each / (count if schedule.update == "sharded" else 1), count)
+
+
+def _exchanged(phase: Phase, each: float, count: int) -> Iterator[Move]:
+    """Yield moves of equal bytes from every device to every other."""
+    for source in range(count):
+        for target in range(count):
+            if source != target:
+                yield Move(phase, source, target, each)
+
 
 PASSES = {"sgd": 5, "adam": 7}
 """The bytes that an optimizer's step reads and writes (weight, gradient, state), per byte of the parameters."""
@@ -59,7 +120,7 @@ class Graph:
 def buckets(profile: Profile, first: int = FIRST_BUCKET_BYTES) -> list[float]:
     """Return the bytes of each bucket of gradients, in the order in which backward fills them."""
     sizes = profile.gradient_sizes
-    return [float(sum(sizes[i] for i in run)) for run in bucketing.buckets(sizes, first=first)]
+    return [float(sum(sizes[i] for i in run)) for run in work.buckets(sizes, first=first)]
 
 
 class Chain:

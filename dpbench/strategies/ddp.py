@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from dpbench.hardware.device import Device
 from dpbench.records import Case, Mark, Phase, Profile, Task
 from dpbench.records.work import Move, Shapes
-from dpbench.strategies import Parallelism, Reduction, Role, Strategy, Traits, _moves, optimizer_of, precision_of
-from dpbench.strategies._tasks import Graph, buckets
+from dpbench.strategies import Parallelism, Reduction, Role, Strategy, Traits, optimizer_of, precision_of
+from dpbench.strategies._tasks import Graph, batch, buckets
 from dpbench.strategies.single import put_all
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class DistributedDataParallel(Strategy):
 
     def moves(self, case: Case, shapes: Shapes) -> Iterable[Move]:
         """Yield the moves of each rank's rows, of rank 0's buffers in the forward, and of a ring over the gradients."""
-        yield from _moves.batch(case, shapes, local=True)
+        yield from batch(case, shapes, local=True)
         count = len(case.rows)
         for rank in range(1, count):
             yield Move(Phase.FORWARD, 0, rank, shapes.buffer_bytes)

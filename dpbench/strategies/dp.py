@@ -10,7 +10,7 @@ from dpbench.hardware.device import Device
 from dpbench.records import Case, Mark, Profile, Task
 from dpbench.records.schedule import FASTEST, REFERENCE, TRAIN_STEP, Schedule, best, parse
 from dpbench.records.work import Move, Shapes
-from dpbench.strategies import Role, Step, Strategy, Traits, _moves, optimizer_of, precision_of, single
+from dpbench.strategies import Role, Step, Strategy, Traits, _tasks, optimizer_of, precision_of, single
 from dpbench.strategies._tasks import Chain
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Engine(Strategy):
 
     def moves(self, case: Case, shapes: Shapes) -> Iterable[Move]:
         """Return the moves of the schedule; empty for `fastest`, which chooses its schedule while it runs."""
-        return () if case.schedule == FASTEST else _moves.scheduled(case, shapes)
+        return () if case.schedule == FASTEST else _tasks.scheduled(case, shapes)
 
 
 def schedule_of(case: Case) -> Schedule:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dpbench.hardware.device import Device
 from dpbench.records import Case, Mark, Phase, Profile, Task
 from dpbench.records.work import Move, Shapes
-from dpbench.strategies import Reduction, Role, Step, Strategy, Traits, _moves, optimizer_of, precision_of, single
+from dpbench.strategies import Reduction, Role, Step, Strategy, Traits, _tasks, optimizer_of, precision_of, single
 from dpbench.strategies._tasks import Chain
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class TorchDataParallel(Strategy):
 
     def moves(self, case: Case, shapes: Shapes) -> Iterable[Move]:
         """Yield the moves of the reference schedule, with those of reduce in backward."""
-        for move in _moves.scheduled(case, shapes):
+        for move in _tasks.scheduled(case, shapes):
             yield Move(Phase.BACKWARD, move.source, move.target, move.bytes) if move.phase is Phase.REDUCE else move
 
 

@@ -13,8 +13,17 @@ from dataclasses import dataclass
 from dpbench.analysis import stats
 from dpbench.analysis.findings import phases, scale
 from dpbench.analysis.findings.answer import answer
-from dpbench.analysis.findings.bench import CaseContext, contexts
-from dpbench.analysis.findings.rule import SMALLEST, Cure, Evidence, Finding, FindingRule, Judgement, Missing
+from dpbench.analysis.findings.rule import (
+    SMALLEST,
+    CaseContext,
+    Cure,
+    Evidence,
+    Finding,
+    FindingRule,
+    Judgement,
+    Missing,
+    contexts,
+)
 from dpbench.analysis.summary import Row
 from dpbench.records import Trial, schedule, words
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from dpbench.analysis import stats
-from dpbench.analysis.findings.bench import CaseContext, scaled
-from dpbench.analysis.findings.rule import Finding
+from dpbench.analysis.findings.rule import CaseContext, Finding, scaled
 from dpbench.analysis.findings.text import devices, strategy
 from dpbench.analysis.summary import Row
 from dpbench.records import UNATTRIBUTED, schedule
-from dpbench.records.estimate import Estimate
-from dpbench.records.traits import Role
+from dpbench.records.registry import Role
+from dpbench.records.trial import Estimate
 from dpbench.records.words import NOT_ENOUGH, REMEDY, count, doubt, exact, percent, time, times
 
 _REMEDY = f"To decide it, use {REMEDY}."

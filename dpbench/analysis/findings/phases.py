@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from dpbench.analysis.findings.bench import CaseContext, overlap, share_of
-from dpbench.analysis.findings.rule import Evidence, FindingRule, Judgement, Missing
+from dpbench.analysis.findings.rule import CaseContext, Evidence, FindingRule, Judgement, Missing, overlap, share_of
 from dpbench.records import UNATTRIBUTED, Phase
-from dpbench.records.estimate import Estimate
-from dpbench.records.traits import Reduction, Role
+from dpbench.records.registry import Reduction, Role
+from dpbench.records.trial import Estimate
 from dpbench.records.words import count, percent, size, time, verb
 
 SERIAL = 1.25

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from dpbench.analysis import stats
-from dpbench.analysis.findings.bench import COMPUTE, CaseContext, scaled, share_of
-from dpbench.analysis.findings.rule import Evidence, FindingRule, Judgement, Missing
+from dpbench.analysis.findings.rule import (
+    COMPUTE,
+    CaseContext,
+    Evidence,
+    FindingRule,
+    Judgement,
+    Missing,
+    scaled,
+    share_of,
+)
 from dpbench.analysis.findings.text import devices, strategy
 from dpbench.analysis.summary import Row
 from dpbench.records import schedule
-from dpbench.records.estimate import Estimate
-from dpbench.records.traits import Role
+from dpbench.records.registry import Role
+from dpbench.records.trial import Estimate
 from dpbench.records.words import NOT_ENOUGH, REMEDY, count, duration, exact, number, percent, size, time, times, verb
 
 LEVEL = 1.1

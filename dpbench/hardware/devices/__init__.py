@@ -9,9 +9,8 @@ import torch
 
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices._wrapper import LAZY
-from dpbench.hardware.devices.cpu import CpuDevice
 from dpbench.hardware.devices.cuda import CudaDevice
-from dpbench.hardware.devices.emulated import EmulatedDevice
+from dpbench.hardware.devices.host import CpuDevice, EmulatedDevice
 
 DeviceId = int | str | torch.device
 Devices = Sequence[Device | DeviceId]

@@ -3,23 +3,68 @@
 A sampling thread inside the run would compete for the GIL that DataParallel depends on. Each plug of this folder
 provides `start(devices, interval_s)`, a context manager that yields a growing list of samples; the list's user may
 remove samples from its front. `sampling` runs all plugs in a separate process and cuts their series by time. Times are
-those of time.perf_counter(), which is the same in all processes of a machine.
+those of time.perf_counter(), which is the same in all processes of a machine. `every` calls an action at fixed
+intervals, in a thread:
+
+start     +1 interval     +2            +3            +4
+  |action|    .   |action, late ........|.|action|     |action|      tick 3 keeps its time, tick 2 is skipped
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import select
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from dpbench.records import Sample
+
+
+def ticks(
+    interval_s: float, wait: Callable[[float], bool], now: Callable[[], float] = time.perf_counter
+) -> Iterator[int]:
+    """Yield k at the time start + k * interval; skip ticks whose time has passed.
+
+    Stop when `wait(seconds)` returns true.
+    """
+    start_s = now()
+    k = 0
+    while not wait(max(0.0, start_s + k * interval_s - now())):
+        yield k
+        k = max(k + 1, math.ceil((now() - start_s) / interval_s))
+
+
+@contextmanager
+def every(interval_s: float, action: Callable[[], None]) -> Iterator[None]:
+    """Call `action` every `interval_s` seconds in a separate thread until the `with` ends."""
+    if not interval_s > 0:
+        raise ValueError(f"interval_s must be positive, not {interval_s}")
+    stop = threading.Event()
+
+    def run() -> None:
+        try:
+            for _ in ticks(interval_s, stop.wait):
+                action()
+        except Exception:  # an error ends this series, never the run
+            log.exception("a series of samples ended early")
+
+    # a daemon thread, so that a driver call that never returns cannot keep the sampler process alive
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
 
 __all__ = ["sampling", "Series"]
 
@@ -103,7 +148,7 @@ def sampling(
 
 def _start(devices: Sequence[int], output: Path, interval_s: float, root_pid: int) -> subprocess.Popen[bytes] | None:
     """Start the process and wait until it samples; return None, after a warning, if it fails."""
-    command = [sys.executable, "-P", "-m", "dpbench.hardware.samplers", "--parent-pid", str(os.getpid())]
+    command = [sys.executable, "-P", "-m", "dpbench.hardware.samplers._process", "--parent-pid", str(os.getpid())]
     command += ["--root-pid", str(root_pid), "--interval", str(interval_s), "--output", str(output)]
     command += ["--devices", ",".join(map(str, devices))]
     # the child must import the same modules as this process

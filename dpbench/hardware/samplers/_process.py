@@ -17,8 +17,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from dpbench.hardware.parent_death import die_with_parent
-from dpbench.hardware.samplers._tree import ROOT_PID
+from dpbench.hardware.processes import die_with_parent
+from dpbench.hardware.samplers.host import ROOT_PID
 from dpbench.records import Sample, registry
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m dpbench.hardware.samplers", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m dpbench.hardware.samplers._process", description=__doc__)
     parser.add_argument("--root-pid", type=int, default=os.getppid(), help="watch this process and those below it")
     parser.add_argument("--parent-pid", type=int, default=os.getppid(), help="end when this process ends")
     parser.add_argument("--interval", type=float, default=0.1, help="seconds between readings")
@@ -109,3 +109,7 @@ def _lines(series: Sequence[list[Sample]]) -> bytes:
 def _answer(line: bytes) -> None:
     if line:
         os.write(sys.stdout.fileno(), line)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from functools import partial
 
 from dpbench.hardware.nvml import FAST_METRICS, SLOW_METRICS, Library, NvmlGpu, open_nvml
-from dpbench.hardware.samplers._cadence import every
-from dpbench.hardware.samplers._tree import ProcessTree, root_pid
+from dpbench.hardware.samplers import every
+from dpbench.hardware.samplers.host import ProcessTree, root_pid
 from dpbench.records import Sample
 
 SLOW_INTERVAL_S = 0.2

@@ -19,10 +19,10 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from dpbench.hardware import parent_death
+from dpbench.hardware import processes
 
 if __name__ == "__main__":  # before importing torch, because the parent may die during the second or more that it takes
-    parent_death.die_with_parent(int(sys.argv[1]))
+    processes.die_with_parent(int(sys.argv[1]))
 
 # without this variable, torch looks for devices by creating a CUDA context, which does not survive a fork
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
@@ -32,7 +32,7 @@ import torch._dynamo
 import torch.distributed
 import torch.optim
 
-from dpbench.hardware import malloc
+from dpbench.hardware import processes
 from dpbench.measure.request import Request
 from dpbench.measure.worker import trial as trials
 from dpbench.records import registry
@@ -40,7 +40,7 @@ from dpbench.records import registry
 
 def serve() -> None:
     """Answer requests until stdin ends. Raises RuntimeError if loading dpbench's own components initialised CUDA."""
-    malloc.keep()
+    processes.keep()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C, the parent ends this process
     for kind in ("strategies", "models"):
         for name in registry.own(kind):
@@ -74,7 +74,7 @@ def _work(request: Request, server: int) -> None:
     folder = request.folder
     try:
         os.setsid()  # start a new process group, so that the ranks can be killed together with the worker
-        parent_death.die_with_parent(server)
+        processes.die_with_parent(server)
         log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         null = os.open(os.devnull, os.O_RDONLY)
         for target, source in ((0, null), (1, log), (2, log)):

@@ -1,11 +1,16 @@
-"""Case timer: run a prepared case in blocks of steps under a clock until its series of steps is long enough."""
+"""Case timer: run a prepared case in blocks of steps under a clock until its series of steps is long enough.
+
+One step is profiled after timing, for the busy time of GPUs, which is the union of kernel intervals. Event spans show
+how long a phase occupied a device, waiting included; kernels show when the device computed. Collective kernels are
+counted separately, because a kernel that waits for its peers counts as busy.
+"""
 
 from __future__ import annotations
 
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,13 +18,65 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._autograd import DeviceType
+from torch._C._profiler import _ExperimentalConfig
 
 from dpbench.hardware.device import Device
-from dpbench.measure import clocks, profiler
+from dpbench.measure import clocks
 from dpbench.measure.stopping import Stopping
 from dpbench.models import Model
 from dpbench.records import Case, Effort, Memory, Sample, Status, Trial, Verified
 from dpbench.strategies import Strategy
+
+METRIC = "kernel_busy_s"
+COLLECTIVE = "collective_busy_s"
+
+
+def profiled(step: Callable[[], object], devices: Sequence[Device]) -> list[Sample]:
+    """Run one step under torch.profiler; return each GPU's busy seconds as samples of the GPU's first replica."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    for device in devices:
+        device.synchronize()
+    with torch.profiler.profile(activities=activities) as profiler:
+        step()
+        for device in devices:
+            device.synchronize()
+    kernels: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    for event in profiler.events() or ():
+        # annotations also appear on the GPU's timeline but include idle time
+        if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False):
+            metric = COLLECTIVE if "nccl" in event.name.lower() else METRIC
+            interval = (event.time_range.start / 1e6, event.time_range.end / 1e6)
+            kernels.setdefault((event.device_index, metric), []).append(interval)
+    first = {device.torch_device.index: device.index for device in reversed(devices)}
+    return [
+        Sample(0.0, first[ordinal], metric, union(intervals))
+        for (ordinal, metric), intervals in sorted(kernels.items())
+        if ordinal in first
+    ]
+
+
+def trace(step: Callable[[], object], devices: Sequence[Device], path: Path) -> None:
+    """Run one step under torch.profiler and write a Chrome trace with the operators of all threads to `path`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # replicas run in other threads, which the profiler leaves out by default
+    everywhere = _ExperimentalConfig(profile_all_threads=True)
+    activities = torch.profiler.supported_activities()
+    with torch.profiler.profile(activities=activities, experimental_config=everywhere) as profiler:
+        step()
+        for device in devices:
+            device.synchronize()
+    profiler.export_chrome_trace(str(path))
+
+
+def union(intervals: Iterable[tuple[float, float]]) -> float:
+    """Return the length of the union of intervals."""
+    total, reach = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, reach))
+        reach = max(reach, end)
+    return total
+
 
 SLOW = 10
 """A case whose block would take more than this multiple of the budget is run in single steps, with one warm-up step."""
@@ -112,7 +169,7 @@ class CaseTimer:
         _trace(self._step, self._prepared.batches[0], self._prepared.devices, path)
 
 
-def run(timers: Sequence[CaseTimer]) -> None:
+def run_timers(timers: Sequence[CaseTimer]) -> None:
     """Run blocks of all timers in turn, reversing the order after each pass, until every series is long enough."""
     gc.collect()
     freezes = not gc.get_freeze_count()  # a worker's server has frozen its large modules, which must stay frozen
@@ -153,7 +210,7 @@ def _profiled(
     if not isinstance(listener, clocks.CudaClock):
         return []
     try:
-        return profiler.profiled(lambda: step(*batch), devices)
+        return profiled(lambda: step(*batch), devices)
     except RuntimeError:  # profiling is not permitted: the trial is valid without busy time
         return []
 
@@ -161,6 +218,6 @@ def _profiled(
 def _trace(step: Callable[[Any, Any], Any], batch: tuple[Any, Any], devices: Sequence[Device], path: str) -> None:
     """Write a profile of one additional step; errors are only logged, because the trial is valid without a profile."""
     try:
-        profiler.trace(lambda: step(*batch), devices, Path(path))
+        trace(lambda: step(*batch), devices, Path(path))
     except (RuntimeError, OSError, TypeError) as error:  # TypeError: a torch that cannot profile all threads
         print(f"no trace: {error}", file=sys.stderr)

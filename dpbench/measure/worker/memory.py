@@ -12,7 +12,7 @@ from typing import Any
 from dpbench import models
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices import open_devices
-from dpbench.hardware.devices.emulated import bounded, bytes_only
+from dpbench.hardware.devices.host import bounded, bytes_only
 from dpbench.models import Model
 from dpbench.records import UNATTRIBUTED, Case, Memory, Phase
 from dpbench.strategies import Strategy

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from dpbench.predict import features
+from dpbench.predict import counts
 
 TIMES = ("step_ms", "step_s", "samples_per_s", "epoch_s")
 """The metrics from which the duration of a step follows."""
@@ -86,7 +86,7 @@ class PublishedRow:
         """Return the number of tokens per sample if the measurement counts tokens, else 1."""
         if "token" not in self.notes.partition(";")[0].lower():
             return 1.0
-        return features.find(self.model).tokens or 64.0
+        return counts.find(self.model).tokens or 64.0
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ def _unfit(row: PublishedRow, all_rows: bool) -> str:
 
 def _setting(row: PublishedRow) -> tuple[str, ...]:
     """Return the values that a row and its baseline must have in common."""
-    return (row.group, row.framework, features.plain(row.model), row.gpu.lower(), row.precision.lower(), row.metric,
+    return (row.group, row.framework, counts.plain(row.model), row.gpu.lower(), row.precision.lower(), row.metric,
             row.timed)  # fmt: skip
 
 

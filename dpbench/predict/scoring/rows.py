@@ -1,19 +1,211 @@
-"""Rows: convert a row, a published measurement with its baseline, into a case, and predict the duration of its step."""
+"""Rows: convert a row, a published measurement with its baseline, into a case, and predict the duration of its step.
+
+The machine of a row is derived from the free text of its columns. Properties that the text does not state get common
+values and are listed as assumed; any assumption widens the interval of the row. Machine files in TOML have no assumed
+properties.
+"""
 
 from __future__ import annotations
 
+import re
 import tomllib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
-from dpbench.predict import features, profiles, quick, simulation
+from dpbench.predict import counts, profiles, quick, simulation
 from dpbench.predict.constants import DEFAULT, Constants
-from dpbench.predict.scoring.described import Described, describe
 from dpbench.predict.scoring.published import NAMED, Matched, PublishedRow
 from dpbench.predict.simulation import PLAIN, Loop
 from dpbench.records import Case, Phase, Profile, registry
-from dpbench.records.traits import Role
+from dpbench.records.machine import Gpu, Host, Link, Machine
+from dpbench.records.registry import Role
+
+DATA = Path(__file__).parents[1] / "data"
+GB = 1e9
+PCIE_GB = {1: 3.0, 2: 6.0, 3: 12.0, 4: 24.0, 5: 48.0, 6: 96.0}
+"""GB/s per direction of 16 lanes by PCIe generation, as in NCCL (graph/topo.h: PCI_BW is 12 for the third one)."""
+STAGED_GB = {4: 18.0}
+"""The rate in GB/s at which all GPUs together copy through host memory, by PCIe generation.
+
+In two independent tables, 8 GeForce on hosts with two EPYC are slower than on hosts with two Xeon.
+"""
+SOCKET_GB = {1: 10.0, 2: 10.0, 3: 10.0, 4: 40.0, 5: 60.0, 6: 60.0}
+"""The rate of the links between two processors in GB/s, by the PCIe generation of the same years.
+
+NCCL's topo.h has 10 for two Skylake, 16 for two Zen 2 and 22 for two Sapphire Rapids, independent of the number of
+links between the processors (two, three, and three or four).
+"""
+DESKTOP = (3.7 / 4.3) ** 0.5
+"""The host factor of a desktop, relative to the geometric mean of desktops and servers."""
+MESH = ("0-1:1", "0-2:1", "0-3:2", "0-4:2", "1-2:2", "1-3:1", "1-5:2", "2-3:2", "2-6:1", "3-7:1",
+        "4-5:1", "4-6:1", "4-7:2", "5-6:2", "5-7:1", "6-7:2")  # fmt: skip
+"""The hybrid cube mesh of eight V100: pairs and their number of NVLinks (`nvidia-smi topo -m` of a DGX-1)."""
+STATION = ("0-1:1", "0-2:1", "0-3:2", "1-2:2", "1-3:1", "2-3:1")
+"""The four V100 of a DGX Station, with links between all pairs: pairs and their number of NVLinks."""
+
+
+@dataclass(frozen=True)
+class Described:
+    """A machine, and the properties that the text does not state; any assumption widens the interval."""
+
+    machine: Machine
+    assumed: tuple[str, ...] = ()
+
+
+@lru_cache(maxsize=1)
+def _gpus() -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = tomllib.loads((DATA / "gpus.toml").read_text())["gpu"]
+    return found
+
+
+def _figures(text: str) -> dict[str, Any] | None:
+    """Return the data of the GPU with the longest name that occurs in a text; None if no known name occurs."""
+    words = re.sub(r"[-_]", " ", text.lower())
+    names = sorted(_gpus(), key=len, reverse=True)
+    return next((_gpus()[name] for name in names if re.search(rf"(?<![a-z0-9]){name}(?!\d)", words)), None)
+
+
+@lru_cache(maxsize=4096)
+def describe(gpu: str, interconnect: str, count: int, host_factor: float, *, one_node: bool = False) -> Described:
+    """Return the machine that a row's columns `gpu`, `interconnect` and `n_gpu` describe.
+
+    Properties that these columns do not state are assumed. `one_node` puts all GPUs on one node regardless of the text,
+    for strategies with a single process.
+    """
+    text = f" {gpu} {interconnect} ".lower().replace("_", " ")
+    figures = _figures(gpu) or _figures(interconnect)
+    assumed = [] if figures else [f"unknown GPU {gpu!r}: PCIe 4 assumed"]
+    figures = figures or {"pcie": 4, "peer": True}
+    node, nodes = (count, 1) if one_node else _nodes(text, count)
+    nvlink = list(_nvlink(text, figures, node, assumed))
+    links = [*nvlink, *_pcie(text, figures, node)]
+    if nodes > 1:
+        links.append(Link("cpu0", "network", "network", _network(interconnect, assumed)))
+    peer = _peer(text, figures, bool(nvlink), assumed)
+    staged = STAGED_GB.get(_generation(text, figures), 0.0) * GB
+    machine = Machine(
+        name=f"{gpu}, {interconnect}", description="from a published row", gpu=Gpu(name=gpu, count=node),
+        peer_access=peer, links=tuple(links), nodes=nodes,
+        host=Host(factor=host_factor * _clock(text), staged_bytes_per_s=staged),
+    )  # fmt: skip
+    return Described(machine, tuple(assumed))
+
+
+def _clock(text: str) -> float:
+    """Return the correction of the host factor for a desktop or server processor, by the thread count in the text.
+
+    Without a count, return 1. One thread of a desktop processor runs 1.16 times as fast as one of a server of the same
+    years: 4.3 GHz (Core i9-7920X, 24 threads) versus 3.7 GHz (two Xeon Platinum 8160, 96 threads), by Intel's tables of
+    turbo clocks.
+    """
+    match = re.search(r"(\d+)[- ]threads?\b", text)
+    if not match:
+        return 1.0
+    return DESKTOP if int(match[1]) <= 32 else 1 / DESKTOP
+
+
+def _nodes(text: str, count: int) -> tuple[int, int]:
+    """Return the number of GPUs per node and the number of nodes, from the text or by assumption."""
+    if match := re.search(r"(\d+) (?:gpus?|x) ?(?:/|per|a) ?node", text):
+        node = int(match[1])
+    elif match := re.search(r"\b(\d+) nodes", text):
+        node = max(1, count // int(match[1]))
+    else:
+        node = count if count <= 8 or ("node" not in text and not _networked(text) and count <= 16) else 8
+    node = min(node, count)
+    return node, -(-count // node)
+
+
+def _networked(text: str) -> bool:
+    return bool(re.search(r"\b(ib|infiniband|efa|ethernet|roce|gbe|gb/s network)\b", text))
+
+
+def _network(interconnect: str, assumed: list[str]) -> float:
+    """Return the rate of all network cards of a node in bytes/s: 12 GB/s per 100 Gbit/s, as in NCCL."""
+    match = re.search(r"(?:(\d+) ?x ?)?(\d+) ?g(?:b|bit|bps|be|b/s|bit/s)?\b", interconnect.lower())
+    if not match:
+        assumed.append("unknown network: 100 Gbit/s assumed")
+        return 12.0 * GB
+    return int(match[1] or 1) * int(match[2]) * 0.12 * GB
+
+
+def _nvlink(text: str, figures: dict[str, Any], node: int, assumed: list[str]) -> Iterator[Link]:
+    """Yield the NVLinks of a node: to a switch, as a mesh, or as bridges between pairs of GPUs."""
+    absent = re.search(r"no nvlink|without nvlink|nvlink (?:bridge )?unknown|bridge unknown|p2p disable", text)
+    if "unknown" in text and not re.search("nvlink assumed|nvswitch", text):
+        assumed.append("links not stated")
+    if absent:
+        return
+    named = re.search(r"nvlink|nvswitch|dgx|hgx|sxm|\bnv\d|nvl\b", text)
+    if not named or node < 2:
+        return
+    if "assumed" in text or not re.search(r"nvlink|nvswitch|dgx|hgx|\bnv\d", text):
+        assumed.append("NVLink not stated for certain")
+    bridged = re.search(r"bridge|pairs|bonded", text) or ("switch" not in figures and "mesh" not in figures)
+    if bridged:
+        lanes = re.search(r"\bnv(\d+)\b", text)
+        rate = 20.0 * int(lanes[1]) if lanes and int(lanes[1]) <= 6 else figures.get("bridge", 40.0)
+        yield from (Link(f"gpu{i}", f"gpu{i + 1}", "nvlink", rate * GB) for i in range(0, node - 1, 2))
+    elif "mesh" in figures and "nvswitch" not in text:
+        pairs = STATION if re.search("station|dgxs", text) else MESH
+        for pair in pairs:
+            ends, _, lanes_text = pair.partition(":")
+            a, _, b = ends.partition("-")
+            if max(int(a), int(b)) < node:
+                yield Link(f"gpu{a}", f"gpu{b}", "nvlink", int(lanes_text) * figures["mesh"] * GB)
+    else:
+        rate = figures.get("switch", figures.get("bridge", 40.0))
+        yield from (Link(f"gpu{i}", "nvswitch", "nvlink", rate * GB) for i in range(node))
+
+
+def _pcie(text: str, figures: dict[str, Any], node: int) -> Iterator[Link]:
+    """Yield the PCIe links of a node.
+
+    On nodes with PCIe switches, two GPUs share a switch, or four under a single root. From five GPUs on there are two
+    processors.
+    """
+    generation = _generation(text, figures)
+    rate = PCIE_GB[generation] * GB
+    if re.search(r"\bx8\b|8 lanes", text):
+        rate /= 2
+    one_root = re.search(r"trt2|single root|one root", text)
+    share = 4 if one_root else 2 if node > 4 or "trt" in text or "switch (pix)" in text or "pix" in text else 1
+    for i in range(node):
+        if share == 1:
+            yield Link(f"gpu{i}", "cpu0", "pcie", rate)
+            continue
+        yield Link(f"gpu{i}", f"switch{i // share}", "pcie", rate)
+    if share > 1:
+        switches = -(-node // share)
+        for k in range(switches):
+            second = 2 * k >= switches > 1 and node > 4
+            yield Link(f"switch{k}", "cpu1" if second else "cpu0", "pcie", rate)
+        if switches > 1 and node > 4:
+            yield Link("cpu0", "cpu1", "socket", SOCKET_GB[generation] * GB)
+
+
+def _generation(text: str, figures: dict[str, Any]) -> int:
+    """Return the PCIe generation that the text states, or else that of the GPU."""
+    match = re.search(r"(?:pcie|pci-e|gen) ?(?:gen ?)?(\d)", text)
+    return int(match[1]) if match and int(match[1]) in PCIE_GB else int(figures["pcie"])
+
+
+def _peer(text: str, figures: dict[str, Any], nvlink: bool, assumed: list[str]) -> bool:
+    """Return whether GPUs have peer access over PCIe."""
+    if not nvlink and re.search(r"unknown", text) and not re.search(r"bridge unknown|bridge\) unknown", text):
+        assumed.append("links unknown: no peer access assumed")
+        return False
+    if re.search(r"no p2p|without p2p|p2p disable|p2p off|no peer", text):
+        return False
+    if re.search(r"\bp2p\b|peer access|\bpix\b", text):
+        return True
+    if not nvlink:
+        assumed.append("peer access not stated: the default of this kind of GPU assumed")
+    return bool(figures.get("peer", True))
+
 
 PUBLISHED_HOST = 3.1
 """The host factor assumed for published runs of 2019-21 with torch 1.4-1.7; three such machines have 2.8-3.6."""
@@ -60,7 +252,7 @@ def timed(row: PublishedRow) -> frozenset[Phase]:
     return frozenset(phases)
 
 
-def loop_of(row: PublishedRow, known: features.Features) -> Loop:
+def loop_of(row: PublishedRow, known: counts.Features) -> Loop:
     """Return the training loop that the columns of a row describe."""
     kind = NAMED[row.strategy]
     return Loop(
@@ -72,7 +264,7 @@ def loop_of(row: PublishedRow, known: features.Features) -> Loop:
 def question(matched: Matched, constants: Constants = DEFAULT, host: float = PUBLISHED_HOST) -> Question:
     """Return a matched row as a case to simulate."""
     row = matched.row
-    known = features.find(row.model, row.parameters or None, row.precision)
+    known = counts.find(row.model, row.parameters or None, row.precision)
     each = max(1, round(row.batch or BATCH))
     machine = describe(row.gpu, row.interconnect, row.devices, host, one_node=NAMED[row.strategy] == "dp")
     phases = timed(row)
@@ -94,7 +286,7 @@ def question(matched: Matched, constants: Constants = DEFAULT, host: float = PUB
     )  # fmt: skip
 
 
-def _accumulated(row: PublishedRow, known: features.Features, each: int) -> float:
+def _accumulated(row: PublishedRow, known: counts.Features, each: int) -> float:
     """Return the number of backward passes per update, for a script with a fixed number of samples per update."""
     update = known.update_samples if "DeepLearningExamples" in row.notes else 0
     return max(1.0, update / (each * row.devices))

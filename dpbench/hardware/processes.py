@@ -1,12 +1,16 @@
-"""Affinity: the cores available to this process, binding threads to one core, and the busy time of each core."""
+"""Processes: their cores, threads bound to one core, malloc's settings, and their end with the parent."""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -87,3 +91,65 @@ class Ticks(NamedTuple):
     busy: int
     steal: int
     total: int
+
+
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # M_... of glibc's malloc.h
+_OPTIONS = {
+    _MMAP_THRESHOLD: 2**25,  # the largest value glibc accepts; it maps and unmaps larger blocks each time
+    _TRIM_THRESHOLD: 2**31 - 1,
+    _TOP_PAD: 2**26,  # the maximum size of a thread's heap, so that no heap is returned to the system
+}
+
+
+@cache
+def _libc() -> ctypes.CDLL | None:
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    return libc if hasattr(libc, "mallopt") else None
+
+
+def keep() -> None:
+    """Keep freed memory in this process, and in processes forked from it. Does nothing unless malloc is glibc's.
+
+    By default, blocks of the size that a step allocates return to the system when they are freed, and every page of the
+    next blocks causes a page fault. This takes a tenth of a small transformer's step on two threads.
+    """
+    if libc := _libc():
+        for option, value in _OPTIONS.items():
+            libc.mallopt(ctypes.c_int(option), ctypes.c_int(value))
+
+
+def release() -> None:
+    """Return the memory that is kept but not in use to the system; memory freed later is kept again."""
+    if libc := _libc():
+        libc.malloc_trim(ctypes.c_size_t(0))
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int, by: int = signal.SIGKILL) -> None:
+    """Make the kernel send the signal `by` to this process when `parent` dies; exit now if `parent` has died already.
+
+    The signal comes when the parent's *thread* that started this process ends: that thread must live as long as the
+    child is needed.
+
+    This works on Linux only. Elsewhere children end when their stdin is closed or their work is done.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, by, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def ending(exit_status: int | None) -> str:
+    """Return how a process ended, as text; a negative status is a signal, None an unknown status."""
+    if exit_status is None or exit_status >= 0:
+        return f"exit status {exit_status}"
+    known = {each.value: each.name for each in signal.Signals}
+    return f"killed by {known.get(-exit_status, f'signal {-exit_status}')}"
+
+
+def advice(exit_status: int | None) -> str:
+    """Return the likely cause of a process's end and the remedy; empty where no cause is known."""
+    no_memory = "; the kernel ends processes in this way when memory runs out: use a smaller batch"
+    return no_memory if exit_status == -signal.SIGKILL else ""

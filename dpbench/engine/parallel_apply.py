@@ -1,16 +1,21 @@
-"""Run on devices: call a function for each device in the workers, under the caller's settings, and raise errors."""
+"""Parallel apply: run each replica on its device, in its worker thread, under the caller's torch settings.
+
+`run_on_devices` does the same for any function, and raises the errors of all devices as one.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from dpbench.engine.containers import devices_of
 from dpbench.engine.errors import in_replica
-from dpbench.engine.thread_settings import capture
-from dpbench.engine.workers import NOTHING, Context, Workers
+from dpbench.engine.workers import NOTHING, Context, Spawn, Workers, capture
 from dpbench.hardware.device import Device
+from dpbench.hardware.devices import Devices, as_devices
+from dpbench.records import HOST, Mark, Phase, no_mark
 
 Result = TypeVar("Result")
 
@@ -134,3 +139,37 @@ def _raise(errors: dict[int, BaseException], devices: Sequence[Device]) -> None:
             raise errors[i] if i == BETWEEN else in_replica(errors[i], i, devices[i])
         finally:  # the frames and the errors reference each other: break the cycle
             errors.clear()
+
+
+def parallel_apply(
+    modules: Sequence[Any],
+    inputs: Sequence[Any],
+    kwargs: Sequence[Mapping[str, Any]] | None = None,
+    devices: Devices | None = None,
+    *,
+    workers: Workers = Spawn(),  # noqa: B008  it has no state
+    compat: bool = False,
+    mark: Mark = no_mark,
+) -> list[Any]:
+    """Call `modules[i](*inputs[i], **kwargs[i])` on `devices[i]`, each in its own worker; return the list of outputs.
+
+    Without `devices`, each replica runs on the device of its input's first tensor. An input that is not a tuple or list
+    is passed as a single argument. A single module runs in the calling thread. When replicas fail, the error of the
+    failed replica with the lowest index is raised after all have ended: see `errors.in_replica`. `compat` forwards only
+    the settings that torch.nn.parallel.parallel_apply forwards. Raises ValueError when the lengths of the four
+    sequences differ.
+    """
+    devices = devices_of(inputs) if devices is None else as_devices(devices)
+    kwargs = kwargs or [{}] * len(modules)
+    if not len(modules) == len(inputs) == len(kwargs) == len(devices):
+        raise ValueError(
+            f"parallel_apply needs one input, one kwargs and one device per module; got {len(modules)} modules, "
+            f"{len(inputs)} inputs, {len(kwargs)} kwargs, {len(devices)} devices"
+        )
+
+    def call(i: int) -> Any:
+        arguments = inputs[i] if isinstance(inputs[i], tuple | list) else (inputs[i],)
+        with mark(Phase.FORWARD, devices[i].index):
+            return modules[i](*arguments, **kwargs[i])
+
+    return run_on_devices(call, devices, workers, compat=compat, starting=mark(Phase.FORWARD, HOST))

@@ -1,4 +1,7 @@
-"""Self-check: measure the cost of measuring on this machine. This module does not import torch.
+"""Checks before the first trial: of each model, and of the cost of measuring. This module does not import torch.
+
+A model that cannot be imported, built or stepped would fail in every trial, and each failure costs a trial's time. It
+is therefore checked once, in a worker that does not measure.
 
 The self-check answers three questions, each from pairs of measurements: the cost of recorded marks per step, the cost
 of the sampler process in throughput, and the ratio of the step time of the engine's `reference` to that of
@@ -9,19 +12,56 @@ are shown.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dpbench.analysis import stats
 from dpbench.hardware import samplers
 from dpbench.measure.request import Arm, SelfCheck
 from dpbench.measure.server import Server
-from dpbench.records import Case, Effort, Status, Trial, registry
-from dpbench.records.estimate import Estimate
-from dpbench.records.traits import Role
+from dpbench.records import Case, Effort, Status, Trial, plan, registry
+from dpbench.records.registry import Role
+from dpbench.records.trial import Estimate
 from dpbench.records.words import count
+
+
+class Models:
+    """The models that have been checked so far, with their results."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._verdicts: dict[Case, Trial] = {}
+
+    def check(self, cases: Sequence[Case], server: Server) -> Iterator[str]:
+        """Check each model that has not been checked yet, with the largest batch of its cases.
+
+        Yield one line of text per model that failed. A check is ended after `limit_s` seconds.
+        """
+        models: dict[Case, list[Case]] = {}
+        for case in cases:
+            models.setdefault(plan.model_check(case), []).append(case)
+        for model, group in models.items():
+            if model not in self._verdicts:
+                largest = max(case.batch_size for case in group)
+                found = server.check(replace(model, batch_size=largest), self._limit_s)
+                self._verdicts[model] = found
+                if found.status is not Status.OK:
+                    yield _refusal(found, len(group))
+
+    def failed(self, case: Case, number: int) -> Trial | None:
+        """Return the failed trial of a case in round `number` if the check of its model failed, else None."""
+        verdict = self._verdicts.get(plan.model_check(case))
+        if verdict is None or verdict.status is Status.OK:
+            return None
+        return replace(verdict, case=case, round=number, reason=f"the check of the model failed: {verdict.reason}")
+
+
+def _refusal(verdict: Trial, cases: int) -> str:
+    """Return one line of text with the name of a model that failed its check, and the reason."""
+    model, reason = f"{verdict.case.model} ({verdict.case.size})", verdict.reason.strip().partition(chr(10))[0]
+    return f"{model} failed its check ({verdict.status}), so its {cases} case(s) will not be measured: {reason}"
+
 
 STEP_S = 0.010
 """The duration in seconds of the step of which the cost of marks is given as a fraction."""
@@ -103,6 +143,8 @@ def _engines(server: Server, device_kind: str, scale: float) -> dict[str, Any]:
     """Return the median steps of both engines by round, measured alternately, or the reason why there are none."""
     if device_kind != "cuda":
         return {"reason": NEEDS_GPU}
+    from dpbench.analysis import stats
+
     both = {"on_s": registry.of_role(Role.ENGINE), "off_s": registry.of_role(Role.WRAPPER)}
     found: dict[str, Any] = {name: [] for name in both}
     for number in range(ROUNDS):
@@ -153,6 +195,8 @@ def _cost(name: str, facts: Mapping[str, Any]) -> MeasuringCost:
 
 def _median(values: Sequence[float]) -> Estimate:
     """Return the median over the pairs with its interval; `n` is the number of pairs."""
+    from dpbench.analysis import stats
+
     size = -(-len(values) // GROUPS)
     groups = {start: values[start : start + size] for start in range(0, len(values), size)}
     return replace(stats.median(groups), n=len(values))

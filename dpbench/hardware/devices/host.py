@@ -1,0 +1,166 @@
+"""Devices on the host, where work is done when its call returns: logical CPU devices and emulated devices.
+
+Logical CPU devices have separate tensors, so that every schedule runs, and is tested, without a GPU. Emulated devices
+add real placement errors and an exact count of bytes per device.
+
+Once an emulated device has been created (or `install` called), `module.to("lazy:0")`, `x.to("lazy:1")`, `torch.zeros(3,
+device="lazy:0")` and `.cpu()` work in every thread, and tensors of two devices cannot be combined. Numbers are computed
+on the host, bitwise equal to those of logical CPU devices, with two exceptions that agree within rounding. For
+attention, torch uses another kernel on logical CPU devices (to compare, choose `SDPBackend.MATH` on both). For RNNs on
+emulated devices, torch multiplies the input step by step, as on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from dpbench.hardware.device import Collectives, Device, Recorder
+from dpbench.hardware.devices._wrapper import LAZY, install, ledger, set_home
+from dpbench.hardware.processes import stay
+
+
+class HostDevice:
+    """A device whose tensors are in the host's memory, whatever device they report."""
+
+    index: int
+    name: str
+    torch_device: torch.device
+
+    def put(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a new copy. New storage is aligned to 64 bytes; other alignments change the rounding of `linear`."""
+        return tensor.to(self.torch_device, copy=True)
+
+    def clone(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copy tensor by tensor, because in one flat copy all tensors except the first would lose their alignment."""
+        return [self.put(tensor) for tensor in tensors]
+
+    def guard(self) -> AbstractContextManager[Any]:
+        """Do nothing: the host is always current, and has no streams."""
+        return nullcontext()
+
+    def settle(self) -> None:
+        """Do nothing: the device has no core."""
+
+    def wait(self, other: Device) -> None:
+        """Do nothing: host work is done when its call returns."""
+
+    def borrow(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Do nothing: the host has no streams."""
+
+    def event(self) -> Any:
+        """Return None: the host's clock measures this device's work."""
+        return None
+
+    def synchronize(self) -> None:
+        """Do nothing: host work is done when its call returns."""
+
+    def can_collect(self, devices: Sequence[Device]) -> bool:
+        """Return False: the host has no collectives within a process."""
+        return False
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], devices: Sequence[Device]) -> list[list[torch.Tensor]]:
+        """Raises RuntimeError; see `can_collect`."""
+        raise RuntimeError(f"{self.name} has no collectives")
+
+    def reduce_add(self, tensors: Sequence[Sequence[torch.Tensor]], devices: Sequence[Device]) -> list[torch.Tensor]:
+        """Raises RuntimeError; see `can_collect`."""
+        raise RuntimeError(f"{self.name} has no collectives")
+
+    def collectives(self, devices: Sequence[Device]) -> Collectives | None:
+        """Return None; see `can_collect`."""
+        return None
+
+    def recorder(self) -> Recorder | None:
+        """Return None: the host cannot replay work without Python."""
+        return None
+
+
+class CpuDevice(HostDevice):
+    """A logical device on the host, with separate tensors and, optionally, its own core.
+
+    `core` is a position among the process's cores; threads that work for the device are bound to it.
+    """
+
+    def __init__(self, index: int, core: int | None = None) -> None:
+        self.index = index
+        self._core = core
+        self.name = f"cpu:{index}"
+        self.torch_device = torch.device("cpu")
+
+    def settle(self) -> None:
+        """Bind the calling thread to the device's core."""
+        if self._core is not None:
+            stay(self._core)
+
+    def memory(self) -> int | None:
+        """Return None: the host's memory cannot be attributed to a logical device."""
+        return None
+
+    def take_peaks(self) -> dict[str, int]:
+        """Return an empty dict; see `memory`."""
+        return {}
+
+    def reset_memory(self) -> None:
+        """Do nothing: there is no peak to reset."""
+
+
+__all__ = ["EmulatedDevice", "bounded", "bytes_only", "install"]
+
+
+class EmulatedDevice(HostDevice):
+    """An emulated device, as one replica uses it.
+
+    `ordinal` is its number among the emulated devices. `shares_memory` is True if a replica with a lower index already
+    reports the memory of this device.
+    """
+
+    def __init__(self, index: int, ordinal: int | None = None, *, shares_memory: bool = False) -> None:
+        install()
+        self.index = index
+        self.ordinal = index if ordinal is None else ordinal
+        self.name = f"emulated:{self.ordinal}" + (f"/{index}" if shares_memory else "")
+        self.torch_device = torch.device(LAZY, self.ordinal)
+        self._shares_memory = shares_memory
+
+    def memory(self) -> int | None:
+        """Return the peak in bytes, or None for a colocated replica whose device another replica reports."""
+        return None if self._shares_memory else ledger.peak(self.torch_device)
+
+    def take_peaks(self) -> dict[str, int]:
+        """Return the peak in bytes since the last call, and reset it."""
+        return {} if self._shares_memory else {"allocated": ledger.take(self.torch_device)}
+
+    def allocated(self) -> int:
+        """Return the bytes that are allocated on this device now."""
+        return ledger.now(self.torch_device)
+
+    def reset_memory(self) -> None:
+        """Reset the peak to the bytes that are allocated now."""
+        ledger.reset(self.torch_device)
+
+
+@contextmanager
+def bytes_only() -> Iterator[None]:
+    """Create emulated tensors without values inside the context, in any thread: models of any size take no memory."""
+    before = set_home(torch.device("meta"))
+    try:
+        yield
+    finally:
+        set_home(before)
+
+
+@contextmanager
+def bounded(count: int, size: int) -> Iterator[None]:
+    """Limit the first `count` emulated devices to `size` bytes each; exceeding it raises torch.OutOfMemoryError."""
+    devices = [torch.device(LAZY, ordinal) for ordinal in range(count)]
+    for device in devices:
+        ledger.bind(device, size)
+    try:
+        yield
+    finally:
+        for device in devices:
+            ledger.bind(device, None)
