@@ -71,7 +71,8 @@ def test_a_run_in_which_nothing_was_measured_says_why_and_makes_the_exit_code_2(
 
 @pytest.mark.slow
 def test_more_devices_than_rows_are_measured_and_shown_by_every_reader(folder, dpbench):
-    done = folder.do("run", "--models", "mlp", "--devices", "2", "--batch-sizes", "1", "--strategies", "single,dp,ddp")
+    case = ("--models", "mlp", "--devices", "2", "--batch-sizes", "1", "--strategies", "single,dp,ddp")
+    done = folder.do("run", *case, "--budget", "4")
     assert done.returncode == 0, done.stderr
     assert len([line for line in done.stdout.splitlines() if line.startswith("mlp ")]) == 3
     for reader in (("report",), ("explain",), ("export", "csv"), ("export", "pyperf"), ("list", "runs")):

@@ -62,19 +62,6 @@ COMMANDS = [
 ]
 
 
-@pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)
-def test_every_command_that_a_document_shows_is_accepted(
-    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The command line takes its arguments; other tests run the commands."""
-    monkeypatch.chdir(tmp_path)
-    name, *rest = arguments
-    for argument in rest:
-        if re.search(r"\.(db|csv|toml)$", argument):
-            Path(argument).touch()
-    assert cli.commands[name].make_context(name, rest).params
-
-
 def test_every_option_that_a_document_names_is_one() -> None:
     known = {option for command in cli.commands.values() for p in command.params for option in p.opts}
     known |= {"--help"}

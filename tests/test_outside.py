@@ -12,10 +12,10 @@ import pytest
 
 from dpbench.analysis.findings import text
 from dpbench.analysis.report import Report
-from dpbench.cli.ending import EXIT_FAILED
+from dpbench.cli.options import EXIT_FAILED
 from dpbench.records import Case, Step, Trial, Verified, registry
-from dpbench.records.estimate import Estimate
-from dpbench.records.traits import Parallelism, Role, Traits
+from dpbench.records.registry import Parallelism, Role, Traits
+from dpbench.records.trial import Estimate
 from dpbench.store import Store
 from tests import commands
 from tests.exported import Command, command
@@ -57,7 +57,7 @@ MINE = textwrap.dedent('''
 ''')
 RUN = (
     "run", "--models", "mlp", "--strategies", "single,dp", "--devices", "2", "--batch-sizes", "8", "--rounds", "3",
-    "--budget", "20",
+    "--budget", "6",
 )  # fmt: skip
 
 

@@ -1,0 +1,67 @@
+"""Every command that the README or a document shows is run as written, in a folder that has the files it names."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+
+from dpbench.cli import running
+from dpbench.records import Case
+from tests.exported import DP, command, made, stored
+from tests.test_docs import COMMANDS, DOCS, README, ROOT
+from tests.test_outside import MINE
+from tests.test_stored import single, write
+
+SHORTER = {"--find-max-batch": ("--models", "mlp", "--device-memory", "16MiB"), "run": ("--budget", "1")}
+"""Options that end a command early, for commands with an argument; the others are run exactly as they are written."""
+ELSEWHERE = {"probe": "test_the_command_measures_this_machine"}
+"""Commands that take half a minute, and the tests that run them."""
+MODULE = re.findall(r"```python\n# mymodel.py\n(.*?)```", README, re.S)[0]
+RUNS = re.compile(r"[0-9a-f]{8}")
+
+
+def files(folder: Path, arguments: list[str]) -> list[str]:
+    """Write the files that a command names; return its arguments with the ids of runs that exist."""
+    (folder / "pkg").mkdir()
+    (folder / "mymodel.py").write_text(MODULE)
+    (folder / "pkg" / "mod.py").write_text(f"{MODULE}\nobj = net\n")
+    (folder / "mine.py").write_text(MINE.replace("FACTOR", "1.0"))
+    shutil.copy(ROOT / "dpbench" / "machines" / "rtx-3090-x8.toml", folder / "mine.toml")
+    shutil.copy(ROOT / "tests" / "data" / "published.csv", folder / "FILE.csv")
+    if arguments[0] == "run":
+        return arguments
+    if "--from" in arguments:  # a prediction for GPUs needs steps that one such GPU has run
+        model = arguments[arguments.index("--model") + 1]
+        write(folder / "dpbench.db", [(single(n, model=model, size=size), n / 1e4) for n in (32, 64) for size in SIZES])
+    trials = [made(case, number=n, at_s=5e3 + n) for n in range(3) for case in (DP, ALONE)]
+    ids = iter([stored(folder / "dpbench.db", *trials)[:8] for _ in range(2)])
+    return [next(ids) if RUNS.fullmatch(argument) else argument for argument in arguments]
+
+
+SIZES = ("small", "full")
+ALONE = Case(model="mlp", strategy="single", batch_size=64)
+
+
+def test_commands_that_are_run_elsewhere_are_run_there() -> None:
+    tests = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
+    assert [name for name in ELSEWHERE.values() if f"def {name}(" not in tests] == []
+    assert len(COMMANDS) > 15
+    assert DOCS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [one for one in COMMANDS if one[0] not in ELSEWHERE], ids=" ".join)
+def test_a_command_of_a_document_runs(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(running, "SELF_CHECK_SCALE", 0.02)
+    monkeypatch.syspath_prepend(tmp_path)
+    dpbench = command(tmp_path, monkeypatch, capfd)
+    shorter = next((options for argument, options in SHORTER.items() if argument in arguments), ())
+    code, out, err = dpbench(*files(tmp_path, arguments), *shorter)
+    assert code == 0, f"dpbench {shlex.join(arguments)}\n{err}"
+    assert out or any(tmp_path.glob("trace*")), err
