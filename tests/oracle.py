@@ -1,20 +1,10 @@
-"""The oracle: torch's own torch.nn.DataParallel, run on emulated devices.
-
-The Python of torch.nn.parallel runs as it is, threads included. Replaced, while `oracle` is entered, are the
-primitives that exist in CUDA builds alone (`torch._C._scatter` and its kin, written after torch/csrc/cuda/comm.cpp) and
-`torch.accelerator`: four modules see a stand-in for `torch` that forwards everything else.
-
-One liberty is taken: comm.cpp sends weights through flat buffers, so that its copies start anywhere; here each copy
-starts where an allocation starts, because on a CPU `linear` gives other bits where it does not.
-"""
+"""The oracle: torch's own torch.nn.DataParallel, run on emulated devices by the adapter of the strategy `torch_dp`."""
 
 from __future__ import annotations
 
 import contextlib
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,92 +12,13 @@ import torch.cuda.amp.common
 from torch import Tensor, nn
 
 from dpbench.engine import DataParallel
-from dpbench.hardware.devices.host import install
-
-PACKAGE = "torch.nn.parallel"
-
-
-def device(index: int) -> torch.device:
-    return torch.device("cpu") if index == -1 else torch.device("lazy", index)
+from dpbench.strategies._torch_parallel import emulated as device
+from dpbench.strategies._torch_parallel import on_emulated_devices
 
 
-def broadcast(tensor: Tensor, devices: Sequence[int]) -> list[Tensor]:
-    return [tensor if tensor.device == device(i) else tensor.to(device(i)) for i in devices]
-
-
-def broadcast_coalesced(tensors: Sequence[Tensor], devices: Sequence[int], buffer_size: int) -> list[list[Tensor]]:
-    if any(tensor.get_device() != devices[0] for tensor in tensors):
-        raise RuntimeError(f"All tensors must be on devices[0]: {devices[0]}")
-    return [list(tensors), *([tensor.detach().to(device(i), copy=True) for tensor in tensors] for i in devices[1:])]
-
-
-def scatter(
-    tensor: Tensor, devices: Sequence[int], chunk_sizes: Sequence[int] | None, dim: int, streams: Any
-) -> list[Tensor]:
-    chunks = tensor.chunk(len(devices), dim) if chunk_sizes is None else tensor.split(list(chunk_sizes), dim)
-    return [chunk.to(device(i)) for chunk, i in zip(chunks, devices, strict=False)]
-
-
-def gather(tensors: Sequence[Tensor], dim: int, destination: int | None) -> Tensor:
-    expected = list(tensors[0].shape)
-    for i, tensor in enumerate(tensors):
-        if tensor.dim() != len(expected):
-            raise RuntimeError(
-                "Expected all input tensors to have the same number of dimensions, but tensor at index "
-                f"{i}has {tensor.dim()} dimensions, (expected {len(expected)})"
-            )
-        expected[dim] = tensor.size(dim)
-        if list(tensor.shape) != expected:
-            raise RuntimeError(
-                f"Input tensor at index {i} has invalid shape {list(tensor.shape)}, but expected {expected}"
-            )
-    return torch.cat([tensor.to(device(destination or 0)) for tensor in tensors], dim)
-
-
-class Over:
-    """An object with some attributes laid over it."""
-
-    def __init__(self, below: Any, **own: Any) -> None:
-        self.__dict__.update(own, _below=below)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._below, name)
-
-
-def accelerator(*, available: bool) -> Any:
-    """An accelerator without streams, whose type is what autocast is asked for."""
-    return SimpleNamespace(
-        is_available=lambda: available,
-        current_accelerator=lambda: torch.device("cuda"),
-        current_stream=lambda index: contextlib.nullcontext(),
-        device_index=lambda index: contextlib.nullcontext(),
-    )
-
-
-@contextlib.contextmanager
-def oracle(count: int = 4) -> Iterator[None]:
+def oracle(count: int = 4) -> contextlib.AbstractContextManager[None]:
     """Let torch.nn.DataParallel take `lazy:0` to `lazy:<count - 1>` for its GPUs."""
-    install()
-    primitives = Over(
-        torch._C, _broadcast=broadcast, _broadcast_coalesced=broadcast_coalesced, _scatter=scatter, _gather=gather
-    )
-    data_parallel = sys.modules[f"{PACKAGE}.data_parallel"]  # the package's attribute is the function of that name
-    patches: list[tuple[Any, str, Any]] = [
-        (data_parallel, "_get_available_device_type", lambda: "lazy"),
-        (data_parallel, "_get_all_device_indices", lambda: list(range(count))),
-        (sys.modules[f"{PACKAGE}.comm"], "torch", Over(torch, _C=primitives)),
-        (sys.modules[f"{PACKAGE}.comm"], "nccl", SimpleNamespace(is_available=lambda tensors: False)),
-        (sys.modules[f"{PACKAGE}.parallel_apply"], "torch", Over(torch, accelerator=accelerator(available=True))),
-        # without streams, as for an input that is on a GPU
-        (sys.modules[f"{PACKAGE}._functions"], "torch", Over(torch, accelerator=accelerator(available=False))),
-        (torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
-        (torch.cuda, "is_bf16_supported", lambda: True),
-    ]
-    with contextlib.ExitStack() as stack:
-        for owner, name, stand_in in patches:
-            stack.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, stand_in)
-        yield
+    return on_emulated_devices(count)
 
 
 # ---------------------------------------------------------------- both, side by side

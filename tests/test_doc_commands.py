@@ -16,7 +16,10 @@ from tests.test_docs import COMMANDS, DOCS, README, ROOT
 from tests.test_outside import MINE
 from tests.test_stored import single, write
 
-SHORTER = {"--find-max-batch": ("--models", "mlp", "--device-memory", "16MiB"), "run": ("--budget", "1")}
+SHORTER = {
+    "--find-max-batch": ("--models", "mlp", "--strategies", "dp", "--device-memory", "4MiB"),
+    "run": ("--budget", "1"),
+}
 """Options that end a command early, for commands with an argument; the others are run exactly as they are written."""
 ELSEWHERE = {"probe": "test_the_command_measures_this_machine"}
 """Commands that take half a minute, and the tests that run them."""

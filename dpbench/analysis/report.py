@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from dpbench.analysis import diagnosis, findings, imbalance, ladder, summary, transfers
+from dpbench.analysis import diagnosis, engine_cost, findings, imbalance, ladder, summary, transfers
 from dpbench.analysis.imbalance import Footprint, Index
 from dpbench.hardware import foreign_load
 from dpbench.records import Case, Trial
@@ -33,6 +33,7 @@ class Report:
     tiles: Sequence[diagnosis.Tile]
     warnings: Sequence[str]
     diagnoses: Sequence[findings.Diagnosis]
+    engine_costs: Sequence[engine_cost.EngineCost] = ()
     self_check: Sequence[str] = ()
 
     @classmethod
@@ -48,11 +49,13 @@ class Report:
     ) -> Self:
         """Analyse the trials of one run; `provenance` and `status` are those of the run."""
         rows = summary.rows(trials)
-        ladders = ladder.ladders(rows)
+        ladders, costs = ladder.ladders(rows), engine_cost.engine_costs(rows, trials)
         cores = provenance.get("host", {}).get("cores", 0)
         return cls(
             run_id=run_id, started_s=started_s, provenance=provenance, trials=trials, rows=rows, ladders=ladders,
-            verdict=diagnosis.verdict(rows, ladders) + _noisy(provenance), tiles=diagnosis.tiles(rows, ladders),
+            verdict=" ".join(filter(None, [diagnosis.verdict(rows, ladders), engine_cost.sentence(costs)]))
+            + _noisy(provenance),
+            engine_costs=costs, tiles=diagnosis.tiles(rows, ladders),
             warnings=[*_of_run(status, provenance), *diagnosis.warnings(rows, trials, provenance)],
             diagnoses=findings.diagnose(rows, trials, cores), self_check=self_check,
         )  # fmt: skip

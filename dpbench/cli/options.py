@@ -153,8 +153,10 @@ def cases_of(options: dict[str, Any]) -> tuple[list[Any], float | None]:
     }  # fmt: skip
     if options["ladder"]:
         cases = plan.ladder(**swept | {"devices": options["devices"] or (max(2, *devices),)})
+        cases += plan.engine_cost(**swept) if kind == "cpu" else []
     else:
         schedules = tuple(one for given in options["schedules"] for one in given)
         strategies = (*(options["strategies"] or plan.default_strategies(kind)), *options["own_strategies"])
         cases = plan.sweep(strategies=strategies, schedules=schedules or ("reference",), **swept)
+        cases += plan.engine_cost(**swept) if quick and kind == "cpu" else []
     return cases, options["budget"] or (QUICK_BUDGET_S[kind] if quick else None)

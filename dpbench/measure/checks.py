@@ -22,6 +22,7 @@ from dpbench.measure.request import Arm, SelfCheck
 from dpbench.measure.server import Server
 from dpbench.records import Case, Effort, Status, Trial, plan, registry
 from dpbench.records.registry import Role
+from dpbench.records.schedule import REFERENCE
 from dpbench.records.trial import Estimate
 from dpbench.records.words import count
 
@@ -75,11 +76,10 @@ BUDGETS_S = {Arm.MARKS: (30.0, 0.01), Arm.SAMPLER: (20.0, 1.0)}
 part must be long enough for several readings of the sampler, which reads every 0.2 s."""
 GROUPS = 20
 """The number of groups of neighbouring pairs that the bootstrap treats as rounds, because neighbours are correlated."""
-NEEDS_GPU = "torch.nn.DataParallel needs an accelerator; on the CPU it passes its input through to the module"
 NAMES = {
     "marks": "recorded marks",
     "samplers": "the sampler process running during the steps",
-    "engine": "the engine's reference over torch.nn.DataParallel, both with replicas on one GPU",
+    "engine": "the engine's reference over torch.nn.DataParallel, both in one process",
 }
 
 
@@ -140,25 +140,28 @@ def _of_worker(server: Server, case: Case, arm: Arm, scale: float, sampler_pid: 
 
 
 def _engines(server: Server, device_kind: str, scale: float) -> dict[str, Any]:
-    """Return the median steps of both engines by round, measured alternately, or the reason why there are none."""
-    if device_kind != "cuda":
-        return {"reason": NEEDS_GPU}
+    """Return the median steps of both engines by round, or the reason why there are none.
+
+    In each round, a fresh process alternates between blocks of both engines, with another one first than in the round
+    before. The replicas share one GPU; without a GPU, they run on emulated devices, and the ratio is one of host time.
+    """
     from dpbench.analysis import stats
 
-    both = {"on_s": registry.of_role(Role.ENGINE), "off_s": registry.of_role(Role.WRAPPER)}
-    found: dict[str, Any] = {name: [] for name in both}
+    cuda = device_kind == "cuda"
+    ours = Case(
+        model="resnet18", strategy=registry.of_role(Role.ENGINE), schedule=REFERENCE, devices=2, batch_size=64,
+        device_kind="cuda" if cuda else "emulated", placement="colocated" if cuda else "spread",
+    )  # fmt: skip
+    both = {"on_s": ours, "off_s": replace(ours, strategy=registry.of_role(Role.WRAPPER), schedule="")}
+    found: dict[str, Any] = {name: [] for name in both} | {"case": ours.label}
     for number in range(ROUNDS):
-        for name, strategy in both.items() if number % 2 == 0 else reversed(both.items()):
-            case = Case(
-                model="resnet18", strategy=strategy, schedule="reference" if name == "on_s" else "", devices=2,
-                batch_size=64, device_kind=device_kind, placement="colocated",
-            )  # fmt: skip
-            trial = server.run(case, Effort(budget_s=1.5 * scale), number, LIMIT_S)
+        names = list(both) if number % 2 == 0 else list(reversed(both))
+        trials = server.run_together([both[name] for name in names], Effort(budget_s=1.5 * scale), number, LIMIT_S)
+        for name, trial in zip(names, trials, strict=True):
             if trial.status is not Status.OK:
-                return {"reason": f"{case.label}: {_why(trial)}"}
+                return {"reason": f"{trial.case.label}: {_why(trial)}"}
             steps = [step.seconds for step in trial.steps if not step.warmup]
             found[name].append(stats.median({0: steps}).value)
-            found["case"] = case.label
     return found
 
 

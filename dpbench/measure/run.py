@@ -283,7 +283,7 @@ class _Session:
         slots = set(self._repeatable())
         for number in sorted({number for _, number in slots}):
             measured = [case for case in cases if self._times[case, number]]
-            for group in plan.side_by_side(measured) if paired else [(case,) for case in measured]:
+            for group in plan.groups(measured, number, paired=paired):
                 if slots & {(case, number) for case in group} and not self._spent():
                     self._total += len(group)
                     self._group(server, group, number, watched)
@@ -294,7 +294,7 @@ class _Session:
         """Measure cases once, in a random order that depends on the run and the round only."""
         generator = random.Random(f"{self._run_id} {number}")
         shuffled = generator.sample(sorted(cases, key=lambda case: case.fingerprint), len(cases))
-        for group in plan.side_by_side(shuffled) if paired else [(case,) for case in shuffled]:
+        for group in plan.groups(shuffled, number, paired=paired):
             self._group(server, group, number, watched)
 
     def _group(self, server: Server, group: Sequence[Case], number: int, watched: samplers.Series) -> None:

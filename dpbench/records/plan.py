@@ -132,6 +132,45 @@ def normalise(case: Case, *, weak_batches: Sequence[int] = ()) -> Case:
     return case if case.traits.scheduled else replace(case, schedule="")
 
 
+def groups(cases: Sequence[Case], number: int, *, paired: bool) -> list[tuple[Case, ...]]:
+    """Return the cases of round `number` in groups, each of which one worker measures with alternating blocks of steps.
+
+    With `paired`, these are the groups of `side_by_side`. Otherwise, on emulated devices, the engine's `reference` and
+    torch.nn.DataParallel on equal work form a group, in an order that changes with every round; each other case is
+    alone. Emulated devices show host time only, whose ratio varies too much between processes.
+    """
+    if paired:
+        return side_by_side(cases)
+    found: list[tuple[Case, ...]] = []
+    for case in cases:
+        wrapped = wrapped_as(case) if case.device_kind == "emulated" else None
+        if wrapped and wrapped in cases:
+            found.append((case, wrapped) if number % 2 else (wrapped, case))
+    grouped = {case for group in found for case in group}
+    return [*found, *((case,) for case in cases if case not in grouped)]
+
+
+def wrapped_as(case: Case) -> Case | None:
+    """Return the case of torch.nn.DataParallel on the same work and devices; None unless `case` is `reference`."""
+    if case.traits.role is not Role.ENGINE or case.schedule != schedule.REFERENCE:
+        return None
+    return replace(case, strategy=registry.of_role(Role.WRAPPER), schedule="", options=())
+
+
+def engine_cost(*, devices: Sequence[int], batch_sizes: Sequence[int] = (), **axes: Any) -> list[Case]:
+    """Return the cases that compare the engine with torch.nn.DataParallel on emulated devices.
+
+    The axes are those of `sweep`, of which the most devices and the first batch size are used. Return no cases for one
+    device, without a global batch size, and for other precisions than fp32.
+    """
+    count = max(devices)
+    if count == 1 or not batch_sizes or axes.get("precision", "fp32") != "fp32":
+        return []
+    kept = {name: axes[name] for name in ("models", "size") if name in axes}
+    both = (registry.of_role(Role.ENGINE), registry.of_role(Role.WRAPPER))
+    return sweep(strategies=both, devices=[count], batch_sizes=batch_sizes[:1], device_kind="emulated", **kept)
+
+
 def side_by_side(cases: Sequence[Case]) -> list[tuple[Case, ...]]:
     """Return the cases in groups that one worker can measure together: one model on the same kind of devices.
 
@@ -261,7 +300,7 @@ def default_strategies(device_kind: str) -> tuple[str, ...]:
     known = {
         "cpu": ("single", "single_all_cores", "dp", "ddp"),
         "cuda": ("single", "dp", "torch_dp", "ddp"),
-        "emulated": ("single", "dp"),
+        "emulated": ("single", "dp", "torch_dp"),
     }
     return known.get(device_kind, known["cpu"])
 

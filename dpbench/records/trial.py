@@ -57,6 +57,13 @@ class Estimate:
 SCHEMA = 2
 
 
+DISPATCHED = "dispatched"
+"""The name under which a trial's provenance has the counts of one step on emulated devices.
+
+The counts are `operators`, the `copies` among them between two devices, and `copied_bytes`.
+"""
+
+
 class Source(StrEnum):
     """The origin of a trial."""
 

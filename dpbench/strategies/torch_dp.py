@@ -7,7 +7,7 @@ comparisons use the sum of backward and reduce on both sides.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from dpbench.hardware.device import Device
@@ -25,20 +25,18 @@ if TYPE_CHECKING:
 class TorchDataParallel(Strategy):
     """The training loop of the tutorials, with torch.nn.DataParallel."""
 
-    traits = Traits(role=Role.WRAPPER, reduction=Reduction.IN_BACKWARD, needs_accelerator=True, shared_stream=True)
+    traits = Traits(role=Role.WRAPPER, reduction=Reduction.IN_BACKWARD, shared_stream=True)
 
     def skip(self, case: Case) -> str:
-        """Return the reason to skip a case: on the CPU, on emulated devices, or in bf16 on several devices."""
-        if case.device_kind == "cuda" and case.precision == "bf16" and case.devices > 1:
-            return "torch.nn.DataParallel does not forward autocast's dtype to its threads: bf16 would run as fp16"
-        if case.device_kind == "cuda":
-            return ""
-        if case.device_kind == "emulated":
+        """Return the reason to skip a case: on logical CPU devices, or in bf16 on several devices."""
+        if case.device_kind == "cpu":
             return (
-                "torch.nn.DataParallel does not support emulated devices: it runs on them only with the patches in "
-                "dpbench's tests"
+                "torch.nn.DataParallel needs an accelerator; on the CPU it passes its input through to the module; "
+                "--device-kind emulated runs it on emulated devices"
             )
-        return "torch.nn.DataParallel needs an accelerator; on the CPU it passes its input through to the module"
+        if case.precision == "bf16" and case.devices > 1:
+            return "torch.nn.DataParallel does not forward autocast's dtype to its threads: bf16 would run as fp16"
+        return ""
 
     def compares_buffers(self, case: Case) -> bool:
         """Return False where replicas share a GPU, because torch's replicas then share buffers, with races."""
@@ -48,11 +46,10 @@ class TorchDataParallel(Strategy):
     def start(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Step]:
         """Yield the training loop of the tutorials, with torch.nn.DataParallel."""
         from dpbench.models import positional
-        from dpbench.strategies._marked import Marked
+        from dpbench.strategies._torch_parallel import Marked, on_emulated_devices
 
         root = devices[0]
         model.module.to(root.torch_device)
-        wrapped = Marked(model.module, [device.torch_device.index for device in devices], mark)
         optimizer = optimizer_of(case)(model.module.parameters())
         used = range(len(case.rows))
 
@@ -73,7 +70,9 @@ class TorchDataParallel(Strategy):
                 optimizer.step()
             return loss.detach()
 
-        yield step
+        with on_emulated_devices(case.devices) if case.device_kind == "emulated" else nullcontext():
+            wrapped = Marked(model.module, [device.torch_device.index for device in devices], mark)
+            yield step
 
     def tasks(self, case: Case, profile: Profile) -> list[Task]:
         """Return the tasks of the reference schedule, with the reduction as part of backward on device 0."""

@@ -193,6 +193,8 @@ def scaled(series: stats.Rounds, factor: float) -> dict[int, list[float]]:
 def contexts(rows: Sequence[Row], trials: Sequence[Trial], cores: int) -> list[CaseContext]:
     """Return the cases to diagnose: for each setting and batch size, DataParallel on the most devices."""
     measured = [row for row in rows if row.step and row.series and row.source is Source.MEASURED]
+    # beside other devices, emulated ones only compare the engine with torch's DataParallel
+    measured = [row for row in measured if row.case.device_kind != "emulated"] or measured
     by_case = {row.case: row for row in measured}
     of_case: dict[Case, list[Trial]] = {}
     for trial in trials:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from dpbench.hardware.device import Collectives, Device, Recorder
-from dpbench.hardware.devices._wrapper import LAZY, install, ledger, set_home
+from dpbench.hardware.devices._wrapper import LAZY, counting, install, ledger, set_home
 from dpbench.hardware.processes import stay
 
 
@@ -108,7 +108,7 @@ class CpuDevice(HostDevice):
         """Do nothing: there is no peak to reset."""
 
 
-__all__ = ["EmulatedDevice", "bounded", "bytes_only", "install"]
+__all__ = ["EmulatedDevice", "bounded", "bytes_only", "counting", "install"]
 
 
 class EmulatedDevice(HostDevice):

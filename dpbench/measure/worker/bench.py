@@ -22,10 +22,12 @@ from torch._C._autograd import DeviceType
 from torch._C._profiler import _ExperimentalConfig
 
 from dpbench.hardware.device import Device
+from dpbench.hardware.devices.host import counting
 from dpbench.measure import clocks
 from dpbench.measure.stopping import Stopping
 from dpbench.models import Model
 from dpbench.records import Case, Effort, Memory, Sample, Status, Trial, Verified
+from dpbench.records.trial import DISPATCHED
 from dpbench.strategies import Strategy
 
 METRIC = "kernel_busy_s"
@@ -161,8 +163,17 @@ class CaseTimer:
         return Trial(
             case=of.case, status=Status.OK, reason=self._stopping.reason or "agreed: another rank had measured enough",
             verified=of.verified, steps=steps, spans=self._listener.spans(), samples=tuple(samples), memory=memory,
-            setup={**of.setup, "steps_s": self._steps_s}, provenance=of.facts,
+            setup={**of.setup, "steps_s": self._steps_s}, provenance={**of.facts, **self._dispatched()},
         )  # fmt: skip
+
+    def _dispatched(self) -> dict[str, dict[str, int]]:
+        """Return the counts of the operators of one additional step, which only emulated devices provide."""
+        if self._prepared.case.device_kind != "emulated":
+            return {}
+        with counting() as copied:
+            self._step(*self._prepared.batches[0])
+        copies = [size for size in copied if size]
+        return {DISPATCHED: {"operators": len(copied), "copies": len(copies), "copied_bytes": sum(copies)}}
 
     def trace(self, path: str) -> None:
         """Write a profile of one additional step to the file `path`."""

@@ -1,0 +1,63 @@
+"""Seconds of a step on emulated devices under the engine's `reference`, and under torch.nn.DataParallel."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from . import QUICK, module, names_of_the_commit, result, timing
+
+STRATEGIES = {"dp": "reference", "torch_dp": ""}
+"""The schedule of each strategy."""
+BATCH_SIZES = {"mlp": 64, "resnet18": 16}
+PAIRS = tuple(itertools.product(STRATEGIES, BATCH_SIZES))
+BUDGET_S = 0.3 if QUICK else 1.5
+WORKERS = 2 if QUICK else 6
+"""The number of fresh processes, each of which alternates between the blocks of both strategies."""
+LIMIT_S = 120.0
+
+
+def pairs() -> dict[tuple[str, str], list[float]]:
+    """Return the seconds of the steps by strategy and model; asv caches them, so that both come from one process."""
+    found: dict[tuple[str, str], list[float]] = {}
+    try:
+        with names_of_the_commit():
+            from dpbench.records import Case, Effort
+
+            server_of = module("measure.server").Server
+    except NotImplementedError:
+        return {}  # asv counts an exception here as a failure; setup_step raises it
+    with TemporaryDirectory() as folder, server_of(Path(folder)) as server:
+        for model, batch in BATCH_SIZES.items():
+            case = Case(model=model, strategy="", devices=2, batch_size=batch, device_kind="emulated")
+            cases = [replace(case, strategy=name, schedule=schedule) for name, schedule in STRATEGIES.items()]
+            for number in range(WORKERS):
+                trials = server.run_together(cases, Effort(budget_s=BUDGET_S), number, LIMIT_S)
+                if any(trial.status == "skipped" for trial in trials):
+                    return {}  # earlier commits cannot run torch.nn.DataParallel on emulated devices
+                for trial in trials:
+                    if trial.status != "ok":
+                        raise RuntimeError(f"{trial.case.label}: {trial.status}: {trial.reason}")
+                    steps = [step.seconds for step in trial.steps if not step.warmup]
+                    found.setdefault((trial.case.strategy, model), []).extend(steps)
+                cases.reverse()
+    return found
+
+
+def setup_step(cache: dict[tuple[str, str], list[float]], strategy: str, model: str) -> None:
+    if (strategy, model) not in cache:
+        raise NotImplementedError("this commit cannot run torch.nn.DataParallel on emulated devices")
+
+
+@timing(
+    params=(tuple(STRATEGIES), tuple(BATCH_SIZES)),
+    param_names=("strategy", "model"),
+    setup=setup_step,
+    setup_cache=pairs,
+    rounds=1,  # another round would read the same cache
+)
+def track_emulated_step_seconds(cache: dict[tuple[str, str], list[float]], strategy: str, model: str) -> dict[str, Any]:
+    return result(cache[strategy, model])
