@@ -184,7 +184,7 @@ def test_suspect_rows_and_repeats_come_in_when_asked(tmp_path: Path) -> None:
 def test_a_table_without_columns_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "wrong.csv"
     path.write_text("a,b\n1,2\n")
-    with pytest.raises(ValueError, match=r"wrong\.csv: column id, metric, model, n_gpu, strategy, value is missing"):
+    with pytest.raises(ValueError, match=r"wrong\.csv: missing columns: id, metric, model, n_gpu, strategy, value"):
         score.score(path)
 
 

@@ -176,7 +176,7 @@ Names = dict[int, int]
 
 @dataclass(frozen=True)
 class MemoryChange:
-    """One allocation on a device, or its release if `taken` is False; `holding` numbers the allocations of a tape."""
+    """One allocation on a device, or its release if `taken` is False; `holding` identifies the allocation on a tape."""
 
     device: int
     holding: int
@@ -237,8 +237,8 @@ class Tape:
     ) -> None:
         """Add the allocations and releases of a trace's ops on a device.
 
-        Storages have the kind `kind`, or that of `kinds` if they are in it. `names` keeps the storages that the ops
-        leave allocated. A release of a storage that is not in `names` is ignored.
+        The kind of a storage is the one in `kinds`, or `kind` for a storage that is not in `kinds`. `names` is updated
+        to the storages that the ops leave allocated. A release of a storage that is not in `names` is ignored.
         """
         kinds = kinds or {}
         for op in ops:

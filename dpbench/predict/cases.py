@@ -1,7 +1,7 @@
 """Cases: predictions of the cases of a plan on a described machine, with 80 % intervals, as trials of a run.
 
-A need is the memory of each device, whether it fits, and the largest batch that fits. A what-if is the prediction of a
-changed case: another schedule or strategy, faster links, a faster host, or a larger batch.
+A need states the memory that a case takes on each device, whether it fits, and the largest batch that fits. A what-if
+is the prediction of a changed case: another schedule or strategy, faster links, a faster host, or a larger batch.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from dpbench.records import Case, Memory, Profile, Source, Span, Status, Step, T
 from dpbench.records.machine import Machine, UnknownMachine
 from dpbench.records.registry import Role
 
-UNTRACED = "unknown: only dpbench's models and --model have a module to trace"
+UNTRACED = "unknown: only dpbench's models and models given by --model can be traced"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """The memory that a case's devices need: the allocator's peaks, and the totals as the driver would show them.
+    """The memory that a case needs on each device: the allocator's peaks, and the totals that the driver would show.
 
     `fits` is None if the machine file does not state the memory of a GPU. `largest` is the largest batch that fits: 0
     if no batch fits, None if there was no search. `reason` explains why the memory is not known.
@@ -94,7 +94,7 @@ def _need(case: Case, traces: object, capacity_bytes: int, largest: bool) -> Nee
 
 PRICED = ("traced", "counted")
 LAUNCHES = (HOST_FACTOR, "launch_s")
-"""Priors that a traced or counted profile depends on, because launches limit a net of many small kernels."""
+"""The priors that a traced or counted profile depends on, because launches limit a net of many small kernels."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class Predictor:
         if profile is None:
             raise UnknownMachine(
                 f"{case.label}: {self.machine.name} has logical CPU devices; a prediction for these needs a measured "
-                f"step on one device: {stored.way_out(case)}, then give --from FILE"
+                f"step on one device; {stored.way_out(case)}, then give --from FILE"
             )
         phases = cpu_model.step(case, profile, cpu_model.ProbedHost(self.machine.probe))
         seconds = sum(phases.values())
@@ -187,7 +187,7 @@ class Predictor:
         return simulation.step(case, profile, machine, constants).seconds
 
     def profile(self, case: Case) -> Profile:
-        """Return the profile of a case's model: measured, split from a known step, or counted from FLOP and bytes."""
+        """Return the profile of a case's model: measured, from the known step, or from FLOP and bytes."""
         if measured := self.measured.get(counts.key(case)):
             return measured
         if self.given:
@@ -222,8 +222,8 @@ def most_devices(machine: Machine) -> int:
 def speedup(one: Prediction, others: Sequence[Prediction]) -> tuple[float, str]:
     """Return the speed-up of `one` over a single device, and the kind of scaling.
 
-    The kind is "strong" (equal total batch) or "weak" (equal batch per device). Without a prediction for one device to
-    compare with, return 0 and "".
+    The kind is "strong" (equal total batch) or "weak" (equal batch per device). If `others` contain no prediction for
+    one device to compare with, return 0 and "".
     """
     case = one.case
     for scaling, batch in (("strong", case.batch_size), ("weak", case.batch_size / case.devices)):
@@ -257,7 +257,10 @@ def keep(path: Path, predictions: Sequence[Prediction], machine: Machine) -> str
 
 
 FASTER = 4.0
-"""The assumed speed-up of faster links: the next PCIe generation gives a factor of 2, NVLink instead of PCIe more."""
+"""The factor of the what-if with faster links.
+
+The next PCIe generation gives a factor of 2, and NVLink instead of PCIe gives more.
+"""
 
 
 @dataclass(frozen=True)
@@ -276,7 +279,10 @@ class WhatIf:
 
 
 def what_ifs(predictor: Predictor, cases: Sequence[Case]) -> list[WhatIf]:
-    """Return the changes for each model's case with the most devices on one node, the largest gain first."""
+    """Return the what-ifs for one case of each model, in descending order of gain within a model.
+
+    The case is the one with the most devices on one node.
+    """
     found = []
     for model in dict.fromkeys(case.model for case in cases):
         node = predictor.machine.gpu.count
@@ -288,9 +294,10 @@ def what_ifs(predictor: Predictor, cases: Sequence[Case]) -> list[WhatIf]:
 
 
 def _of(predictor: Predictor, case: Case) -> Iterator[WhatIf]:
-    """Yield the predictions of changes to one case.
+    """Yield the what-ifs of one case.
 
-    The first is the case under the schedule of torch.nn.DataParallel, with which the others are compared.
+    The first is the unchanged case: the engine with the schedule of torch.nn.DataParallel. All gains are relative to
+    it.
     """
     now = replace(case, strategy=registry.of_role(Role.ENGINE), schedule=schedule.REFERENCE, options=())
     profile, machine, constants = predictor.profile(now), predictor.machine, predictor.constants

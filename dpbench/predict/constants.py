@@ -5,8 +5,8 @@ Constants marked "fitted" were fitted to published step times of several machine
 microbenchmark of each; `benchmarks/scripts/fit_constants.py` repeats the fit.
 
 The interval of a prediction covers the constants that were not measured. The duration of the step is calculated one
-standard deviation above and below the centre of each prior. 200 random draws then combine these responses, whose
-logarithms add up. The interval contains the middle 80 % of the draws.
+standard deviation above and below the centre of each prior. Each of 200 random draws then combines these responses by
+adding their logarithms. The interval contains the middle 80 % of the draws.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ class Constants:
     forward_share: float = 0.24
     """The share of forward in forward plus backward if only their sum is known; fitted, 0.33 by FLOP."""
     host_share: float = 0.9
-    """The largest share of a known phase that its launches may take."""
+    """The largest share of a phase's known duration that its launches may take."""
     call_s: float = 28e-6
     """The start of one message from a process that drives all devices (torch.cuda.nccl); fitted."""
     start_s: float = 38e-6
     """The start of a collective between processes on one node: fitted to NCCL all-reduce curves of A100x8
     (superbench-results) and H200x8 (ml-engineering)."""
     root_s: float = 4.5e-3
-    """The factor g of the second term of that curve, g * sqrt(W), where W is the time on the wire: 4.5 sqrt(us), from
-    the same fit."""
+    """The factor g of the term g * sqrt(W) in the duration of a collective, where W is the time on the wire: 4.5
+    sqrt(us), from the same fit as `start_s`."""
     hop_s: float = 30e-6
     """Half of the increase of a collective's start for each doubling of the node count."""
     bus_scale: float = 1.0
@@ -70,10 +70,10 @@ class Constants:
     """The share of a network card's rate that a collective reaches: 0.74 on EFA, 0.85 on its first version
     (ml-engineering)."""
     staged_bytes_per_s: float = 6.5e9
-    """The upper limit of an all-reduce that NCCL stages through host memory, for GPUs without peer access."""
+    """The maximum bus bandwidth of an all-reduce that NCCL stages through host memory, for GPUs without peer access."""
     staged_one_way: float = 1.57
-    """The rate of a staged broadcast or reduction, which sends data in one direction only, relative to that limit;
-    fitted."""
+    """The maximum bus bandwidth of a staged broadcast or reduction, which sends data in one direction only, relative to
+    `staged_bytes_per_s`; fitted."""
     socket_efficiency: float = 0.32
     """The share of the links between two processors that peer-to-peer writes of GPUs reach."""
     pageable_bytes_per_s: float = 4.2e9
@@ -123,15 +123,15 @@ STATED = {
 APART = {Parallelism.RANKS: ("launch_s",), Parallelism.THREADS: ("slowdown", "variation"), Parallelism.NONE: ()}
 """For each kind of parallelism, the priors that have little or no effect on the duration of a step."""
 ASSUMED = {"bus_scale": 0.6}
-"""Standard deviations that replace those above if a published measurement does not state links or peer access."""
+"""Standard deviations that replace those in `STATED` for a published measurement whose machine is partly assumed."""
 ESTIMATED = {"features": 0.6}
 """Additional standard deviations for a model whose counts are estimated from its number of parameters."""
 RESIDUAL = {"measured": 0.02, "given": 0.03, "traced": 0.3, "counted": 0.6}
 """The standard deviation of the logarithm of the duration of a step on one device, by the source of the profile.
 
-Durations from traces are within 34 % for four published steps. Of those from counts, compared with 161 published steps,
-half are off by more than a factor of two (light nets on hosts of 2019-21, predicted too fast). Of the 33 steps that
-keep a GPU busy, a fifth is off by more than 32 %.
+Durations from traces are within 34 % for four published steps. Durations from counts were compared with 161 published
+steps: half of them are off by more than a factor of two (light nets on hosts of 2019-21, predicted too fast). Of the 33
+steps that keep a GPU busy, a fifth are off by more than 32 %.
 """
 
 ON_HOST = 0.2
@@ -181,7 +181,10 @@ def priors_of(case: Case) -> dict[str, float]:
 
 
 def scaled(constants: Constants, name: str, factor: float) -> Constants:
-    """Return the constants with one of them scaled; a share is limited to 0.9."""
+    """Return the constants with the constant `name` multiplied by `factor`.
+
+    The result is limited to 0.9 if `name` ends in "_share". `slowdown` and `staged_slowdown` are scaled together.
+    """
     if name == "slowdown":
         return constants.changed(
             slowdown=constants.slowdown * factor, staged_slowdown=constants.staged_slowdown * factor

@@ -1,7 +1,7 @@
 """Counts: the parameters, modules, FLOP and bytes of a model, and the durations of its ops on a described GPU.
 
 dpbench's models and those of users are traced op by op, which loads torch. A model that cannot be traced, for example
-because shapes depend on values, is counted as a whole on a real step of two samples. Other models are looked up by the
+because shapes depend on values, is counted as a whole in a real step of two samples. Other models are looked up by the
 name that published tables use. The counts of torchvision's and Hugging Face's models are traced without weights
 (tests/data/trace_models.py); those of other models come from public figures. The counts of an unknown model are
 estimated from its number of parameters, and marked as estimated.
@@ -80,7 +80,11 @@ def exact(name: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def find(name: str, parameters: float | None = None, precision: str = "fp32") -> Features:
-    """Return a model's features; `parameters` is the published number of parameters, used for unknown models."""
+    """Return the features of the model with this name.
+
+    `parameters` is the published number of parameters. A known model with a very different number is not used; the
+    counts of an unknown model are estimated from this number.
+    """
     table, key = _table(), plain(name)
     row = table.get(key)
     if row is None:
@@ -121,14 +125,14 @@ def _profile(name: str, row: dict[str, Any], parameters: float | None, precision
 
 
 def value_bytes(precision: str) -> int:
-    """Return the bytes of one gradient element: 4 in fp32 and mixed precision, 2 in a model converted to half."""
+    """Return the bytes of one gradient element: 2 in a model converted to half precision, else 4."""
     return 2 if re.search(r"pure|\.half|^fp16|^bf16|^half", precision.lower()) else 4
 
 
 log = logging.getLogger(__name__)
 
 ROWS = (8, 64)
-"""The two batch sizes to trace; durations at other sizes are on the line through those at these two."""
+"""The two batch sizes to trace; durations at other sizes lie on the line through the durations at these two."""
 
 
 Key = tuple[str, str, str]
@@ -175,7 +179,10 @@ def priced(case: Case, machine: Machine, constants: Constants = DEFAULT) -> Prof
 
 @lru_cache(maxsize=64)
 def _traces(model: str, size: str, precision: str, optimizer: str) -> tuple[Trace, Trace] | None:
-    """Return the traces of a model at both `ROWS` on fake tensors; None if its shapes depend on values."""
+    """Return the traces of a model on fake tensors at both batch sizes of `ROWS`.
+
+    Return None if the tracing fails, for example because shapes depend on values.
+    """
     from dpbench.predict.memory import traces_of
 
     case = plan.baseline(
@@ -193,7 +200,7 @@ def _traces(model: str, size: str, precision: str, optimizer: str) -> tuple[Trac
 
 @lru_cache(maxsize=64)
 def _counted(model: str, size: str) -> Profile:
-    """Return the counts of a model from a real step, with an assumed two kernels per layer in each direction."""
+    """Return the counts of a model from a real step; two kernels per layer are assumed in forward and in backward."""
     from dpbench import models
 
     loaded = models.load(model, size, 0)

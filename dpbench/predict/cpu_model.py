@@ -3,9 +3,9 @@
 EXPERIMENTAL: this model was checked on one kind of host only. On that host, a step predicted from a single probe is
 within 20 % of the measured step in four of five cases, and the largest error is 65 %.
 
-On the host, each phase starts when the one before it has ended. The replicas of one phase run one after the other, or
-each in its thread; nothing else runs concurrently. The duration of a step is therefore the sum of those of its phases.
-A replica that runs while another one runs is slower by a ratio that the probe measured on nets of the same kind.
+On the host, each phase starts when the previous phase has ended. Within a phase, the replicas run one after the other,
+or concurrently with one thread each. The duration of a step is therefore the sum of the durations of its phases.
+Concurrent replicas are slower by a ratio that the probe measured on nets of the same kind.
 
 The model covers the strategies single, ddp (on gloo), and dp under the schedules `reference` and `fastest`.
 """
@@ -26,7 +26,7 @@ KIB = 2**10
 MOST = 2
 """The largest number of devices, because the probe measures the slowdown of two concurrent replicas only."""
 CHAIN_MODULES = 3
-"""The number of modules in each of the probe's chains beyond one for every two parameters."""
+"""The number of modules in each of the probe's chains in addition to the layers, which have two parameters each."""
 LONG_S = 2e-3
 """The duration of a replica's forward and backward from which its kernels count as long.
 
@@ -68,8 +68,8 @@ class ProbedHost:
     def move_s(self, size_bytes: float) -> float:
         """Return the duration in seconds of a copy without its fixed cost.
 
-        The rate is that of the next larger size measured. Small copies are faster per byte, because they stay in
-        caches.
+        The rate is that of the next larger measured size, or of the largest. Small copies are faster per byte, because
+        they stay in caches.
         """
         sizes = sorted(
             int(name.split("_")[1]) * KIB for name in self.figures if name.startswith("copy_") and "_kib_" in name
@@ -82,10 +82,10 @@ class ProbedHost:
         return sum(self.move_s(size) for size in sizes)
 
     def all_reduce_s(self, size_bytes: float) -> float:
-        """Return the duration of an all-reduce in seconds, interpolated between the sizes measured.
+        """Return the duration of an all-reduce in seconds, interpolated linearly between the measured sizes.
 
-        If a size took longer than a larger one, its measurement was disturbed: the duration of the larger size limits
-        it.
+        If a size took longer than a larger size, its measurement was disturbed. It then gets the duration of the larger
+        size.
         """
         measured = sorted(
             (int(name.split("_")[2]) * KIB, value)
@@ -99,13 +99,13 @@ class ProbedHost:
 
 
 def step(case: Case, profile: Profile, host: ProbedHost) -> dict[str, float]:
-    """Return the seconds of each phase of one step, and the unattributed seconds outside all phases.
+    """Return the seconds of each phase of one step, and the unattributed seconds, which are outside all phases.
 
     Raises ValueError for a case that the model does not cover.
     """
     if case.device_kind != "cpu" or case.devices > MOST:
         raise ValueError(
-            f"{case.label}: only one or two logical CPU devices can be predicted: the probe measures pairs"
+            f"{case.label}: only one or two logical CPU devices can be predicted, because the probe measures pairs only"
         )
     role = case.traits.role
     if role is Role.BASELINE or (role is Role.ENGINE and len(case.rows) == 1):
@@ -122,7 +122,7 @@ def step(case: Case, profile: Profile, host: ProbedHost) -> dict[str, float]:
 
 
 def spans(phases: Mapping[str, float]) -> Iterator[Span]:
-    """Yield a span for each phase, one after the other; unattributed seconds follow the last span."""
+    """Yield a span for each phase, one after the other; unattributed time, which follows the last span, has no span."""
     at_s = 0.0
     for phase in Phase:
         if seconds := phases.get(phase.value, 0.0):
@@ -132,17 +132,17 @@ def spans(phases: Mapping[str, float]) -> Iterator[Span]:
 
 def _at(cost: Cost | None, rows: float) -> float:
     if cost is None:
-        raise ValueError("the profile has no timing for one of the phases: measure it with --strategies single")
+        raise ValueError("the profile has no timing for one of the phases; measure the model with --strategies single")
     return cost.at(rows)
 
 
 def _engine(case: Case, profile: Profile, host: ProbedHost, schedule: str) -> dict[str, float]:
     """Return the duration of the engine's own work by phase in seconds, including the copies of inputs and buffers."""
     found = {phase: host.engine_s(schedule, phase, profile.parameter_tensors) for phase in ENGINE}
-    # unattributed time manages and frees replicas, so it grows with their modules
+    # the engine manages and frees replicas in unattributed time, which therefore grows with the number of modules
     modules = max(profile.parameter_tensors, 2 * (profile.modules - CHAIN_MODULES))
     found[UNATTRIBUTED] = host.engine_s(schedule, UNATTRIBUTED, modules)
-    # it also contains the work that one device has between phases, such as freeing tensors
+    # unattributed time also contains the work of a single device between phases, such as freeing tensors
     found[UNATTRIBUTED] += (profile.rest or Cost()).at(max(case.rows))
     found[Phase.SCATTER.value] += host.move_s(case.batch_size * profile.input_bytes)
     found[Phase.REPLICATE.value] += host.copy_s(profile.buffer_tensors, profile.buffer_bytes)
@@ -158,7 +158,7 @@ ENGINE = (
 def _reference(case: Case, profile: Profile, host: ProbedHost) -> dict[str, float]:
     """Return the seconds per phase of `reference`.
 
-    Forward runs in one new thread per replica, all backwards in the calling thread.
+    Forward runs in one new thread per replica. The backward passes of all replicas run in the calling thread.
     """
     rows = case.rows
     forward = max(_at(profile.forward, n) for n in rows)
@@ -180,7 +180,7 @@ def _reference(case: Case, profile: Profile, host: ProbedHost) -> dict[str, floa
 def _fastest(case: Case, profile: Profile, host: ProbedHost) -> dict[str, float]:
     """Return the seconds per phase of `fastest`.
 
-    The replicas run in one persistent thread each, or all in one thread, whichever is faster.
+    Each replica runs in a persistent thread, or all replicas run in one thread, whichever is faster.
     """
     ways = [_kept(case, profile, host, pool=True), _kept(case, profile, host, pool=False)]
     return min(ways, key=lambda phases: sum(phases.values()))
@@ -195,7 +195,7 @@ def _kept(case: Case, profile: Profile, host: ProbedHost, *, pool: bool) -> dict
     share = profile.parameter_bytes / (len(rows) if pool else 1)
     found = _engine(case, profile, host, schedule)
     found[Phase.REPLICATE.value] += host.move_s(share)
-    # shares are equal in bytes: next to a few large gradients, one device gets most of the small ones
+    # shares are equal in bytes: if one share contains a few large gradients, another contains most of the small ones
     pieces = _pieces(profile, len(rows))
     most = len(rows) * max(pieces) if pool else sum(pieces)
     found[Phase.REDUCE.value] = host.engine_s(schedule, Phase.REDUCE.value, most)
@@ -217,7 +217,7 @@ def _kept(case: Case, profile: Profile, host: ProbedHost, *, pool: bool) -> dict
 
 
 def _pieces(profile: Profile, owners: int) -> list[int]:
-    """Return, for each owner's share of the buffer, the number of parameters that overlap the share."""
+    """Return the number of parameters that lie, at least partly, in each owner's share of the flat buffer."""
     counts, at = [0] * owners, 0.0
     share = max(1.0, profile.parameter_bytes / owners)
     for size in profile.gradient_sizes:
@@ -229,20 +229,23 @@ def _pieces(profile: Profile, owners: int) -> list[int]:
 
 
 OPTIMIZER_PASSES = {"sgd": 8, "adam": 18}
-"""How often an update on the host reads or writes the bytes of the weights: SGD with momentum in three ops, Adam in
-seven."""
+"""The number of times that an update on the host reads or writes the bytes of the weights.
+
+SGD with momentum has three ops, Adam has seven.
+"""
 
 
 def _ddp(case: Case, profile: Profile, host: ProbedHost) -> dict[str, float]:
     """Return the seconds per phase of DistributedDataParallel on gloo, with one process per rank.
 
-    The phase reduce contains only the copies and all-reduces that continue after backward has ended.
+    `backward` contains the copies of gradients into buckets. `reduce` contains the part of the reduction that continues
+    after backward has ended, and the copies of the sums back into the gradients.
     """
     rows, tensors = case.rows, profile.parameter_tensors
     forward, backward = (max(_at(cost, n) for n in rows) for cost in (profile.forward, profile.backward))
     late, later = (host.beside(case.model, f"{what}_2_processes") for what in ("forward", "training"))
     reduction = "ddp_long" if forward + backward > LONG_S else "ddp"
-    bucket = host.all_reduce_s(_last_bucket(profile))  # replaces the chains' own bucket, which has a few bytes
+    bucket = host.all_reduce_s(_last_bucket(profile))  # replaces the bucket of the probe's chains, which has few bytes
     if len(rows) == 1:
         late, later, reduction, bucket = 1.0, 1.0, "ddp", 0.0
     # a hook per parameter copies its gradient into a bucket, and the sum is copied back

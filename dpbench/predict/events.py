@@ -18,9 +18,9 @@ from typing import TypeVar
 
 @dataclass(frozen=True)
 class SimulatedJob:
-    """A job: `seconds` on `resource` (if "", on no resource), then `amount` over the shared resources `way`.
+    """A job that occupies `resource` for `seconds`, then moves `amount` over the shared resources `way`.
 
-    `after` and `overlap` are indexes into the list of jobs.
+    A `resource` of "" means that the job occupies none. `after` and `overlap` are indices into the list of jobs.
     """
 
     seconds: float
@@ -66,7 +66,7 @@ class _Run:
     def go(self) -> None:
         """Process events in chronological order until no job or flow is active."""
         for number in [number for number, waits in enumerate(self._waits) if not waits]:
-            self._ready(number)  # may release others
+            self._ready(number)  # may release other jobs
         while self._ends or self._left:
             flow, at_flow = self._next_flow()
             at_job = self._ends[0][0] if self._ends else math.inf
@@ -126,7 +126,7 @@ class _Run:
             self._done(number)
 
     def _done(self, number: int) -> None:
-        """End a job's own work; the job itself ends when all jobs that it overlaps with have ended."""
+        """End the work of a job; the job itself ends when all jobs in its `overlap` have ended."""
         self._worked[number] = True
         if not self._beside[number]:
             self._end(number)
@@ -151,7 +151,7 @@ Resource = TypeVar("Resource", bound=Hashable)
 
 
 def rates(flows: Mapping[Flow, Sequence[Resource]], capacity: Mapping[Resource, float]) -> dict[Flow, float]:
-    """Return the max-min fair rate of each flow: raising one rate would lower another that is not higher.
+    """Return the max-min fair rate of each flow: no rate can rise unless a rate that is not higher falls.
 
     The method is progressive filling: all rates grow together until a resource is full. The rates of the flows over
     that resource are then fixed, and the other rates continue to grow.

@@ -34,7 +34,7 @@ from dpbench.records.work import COALESCED_BYTES, chunks
 from dpbench.strategies import optimizer_of, precision_of
 
 Release = tuple[int, list[int]]
-"""A number of backward ops, and the holdings that are released after these ops."""
+"""A number of backward ops, and the holdings that are released after this number of ops."""
 
 
 class WrapperMemory(EngineMemory):
@@ -81,7 +81,11 @@ class WrapperMemory(EngineMemory):
         tape.give([*losses, *target, *gathered])
 
     def _copied(self, sizes: Sequence[int], first: int) -> list[list[tuple[list[int], list[int]]]]:
-        """Copy tensors to the other devices; return per device the numbers of the tensors in each holding."""
+        """Add the copies of tensors to the tape; return, for each device, pairs of (tensor indices, holdings).
+
+        The holdings contain the copies of the tensors with these indices. `first` is the index of the first tensor.
+        Device 0 has no copies.
+        """
         tape, found = self._tape, []
         runs = chunks(sizes, COALESCED_BYTES) if self._collective else [[size] for size in sizes]
         for i in self._devices:
@@ -99,7 +103,7 @@ class WrapperMemory(EngineMemory):
     def _releases(
         self, i: int, part: Trace, copies: Sequence[tuple[list[int], list[int]]], inputs: Sequence[int], names: Names
     ) -> list[Release]:
-        """Return when the copies, inputs and outputs of device i are released."""
+        """Return the releases of the copies, inputs and outputs of device i; remove these outputs from `names`."""
         at = part.released_at
         found = [(max(at[n] for n in numbers), holdings) for numbers, holdings in copies]
         begin = len(part.parameters.sizes_bytes) + len(part.buffers.sizes_bytes)
@@ -112,9 +116,10 @@ class WrapperMemory(EngineMemory):
         return found
 
     def _sums(self) -> list[int]:
-        """Join the gradients on every device and sum the buffers on device 0; return the holdings of the sums.
+        """Add the reduction to the tape: gradients are joined on every device, and the buffers summed on device 0.
 
-        The buffers of one iteration are freed in the next, because torch's loop variables keep them alive.
+        Return the holdings of the sums. The buffers of one iteration are freed in the next iteration, because torch's
+        loop variables keep them alive.
         """
         tape, others = self._tape, list(self._devices[1:])
         sums: list[int] = []
@@ -145,13 +150,13 @@ The first step creates the optimizer's state, the second starts with that state,
 CONTEXT_BYTES = 500 * 2**20
 """The assumed memory of a CUDA context outside the allocator, in bytes.
 
-It takes 0.47 to 0.55 GB at its start with lazily loaded kernels, and up to 0.92 GB in use. Source: S. Bekman, "Machine
-Learning Engineering Open Book", training/performance. This is a prior, not a measurement.
+A context takes 0.47 to 0.55 GB at its start with lazily loaded kernels, and up to 0.92 GB in use. Source: S. Bekman,
+"Machine Learning Engineering Open Book", training/performance. The value is a prior, not a measurement.
 """
 NCCL_BYTES = 1450 * 2**20
 """The assumed memory of NCCL's buffers on every GPU after the first collective, in bytes.
 
-The same source gives 1 to 2 GB, and 1.45 GB in its example. This is a prior, too.
+The source of `CONTEXT_BYTES` gives 1 to 2 GB, and 1.45 GB in its example. The value is a prior, too.
 """
 
 
@@ -166,7 +171,7 @@ class DeviceMemory:
 
     @property
     def process_bytes(self) -> int:
-        """Return the total bytes as the driver would show them: segments, context and NCCL."""
+        """Return the total bytes that the driver would show: segments, context and NCCL."""
         return self.peak.reserved_bytes + self.context_bytes + self.nccl_bytes
 
 
@@ -182,8 +187,8 @@ class Traces:
 def traces_of(case: Case, *, fake_only: bool = False) -> Traces:
     """Return the traces of a case's model.
 
-    For a GPU the optimizer uses the multi-tensor (foreach) implementation, torch's default on GPUs. With `fake_only`,
-    tracing a model whose shapes depend on values raises an error, instead of running the model on real tensors.
+    For a GPU, the optimizer uses its multi-tensor (foreach) implementation, torch's default on GPUs. With `fake_only`,
+    tracing raises an error for a model that fails on fake tensors, instead of running the model on real tensors.
     """
     factory = optimizer_of(case)
 
@@ -225,7 +230,7 @@ def tape_of(case: Case, traces: Traces, steps: int = STEPS) -> Tape:
         schedule = _schedule(case)
         parts = tuple(traces.of(rows) for rows in case.rows)
         shards = strategy_memory.Shards(traces.of(case.batch_size), parts, traces.optimizer)
-        # distinct GPUs use collectives unless weights persist on their devices or move in flat buffers
+        # the schedule may still replace collectives: persistent or flat weights do not use them
         collective = case.device_kind == "cuda" and case.placement == "spread" and len(parts) > 1
         kind = WrapperMemory if role is Role.WRAPPER else strategy_memory.EngineMemory
         kind(tape, shards, schedule, collective=collective).run(steps)
@@ -236,7 +241,7 @@ def tape_of(case: Case, traces: Traces, steps: int = STEPS) -> Tape:
 
 
 def _schedule(case: Case) -> Schedule:
-    """Return the schedule of a case: `reference` if it names none, and for `fastest` the best exact schedule."""
+    """Return the schedule of a case: `reference` if the case has none, and the best exact schedule for `fastest`."""
     if not case.schedule:
         return parse(REFERENCE)
     if case.schedule == "fastest":
@@ -249,8 +254,8 @@ def _schedule(case: Case) -> Schedule:
 def needed(case: Case, traces: Traces | None = None, *, capacity_bytes: int | None = None) -> list[DeviceMemory]:
     """Return the memory of each device. Raises OutOfDeviceMemory if a device needs more than `capacity_bytes`.
 
-    `capacity_bytes` is the memory of the whole device: the priors for context and NCCL are subtracted before the
-    replay.
+    `capacity_bytes` is the memory of the whole device. The priors for context and NCCL are subtracted from it before
+    the replay.
     """
     tape = tape_of(case, traces or traces_of(case))
     on_gpu = case.device_kind == "cuda"
@@ -269,7 +274,7 @@ def needed(case: Case, traces: Traces | None = None, *, capacity_bytes: int | No
 def largest_batch(case_of: Callable[[int], Case], capacity_bytes: int, *, limit: int = 2**20) -> int:
     """Return the largest batch size whose case fits every device; 0 if a batch of 1 does not fit.
 
-    The search doubles the batch size up to `limit`, and then bisects; it replays each batch size that it tries.
+    The search doubles the batch size up to `limit` and then bisects. Each batch size is checked by a replay.
     """
     traces = traces_of(case_of(1))
 

@@ -19,8 +19,8 @@ Direction = tuple[str, str]
 def route(machine: Machine, source: str, target: str) -> tuple[Direction, ...]:
     """Return the directed links of the route with the fewest hops; a route over NVLink is preferred to any other.
 
-    If one end is "host", it means the memory of the processor nearest to the other end. Two GPUs without NVLink between
-    them and without peer access communicate through host memory. Raises UnknownMachine if no route exists.
+    The end "host" is the memory of the processor nearest to the other end. Two GPUs without NVLink between them and
+    without peer access communicate through host memory. Raises UnknownMachine if no route exists.
     """
     links = machine.links
     if "host" not in (source, target):
@@ -93,7 +93,7 @@ def ring(machine: Machine, count: int, *, closed: bool) -> tuple[float, str]:
     """Return the bandwidth of a ring over the first `count` GPUs, and the slowest kind of hop: peer, staged or socket.
 
     The bandwidth is that of the slowest hop, in bytes per second, when all hops are busy and share links fairly.
-    Without `closed`, the last hop back to the first GPU is left out, as in the chain of a broadcast.
+    If `closed` is False, the last hop back to the first GPU is left out, as in the chain of a broadcast.
     """
     hops = [(f"gpu{i}", f"gpu{(i + 1) % count}") for i in range(count if closed else count - 1)]
     ways = {hop: route(machine, *hop) for hop in hops}
@@ -157,7 +157,7 @@ TRAFFIC: dict[str, Callable[[int], float]] = {
     "reduce_scatter": lambda n: (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,
 }
-"""The bytes that a ring sends over each link per byte of the message, by the number of devices."""
+"""For each collective: the bytes on each link of a ring per byte of the message, given the number of devices."""
 ONE_WAY = ("broadcast", "reduce")
 
 
@@ -166,12 +166,12 @@ class Bus:
     """The saturated bus bandwidth between devices, and the kind of link that limits it."""
 
     bytes_per_s: float
-    kind: str  # "nvlink" | "peer" | "staged" | "socket" | "network" | "measured"
+    kind: str  # "nvlink" | "peer" | "staged" | "socket" | "network" | "measured" | "alone"
 
 
 @lru_cache(maxsize=4096)
 def bus(machine: Machine, devices: int, constants: Constants, *, one_way: bool = False) -> Bus:
-    """Return the bus bandwidth between the first `devices` GPUs; on several nodes, each node is used completely.
+    """Return the bus bandwidth between the first `devices` GPUs; on several nodes, all GPUs of each node are used.
 
     With `one_way`, return the bandwidth of a broadcast or a reduction, which uses links in one direction only.
     """
@@ -223,13 +223,16 @@ class DeviceGroup:
         return -(-self.devices // self.machine.gpu.count)
 
     def coalesced_s(self, kind: str, size: float) -> float:
-        """Return the duration in seconds of sending tensors of `size` bytes in total in messages of at most 10 MiB."""
+        """Return the duration in seconds of a collective over many tensors, joined into messages of at most 10 MiB.
+
+        `kind` is the collective, and `size` the total size of the tensors in bytes.
+        """
         if self.devices < 2 or size <= 0:
             return 0.0
         return math.ceil(size / self.constants.chunk_bytes) * self.constants.call_s + self._wire(kind, size)
 
     def one_s(self, kind: str, size: float) -> float:
-        """Return the duration in seconds of one collective of `size` bytes between processes."""
+        """Return the duration in seconds of one collective `kind` of `size` bytes between processes."""
         if self.devices < 2 or size <= 0:
             return 0.0
         measured = self.machine.collective
@@ -237,7 +240,10 @@ class DeviceGroup:
         return start + 2 * self.constants.hop_s * math.log2(self.nodes) + self._wire(kind, size)
 
     def beside_s(self, seconds: float, size: float) -> float:
-        """Return the duration in seconds of kernels during an all-reduce of `size` bytes; alone they take `seconds`."""
+        """Return the duration in seconds of kernels that run during an all-reduce of `size` bytes.
+
+        Without the all-reduce, the kernels take `seconds`.
+        """
         slower = seconds * (1 + self.constants.slowdown)
         if bus(self.machine, self.devices, self.constants).kind == "staged":
             slower += self.constants.staged_slowdown * min(seconds, self._wire("all_reduce", size))

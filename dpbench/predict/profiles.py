@@ -3,8 +3,8 @@
 `given` splits a known step on one device into phases. `counted` derives the durations of whole phases from their FLOP
 and bytes on a described GPU; `profile` does the same op by op for a traced model. An op takes the longest of three
 durations: its computation, its memory traffic, and the minimum duration of a kernel. Both rates saturate: an op with
-the work `half_flop` or `half_bytes` reaches half of the best rate. The model is equivalent to adding this work to every
-op and running at the best rate.
+`half_flop` FLOP or `half_bytes` bytes reaches half of the best rate. This is equivalent to adding this work to every op
+and running at the best rate.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 FOREACH_TENSORS = (770, 448, 336, 252, 210)
 """The maximum number of tensors in one multi-tensor launch, for one to five tensor lists.
 
-These are `depth_to_max_tensors` in torch 2.13's `ATen/native/cuda/MultiTensorApply.cuh` for CUDA 13. The maximum number
-of blocks in a launch and the elements of a block, which follow, are from the same file. With CUDA 12 the limits are a
-seventh of these.
+These are `depth_to_max_tensors` in torch 2.13's `ATen/native/cuda/MultiTensorApply.cuh` for CUDA 13. The same file
+gives `FOREACH_BLOCKS`, the maximum number of blocks in a launch, and `FOREACH_ELEMENTS`, the elements of a block. With
+CUDA 12 the limits are a seventh of these.
 """
 FOREACH_BLOCKS, FOREACH_ELEMENTS = 2240, 65_536
 
@@ -82,14 +82,14 @@ UPDATES: dict[str, tuple[Pass, ...]] = {
     "Adam": (Pass(2, 3), Pass(1, 2), Pass(2, 3), Pass(2, 2), Pass(1, 2), Pass(1, 2), Pass(3, 4)),
 }
 UPDATES["AdamW"] = (Pass(1, 2), *UPDATES["Adam"])  # p *= 1 - lr * decay
-"""The multi-tensor ops of one step of an optimizer in `torch.optim` (2.13, foreach); SGD is taken with momentum."""
+"""The multi-tensor ops of one step of each optimizer in `torch.optim` (2.13, foreach); SGD has momentum."""
 
 
 def optimizer_s(name: str, sizes_bytes: Sequence[int], speed: Speed) -> tuple[float, int]:
-    """Return the duration in seconds, and the number of launches, of an optimizer step over parameters of these sizes.
+    """Return the duration in seconds and the number of launches of an optimizer step over parameters of these sizes.
 
-    The sizes are in bytes. The results are calculated from `UPDATES`, because torch splits multi-tensor ops into single
-    ones on the host, where traces are made. Raises LookupError for an optimizer whose ops are not known.
+    The sizes are in bytes. The results are calculated from `UPDATES`, because traces are made on the host, where torch
+    splits multi-tensor ops into single-tensor ops. Raises LookupError for an optimizer whose ops are not known.
     """
     if name not in UPDATES:
         raise LookupError(f"the kernels of optimizer {name} are not known; known: {', '.join(UPDATES)}")
@@ -135,7 +135,7 @@ def profile(low: Trace, high: Trace, speed: Speed) -> Profile:
     """
     if low.rows >= high.rows:
         raise ValueError(
-            f"a line needs traces of two batch sizes, the larger one last, got {low.rows} and {high.rows} rows"
+            f"a profile needs traces of two batch sizes, the smaller one first; got {low.rows} and {high.rows} rows"
         )
 
     def cost(phase: Phase) -> Cost:
@@ -157,7 +157,7 @@ COMPUTE_EFFICIENCY, MEMORY_EFFICIENCY = 0.55, 0.75
 Large matrix products reach 0.78-0.87 of the FLOP peak (ml-engineering).
 """
 KERNEL_S = 3e-6
-"""The minimum duration of a kernel, in seconds."""
+"""The fixed duration of each kernel in seconds, in a profile from counts."""
 FIXED_SHARE = 0.1
 """The assumed share of a step that does not depend on the batch size, if only one batch size was measured."""
 
@@ -175,9 +175,9 @@ def given(
 ) -> Profile:
     """Return `profile` with timings such that a step on one device with `samples` samples takes `step_s` seconds.
 
-    `other` is a second step, (seconds, samples), which determines the part that does not depend on the batch. The
-    calculated durations of copies, loss and optimizer are subtracted from the step; forward and backward share the
-    rest.
+    `other` is a second step as (seconds, samples), which determines the part that does not depend on the batch size.
+    The calculated durations of copies, loss and optimizer are subtracted from the step, unless they exceed half of it.
+    The rest is split between forward and backward.
     """
     if step_s <= 0:
         raise ValueError(f"the step on one device must take more than 0 s, got {step_s} s")
@@ -216,7 +216,7 @@ def _cost(seconds: float, samples: int, fixed: float) -> Cost:
 
 
 def peaks(machine: Machine, precision: str) -> tuple[float, float]:
-    """Return the FLOP/s of a precision and the bytes/s of the memory.
+    """Return the peak FLOP/s of a GPU in a precision, and the peak bytes/s of its memory.
 
     Raises UnknownMachine if the machine file lacks one of them.
     """
@@ -232,9 +232,10 @@ def peaks(machine: Machine, precision: str) -> tuple[float, float]:
 
 
 def counted(profile: Profile, machine: Machine, precision: str = "fp32", constants: Constants = DEFAULT) -> Profile:
-    """Return a profile with timings from FLOP and bytes: per phase, the longer of computation and memory traffic.
+    """Return a profile with timings from FLOP and bytes.
 
-    Raises UnknownMachine if the machine file lacks a peak.
+    Forward and backward each take the longer of computation and memory traffic, plus `KERNEL_S` for each kernel. Raises
+    UnknownMachine if the machine file lacks a peak.
     """
     peak, bytes_per_s = peaks(machine, precision)
 

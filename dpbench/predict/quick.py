@@ -33,12 +33,12 @@ def seconds(
     phases: Collection[Phase] = tuple(Phase),
     loop: Loop = PLAIN,
 ) -> float:
-    """Return the duration in seconds of a step by formula.
+    """Return the duration of a step in seconds, calculated by formula.
 
     There are formulas for one device, torch.nn.DataParallel (and the engine's `reference`), and
     DistributedDataParallel.
 
-    `phases` and `loop` are those of `simulation.step`. Raises ValueError for a case without a formula.
+    `phases` and `loop` have the same meaning as in `simulation.step`. Raises ValueError for a case without a formula.
     """
     traits = case.traits
     if traits.role not in KNOWN or case.schedule not in ("", REFERENCE):
@@ -110,15 +110,15 @@ class _Terms:
         return self.c.copy_s + size / rate if size else 0.0
 
     def scatter(self) -> float:
-        """Return the duration in seconds of copying the batch to all devices."""
+        """Return the duration in seconds of copying the inputs of the batch to all devices."""
         if self.loop.batch_first:
             return self.pageable(sum(self.case.rows)) + self.moved(self.p.input_bytes)
         return sum(self.pageable(rows) for rows in self.case.rows)
 
     def moved(self, size: float) -> float:
-        """Return the duration in seconds of copying the shares of all other devices over device 0's link in sequence.
+        """Return the duration in seconds of copies between device 0 and each of the other devices, one after another.
 
-        `size` is in bytes per sample.
+        `size` is the number of bytes per sample.
         """
         if not size:
             return 0.0
@@ -135,7 +135,7 @@ class _Terms:
         return self.on(Phase.FORWARD, max(known, crowded, started))
 
     def backward(self, others: int, *, overlapped: bool = False) -> float:
-        """Return the duration in seconds of backward while `others` more devices of the process also run backward.
+        """Return the duration in seconds of backward while `others` more devices of the same process also run backward.
 
         With `overlapped`, gradients are reduced at the same time.
         """

@@ -30,15 +30,15 @@ PASSES = {
     aten.native_batch_norm: 1, aten.cudnn_batch_norm: 1, aten._batch_norm_with_update: 1,
     aten.native_batch_norm_backward: 2, aten.cudnn_batch_norm_backward: 2, aten.batch_norm_backward: 2,
 }  # fmt: skip
-"""How often an op reads its first argument in addition to the first time.
+"""The number of times that an op reads its first argument again, after the first time.
 
-BatchNorm reads its input once for the statistics and again for the normalisation.
+For example, BatchNorm reads its input once for the statistics and again for the normalisation.
 """
 
 
 @dataclass(frozen=True)
 class Event:
-    """The allocation of a storage, by number, with its size in bytes; a release has the negative size."""
+    """The allocation or release of a storage: its number, and its size in bytes, which is negative for a release."""
 
     storage: int
     size_bytes: int
@@ -83,7 +83,7 @@ class OpRecorder(TorchDispatchMode):
 
     @property
     def at(self) -> int:
-        """Return the number of ops recorded in the current part."""
+        """Return the number of ops that have been recorded in the current part."""
         return len(self._ops)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -117,11 +117,11 @@ class OpRecorder(TorchDispatchMode):
         self._events.append((number, -size))
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Leave the storages of these tensors, which are in the host's memory, out of the trace."""
+        """Exclude the storages of these tensors, which are in host memory, from the trace."""
         self._forgotten |= {self.storage(tensor) for tensor in tensors}
 
     def ops(self, *parts: str) -> Mapping[str, tuple[Op, ...]]:
-        """Return the ops of these parts, without releases of storages that were allocated outside them."""
+        """Return the ops of these parts, without the releases of storages that were allocated outside these parts."""
         rows = {part: self._parts.get(part, []) for part in parts}
         taken = {number for ops in rows.values() for *_, events in ops for number, size in events if size > 0}
         taken -= self._forgotten
@@ -135,7 +135,7 @@ class OpRecorder(TorchDispatchMode):
 
 
 class OpPart:
-    """The context manager of one part of the step: the recorder ignores ops outside all parts."""
+    """The context manager of one part of the step; the recorder ignores ops outside all parts."""
 
     def __init__(self, recorder: OpRecorder, name: str, phase: Phase) -> None:
         self._recorder, self._name, self._phase = recorder, name, phase

@@ -1,7 +1,7 @@
 """Simulation: the timeline of one step of a case on a described machine, from the costs of its tasks.
 
-A task is a part of a strategy's step; a job is a task with its cost on this machine. A collective becomes one job,
-however many devices take part in it.
+A task is a part of a strategy's step; a job is a task with its cost on this machine. A collective is one job,
+regardless of the number of devices that take part in it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LOCAL = "local"
 def jobs_of(
     tasks: Sequence[Task], case: Case, profile: Profile, machine: Machine, constants: Constants
 ) -> tuple[list[SimulatedJob], list[int], dict[object, float]]:
-    """Return the jobs of a step, the job number of each task, and the capacity of each shared resource."""
+    """Return the jobs of a step, the index of each task's job, and the capacity of each shared resource."""
     overlapped = case.traits.ranks and any(task.phase is Phase.REDUCE and task.overlap for task in tasks)
     prices = _Prices(case, profile, machine, constants, overlapped=overlapped and len(case.rows) > 1)
     found: list[SimulatedJob] = []
@@ -104,7 +104,11 @@ class _Prices:
         return SimulatedJob(spent, task.resource)
 
     def _launches(self, task: Task, spent: float) -> float:
-        """Return the duration of a task's launches, which take at most a share of the known duration of their phase."""
+        """Return the duration in seconds of a task's launches.
+
+        The launches of forward and backward take at most `host_share` of the known duration of the phase. Contention
+        between the threads of one process adds to those of backward.
+        """
         profile, rows = self._profile, self._rows[max(0, task.device)]
         factor = self._machine.host.factor
         if task.phase is Phase.FORWARD:
@@ -120,7 +124,7 @@ class _Prices:
         return spent
 
     def _flop(self, task: Task) -> SimulatedJob:
-        """Return the job of forward or backward kernels, from the profile's seconds."""
+        """Return the job of forward or backward kernels, with the duration from the profile."""
         profile = self._profile
         cost, flop = (
             (profile.forward, profile.forward_flop)
@@ -157,7 +161,7 @@ class _Prices:
         return SimulatedJob(scale * task.amount / self.memory_bytes_per_s, task.resource)
 
     def _update_scale(self) -> float:
-        """Return the factor by which the optimizer's bytes and launches are scaled to take its known duration."""
+        """Return the factor that scales the optimizer's bytes and launches to the known duration of its step."""
         profile = self._profile
         if profile.optimizer is None:
             return 1.0
@@ -166,13 +170,13 @@ class _Prices:
         return profile.optimizer.at(self._rows[0]) / max(moved, launches)
 
     def _copy(self, task: Task, source: str, target: str) -> SimulatedJob:
-        """Return the job of a copy: over the links between two devices, or from pageable memory of the host."""
+        """Return the job of a copy between two devices over links, or from the host's pageable memory to a device."""
         if task.amount <= 0 or source == target:
             return SimulatedJob(0.0)
         node = self._machine.gpu.count
         ends = [end if end == "host" else f"gpu{int(end) % node}" for end in (source, target)]
         if source == "host":
-            # the calling thread waits for a pageable copy, so a process runs one at a time
+            # the calling thread waits for a pageable copy, so each process runs one such copy at a time
             rate = self._machine.host.pageable_bytes_per_s or self._c.pageable_bytes_per_s
             return SimulatedJob(
                 self._c.copy_s + task.amount / rate, f"pageable:{task.device if self._case.traits.ranks else 0}"
@@ -195,7 +199,7 @@ EXCHANGEABLE = 9
 
 @dataclass(frozen=True, kw_only=True)
 class Loop:
-    """The differences of a training loop from the strategy's own step.
+    """The differences between a training loop and the strategy's own step.
 
     With `batch_first`, the whole batch is copied to device 0, and from device 0 to the other devices. With
     `late_reduction`, each rank starts its reduction when its backward has ended.
@@ -236,7 +240,10 @@ class Timeline:
 
 
 def check(case: Case, machine: Machine) -> None:
-    """Raises UnknownMachine if a machine has too few devices for a case, or too few on one node for one process."""
+    """Raise UnknownMachine if a machine has too few devices for a case.
+
+    A strategy that drives all devices from one process needs them on one node.
+    """
     if case.devices > machine.devices:
         raise UnknownMachine(
             f"{case.label}: {machine.name} has {machine.devices} GPUs ({machine.nodes} nodes of {machine.gpu.count}), "
@@ -290,7 +297,7 @@ def _straggling(case: Case, constants: Constants) -> float:
 
 
 def only(tasks: Sequence[Task], phases: Collection[Phase]) -> list[Task]:
-    """Return the tasks of some phases; a task that depends on a removed task gets the dependencies of that task."""
+    """Return the tasks of some phases; a task that depends on a removed task inherits that task's dependencies."""
     if set(phases) >= set(Phase):
         return list(tasks)
     kept: list[Task] = []

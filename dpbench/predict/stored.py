@@ -21,7 +21,7 @@ from dpbench.store import Store
 
 
 def of_trials(counted: Profile, trials: Sequence[Trial]) -> Profile:
-    """Return `counted` with timings from stored trials of the strategy `single` at one batch size or several.
+    """Return `counted` with timings from stored trials of the strategy `single` at one or more batch sizes.
 
     The duration of a phase at one batch size is the median over the trials; each trial contributes its typical
     duration. On a GPU, time outside all phases is time in which the GPU waits for launches. This time is therefore
@@ -59,7 +59,7 @@ def fit_profile(counted: Profile, phases: Mapping[int, Mapping[Phase, float]]) -
 def fit_cost(rows: Sequence[int], seconds: Sequence[float]) -> Cost:
     """Fit seconds = fixed + sample * rows with the least sum of squared relative errors; neither term is negative.
 
-    With a single batch size, which cannot separate the two terms, `FIXED_SHARE` of the duration is taken as fixed.
+    A single batch size cannot separate the two terms: `FIXED_SHARE` of the duration is then assumed to be fixed.
     """
     import numpy as np
     from scipy.optimize import nnls
@@ -98,10 +98,10 @@ class Stored:
 
 
 def read(path: Path, cases: Sequence[Case], machine: Machine) -> dict[counts.Key, Stored]:
-    """Return the profile for each case's settings, from the newest run of a results file with such steps.
+    """Return the profile for each case's settings, from the newest run of a results file that measured these settings.
 
-    The settings are model, size, precision, optimizer and kind of device. Raises UnknownMachine, with the command to
-    measure them, for settings without steps.
+    The settings are model, size, precision, optimizer and kind of device. Raises UnknownMachine if the file has no
+    steps with these settings; the message gives the command that measures them.
     """
     wanted = {counts.key(case): case for case in reversed(cases)}
     found: dict[counts.Key, Stored] = {}
@@ -123,9 +123,9 @@ def read(path: Path, cases: Sequence[Case], machine: Machine) -> dict[counts.Key
 
 
 def way_out(case: Case, path: Path | str = "FILE") -> str:
-    """Return, as text, how to measure the step on one device that a case needs.
+    """Return instructions for measuring the step on one device that a case needs.
 
-    For a model that is known by name only, return the alternatives to a measurement.
+    A model that is known by name only cannot be measured; the instructions then give alternatives.
     """
     if counts.named(case.model):
         return (

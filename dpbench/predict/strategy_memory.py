@@ -41,7 +41,10 @@ def single(tape: Tape, trace: Trace, steps: int, device: int = 0) -> None:
 
 
 def _play_step(tape: Tape, device: int, trace: Trace, state: Names, batch: Sequence[int], *, first: bool) -> list[int]:
-    """Play one device's forward, loss, backward and update; return the holdings of the gradients, still allocated."""
+    """Add forward, loss, backward and optimizer step on one device to the tape.
+
+    Return the holdings of the gradients, which are still allocated.
+    """
     names: Names = {}
     play_forward(tape, device, trace, names)
     play_loss(tape, device, trace, names)
@@ -55,7 +58,7 @@ def _play_step(tape: Tape, device: int, trace: Trace, state: Names, batch: Seque
 
 
 def ddp(tape: Tape, trace: Trace, steps: int, device: int) -> None:
-    """Append the allocations and releases of `steps` training steps of one DDP rank, on its device, to the tape."""
+    """Add `steps` training steps of one rank of DistributedDataParallel, on its device, to the tape."""
     _settle(tape, device, trace)
     trainable = [size for size, wants in zip(trace.parameters.sizes_bytes, trace.trainable, strict=True) if wants]
     for chunk in chunks([*trace.parameters.sizes_bytes, *trace.buffers.sizes_bytes], DDP_SYNC_BYTES):
@@ -81,7 +84,8 @@ def ddp(tape: Tape, trace: Trace, steps: int, device: int) -> None:
 class EngineMemory:
     """The allocations of training on several devices under one of the engine's schedules.
 
-    `collective` is True for distinct GPUs, between which collectives move weights and gradients in flat buffers.
+    `collective` is True for distinct GPUs: collectives then move weights, buffers and gradients between them, coalesced
+    into larger messages. Each method adds the allocations and releases of one part of a step to the tape.
     """
 
     def __init__(self, tape: Tape, shards: Shards, schedule: Schedule, *, collective: bool) -> None:
@@ -101,7 +105,10 @@ class EngineMemory:
             self._step(step)
 
     def _setup(self) -> None:
-        """Allocate the module on device 0, and persistent replicas and their summed gradients on the others."""
+        """Allocate the module on device 0, and with persistent replicas, the other replicas and the summed gradients.
+
+        Summed gradients are on the devices that run the optimizer: on device 0 alone for `update=root`, else on all.
+        """
         tape, whole = self._tape, self._shards.whole
         _settle(tape, 0, whole)
         if not self._kept:
@@ -116,9 +123,9 @@ class EngineMemory:
         return self._devices[:1] if self._schedule.update == "root" else self._devices
 
     def _owned(self, i: int) -> list[int]:
-        """Return the parameters that device i updates.
+        """Return the indices of the parameters that device i updates.
 
-        For a sharded update, the parameters are assigned in descending order of size, each to the device with the
+        For a sharded update, the parameters are assigned in descending order of size, each to the device that has the
         fewest bytes so far.
         """
         if self._schedule.update != "sharded":
@@ -165,7 +172,7 @@ class EngineMemory:
         tape.give([*found, *losses])
 
     def _replicate(self) -> None:
-        """Copy buffers, and weights unless replicas persist, to the other devices."""
+        """Copy the module's buffers to the other devices, and also its weights unless replicas are persistent."""
         tape, whole = self._tape, self._shards.whole
         tape.stage = "replicate"
         former, self._copies = self._copies, []
@@ -175,7 +182,7 @@ class EngineMemory:
         tape.give(former)
 
     def _broadcast(self, sizes: Sequence[int], *, flat: bool = False) -> None:
-        """Copy tensors of device 0 to the other devices, one by one or in flat buffers."""
+        """Copy tensors of device 0 to the other devices: in a flat buffer, coalesced by collectives, or one by one."""
         tape, others = self._tape, self._devices[1:]
         if flat:
             for i in others:
@@ -191,7 +198,7 @@ class EngineMemory:
                 tape.give(joined)
 
     def _gather(self) -> list[int]:
-        """Copy the outputs to device 0 and concatenate them there; return the holdings of the results."""
+        """Copy the outputs to device 0 and concatenate them there; return the holdings of the concatenated outputs."""
         tape, whole, parts = self._tape, self._shards.whole, self._shards.parts
         tape.stage = "gather"
         if len(parts) == 1:
@@ -204,7 +211,7 @@ class EngineMemory:
         return gathered
 
     def _hand_out(self, whole: Names, names: Sequence[Names]) -> None:
-        """Replay the loss's backward over the gathered output, and then the scatter of that output's gradient."""
+        """Replay the backward of the loss of the gathered output, and then the scatter of that output's gradient."""
         tape, parts = self._tape, self._shards.parts
         tape.stage = "backward"
         tape.play(0, self._shards.whole.loss_backward, whole, "loss")
@@ -220,9 +227,10 @@ class EngineMemory:
             tape.give([whole.pop(number, -1)])
 
     def _local_loss(self, names: Sequence[Names], *, first: bool) -> None:
-        """Play the loss of each replica's rows.
+        """Replay the loss of each replica's rows, and the backward of these losses.
 
-        In the first step, play also the loss of the whole batch, with which the engine checks the sum.
+        In the first step, also replay the loss of the whole batch: the engine compares the sum of the replicas' losses
+        with it.
         """
         tape, parts = self._tape, self._shards.parts
         for i, trace in enumerate(parts):
@@ -240,7 +248,7 @@ class EngineMemory:
             tape.play(i, trace.loss_backward, names[i], "loss")
 
     def _backward(self, names: Sequence[Names]) -> None:
-        """Play the backward of all replicas; if the reduction overlaps, reduce each bucket when it is ready."""
+        """Replay the backward of all replicas; if the reduction overlaps, reduce each bucket when it is ready."""
         tape, parts = self._tape, self._shards.parts
         self._reduced: set[int] = set()
         at = [0] * len(parts)
@@ -256,7 +264,7 @@ class EngineMemory:
             play_backward(tape, i, trace, names[i], at[i])
 
     def _buckets(self) -> list[list[int]]:
-        """Return the buckets that can be reduced during backward, as lists of parameters, in the order they fill."""
+        """Return the parameter indices of each bucket that can be reduced during backward, in the order they fill."""
         wanted = self._trainable[::-1] if self._kept else self._trainable
         runs = [[wanted[k] for k in run] for run in buckets([self._sizes[n] for n in wanted])]
         ready = {n: k for k, n in enumerate(self._shards.whole.ready)}
@@ -264,7 +272,7 @@ class EngineMemory:
         return sorted(full, key=lambda run: max(ready[n] for n in run))
 
     def _reduce(self, numbers: Sequence[int], names: Sequence[Names]) -> None:
-        """Play the reduction of some parameters' gradients over the replicas."""
+        """Replay the reduction of the gradients of some parameters, given by index, over the replicas."""
         self._tape.stage = "reduce"
         self._reduced.update(numbers)
         if self._kept:
@@ -273,7 +281,7 @@ class EngineMemory:
             self._sum(numbers, names)
 
     def _sum(self, numbers: Sequence[int], names: Sequence[Names]) -> None:
-        """Sum gradients on device 0 into new tensors, one by one or in flat buffers, and release the summands."""
+        """Sum gradients on device 0 into new tensors, coalesced by collectives or one by one; release the summands."""
         tape, parts, count = self._tape, self._shards.parts, len(self._devices)
         found = [h for trace, held in zip(parts, names, strict=True) for h in gradients_of(trace, held, numbers)]
         if count == 1:
@@ -300,7 +308,10 @@ class EngineMemory:
         tape.give(found)
 
     def _collect(self, numbers: Sequence[int]) -> None:
-        """Sum gradients into the persistent tensors of each owner; only the copies from other devices are allocated."""
+        """Sum gradients into the persistent tensors of each owner.
+
+        Only the copies of gradients from other devices are allocated, and released again.
+        """
         tape, wanted = self._tape, set(numbers)
         for i in self._owners():
             for n in self._owned(i):
@@ -308,7 +319,7 @@ class EngineMemory:
                     tape.give([h for _ in self._devices[1:] for h in tape.take(i, self._sizes[n], "reduced")])
 
     def _optimize(self, step: int) -> None:
-        """Play the optimizer step of every owner."""
+        """Replay the optimizer step on every device that has one."""
         for i in self._owners():
             first, later = self._shards.optimizer(self._units(i))
             play_optimizer(self._tape, i, later if step else first, self._state[i])
@@ -333,19 +344,19 @@ def _take_batch(tape: Tape, device: int, trace: Trace) -> list[int]:
 
 
 def play_forward(tape: Tape, device: int, trace: Trace, names: Names) -> None:
-    """Play a trace's forward."""
+    """Add the forward of a trace to the tape."""
     tape.stage = "forward"
     tape.play(device, trace.forward, names, "activations", dict.fromkeys(trace.outputs, "outputs"))
 
 
 def play_loss(tape: Tape, device: int, trace: Trace, names: Names) -> None:
-    """Play a trace's loss."""
+    """Add the loss of a trace to the tape."""
     tape.stage = "loss"
     tape.play(device, trace.loss, names, "loss")
 
 
 def play_backward(tape: Tape, device: int, trace: Trace, names: Names, start: int = 0, stop: int | None = None) -> None:
-    """Play a trace's backward, or its ops from `start` to `stop`."""
+    """Add the backward ops of a trace from `start` to `stop` (default: all) to the tape."""
     kinds = dict.fromkeys(trace.gradients, "gradients")
     tape.play(device, trace.backward[start:stop], names, "backward", kinds)
 
@@ -357,6 +368,6 @@ def gradients_of(trace: Trace, names: Names, numbers: Sequence[int] | None = Non
 
 
 def play_optimizer(tape: Tape, device: int, ops: Sequence[Op], state: Names) -> None:
-    """Play the ops of an optimizer step."""
+    """Add the ops of an optimizer step to the tape."""
     tape.stage = "optimizer"
     tape.play(device, ops, state, "optimizer")

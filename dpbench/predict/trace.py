@@ -53,9 +53,10 @@ class Tensors:
 class Trace:
     """One step of one model on `rows` samples on one device.
 
-    `parameters` has the order of the module. `ready` lists the numbers of the parameters in the order in which backward
-    completes their gradients. `ready_at` is the number of backward ops after which each gradient is complete.
-    `outputs`, `output_gradients` and `gradients` are the numbers of storages; a missing gradient is None.
+    `parameters` has the order of the module. `ready` lists the indices of the parameters in the order in which backward
+    completes their gradients. In the same order, `ready_at` lists the number of backward ops after which each gradient
+    is complete. `outputs`, `output_gradients`, `gradients` and `losses` identify storages by number; None stands for a
+    missing gradient.
     """
 
     model: str
@@ -90,11 +91,11 @@ class Trace:
         return (*self.forward, *self.loss, *self.loss_backward, *self.backward, *self.optimizer)
 
     def flop(self, *phases: Phase) -> float:
-        """Return the FLOP of the ops of some phases, or of all phases."""
+        """Return the FLOP of the ops in the given phases; without phases, of all ops."""
         return sum(op.flop for op in self.ops if not phases or op.phase in phases)
 
     def launches(self, *phases: Phase) -> int:
-        """Return the number of ops of some phases, or of all phases, that start a kernel."""
+        """Return the number of ops in the given phases that start a kernel; without phases, of all such ops."""
         return sum(op.bytes > 0 for op in self.ops if not phases or op.phase in phases)
 
 
@@ -110,11 +111,11 @@ def trace(
     """Return the trace of one training step of the model `build()` on `rows` samples.
 
     `device` is the device of the fake tensors, which determines the operators that torch selects: "cpu" works
-    everywhere, "lazy:0" selects like the emulated devices (attention unfused), and "cuda:0" needs a CUDA build of torch
-    with a GPU. Forward and loss run in the context `precision()`.
+    everywhere, "lazy:0" selects the same operators as emulated devices (unfused attention), and "cuda:0" needs a CUDA
+    build of torch and a GPU. Forward and loss run in the context `precision()`.
 
-    Errors of the model propagate. A model that fails on fake tensors, because the model reads values or hides tensors
-    from torch, is traced on real tensors on the CPU; with `fake_only`, the error propagates instead.
+    Errors of the model propagate. A model may also fail on fake tensors only, because it reads values or hides tensors
+    from torch. Such a model is traced on real tensors on the CPU; with `fake_only`, the error propagates instead.
     """
     try:
         model = _shapes(build)
@@ -177,8 +178,8 @@ class _TracedStep:
     def trace(self) -> Trace:
         """Run two steps and return their trace.
 
-        The first step provides the optimizer's first update and the releases of saved tensors, the second step all the
-        rest.
+        The first step provides the ops of the optimizer's first step and the releases of saved tensors. The second step
+        provides everything else.
         """
         number = {id(parameter): n for n, parameter in enumerate(self._parameters)}
         hooks = [
@@ -230,7 +231,7 @@ class _TracedStep:
         begin = record.part(f"{name}backward", Phase.BACKWARD)
         edge = _Edge.apply(given, begin, *tensors)  # type: ignore[no-untyped-call]
         edge.backward()
-        del seed  # torch keeps it until the whole backward has ended
+        del seed  # not earlier: torch keeps the seed until the whole backward has ended
         begin.__exit__(None, None, None)
         held = [*self._parameters, *self._module.buffers(), *tree_flatten(self._inputs)[0], *leaves]
         roles = {
@@ -251,7 +252,10 @@ PARTS = ("forward", "loss", "loss_backward", "backward", "optimizer_first", "opt
 
 
 class _Edge(Function):
-    """The boundary between module and loss. Its backward passes on the loss's gradients, without references to them."""
+    """The boundary between the module and the loss.
+
+    Its backward passes the loss's gradients to the module's backward and keeps no references to them.
+    """
 
     @staticmethod
     def forward(ctx: Any, given: list[Any], begin: AbstractContextManager[None], *outputs: torch.Tensor) -> Any:
@@ -267,7 +271,7 @@ class _Edge(Function):
 
 
 class _Saved:
-    """Hooks on the tensors that forward saves for backward, to find out when each is released."""
+    """Hooks on the tensors that forward saves for backward, which record when each tensor is released."""
 
     def __init__(self, recorder: OpRecorder) -> None:
         self._recorder = recorder
@@ -315,7 +319,7 @@ def _rows_of(value: Any, rows: int, device: torch.device) -> Any:
 
 
 def _place(module: nn.Module, device: torch.device) -> None:
-    """Replace all parameters and buffers by fake tensors; tied parameters stay tied."""
+    """Replace all parameters and buffers of a module with fake tensors on a device; tied parameters stay tied."""
     made: dict[int, Any] = {}
     for part in module.modules():
         for held in (part._parameters, part._buffers):

@@ -26,9 +26,9 @@ from dpbench.probe import collective, engine, gpu, host
 from dpbench.probe.figures import Figure, over_passes
 
 PASSES, BUDGET_S = 3, 58.0
-"""The planned number of passes, and the budget in seconds.
+"""The planned number of passes, and the time budget in seconds.
 
-A pass is not started if it would exceed the budget, assuming the duration of the last pass.
+A pass that would exceed the budget if it took as long as the last pass is not started.
 """
 Say = Callable[[str], None]
 MODULE_S = 16e-6
@@ -94,7 +94,7 @@ def probe(say: Say = lambda _: None, *, patience_s: float | None = None, anyway:
 
 
 def _worst(loads: Sequence[foreign_load.Measured]) -> foreign_load.Measured:
-    """Return the highest load; an unknown load if there is one and no known load is too high.
+    """Return the highest load, or an unknown load if there is one and no known load is too high.
 
     A machine with an unknown load must not count as quiet.
     """
@@ -166,25 +166,25 @@ def measure_toml(say: Say = lambda _: None, *, patience_s: float | None = None, 
 
 
 Parts = Iterator[tuple[str, Callable[[], Iterator[Figure]]]]
-"""Pairs of the name of a part, as text, and the function that measures it."""
+"""Pairs of (name of a part, function that measures the part)."""
 
 
 def _on_the_host() -> Parts:
     """Yield the parts that are measured on the host."""
-    yield "operations and the interpreter's lock", host.calls
+    yield "operations and the interpreter lock", host.calls
     yield "modules and tensors", host.replication
     yield "threads", host.threads
     yield "arithmetic", host.arithmetic
     yield "memory", host.memory
     yield "dpbench's engine on tiny nets", engine.figures
     yield "nets in two threads", host.nets
-    # with several GPUs, the figures of their all-reduce have these names
+    # with several GPUs, the all-reduce between them yields the figures with these names
     sizes = collective.SIZES if torch.cuda.device_count() < 2 else ()
     yield "two processes", lambda: collective.figures(host.NETS, sizes)
 
 
 def _on_gpus() -> Parts:
-    """Yield the parts that are measured on GPUs. The measuring threads are not pinned to cores, as in the workers."""
+    """Yield the parts that are measured on GPUs; as in the workers, the measuring threads are not pinned to cores."""
     count = torch.cuda.device_count()
     if count:
         yield "GPU 0", gpu.figures
@@ -238,7 +238,7 @@ def to_toml(found: Probe) -> str:
         f"bytes_per_s = {_number(found['copy_16384_kib_bytes_per_s' if logical else 'pinned_to_device_bytes_per_s'])}",
     ]
     if not logical and len(found.gpus) > 1:
-        lines.append("# links between the GPUs, and peer_access: see `nvidia-smi topo -m` and `nvidia-smi topo -p2p r`")
+        lines.append("# add links between GPUs and correct peer_access: `nvidia-smi topo -m`, `nvidia-smi topo -p2p r`")
     lines += [
         "",
         "[collective]",
@@ -261,7 +261,7 @@ def _table(one: Figure) -> Iterator[str]:
 
 
 def _number(value: float) -> str:
-    """Return a number as TOML: floats have four significant digits, which exceeds the precision of all figures."""
+    """Return a number as TOML; floats have at least four significant digits, more than the precision of any figure."""
     return str(value) if isinstance(value, int) else f"{value:.4g}" if abs(value) < 1e4 else f"{value:.4e}"
 
 

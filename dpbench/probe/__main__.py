@@ -1,4 +1,4 @@
-"""One pass of the probe in a process: print a JSON line for the start of each part, and one for each figure."""
+"""One pass of the probe in a separate process, which prints a JSON line at the start of each part and per figure."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ if __name__ == "__main__":
     from dpbench.probe import measure
 
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # other output goes to stderr, so that it is not read as a figure
+    os.dup2(2, 1)  # other output goes to stderr and is not read as a figure
     for found in measure():
         print(json.dumps(found if isinstance(found, str) else asdict(found)), file=answers, flush=True)

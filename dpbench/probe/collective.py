@@ -1,4 +1,4 @@
-"""Collectives: the probe's figures of several processes, such as all-reduces and the slowdown of concurrent training.
+"""Collectives: the probe's figures of several processes: all-reduces, and the slowdown of concurrent training.
 
 The ranks are forked from a fresh process, because a process that has run tensor operations must not fork.
 """
@@ -40,7 +40,7 @@ LIMIT_S = 60.0
 
 
 def figures(rows: Mapping[str, int], sizes: Sequence[int] = SIZES, ranks: int = 2) -> Iterator[Figure]:
-    """Yield all figures of processes on the host, measured by ranks that are started once.
+    """Yield all figures of several processes on the host; the ranks are started once for all figures.
 
     `rows` maps the name of a net to its rows per rank. Without `sizes`, no all-reduce is measured.
     """
@@ -52,7 +52,7 @@ def figures(rows: Mapping[str, int], sizes: Sequence[int] = SIZES, ranks: int = 
 
 
 def all_reduce(ranks: int = 2, backend: str = "gloo", sizes: Sequence[int] = SIZES) -> Iterator[Figure]:
-    """Yield the duration of an all-reduce of each size, and the start and the rate of the line through them.
+    """Yield the duration of an all-reduce of each size, and the start and the rate of a line fitted to the durations.
 
     `sizes` are in bytes.
     """
@@ -60,9 +60,9 @@ def all_reduce(ranks: int = 2, backend: str = "gloo", sizes: Sequence[int] = SIZ
 
 
 def _of_reductions(found: Sequence[tuple[int, Mapping[str, float]]], ranks: int, backend: str) -> Iterator[Figure]:
-    """Yield the duration of an all-reduce of each size, and the start and the rate of the line through them.
+    """Yield the duration of an all-reduce of each size, and the start and the rate of a line fitted to the durations.
 
-    The abscissa is the number of bytes that a ring sends on each link: 2 (n - 1) / n of the size for n ranks.
+    The line is over the number of bytes that a ring sends on each link: 2 (n - 1) / n of the size for n ranks.
     """
     timed = [(size, Timing(**seconds)) for size, seconds in found]
     for size, spent in timed:
@@ -70,7 +70,7 @@ def _of_reductions(found: Sequence[tuple[int, Mapping[str, float]]], ranks: int,
         yield figure(f"all_reduce_{size // KIB}_kib_s", spent, how)
     sent = 2 * (ranks - 1) / ranks
     starts_s, per_bytes = host.lines([(sent * size, spent) for size, spent in timed])
-    yield spread("all_reduce_start_s", starts_s, "the start of the line through the seconds of all sizes")
+    yield spread("all_reduce_start_s", starts_s, "the intercept of a line fitted to the seconds of all sizes")
     rates = [1 / per_byte for per_byte in per_bytes]
     yield spread(
         "all_reduce_bytes_per_s", rates, "the inverse slope of that line: bytes that each rank sends per second"
@@ -78,9 +78,9 @@ def _of_reductions(found: Sequence[tuple[int, Mapping[str, float]]], ranks: int,
 
 
 def _of_nets(found: Mapping[str, Any], rows: Mapping[str, int], ranks: int) -> Iterator[Figure]:
-    """Yield, for each net, the slowdown of forward and of training while other processes do the same."""
+    """Yield, for each net, the slowdown of forward and of training while other ranks do the same."""
     for name, (alone, together) in found.items():
-        how = f"of {name} on {rows[name]} rows in all ranks at once, up to the end of the last rank, against one alone"
+        how = f"of {name} on {rows[name]} rows in all ranks at once, until the last rank has ended, relative to one"
         for what, whole, one in zip(("forward", "training"), together, alone, strict=True):
             said = {"forward": "forward, in a step,", "training": "forward and backward"}[what]
             label = f"{name}_{what}_{ranks}_processes_ratio"
@@ -88,11 +88,11 @@ def _of_nets(found: Mapping[str, Any], rows: Mapping[str, int], ranks: int) -> I
 
 
 def _of_chains(found: Sequence[tuple[int, Mapping[str, engine.Phases]]], ranks: int) -> Iterator[Figure]:
-    """Yield the host's cost of DistributedDataParallel without the net's cost: each phase's duration on tiny chains."""
+    """Yield the host's cost of DistributedDataParallel by phase, from tiny chains, without the cost of the chains."""
     alone, beside, joint, joint_long = (
         {layers: sides[side] for layers, sides in found} for side in ("alone", "beside", "ddp", "ddp_long")
     )
-    # the ratios of the nets contain the slowdown of forward and backward by other ranks
+    # minus the durations in concurrent ranks, because the nets' ratios already contain the slowdown by other ranks
     net = engine.beyond(joint, beside, dict.fromkeys(("forward", "backward"), 1))
     rest = engine.beyond(joint, alone, dict.fromkeys(("loss", "optimizer"), 1))
     more = {layers: [{**a, **b} for a, b in zip(net[layers], rest[layers], strict=True)] for layers in net}
@@ -140,14 +140,14 @@ def _rank(backend: str, wanted: Mapping[str, Any], rank: int) -> dict[str, Any]:
 def _reduce(sizes: Sequence[int], device: torch.device) -> list[tuple[int, dict[str, float]]]:
     """Return the timing of an all-reduce of each size, repeated after some computation.
 
-    The computation precedes because an idle or waiting core takes longer to respond than a busy one, as in a step. The
-    time is measured from the begin of the last rank to the end of the last rank.
+    As in a step, each all-reduce follows a computation, because an idle or waiting core takes longer to respond than a
+    busy one. The time is measured from the start of the last rank to the end of the last rank.
     """
     found = []
     for size in sizes:
         value = torch.zeros(size // 4, device=device)
         mine = []
-        for _ in range(WARM + (20 if size <= MIB else 8)):  # the first ones connect and allocate pages
+        for _ in range(WARM + (20 if size <= MIB else 8)):  # the first all-reduces connect ranks and allocate pages
             _compute()
             begin = time.perf_counter()
             dist.all_reduce(value)
@@ -172,7 +172,7 @@ def _nets(rows: Mapping[str, int]) -> dict[str, Any]:
         dist.barrier()
         for _ in range(WARM + times):
             dist.barrier()
-            _compute()  # by then gloo's threads are asleep
+            _compute()  # long enough for gloo's threads to fall asleep
             joint.append(step())
         # the last rank to finish determines the step of all
         last = [max(ranks, key=lambda times: times[-1]) for ranks in zip(*_gathered(joint), strict=True)]
@@ -218,7 +218,7 @@ def _chains(lengths: Sequence[int]) -> list[Any]:
 
 
 def _alone(layers: int, devices: Sequence[Device], ranks: int, before: Callable[[], Any] = tuple) -> Trial:
-    """Run a chain's steps independently of the other ranks; `before` runs before each step, for example a barrier."""
+    """Run a chain's steps without the other ranks; `before` is called before each step, for example a barrier."""
     case, clock = plan.baseline(model="chain", batch_size=engine.ROWS // ranks), HostClock()
     with single.STRATEGY.start(case, engine.chain(layers), devices, clock.mark) as step:
 

@@ -1,7 +1,7 @@
 """Engine: the host's cost of the engine itself, measured on nets that compute almost nothing.
 
-Two chains of tiny layers, one longer, give for each phase a fixed cost and a cost per parameter. The costs that depend
-on a real net's bytes are measured separately.
+A short and a long chain of tiny layers give a fixed cost and a cost per parameter for each phase. The costs that depend
+on the bytes of a real net are measured separately.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ from dpbench.records.schedule import REFERENCE, Schedule
 LAYERS = (6, 48)
 ROWS = 8
 SHORT, LONG = 2**21, 2**25
-"""The bytes that a chain's sweep reads. The short sweep is about the size of a core's private cache. The long one takes
-milliseconds, so that a core falls asleep when its replica ends early, and takes longer to wake up."""
+"""The bytes that a chain's sweep reads.
+
+The short sweep is about the size of a core's private cache. The long sweep takes milliseconds: a core whose replica
+ends early falls asleep, and takes longer to wake up.
+"""
 OF_LONG = ", kernels of milliseconds"
 WARMUP_STEPS, STEPS = 5, 40
 OWN = (
@@ -35,9 +38,9 @@ OWN = (
 )  # fmt: skip
 """The engine's phases: all except forward, loss and backward, which belong to the net."""
 BLOCKS = 4
-"""The number of parts that a chain's steps are split into; the range over the parts is the spread of a figure."""
+"""The number of blocks into which a chain's steps are split; the range over the blocks is the spread of a figure."""
 Phases = Sequence[Mapping[str, float]]
-"""Seconds by phase: of all timed steps first, then of each block of steps."""
+"""Seconds by phase: first over all timed steps, then over each block of steps."""
 Found = Mapping[int, Phases]
 """Seconds by phase for each number of layers."""
 SCHEDULES = {
@@ -45,8 +48,11 @@ SCHEDULES = {
     "fastest_pool": (BEST, LONG),
     "fastest_serial": (replace(BEST, workers="serial"), SHORT),
 }
-"""The measured schedules with their sweeps. `fastest` chooses threads for nets with long kernels and runs serially for
-those with short ones, so it is measured in both variants."""
+"""The measured schedules with their sweeps.
+
+`fastest` runs replicas in threads for nets with long kernels and serially for nets with short kernels. Both variants
+are measured.
+"""
 
 
 def figures(devices: int = 2) -> Iterator[Figure]:
@@ -68,7 +74,10 @@ def figures(devices: int = 2) -> Iterator[Figure]:
 
 
 def beyond(found: Found, alone: Found, times: Mapping[str, int]) -> Found:
-    """Return the seconds of phases minus `times[phase]` times those of the same chain on one device."""
+    """Return the seconds of each phase in `times`, minus `times[phase]` times the seconds of that phase in `alone`.
+
+    `alone` has the seconds of the same chains on one device.
+    """
     return {
         layers: [
             {phase: seconds[phase] - count * single[phase] for phase, count in times.items()}
@@ -79,15 +88,15 @@ def beyond(found: Found, alone: Found, times: Mapping[str, int]) -> Found:
 
 
 def of_chains(name: str, found: Found, phases: Sequence[str], more: Found, how: str) -> Iterator[Figure]:
-    """Yield the fixed cost and the cost per parameter of each phase, and of each additional cost in `more`.
+    """Yield the fixed cost and the cost per parameter of each phase in `phases`, and of each additional cost in `more`.
 
-    `phases` are the phases of `found` to yield. `more` has the seconds that some phases take in addition to those on
-    one device.
+    `found` has the seconds of all phases. `more` has the seconds that some phases take in addition to those on one
+    device.
     """
     how = f"{how}, SGD: chains of {LAYERS[0]} and {LAYERS[1]} Linear(4, 4)"
     tables = [(phase, phase, found, how) for phase in phases]
     tables += [
-        (f"{phase}_more", phase, more, f"{how}: minus the seconds of the same chain without it")
+        (f"{phase}_more", phase, more, f"{how}: minus the seconds of the same chain on one device")
         for phase in next((blocks[0] for blocks in more.values()), ())
     ]
     for label, phase, table, said in tables:
@@ -98,7 +107,7 @@ def of_chains(name: str, found: Found, phases: Sequence[str], more: Found, how: 
 
 
 def _two_parts(seconds: Mapping[int, float]) -> tuple[float, float]:
-    """Return start and slope, both at least 0, of the line through the seconds at two parameter counts."""
+    """Return the intercept and the slope, both at least 0, of the line through the seconds at two parameter counts."""
     (few, low), (many, high) = ((count, max(0.0, s)) for count, s in sorted(seconds.items()))
     slope = max(0.0, (high - low) / (many - few))
     return max(0.0, low - slope * few), slope
@@ -120,7 +129,7 @@ class _Read(torch.autograd.Function):
 
 
 class _Sweep(nn.Module):
-    """A layer that reads memory, to evict the interpreter's data from a core's private cache as real nets do."""
+    """A layer that evicts the interpreter's data from a core's private cache by reading memory, as real nets do."""
 
     def __init__(self, there_bytes: int = 0, back_bytes: int = 0) -> None:
         super().__init__()
@@ -128,13 +137,13 @@ class _Sweep(nn.Module):
         self.blocks = [torch.ones(size // 4) for size in (there_bytes, back_bytes)]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `x` after the sweep."""
+        """Return `x` unchanged, after reading one block; backward reads the other block."""
         found: torch.Tensor = _Read.apply(x, *self.blocks)  # type: ignore[no-untyped-call]
         return found
 
 
 def chain(layers: int, swept: int = SHORT) -> Model:
-    """Return a chain of `layers` tiny layers, with a sweep of `swept` bytes at the ends of forward and of backward."""
+    """Return a chain of `layers` tiny layers, with a sweep of `swept` bytes at the end of forward and of backward."""
 
     def batch(rows: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.randn(rows, 4), torch.zeros(rows, dtype=torch.int64)
@@ -146,7 +155,10 @@ def chain(layers: int, swept: int = SHORT) -> Model:
 
 
 def trial_of(step: Callable[..., Any], clock: HostClock, rows: int, observe: Callable[[], Any] = tuple) -> Trial:
-    """Run a chain's steps as a trial; `observe` returns spans of the last step that only a library's timer records."""
+    """Return the trial of a chain's warm-up and timed steps.
+
+    `observe` returns those spans of the last step that only a library's timer records.
+    """
     batch = chain(1).batch(rows, 0)
     for i in range(WARMUP_STEPS + STEPS):
         with clock.step(warmup=i < WARMUP_STEPS):
@@ -158,7 +170,7 @@ def trial_of(step: Callable[..., Any], clock: HostClock, rows: int, observe: Cal
 
 
 def seconds_of(trial: Trial) -> Phases:
-    """Return a chain's typical seconds for every phase: over all timed steps, then over each block of steps."""
+    """Return a trial's typical seconds by phase: first over all timed steps, then over each block of steps."""
     every = dict.fromkeys([*(phase.value for phase in Phase), UNATTRIBUTED], 0.0)
     return [every | ledger.typical(part) for part in (trial, *(_block(trial, i) for i in range(BLOCKS)))]
 

@@ -82,12 +82,12 @@ def figure(name: str, spent: Timing, how: str, *, per: float = 1.0) -> Figure:
 
 
 def rate(name: str, spent: Timing, how: str, *, amount: float) -> Figure:
-    """Return a figure of a rate: `amount`, which one call processes, per second."""
+    """Return a figure of a rate per second, from a call that processes `amount`."""
     return spread(name, [amount / seconds for seconds in astuple(spent)], how)
 
 
 def ratio(name: str, beside: Timing, alone: Timing, how: str, *, share: float = 1.0) -> Figure:
-    """Return a figure of a slowdown: the duration of concurrent calls over that of one alone, divided by `share`."""
+    """Return a figure of a slowdown: the duration of concurrent calls over that of one call, divided by `share`."""
     pairs = ((beside.seconds, alone.seconds), (beside.low_s, alone.high_s), (beside.high_s, alone.low_s))
     return spread(name, [one / other / share for one, other in pairs], how)
 
@@ -95,13 +95,13 @@ def ratio(name: str, beside: Timing, alone: Timing, how: str, *, share: float = 
 def spread(name: str, values: Sequence[float], how: str) -> Figure:
     """Return a Figure whose value is the first of `values` and whose range is their minimum and maximum.
 
-    The values after the first come from parts of the data.
+    The other values come from percentiles or from parts of the data.
     """
     return Figure(name, values[0], how, min(values), max(values))
 
 
 def timing(seconds: Sequence[float]) -> Timing:
-    """Return the typical duration and the percentiles of repetitions."""
+    """Return the typical duration and the 10th and 90th percentile of repetitions."""
     low_s, high_s = np.percentile(seconds, [10, 90])
     usual_s = typical(seconds)
     return Timing(usual_s, min(usual_s, float(low_s)), max(usual_s, float(high_s)))
@@ -113,7 +113,10 @@ def time_call(work: Work, repeats: int = REPEATS, *, setting: Setting = nullcont
 
 
 def time_together(works: Sequence[Work], repeats: int = REPEATS, *, setting: Setting = nullcontext) -> Timing:
-    """Return the timing of calls that run concurrently, each in a thread under `setting`, until all have ended."""
+    """Return the timing of concurrent calls under `setting`, from the first start to the last end.
+
+    Each call has a separate thread; a single call runs in the calling thread.
+    """
     loops = 1
     while (spent := _round(works, loops, setting)) < LOOP_S and loops < 1_000_000:
         loops = max(2 * loops, int(loops * LOOP_S / max(spent, 1e-9)))
@@ -147,7 +150,7 @@ def makespans(found: Sequence[Sequence[tuple[float, float, float]]]) -> tuple[Ti
     """Return the timings of forward and of the whole step, for steps that several workers ran concurrently.
 
     `found` has, for each worker and step, the times at which the step began, its forward ended, and the step ended. As
-    in the ledger, a duration is that from the first worker's begin to the last worker's end.
+    in the ledger, a duration lasts from the first worker's start to the last worker's end.
     """
     begins, forwards, ends = zip(*(zip(*together, strict=True) for together in zip(*found, strict=True)), strict=True)
     forward_s, whole_s = (
@@ -159,8 +162,7 @@ def makespans(found: Sequence[Sequence[tuple[float, float, float]]]) -> tuple[Ti
 def time_new_threads(works: Sequence[Work], repeats: int = REPEATS, after: After = lambda results: None) -> Timing:
     """Return the timing of calls that run concurrently, each in a thread that is started for that call.
 
-    `after` receives the results before the next call, outside the timed region. Until then, the results keep their
-    memory.
+    `after` receives the results outside the timed region, before the next call. Until then, the results stay in memory.
     """
 
     def once() -> float:
@@ -199,12 +201,12 @@ def time_before(work: Work, repeats: int, after: After) -> Timing:
 
 
 def typical(seconds: Sequence[float]) -> float:
-    """Return the mean of the middle half of repetitions, which outliers hardly affect."""
+    """Return the mean of the middle half of durations, which outliers hardly affect."""
     return statistics.mean(middle_half(sorted(seconds)))
 
 
 def _round(works: Sequence[Work], loops: int, setting: Setting) -> float:
-    """Return the duration in seconds of `loops` calls of every work, in concurrent threads."""
+    """Return the duration in seconds of `loops` calls of each function in `works`, in concurrent threads."""
     if len(works) == 1:
         with setting():
             begin = time.perf_counter()

@@ -32,12 +32,12 @@ def figures(ordinal: int = 0) -> Iterator[Figure]:
 
 
 def context(ordinal: int) -> Figure:
-    """Return the memory of the CUDA context: that which is neither free nor held by the allocator once CUDA runs."""
+    """Return the memory of the CUDA context: the memory in use after CUDA has started, without the allocator's."""
     torch.cuda.init()
     free, total = torch.cuda.mem_get_info(ordinal)
     return Figure(
         "context_bytes", float(total - free - torch.cuda.memory_reserved(ordinal)),
-        "memory in use after CUDA has started, less the allocator's; other processes on the GPU count too",
+        "memory in use after CUDA has started, without the allocator's; it includes other processes on the GPU",
     )  # fmt: skip
 
 
@@ -62,10 +62,10 @@ def _arithmetic() -> Iterator[Figure]:
             points.append((2.0 * side**3, _seconds(lambda a=a: a @ a)))  # type: ignore[misc]
         start_s, per_flop = line(points)
         best = max(work / seconds for work, seconds in points)
-        how = f"{name} products of {SIDES[0]} to {SIDES[-1]}"
-        yield Figure(f"{name}_flop_per_s", best, f"{how}: the best")
+        how = f"{name} products of square matrices with {SIDES[0]} to {SIDES[-1]} rows"
+        yield Figure(f"{name}_flop_per_s", best, f"{how}: the best rate")
         yield Figure(
-            f"{name}_half_flop", start_s / per_flop, f"{how}: the FLOP at which half of the line's rate is reached"
+            f"{name}_half_flop", start_s / per_flop, f"{how}: the FLOP at which half of the fitted rate is reached"
         )
 
 
@@ -78,7 +78,7 @@ def _memory() -> Iterator[Figure]:
     start_s, per_byte = line(points)
     best = max(work / seconds for work, seconds in points)
     yield Figure("gpu_memory_bytes_per_s", best, "copies of 64 KiB to 256 MiB: bytes read and written")
-    yield Figure("gpu_half_bytes", start_s / per_byte, "the bytes at which half of the line's rate is reached")
+    yield Figure("gpu_half_bytes", start_s / per_byte, "the bytes at which half of the fitted rate is reached")
 
 
 def _launches() -> Iterator[Figure]:

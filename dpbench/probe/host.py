@@ -39,13 +39,13 @@ from dpbench.probe.figures import (
 KIB, MIB = 2**10, 2**20
 THREADS = (2, 4)
 NETS = {"mlp": 32, "resnet18": 32, "transformer": 32}
-"""Nets of short matrix products, of convolutions, and of many small operations, with the rows of a replica."""
+"""Nets with short matrix products, with convolutions, and with many small operations; and the rows per replica."""
 SIDES = (64, 128, 256, 512, 1024)
 COPIES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 POOL = 16 * MIB
-"""The bytes of the pool from which copied blocks are taken in turn.
+"""The bytes of the pool of blocks that are copied in turn.
 
-As in a step, these blocks are then not in a core's private cache.
+As in a step, a block is then not in a core's private cache.
 """
 SMALL, LARGE = 256 * KIB, 64 * MIB
 """A block that fits a core's private cache, and one that is larger than all caches."""
@@ -65,8 +65,8 @@ def calls() -> Iterator[Figure]:
             several = time_together([_adder(value.clone()) for _ in range(count)], setting=quiet)
             yield ratio(
                 f"{name}_ops_{count}_threads_ratio", several, one,
-                f"{count} threads of torch.add of {value.numel()} elements, each "
-                "against as many calls in one thread: the cost of handing over the interpreter lock",
+                f"torch.add of {value.numel()} elements in {count} threads, relative to the same number of calls "
+                "in one thread: the cost of handing over the interpreter lock",
                 share=count,
             )  # fmt: skip
     depth = 100
@@ -88,23 +88,23 @@ def nets() -> Iterator[Figure]:
         (forward, whole), (forwards, wholes) = (
             time_steps([timed_training(name, rows) for _ in range(threads)], count) for threads in (1, 2)
         )
-        how = f"of {name} on {rows} rows in two threads at once, woken together for each step, against one alone"
+        how = f"of {name} on {rows} rows in two threads, started together for each step, relative to one thread"
         yield ratio(
             f"{name}_forward_2_threads_ratio", forwards, forward,
-            f"forward, in a step, {how}: 1 shares nothing, 2 takes turns",
+            f"forward, in a step, {how}: 1 if they share nothing, 2 if they take turns",
         )  # fmt: skip
         yield ratio(f"{name}_training_2_threads_ratio", wholes, whole, f"forward and backward {how}")
         works = [_forward(name, rows), _forward(name, rows)]
         yield ratio(
             f"{name}_forward_2_new_threads_ratio", time_new_threads(works, count, _backward),
             time_before(works[0], count, _backward),
-            "forward in two threads that are started for it, including their start, against one call in a kept thread; "
-            "backward follows each, untimed, so that activations live as long as in a step",
+            "forward in two new threads, including their start, relative to one call in an existing thread; an untimed "
+            "backward follows each forward, so that activations live as long as in a step",
         )  # fmt: skip
 
 
 def repeats(name: str, rows: int) -> int:
-    """Return the number of timed steps of a net: more for short steps, because their times vary more."""
+    """Return the number of timed steps of a net: larger for short steps, because their durations vary more."""
     step = timed_training(name, rows)
     step()
     began_s, _, ended_s = step()
@@ -123,7 +123,7 @@ def _forward(name: str, rows: int) -> Work:
 
 
 def timed_training(name: str, rows: int) -> Step:
-    """Return a step of forward and backward that returns the times of its begin, of forward's end, and of its end."""
+    """Return a step of forward and backward; the step returns when it began, when forward ended, and when it ended."""
     model = models.load(name, "small", 0)
     inputs, target = model.batch(rows, 0)
     arguments = models.positional(inputs)
@@ -139,7 +139,7 @@ def timed_training(name: str, rows: int) -> Step:
 
 
 def replication() -> Iterator[Figure]:
-    """Yield the host's costs of copying a tree of modules, and of copying and adding many small tensors."""
+    """Yield the host's costs of copying a tree of modules, and of joining, copying and adding many small tensors."""
     module = models.load("resnet18", "small", 0).module
     modules = sum(1 for _ in module.modules())
     table = {id(t): t.detach() for t in (*module.parameters(), *module.buffers())}
@@ -184,7 +184,7 @@ def threads() -> Iterator[Figure]:
         inbox.put(1)
         outbox.get()
 
-    yield figure("wake_s", time_call(wake), "a kept thread woken through a queue, and its answer awaited")
+    yield figure("wake_s", time_call(wake), "a persistent thread woken through a queue, and its answer awaited")
     inbox.put(None)
     server.join()
 
@@ -199,13 +199,13 @@ def arithmetic() -> Iterator[Figure]:
             f"gemm_{side}_flop_per_s", spent, f"a {side} x {side} product, fp32, one thread", amount=2.0 * side**3
         )
     starts_s, per_flops = lines(times)
-    how = "the slope of seconds over FLOP through all products, one thread"
+    how = "the inverse slope of a line fitted to seconds over FLOP for all products, one thread"
     yield spread("flop_per_s", [1 / per_flop for per_flop in per_flops], how)
     halves = [start_s / per_flop for start_s, per_flop in zip(starts_s, per_flops, strict=True)]
     yield spread("half_flop", halves, "the FLOP at which half of that rate is reached, from the same line")
     alone = time_call(_product(512), setting=torch.inference_mode)
     both = time_together([_product(512), _product(512)], setting=torch.inference_mode)
-    yield ratio("gemm_2_threads_ratio", both, alone, "a 512 x 512 product in two threads at once, against one alone")
+    yield ratio("gemm_2_threads_ratio", both, alone, "a 512 x 512 product in two concurrent threads, relative to one")
 
 
 def _product(side: int) -> Work:
@@ -217,20 +217,24 @@ def memory() -> Iterator[Figure]:
     """Yield the rates of copies and additions, and the slowdown of copies in two concurrent threads."""
     for size in COPIES:
         spent = time_call(_copy(size, POOL))
-        how = f"copy_ of {size // KIB} KiB, blocks of {max(size, POOL) // MIB} MiB in turn, one thread: "
-        how += "bytes of the copy, each read and written"
+        how = f"copy_ of {size // KIB} KiB, blocks in turn from {max(size, POOL) // MIB} MiB, one thread: "
+        how += "bytes copied, each read and written"
         yield rate(f"copy_{size // KIB}_kib_bytes_per_s", spent, how, amount=size)
     for name, size in (("cache", SMALL), ("memory", LARGE)):
         alone, both = time_call(_copy(size)), time_together([_copy(size), _copy(size)])
         yield ratio(
             f"{name}_2_threads_ratio", both, alone,
-            f"copy_ of {size // KIB} KiB in two threads at once, against one alone: 1 shares nothing, 2 takes turns",
+            f"copy_ of {size // KIB} KiB in two concurrent threads, relative to one thread: "
+            "1 if they share nothing, 2 if they take turns",
         )  # fmt: skip
     yield rate("memory_bytes_per_s", _add(LARGE), "torch.add of two tensors of 64 MiB: 3 x 64 MiB", amount=3 * LARGE)
 
 
 def _copy(size: int, pool: int = 0) -> Work:
-    """Return the work of copying a block of `size` bytes; with a `pool` of more bytes, the pool's blocks in turn."""
+    """Return a function that copies a block of `size` bytes.
+
+    If `pool` is larger than `size`, each call copies the next block of a pool of `pool` bytes.
+    """
     source, target = (torch.ones(max(size, pool) // 4).split(size // 4) for _ in range(2))
     pairs = itertools.cycle(zip(source, target, strict=True))
 
@@ -247,7 +251,10 @@ def _add(size: int) -> Timing:
 
 
 def lines(points: Sequence[tuple[float, Timing]]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the starts and the slopes of three lines: through the typical, the low and the high durations."""
+    """Return the intercepts and the slopes of three fitted lines.
+
+    `points` are pairs of work and duration. The lines are fitted to the typical, the low and the high durations.
+    """
     edges = zip(*(astuple(spent) for _, spent in points), strict=True)
     found = [line([(work, seconds) for (work, _), seconds in zip(points, edge, strict=True)]) for edge in edges]
     starts, slopes = zip(*found, strict=True)
@@ -255,7 +262,10 @@ def lines(points: Sequence[tuple[float, Timing]]) -> tuple[tuple[float, ...], tu
 
 
 def line(points: list[tuple[float, float]]) -> tuple[float, float]:
-    """Return (start, slope), both at least 0, of the line with the least squared relative errors at (work, seconds)."""
+    """Return (intercept, slope), both at least 0, of the line fitted to `points` by least squared relative errors.
+
+    `points` are pairs of (work, seconds).
+    """
     design = np.array([[1 / seconds, work / seconds] for work, seconds in points])
     scale = np.abs(design).max(axis=0)
     (start, slope), _ = nnls(design / scale, np.ones(len(points)))

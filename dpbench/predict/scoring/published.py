@@ -36,7 +36,7 @@ NAMED = {
 class PublishedRow:
     """One published measurement.
 
-    `parameters` is their number; `batch` is the batch size per device, or 0 if the table does not state it.
+    `parameters` is the number of parameters. `batch` is the batch size per device, or 0 if the table does not state it.
     """
 
     id: str
@@ -59,7 +59,7 @@ class PublishedRow:
 
     @property
     def samples(self) -> float:
-        """Return the number of samples per step over all devices; one per device if the table states no batch size."""
+        """Return the number of samples per step over all devices; without a batch size, one sample per device."""
         return self.batch * self.devices if self.batch else float(self.devices)
 
     @property
@@ -71,7 +71,7 @@ class PublishedRow:
         """
         if self.metric == "samples_per_s":
             return self.samples * self.tokens / self.value
-        if self.metric == "epoch_s":  # an epoch has fewer steps the more devices share it
+        if self.metric == "epoch_s":  # the more devices share an epoch, the fewer steps it has
             return self.value / self.steps if self.steps else self.value * self.devices
         return self.value * {"step_ms": 1e-3}.get(self.metric, 1.0)
 
@@ -91,9 +91,10 @@ class PublishedRow:
 
 @dataclass(frozen=True)
 class Matched:
-    """A measurement on several devices with its baseline: the seconds and the samples of a step on one device.
+    """A measurement on several devices with its baseline, a measured step on one device.
 
-    `other` is a second baseline at another batch size, as (seconds, samples), if the table has one.
+    `one_s` and `one_samples` are the seconds and the samples of the baseline's step. `other` is a second baseline at
+    another batch size, as (seconds, samples), if the table has one.
     """
 
     row: PublishedRow
@@ -103,7 +104,7 @@ class Matched:
 
     @property
     def extrapolated(self) -> bool:
-        """Return whether the baseline at this row's batch size must be extrapolated from one other batch size."""
+        """Return whether the step on one device must be extrapolated from a single other batch size."""
         return self.other is None and self.row.batch > 0 and self.one_samples != self.row.batch
 
 
@@ -119,7 +120,7 @@ class Excluded:
 class _Line:
     """The columns of one line.
 
-    A number that is not given is 0; a line without one of the first six columns is refused.
+    A number that is not given is 0. A line without a value in one of the first six columns is excluded.
     """
 
     id: str
@@ -143,7 +144,7 @@ class _Line:
 
 REQUIRED = tuple(one.name for one in fields(_Line) if one.default is MISSING)
 OPTIONAL_NUMBERS = ("params_M", "batch_per_gpu", "batch_global")
-"""Columns in which published tables have text such as "n/a" for a number that is not known."""
+"""Columns in which published tables may have text, such as "n/a", for an unknown number."""
 
 
 def read(path: Path) -> tuple[list[PublishedRow], list[Excluded]]:
@@ -151,7 +152,7 @@ def read(path: Path) -> tuple[list[PublishedRow], list[Excluded]]:
     with path.open(newline="", encoding="utf-8") as file:
         table = csv.DictReader(file)
         if missing := set(REQUIRED) - set(table.fieldnames or ()):
-            raise ValueError(f"{path}: column {', '.join(sorted(missing))} is missing; it has {table.fieldnames}")
+            raise ValueError(f"{path}: missing columns: {', '.join(sorted(missing))}; the table has {table.fieldnames}")
         rows, excluded = [], []
         for number, line in enumerate(table):
             try:
@@ -192,9 +193,9 @@ def _row(line: _Line) -> PublishedRow:
 
 
 def match(rows: Iterable[PublishedRow], *, all_rows: bool = False) -> tuple[list[Matched], list[Excluded]]:
-    """Return the measurements with their baselines, and the excluded rows.
+    """Return the measurements on several devices with their baselines, and the excluded rows.
 
-    `all_rows` keeps rows that repeat others or are not trusted.
+    With `all_rows`, rows that repeat other rows or are not trusted are kept.
     """
     rows, matched, excluded = list(rows), [], []
     ones: dict[tuple[str, ...], list[PublishedRow]] = {}
@@ -219,7 +220,7 @@ def _trusted(row: PublishedRow) -> bool:
 
 
 def _unfit(row: PublishedRow, all_rows: bool) -> str:
-    """Return the reason why a row is not scored, or an empty text."""
+    """Return the reason why a row is not scored; "" if it may be scored."""
     if not all_rows and row.notes.startswith(DISTRUSTED):
         return "suspect or low trust"
     if not all_rows and row.repeats:
@@ -238,9 +239,9 @@ def _setting(row: PublishedRow) -> tuple[str, ...]:
 
 
 def _baseline(row: PublishedRow, ones: Sequence[PublishedRow]) -> Matched | None:
-    """Return a row with its baseline: one device at the same or the nearest batch per device; None without one.
+    """Return a row with its baseline, at the same or the nearest batch per device; None without one-device rows.
 
-    Among several candidates, those whose descriptions are most similar to the row's are used.
+    Among several candidates, the median of those whose descriptions are most similar to the row's is used.
     """
     if not ones:
         return None
@@ -260,7 +261,7 @@ def _apart(a: float, b: float) -> float:
 
 
 def _alike(row: PublishedRow, one: PublishedRow) -> int:
-    """Return the similarity of two rows' descriptions: their common words, plus 100 for the same interconnect."""
+    """Return the similarity of two rows: the number of common words, plus 100 for the same interconnect."""
 
     def words(r: PublishedRow) -> set[str]:
         return set(re.split(r"[\s,;]+", f"{r.interconnect} {r.notes}".lower()))

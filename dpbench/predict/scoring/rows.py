@@ -1,8 +1,8 @@
-"""Rows: convert a row, a published measurement with its baseline, into a case, and predict the duration of its step.
+"""Rows: convert a published row with its baseline into a case, and predict the duration of its step.
 
-The machine of a row is derived from the free text of its columns. Properties that the text does not state get common
-values and are listed as assumed; any assumption widens the interval of the row. Machine files in TOML have no assumed
-properties.
+The machine of a row is derived from the free text in its columns. Properties that the text does not state get common
+values and are listed as assumed; any assumption widens the interval of the prediction. Machine files in TOML have no
+assumed properties.
 """
 
 from __future__ import annotations
@@ -26,30 +26,33 @@ from dpbench.records.registry import Role
 DATA = Path(__file__).parents[1] / "data"
 GB = 1e9
 PCIE_GB = {1: 3.0, 2: 6.0, 3: 12.0, 4: 24.0, 5: 48.0, 6: 96.0}
-"""GB/s per direction of 16 lanes by PCIe generation, as in NCCL (graph/topo.h: PCI_BW is 12 for the third one)."""
+"""GB/s per direction of 16 lanes, by PCIe generation, as in NCCL (graph/topo.h: PCI_BW is 12, for generation 3)."""
 STAGED_GB = {4: 18.0}
 """The rate in GB/s at which all GPUs together copy through host memory, by PCIe generation.
 
-In two independent tables, 8 GeForce on hosts with two EPYC are slower than on hosts with two Xeon.
+In two independent tables, 8 GeForce GPUs are slower on hosts with two EPYC processors than on hosts with two Xeons.
 """
 SOCKET_GB = {1: 10.0, 2: 10.0, 3: 10.0, 4: 40.0, 5: 60.0, 6: 60.0}
 """The rate of the links between two processors in GB/s, by the PCIe generation of the same years.
 
-NCCL's topo.h has 10 for two Skylake, 16 for two Zen 2 and 22 for two Sapphire Rapids, independent of the number of
-links between the processors (two, three, and three or four).
+NCCL's topo.h has 10 for two Skylake, 16 for two Zen 2 and 22 for two Sapphire Rapids processors, independent of the
+number of links between the processors (two, three, and three or four).
 """
 DESKTOP = (3.7 / 4.3) ** 0.5
-"""The host factor of a desktop, relative to the geometric mean of desktops and servers."""
+"""The host factor of a desktop processor, relative to the geometric mean of desktop and server processors."""
 MESH = ("0-1:1", "0-2:1", "0-3:2", "0-4:2", "1-2:2", "1-3:1", "1-5:2", "2-3:2", "2-6:1", "3-7:1",
         "4-5:1", "4-6:1", "4-7:2", "5-6:2", "5-7:1", "6-7:2")  # fmt: skip
-"""The hybrid cube mesh of eight V100: pairs and their number of NVLinks (`nvidia-smi topo -m` of a DGX-1)."""
+"""The hybrid cube mesh of eight V100: pairs of GPUs with the number of NVLinks (`nvidia-smi topo -m` of a DGX-1)."""
 STATION = ("0-1:1", "0-2:1", "0-3:2", "1-2:2", "1-3:1", "2-3:1")
-"""The four V100 of a DGX Station, with links between all pairs: pairs and their number of NVLinks."""
+"""The four V100 of a DGX Station, in which all pairs are linked: pairs of GPUs with the number of NVLinks."""
 
 
 @dataclass(frozen=True)
 class Described:
-    """A machine, and the properties that the text does not state; any assumption widens the interval."""
+    """The machine that a row's columns describe.
+
+    `assumed` lists the properties that the columns do not state; any assumption widens the interval.
+    """
 
     machine: Machine
     assumed: tuple[str, ...] = ()
@@ -62,7 +65,7 @@ def _gpus() -> dict[str, dict[str, Any]]:
 
 
 def _figures(text: str) -> dict[str, Any] | None:
-    """Return the data of the GPU with the longest name that occurs in a text; None if no known name occurs."""
+    """Return the data of the GPU that a text names, by the longest known name in it; None if there is none."""
     words = re.sub(r"[-_]", " ", text.lower())
     names = sorted(_gpus(), key=len, reverse=True)
     return next((_gpus()[name] for name in names if re.search(rf"(?<![a-z0-9]){name}(?!\d)", words)), None)
@@ -95,11 +98,11 @@ def describe(gpu: str, interconnect: str, count: int, host_factor: float, *, one
 
 
 def _clock(text: str) -> float:
-    """Return the correction of the host factor for a desktop or server processor, by the thread count in the text.
+    """Return the correction of the host factor for a desktop or server processor, chosen by the thread count.
 
-    Without a count, return 1. One thread of a desktop processor runs 1.16 times as fast as one of a server of the same
-    years: 4.3 GHz (Core i9-7920X, 24 threads) versus 3.7 GHz (two Xeon Platinum 8160, 96 threads), by Intel's tables of
-    turbo clocks.
+    Without a thread count in the text, return 1. One thread of a desktop processor runs 1.16 times as fast as one of a
+    server processor of the same years: 4.3 GHz (Core i9-7920X, 24 threads) versus 3.7 GHz (two Xeon Platinum 8160, 96
+    threads), by Intel's tables of turbo clocks.
     """
     match = re.search(r"(\d+)[- ]threads?\b", text)
     if not match:
@@ -164,8 +167,8 @@ def _nvlink(text: str, figures: dict[str, Any], node: int, assumed: list[str]) -
 def _pcie(text: str, figures: dict[str, Any], node: int) -> Iterator[Link]:
     """Yield the PCIe links of a node.
 
-    On nodes with PCIe switches, two GPUs share a switch, or four under a single root. From five GPUs on there are two
-    processors.
+    Two GPUs share a PCIe switch, or four under a single root. A node with up to four GPUs has one processor, and no
+    switches unless the text names them; a larger node has two processors.
     """
     generation = _generation(text, figures)
     rate = PCIE_GB[generation] * GB
@@ -188,7 +191,7 @@ def _pcie(text: str, figures: dict[str, Any], node: int) -> Iterator[Link]:
 
 
 def _generation(text: str, figures: dict[str, Any]) -> int:
-    """Return the PCIe generation that the text states, or else that of the GPU."""
+    """Return the PCIe generation that the text states; if it states none, the generation of the GPU."""
     match = re.search(r"(?:pcie|pci-e|gen) ?(?:gen ?)?(\d)", text)
     return int(match[1]) if match and int(match[1]) in PCIE_GB else int(figures["pcie"])
 
@@ -212,16 +215,16 @@ PUBLISHED_HOST = 3.1
 LATE = ("replicated", "server_gpu", "server_cpu")
 """Strategies that presumably move gradients only after backward has ended."""
 BATCH = 32
-"""The assumed samples per device if a table does not state the batch."""
+"""The assumed number of samples per device if a table does not state the batch size."""
 
 
 EPOCH_STEP_S = 0.2
-"""The assumed seconds of a step if a table gives seconds per epoch but not the steps."""
+"""The assumed duration of a step in seconds if a table gives seconds per epoch but not the number of steps."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A published row as a case to simulate: its profile, its machine and the phases that were timed."""
+    """A published row, converted into a case to simulate, with its profile, its machine and the timed phases."""
 
     row: PublishedRow
     case: Case
@@ -235,7 +238,7 @@ class Question:
     known: str = "traced"
     """The origin of the model's counts: traced, public or estimated."""
     exact: bool = True
-    """Whether the baseline has this row's batch per device."""
+    """Whether the baseline has the same batch per device as this row."""
     loop: Loop = PLAIN
 
 
@@ -270,7 +273,7 @@ def question(matched: Matched, constants: Constants = DEFAULT, host: float = PUB
     phases = timed(row)
     samples = max(1, round(matched.one_samples)) if row.batch else each
     other = matched.other if row.batch and matched.other and matched.other[1] >= 1 else None
-    # without the number of steps, an epoch is treated as a multiple of a usual step
+    # without the number of steps, an epoch is treated as a multiple of a step of `EPOCH_STEP_S`
     scale = matched.one_s / EPOCH_STEP_S if row.metric == "epoch_s" and not row.steps else 1.0
     profile = profiles.given(
         known.profile, matched.one_s / scale, samples, machine.machine, constants, other=other, phases=phases
@@ -302,7 +305,10 @@ def predicted_s(asked: Question, constants: Constants = DEFAULT) -> float:
 
 
 def linear_s(asked: Question, constants: Constants = DEFAULT) -> float:
-    """Return the duration of a step under linear scaling: that of one device alone with its share of the batch."""
+    """Return the duration of a row's step under linear scaling, in the unit of its table.
+
+    It is the duration of a step on one device alone with that device's share of the batch.
+    """
     case, machine = asked.case, asked.machine.machine
     alone = replace(case, strategy=registry.of_role(Role.BASELINE), devices=1, batch_size=case.rows[0])
     return asked.scale * quick.seconds(alone, asked.profile, machine, constants, phases=asked.phases)
@@ -319,7 +325,7 @@ def _sections() -> dict[str, dict[str, float]]:
 
 @lru_cache(maxsize=64)
 def without(group: str) -> tuple[Constants, float]:
-    """Return the constants and the host factor fitted without a group; the defaults if the group was not fitted."""
+    """Return the constants and the host factor fitted without a group; the defaults if such a fit is missing."""
     section = dict(_sections().get(group, {}))
     host = section.pop("host", PUBLISHED_HOST)
     return DEFAULT.changed(**section), host

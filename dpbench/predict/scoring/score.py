@@ -1,8 +1,9 @@
 """Score: the errors of predictions against published measurements, compared with the errors of linear scaling.
 
-A calibration is the improvement if some steps on the machine are measured. The host factor and the bus bandwidth are
-fitted to the rows of some models on a machine. The rows of the other models on that machine are then predicted: with
-DataParallel, each model from all others; with DDP, all models from a single one.
+A calibration fits factors to the measured rows of some models on a machine. The rows of other models on that machine
+are then predicted with these factors. For DataParallel, the host factor and the bus bandwidth are fitted, and each
+model is predicted from all other models. For DDP, the bus bandwidth is fitted to a single model, and all other models
+are predicted from it.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ HOSTS = tuple(0.6 * 1.12**k for k in range(10))
 BUSES = tuple(0.12 * 1.25**k for k in range(16))
 """The bus bandwidths of the grid, as ratios to the bandwidths of the described machine."""
 FEW = 3
-"""The least number of models on a machine for a leave-one-out fit."""
+"""The minimum number of models on a machine for a leave-one-out fit."""
 
 DOUBT = 0.002
-"""The penalty per unit of a factor's absolute logarithm: a factor that the rows do not depend on stays at 1."""
+"""The penalty per unit of a factor's absolute logarithm: a factor without effect on the rows stays close to 1."""
 
 Point = tuple[float, float]
 
@@ -48,7 +49,7 @@ def calibrated_lines(matched: Sequence[Matched]) -> list[ScoreLine]:
     found = []
     for group in dict.fromkeys(one.row.group for one in matched):
         mine = [one for one in matched if one.row.group == group]
-        for strategy, kinds in (("dp, other models", ("dp",)), ("one model, for the others", ("ddp",))):
+        for strategy, kinds in (("dp, from all other models", ("dp",)), ("ddp, from one other model", ("ddp",))):
             of_kind = [one for one in mine if NAMED[one.row.strategy] in kinds]
             scored = list(_left_out(of_kind) if kinds == ("dp",) else _one_for_all(of_kind))
             if scored:
@@ -65,7 +66,7 @@ def _machines(matched: Sequence[Matched]) -> list[list[Matched]]:
 
 
 def _left_out(matched: Sequence[Matched]) -> Iterator[Scored]:
-    """Yield the rows of each model, predicted with the factors that fit the other models of its machine best."""
+    """Yield the rows of each model, predicted with the factors that best fit the other models on the same machine."""
     for machine in _machines(matched):
         models = list(dict.fromkeys(one.row.model for one in machine))
         if len(models) < FEW:
@@ -78,9 +79,10 @@ def _left_out(matched: Sequence[Matched]) -> Iterator[Scored]:
 
 
 def _one_for_all(matched: Sequence[Matched]) -> Iterator[Scored]:
-    """Yield rows, predicted with the bus bandwidth that fits one model best: the model with the largest overhead.
+    """Yield rows, predicted with the bus bandwidth that best fits the model with the largest overhead.
 
-    The bandwidth does not depend on the precision, so rows of all precisions are joined.
+    The bandwidth is fitted for each machine and device count, and the rows of the other models are predicted. It does
+    not depend on the precision, so rows of all precisions are joined.
     """
     machines: dict[tuple[str, str], list[Matched]] = {}
     for one in matched:
@@ -103,7 +105,10 @@ def _one_for_all(matched: Sequence[Matched]) -> Iterator[Scored]:
 
 
 def _best(table: Mapping[Point, Sequence[float]], rows_: Sequence[Matched], use: Sequence[int]) -> Point:
-    """Return the point of the grid with the least mean relative error over the rows whose indexes are in `use`."""
+    """Return the point of the grid with the lowest mean relative error over the rows whose indices are in `use`.
+
+    The error includes the penalty `DOUBT`.
+    """
 
     def missed(point: Point) -> float:
         errors = [abs(table[point][i] / rows_[i].row.step_s - 1) for i in use]
@@ -178,7 +183,8 @@ class ScoreLine:
 
     `mape` is the mean absolute relative error. `skill` is 1 minus the ratio of the MAPE to that of linear scaling.
     `coverage` is the share of intervals that contain the measured step, None without intervals. `overhead` is the error
-    of T(n) - T(1), summed over the rows and divided by the sum of the measured values.
+    of T(n) / T(1) - 1, summed over the rows and divided by the sum of the measured values, where T(1) is the step under
+    linear scaling.
     """
 
     group: str
@@ -237,7 +243,7 @@ def _scaled_counts(asked: Question, factor: float) -> Any:
 
 
 def priors(asked: Question) -> dict[str, float]:
-    """Return the prior uncertainty of each constant that a row depends on: the deviation of its logarithm, by name."""
+    """Return the standard deviation of the logarithm of each constant that a row depends on, by name."""
     found = priors_of(asked.case)
     if asked.machine.assumed:
         found |= ASSUMED
@@ -284,7 +290,7 @@ def line(key: tuple[str, str, str], group: Sequence[Scored], excluded: int = 0) 
     linear = statistics.mean(abs(one.linear_error) for one in group)
     hard = [abs(one.error) for one in group if one.hard]
     mape = statistics.mean(errors)
-    # relative to each row's own step, so that slow models do not dominate the sums
+    # relative to the step under linear scaling, so that slow models do not dominate the sums
     extra = sum(one.measured_s / one.linear_s - 1 for one in group)
     missed = sum(one.predicted_s / one.linear_s - one.measured_s / one.linear_s for one in group)
     coverage = statistics.mean(one.covered for one in group) if any(one.high_s for one in group) else None
