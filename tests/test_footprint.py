@@ -99,7 +99,7 @@ def test_the_tables_say_what_was_found() -> None:
     assert busy["device 0"] == ("400 ms", "")
     assert busy["device 0 / others"] == ("2.00×", "2.00–2.00")
     assert busy["control, ddp"] == ("2.00×", "2.00–2.00")
-    assert busy["verdict"] == ("not told from the control", "")
+    assert busy["verdict"] == ("not distinguishable from the control", "")
     assert busy["single"] == ("400 ms", "")
     imbalance = cells(found["memory-by-phase"], 0)
     assert imbalance["excess of device 0"] == ("295 B", "peak in reduce")

@@ -148,7 +148,7 @@ def test_kernels_go_before_cpu_time_and_need_no_series() -> None:
     [
         (2.0, 1.0, "above the control"),
         (1.0, 2.0, "below the control"),
-        (1.0, 1.0, "not told from the control"),
+        (1.0, 1.0, "not distinguishable from the control"),
     ],
 )
 def test_an_index_is_held_against_the_controls(dp: float, ddp: float, said: str) -> None:

@@ -70,7 +70,7 @@ def test_the_climb_leaves_out_what_the_device_cannot_do() -> None:
         ("cahced", ["unknown schedule 'cahced'", "cached", "workers=pool,replicas=cached"]),
         ("wrokers=pool", ["unknown switch 'wrokers'", "workers"]),
         ("workers=poll", ["workers must be one of", "pool", "'poll'"]),
-        ("workers=pool,workers=serial", ["turns workers twice"]),
+        ("workers=pool,workers=serial", ["sets workers twice"]),
     ],
 )
 def test_errors_name_what_is_known(text: str, words: list[str]) -> None:

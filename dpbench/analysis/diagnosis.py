@@ -1,7 +1,7 @@
 """Diagnosis: the verdict, the tiles and the warnings of a report.
 
-The verdict is a sentence on the speed-ups, a tile is one headline number, and a warning limits the conclusions that the
-numbers allow.
+The verdict states the speed-ups, a tile is one headline number, and a warning names a problem that limits the
+conclusions.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Tile:
 def verdict(rows: Sequence[Row], ladders: Sequence[Ladder] = ()) -> str:
     """Return the verdict: the speed-up of each strategy on the largest number of devices, next to the ideal.
 
-    With ladders, this sentence includes only the lowest rung of each ladder. A second sentence names each ladder's best
-    rung, and the rung with the largest gain.
+    Of each ladder, this sentence includes only the lowest rung. A second sentence names each ladder's best rung, and
+    the rung with the largest gain.
     """
     kept = [row for row in notable(rows, ladders) if not _inside(row, ladders)]
     several = [row for row in kept if row.speedup and row.case.devices > 1]
@@ -60,7 +60,7 @@ def _shown(estimate: Estimate | None) -> bool:
 
 
 def _in_doubt(rows: Sequence[Row]) -> str:
-    """Return a sentence on the cases with too few rounds, or too wide an interval, for a speed-up; "" without any."""
+    """Return a sentence on the cases whose speed-up has too few rounds or too wide an interval; "" if none."""
     found = [row for row in rows if row.speedup and row.speedup.doubt]
     if not found:
         return ""
@@ -76,12 +76,12 @@ def _named(strategy: str, rows: Sequence[Row]) -> str:
 
 
 def _inside(row: Row, ladders: Sequence[Ladder]) -> bool:
-    """Return whether a row is a rung above the lowest of a ladder; the ladder's own sentence reports such rows."""
+    """Return whether a row is a rung other than the lowest of a ladder; the sentence on ladders reports such rows."""
     return any(row is rung.row for found in ladders for rung in found.rungs[1:])
 
 
 def _climbs(ladders: Sequence[Ladder]) -> str:
-    """Return a sentence with the best rung of each ladder, and the largest gain of one rung among those decided."""
+    """Return a sentence with the best rung of each ladder, and the rung with the largest decided gain."""
     if not ladders:
         return ""
     several = len({found.case.devices for found in ladders}) > 1
@@ -105,7 +105,7 @@ def _climbs(ladders: Sequence[Ladder]) -> str:
 
 
 def _nothing(rows: Sequence[Row]) -> str:
-    """Return the reason for the lack of speed-ups."""
+    """Return a sentence with the reason why no speed-up can be stated."""
     if not any(row.step for row in rows):
         return f"No result: {words.count(len(rows), 'case')} without a verified step."
     if all(row.case.device_kind == "emulated" for row in rows if row.step):
@@ -126,7 +126,7 @@ def _of_strategy(name: str, rows: Sequence[Row]) -> str:
 
 
 def _batch(row: Row, rows: Sequence[Row]) -> str:
-    """Return the batch size as text if the model ran with more than one, otherwise ""."""
+    """Return the batch size as text if the model ran with several batch sizes, otherwise ""."""
     several = len({r.case.batch_size for r in rows if r.case.model == row.case.model}) > 1
     return f" (batch {row.case.batch_size})" if several else ""
 
@@ -143,9 +143,9 @@ def _strategies(rows: Sequence[Row]) -> list[str]:
 
 
 def _cause(rows: Sequence[Row]) -> str:
-    """Return, for the engine's case with the lowest speed-up, the largest phase other than compute, as text.
+    """Return a clause with the largest phase other than compute in the engine's case with the lowest speed-up.
 
-    Return "" if that phase takes less than 10% of the step.
+    Return "" if that phase takes less than 10% of the step, or if the engine has no case.
     """
     engine = [row for row in rows if row.case.traits.scheduled and row.phases]
     if not engine:
@@ -159,21 +159,21 @@ def _cause(rows: Sequence[Row]) -> str:
 
 
 def _all_cores(rows: Sequence[Row], top: Sequence[Row]) -> str:
-    """Return the speed-up of one device with all cores, as a reference for the speed-ups of CPU devices."""
+    """Return a clause with the speed-up of one device that uses all cores, as a reference for CPU devices."""
     found = _of_all_cores(rows, top)
     found = [row for row in found if _shown(row.speedup)]
     return f"; without data parallelism, {_of_strategy('single, all cores,', found)}" if found else ""
 
 
 def _of_all_cores(rows: Sequence[Row], top: Sequence[Row]) -> list[Row]:
-    """Return the rows of one device with all cores whose model and batch size occur in `top`."""
+    """Return the rows of one device that uses all cores, for the models and batch sizes in `top`."""
     work = {(row.case.model, row.case.batch_size) for row in top}
     alike = [row for row in rows if (row.case.model, row.case.batch_size) in work]
     return [row for row in alike if row.case.traits.all_cores and row.speedup]
 
 
 def _decided(rows: Sequence[Row]) -> str:
-    """Return a sentence on the speed-ups whose direction is undecided, with the number of rounds that would decide."""
+    """Return a sentence on the speed-ups whose direction is undecided, and the rounds that should decide it."""
     fast = [(row, row.speedup) for row in rows if row.speedup and not row.speedup.doubt]
     # Holm's correction: the confidence level applies to all verdicts together
     said = stats.verdicts([speedup for _, speedup in fast], alpha=1 - stats.CONFIDENCE)
@@ -188,9 +188,10 @@ def _decided(rows: Sequence[Row]) -> str:
 
 
 def tiles(rows: Sequence[Row], ladders: Sequence[Ladder] = ()) -> list[Tile]:
-    """Return four headline numbers: those of the engine's case on the most devices, or of the best rung with ladders.
+    """Return four headline numbers of one case: the best rung of a ladder, or otherwise a case of the engine.
 
-    Without such a case, another strategy is taken. The list is empty if no case on several devices has a speed-up.
+    Of several such cases, the one on the most devices is taken, and of these the one with the longest step. If the
+    engine has no case, another strategy's is taken. The list is empty if no case on several devices has a speed-up.
     """
     best = [found.fastest.row for found in ladders if _shown(found.fastest.row.speedup)]
     done = best or [row for row in rows if _shown(row.speedup) and row.efficiency and row.case.devices > 1]
@@ -211,7 +212,7 @@ def tiles(rows: Sequence[Row], ladders: Sequence[Ladder] = ()) -> list[Tile]:
             f"{words.number(row.imbalance.value)}×", f"device 0's busy time over the others' ({where})", row.labels
         )
     else:
-        balance = Tile("n/a", f"GPU-0 imbalance was not measurable ({where})", row.labels)
+        balance = Tile("n/a", f"the imbalance of device 0 is unknown ({where})", row.labels)
     return [
         Tile(f"{words.number(row.speedup.value)}×", f"speed-up, ideal {row.case.devices}× ({where})", row.labels),
         Tile(words.percent(row.efficiency.value), f"parallel efficiency ({where})", row.labels),
@@ -221,7 +222,7 @@ def tiles(rows: Sequence[Row], ladders: Sequence[Ladder] = ()) -> list[Tile]:
 
 
 def warnings(rows: Sequence[Row], trials: Sequence[Trial], provenance: Mapping[str, Any]) -> list[str]:
-    """Return the warnings that limit the conclusions which the numbers allow; empty if there are none."""
+    """Return the warnings about problems that limit the conclusions; the list is empty if there are none."""
     cores = provenance.get("host", {}).get("cores", 0)
     return list(dict.fromkeys([*_of_rows(rows, trials, cores), *_of_host(rows, provenance)]))
 

@@ -2,7 +2,7 @@
 
 An index is 1 if all devices have the same amount. DistributedDataParallel is the control, because its ranks all do the
 same work: a difference between its devices is due to the machine or to the measurement. docs/measuring.md defines each
-quantity. A footprint is a device's peak memory in each phase, and the excess of device 0.
+quantity. A footprint has each device's peak memory in each phase of a case, and the excess of device 0.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ PHASES = (*(phase.value for phase in Phase), UNATTRIBUTED)
 class Footprint:
     """The memory peaks of one case.
 
-    `peaks[phase][device]` is in bytes, the highest over the rounds; `basis` is their source. `used` is each device's
-    highest memory use that NVML reported, in bytes, which includes CUDA contexts and the driver's own reserve.
+    `peaks[phase][device]` is the highest peak over the rounds, in bytes; `basis` is the source of the peaks. `used` is
+    the highest memory use of each device that NVML reported, in bytes; it includes CUDA contexts and the driver's
+    reserve.
     """
 
     case: Case
@@ -47,13 +48,16 @@ class Footprint:
 
     @property
     def excess_bytes(self) -> float | None:
-        """Return device 0's highest peak minus the mean of the others' highest peaks, in bytes; None for one device."""
+        """Return device 0's highest peak minus the mean of the other devices' highest peaks, in bytes.
+
+        Return None if device 0 has no peak, or if no other device has one.
+        """
         others = [size for device, size in self.whole.items() if device]
         return self.whole[0] - statistics.mean(others) if others and 0 in self.whole else None
 
     @property
     def causes(self) -> dict[str, float]:
-        """For each phase, return device 0's peak minus the mean peak of the others, in bytes; the largest is first."""
+        """Return, by phase, device 0's peak minus the mean peak of the other devices, in bytes, in descending order."""
         gaps = {
             phase: held[0] - statistics.mean(size for device, size in held.items() if device)
             for phase, held in self.peaks.items()
@@ -107,7 +111,7 @@ class Index:
     `devices` has each device's median over rounds, in the quantity's unit. `first` is the ratio of device 0 to the mean
     of the other devices, `most` the ratio of the largest device to the mean of all devices. `control` is the value of
     `first` for the control. `floor` is the amount on the device of `single` at the same batch size. `control` and
-    `floor` are None unless they were measured from the same source as the index.
+    `floor` are None if they have no readings with the same `source` and `basis`.
     """
 
     case: Case
@@ -132,7 +136,7 @@ class _Found:
     basis: str
 
     def medians(self) -> dict[int, float]:
-        """Return each device's median over rounds of each round's median."""
+        """Return, for each device, the median over rounds of each round's median."""
         rounds = [[statistics.median(column) for column in zip(*rows, strict=True)] for rows in self.vectors.values()]
         return {
             device: statistics.median(column)
@@ -165,7 +169,7 @@ def _figures(quantity: Quantity, trials: Iterable[Trial]) -> _Found | None:
                 rounds[trial.round] = figures
         columns = max((tuple(sorted(figures)) for figures in rounds.values()), key=len, default=())
         whole = {number: figures for number, figures in rounds.items() if tuple(sorted(figures)) == columns}
-        # ranks may differ by a step at the end of a series
+        # the series of two ranks may differ in length by one step
         vectors = {n: list(zip(*(figures[d] for d in columns), strict=False)) for n, figures in whole.items()}
         if vectors:
             return _Found(vectors, columns, basis)
@@ -173,7 +177,7 @@ def _figures(quantity: Quantity, trials: Iterable[Trial]) -> _Found | None:
 
 
 def _several(found: _Found) -> bool:
-    """Return whether there are device 0 and other devices, and all of them have a positive amount in every step."""
+    """Return whether device 0 and at least one other device have readings, and all readings are positive."""
     others = found.columns[:1] == (0,) and len(found.columns) > 1
     return others and all(min(row) > 0 for rows in found.vectors.values() for row in rows)
 
@@ -203,20 +207,20 @@ def control_of(case: Case) -> Case:
 
 
 def _verdict(first: Estimate, control: Estimate | None) -> str:
-    """Return the verdict as text: whether the intervals of the index and of the control are disjoint."""
+    """Return the verdict as text: whether the index's interval is above or below the control's, or overlaps it."""
     if control is None:
         return "no control"
     if first.doubt or control.doubt:
         return f"undecided: {words.NOT_ENOUGH}"
     if first.low > control.high:
         return "above the control"
-    return "below the control" if first.high < control.low else "not told from the control"
+    return "below the control" if first.high < control.low else "not distinguishable from the control"
 
 
 def columns(
     runs: Iterable[tuple[str, Sequence[Trial]]], rows: Sequence[tuple[str, Case, Source]]
 ) -> dict[str, list[object]]:
-    """Return the indexes of each row's run, case and source as columns for a flat table.
+    """Return the indexes as columns for a flat table; each of `rows` is the run, case and source of one line.
 
     The columns are the same for every run; an unknown value is None.
     """
@@ -237,7 +241,7 @@ def columns(
 
 
 def _steps_of(metric: str) -> Callable[[Trial], Figures]:
-    """Return a function that reads one value per timed step."""
+    """Return a function that reads a metric's values in the timed steps, by device."""
     return lambda trial: trial.readings(metric, timed=True)
 
 
@@ -252,7 +256,7 @@ def _peak(kind: str, source: str) -> Callable[[Trial], Figures]:
 
 
 def _used(trial: Trial) -> Figures:
-    """Return each device's highest memory use that NVML reported, in bytes."""
+    """Return the highest memory use of each device that NVML reported, in bytes."""
     return {device: [max(values)] for device, values in _steps_of("memory_used_bytes")(trial).items()}
 
 
@@ -284,4 +288,4 @@ QUANTITIES = (
     Quantity("energy", "J", (("NVML's counter", _energy),)),
     Quantity("bytes moved", "bytes", (("computed from shapes", _moved),)),
 )  # fmt: skip
-"""The quantities that are compared. Busy time and memory are decisive, the others corroborate them."""
+"""The quantities that are compared. Busy time and memory are decisive; the other quantities corroborate them."""

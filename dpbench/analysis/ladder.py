@@ -1,6 +1,7 @@
 """Ladder: compute the gain of each rung over the rung below, and of each switch over the same schedule without it.
 
-Except for CUDA graphs, each comparison changes one switch. A comparison uses the rounds that both sides have.
+Each comparison changes one switch; the rung `graphs` also resets `reduce`. A comparison uses the rounds that both
+sides have.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from dpbench.analysis.summary import Row
 
 ENOUGH = 3
-"""The least number of rungs that make a ladder; two schedules are a plain comparison."""
+"""The least number of measured rungs that make a ladder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +43,8 @@ class RungGain:
 class Rung:
     """One measured rung.
 
-    `change` is the rung's gain over the next measured rung below that does not use CUDA graphs; None for the lowest
-    rung. `over_ddp` is the ratio of DDP's step time to the rung's step time.
+    `change` is the gain of this rung over the nearest lower rung that was measured and does not use CUDA graphs. It is
+    None for the lowest rung. `over_ddp` is the ratio of DDP's step time to the rung's step time.
     """
 
     name: str
@@ -62,11 +63,11 @@ class Rung:
 class Ladder:
     """The rungs of one model at one batch size and device count, in ladder order.
 
-    `fastest` is the rung with the shortest median step among those verified without a tolerance, and `whole` its gain
-    over the lowest rung. `ablations` has, for each switch of the schedule `base`, the gain of `base` over the same
-    schedule with that switch set back to its first position. `fixed` has the reason for every switch that was not set
-    back alone. `limit` is the row of `single` on one device's share of the batch. `lost` has the rows of schedules
-    without a result.
+    `fastest` is the rung with the shortest median step among those verified without a tolerance, and `whole` is its
+    gain over the lowest rung. `ablations` has, for each switch of the schedule `base`, the gain of `base` over the same
+    schedule with that switch set back to its first position. `fixed` names the switches of `base` without an ablation,
+    each with the reason. `limit` is the row of `single` on one device's share of the batch. `lost` has the rows of
+    schedules without a result.
     """
 
     case: Case
@@ -83,14 +84,14 @@ class Ladder:
 
     @property
     def biggest(self) -> RungGain | None:
-        """Return the largest gain among the rungs that are "faster" and need no tolerance; None without such a rung."""
+        """Return the largest gain among the exact rungs with the verdict "faster"; None if there is no such rung."""
         exact = [rung.change for rung in self.rungs if rung.change and schedule.RUNGS[rung.name].exact]
         faster = [change for change in exact if change.verdict == "faster"]
         return max(faster, key=lambda change: change.ratio.value, default=None)
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """Return all rows that the ladder's figure shows: the rungs, then single, DDP and the limit."""
+        """Return all rows that the ladder's figure and tables use: the rungs, then single, DDP and the limit."""
         return (*(rung.row for rung in self.rungs), *filter(None, (self.single, self.ddp, self.limit)))
 
 
@@ -138,7 +139,7 @@ def _together(changes: Sequence[RungGain]) -> list[RungGain]:
 
 
 def _climb(steps: Mapping[str, Row], ddp: Row | None) -> Iterator[Rung]:
-    """Yield the measured rungs, each with its gain over the last measured rung below without CUDA graphs."""
+    """Yield the measured rungs, each with its gain over the nearest lower one that does not use CUDA graphs."""
     below = ""
     for name in (name for name in schedule.RUNGS if name in steps):
         row = steps[name]
@@ -154,7 +155,7 @@ def _fastest(rungs: Sequence[Rung]) -> Rung:
 
 
 def _change(name: str, before: Row, after: Row, *, over: str) -> RungGain:
-    """Return the gain of `after` over `before`, from the rounds that both have."""
+    """Return the gain of `after` over `before`, from the rounds that both rows have."""
     ratio = stats.ratio(before.series, after.series)
     phases = {p: after.phases.get(p, 0.0) - before.phases.get(p, 0.0) for p in {*before.phases, *after.phases}}
     phase = max(sorted(phases), key=lambda p: abs(phases[p]), default="")
@@ -165,7 +166,7 @@ def _change(name: str, before: Row, after: Row, *, over: str) -> RungGain:
 
 
 def _ablated(steps: Mapping[str, Row], conditions: Sequence[str]) -> tuple[str, tuple[RungGain, ...], tuple[str, ...]]:
-    """Return the schedule with the most ablations, their gains, and the reasons why its other switches have none.
+    """Return the schedule with the most ablations, its gain over each, and why its other switches have no ablation.
 
     A rung is often also an ablation of another rung. Therefore only ablations that are not rungs themselves count when
     the schedule is chosen. If no schedule has such ablations, return ("", (), ()).
@@ -187,9 +188,9 @@ def _ablated(steps: Mapping[str, Row], conditions: Sequence[str]) -> tuple[str, 
 
 
 def notable(rows: Sequence[Row], found: Sequence[Ladder]) -> list[Row]:
-    """Return the rows without the limits and without the intermediate rungs of ladders.
+    """Return the rows, without limits, and with only the notable schedules of each ladder.
 
-    Of each ladder, the reference, the fastest rung and the schedule that TrainStep chose are kept.
+    The notable schedules are the reference, the fastest rung and the schedule that TrainStep chose.
     """
     kept = {schedule.REFERENCE, schedule.FASTEST, *(ladder.fastest.name for ladder in found)}
     climbed = {_setting(ladder.case) for ladder in found}
@@ -202,14 +203,14 @@ def notable(rows: Sequence[Row], found: Sequence[Ladder]) -> list[Row]:
 
 
 def _setting(case: Case) -> Case:
-    """Return the case with every field reset that may differ between the ladders of one model."""
+    """Return the case after a reset of every field that may differ between the ladders of one model."""
     return replace(case, schedule="", devices=1, batch_size=1, placement="spread")
 
 
 def short(text: str) -> str:
-    """Return a short name of a schedule: a rung's name, the nearest rung with the switches that differ, or the text.
+    """Return a short name of the schedule `text`: a rung's name, or the nearest rung and the switches that differ.
 
-    The text is returned unchanged if it cannot be parsed or if no rung makes it shorter.
+    `text` is returned unchanged if it cannot be parsed, or if such a name would not list fewer switches.
     """
     try:
         mine = schedule.parse(text)

@@ -67,7 +67,7 @@ class Report:
 
     @property
     def imbalance(self) -> Sequence[Index]:
-        """Return the indexes that compare device 0 with the other devices."""
+        """Return the imbalance indexes of every case with several devices."""
         return imbalance.indexes(self.trials)
 
     @property

@@ -40,7 +40,7 @@ MARGIN = 0.01
 def median(rounds: Rounds, *, seed: int = 0) -> Estimate:
     """Return the median over rounds of each round's median, with its interval. Values may have any sign."""
     each, draws = _medians(rounds, np.random.default_rng(seed), scale=np.asarray)
-    # the median of the values themselves: with an even number of rounds, the median of their logarithms differs
+    # not the exponential of the median logarithm, which differs if the number of rounds is even
     value, middles = float(np.median(each)), np.median(draws, axis=1)
     if min(value, middles.min()) <= 0:
         return Estimate(value, *_interval(value, middles, len(rounds)), len(rounds))
@@ -72,7 +72,7 @@ def ratio(numerator: Rounds, denominator: Rounds, *, paired: bool = True, seed: 
 
 
 def quotient(numerator: Estimate, denominator: Estimate) -> Estimate:
-    """Return the ratio of two estimates; the interval is computed from their intervals, as for independent errors."""
+    """Return the ratio of two estimates; its interval combines their intervals, assuming independent errors."""
     up = math.hypot(math.log(numerator.high / numerator.value), math.log(denominator.value / denominator.low))
     down = math.hypot(math.log(numerator.value / numerator.low), math.log(denominator.high / denominator.value))
     value = numerator.value / denominator.value
@@ -80,7 +80,7 @@ def quotient(numerator: Estimate, denominator: Estimate) -> Estimate:
 
 
 def difference(first: Rounds, second: Rounds, *, seed: int = 0) -> Estimate:
-    """Return median(first) - median(second) in seconds, with its interval, from the rounds that both have.
+    """Return median(first) - median(second) in seconds, with its interval, from the rounds that both series have.
 
     Without common rounds, all rounds of both sides are used.
     """
@@ -108,9 +108,10 @@ def most_over_mean(vectors: Vectors, *, seed: int = 0) -> Estimate:
 
 
 def _of_medians(vectors: Vectors, function: Callable[[Array], Array], seed: int) -> Estimate:
-    """Return `function` of the devices' medians (over rounds, of each round's median), with its interval.
+    """Return the value of `function` for the devices' medians, with its interval.
 
-    Each step is resampled with all its devices, so that disturbances common to all devices cancel.
+    A device's median is the median over rounds of each round's median. Each step is resampled with all its devices, so
+    that disturbances common to all devices cancel.
     """
     each, draws = _medians(vectors, np.random.default_rng(seed), scale=np.asarray)
     value = float(function(np.median(each, axis=0)))
@@ -119,7 +120,7 @@ def _of_medians(vectors: Vectors, function: Callable[[Array], Array], seed: int)
 
 
 def _choose(rounds: int, generator: np.random.Generator) -> NDArray[np.int64]:
-    """Return an array (resamples, rounds) of round indices, drawn with replacement."""
+    """Return round indices drawn with replacement, as an array of shape (resamples, rounds)."""
     pairs = rounds * (rounds + 1) // 2
     return generator.integers(rounds, size=(max(200, min(RESAMPLES, CELLS // pairs)), rounds))
 
@@ -152,7 +153,7 @@ def _centre(values: Array) -> Array:
 
 
 def _widen(draws: Array, n: int) -> Array:
-    """Return the resamples widened by sqrt(n / (n - 1)), because resampling n rounds understates their variance."""
+    """Return the resamples multiplied by sqrt(n / (n - 1)), because resampling n rounds understates their variance."""
     return draws * math.sqrt(n / (n - 1)) if n > 1 else draws
 
 

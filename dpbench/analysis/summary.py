@@ -33,7 +33,7 @@ from dpbench.records.registry import Role
 from dpbench.records.trial import Doubt, Estimate
 
 BUSY_METRICS = {"kernel_busy_s": "kernels of one profiled step", "busy_s": "thread CPU time"}
-"""The metrics that busy time is taken from, with their description, the best source first."""
+"""The metrics from which busy time is taken, the best first, each with its description."""
 DEVICE_COLUMNS = 8
 """The least number of devices for which a flat table has columns, so that tables of different runs match."""
 
@@ -76,12 +76,12 @@ class Row:
 
     @property
     def outcome(self) -> str:
-        """Return the word for how the case ended: "ok" if it has a result."""
+        """Return the outcome of the case as one word: "ok" if it has a result, else its fault or status."""
         return (self.fault or self.status).value
 
     @property
     def doubt(self) -> Doubt | None:
-        """Return the reason why the step time must not be shown as a result; None if it may be, or is missing."""
+        """Return the reason why the step time must not be shown as a result; None if it may be shown or is missing."""
         return self.step.doubt if self.step else None
 
     @property
@@ -161,7 +161,7 @@ def _row(case: Case, trials: Sequence[Trial], series: stats.Rounds) -> Row:
 
 
 def _stated(trial: Trial) -> Estimate | None:
-    """Return a predicted step with its stored 80 % interval; None for a measured trial, and without an interval."""
+    """Return the predicted step time with its stored 80 % interval; None for a measured trial or a missing interval."""
     interval = trial.provenance.get("interval_80_s")
     if trial.source is not Source.PREDICTED or not interval:
         return None
@@ -180,7 +180,7 @@ def _memory(trials: Sequence[Trial]) -> dict[int, int]:
 def _memory_imbalance(case: Case, memory: Mapping[int, int]) -> float | None:
     """Return the ratio of device 0's peak to the mean peak of the other devices that have rows of the batch.
 
-    Return None if there is no such device, or if their peaks or device 0's are unknown.
+    Return None if there is no such device, if device 0's peak is unknown, or if all peaks of the others are unknown.
     """
     others = [memory.get(device, 0) for device in range(1, len(case.rows))]
     return memory[0] / statistics.mean(others) if 0 in memory and any(others) else None
@@ -240,7 +240,7 @@ def _inverse(estimate: Estimate, work: float) -> Estimate:
 
 
 def _phases(trials: Sequence[Trial], step_s: float) -> dict[str, float]:
-    """Return the seconds of each phase in the middle half of each trial's steps, scaled to sum to `step_s`."""
+    """Return the seconds of each phase in the middle half of each trial's timed steps, scaled to sum to `step_s`."""
     total: dict[str, float] = {}
     for trial in trials:
         for phases in ledger.middle(trial):
@@ -263,7 +263,7 @@ def _busy(trials: Sequence[Trial]) -> tuple[dict[int, list[float]], str]:
 
 
 def _imbalance(trials: Sequence[Trial], source: str) -> Estimate | None:
-    """Return the ratio of device 0's busy time to the mean of the others', with its interval over the rounds."""
+    """Return the ratio of device 0's busy time to the mean of the other devices', with its interval over the rounds."""
     metric = next(name for name, words in BUSY_METRICS.items() if words == source)
     vectors: dict[int, list[tuple[float, ...]]] = {}
     for trial in trials:
@@ -277,7 +277,7 @@ def _imbalance(trials: Sequence[Trial], source: str) -> Estimate | None:
 
 
 def _occupied(trials: Sequence[Trial]) -> dict[int, float]:
-    """Return, for each device, the median time per step in seconds during which at least one span is open on it."""
+    """Return, for each device, the median number of seconds per timed step in which at least one span is open on it."""
     found: dict[int, list[float]] = {}
     for device, seconds in (pair for trial in trials for pair in trial.ledger.occupied.items()):
         found.setdefault(device, []).extend(seconds)

@@ -29,16 +29,16 @@ def moves(case: Case, shapes: Shapes) -> list[Move]:
 
 
 LINKS = ("pcie", "nvlink")
-"""The links that have counters, by the prefix of the metric's name."""
+"""The links that have counters; the names of their metrics begin with these texts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flow:
     """The moves of one phase of one case in a step.
 
-    `seconds` maps each device that the phase is marked on to the phase's time in the ledger: the median over the timed
-    steps, then over rounds. `rate` is the total bytes divided by the sum of `seconds`, in bytes per second. If the time
-    of the moves cannot be separated from compute, `seconds` is empty and `rate` is None.
+    `seconds` has, by device, the time that the ledger charges to the phase: the median over the timed steps, then over
+    rounds. `rate` is the total bytes divided by the sum of `seconds`, in bytes per second. If the time of the moves
+    cannot be separated from compute, `seconds` is empty and `rate` is None.
     """
 
     case: Case
@@ -54,7 +54,7 @@ class Flow:
         return sum(move.bytes for move in self.moves)
 
     def rate_of(self, device: int) -> float | None:
-        """Return the bytes per second that a device receives; None unless the phase is marked on that device."""
+        """Return the bytes per second that a device receives; None if the time of the moves on it is unknown."""
         seconds = self.seconds.get(device, 0.0)
         return received(self.moves, device) / seconds if self.rate is not None and seconds > 0 else None
 
@@ -88,7 +88,7 @@ def flows(trials: Iterable[Trial]) -> list[Flow]:
 
 
 def counted(trials: Iterable[Trial]) -> list[Counted]:
-    """Return the counted bytes of each case's devices, in the order of the cases; empty without counters."""
+    """Return the bytes in the devices' link counters, by case, in the order of the cases; empty without counters."""
     found = []
     for (case, source), group in _grouped(trials).items():
         step_s = statistics.median(step.seconds for trial in group for step in trial.steps if not step.warmup)
@@ -121,7 +121,7 @@ def _moves(case: Case, trials: Sequence[Trial]) -> list[Move]:
 
 
 def _separable(case: Case, phase: Phase) -> bool:
-    """Return whether a phase's time is that of its moves; False if backward hides moves, or if the phase computes."""
+    """Return whether a phase's time is the time of its moves: they do not overlap with backward or other compute."""
     if phase is Phase.REDUCE:
         scheduled = case.traits.scheduled and parse(case.schedule).reduce == "overlap"
         return case.traits.reduction is not Reduction.OVERLAPPED and not scheduled
@@ -142,7 +142,7 @@ def _seconds(trials: Sequence[Trial], phase: Phase) -> dict[int, float]:
 
 
 def _means(trials: Sequence[Trial], metric: str) -> dict[int, float]:
-    """Return the mean of a counter's readings, by device."""
+    """Return the mean of a metric's readings, by device."""
     values: dict[int, list[float]] = {}
     for sample in (sample for trial in trials for sample in trial.samples if sample.metric == metric):
         values.setdefault(sample.device, []).append(sample.value)

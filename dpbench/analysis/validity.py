@@ -1,7 +1,7 @@
-"""Validity: check a trial for conditions that distort its numbers, each by a value against a limit.
+"""Validity: check a trial for conditions that distort its numbers; each check compares a value with a limit.
 
 The values are stored with the trial as facts; their wording is produced when they are shown. A check without data (no
-GPU, no sampler, too few readings) is absent rather than passed. docs/measuring.md lists the checks.
+GPU, no sampler, too few readings) is left out and does not count as passed. docs/measuring.md lists the checks.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from dpbench.records import HOST, UNATTRIBUTED, Case, Fault, Source, Status, Tri
 SIGNIFICANT = 0.01
 """The p-value of Spearman's test below which a trend counts as real."""
 TREND_FROM = 10
-"""The least number of timed steps in which a trend is looked for."""
+"""The least number of timed steps for which a trend is computed."""
 READINGS = 3
 """The least number of clock readings from which a change of the clock is computed."""
 LONG_S = 1.0
-"""The least total duration of the timed steps, in seconds, for the check of other processes on a GPU: at first, a new
-worker is itself counted as a foreign process."""
+"""The least total duration of the timed steps in seconds for which the check `foreign_gpu` is made. In a shorter trial,
+the readings may count the new worker itself as another process."""
 
 SLOWDOWNS = {
     0x04: "power cap", 0x08: "hardware slowdown", 0x10: "sync boost", 0x20: "heat (driver)", 0x40: "heat (hardware)",
@@ -51,7 +51,7 @@ class ValidityRule:
     """The definition of one check: its measurement, its limit and its wording.
 
     `measure` takes a trial and the number of cores, and returns the value with further facts, or None without data.
-    `headline` describes the problem, `item` formats the value of one case. The check fails if the absolute value
+    `headline` describes the problem; `item` formats the value of one case. The check fails if the absolute value
     exceeds the limit, unless `doubted` returns True because the value is not significant.
     """
 
@@ -61,7 +61,7 @@ class ValidityRule:
     headline: str
     item: Callable[[Check], str]
     per_core: bool = False
-    """Whether the limit is per core, to be multiplied by the number of cores in the check's facts."""
+    """Whether the limit is per core; it is then multiplied by the number of cores in the check's facts."""
     doubted: Callable[[Mapping[str, Any]], bool] = lambda about: False
 
 
@@ -104,7 +104,7 @@ def of(trial: Trial, cores: int) -> list[Check]:
 
 
 def troubles(trials: Iterable[Trial], cores: int) -> dict[str, dict[Case, str]]:
-    """Return the failed checks: by headline and case, the worst value and the number of rounds in which it failed."""
+    """Return the failed checks as text, by headline and case: the worst value and the number of failures."""
     seen: dict[tuple[str, Case], list[Check]] = {}
     for trial in trials:
         for one in of(trial, cores):
@@ -146,7 +146,7 @@ def _drift(trial: Trial, cores: int) -> Finding | None:
 
 
 def _throttled(trial: Trial, cores: int) -> Finding | None:
-    """Return the fraction of readings in which the worst GPU was throttled, and the causes."""
+    """Return the fraction of readings in which the most throttled GPU was throttled, and the causes."""
     worst: Finding | None = None
     for device, readings in trial.readings("throttle_reasons").items():
         bits = [int(value) for value in readings]
@@ -194,7 +194,10 @@ def _foreign_cpu(trial: Trial, cores: int) -> Finding | None:
 
 
 def _oversubscribed(trial: Trial, cores: int) -> Finding | None:
-    """Return the number of devices beyond one per core; None for emulated devices, which take turns by design."""
+    """Return the number of devices beyond one per core.
+
+    Return None if the number of cores is unknown, and for emulated devices, which take turns by design.
+    """
     if not cores or trial.case.device_kind == "emulated":
         return None
     devices = len(trial.case.rows)
@@ -236,7 +239,7 @@ def _on(check: Check) -> str:
 
 
 def _cores(check: Check) -> str:
-    """Return the number of cores that the run may use as text; 0 is unknown."""
+    """Return the number of cores that the run may use, as text; 0 means unknown."""
     cores = int(check.about["cores"])
     return words.count(cores, "core") if cores else "? cores"
 

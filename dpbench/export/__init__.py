@@ -30,7 +30,7 @@ __all__ = ["check", "jsonl", "name", "parquet", "pick", "pieces", "pyperf", "spl
 
 
 def check(format: str, *, every: bool, output: Path | None, part: str | None, split: Path | None) -> None:
-    """Check, before anything is read, that the options can be combined. Raises ValueError otherwise."""
+    """Check that the options can be combined, before a run is read. Raises ValueError if they cannot."""
     if format != "trace" and (part is not None or split):
         option = "--split" if split else "--case"
         raise ValueError(f"{option} applies to trace only, not to {format}: leave out {option}")
@@ -48,8 +48,8 @@ def pieces(
 ) -> Iterator[str]:  # fmt: skip
     """Return the text of an export in pieces; with parquet or `split`, write files instead.
 
-    With `split`, the text lists the files that were written; for parquet, the text is empty. Raises ValueError if more
-    than one trial is selected for `split`, or none for a trace.
+    With `split`, the text lists the files that were written; for parquet, the text is empty. Raises ValueError if a
+    trace, a split or a suite would have no trial, or if several trials are selected for `split`.
     """
     if format == "jsonl":
         return chain.from_iterable(jsonl(run.id, trials) for run, trials in runs)

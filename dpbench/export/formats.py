@@ -70,7 +70,7 @@ def pick(trials: Sequence[Trial], part: str | None = None, *, every: bool = Fals
 
 
 def _named(names: Sequence[str], part: str) -> list[str]:
-    """Return the names that a number or a part of a name selects. Raises ValueError if nothing is selected."""
+    """Return the names selected by `part`, a number or a part of a name. Raises ValueError if there are none."""
     if part.isdigit() and 1 <= int(part) <= len(names):
         return [names[int(part) - 1]]
     found = [part] if part in names else [name for name in names if part in name]
@@ -80,7 +80,7 @@ def _named(names: Sequence[str], part: str) -> list[str]:
 
 
 def numbered(names: Sequence[str]) -> str:
-    """Return the names as a list with the numbers that `pick` accepts, as text."""
+    """Return the names as text, each after the number that `pick` accepts for it."""
     return "; ".join(f"{number} {name}" for number, name in enumerate(names, 1)) or "none"
 
 
@@ -123,7 +123,7 @@ Metadata = dict[str, str | int | float]
 def pyperf(run_id: str, provenance: Mapping[str, Any], trials: Iterable[Trial], labels: Labels) -> str:
     """Return the text of a suite with the trusted trials of one run; the last trial of each round counts.
 
-    Raises ValueError if there are none.
+    Raises ValueError if there are no such trials.
     """
     rounds: dict[str, dict[int, Trial]] = {}
     for trial in trials:
@@ -149,7 +149,7 @@ def pyperf(run_id: str, provenance: Mapping[str, Any], trials: Iterable[Trial], 
 
 
 def _run(number: int, trial: Trial) -> dict[str, Any]:
-    """Return the run of one round: warm-up steps with their loop count, and the timed steps."""
+    """Return pyperf's run for one round: warm-up steps with their loop count, and the timed steps."""
     metadata: Metadata = {"round": number, "verified": str(trial.verified)}
     if trial.setup:
         metadata["duration"] = sum(trial.setup.values())
@@ -193,7 +193,7 @@ def parquet(runs: Iterable[tuple[str, Iterable[Trial]]], labels: Labels, path: P
 
     `runs` yields pairs of a run id and its trials. The columns are `run_id`, the fields of the case, `source`,
     `status`, `verified` and `labels` of the trial, `round`, `step`, `seconds`, `warmup`, and `phase_*_s`. The phases
-    are seconds from the ledger, which sum to the step; absent phases are 0. A trial without steps has no row. Raise
+    are seconds from the ledger, which sum to the step; absent phases are 0. A trial without steps has no row. Raises
     LookupError if pyarrow is not installed.
     """
     try:

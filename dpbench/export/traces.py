@@ -1,7 +1,7 @@
 """Traces: write trials in the Trace Event Format, which Perfetto and speedscope read.
 
-One trace holds all trials; or one trial becomes a folder of traces like those of PyTorch's profiler, with one
-pseudo-rank per device.
+`trace` writes all trials into one trace. `split` writes one trial as a folder of traces like those of PyTorch's
+profiler, with one pseudo-rank per device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 Timed = tuple[float, float, _T]
 """The start and the end of an interval in seconds, and its content."""
 TICKS = 1024
-"""The number of ticks per microsecond, to which times are rounded."""
+"""The number of ticks per microsecond; times are rounded to whole ticks."""
 ORDER = {phase: number for number, phase in enumerate(Phase)}
 
 
@@ -80,7 +80,7 @@ def _steps(steps: Iterable[Step]) -> Iterator[Timed[str]]:
 
 
 def _tracks(spans: Iterable[Span]) -> list[tuple[str, list[Timed[str]]]]:
-    """Return the spans by track, with the track's name: the host first, then by device, with phases in order."""
+    """Return the name and the spans of each track: the host's tracks first, then each device's, by phase."""
     found: dict[tuple[int, Phase], list[Timed[str]]] = {}
     for span in spans:
         said = f'"name":"{span.phase}","cat":"{span.clock}","args":{{"step":{span.step}}}'
@@ -97,7 +97,7 @@ def place(device: int) -> str:
 def lanes(found: Iterable[Timed[_T]], zero_s: float, *, nested: bool = True) -> list[tuple[int, int, int, _T]]:
     """Return the intervals assigned to as few lanes as possible: (lane, start, end, content), ordered by start.
 
-    Start and end are in ticks after `zero_s`. Intervals on one lane do not overlap, except that, if `nested`, one may
+    Start and end are in ticks after `zero_s`. Intervals on one lane do not overlap, but with `nested`, one may
     contain another. Intervals that are not finite are left out.
     """
     placed = [one for one in found if math.isfinite(one[0]) and math.isfinite(one[1])]
@@ -147,10 +147,10 @@ COMMUNICATION = frozenset({Phase.SCATTER, Phase.REPLICATE, Phase.GATHER, Phase.R
 COMPUTE_STREAM, COMMUNICATION_STREAM = 10, 20
 """The first stream of each kind; overlapping spans are spread over the streams above it."""
 FIRST_CORRELATION = 1 << 20
-"""A large number, because HTA 0.5 stores row indices in the smallest type that holds the correlations."""
+"""The first correlation id. It is large because HTA 0.5 stores row indices in the smallest type that fits these ids."""
 STEPS_TID, LAUNCH_TID, HOST_TID = 1, 2, 3
 NOTE = (
-    "pseudo-rank of one device, written by dpbench: kernels are phases; ncclKernel_* are the device's scatter, "
+    "pseudo-rank of one device, written by dpbench: each kernel is a phase; ncclKernel_* are the device's scatter, "
     "replicate, gather and reduce, whatever moved the data; a kernel's launch is at the start of its span (host clock) "
     "or of its step (CUDA events)"
 )
@@ -181,7 +181,7 @@ def split(run_id: str, provenance: Mapping[str, Any], trial: Trial, labels: Labe
         mine = [span for span in spans if span.device == device]
         paths.append(folder / f"rank-{device}.json")
         with paths[-1].open("w") as out:
-            # HTA looks for the rank in the first line that has one
+            # HTA reads the rank from the first line that contains one
             rank = {"backend": "dpbench", "rank": device, "world_size": len(devices)}
             out.write(
                 f'{{"schemaVersion": 1,\n"distributedInfo": {json.dumps(rank)},\n"otherData": {json.dumps(facts)},'
@@ -195,7 +195,7 @@ def split(run_id: str, provenance: Mapping[str, Any], trial: Trial, labels: Labe
 
 
 def _rank_events(device: int, steps: Sequence[Step], spans: Sequence[Span], zero_s: float) -> Iterator[str]:
-    """Yield the steps, and each span as a kernel with its launch."""
+    """Yield the events of one device: the steps, and each span as a kernel with its launch."""
     yield meta("process_name", device, 0, name=f"device {device}")
     ends = 0
     for number, step in enumerate(steps):

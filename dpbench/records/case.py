@@ -14,14 +14,14 @@ from dpbench.records import registry
 from dpbench.records.registry import Traits
 
 HOST = -1
-"""The device number of events on the host."""
+"""The device index of events on the host."""
 
 
 class Phase(StrEnum):
     """The phases of one training step, in the order in which DataParallel runs them.
 
-    Host-to-device copies count as scatter; zero_grad counts as optimizer; all-reduce and reduce-scatter count as
-    reduce; all-gather, weight refresh and buffer synchronisation count as replicate.
+    Host-to-device copies count as `scatter`, and `zero_grad` counts as `optimizer`. All-reduce and reduce-scatter count
+    as `reduce`. All-gather, weight refresh and buffer synchronisation count as `replicate`.
     """
 
     SCATTER = "scatter"
@@ -44,13 +44,13 @@ Mark = Callable[[Phase, int], AbstractContextManager[Any]]
 
 
 def no_mark(phase: Phase, device: int) -> AbstractContextManager[Any]:
-    """Return a context manager that records nothing: `no_mark` is the default of every `mark` argument."""
+    """Return a context manager that records nothing; `no_mark` is the default of every `mark` argument."""
     return nullcontext()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One point of a sweep: the work to run, independent of how and where it is timed.
+    """One point of a sweep: the work and its devices, without anything about timing.
 
     `batch_size` is the global batch size. `device_ids` are the ordinals of the accelerators to use, in order; empty
     means the first ones. `options` belong to the strategy: a sorted tuple of (name, value) pairs.
@@ -109,7 +109,7 @@ class Case:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Return the number of samples of each replica, as `torch.chunk` splits the batch: perhaps on fewer devices."""
+        """Return the number of samples of each replica, as `torch.chunk` splits the batch; a device may get none."""
         piece = -(-self.batch_size // self.devices)
         full, rest = divmod(self.batch_size, piece)
         return (piece,) * full + ((rest,) if rest else ())
@@ -133,16 +133,16 @@ CASE_FIELDS = tuple(one for one in fields(Case) if one.compare)
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """The effort of measuring one trial."""
+    """The limits on the steps and the time of one trial, and its additional measurements."""
 
     budget_s: float = 1.5
     """The total duration of timed steps, in seconds, after which a trial stops even if its median is not precise."""
     warmup_steps: int = 5
-    """The least number of steps that count as warm-up; further ones depend on the series of step times."""
+    """The least number of steps that count as warm-up; the series of step times decides whether more count."""
     min_steps: int = 10
     max_steps: int = 300
     block_steps: int = 10
-    """The number of steps between two checks whether to stop; all ranks stop together."""
+    """The number of steps between two checks of the conditions for stopping; all ranks stop together."""
     trace: str = ""
     """The file for a Chrome trace of one additional step, profiled after all measurements; empty for no trace."""
     memory_by_phase: bool = True

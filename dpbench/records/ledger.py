@@ -1,8 +1,8 @@
 """Ledger: split the time of a step into phases that sum to the whole step.
 
-The algorithm walks back from the end of the step: the span that ended last is charged with the time back to its start,
-and the walk continues from there. Time that no span covers is `unattributed`. This time is found by the same walk, not
-by a subtraction, so it is never negative.
+The algorithm goes backwards from the end of the step: the span that ended last is charged with the time back to its
+start, and the algorithm continues from there. Time that no span covers is `unattributed`. The same algorithm finds this
+time without a subtraction, so it is never negative.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Ledger:
 
     @cached_property
     def phases(self) -> tuple[dict[str, float], ...]:
-        """Return each step's seconds by phase, in the order of `Phase`, then of unattributed time; warm-up included."""
+        """Return the seconds by phase of every step, warm-up included, in the order of `Phase`, then `UNATTRIBUTED`."""
         return tuple(_by_phase(charged) for charged in self.charged)
 
     @cached_property
@@ -111,7 +111,7 @@ def by_step(spans: Iterable[Span], steps: int) -> list[list[Span]]:
 
 
 def phases(step: Step, spans: Sequence[Span]) -> dict[str, float]:
-    """Return the seconds of each phase, in the order of `Phase`, then of unattributed time; they sum to the step."""
+    """Return a step's seconds by phase, in the order of `Phase`, with unattributed time last; they sum to the step."""
     return _by_phase(charge(step, spans))
 
 
@@ -156,12 +156,12 @@ def typical(trial: Trial) -> dict[str, float]:
 
 
 def middle(trial: Trial) -> list[dict[str, float]]:
-    """Return the result of `phases` for the middle half of a trial's timed steps in the order of their duration."""
+    """Return the result of `phases` for the middle half of a trial's timed steps, sorted by duration."""
     timed = [(step.seconds, parts) for step, parts in zip(trial.steps, of_trial(trial), strict=True) if not step.warmup]
     return [parts for _, parts in middle_half(sorted(timed, key=lambda one: one[0]))]
 
 
 def middle_half(ordered: Sequence[Value]) -> Sequence[Value]:
-    """Return a sorted series without its lowest and highest quarter; of fewer than four values, none is left out."""
+    """Return a sorted series without its lowest and highest quarter; fewer than four values are returned unchanged."""
     aside = len(ordered) // 4
     return ordered[aside : len(ordered) - aside]

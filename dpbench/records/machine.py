@@ -53,10 +53,11 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """The costs of operations on the processor, relative to the constants, which were measured on another machine.
+    """The costs of operations on the processor.
 
-    An operation takes `factor` times as long as its constant. Durations of single operations that were measured on this
-    machine replace the constants.
+    They are relative to the predictor's constants, which were measured on another machine. An operation takes `factor`
+    times as long as its constant. Durations of single operations that were measured on this machine replace the
+    constants.
     """
 
     factor: float = 1.0
@@ -181,7 +182,7 @@ def read(data: Mapping[str, Any], name: str) -> Machine:
     ):
         if key not in data:
             _known(data, name, [f.name for f in fields(_File)])
-            raise UnknownMachine(f"machine {name}: `{key}` is missing: {why}; it is not guessed from the GPU's name")
+            raise UnknownMachine(f"machine {name}: `{key}` is missing ({why}); it is not guessed from the GPU's name")
     file = _record(_File, data, name)
     machine = Machine(
         name=name, description=file.description, peer_access=file.peer_access, nodes=file.nodes,
@@ -217,7 +218,7 @@ def _each(text: str) -> list[str]:
 
 
 def _figure(row: Any, where: str) -> float:
-    """Return one value of the table [probe]. Raises UnknownMachine if it is missing."""
+    """Return one value of the table [probe]. Raises UnknownMachine if it is missing or has an old format."""
     if not isinstance(row, Mapping) or "value" not in row:
         raise UnknownMachine(f"machine {where}: expected a table with the key `value`; got {row!r}")
     if "median" in row:

@@ -17,7 +17,7 @@ PLACEMENTS = ("spread", "colocated")
 PRECISIONS = ("fp32", "bf16")
 SIZES = ("small", "full")
 LIMIT = (("role", "limit"),)
-"""The options of the limit, which is `single` on one device's share of the batch: a lower bound for all schedules.
+"""The options of the limit: `single` on one device's share of the batch, a lower bound of every schedule's step time.
 
 These options make the limit a separate case, which other comparisons do not use as a baseline.
 """
@@ -85,7 +85,7 @@ def ladder(*, devices: Sequence[int], device_kind: str = "cpu", **axes: Any) -> 
 def limit(case: Case) -> Case | None:
     """Return the case of one device's share of the work, run on one device.
 
-    Return None if the shares are unequal or if the devices share one processor.
+    Return None if the shares are unequal, or if the devices share one GPU or are emulated.
     """
     share, rest = divmod(case.batch_size, case.devices)
     if rest or case.placement == "colocated" or case.device_kind == "emulated":
@@ -102,7 +102,7 @@ def alone(case: Case, batch_size: int) -> Case:
 
 
 def baseline(**axes: Any) -> Case:
-    """Return a case of one device without a wrapper, with these fields."""
+    """Return a case of one device without a wrapper; `axes` are its other fields."""
     return Case(strategy=registry.of_role(Role.BASELINE), devices=1, **axes)
 
 
@@ -172,7 +172,7 @@ def engine_cost(*, devices: Sequence[int], batch_sizes: Sequence[int] = (), **ax
 
 
 def side_by_side(cases: Sequence[Case]) -> list[tuple[Case, ...]]:
-    """Return the cases in groups that one worker can measure together: one model on the same kind of devices.
+    """Return the cases in groups that one worker can measure together: the same model, settings and kind of devices.
 
     Models from the same user module count as variants of one model.
     """
@@ -220,7 +220,7 @@ def _check(models: Sequence[str], strategies: Sequence[str], devices: Sequence[i
 
 
 def split_schedules(text: str) -> list[str]:
-    """Return the schedules in a list that is separated by commas.
+    """Return the schedules in a comma-separated list.
 
     Neighbouring switches, such as workers=pool,replicas=cached, form one schedule; a `;` ends it.
     """
@@ -242,14 +242,14 @@ def _together(switches: Sequence[str]) -> str:
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice:
         raise ValueError(
-            f"--schedules turns {twice} twice in {','.join(switches)!r}; put a ';' between two schedules, "
+            f"--schedules sets {twice} twice in {','.join(switches)!r}; put a ';' between two schedules, "
             "or give the option twice"
         )
     return ",".join(switches)
 
 
 def conditions(device_kind: str) -> tuple[str, ...]:
-    """Return the conditions that a kind of device meets for schedules."""
+    """Return the conditions for `Schedule.needs` that hold on a kind of device: TRAIN_STEP, and on GPUs also CUDA."""
     return (schedule.TRAIN_STEP, schedule.CUDA) if device_kind == "cuda" else (schedule.TRAIN_STEP,)
 
 

@@ -1,8 +1,8 @@
-"""Registry: find plug-ins (models, strategies, samplers) by name; and the traits that a strategy declares.
+"""Registry: plug-ins (models, strategies, samplers) by name, and the traits that a strategy declares.
 
-A plug-in is a file of a package of dpbench; its name is the file's name. A strategy may also come from outside: from a
-file (`file.py:name`), from an importable module (`package.module:name`), or from an installed distribution that has an
-entry point in the group `dpbench.strategies`.
+A plug-in is a file in one of dpbench's packages; its name is the file's name. A strategy may also come from outside:
+from a file (`file.py:name`), from an importable module (`package.module:name`), or from an installed distribution that
+has an entry point in the group `dpbench.strategies`.
 
 Plans, predictions and reports depend on a strategy's traits, never on its name.
 """
@@ -27,7 +27,7 @@ from typing import Any, Self
 class Role(StrEnum):
     """The role of a strategy in comparisons, in the order in which reports show the strategies.
 
-    At most one strategy of dpbench has each of the first five roles.
+    Each of the first five roles belongs to at most one strategy of dpbench.
     """
 
     BASELINE = "baseline"
@@ -44,7 +44,7 @@ class Role(StrEnum):
 
 
 class Parallelism(StrEnum):
-    """How a strategy uses several devices."""
+    """The way in which a strategy uses several devices."""
 
     NONE = "none"
     THREADS = "threads"
@@ -54,19 +54,19 @@ class Parallelism(StrEnum):
 
 
 class Reduction(StrEnum):
-    """How the time of adding the gradients appears in a trial's spans."""
+    """The phase whose spans contain the time of adding the gradients."""
 
     SEPARATE = "separate"
-    """The phase reduce contains all of it."""
+    """The `reduce` phase contains all of this time."""
     IN_BACKWARD = "in backward"
-    """The phase backward contains all of it."""
+    """The `backward` phase contains all of this time."""
     OVERLAPPED = "overlapped"
-    """It runs during backward; the phase reduce contains the rest that backward does not cover."""
+    """Gradients are added during backward; the `reduce` phase contains only the time that backward does not cover."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traits:
-    """The traits of one strategy. `strategy` is its name in cases, which the registry sets."""
+    """The traits of one strategy. `strategy` is the strategy's name in cases; the registry sets it."""
 
     parallelism: Parallelism = Parallelism.THREADS
     reduction: Reduction = Reduction.SEPARATE
@@ -93,7 +93,7 @@ class Traits:
 
     @property
     def all_cores(self) -> bool:
-        """Return whether one operator uses all cores of the CPU, instead of one core per device."""
+        """Return whether each operator uses all cores of the CPU, instead of one core per device."""
         return self.role is Role.ALL_CORES
 
     @property
@@ -204,7 +204,7 @@ def _installed() -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def _outside(name: str) -> Any:
-    """Return a user's object: `file.py:name`, or `package.module:name` from this folder or Python's path."""
+    """Return the object that `file.py:name` or `package.module:name` names; Python's path includes this folder."""
     place, _, attribute = name.rpartition(":")
     here = str(Path.cwd())
     try:
@@ -224,7 +224,7 @@ def _outside(name: str) -> Any:
 
 
 def _executed(path: Path) -> Any:
-    """Return the module of a file, executed under a name unique to its path; FileNotFoundError without the file."""
+    """Execute a file and return its module; the name is unique to the path. Raises FileNotFoundError without a file."""
     if not path.is_file():
         raise FileNotFoundError(f"the file {path} does not exist")
     digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]

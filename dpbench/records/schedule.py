@@ -20,7 +20,7 @@ SWITCHES: dict[str, tuple[str, ...]] = {
     "graphs": ("off", "on"),
     "comm_dtype": ("none", "bf16"),
 }
-"""The positions of each switch. `reference`, which does the same as torch, has the first of each."""
+"""The positions of each switch. The rung `reference`, which does the same as torch, has the first of each."""
 
 LADDER: dict[str, tuple[str, str]] = {
     "pool": ("workers", "pool"),
@@ -40,7 +40,7 @@ LADDER: dict[str, tuple[str, str]] = {
 
 REFERENCE = "reference"
 FASTEST = "fastest"
-"""The name for the schedule that TrainStep itself chooses from the exact ones."""
+"""The name for the schedule that TrainStep itself chooses from the exact schedules."""
 
 TRAIN_STEP, CUDA = "TrainStep", "cuda"
 RULES: tuple[tuple[str, str, str], ...] = (
@@ -107,7 +107,7 @@ class Schedule:
     def needs(self, *conditions: str) -> list[tuple[str, str]]:
         """Return pairs (`switch=position`, need) for the needs that neither the schedule nor `conditions` meet.
 
-        `conditions` are TRAIN_STEP and CUDA.
+        `conditions` may include TRAIN_STEP and CUDA.
         """
         found = []
         for switch, position, need in RULES:
@@ -123,7 +123,7 @@ class Schedule:
         return [f"{turned} needs {need}" for turned, need in self.needs(*conditions)]
 
     def check(self, *conditions: str) -> Schedule:
-        """Return the schedule unchanged. Raises ValueError if needs are not met; the message has each of them."""
+        """Return the schedule unchanged. Raises ValueError, with a list of the needs, if any need is not met."""
         if missing := self.missing(*conditions):
             raise ValueError(f"schedule {str(self)!r} cannot run here: {'; '.join(missing)}")
         return self
@@ -132,8 +132,9 @@ class Schedule:
 def _climb() -> dict[str, Schedule]:
     """Return the schedule of every rung; each turns one switch more than the rung below.
 
-    The rung graphs is an exception, because most machines cannot run it: the rung after it continues from the one
-    before it. A graph contains a whole backward, with which no reduction can overlap, so graphs also set reduce=after.
+    The rung `graphs` is an exception, because most machines cannot run it: the rung after it continues from the rung
+    before it. A graph contains a whole backward, with which no reduction can overlap. Therefore `graphs` also sets
+    reduce=after.
     """
     below = Schedule()
     rungs = {REFERENCE: below}
@@ -151,7 +152,7 @@ RUNGS.update(_climb())
 
 
 def parse(text: str | Schedule) -> Schedule:
-    """Return the schedule with a rung's name, or with the switches in `switch=position,...`.
+    """Return the schedule that `text` describes: a rung's name, or switches as `switch=position,...`.
 
     Raises ValueError for unknown names, with the known ones, and for `fastest`, which only TrainStep can resolve.
     """
@@ -170,7 +171,7 @@ def parse(text: str | Schedule) -> Schedule:
         if switch not in SWITCHES:
             raise ValueError(f"unknown switch {switch!r} in schedule {text!r}; known: {', '.join(SWITCHES)}")
         if switch in given:
-            raise ValueError(f"schedule {text!r} turns {switch} twice")
+            raise ValueError(f"schedule {text!r} sets {switch} twice")
         given[switch] = position
     return Schedule(**given)
 
@@ -186,6 +187,6 @@ def best(*conditions: str) -> Schedule:
 
 
 def ablations(best: Schedule, *conditions: str) -> dict[str, Schedule]:
-    """Return the legal schedules that differ from `best` by one switch set back, by the name of that switch."""
+    """Return, by switch, the permitted schedule that differs from `best` only in that switch, which is set back."""
     back = {switch: replace(best, **{switch: SWITCHES[switch][0]}) for switch in best.turned()}
     return {switch: schedule for switch, schedule in back.items() if not schedule.missing(*conditions)}

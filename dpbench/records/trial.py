@@ -39,7 +39,7 @@ class Estimate:
     n: int
     signed: bool = False
     ROUNDS: ClassVar[int] = 3
-    """The least number of rounds of an estimate that is shown: two do not show how rounds differ."""
+    """The least number of rounds of an estimate that is shown: two rounds do not show how rounds differ."""
     WIDEST: ClassVar[float] = 4.0
     """The largest ratio of the high to the low end of an interval that is shown."""
 
@@ -101,7 +101,7 @@ class Verified(StrEnum):
 
 @dataclass(frozen=True)
 class Span:
-    """One phase on one device during one step, on the common time base."""
+    """One phase on one device during one step; the times of all clocks are converted to one time base."""
 
     step: int
     phase: Phase
@@ -218,7 +218,7 @@ class Trial:
 
     @property
     def refusal(self) -> str:
-        """Return the reason why the trial has no usable step times as text; empty if it has them."""
+        """Return, as text, the reason why the trial has no usable step times; empty if it has them."""
         if self.status is Status.OK and self.fault is None:
             return ""
         said = {
@@ -229,7 +229,7 @@ class Trial:
 
     @property
     def _impossible_s(self) -> float | None:
-        """Return the first impossible duration of a timed step: not finite, or not above 0; None without any."""
+        """Return the first impossible duration of a timed step: not finite, or not above 0; None if there is none."""
         return next((seconds for seconds in self.timed if not (math.isfinite(seconds) and seconds > 0)), None)
 
     @property
@@ -281,11 +281,11 @@ class Failure:
 
     `reason` is text for the user; no decision depends on it. `device` is the index of the device that failed first
     among the case's devices, if it is known. `rank` is the rank that failed. `verified` is NO if the gradients were
-    wrong. `at_s` is the time at which the rank raised, or at which its process was found dead, in seconds on the clock
-    of `time.perf_counter`. `exception` is the name of the exception's class, empty if the process ended without
-    raising. `traceback` is Python's text. `exit_status` is the status of a process that ended without raising; it is
-    negative for a signal. `perhaps_secondary` is True for a RuntimeError other than lack of memory, because torch also
-    raises this type in a rank whose peer has died.
+    wrong. `at_s` is the time at which the rank raised the exception, or at which its process was found dead, in seconds
+    on the clock of `time.perf_counter`. `exception` is the name of the exception's class, empty if the process ended
+    without raising. `traceback` is Python's text. `exit_status` is the status of a process that ended without raising;
+    it is negative for a signal. `perhaps_secondary` is True for a RuntimeError other than lack of memory, because torch
+    also raises this type in a rank whose peer has died.
     """
 
     status: Status

@@ -1,7 +1,7 @@
 """Words: format numbers as text for terminals, pages and messages.
 
-This is the only module that rounds, scales or chooses units for the reader. Numbers have three significant digits and
-never an exponent.
+This is the only module that rounds, scales or chooses units for the reader. Numbers have three significant digits,
+unless a function states otherwise, and never an exponent.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def signed_time(value: float) -> str:
 
 
 def time_unit(value: float) -> tuple[float, str]:
-    """Return the largest unit of time in which a rounded duration is at least 1: its seconds and its name.
+    """Return the length in seconds and the name of the largest unit in which a rounded duration is at least 1.
 
     The unit is ns for durations below 1 ns, but ms for 0.
     """
@@ -125,7 +125,7 @@ def times(estimate: Estimate) -> str:
 
 
 def doubt(estimate: Estimate) -> str:
-    """Return the reason why an estimate is not shown as text; empty if it is shown."""
+    """Return, as text, the reason why an estimate is not shown; empty if it is shown."""
     if estimate.doubt is Doubt.ROUNDS:
         return f"{count(estimate.n, 'round')}, but at least {Estimate.ROUNDS} are needed to see how rounds differ"
     if estimate.doubt is Doubt.WIDTH:

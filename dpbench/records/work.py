@@ -1,6 +1,6 @@
-"""Work: the cost of a model on a device, a step as a graph of tasks for predictions, and the bytes that it moves.
+"""Work: the cost of a model on a device, a step as a graph of tasks for predictions, and the bytes that a step moves.
 
-Bucketing is how torch and the engine join tensors into messages, calculated from the sizes of the tensors.
+The functions for buckets compute, from the sizes of tensors, how torch and the engine join them into messages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ COALESCED_BYTES = 10 * 2**20
 DDP_SYNC_BYTES = 250 * 2**20
 """The size limit of the buffers in which DistributedDataParallel broadcasts weights and buffers."""
 BUCKET_BYTES, FIRST_BUCKET_BYTES = 25 * 2**20, 2**20
-"""The bucket sizes of DistributedDataParallel. The engine's `overlap` uses 25 MiB for every bucket."""
+"""The size of DistributedDataParallel's buckets, and of its first bucket.
+
+The engine's `overlap` uses 25 MiB for every bucket.
+"""
 SLOT_BYTES = 64
 """The alignment of parameters in a flat buffer."""
 
@@ -51,12 +54,12 @@ def buckets(sizes: Sequence[float], limit: float = BUCKET_BYTES, first: float | 
 
 
 def bucket_sizes(sizes: Sequence[Size]) -> list[list[Size]]:
-    """Return gradient sizes, in the order in which they become ready, in the buckets of DistributedDataParallel."""
+    """Return the gradients' sizes by bucket of DistributedDataParallel; `sizes` is in the order of readiness."""
     return [[sizes[i] for i in run] for run in buckets(sizes, first=FIRST_BUCKET_BYTES)]
 
 
 def owners(sizes: Sequence[int], devices: int) -> list[int]:
-    """Return a device for each size, assigned from the largest to the device with the smallest load."""
+    """Return the owner of each tensor: the largest is assigned first, each to the device with the smallest load."""
     load, owner = [0] * devices, [0] * len(sizes)
     for n in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
         owner[n] = load.index(min(load))
@@ -87,7 +90,7 @@ class Profile:
     """The cost of one model on one device; values that are proportional to the batch are per sample.
 
     Counts describe the model alone. Costs in seconds apply to one device and precision; those that are None are
-    computed from FLOP and bytes. `launches` count the operations that the host submits to the device.
+    computed from FLOP and bytes. Fields named `*_launches` count the operations that the host submits to the device.
     `gradient_bytes` are the sizes of the parameters in the order in which backward finishes their gradients, empty if
     the order is unknown.
     """
@@ -117,14 +120,17 @@ class Profile:
 
     @property
     def gradient_sizes(self) -> tuple[float, ...]:
-        """Return the bytes of the gradients in the order in which backward finishes them; equal ones if unknown."""
+        """Return the bytes of the gradients in the order in which backward finishes them.
+
+        If the order is unknown, return equal sizes.
+        """
         count = max(1, self.parameter_tensors)
         return self.gradient_bytes or (self.parameter_bytes / count,) * count
 
 
 @dataclass(frozen=True)
 class Task:
-    """One part of a step's work: the amount with its unit, the resource that does it, and the tasks that come before.
+    """One part of a step's work: the amount with its unit, the resource that does it, and the tasks that it waits for.
 
     `after` and `overlap` are indices into the list of tasks. The task waits for the end of those in `after`, and for
     the start of those in `overlap`, with which it may run concurrently. Units are flop, bytes, s, and the counts of
@@ -133,7 +139,7 @@ class Task:
         device:i                    the stream of device i: kernels, one after the other
         host, host:i                the main thread; the thread that serves device i
         gil                         the interpreter, shared by the threads of one process
-        copy:a:b                    a copy from a to b, each a device's number or `host`
+        copy:a:b                    a copy from a to b, each a device's index or `host`
         all_reduce:k ...            the k-th collective; its tasks (one per device) begin and end together. Kinds:
                                     broadcast, reduce, all_reduce, reduce_scatter, all_gather
     """

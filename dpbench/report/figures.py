@@ -21,8 +21,8 @@ from dpbench.report.svg import Panel, Section
 COLOURS = {"faster": svg.GAIN, "slower": svg.LOSS}
 """The colours of decided verdicts; "undecided" and "same" are grey."""
 BEYOND = 1.5
-"""A rival that is slower than the slowest rung by more than this factor is not drawn, because all bars would be short.
-The caption states its step time."""
+"""A rival that is slower than the slowest rung by more than this factor is not drawn, because it would make all bars
+short. The caption states the step time of `ddp` instead."""
 
 
 def section(ladders: Sequence[Ladder]) -> Section:
@@ -147,7 +147,10 @@ PHASES: Mapping[str, tuple[str, str]] = {
 }
 """The fill of each phase and the colour of text on this fill; unattributed time is not filled."""
 
-ENDS = "Only the reference and the best rung of each ladder are drawn; the table below has the other schedules."
+ENDS = (
+    "Of each ladder, only the reference, the best rung and the schedule that TrainStep chose are drawn; the table "
+    "below has the other schedules."
+)
 
 
 def sections(report: Report) -> list[Section]:
@@ -202,12 +205,12 @@ def _throughput(facet: small_multiples.Facet, key: str) -> Panel:
 def phases(rows: Sequence[Row]) -> Section:
     """Draw the time of each phase of a step; the parts of a bar add up to the step."""
     drawn = [row for row in rows if row.phases and row.step and naming.drawable(row.step)]
-    panels, left_out = small_multiples.split(drawn, per=16)  # a whole ladder on one axis
+    panels, left_out = small_multiples.split(drawn, per=16)  # enough for a whole ladder
     left_out = " ".join(filter(None, (left_out, naming.withheld(row.step for row in rows if row.phases))))
     return Section(
         "phases", "Step time by phase",
-        "Milliseconds of one step by phase. The ledger walks back from the end of the step, so that the phases add up "
-        "to the step. Hollow parts are time outside all phases.",
+        "Milliseconds of one step by phase. The ledger charges each moment of the step to one phase, so the phases add "
+        "up to the step. Hollow parts are time outside all phases.",
         [_phases(facet, f"phases{i}") for i, facet in enumerate(panels)],
         left_out or ("" if panels else "No case has phases."),
     )  # fmt: skip

@@ -13,7 +13,7 @@ from dpbench.records import words
 from dpbench.report import devices, naming, table
 
 REASON = 160
-"""The largest number of columns of a reason; the page shows it in full."""
+"""The largest width of a reason, in columns; the HTML page shows reasons in full."""
 
 
 def render(report: Report) -> str:
@@ -89,7 +89,7 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], text: Sequence
 
 
 def _notes(lines: Iterable[table.TableLine]) -> Iterator[str]:
-    """Yield the reasons of the cases without a result."""
+    """Yield one list item for each problem of a case, with the reason."""
     for line in lines:
         model, strategy, devices, batch = (cell for cell in line.cells[:4])
         for what, reason in line.notes:

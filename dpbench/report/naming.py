@@ -68,7 +68,7 @@ def plain(text: str) -> str:
 
 
 def clip(text: str, columns: int) -> str:
-    """Cut one line to a number of columns; wide characters count as two."""
+    """Return the text as one line of at most `columns` columns; a wide character takes two."""
     text, used = plain(text), 0
     for index, character in enumerate(text):
         used += _columns(character)
@@ -119,7 +119,7 @@ def badges(rows: Sequence[Row]) -> list[tuple[str, str]]:
 
 def environment(provenance: Mapping[str, Any], trials: Sequence[Trial]) -> list[tuple[str, str]]:
     """Return the facts on the run and its workers as (name, value); commas separate differing values of workers."""
-    # the page has the self-check's results as text
+    # the page shows the self-check's results in a separate section
     found = list(_flat({name: value for name, value in provenance.items() if name != "self_check"}, ""))
     workers: dict[str, dict[str, None]] = {}
     for trial in trials:

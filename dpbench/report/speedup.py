@@ -79,7 +79,7 @@ def _work(row: Row) -> tuple[str, int]:
 
 
 def _beside(facet: small_multiples.Facet, levels: Iterable[Row]) -> list[Row]:
-    """Return the reference levels that belong in a panel and are not among its rows."""
+    """Return the rows of `levels` (one device with all cores) that belong in a panel and are not among its rows."""
     return [row for row in levels if _place(row) == _place(facet.rows[0]) and row not in facet.rows]
 
 
@@ -139,7 +139,7 @@ def _level(axes: Axes, line: Points) -> Line2D:
 
 
 def _line(axes: Axes, line: Points, nth: int, shift: float) -> Line2D:
-    """Draw a line, the `nth` of its strategy, moved by `shift` devices so that intervals do not overlap."""
+    """Draw the `nth` line of its strategy, shifted by `shift` devices so that intervals do not overlap."""
     row, last = line[-1]
     first = MARKERS.get(row.case.traits.role, "P")
     look = {

@@ -1,7 +1,7 @@
 """SVG: matplotlib figures as small inline drawings that follow the page's theme.
 
-Sentinel colours are replaced by CSS variables, text uses the page's font, and equal figures give equal bytes. A drawing
-refers to nothing outside itself.
+Sentinel colours are replaced by CSS variables, and text uses the page's font. Equal figures give equal bytes. A drawing
+refers to no external resource.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WIDTH = 420
 """The width of every panel in SVG units (1/72 inch); text of size `SMALL` is then still legible on a phone."""
 TEXT, SMALL = 12.5, 11.0
 COLUMNS = 54
-"""The number of letters in a line across a panel, in the widest common sans-serif font."""
+"""The number of letters that fit on one line across a panel, in the widest common sans-serif font."""
 FOREGROUND, GRID, MUTED, BACKGROUND = "#010203", "#010204", "#010205", "#010206"
 ROLES = {
     Role.BASELINE: "#020301", Role.ALL_CORES: "#020302", Role.WRAPPER: "#020303", Role.ENGINE: "#020304",
@@ -163,7 +163,7 @@ def render(figure: Figure, *, key: str, title: str, description: str) -> str:
     """Return the figure as an inline SVG element; `key` makes its ids unique on the page."""
     buffer = io.StringIO()
     for artist in figure.findobj():
-        artist.set_clip_on(False)  # clip paths only add ids and bytes: all artists are within the axes
+        artist.set_clip_on(False)  # all artists are inside the axes: clip paths would only add bytes
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     source = ElementTree.fromstring(buffer.getvalue())
     referred = {href[1:] for element in source.iter() if (href := element.get(_XLINK, "")).startswith("#")}
@@ -199,7 +199,7 @@ def _cleaned(source: ElementTree.Element, referred: set[str], key: str) -> Eleme
 
 
 def _shortened(value: str) -> str:
-    """Drop invisible digits, and abbreviate vertical strokes."""
+    """Round coordinates to two decimals, and abbreviate vertical strokes."""
     value = re.sub(r"-?\d+\.\d{3,}", lambda match: f"{float(match[0]):.2f}", value)
     return re.sub(r"M (\S+) (\S+)\s+L \1 (\S+)\s*", r"M\1 \2V\3", value)
 

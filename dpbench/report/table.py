@@ -40,7 +40,7 @@ class TableLine:
 
 @dataclass(frozen=True)
 class Table:
-    """A small table that belongs to a drawing; its first `text` columns are text, the others numbers."""
+    """A small table of the page or of a drawing; its first `text` columns are text, and the others are numbers."""
 
     title: str
     columns: tuple[str, ...]

@@ -24,7 +24,7 @@ from dpbench.report import naming, small_multiples, svg
 from dpbench.report.svg import Panel, Section
 
 COLUMNS = 200
-"""The number of moments drawn per round."""
+"""The number of points in time drawn per round."""
 DEVICES = 16
 """The largest number of devices or cores drawn per case."""
 PAUSE = 0.15
@@ -32,7 +32,7 @@ PAUSE = 0.15
 _CORE = re.compile(r"core(\d+)_utilization_ratio")
 
 Place = tuple[str, int]
-"""The kind of a device, "GPU" or "core", and its number."""
+"""The kind of a device, "GPU" or "core", and its index."""
 Series = dict[Place, list[tuple[float, float]]]
 """The readings (seconds, ratio) of each device or core."""
 
@@ -263,7 +263,7 @@ def _interval(axes: Axes, step: Estimate, top: float, bottom: float) -> None:
 
 
 def _scale(axes: Axes, low: float, high: float) -> tuple[float, float]:
-    """Set the axis to the range of timed steps, logarithmic if it spans more than a factor of 6; return its ends."""
+    """Set the axis to the range of timed steps, on a log scale if it spans more than a factor of 6; return its ends."""
     if low > 0 and high / low > 6:
         edges = low / 1.1, high * 1.1
         decades = range(math.floor(math.log10(edges[0])), math.ceil(math.log10(edges[1])) + 1)

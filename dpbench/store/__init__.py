@@ -1,7 +1,8 @@
 """Store: keep runs and trials in one SQLite file that stays consistent if the process is killed at any moment.
 
 Writers commit one trial at a time; readers open the file read-only. The row of a trial is written, as `running`, before
-its worker starts. When a run is resumed, rows that are still `running` are marked as killed, and their trials repeated.
+its worker starts. When a run is resumed, rows that are still `running` are marked as `killed`, and their trials are
+repeated.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _RANKED = (
     "SELECT *, row_number() OVER (PARTITION BY run_id, fingerprint, round ORDER BY "
     "status IN ('running', 'killed'), status='ok' AND verified<>'no' DESC, id DESC) AS place FROM trial"
 )
-"""The trials of each slot in order of precedence: the trial at place 1 counts."""
+"""The query for all trials, each with its place among the trials of the same case and round; place 1 counts."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Store:
     ) -> tuple[str, bool]:
         """Return the id of the run to add trials to, and whether it is an earlier run that is resumed.
 
-        An unfinished run of the same plan, host and code is resumed, and with `reopen` also a finished one. Its
+        An unfinished run of the same plan, host and code is resumed; with `reopen`, so is a finished one. Its
         `running` trials become `killed`. Raises StoreError if another living process is adding trials to that run.
         """
         with file.transaction(self._db):
@@ -136,7 +137,7 @@ class Store:
     # -- trials
 
     def done(self, run_id: str, *, retry: Iterable[str] = ()) -> set[tuple[str, int]]:
-        """Return the (fingerprint, round) slots that have a trial of a final status, apart from those in `retry`."""
+        """Return the (fingerprint, round) slots that have a trial with a final status that is not in `retry`."""
         final = sorted(FINAL - set(retry))
         marks = ",".join("?" * len(final))
         query = f"SELECT fingerprint, round FROM trial WHERE run_id=? AND status IN ({marks})"

@@ -1,4 +1,4 @@
-"""Store file: open, identify and migrate the SQLite file, and fold its write-ahead log into it on closing.
+"""Store file: open, identify and migrate the SQLite file, and merge its write-ahead log into it on closing.
 
 Schema history (`PRAGMA user_version`): 1 (first); 2 (memory by phase and kind, the device that failed).
 """
@@ -42,7 +42,7 @@ MIGRATIONS = (
         trial_id INTEGER NOT NULL REFERENCES trial(id), device INTEGER NOT NULL, peak_bytes INTEGER NOT NULL,
         source TEXT NOT NULL
     );
-    -- one row a series: times and readings are zlib-compressed little-endian doubles
+    -- one row per series: times and readings are zlib-compressed little-endian doubles
     CREATE TABLE series (
         trial_id INTEGER NOT NULL REFERENCES trial(id), device INTEGER NOT NULL, metric TEXT NOT NULL,
         n INTEGER NOT NULL, mean REAL NOT NULL, peak REAL NOT NULL, times BLOB NOT NULL, readings BLOB NOT NULL,
@@ -85,10 +85,10 @@ def open_to_write(path: Path) -> sqlite3.Connection:
 def open_to_read(path: Path) -> sqlite3.Connection:
     """Return a read-only connection. Raises StoreError unless `path` is a readable store."""
     if not path.exists():
-        raise StoreError(f"there is no store at {path}; run `dpbench run` first, or name one with --store")
+        raise StoreError(f"there is no store at {path}; run `dpbench run` first, or give another file with --store")
     try:
         if not _check_header(path):
-            raise StoreError(f"the store {path} is empty; run `dpbench run` first, or name another with --store")
+            raise StoreError(f"the store {path} is empty; run `dpbench run` first, or give another file with --store")
         db = _connect_read_only(path)
         try:
             _check_version(path, db)
@@ -96,7 +96,7 @@ def open_to_read(path: Path) -> sqlite3.Connection:
             db.close()
             raise
     except (sqlite3.Error, OSError) as error:
-        raise StoreError(f"cannot read the store {path}: {error}; name another with --store") from error
+        raise StoreError(f"cannot read the store {path}: {error}; give another file with --store") from error
     return db
 
 
@@ -106,8 +106,8 @@ def columns_of(db: sqlite3.Connection, table: str) -> list[str]:
 
 
 def fold(db: sqlite3.Connection) -> None:
-    """Fold the write-ahead log into the file, which can then be copied, and be read on read-only file systems."""
-    with suppress(sqlite3.OperationalError):  # another process has the file open and will fold it, or the disk is full
+    """Merge the write-ahead log into the file, so that it can be copied and can be read on a read-only file system."""
+    with suppress(sqlite3.OperationalError):  # another process has the file open and will merge it, or the disk is full
         db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         db.execute("PRAGMA journal_mode=DELETE")
 
@@ -152,7 +152,7 @@ def _migrate(db: sqlite3.Connection) -> None:
 def _check_header(path: Path) -> bool:
     """Return whether the file has the header of a store; False if the file is missing or empty.
 
-    The file is not opened as a database and not changed. Raises StoreError for another kind of file and a newer store.
+    The file is not opened as a database and not changed. Raises StoreError for a file of another kind or a newer store.
     """
     if path.is_dir():
         raise StoreError(f"{path} is a directory; give a file with --store")
@@ -170,7 +170,7 @@ def _check_header(path: Path) -> bool:
 
 
 def _check_version(path: Path, db: sqlite3.Connection) -> None:
-    """Check the version and the application id that the database reports, which include its write-ahead log.
+    """Check the version and the application id that the database reports, which takes its write-ahead log into account.
 
     Raises StoreError for a newer store and for a database of another program.
     """
@@ -186,12 +186,12 @@ def _refuse_newer(path: Path, version: int) -> None:
     if version > len(MIGRATIONS):
         raise StoreError(
             f"{path} has schema {version}, but this dpbench supports schemas up to {len(MIGRATIONS)}: update dpbench, "
-            "or name another file with --store"
+            "or give another file with --store"
         )
 
 
 def _patiently(action: Callable[[], object]) -> None:
-    """Repeat an action that SQLite's busy timeout does not cover, such as a change of the journal mode."""
+    """Repeat an action while the file is locked; SQLite's busy timeout does not cover a change of the journal mode."""
     deadline = time.monotonic() + PATIENCE_S
     while True:
         try:

@@ -1,8 +1,8 @@
-"""Findings: explain how much data parallelism gains, where the time goes, and which changes would help.
+"""Findings: explain the gain from data parallelism, where the time goes, and which changes would help.
 
-Rules are data (phases.py, scale.py). Each rule examines one diagnosable case, which is the DataParallel case of a
-model on the most devices, together with the other cases of the run. Findings are ranked by their cost in seconds per
-step. Each finding shows the gain of its remedy if the same run measured that gain.
+The rules are data, in phases.py and scale.py. Each rule examines one case, by preference DataParallel's on the most
+devices, and compares it with the other cases of the run. Findings are ranked by their cost in seconds per step. Each
+finding shows the gain of its remedy if the same run measured that gain.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Diagnosis:
 
 
 def diagnose(rows: Sequence[Row], trials: Sequence[Trial], cores: int) -> list[Diagnosis]:
-    """Return a diagnosis of every setting measured on several devices.
+    """Return one diagnosis for each setting and batch size that was measured on several devices.
 
     `cores` is the number of cores that the run may use, 0 for unknown.
     """
@@ -63,7 +63,7 @@ def _diagnosis(context: CaseContext) -> Diagnosis:
 
 
 def _doubtful(judged: Sequence[tuple[FindingRule, Judgement]]) -> Iterator[str]:
-    """Yield one line that names the rules whose measured time may not be shown, with the way to get enough rounds."""
+    """Yield one line with the rules whose time is in doubt and the way to get enough rounds, if there are any."""
     names = [rule.name for rule, seen in judged if isinstance(seen, Evidence) and seen.size_s and seen.size_s.doubt]
     if names:
         yield f"{', '.join(names)} ({words.NOT_ENOUGH}: {words.REMEDY} would help)"

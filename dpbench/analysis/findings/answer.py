@@ -1,4 +1,4 @@
-"""Answer: one paragraph on the gain from the devices, where the lost time goes, and which change helps how much."""
+"""Answer: one paragraph with the gain from the devices, the phases that lose time, and the best changes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def answer(context: CaseContext, findings: Sequence[Finding]) -> str:
 
 
 def _gives(context: CaseContext) -> str:
-    """Return a sentence on the speed-up against the ideal, and the limits of this machine."""
+    """Return sentences on the speed-up, the ideal, and the limits of this machine."""
     case, row = context.case, context.row
     subject = _subject(context)
     if row.speedup is None:
@@ -64,7 +64,7 @@ def _subject(context: CaseContext) -> str:
 
 
 def _steps(context: CaseContext) -> str:
-    """Return a sentence on the gain from the last devices; empty if it is unknown or in doubt."""
+    """Return a sentence on the gain over the next smaller number of devices; empty if it is unknown or in doubt."""
     fewer = context.fewer()
     if fewer is None:
         return ""
@@ -81,7 +81,7 @@ def _steps(context: CaseContext) -> str:
 def _where(context: CaseContext) -> str:
     """Return sentences on the time lost against perfect scaling, by phase.
 
-    The phases of both cases sum to their steps, so the differences by phase sum to the time lost.
+    In each of the two cases the phases sum to the step, so their differences sum to the time lost.
     """
     found = context.ideal()
     if found is None or found[0].doubt:
@@ -156,7 +156,7 @@ def _faster(context: CaseContext, others: Sequence[Row]) -> list[tuple[Row, Esti
 
 
 def _name(row: Row) -> str:
-    """Return the name of the change that a row makes."""
+    """Return the name of a row's strategy or schedule."""
     if not row.case.traits.scheduled:
         return strategy(row.case)
     chosen = " (chosen by TrainStep itself)" if row.case.schedule == schedule.FASTEST else ""

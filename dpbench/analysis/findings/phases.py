@@ -11,7 +11,7 @@ from dpbench.records.trial import Estimate
 from dpbench.records.words import count, percent, size, time, verb
 
 SERIAL = 1.25
-"""The mean number of devices that run a phase concurrently below which they count as taking turns."""
+"""Devices count as taking turns if the mean number of them that run a phase concurrently is below this."""
 
 
 def _heavy(phase: Phase, detail: Callable[[CaseContext, Estimate], str]) -> Callable[[CaseContext], Judgement]:
@@ -28,7 +28,7 @@ def _heavy(phase: Phase, detail: Callable[[CaseContext, Estimate], str]) -> Call
 
 
 def _per_tensor(context: CaseContext, seconds: Estimate) -> str:
-    """Return the time per parameter tensor as text, because DataParallel's cost depends on their number above all."""
+    """Return the time per parameter tensor as text, because the cost depends mainly on the number of tensors."""
     model = context.model
     if not model.get("parameter_tensors"):
         return time(seconds.value)
@@ -105,7 +105,7 @@ def _serial(phase: Phase) -> Callable[[CaseContext], Judgement]:
         took, alone = context.row.phases.get(phase.value, 0.0), ideal[0].phases.get(phase.value, 0.0) / ideal[1]
         devices = count(len(context.case.rows), "device")
         return Evidence(
-            says=f"{phase.value} takes {time(took)} on {devices}; run concurrently it would take {time(alone)}",
+            says=f"{phase.value} takes {time(took)} on {devices}; run concurrently, it would take {time(alone)}",
             numbers=f"one device's share would take {time(alone)}; {_cause(context, at_once)}",
             size_s=lost,
         )

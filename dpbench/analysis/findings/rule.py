@@ -52,7 +52,7 @@ class CaseContext:
 
     @property
     def engine(self) -> bool:
-        """Return whether the case is a DataParallel: one process with a thread per device."""
+        """Return whether one process runs all devices, as in DataParallel."""
         return self.case.traits.threads
 
     @property
@@ -84,7 +84,7 @@ class CaseContext:
     def single(self, batch: int = 0) -> Row | None:
         """Return the row of one device at the batch size `batch`, by default the case's; None if it was not measured.
 
-        If `single` was not measured at this batch size, the limit of a ladder is used if its batch size is the same.
+        If `single` was not measured at this batch size, the row of a ladder's limit at this batch size is used.
         """
         alone = plan.alone(self.case, batch or self.case.batch_size)
         found = self.rows.get(alone) or self.rows.get(replace(alone, options=plan.LIMIT))
@@ -95,11 +95,11 @@ class CaseContext:
         return self.other(strategy=registry.of_role(Role.ALL_CORES), schedule="", devices=1)
 
     def ideal(self) -> tuple[Row, float] | None:
-        """Return a one-device row and a divisor, whose quotient is the step time of perfect scaling, or None.
+        """Return a one-device row and a divisor: with perfect scaling, a step takes the row's time over the divisor.
 
         If one device was measured at equal global work, the divisor is the number of devices, or 1 for replicas that
-        share a GPU. Otherwise the row is that of one device's share of the batch, and the divisor is 1. Emulated
-        devices show host cost only, so the result is None for them.
+        share a GPU. Otherwise the row is that of one device's share of the batch, and the divisor is 1. Return None if
+        neither was measured, and for emulated devices, which show host cost only.
         """
         if self.case.device_kind == "emulated":
             return None
@@ -119,7 +119,7 @@ class CaseContext:
         ]
 
     def fewer(self) -> Row | None:
-        """Return the row with the next smaller number of devices above one, at equal work in total or per device.
+        """Return the row with the next smaller number of devices, at least two, at equal work in total or per device.
 
         Return None if there is none, or if more devices cannot be faster because they share a GPU or are emulated.
         """
@@ -141,7 +141,7 @@ class CaseContext:
         return around(value, stats.median(self._series(self.case, names)))
 
     def excess(self, name: str) -> Estimate | None:
-        """Return the seconds per step that a phase takes beyond perfect scaling; None if there is no one-device row."""
+        """Return the seconds per step that a phase takes beyond perfect scaling; None if perfect scaling is unknown."""
         found = self.ideal()
         if found is None:
             return None
@@ -191,7 +191,7 @@ def scaled(series: stats.Rounds, factor: float) -> dict[int, list[float]]:
 
 
 def contexts(rows: Sequence[Row], trials: Sequence[Trial], cores: int) -> list[CaseContext]:
-    """Return the cases to diagnose: for each setting and batch size, DataParallel on the most devices."""
+    """Return the cases to diagnose: per setting and batch size, one on the most devices, by preference DataParallel."""
     measured = [row for row in rows if row.step and row.series and row.source is Source.MEASURED]
     # beside other devices, emulated ones only compare the engine with torch's DataParallel
     measured = [row for row in measured if row.case.device_kind != "emulated"] or measured
@@ -216,7 +216,7 @@ def contexts(rows: Sequence[Row], trials: Sequence[Trial], cores: int) -> list[C
 
 
 def _setting(case: Case) -> Case:
-    """Return the case with every field reset that may differ between the cases of one setting."""
+    """Return the case after a reset of every field that may differ between the cases of one setting."""
     return replace(case, strategy="", schedule="", devices=1, batch_size=1)
 
 
@@ -249,7 +249,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Missing:
-    """A question that a rule could not answer, with the option that adds the missing case."""
+    """A question that a rule could not answer, with the options that would answer it."""
 
     what: str
 

@@ -1,4 +1,4 @@
-"""Scale: findings from comparing cases: the gain from more devices, the size and split of the batch, faster rivals."""
+"""Scale: findings about imbalance, the number of devices, the size and split of the batch, and faster alternatives."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _memory(context: CaseContext) -> Judgement:
     ]
     measured = f"; measured here: {', '.join(lighter)}" if lighter else ""
     return Evidence(
-        says=f"device 0 uses {number(row.memory_imbalance)}× the memory of the others, so device 0 runs out first",
+        says=f"device 0 uses {number(row.memory_imbalance)}× the memory of the others, so it runs out of memory first",
         numbers=f"{size(row.memory[0])} against {size(sum(others) / len(others))} ({row.memory_source}){measured}",
         size_s=None,
     )
@@ -204,7 +204,7 @@ def _uneven(context: CaseContext) -> Judgement:
 
 
 def _diminishing(context: CaseContext) -> Judgement:
-    """Find that the last devices gave less than the ideal gain."""
+    """Find that the devices added last gave less than the ideal gain."""
     if context.case.devices <= 2 or context.case.placement == "colocated" or context.case.device_kind == "emulated":
         return None
     fewer = context.fewer()

@@ -77,7 +77,7 @@ def parts(finding: Finding) -> list[tuple[str, str]]:
 
 
 def _cure(cure: Cure) -> str:
-    """Return the measured gain of a case as text; the case may differ in more than the remedy."""
+    """Return the gain of a case with the remedy as text; that case may also differ in other ways."""
     name = strategy(cure.row.case)
     if cure.ratio.doubt:
         return f"{name}: {NOT_ENOUGH}"
