@@ -1,11 +1,11 @@
 """The asv suite: the time of a training step, its phases, the engine's verbs and an import, for each commit.
 
 asv takes this folder from the working tree and dpbench from the commit that it measures. Benchmarks therefore import
-dpbench inside their functions, and are not applicable, rather than broken, on commits that lack a name.
+dpbench inside their functions. On a commit that lacks a name, they are reported as not applicable, not as failed.
 
 asv reads {"samples", "number"} from a `track_` function as timings, and computes their median, interval and
-significance. The function warms up and defines one call. DPBENCH_QUICK=1 takes fewer samples of the same work, so that
-quick and full results share one series.
+significance. The function does the warm-up itself. DPBENCH_QUICK=1 takes fewer samples of the same work, so that quick
+and full results share one series.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def timing(**attributes: Any) -> Callable[[Callable[..., Any]], Callable[..., An
 
 
 def result(samples: list[float]) -> dict[str, Any]:
-    """Return samples in seconds, one call each, in asv's format."""
+    """Return samples, each the seconds of one call, in asv's format."""
     return {"samples": samples, "number": 1}
 
 
@@ -64,9 +64,9 @@ def module(name: str) -> ModuleType:
 
 
 def attribute(name: str, *attributes: str) -> Any:
-    """Return the first attribute that the module, or a module with an earlier name, has; raise ImportError if none has.
+    """Return the first of `attributes` that a module has under its present or an earlier name; else raise ImportError.
 
-    A commit may have another module under today's name.
+    In an earlier commit, another module may have the present name.
     """
     for one in (name, *EARLIER.get(name, ())):
         try:

@@ -1,6 +1,6 @@
 """Host seconds to make eight replicas of a module with ResNet-50's shapes: bind, detect changes, rebuild, broadcast.
 
-All tensors but those of the broadcast are on the meta device, so that the time is Python's share.
+All tensors but those of the broadcast are on the meta device, so that only the time of Python is measured.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def setup_devices(devices: int) -> None:
     rounds=1,
 )
 def track_fast_tick_seconds(devices: int) -> dict[str, Any]:
-    """Return the mean seconds between two readings of the fast counters, once per period; the target is 10 ms."""
+    """Return the mean seconds between two readings of the fast counters, for each of `LOOKS` periods; goal: 10 ms."""
     nvml = module("hardware.samplers.nvml")
     ticks = []
     for _ in range(LOOKS):

@@ -16,7 +16,7 @@ PHASES = (
 )  # fmt: skip
 
 WORKERS = 4 if QUICK else 6
-"""The number of fresh processes per case: processes differ more than the steps of one, and start quickly."""
+"""The number of fresh processes per case: steps differ more between processes than within one."""
 LIMIT_S = 60.0
 
 

@@ -1,4 +1,4 @@
-"""Host seconds of the engine's verbs on logical CPU devices, with small tensors, so that the time is Python's share."""
+"""Host seconds of the engine's verbs on logical CPU devices; with small tensors, Python takes most of the time."""
 
 from __future__ import annotations
 

@@ -156,4 +156,4 @@ def test_side_by_side_an_error_in_a_step_ends_all_and_says_so(tmp_path, monkeypa
     monkeypatch.setattr(bench.CaseTimer, "block", broken)
     done = trial.run_together([SINGLE, DP], Effort(budget_s=0.05, min_steps=5, max_steps=10), tmp_path)
     assert [t.status for t in done] == [Status.FAILED, Status.FAILED]
-    assert all("planted" in t.reason and "side by side with 1 other(s)" in t.reason for t in done)
+    assert all("planted" in t.reason and "measured together with 1 other case(s)" in t.reason for t in done)

@@ -1,4 +1,4 @@
-"""Coverage: how often the 95 % intervals of reports include the true value, and how often reports withhold them.
+"""Coverage: how often the 95 % intervals of reports include the true value, and how often reports withhold an estimate.
 
     python benchmarks/scripts/coverage.py [--experiments 10000]
 
@@ -43,8 +43,8 @@ Array = NDArray[np.float64]
 class Noise:
     """The variation of the stored runs, on a logarithmic scale.
 
-    `between` has the deviations of round medians from the mean of their case, of all cases together and centred on 0.
-    It mixes calm and noisy cases, so its tails are heavier than those of a single case. `within` has an array for each
+    `between` has the deviations of the rounds' medians from the mean of their case, for all cases and centred on 0. It
+    mixes calm and noisy cases, so its tails are heavier than those of a single case. `within` has an array for each
     round: its steps relative to the round's median.
     """
 
@@ -54,7 +54,7 @@ class Noise:
 
 @dataclass(frozen=True)
 class Line:
-    """The results of one kind of estimate in the experiments of one setting; shares are between 0 and 1."""
+    """The results of one kind of estimate in the experiments of one setting; the last three fields are fractions."""
 
     rounds: int
     rate: float
@@ -70,7 +70,7 @@ def recorded(paths: Iterable[Path]) -> Noise:
     between: list[float] = []
     for case in cases:
         levels = np.log([statistics.median(steps) for steps in case])
-        # each round shifts the mean of the few rounds towards it, which shrinks the deviations by this factor
+        # each round shifts the mean of the few rounds towards itself, which shrinks the deviations by this factor
         between += list((levels - levels.mean()) * math.sqrt(len(case) / (len(case) - 1)))
     within = tuple(np.log(steps) - np.log(statistics.median(steps)) for case in cases for steps in case)
     return Noise(np.array(between) - np.median(between), within)
@@ -138,7 +138,7 @@ def table(lines: Iterable[Line]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--experiments", type=int, default=10_000, help="number per line of the table")
+    parser.add_argument("--experiments", type=int, default=10_000, help="experiments per line of the table")
     given = parser.parse_args()
     stats.RESAMPLES = RESAMPLES
     noise = recorded(REPORTS / name for name in STORED)

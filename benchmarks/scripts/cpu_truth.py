@@ -1,4 +1,4 @@
-"""CPU truth: predicted against measured steps of dpbench's engine and of DistributedDataParallel on this machine's CPU.
+"""CPU truth: compare predicted with measured steps of dpbench's engine and DistributedDataParallel on this CPU.
 
     python benchmarks/scripts/cpu_truth.py [--blocks 10] [--rounds 3] [--batch 64] [--into reports/cpu-truth]
 
@@ -54,12 +54,15 @@ class Row:
 
     @cached_property
     def error(self) -> float:
-        """Return the relative error."""
+        """Return the relative error of the prediction."""
         return self._of(range(len(self.predicted)))
 
     @cached_property
     def interval(self) -> tuple[float, float]:
-        """Return the central 90 % interval of the error over resampled blocks; of one block, the error as both ends."""
+        """Return the central 90 % interval of the error over resampled blocks.
+
+        For a single block, both ends are the error.
+        """
         blocks = range(len(self.predicted))
         if len(blocks) < 2:
             return self.error, self.error
@@ -97,7 +100,7 @@ class Row:
 
 
 def cases(models: Sequence[str], batch: int) -> list[Any]:
-    """Return the cases to measure: the two one-device cases of each model, and the cases that they help predict."""
+    """Return the cases to measure: two one-device cases per model, and the cases predicted from them."""
     from dpbench.records import Case
 
     found = []
@@ -234,7 +237,7 @@ def _count(rows: Sequence[Row]) -> str:
 
 
 def main() -> None:
-    """Probe, measure, predict, compare, write."""
+    """Measure the blocks, compare predictions with measurements, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=3, help="rounds per block, at least 2")

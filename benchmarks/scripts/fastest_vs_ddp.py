@@ -5,8 +5,8 @@
 Each run is a fresh process with OMP_NUM_THREADS=1 whose threads are not bound to cores. `fastest` trains in that
 process. The ranks are its children, and block on a pipe while `fastest` runs. All sides take their warm-up steps, then
 blocks of steps in ABBA order. The result of a run is the median over blocks of a ratio of seconds per step, DDP over
-`fastest`: above 1, `fastest` is faster. Three more ratios explain the result: DDP over a second DDP shows the noise,
-DDP over a DDP whose ranks keep freed memory as `fastest` does shows the effect of the allocator, and the last one over
+`fastest`: above 1, `fastest` is faster. Three more ratios explain the result. DDP over a second DDP shows the noise.
+DDP over a DDP that keeps freed memory, as `fastest` does, shows the effect of the allocator. This third DDP over
 `fastest` shows the effect of the schedule.
 """
 
@@ -169,7 +169,7 @@ def ratios(run: dict[str, Any]) -> dict[str, float]:
 
 
 def table(runs: Sequence[dict[str, Any]]) -> str:
-    """Return one row per net and ratio as Markdown: the median of the runs, and every run."""
+    """Return a Markdown table with one row per net and ratio: the median of the runs, and the value of every run."""
     lines = ["| net | ratio | median of runs | runs |", "|---|---|---|---|"]
     for name in dict.fromkeys(run["net"] for run in runs):
         found = [ratios(run) for run in runs if run["net"] == name]

@@ -1,4 +1,4 @@
-"""Fit the constants that microbenchmarks leave open to published step times of several machines.
+"""Fit the constants that microbenchmarks do not determine, using published step times of several machines.
 
     python benchmarks/scripts/fit_constants.py FILE.csv
 
@@ -33,11 +33,11 @@ logarithm."""
 HOST = (3.3, 0.3)
 """The prior of a host factor, in the same form."""
 FITTED_ON = ("RYU2080TI", "RYURTX")
-"""Groups whose rows separate the host's cost from the GPUs': 32 models each, on one to four GPUs."""
+"""Groups whose rows separate the cost of the host from that of the GPUs: 32 models each, on one to four GPUs."""
 WEIGHT = 0.01
 """The mean error that weighs as much as a deviation of every constant by one standard deviation of its prior."""
 WORST = 0.5
-"""The largest absolute logarithm of predicted over measured that counts: an outlier adds no more than this."""
+"""The cap on the absolute logarithm of predicted over measured time: an outlier adds no more than this."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def error(matched: Sequence[Matched], constants: Constants, host: float) -> floa
 
 
 def main(path: Path) -> None:
-    """Print the constants fitted to all groups of a table, then those fitted without each group."""
+    """Print the constants fitted to all groups of a table, then the constants fitted without each group in turn."""
     table, _ = published.read(path)
     matched, _ = published.match(table)
     groups = {name: [one for one in matched if one.row.group == name] for name in FITTED_ON}

@@ -27,7 +27,7 @@ def spin() -> None:
 
 
 class SlowForward(mlp.SimpleModel):
-    """The mlp whose forward spins in the first replica of each step to reach it."""
+    """The mlp with a forward that spins once per step, in the replica that calls it first."""
 
     calls = itertools.count()
 
@@ -38,7 +38,7 @@ class SlowForward(mlp.SimpleModel):
 
 
 class SlowBackward(torch.autograd.Function):
-    """The identity, whose backward spins."""
+    """An identity function with a backward that spins."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -51,7 +51,7 @@ class SlowBackward(torch.autograd.Function):
 
 
 class Variant:
-    """A model plug: the mlp with a slowdown in one phase, or without."""
+    """A model for dpbench: the mlp, with a slowdown in one phase or without any."""
 
     def __init__(self, phase: str) -> None:
         self._phase = phase

@@ -2,12 +2,13 @@
 
     python benchmarks/scripts/verdicts.py OUTPUT.jsonl [--aa 200] [--ab 50]
 
-A/A: half of the comparisons are within one run: both sides in one worker, with alternating blocks, and more rounds
-until the ratio is known to 1 % or 12 s have passed. The other half are between two runs of five rounds, each round
-under a new server, so that the runs share only the machine. At most 2 % of the verdicts should be a false "faster" or
-"slower". A/B: one phase (forward, loss and backward in rotation) spins for 3 % of the step, and a comparison has 60 s.
-At least 90 % of the comparisons should find the slowdown and name its phase. Each comparison appends one line to
-OUTPUT, and a restarted script resumes from there. All take about 100 minutes on two cores.
+A/A: half of the comparisons are within one run. One worker measures both sides in alternating blocks, and rounds are
+added until the ratio is known to 1 % or the budget of 12 s is spent. The other half are between two runs of five
+rounds, each round under a new server, so that the runs share only the machine. At most 2 % of the verdicts should be a
+false "faster" or "slower". A/B: one phase (forward, loss and backward in rotation) spins for 3 % of the step, and a
+comparison takes less than 60 s, of which 45 s are the budget of its run. At least 90 % of the comparisons should find
+the slowdown and name its phase. Each comparison appends one line to OUTPUT; a restarted script makes only the missing
+ones. All comparisons take about 100 minutes on two cores.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def measure(
 
 
 def inside(first: Case, second: Case, budget_s: float) -> dict[str, Any]:
-    """Compare two cases within one run; above 1 the second is faster."""
+    """Compare two cases within one run; a ratio above 1 means that the second case is faster."""
     trials = measure([first, second], UntilPrecise(least=5), paired=True, budget_s=budget_s)
     sides = [[trial for trial in trials if trial.case == case] for case in (first, second)]
     one, other = (summary.measured(side) for side in sides)
@@ -126,7 +127,7 @@ def tally(lines: list[dict[str, Any]]) -> str:
         counts = Counter(line["verdict"] for line in mine)
         width = statistics.median((line["high"] - line["low"]) / 2 / line["ratio"] for line in mine)
         words = ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common())
-        text.append(f"{kind}: {len(mine)}: {words}; half an interval is {width:.1%} in the median; "
+        text.append(f"{kind}: {len(mine)}: {words}; the median half-width of an interval is {width:.1%}; "
                     f"{statistics.median(line['rounds'] for line in mine):.0f} rounds, "
                     f"{statistics.median(line['seconds'] for line in mine):.0f} s each")  # fmt: skip
         if kind == "planted":

@@ -32,7 +32,7 @@ for command in (
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line; print errors to stderr and exit with the code that belongs to them."""
+    """Run the command line; print errors to stderr, and exit with the matching exit code."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # SystemExit runs the cleanup of all contexts
     try:
         cli.main(arguments, prog_name="dpbench", standalone_mode=False)

@@ -1,4 +1,4 @@
-"""Options: their types and defaults, and the cases that they select; and the exit codes of all commands."""
+"""Options: their types and defaults, the cases that they select, and the exit codes of all commands."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ REPORT = Path("reports/latest/index.html")
 store_option = click.option(
     "--store", type=click.Path(path_type=Path), default=Path("dpbench.db"), show_default=True, help="The results file."
 )
-run_option = click.option("--run", "run_id", help="The run, by the beginning of its id.  [default: the newest]")
+run_option = click.option("--run", "run_id", help="The run whose id begins with this text.  [default: the newest]")
 patience_option = click.option(
     "--patience",
     type=click.FloatRange(0),
@@ -39,9 +39,9 @@ patience_option = click.option(
 )
 
 QUICK_BUDGET_S = {"cpu": 60.0, "cuda": 180.0, "emulated": 60.0}
-"""Seconds for the measurements of `dpbench run` without arguments, so that it ends within 90 s on two cores.
+"""The budget in seconds of `dpbench run` without arguments, by device kind; on two cores the command ends within 90 s.
 
-GPUs get more: each trial creates a CUDA context and loads libraries.
+The budget for GPUs is larger, because each trial creates a CUDA context and loads libraries.
 """
 AUTO_BUDGET_S = 300.0
 
@@ -50,8 +50,8 @@ AXES = (
     "models", "own", "strategies", "own_strategies", "schedules", "ladder", "devices", "batch_sizes",
     "batch_per_device",
 )  # fmt: skip
-"""The options that select cases. A run without any of them is a short one with default cases."""
-EMPTY = "give at least one, or leave the option out"
+"""The options that select cases. Without any of them, a run is short and uses default cases."""
+EMPTY = "give at least one value, or leave the option out"
 
 
 class Names(click.ParamType[tuple[str, ...]]):

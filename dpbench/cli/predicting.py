@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 COLUMNS = ("model", "strategy", "devices", "batch", "ms/step", "80 % interval", "samples/s", "speed-up", "phases, ms",
            "profile", "label")  # fmt: skip
 SHOWN = 0.03
-"""The minimum share of the step for a phase to be shown in the table."""
+"""The smallest fraction of a step that a phase must take to be shown in the table."""
 SCORES = ("group", "strategy", "metric", "n", "MAPE", "median", "p90", "bias", "overhead", "skill", "80 % holds",
           "hard n", "hard MAPE", "left out")  # fmt: skip
 
@@ -48,20 +48,20 @@ def _cells(one: Prediction, others: Sequence[Prediction]) -> tuple[str, ...]:
 
 
 def _phases(one: Prediction) -> str:
-    """Return, as text, the phases that take at least the share `SHOWN` of the step, with their milliseconds."""
+    """Return a text with the milliseconds of each phase that takes at least the fraction `SHOWN` of the step."""
     if not one.spans:
-        return "formula: none"
+        return "none (formula)"
     charged = ledger.phases(Step(one.seconds, False, one.seconds), one.spans)
     shown = {name: s for name, s in charged.items() if s >= SHOWN * one.seconds and name != UNATTRIBUTED}
     return " ".join(f"{name} {words.number(seconds * 1e3)}" for name, seconds in shown.items())
 
 
-NEEDS = ("model", "strategy", "devices", "batch", "GPU 0 allocated", "others", "GPU 0 reserved",
+NEEDS = ("model", "strategy", "devices", "batch", "GPU 0 allocated", "other GPUs", "GPU 0 reserved",
          "with context and NCCL", "fits", "largest batch", "label")  # fmt: skip
 
 
 def needs_table(found: Iterable[Need]) -> str:
-    """Return a table of each case's memory: the peaks of device 0, the highest of the others, and whether it fits."""
+    """Return a table of each case's memory peaks on device 0 and on the other devices, and whether the case fits."""
     lines: list[tuple[str, ...]] = [NEEDS]
     for one in found:
         case = one.case
@@ -79,7 +79,7 @@ def needs_table(found: Iterable[Need]) -> str:
 
 
 def what_ifs_table(found: Sequence[WhatIf]) -> str:
-    """Return the gains of changes as a table."""
+    """Return a table of the predicted gains from changes of the schedule or the machine."""
     lines = [("model", "devices", "batch", "what if", "ms/step", "samples/s", "times as fast")]
     for one in found:
         rate = one.batch / one.seconds
@@ -102,7 +102,7 @@ def scores_table(lines: Iterable[ScoreLine]) -> str:
 
 
 def excluded_text(rows: Iterable[Excluded], most: int = 5) -> str:
-    """Return the reasons why rows were left out as text, each with its number of rows and the first `most` ids."""
+    """Return one line of text per reason for leaving out rows: the number of rows, and the first `most` ids."""
     reasons: dict[str, list[str]] = {}
     for row in rows:
         reasons.setdefault(row.reason, []).append(row.id)
@@ -118,7 +118,7 @@ DEVICES = (1, 2, 4, 8)
 
 @click.command()
 @click.option("--machine", "machine_name", help="A machine of `dpbench list machines`, or a TOML file.")
-@click.option("--models", type=Names(), default=(), help="Reference models or known ones: resnet50,bert-base.")
+@click.option("--models", type=Names(), default=(), help="Reference models, or known ones such as resnet50,bert-base.")
 @click.option("--model", "own", multiple=True, help="Your own model, package.module:name; may be repeated.")
 @click.option("--strategies", type=Names(), default=(), help="[default: single,torch_dp,dp,ddp]")
 @click.option("--schedules", type=Schedules(), multiple=True, help="Schedules of dp.  [default: reference]")
@@ -136,9 +136,9 @@ DEVICES = (1, 2, 4, 8)
     "--from", "measured", type=click.Path(path_type=Path, exists=True),
     help="A results file with steps of the strategy `single` that were measured on one device of this machine.",
 )  # fmt: skip
-@click.option("--quick", is_flag=True, help="Use formulas only: no phases, and only the schedule reference.")
+@click.option("--quick", is_flag=True, help="Use formulas only: no phases, and no schedule but `reference`.")
 @click.option("--memory", is_flag=True, help="Predict each device's peak memory too; takes seconds per model.")
-@click.option("--max-batch", is_flag=True, help="Search the largest batch that fits; slower than --memory.")
+@click.option("--max-batch", is_flag=True, help="Search for the largest batch that fits; slower than --memory.")
 @click.option(
     "--score",
     "table",
@@ -146,12 +146,13 @@ DEVICES = (1, 2, 4, 8)
     help="Score predictions against the measurements in this CSV file.",
 )
 @click.option("--json", "as_json", is_flag=True, help="With --score: print JSON.")
-@click.option("--all-rows", is_flag=True, help="With --score: include repeats, and suspect and low-trust rows.")
+@click.option("--all-rows", is_flag=True, help="With --score: also score repeated, suspect and low-trust rows.")
 @click.option("--store", type=click.Path(path_type=Path), help="Write the predictions as a run of this results file.")
 def predict(table: Path | None, as_json: bool, all_rows: bool, **options: Any) -> None:
     """Predict steps on another machine, phase by phase, with 80 % intervals; or score predictions.
 
-    --score takes a CSV file of published measurements, in which each group of rows must include a row of one device.
+    --score takes a CSV file of published measurements, in which each group of rows must include a measurement
+    on one device.
     """
     if table:
         _score(table, as_json, all_rows)
@@ -176,7 +177,7 @@ def predict(table: Path | None, as_json: bool, all_rows: bool, **options: Any) -
         schedules=tuple(one for given in options["schedules"] for one in given) or ("reference",),
         size=options["size"], precision=options["precision"], **batches,
     )  # fmt: skip
-    # only ddp runs on more than one node; if no other case is left, the prediction explains why it refuses
+    # only ddp runs on more than one node; if no case is left, keep all, because the predictor gives the reason
     asked = [case for case in asked if case.traits.ranks or case.devices <= described.gpu.count] or asked
     _check(described, options)
     samples = next(iter(batches["batch_per_device"] or batches["batch_sizes"]))
@@ -186,7 +187,7 @@ def predict(table: Path | None, as_json: bool, all_rows: bool, **options: Any) -
         described, given=known, by_formula=options["quick"], measured={key: one.profile for key, one in steps.items()}
     )
     found = [predictor.predict(case) for case in asked]
-    basis = "only steps on one device were measured there" if described.logical else "all steps below are predictions"
+    basis = "only its steps on one device were measured" if described.logical else "all steps below are predictions"
     click.echo(f"{described.name}: {described.description}; {basis}")
     click.echo("".join(f"{one.words}\n" for one in steps.values()))
     click.echo(predictions_table(found))
@@ -215,7 +216,7 @@ def _check(machine: Any, options: Mapping[str, Any]) -> None:
 
 
 def _score(path: Path, as_json: bool, all_rows: bool) -> None:
-    """Print the prediction errors for published measurements."""
+    """Print the errors of predictions against the published measurements in a file."""
     import json
 
     from dpbench.predict.scoring import score

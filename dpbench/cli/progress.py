@@ -1,4 +1,4 @@
-"""Progress: the progress and the remaining time of a run on stderr, and the plain table of its results."""
+"""Progress: show the progress of a run on stderr, and format its results as a plain table."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from dpbench.records.words import aligned
 
 
 class _Console(Console):
-    """A console that raises BrokenPipeError when the reader has closed the output; rich's own would end the process."""
+    """A console that raises BrokenPipeError when the reader has closed the output; rich's console would exit."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError("the output was closed")
 
 
 class Progress:
-    """A progress bar on a terminal, otherwise one line per trial; a context manager."""
+    """A context manager that prints one line per trial, and on a terminal also shows a progress bar."""
 
     def __init__(self) -> None:
         self._console = _Console(stderr=True, highlight=False, soft_wrap=True)

@@ -1,6 +1,7 @@
 """Reading: the commands that read a store: report, explain, compare, list, export.
 
-`dpbench list` also prints the choices of `run`, read from the files themselves without importing them.
+`dpbench list` also prints the values that options of `dpbench run` accept. It reads the descriptions of dpbench's
+models and strategies from their files, without importing them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ METRICS = {
     "busy_s": "CPU seconds per step of the threads of one logical CPU device",
     "kernel_busy_s": "seconds in which a GPU ran kernels other than collectives, in one profiled step",
     "collective_busy_s": "seconds in which a GPU ran collective kernels, in one profiled step",
-    "utilization_ratio": "share of time in which a GPU ran any kernel, from NVML",
+    "utilization_ratio": "fraction of the time in which a GPU ran any kernel, from NVML",
     "memory_used_bytes": "memory in use on a GPU, from NVML",
     "process_memory_bytes": "memory of this run's processes on a GPU, from NVML",
     "foreign_memory_bytes": "memory of other processes on a GPU, from NVML",
@@ -41,24 +42,24 @@ METRICS = {
     "pcie_rx_bytes_per_s": "PCIe traffic into a GPU",
     "pcie_tx_bytes_per_s": "PCIe traffic out of a GPU",
     "cpu_clock_hz": "the highest clock of the cores that the run may use",
-    "process_cpu_ratio": "cores kept busy by this run's processes",
+    "process_cpu_ratio": "number of cores kept busy by this run's processes",
     "rss_bytes": "resident memory of this run's processes",
-    "foreign_cpu_ratio": "cores kept busy by other processes",
-    "core{i}_utilization_ratio": "share of time in which core i was busy",
+    "foreign_cpu_ratio": "number of cores kept busy by other processes",
+    "core{i}_utilization_ratio": "fraction of the time in which core i was busy",
     "load_1m": "the host's load average over one minute",
 }
 
 REMOVES = {
     "pool": "the start of one thread per replica in each step",
     "cached": "the rebuilding of the replicas' module trees in each step",
-    "flat_storage": "the broadcast and the reduction of one tensor at a time",
+    "flat_storage": "the broadcast and the reduction of tensors one by one",
     "persistent": "the copying of weights into new replicas, through autograd, in each forward",
     "local_loss": "the gathering of outputs on device 0, and the loss there",
-    "local_backward": "the single backward that drives all devices from one thread",
-    "overlap": "the reduction of gradients only after the whole backward",
+    "local_backward": "the joint backward, in which one thread drives all devices",
+    "overlap": "the delay of every reduction until the whole backward has ended",
     "allreduce": "the optimizer on device 0 alone, and the broadcast of new weights from it",
     "flat_optimizer": "the optimizer's loop over tensors",
-    "zero1": "the update of all weights on every device: each updates its shard",
+    "zero1": "the update of all weights on every device: each device updates only its shard",
     "graphs": "the separate launch of each kernel",
     "bf16_comm": "half of the bytes in gradient transfers",
 }
@@ -66,7 +67,7 @@ REMOVES = {
 
 
 def rows(kind: str) -> list[tuple[str, str]]:
-    """Return (name, description) of each model, strategy, schedule, machine or metric; a description is one line."""
+    """Return (name, description) of each model, strategy, schedule, machine or metric; descriptions have one line."""
     if kind == "machines":
         loaded = {name: machine.load(name) for name in machine.names()}
         return [(name, f"{one.description} ({words.count(one.devices, 'GPU')})") for name, one in loaded.items()]
@@ -169,9 +170,12 @@ def _runs(store: Path) -> list[tuple[StoredRun, int]]:
 @click.command()
 @click.argument("format", type=click.Choice(["jsonl", "csv", "parquet", "trace", "pyperf"]))
 @click.option("--output", type=click.Path(path_type=Path), help="The file to write.  [default: stdout]")
-@click.option("--all", "every", is_flag=True, help="Every run of the store; with trace, every trial of one run.")
-@click.option("--case", "part", help="trace: only the case with this number, or those with this text in their names.")
-@click.option("--split", type=click.Path(path_type=Path), help="trace: a folder for one case, a file per device.")
+@click.option("--all", "every", is_flag=True, help="Export every run of the store; with trace, every trial of one run.")
+@click.option("--case", "part", help="With trace: only the case with this number, or cases with this text in the name.")
+@click.option(
+    "--split", type=click.Path(path_type=Path),
+    help="With trace: the folder in which to write one case, as one file per device.",
+)  # fmt: skip
 @run_option
 @store_option
 def export(store: Path, run_id: str | None, format: str, every: bool, output: Path | None, **only: Any) -> None:
@@ -209,8 +213,9 @@ def export(store: Path, run_id: str | None, format: str, every: bool, output: Pa
 @click.argument("before")
 @click.argument("after")
 @click.option(
-    "--margin", type=click.FloatRange(0, 1), default=0.01, show_default=True, help="Smaller differences count as equal."
-)
+    "--margin", type=click.FloatRange(0, 1), default=0.01, show_default=True,
+    help="Smaller relative differences count as equal.",
+)  # fmt: skip
 @store_option
 def compare(before: str, after: str, margin: float, store: Path) -> None:
     """Compare two runs case by case; a ratio above 1 means that AFTER is faster than BEFORE.
@@ -237,7 +242,7 @@ def compare(before: str, after: str, margin: float, store: Path) -> None:
 
 
 def _ratio(estimate: Estimate) -> str:
-    """Return a ratio and its interval as text, with four digits: the default margin is 1 %."""
+    """Return a ratio and its interval as text, with four digits because the default margin is 1 %."""
     if estimate.doubt:
         return f"{words.NOT_ENOUGH} ({words.doubt(estimate)}; {words.REMEDY} would help)"
     value, low, high = (words.number(part, 4) for part in (estimate.value, estimate.low, estimate.high))

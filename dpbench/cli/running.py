@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 RESUMES = "the finished trials are stored; the same command resumes the run"
 SELF_CHECK_SCALE = 1.0
-"""The duration of the self-check, as a multiple of its usual minute."""
+"""The duration of the self-check as a multiple of the default, which is about a minute."""
 
 
 @click.command()
@@ -42,7 +42,7 @@ SELF_CHECK_SCALE = 1.0
     "--strategy",
     "own_strategies",
     multiple=True,
-    help="Your own strategy, file.py:name or package.module:name, in addition to the others; may be repeated.",
+    help="Your own strategy, file.py:name or package.module:name, in addition to --strategies; may be repeated.",
 )
 @click.option(
     "--schedules",
@@ -54,8 +54,8 @@ SELF_CHECK_SCALE = 1.0
 @click.option(
     "--ladder",
     is_flag=True,
-    help="Measure every rung of the ladder, the best rung without each of its switches, single and ddp. Uses all "
-    "available devices unless --devices is given; two models take about five minutes.",
+    help="Measure every rung of the ladder, the best rung with each of its switches reset in turn, single and ddp. "
+    "Uses all available devices unless --devices is given; two models take about five minutes.",
 )
 @click.option("--devices", type=Numbers(), help="Device counts.  [default: up to all available devices]")
 @click.option("--device-ids", type=Numbers(), default=(), help="Indices of the GPUs, in order.  [default: from 0]")
@@ -88,23 +88,24 @@ SELF_CHECK_SCALE = 1.0
 @click.option(
     "--budget",
     type=click.FloatRange(1),
-    help="Seconds for the whole run.  [without axes: 60, or 180 on GPUs; with --rounds auto: 300]",
+    help="Seconds for the whole run.  [default: 60, or 180 on GPUs, for default cases; 300 for --rounds auto]",
 )
 @click.option("--limit", type=click.FloatRange(1), default=120.0, show_default=True, help="Maximum seconds per trial.")
 @patience_option
-@click.option("--retry", type=Names(), default=(), help="Final statuses to measure again on resume: failed,oom,...")
-@click.option("--profile", is_flag=True, help="Profile one more step of each trial; writes Chrome traces.")
+@click.option("--retry", type=Names(), default=(), help="Measure trials with these statuses again: failed,oom,...")
+@click.option("--profile", is_flag=True, help="Profile one more step of each trial, and write Chrome traces.")
 @click.option("--find-max-batch", is_flag=True, help="Search for each case's largest batch that fits; time no steps.")
 @click.option("--device-memory", type=Bytes(), default=0, help="Memory of an emulated device, such as 8GiB.")
 @click.option("--report", type=click.Path(path_type=Path), default=REPORT, show_default=True, help="The page to write.")
 @click.option(
     "--self-check",
     is_flag=True,
-    help="Also measure the overhead of marks and samplers, and compare the engine with torch's; about a minute more.",
+    help="Also measure the overhead of marks and samplers, and compare the engine with torch.nn.DataParallel; takes "
+    "about a minute longer.",
 )
 @store_option
 def run(store: Path, report: Path, **options: Any) -> None:
-    """Measure cases in fresh processes, store every trial, print a table and a verdict.
+    """Measure cases in fresh processes, store every trial, and print a table and a verdict.
 
     Without options that select cases, dpbench selects cases that fit this machine. The same command resumes an
     interrupted run.
@@ -154,7 +155,7 @@ def run(store: Path, report: Path, **options: Any) -> None:
 
 
 def _find_max_batch(cases: Sequence[Case], store: Path, limit_s: float) -> int:
-    """Search for the largest batch of each case; print tries to stderr, results to stdout; return the exit code."""
+    """Search for the largest batch of each case; print tries to stderr and results to stdout; return the exit code."""
     from dpbench.measure import batch_search
     from dpbench.records import Status
     from dpbench.store import Store

@@ -1,4 +1,4 @@
-"""Showing: the table, the verdict and the page of a run."""
+"""Showing: print the table and the verdict of a run, and write its report page."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def report_of(chosen: StoredRun, trials: Sequence[Trial]) -> Report:
 
 
 def write_report(path: Path, report: Report) -> None:
-    """Write the page; create the folders above it."""
+    """Write the HTML page of a report; create missing parent folders."""
     from dpbench.report import page
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -56,14 +56,14 @@ def write_report(path: Path, report: Report) -> None:
 
 
 def print_table(report: Report) -> None:
-    """Print one line for each case to stdout."""
+    """Print a table with one line per case to stdout."""
     from dpbench.cli.progress import table
 
     click.echo(table(report.rows, report.ladders))
 
 
 def print_verdict(report: Report) -> None:
-    """Print the verdict and the self-check's results to stdout, the warnings to stderr."""
+    """Print the verdict and the self-check to stdout, and the warnings and the reasons why rounds ended to stderr."""
     for warning in report.warnings:
         click.echo(f"warning: {warning}", err=True)
     for case, ended in report.provenance.get("rounds", {}).items():

@@ -22,17 +22,19 @@ from dpbench.records.words import aligned
 from dpbench.store import FINAL, Store
 
 EFFORT = Effort(budget_s=0.0, warmup_steps=1, min_steps=2, max_steps=2, block_steps=1)
-"""The effort of a try: two steps after one of warm-up, so that a whole step runs while the optimizer's state exists."""
+"""The effort of a try: one warm-up step, which creates the optimizer's state, then two steps with that state."""
 MOST = 2**20
 """The largest batch size that a search tries."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """The result of a search: the largest batch that fits and the smallest that failed; None if there is none.
+    """The result of the search for one case.
 
-    `device` is the device that ran out of memory first at the smallest failed batch. `reason` explains why a search
-    ended without both batches. `case` has the largest batch that fits, or else the first that was tried.
+    `largest` is the largest batch size that fits, `failed` the smallest that ran out of memory; None means that no try
+    had this result. `device` is the index of the device that ran out of memory first at the batch size `failed`.
+    `reason` explains why the search ended without finding the limit; it is empty if the search found it. `case` has the
+    batch size `largest`, or the batch size at which the search started if none fits.
     """
 
     case: Case
@@ -45,7 +47,7 @@ class Found:
 
 @dataclass(frozen=True)
 class SearchOutcome:
-    """The result of a run of searches, with one search per case."""
+    """The results of a run's searches, one per case."""
 
     run_id: str
     resumed: bool
@@ -53,11 +55,11 @@ class SearchOutcome:
 
 
 class _Ended(Exception):
-    """A try ended with a status other than ok and out of memory, which ends the search."""
+    """A try ended neither ok nor out of memory, so the search cannot continue."""
 
 
 def check(cases: Iterable[Case]) -> None:
-    """Check that the memory size of all devices is known. Raises ValueError otherwise."""
+    """Check that the devices of each case have separate memory of a known size. Raises ValueError otherwise."""
     for case in cases:
         if case.device_kind == "cpu":
             raise ValueError(
@@ -101,9 +103,9 @@ def run(
 
 
 def axes(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a sweep with the batch size at which a search starts.
+    """Return the options of a sweep, with 1 as the batch size at which the search starts if none is given.
 
-    Raises ValueError for options that contradict a search.
+    Raises ValueError for options that a search does not support.
     """
     for axis in ("ladder", "batch_per_device", "budget", "retry"):
         if options[axis]:
@@ -114,7 +116,7 @@ def axes(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Tries:
-    """The tries of one run, those of earlier sessions included."""
+    """The tries of one run, including those of earlier sessions."""
 
     def __init__(
         self, server: Server, store: Store, run_id: str, limit_s: float, listen: Callable[[Trial], None]
@@ -123,7 +125,7 @@ class _Tries:
         self._known = {trial.case: trial for trial in store.trials(run_id) if trial.status in FINAL}
 
     def of(self, case: Case) -> Trial:
-        """Return the case's trial; run it first if it is not known yet."""
+        """Return the case's trial; run and store it first if the run does not have it yet."""
         if case not in self._known:
             trial_id = self._store.begin_trial(self._run_id, case, 0)
             trial = self._server.run(case, EFFORT, 0, self._limit_s)
@@ -162,9 +164,9 @@ def _search(case: Case, tries: _Tries, most: int) -> Found:
 def bracket(fits: Callable[[int], bool], *, start: int, unit: int, most: int) -> tuple[int, int | None]:
     """Return the largest multiple of `unit` that fits (0 if none does), and the next multiple, which does not fit.
 
-    The second value is None if every batch up to `most` fits. The search starts at `start`, rounded up to a multiple.
-    If fitting is not monotone, for example because an allocator's memory is fragmented, the two results are still
-    neighbours.
+    The second value is None if the largest multiple up to `most` fits. The search starts at `start`, rounded up to a
+    multiple of `unit`. Fragmented memory can make a batch fail although a larger one fits; even then, the two results
+    are neighbouring multiples.
     """
     good, bad, at = 0, None, -(-start // unit)
     last = max(at, most // unit)
@@ -186,7 +188,7 @@ COLUMNS = ("model", "strategy", "devices", "largest batch", "per device", "small
 
 
 def table(found: Sequence[Found]) -> str:
-    """Return a plain text table with one line per case; a line without a complete answer ends with the reason."""
+    """Return a plain text table with one line per case; the line of an incomplete search ends with the reason."""
     head, rule, *lines = aligned([COLUMNS, *map(_cells, found)], left=(0, 1))
     rows = [f"{line}  {one.reason}" if one.reason else line for line, one in zip(lines, found, strict=True)]
     return "\n".join([head, rule, *rows])

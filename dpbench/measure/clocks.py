@@ -22,26 +22,26 @@ from dpbench.hardware.device import Device
 from dpbench.records import HOST, Phase, Sample, Span, Step
 
 BUSY = "busy_s"
-"""The metric of a device's busy seconds in one step."""
+"""The name of the metric for a device's busy seconds in one step."""
 
 READ_EACH_S, READ_EACH = 0.1, 32
-"""The largest distance between two readings of CPU time, in seconds and in steps."""
+"""The longest interval between two readings of CPU time, in seconds and in steps; the shorter of the two applies."""
 
 
 class Clock(Protocol):
     """The interface of a clock, as the measuring loop uses it."""
 
     def mark(self, phase: Phase, device: int) -> AbstractContextManager[Any]:
-        """Time a phase on a device, within the current step."""
+        """Return a context manager that times a phase on a device within the current step."""
 
     def add(self, phase: Phase, device: int, start_s: float, end_s: float) -> None:
-        """Add a span of the step that just ended, from a library's own timer."""
+        """Add a span that a library's internal timer recorded in the step that just ended."""
 
     def block(self) -> AbstractContextManager[None]:
-        """Enclose back-to-back steps; between blocks, the host may do other work."""
+        """Return a context manager for a block of back-to-back steps; between blocks, the host may do other work."""
 
     def step(self, *, warmup: bool) -> AbstractContextManager[None]:
-        """Enclose one step."""
+        """Return a context manager that times one step."""
 
     def steps(self) -> tuple[Step, ...]:
         """Return the steps so far."""
@@ -54,13 +54,13 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """A clock that uses the host's time, for devices whose calls return when their work is done.
+    """A clock that reads the host's time, for devices whose work is done when the call returns.
 
-    It also sums the CPU time of the thread during each span, which gives the busy time of the span's device. If a
+    It also measures the CPU time of the thread during each span; the sum over a device's spans is its busy time. If a
     thread has several spans open (a joint backward computes for all replicas), its CPU time is divided equally among
-    them. Reading CPU time is a system call, with which a mark costs 2.1 µs instead of 0.3 µs. CPU time is therefore
-    read in only one step per `read_each_s` seconds. The number of steps from one reading to the next is a power of two,
-    so that ranks with similar step times read CPU time in the same steps.
+    them. Reading CPU time is a system call: it raises the cost of a mark from 0.3 µs to 2.1 µs. CPU time is therefore
+    read in only about one step per `read_each_s` seconds. The number of steps from one reading to the next is a power
+    of two, so that ranks with similar step times read CPU time in the same steps.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class HostClock:
         self._reads, self._apart = True, 1
 
     def mark(self, phase: Phase, device: int) -> AbstractContextManager[None]:
-        """Record a span, and the thread's CPU time at both ends if CPU time is read in this step."""
+        """Return a context manager that records a span, and in steps that read CPU time also the thread's CPU time."""
         return _HostMark(self, phase, device)
 
     def add(self, phase: Phase, device: int, start_s: float, end_s: float) -> None:
@@ -103,8 +103,8 @@ class HostClock:
     def samples(self) -> tuple[Sample, ...]:
         """Return the CPU seconds per device of each step in which CPU time was read.
 
-        At the beginning and the end of each span, the thread's CPU time since the previous reading is credited to the
-        spans that were open in between.
+        At the beginning and the end of each span, the thread's CPU time since the previous reading is divided equally
+        among the spans that were open in between.
         """
         total: dict[tuple[int, int], float] = {}
         threads: dict[int, tuple[tuple[int, ...], float]] = {}
@@ -121,13 +121,13 @@ class HostClock:
 
 
 def _without(spans: tuple[int, ...], device: int) -> tuple[int, ...]:
-    """Return the devices of the open spans, without one span of a device."""
+    """Return `spans`, the devices of the open spans, without one entry of `device`."""
     at = spans.index(device)
     return spans[:at] + spans[at + 1 :]
 
 
 class _HostStep:
-    """The context of one step, a class for the same reason as `_HostMark`."""
+    """The context manager of one step; it is a class for the same reason as `_HostMark`."""
 
     __slots__ = ("_clock", "_start", "_warmup")
 
@@ -154,7 +154,7 @@ def _apart(each_s: float, step_s: float) -> int:
 
 
 class _HostMark:
-    """The context of one span: a class, because a generator-based context manager would cost 1.5 times as much.
+    """The context manager of one span; it is a class, because a generator-based one costs 1.5 times as much.
 
     It appends plain tuples. Spans are constructed from them later, outside the timed steps.
     """
@@ -182,7 +182,7 @@ class _HostMark:
 
 @dataclass
 class _Block:
-    """The events of one block of back-to-back steps: `begin` has one per device, `ends` one per step and device."""
+    """The events of one block of steps: `begin` has one per device, `ends` one list over devices per step."""
 
     begin: list[Any]
     ends: list[list[Any]] = field(default_factory=list)
@@ -192,10 +192,11 @@ class _Block:
 class CudaClock:
     """A clock that uses CUDA events, without a synchronisation inside a block.
 
-    Step k lasts from the end of step k-1 to its own end; the end of a step is the latest step-end event over all
-    devices. Anchors before and after all blocks put each device's events on the host's time base. An anchor is an event
-    and a reading of the host's clock while the device is idle. Differences are taken between neighbouring steps,
-    because elapsed_time returns milliseconds as float32.
+    A step lasts from the end of the previous step, or from the beginning of its block, to its end. The end of a step is
+    the latest of the devices' step-end events. Anchors before and after all blocks map each device's events to the
+    host's time base. An anchor is an event and the host's time at the same moment, while the device is idle. Times are
+    sums of the differences between neighbouring events, because `elapsed_time` returns milliseconds as float32, which
+    is inexact for long times.
     """
 
     def __init__(self, devices: Sequence[Device], now: Callable[[], float] = time.perf_counter) -> None:
@@ -211,7 +212,7 @@ class CudaClock:
 
     @contextmanager
     def mark(self, phase: Phase, device: int) -> Iterator[None]:
-        """Record an event at each end of the span on the device's stream; on the host, read the host's clock."""
+        """Record events on the device's stream at both ends of the span; for the host, read the host's clock."""
         step = self._count
         if device == HOST:
             began = self._now()
@@ -233,7 +234,7 @@ class CudaClock:
 
     @contextmanager
     def block(self) -> Iterator[None]:
-        """Anchor the devices' clocks to the host's clock before and after the block."""
+        """Take anchors, which relate the devices' clocks to the host's clock, before and after the block."""
         anchors = self._anchors()
         self._first = self._first or anchors
         self._blocks.append(_Block([device.event() for device in self._devices]))
@@ -242,7 +243,7 @@ class CudaClock:
 
     @contextmanager
     def step(self, *, warmup: bool) -> Iterator[None]:
-        """Record the end of the step on every device."""
+        """Record an event at the end of the step on every device."""
         block = self._blocks[-1]
         yield
         block.ends.append([device.event() for device in self._devices])
@@ -261,7 +262,7 @@ class CudaClock:
         return anchors
 
     def steps(self) -> tuple[Step, ...]:
-        """Return the steps, each from the end of the previous step to its own end."""
+        """Return the steps, each timed from the end of the previous step or from the beginning of its block."""
         times = self._ends()
         steps = []
         for block, (begin, ends) in zip(self._blocks, times, strict=True):
@@ -273,7 +274,7 @@ class CudaClock:
         return tuple(steps)
 
     def _ends(self) -> list[tuple[list[float], list[list[float]]]]:
-        """Return, per block, the times of its beginning and of its steps' ends, per device, on the host's time base."""
+        """Return, for each block, the host times of its beginning and of its steps' ends, as lists over devices."""
         if not self._blocks:
             return []
         columns = [self._chain(i) for i in range(len(self._devices))]
@@ -287,7 +288,7 @@ class CudaClock:
         return times
 
     def _chain(self, i: int) -> list[float]:
-        """Return the times of one device's block and step events, stretched to match the host at both anchors."""
+        """Return the host times of device i's block and step events, scaled to match the host at both anchors."""
         events = [event for block in self._blocks for event in (block.begin[i], *(end[i] for end in block.ends))]
         (first, first_s), (last, last_s) = self._first[i], self._last[i]
         raw, at, previous = [], 0.0, first
@@ -300,7 +301,7 @@ class CudaClock:
         return [first_s + seconds * stretch for seconds in raw[:-1]]
 
     def spans(self) -> tuple[Span, ...]:
-        """Return the spans, each timed from the end of the previous step on its device."""
+        """Return the spans; each start is measured relative to the end of the previous step on the same device."""
         starts: list[tuple[list[Any], list[float]]] = []
         for block, (begin, ends) in zip(self._blocks, self._ends(), strict=True):
             references = [(block.begin, begin), *zip(block.ends, ends, strict=True)]

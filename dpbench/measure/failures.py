@@ -16,8 +16,8 @@ from dpbench.records.trial import Failure
 NO_MEMORY = (
     "can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED",
 )  # fmt: skip
-"""Parts of torch's messages for errors that mean lack of memory without being an OutOfMemoryError: from the host's
-allocator, from CUDA contexts and from libraries. torch has no exception type for them."""
+"""Parts of the messages of errors other than OutOfMemoryError that mean lack of memory. They come from the host's
+allocator, from CUDA contexts and from libraries; torch has no exception type for them."""
 _TORCH_NAMES_THE_GPU = re.compile(r"GPU (\d+) has a total capacity")
 """torch's message is the only place in which an OutOfMemoryError of CUDA names its device."""
 
@@ -52,7 +52,7 @@ def of_error(error: BaseException, *, device_ids: Sequence[int] = ()) -> Failure
 
 
 def of_rank(error: BaseException, rank: int, at_s: float) -> Failure:
-    """Return the record of an exception that a rank raised; the rank's device has the rank's number."""
+    """Return the record of an exception that a rank raised; the index of a rank's device is the rank."""
     found = of_error(error)
     return replace(found, rank=rank, at_s=at_s, device=rank if found.status is Status.OOM else None)
 
@@ -64,11 +64,11 @@ def of_end(exit_status: int | None, rank: int, at_s: float) -> Failure:
 
 
 def in_order(failures: Sequence[Failure]) -> tuple[Failure, ...]:
-    """Return failures by time, except that the cause comes first.
+    """Return the failures in order of time, but with the cause first.
 
-    A process that dies closes its connections before its parent can find it dead. Its peers may report the lost
-    connection in between. Such a report is placed after the record of a rank that died or ran out of memory, although
-    the report is earlier.
+    A process that dies closes its connections before its parent detects its death. In between, its peers may report the
+    lost connection. Such a report is placed after the record of a rank that died or ran out of memory, although the
+    report is earlier.
     """
     by_time = sorted(failures, key=lambda failure: failure.at_s)
     causes = [one for one in by_time if not one.exception or one.status is Status.OOM]
@@ -87,7 +87,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def _ordinal(error: BaseException) -> int | None:
-    """Return the ordinal of the device that has no memory left, or None if the error does not give it."""
+    """Return the ordinal of the device that ran out of memory, or None if the error does not give it."""
     known: int | None = getattr(error, "ordinal", None)
     if known is not None:
         return known
@@ -96,7 +96,7 @@ def _ordinal(error: BaseException) -> int | None:
 
 
 def _memory_of(error: BaseException, ordinal: int | None) -> str:
-    """Return, as text, the device that has no memory left, or its kind if `ordinal` is None."""
+    """Return the name of the device that ran out of memory, or only its kind if `ordinal` is None."""
     if ordinal is not None:
         return f"device {'emulated' if hasattr(error, 'ordinal') else 'cuda'}:{ordinal}"
     return "device cuda" if "CU" in str(error) else "device cpu"

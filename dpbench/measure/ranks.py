@@ -1,10 +1,10 @@
-"""Ranks: start one forked process per rank, joined in a process group that listens on the loopback interface alone.
+"""Ranks: start one forked process per rank, joined in a process group that listens on the loopback interface only.
 
 The ranks meet through a `FileStore` in a folder that only this user can enter. torch's rendezvous over TCP would listen
-on every interface without authentication, and unpickle the data that it receives. The collectives' connections use the
-loopback interface, whatever interface the user's variables name.
+on every interface without authentication, and unpickle the data that it receives. Collectives also connect over the
+loopback interface, even if the user's environment variables name another one.
 
-Each rank reports its result, or the record of its failure, as JSON through a pipe that it alone can write to.
+Each rank reports its result, or the record of its failure, as JSON through a pipe to which only this rank can write.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from dpbench.records.trial import Failure
 TIMEOUT = timedelta(seconds=60)
 """The longest time that a rank waits for its peers, when it joins the group and in each collective."""
 POLL_S = 0.1
-"""The interval in seconds between two checks whether a rank has ended. A pipe does not show this reliably, because a
-rank's children may keep it open."""
+"""The interval in seconds between two checks of whether a rank has ended. The pipe is not a reliable sign,
+because a rank's children may keep it open."""
 SETTLE_S = 0.5
-"""The seconds after a peer's report of a lost connection within which the death of a rank must be detected."""
+"""The seconds to wait for the detection of a rank's death after a failure that such a death may have caused."""
 GRACE_S = 1.0
 """The seconds between SIGTERM and SIGKILL."""
 _FORK = get_context("fork")
@@ -71,7 +71,7 @@ class RankGroup:
         }  # fmt: skip
 
     def join(self, rank: int) -> None:
-        """Join the group as this rank and wait for the others. Raises torch.distributed's error after `TIMEOUT`."""
+        """Join the group as `rank` and wait for all other ranks. Raises torch.distributed's error after `TIMEOUT`."""
         import torch.distributed as dist
         from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch's stubs leave it out
 
@@ -86,10 +86,10 @@ def run(entry: Callable[[int], Any], count: int, folder: Path, backend: str) -> 
     """Call `entry(rank)` in one forked process per rank, within one process group; return the results in rank order.
 
     Results must be JSON-serializable. `folder` must exist; a folder for the ranks is created in it and removed
-    afterwards. When a rank fails, the others are ended. No rank is running when this function returns or raises. The
-    calling process must not have run a multi-threaded tensor operation, and must not have initialised CUDA.
+    afterwards. When a rank fails, the other ranks are ended. All ranks have ended when this function returns or raises.
+    The calling process must not have run a multi-threaded tensor operation, and must not have initialised CUDA.
 
-    Raises RanksFailed when a rank raises or ends without a result, and OSError when there is no loopback interface.
+    Raises RanksFailed when a rank raises or ends without a result, and OSError if there is no loopback interface.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-", dir=folder) as private:  # its mode is 0700
         group = RankGroup(backend=backend, size=count, store=Path(private) / "store", interface=loopback())
@@ -130,11 +130,11 @@ class _RankProcess:
 
     @property
     def pending(self) -> bool:
-        """Return whether neither a result, nor a failure, nor the end of the rank is known."""
+        """Return whether the rank has neither reported a result nor failed."""
         return self.result is None and self.failure is None
 
     def look(self) -> None:
-        """Take the rank's report if there is one, or make a record of its death."""
+        """Receive the rank's report if there is one; if the rank has ended without a report, record a failure."""
         ended = self.process.exitcode is not None  # read before polling, because the last message precedes the end
         if self.pipe.poll():
             self._receive()

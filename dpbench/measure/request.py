@@ -1,4 +1,4 @@
-"""Requests: the messages in which the parent process gives work to workers, each as one line of JSON."""
+"""Requests: the messages with which the parent process assigns work to workers, each one line of JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Job(StrEnum):
     CHECK_MODEL = "check the model"
     """Build the case's model, draw its batch and take one step; no step is timed."""
     SELF_CHECK = "self-check"
-    """Measure the cost of measuring for the case's step."""
+    """Measure the overhead that measuring adds to the case's step."""
 
 
 class Arm(StrEnum):
@@ -32,8 +32,8 @@ class Arm(StrEnum):
 class SelfCheck:
     """The settings of a self-check.
 
-    `block_s` is the duration of a block or part in seconds. With marks, CPU time is read in the same fraction of the
-    steps as if a step took `step_s` seconds. `sampler_pid` is the process id of the sampler.
+    `block_s` is the duration in seconds of a block (marks) or a part (sampler). With marks, CPU time is read in the
+    same fraction of the steps as if a step took `step_s` seconds. `sampler_pid` is the sampler's process id.
     """
 
     arm: Arm

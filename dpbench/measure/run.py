@@ -1,8 +1,8 @@
 """Run: measure the cases of a plan in fresh worker processes and store their trials.
 
 This module does not import torch, and no failure of a worker ends the run. Each round measures all cases once, in
-random order and under a new server. Differences between processes then widen the interval instead of biasing the
-result.
+random order and, unless cases are paired, under a new server. Differences between processes then widen the interval
+instead of biasing the result.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from dpbench.records import HOST, Case, Effort, Sample, Status, Trial, plan, reg
 from dpbench.store import FINAL, Store
 
 Slot = tuple[Case, int]
-"""A case and the number of a round."""
+"""A case and the number of the round in which it is measured."""
 OVERHEAD_S = 1.0
-"""The assumed duration of a trial in seconds, without its timed steps, until the run has measured this duration."""
+"""The first estimate of a trial's duration in seconds without its timed steps; each successful trial updates it."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class RoundsRule(Protocol):
 
     @property
     def name(self) -> int | str:
-        """Return the fixed number of rounds, or the name of a rule that adapts it. It is part of the plan's hash."""
+        """Return the fixed number of rounds, or the name of a rule that adapts it; the plan's hash uses it."""
 
     def add(self, trial: Trial) -> None:
         """Add a trial that has ended."""
@@ -101,7 +101,7 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a run: its number of trials by status, those of earlier sessions included."""
+    """The result of a run; `counts` has its number of trials by status, including those of earlier sessions."""
 
     run_id: str
     resumed: bool
@@ -125,14 +125,14 @@ def run(
     """Measure every case and store each trial as soon as it ends.
 
     `rounds` is the number of rounds, or the rule that selects the cases of each round. With `paired`, cases that can
-    share a worker are measured in one worker, which runs their blocks of steps in turn; all rounds then use one server,
-    but each round a fresh worker. Otherwise, each round has a separate server.
+    share a worker are measured in one worker, which runs their blocks of steps in turn. All rounds then use one server,
+    but each round uses fresh workers. Otherwise, each round has a separate server.
 
     `budget_s` limits the total duration of the trials in seconds. It shortens their timed parts, and trials that have
-    not started when the budget is spent are stored as skipped. The checks of the models do not count against the
-    budget, and neither does the wait for a quiet machine before the first trial, which takes at most `patience_s`
-    seconds (None: the value in the environment, or the default). Trials during which other processes used too much of
-    the cores are measured once more at the end, if the budget permits; with a patience of 0 they are only labelled.
+    not started when the budget is spent are stored as skipped. The budget includes neither the checks of the models nor
+    the wait for a quiet machine before the first trial. This wait takes at most `patience_s` seconds (None: the value
+    in the environment, or the default). Trials during which other processes used too much of the cores are measured
+    once more at the end, if the budget permits; with a patience of 0 they are only labelled.
 
     `limit_s` limits the duration of one trial in seconds. Trials whose final status is in `retry` are measured again,
     even if the latest run of this plan has finished. `traces` is a folder for profiles of one step of each trial, taken
@@ -169,7 +169,7 @@ def _plain(load: foreign_load.Measured) -> dict[str, float | str]:
 
 
 def _noise(load: foreign_load.Measured, trials: Collection[Slot]) -> dict[str, str]:
-    """Return the reasons for a run's label NOISY; empty if no reason is known."""
+    """Return the reasons for labelling a run NOISY; empty if there are none."""
     found = {"before": str(load)} if foreign_load.busy(load) else {}
     return found | ({"during": f"{len(trials)} trial(s) ran under too much foreign load"} if trials else {})
 
@@ -212,7 +212,7 @@ class _Session:
         """The slots whose last trial ran under too much foreign load."""
 
     def measure(self, cases: Sequence[Case], done: set[tuple[str, int]], *, paired: bool) -> None:
-        """Measure the rounds that the rule asks for, without the slots that are done."""
+        """Measure the rounds that the rule selects, except the slots in `done`."""
         fixed = self._rule.name if isinstance(self._rule.name, int) else 0
         self._total = max(len(done), len(cases) * fixed)
         self._done = len(done)
@@ -229,7 +229,7 @@ class _Session:
                     if number and not fixed and self._spent():
                         break  # rounds beyond the first were not requested: do not store them as skipped
                     pending = [case for case in wanted if (case.fingerprint, number) not in done]
-                    # effects of a server are part of the interval, or cancel between cases measured side by side
+                    # a new server per round makes its effect part of the interval; side by side, the effect cancels
                     if pending:
                         with nullcontext(lasting) if lasting else Server(scratch) as server:
                             refused = self._refuse(pending, number, server)
@@ -270,7 +270,7 @@ class _Session:
             (self.noisy.add if foreign_load.noisy(trial) else self.noisy.discard)(slot)
 
     def _repeatable(self) -> list[Slot]:
-        """Return the slots whose only trial ran under too much foreign load; none if the budget is spent."""
+        """Return the slots whose only trusted trial ran under too much foreign load; none if the budget is spent."""
         return [] if self._spent() else [slot for slot in self.noisy if self._times[slot] == 1]
 
     def _wait(self) -> None:
@@ -279,7 +279,7 @@ class _Session:
         foreign_load.wait(min(self._patience_s, left_s), lambda words: self._listen(Note(words)))
 
     def _repeat(self, cases: Sequence[Case], server: Server, watched: samplers.Series, *, paired: bool) -> None:
-        """Measure noisy slots once more while budget is left; the new trials count, and the old ones are kept."""
+        """Measure noisy slots once more while budget is left; the new trials count, the old ones stay stored."""
         slots = set(self._repeatable())
         for number in sorted({number for _, number in slots}):
             measured = [case for case in cases if self._times[case, number]]
@@ -291,14 +291,14 @@ class _Session:
     def _round(
         self, cases: Sequence[Case], number: int, server: Server, watched: samplers.Series, *, paired: bool
     ) -> None:
-        """Measure cases once, in a random order that depends on the run and the round only."""
+        """Measure cases once, in a random order that depends only on the run and the round."""
         generator = random.Random(f"{self._run_id} {number}")
         shuffled = generator.sample(sorted(cases, key=lambda case: case.fingerprint), len(cases))
         for group in plan.groups(shuffled, number, paired=paired):
             self._group(server, group, number, watched)
 
     def _group(self, server: Server, group: Sequence[Case], number: int, watched: samplers.Series) -> None:
-        """Measure and store the trials of one worker."""
+        """Measure the cases of `group` in one worker, and store their trials."""
         self._listen(Started(self._run_id, self._total, self._done, group[0], number))
         ids = [self._store.begin_trial(self._run_id, case, number) for case in group]
         began, load = time.perf_counter(), None
@@ -335,14 +335,14 @@ class _Session:
         return self._deadline is not None and time.perf_counter() >= self._deadline
 
     def _trace(self, case: Case, number: int) -> str:
-        """Return the path of a trial's profile, named by its case's label and fingerprint; empty without profiles."""
+        """Return the path of a trial's profile, named after the case; empty if no profiles are requested."""
         if self._traces is None:
             return ""
         words = re.sub(r"[^\w.,=]+", "-", case.label).strip("-")
         return str(self._traces.absolute() / self._run_id / f"{words}-{case.fingerprint[:8]}-r{number}.json")
 
     def _affordable(self) -> Effort | None:
-        """Return the effort for the next trial, an equal share of the remaining budget; None if no budget is left."""
+        """Return the effort for the next trial, at most an equal share of the remaining budget; None if it is spent."""
         if self._deadline is None:
             return self._effort
         left_s = self._deadline - time.perf_counter()
@@ -353,7 +353,7 @@ class _Session:
 
 
 def _checked(trial: Trial) -> Trial:
-    """Return the trial with its validity checks as facts; unchanged if no check has data."""
+    """Return the trial with the results of its validity checks as facts; unchanged if no check has data."""
     found = validity.facts(trial, provenance.usable_cores())
     return replace(trial, provenance={**trial.provenance, "validity": found}) if found else trial
 

@@ -1,4 +1,4 @@
-"""Server: the parent's side of the fork server, which starts it, requests trials, and kills workers that hang.
+"""Server: the parent's side of the fork server: start it, request trials, and kill workers that hang.
 
 The other side is `python -m dpbench.measure.worker`, which documents the protocol.
 """
@@ -28,7 +28,7 @@ STACKS_S = 0.5
 """The seconds that a hung worker gets to write its Python stacks."""
 TAIL = 4000
 _THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-"""torch.set_num_threads(1) alone has no effect on MKL in the engine's new threads: each would start its own team of
+"""`torch.set_num_threads(1)` alone has no effect on MKL in new threads of the engine: each would start a team of
 threads, which has cost 5-10 ms per step. The strategy that uses all cores sets the number of threads in torch."""
 
 
@@ -54,11 +54,11 @@ class Server:
         return self._ask([case], Effort(), 0, limit_s, job=Job.CHECK_MODEL)[0]
 
     def self_check(self, case: Case, effort: Effort, settings: SelfCheck, limit_s: float) -> Trial:
-        """Measure the cost of measuring for a case's step in a fresh worker; return a trial without steps."""
+        """Measure the overhead of measuring on a case's step, in a fresh worker; return a trial without steps."""
         return self._ask([case], effort, 0, limit_s, job=Job.SELF_CHECK, self_check=settings)[0]
 
     def run_together(self, cases: Sequence[Case], effort: Effort, number: int, limit_s: float) -> list[Trial]:
-        """Run the blocks of the cases in turn in one fresh worker; return a trial for each, even if the worker fails.
+        """Run blocks of all cases in turn in one fresh worker; return a trial for each case, even if the worker fails.
 
         After `limit_s` seconds per case, the worker's Python stacks are stored and its process group is killed.
         """
@@ -93,7 +93,7 @@ class Server:
             return lost(status_of(status), _reason(status, pid, limit_s, folder))
 
     def _attempt(self, request: Request, limit_s: float) -> tuple[int | None, int]:
-        """Return the worker's exit status (None if it exceeded its limit) and its pid."""
+        """Run a request in a fresh worker; return its exit status (None if it exceeded its limit) and its pid."""
         process = self._started()
         request = replace(request, requested_s=time.perf_counter())
         assert process.stdin is not None
@@ -153,7 +153,7 @@ class Server:
         return answer
 
     def _obituary(self) -> str:
-        """Return a text on how the server ended, with the end of its log."""
+        """Return a message that says how the server ended, with the end of its log."""
         assert self._process is not None
         self._process.wait(timeout=10)
         log = (self._scratch / "server.log").read_text(errors="replace")[-TAIL:].strip()
@@ -172,7 +172,7 @@ class Server:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of a measuring process: one thread per operation, and the same dpbench as this process."""
+    """Return the environment of a measuring process: one thread per operation, and the dpbench of this process."""
     paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, **_THREADS, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONSAFEPATH": "1"}
 
@@ -182,12 +182,12 @@ class _ServerDied(RuntimeError):
 
 
 def status_of(exit_status: int | None) -> Status:
-    """Return the status of a worker that ended without a trial: timeout for None, else failed."""
+    """Return the status of a trial whose worker ended without a result: timeout for None, else failed."""
     return Status.TIMEOUT if exit_status is None else Status.FAILED
 
 
 def _reason(exit_status: int | None, pid: int, limit_s: float, folder: Path) -> str:
-    """Return a text on how a worker ended, with its stacks if it hung, else with the end of its log."""
+    """Return a message that says how a worker ended, with its stacks if it hung, else with the end of its log."""
     stacks, log = _stacks(folder), _tail(folder / "log")
     if exit_status is None:
         limit = f"the worker exceeded the limit of {limit_s:g} s (--limit for each of its cases)"

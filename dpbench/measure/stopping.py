@@ -15,18 +15,18 @@ from dpbench.records.trial import Estimate
 from dpbench.records.words import count
 
 WINDOW = 64
-"""The number of steps over which the noise of a series must stay constant to count as known."""
+"""The number of steps over which the noise of a series must stay constant before it counts as known."""
 STABLE = 0.05
-"""The largest relative change of the noise within the window."""
+"""The largest relative deviation of the noise from its median within the window."""
 
 
 def warmup(series: Sequence[float], *, least: int = 0) -> int:
     """Return the number of steps at the beginning of a series that belong to its warm-up, at least `least`.
 
-    The usual range is that from the 10th to the 90th percentile of the second half of the series. Steps are dropped
-    from the beginning in small groups as long as the median of the next group is outside this range. The median ignores
-    single slow steps. If this drops the whole first half, the series is too short to show where warm-up ends, and about
-    half of its length is returned. For fewer than 12 steps, `least` is returned, but at most their number.
+    The second half of the series defines a usual range, from its 10th to its 90th percentile. Small groups of steps are
+    dropped from the beginning until the median of the next group is in this range; a median ignores single slow steps.
+    If this drops the whole first half, the series is too short to show where warm-up ends, and about half of its length
+    is returned. For a series of fewer than 12 steps, `least` is returned, but at most the length of the series.
     """
     n = len(series)
     few = max(3, min(5, n // 8))
@@ -42,7 +42,7 @@ def warmup(series: Sequence[float], *, least: int = 0) -> int:
 
 @dataclass
 class Stopping:
-    """The rule that ends a worker's series of steps; `reason` gives the cause.
+    """The rule that ends a worker's series of steps; `reason` says why the series ended.
 
     A series ends when its median is precise enough, when its noise is known, or when the budget in seconds or the
     maximum number of steps is reached. Once the noise is known, further rounds in other processes add more information
@@ -83,7 +83,7 @@ class Stopping:
         return bool(self.reason)
 
     def _is_known(self, steps: int) -> bool:
-        """Return whether the noise has stayed constant over the last window of steps, checked once per block."""
+        """Return whether the noise, computed after each block, has stayed constant over the last `WINDOW` steps."""
         recent = [noise for count, noise in self._noise if count > steps - WINDOW]
         whole = any(count <= steps - WINDOW for count, _ in self._noise)
         middle = statistics.median(recent)
@@ -91,13 +91,13 @@ class Stopping:
 
 
 def _noise(series: Sequence[float]) -> float:
-    """Return the interquartile range as a fraction of the median."""
+    """Return the interquartile range of a series as a fraction of its median."""
     low, middle, high = np.percentile(series, [25, 50, 75])
     return float((high - low) / middle)
 
 
 def half_width(series: Sequence[float]) -> float:
-    """Return half the 95 % interval of the median, by order statistics, as a fraction of the median.
+    """Return half the width of the median's 95 % interval, from order statistics, as a fraction of the median.
 
     Return infinity for fewer than six values: even their whole range contains the median with less than 95 %
     probability.
@@ -121,7 +121,7 @@ class UntilPrecise:
     A speed-up is precise if the half-width of its 95 % interval is at most the fraction `precision` of its value.
 
     A case without a speed-up, such as a baseline, is measured as long as another case needs it. If no case has a
-    speed-up, the step itself must reach the precision. No case gets more than `most` rounds.
+    speed-up, the step time must reach the precision. No case gets more than `most` rounds.
     """
 
     precision: float = PRECISION
@@ -139,7 +139,7 @@ class UntilPrecise:
         return f"{AUTO} {self.precision:g}"
 
     def wanted(self, cases: Sequence[Case], number: int) -> list[Case]:
-        """Return the cases for round `number`: first all of them, then the imprecise ones and their baselines."""
+        """Return the cases for round `number`: first all cases, then the imprecise cases and their baselines."""
         if number < self.least:
             return list(cases)
         if number >= self.most:

@@ -60,8 +60,8 @@ def check(
 ) -> Verdict:
     """Take one step on a small, uneven batch, and return the comparison of its gradients with the reference's.
 
-    `start` is the method of the strategy. With `buffers`, buffers are compared too. `model` is modified: the step
-    updates its weights.
+    `start` is the strategy's `start` method. With `buffers`, buffers are compared too. The step updates the weights of
+    `model`.
     """
     small = _small(case)
     _without_dropout(model.module)
@@ -85,7 +85,7 @@ def check(
 
 
 def _small(case: Case) -> Case:
-    """Return the case with a small batch, uneven if possible, that uses the same number of replicas."""
+    """Return the case with a small batch for the same number of replicas, with chunks of unequal size if possible."""
     most = min(case.batch_size, 4 * case.devices - 1 if case.devices > 1 else 4)
     smaller = (replace(case, batch_size=rows) for rows in range(most, 0, -1))
     return next(small for small in smaller if len(small.rows) == len(case.rows))
@@ -138,7 +138,7 @@ def _chunk(value: Any, chunks: int, device: torch.device) -> list[Any]:
 
 
 def _ordered_sum(parts: list[torch.Tensor]) -> torch.Tensor | None:
-    """Return the sum of the gradients, added in order; None without any."""
+    """Return the sum of the gradients, added in order; None if there are none."""
     if not parts:
         return None
     total = parts[0].clone()
@@ -148,17 +148,18 @@ def _ordered_sum(parts: list[torch.Tensor]) -> torch.Tensor | None:
 
 
 def compare(module: nn.Module, reference: nn.Module, tolerance: float, *, buffers: bool = True) -> Verdict:
-    """Return the comparison of two modules' gradients, and with `buffers` of their buffers.
+    """Compare the gradients of two modules, and with `buffers` also their buffers; return the verdict.
 
-    The comparison is BITWISE, or WITHIN_TOLERANCE if no error exceeds `tolerance` times the tensor's norm, or NO. For
-    tensors with tiny norms, the error is relative to a fraction of the largest norm instead.
+    The verdict is BITWISE if all tensors are equal, WITHIN_TOLERANCE if no error exceeds `tolerance` times the norm of
+    the reference's tensor, else NO. For tensors with tiny norms, the error is relative to a fraction of the largest
+    norm instead.
     """
     pairs = [(n, _gradient(p), _gradient(reference.get_parameter(n))) for n, p in module.named_parameters()]
     if buffers:
         pairs += [(n, b, reference.get_buffer(n)) for n, b in module.named_buffers()]
     if all(torch.equal(ours, theirs) for _, ours, theirs in pairs):
         return Verdict(Verified.BITWISE)
-    # the error of a tensor with a tiny gradient is relative to the largest gradient, so that rounding does not decide
+    # tiny gradients are compared relative to a fraction of the largest norm, so that rounding does not decide
     floor = 1e-4 * max(theirs.double().norm().item() for _, _, theirs in pairs)
     errors = {
         name: (ours.double() - theirs.double()).norm().item() / max(theirs.double().norm().item(), floor, 1e-30)

@@ -1,8 +1,8 @@
 """Strategies: ways to train on one or several devices, one file each.
 
 A strategy is an instance of a subclass of `Strategy`. Plans, verification, reports and predictions depend on a
-strategy's methods and traits only; no other package uses a strategy's name. A user's strategy is run as `--strategies
-file.py:name`, or under the name of an entry point in the group `dpbench.strategies`.
+strategy's methods and traits only; no other package uses a strategy's name. Users run their strategies with `--strategy
+file.py:name`, or by the name of an entry point in the group `dpbench.strategies`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ __all__ = [
 Step = Callable[[Any, Any], "torch.Tensor"]
 """One training step: (inputs, target) -> the loss, a 0-dim tensor.
 
-If the step has a method `observe()`, it is called after each step, outside the timed region. It returns the spans that
-only the library's internal timers record, as a list of (phase, device, start_s, end_s).
+If the step has a method `observe()`, the timer calls it after each step, outside the timed region. It returns the spans
+that only a library's internal timers record, as a list of (phase, device, start_s, end_s).
 """
 
 
@@ -114,14 +114,14 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]]
 
 
 def optimizer_of(case: Case) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
-    """Return the case's optimizer as a function of parameters. Raises LookupError for an unknown one."""
+    """Return the function that creates the case's optimizer from parameters. Raises LookupError for an unknown name."""
     if case.optimizer not in OPTIMIZERS:
         raise LookupError(f"unknown optimizer {case.optimizer!r}; known: {', '.join(sorted(OPTIMIZERS))}")
     return OPTIMIZERS[case.optimizer]
 
 
 def precision_of(case: Case) -> AbstractContextManager[Any]:
-    """Return the context manager for the case's forward: autocast to bf16, or nothing in fp32."""
+    """Return the context manager for the case's forward: autocast for bf16, a context without effect for fp32."""
     if case.precision == "fp32":
         return nullcontext()
     import torch

@@ -1,9 +1,7 @@
 """Tasks: steps as graphs of work, for the predictor.
 
 `Graph` builds a list of tasks. `Chain` makes the tasks of a process that drives several devices under a schedule.
-
-
-`moves` lists the bytes that one step under a schedule must move, by phase, source and target, computed from shapes.
+`scheduled` yields the bytes that one step under a schedule must move, by phase, source and target.
 """
 
 from __future__ import annotations
@@ -39,7 +37,10 @@ def batch(case: Case, shapes: Shapes, *, local: bool) -> Iterator[Move]:
 
 
 def _weights(schedule: Schedule, shapes: Shapes, count: int) -> Iterator[Move]:
-    """Yield the moves of weights and buffers to the replicas; only of buffers if every device updates its weights."""
+    """Yield the moves of weights and buffers to the replicas.
+
+    Persistent replicas that update their weights receive only the buffers and, with `update=sharded`, other shards.
+    """
     kept = schedule.replicas == "persistent" and schedule.update != "root"
     for device in range(1, count):
         yield Move(Phase.REPLICATE, 0, device, shapes.buffer_bytes + (0 if kept else shapes.parameter_bytes))
@@ -48,14 +49,14 @@ def _weights(schedule: Schedule, shapes: Shapes, count: int) -> Iterator[Move]:
 
 
 def _outputs(case: Case, shapes: Shapes) -> Iterator[Move]:
-    """Yield the moves of the outputs to device 0, and of their gradients back, which the phase backward contains."""
+    """Yield the moves of the outputs to device 0, and of their gradients back in the `backward` phase."""
     for device, rows in enumerate(case.rows[1:], start=1):
         yield Move(Phase.GATHER, device, 0, rows * shapes.output_bytes)
         yield Move(Phase.BACKWARD, 0, device, rows * shapes.output_bytes)
 
 
 def _gradients(schedule: Schedule, shapes: Shapes, count: int) -> Iterator[Move]:
-    """Yield the moves of the gradients to the devices that update, whole or by shares."""
+    """Yield the moves of the gradients to the devices that update weights: all gradients, or one shard for each."""
     each = shapes.trainable_bytes / (2 if schedule.comm_dtype == "bf16" else 1)  # for fp32 parameters
     if schedule.update == "root":
         for device in range(1, count):
@@ -65,7 +66,7 @@ def _gradients(schedule: Schedule, shapes: Shapes, count: int) -> Iterator[Move]
 
 
 def _exchanged(phase: Phase, each: float, count: int) -> Iterator[Move]:
-    """Yield moves of equal bytes from every device to every other."""
+    """Yield a move of `each` bytes from every device to every other device."""
     for source in range(count):
         for target in range(count):
             if source != target:
@@ -77,7 +78,7 @@ PASSES = {"sgd": 5, "adam": 7}
 
 
 class Graph:
-    """A list of tasks that is being built."""
+    """A builder of a list of tasks."""
 
     def __init__(self) -> None:
         self.tasks: list[Task] = []
@@ -94,7 +95,10 @@ class Graph:
         self, phase: Phase, device: int, host: str, launches: float, kernels: tuple[float, str],
         after: Iterable[int] = (), overlap: Iterable[int] = (),
     ) -> int:  # fmt: skip
-        """Append the host's launches, and the kernels, which run concurrently and never end before the launches."""
+        """Append the host's launches and the kernels, and return the index of the kernels.
+
+        The kernels run concurrently with the launches, but never end before them.
+        """
         before = tuple(after)
         handed = self.add(phase, device, host, launches, "launches", before, overlap)
         amount, unit = kernels
@@ -104,7 +108,7 @@ class Graph:
         self, phase: Phase, devices: Sequence[int], collective: str, amount: float,
         after: Callable[[int], Iterable[int]], overlap: Callable[[int], Iterable[int]] = lambda i: (),
     ) -> list[int]:  # fmt: skip
-        """Append one collective, as one task per device."""
+        """Append one collective as one task per device; return the indices of the tasks."""
         return [self.add(phase, i, collective, amount, "bytes", after(i), overlap(i)) for i in devices]
 
     def update(
@@ -126,8 +130,8 @@ def buckets(profile: Profile, first: int = FIRST_BUCKET_BYTES) -> list[float]:
 class Chain:
     """The tasks of one process that drives several devices.
 
-    `threads_marked` is True if starting threads is a separate task. `reduction` is the phase under which gradients are
-    summed.
+    If `threads_marked`, the start of threads belongs to the host, else to device 0. `reduction` is the phase that
+    contains the addition of the gradients.
     """
 
     def __init__(
@@ -179,7 +183,7 @@ class Chain:
         return [*wire, *trees]
 
     def _forward(self, copied: list[int]) -> list[int]:
-        """Append every replica's forward, launched from its own thread; all threads share one interpreter lock."""
+        """Append every replica's forward; replicas that run in threads share one interpreter lock."""
         graph, profile, schedule = self._graph, self._profile, self._schedule
         serial = schedule.workers == "serial"
         started: list[int] = []
@@ -238,7 +242,7 @@ class Chain:
         return reduced
 
     def _segments(self, device: int, after: list[int], count: int) -> list[int]:
-        """Append one device's backward, cut into one part per bucket."""
+        """Append one device's backward in `count` equal parts, one per bucket; return their indices."""
         found, profile = [], self._profile
         work, launches = self._rows[device] * profile.backward_flop / count, profile.backward_launches / count
         for _ in range(count):
@@ -261,7 +265,7 @@ class Chain:
         return graph.each(self._reduction, owners, name, size, lambda i: [joined[i]], lambda i: overlap)
 
     def _update(self, after: list[int]) -> None:
-        """Append the optimizer's step on device 0, on every device, or on every device for its share."""
+        """Append the optimizer's step on device 0, on every device, or on every device for its shard."""
         schedule, graph, profile = self._schedule, self._graph, self._profile
         owners = self._owners
         share = 1 / len(owners) if schedule.update == "sharded" else 1.0
@@ -272,7 +276,7 @@ class Chain:
             graph.each(Phase.REPLICATE, owners, name, profile.parameter_bytes, lambda i: stepped)
 
     def _collective(self, kind: str) -> str:
-        """Return the name of the next collective. Without flat storage, torch joins tensors in messages of 10 MiB."""
+        """Return the name of the next collective. Without flat storage, torch joins tensors into messages of 10 MiB."""
         self._collectives += 1
         joined = "" if self._schedule.storage == "flat" else "_coalesced"
         return f"{kind}{joined}:{self._collectives}"

@@ -3,8 +3,8 @@
 The ranks are forked processes on this machine, which connect over the loopback interface only. No communication hook is
 installed, because a hook would change the measurement. The end of backward's compute comes from the private DDP logger
 (`_set_ddp_runtime_logging_sample_rate`, `_get_ddp_logging_data`, `logger.set_runtime_stats_and_log`), which only this
-file uses. The rest of backward is the exposed part of the reduction. DDP synchronises buffers inside its forward, so
-that the phase forward contains them.
+file uses. The rest of backward is the exposed part of the reduction. DDP synchronises buffers inside its forward; the
+`forward` phase therefore includes this time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class DistributedDataParallel(Strategy):
 
     @contextmanager
     def start(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[_Step]:
-        """Yield this rank's step; `devices` holds the rank's own device only."""
+        """Yield this rank's step; `devices` has only the device of this rank."""
         yield _Step(case, model, devices[0], mark)
 
     def tasks(self, case: Case, profile: Profile) -> list[Task]:
@@ -48,7 +48,7 @@ class DistributedDataParallel(Strategy):
         return _tasks(case, profile, [0])
 
     def moves(self, case: Case, shapes: Shapes) -> Iterable[Move]:
-        """Yield the moves of each rank's rows, of rank 0's buffers in the forward, and of a ring over the gradients."""
+        """Yield the moves of each rank's rows, of rank 0's buffers in forward, and of a ring all-reduce."""
         yield from batch(case, shapes, local=True)
         count = len(case.rows)
         for rank in range(1, count):
@@ -129,7 +129,7 @@ def _tasks(case: Case, profile: Profile, ranks: Iterable[int]) -> list[Task]:
     reduced: dict[int, list[int]] = {i: [] for i in found}
     for number, size in enumerate(pieces):
         for i in found:
-            # overlaps with backward, whose span in a trace contains the hidden part
+            # the last reduction overlaps with backward, whose span in a trace contains the hidden part
             beside = graph.tasks[ready[i][-1]].overlap if number == len(pieces) - 1 else ()
             waits = [*reduced[i], ready[i][number]]
             reduced[i] = [graph.add(Phase.REDUCE, i, f"all_reduce:{number}", size, "bytes", waits, beside)]
@@ -139,7 +139,7 @@ def _tasks(case: Case, profile: Profile, ranks: Iterable[int]) -> list[Task]:
 
 
 class _Rank:
-    """The work of one rank, a process with its own interpreter."""
+    """The tasks of one rank, which is a process with a separate interpreter."""
 
     def __init__(self, graph: Graph, case: Case, profile: Profile, rank: int) -> None:
         self._graph, self._profile, self._rank = graph, profile, rank

@@ -1,4 +1,4 @@
-"""dpbench's own engine, as a thin adapter over TrainStep."""
+"""dpbench's own data-parallel engine, `TrainStep`, under any schedule."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Engine(Strategy):
         return Chain(case, profile, schedule_of(case)).tasks()
 
     def moves(self, case: Case, shapes: Shapes) -> Iterable[Move]:
-        """Return the moves of the schedule; empty for `fastest`, which chooses its schedule while it runs."""
+        """Return the moves of the schedule; empty for `fastest`, whose schedule is chosen at run time."""
         return () if case.schedule == FASTEST else _tasks.scheduled(case, shapes)
 
 

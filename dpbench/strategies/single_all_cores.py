@@ -17,8 +17,8 @@ class SingleAllCores(Single):
     traits = Traits(parallelism=Parallelism.NONE, role=Role.ALL_CORES)
 
     def skip(self, case: Case) -> str:
-        """Return the reason to skip a case on GPUs: a GPU always uses all of its resources."""
-        return "" if case.device_kind == "cpu" else "a GPU always uses all of its resources: see the strategy single"
+        """Return the reason to skip a case whose devices are not logical CPU devices; otherwise ""."""
+        return "" if case.device_kind == "cpu" else "single_all_cores needs CPU devices; elsewhere, use single"
 
 
 STRATEGY = SingleAllCores()

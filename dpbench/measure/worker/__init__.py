@@ -1,4 +1,5 @@
-"""Worker: measure one case in a fresh process and return a trial. This package has the only measuring loop.
+"""Worker: measure cases in a fresh process and return their trials.
 
-`python -m dpbench.measure.worker` runs the server from which worker processes are forked.
+This package has the only measuring loop. `python -m dpbench.measure.worker` runs the server from which worker processes
+are forked.
 """

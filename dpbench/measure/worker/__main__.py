@@ -21,7 +21,7 @@ from typing import Any
 
 from dpbench.hardware import processes
 
-if __name__ == "__main__":  # before importing torch, because the parent may die during the second or more that it takes
+if __name__ == "__main__":  # before importing torch, because the parent may die while torch loads (over 1 s)
     processes.die_with_parent(int(sys.argv[1]))
 
 # without this variable, torch looks for devices by creating a CUDA context, which does not survive a fork
@@ -39,7 +39,7 @@ from dpbench.records import registry
 
 
 def serve() -> None:
-    """Answer requests until stdin ends. Raises RuntimeError if loading dpbench's own components initialised CUDA."""
+    """Answer requests until stdin ends. Raises RuntimeError if loading strategies and models initialised CUDA."""
     processes.keep()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C, the parent ends this process
     for kind in ("strategies", "models"):
@@ -48,7 +48,7 @@ def serve() -> None:
     if torch.cuda.is_initialized():
         raise RuntimeError("importing dpbench's strategies and models initialised CUDA, so workers cannot be forked")
     gc.collect()
-    gc.freeze()  # keep the shared pages shared
+    gc.freeze()  # else collections in workers write to the shared pages, and each worker gets copies
     answers = os.dup(1)
     os.dup2(2, 1)  # other output must not be mistaken for an answer
 

@@ -1,8 +1,8 @@
 """Case timer: run a prepared case in blocks of steps under a clock until its series of steps is long enough.
 
-One step is profiled after timing, for the busy time of GPUs, which is the union of kernel intervals. Event spans show
-how long a phase occupied a device, waiting included; kernels show when the device computed. Collective kernels are
-counted separately, because a kernel that waits for its peers counts as busy.
+After timing, one step is profiled to measure the busy time of GPUs, which is the union of the kernels' intervals. Event
+spans show how long a phase occupied a device, waiting included; kernels show when the device computed. Collective
+kernels are counted separately, because a kernel that waits for its peers counts as busy.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ SLOW_STEPS = 3
 class PreparedCase:
     """A verified and built case, ready for timing, with the batches that its steps use in turn.
 
-    `setup` holds seconds by stage, `facts` the provenance to store with the trial.
+    `setup` maps each stage to its seconds. `facts` is the provenance to store with the trial.
     """
 
     case: Case
@@ -136,7 +136,7 @@ class CaseTimer:
 
     @property
     def finished(self) -> bool:
-        """Return whether the series of this rank or of any other is long enough."""
+        """Return whether the series of this rank or of any other rank is long enough."""
         return _agreed(self._stopping.finished())
 
     def _block(self, steps: int) -> float:
@@ -203,7 +203,7 @@ def run_timers(timers: Sequence[CaseTimer]) -> None:
 
 
 def _agreed(finished: bool) -> bool:
-    """Return whether any rank has finished, so that all ranks stop together; collective over the ranks."""
+    """Return whether any rank has finished, so that all ranks stop together; all ranks must call this function."""
     if not dist.is_initialized():
         return finished
     flag = torch.tensor(int(finished))
@@ -216,7 +216,7 @@ def _profiled(
 ) -> list[Sample]:
     """Return the busy seconds of the GPUs in one additional profiled step.
 
-    The list is empty if profiling is not permitted, and for CPU devices, whose busy time the host clock has sampled.
+    The list is empty if profiling is not permitted, and for CPU devices, whose busy time the host's clock measures.
     """
     if not isinstance(listener, clocks.CudaClock):
         return []
@@ -231,4 +231,4 @@ def _trace(step: Callable[[Any, Any], Any], batch: tuple[Any, Any], devices: Seq
     try:
         trace(lambda: step(*batch), devices, Path(path))
     except (RuntimeError, OSError, TypeError) as error:  # TypeError: a torch that cannot profile all threads
-        print(f"no trace: {error}", file=sys.stderr)
+        print(f"no trace was written: {error}", file=sys.stderr)

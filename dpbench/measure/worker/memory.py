@@ -1,4 +1,4 @@
-"""Memory by phase: run two additional steps after timing and record the peaks of the second by phase."""
+"""Memory by phase: run two additional steps after timing, and record the second step's memory peaks by phase."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from dpbench.strategies import Strategy
 def by_phase(
     case: Case, strategy: Strategy, model: Model, devices: Sequence[Device], batch: tuple[Any, Any]
 ) -> tuple[tuple[Memory, ...], str]:
-    """Return each device's peaks by phase and "", or no peaks and the reason for their absence; `model` is modified.
+    """Return each device's memory peaks by phase and "", or no peaks and the reason why not; `model` is modified.
 
-    Logical CPU devices share the host's memory. For them, the steps run on emulated devices, which count bytes without
-    storing numbers.
+    Logical CPU devices share the host's memory. Their steps are repeated on emulated devices, which count the bytes of
+    tensors, if possible without storing values.
     """
     on_host = case.device_kind == "cpu"
     if on_host:
@@ -44,9 +44,9 @@ def by_phase(
                 # a failed attempt leaves the model on its devices: load it again
                 mine = models.load(case.model, case.size, case.seed) if number else model
                 _watch(case, strategy, mine, devices, batch, peaks)
-        # the trial is valid without these peaks; an op that refuses tensors without numbers is retried with numbers
+        # the trial is valid without these peaks; if an op fails on tensors without values, retry with values
         except Exception as error:
-            error = error.__cause__ if isinstance(error.__cause__, Exception) else error  # a replica's own error
+            error = error.__cause__ if isinstance(error.__cause__, Exception) else error  # the error in the replica
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         else:
             found = peaks.memory(source)
@@ -73,7 +73,7 @@ def _watch(
 
 @contextmanager
 def bound(case: Case) -> Iterator[None]:
-    """Limit emulated devices to the case's device memory, if it has one."""
+    """Limit the memory of emulated devices to that of the case, if the case limits it."""
     if case.device_kind != "emulated" or not case.device_memory_bytes:
         yield
         return
@@ -82,7 +82,7 @@ def bound(case: Case) -> Iterator[None]:
 
 
 WHOLE = ""
-"""The phase of peaks over the whole step."""
+"""The phase under which the peaks of the whole step are recorded."""
 
 
 class Peaks:
@@ -97,7 +97,7 @@ class Peaks:
 
     @contextmanager
     def mark(self, phase: Phase, device: int) -> Iterator[None]:
-        """Credit the peaks inside this context to the phase; if several phases are open, each of them is credited."""
+        """Attribute the peaks inside this context to the phase; if several phases are open, to each of them."""
         with self._lock:
             self._settle()
             self._open.append(phase)
@@ -120,7 +120,7 @@ class Peaks:
             self._listening = False
 
     def _settle(self) -> None:
-        """Credit the peaks since the last mark to the phases that have been open since then."""
+        """Attribute the peaks since the last mark to the phases that have been open since then."""
         if not self._listening:
             return
         names = {WHOLE, *(phase.value for phase in self._open)} if self._open else {WHOLE, UNATTRIBUTED}
@@ -131,7 +131,7 @@ class Peaks:
                     self._most[key] = max(self._most.get(key, 0), peak)
 
     def memory(self, source: str) -> tuple[Memory, ...]:
-        """Return the peaks by device: first that of the whole step, then those of the phases in order."""
+        """Return the peaks by device: first those of the whole step, then those of the phases in order."""
         order = [WHOLE, *(phase.value for phase in Phase), UNATTRIBUTED]
         found = sorted(self._most, key=lambda key: (key[0], order.index(key[1]), key[2]))
         return tuple(Memory(d, self._most[d, name, kind], source, name, kind) for d, name, kind in found)

@@ -1,12 +1,12 @@
-"""Self-check, worker side: time one step with and without a part of the measuring, alternating in one process.
+"""Self-check, worker side: time a case's step with and without one part of measuring, alternating in one process.
 
     marks      pair 0: on off   pair 1: off on   pair 2: on off ...      each word is a block of back-to-back steps
     sampler    part 0: . . . x x . . . . . . x x . . . .                 x: the sampler ran in or right after this step
 
-For marks, blocks with and without them alternate, and the two blocks of a pair are compared: slower drift cancels. The
+Blocks with and without marks alternate, and the two blocks of a pair are compared, so that slow drift cancels. The
 sampler is never switched off. Its CPU clock shows in which steps it ran; the mean of all steps of a part is compared
-with the mean of the steps that the sampler cannot have slowed down. The trial has no steps; the seconds per step are
-stored as facts, one list with the sampler or marks and one without, by pair or part.
+with the mean of the steps that the sampler cannot have slowed down. The trial has no steps. The seconds per step are
+stored as facts, in one list with the marks or sampler and one list without, each with one value per pair or part.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from dpbench.strategies import load
 
 ARMS = {"on": True, "off": False}
 Seconds = tuple[float, float]
-"""The seconds of a step, and the CPU seconds of all threads of the process in it."""
+"""The wall-clock seconds of a step, and the CPU seconds that all threads of the process used in it."""
 COLLECT = 20
 """The number of pairs or parts between two garbage collections."""
 RunSteps = Callable[[int], None]
-"""Runs a number of steps and waits for their end."""
-_CPU_CLOCK = 2  # of another process, as in clock_getcpuclockid(3)
+"""A function that runs a number of steps and waits for their end."""
+_CPU_CLOCK = 2  # the low bits in the id of a process's CPU clock, as clock_getcpuclockid(3) returns it
 
 
 def measure(case: Case, effort: Effort, settings: SelfCheck) -> Trial:
@@ -89,14 +89,14 @@ def _garbage_kept() -> Iterator[None]:
 
 
 def _seconds(run: RunSteps, steps: int) -> Seconds:
-    """Return the mean wall-clock seconds and CPU seconds per step of a block; means include occasional costs."""
+    """Return the mean wall-clock and CPU seconds per step of a block; unlike a median, a mean includes rare costs."""
     began, spent = time.perf_counter(), time.process_time()
     run(steps)
     return (time.perf_counter() - began) / steps, (time.process_time() - spent) / steps
 
 
 def _pairs(run: RunSteps, marks: _Marks, count: int, steps: int) -> dict[str, Any]:
-    """Return the seconds per step of `count` pairs of blocks of `steps` steps, with marks on in one block of a pair."""
+    """Return the seconds per step of `count` pairs of blocks of `steps` steps; marks are on in one block of a pair."""
     found: dict[bool, list[Seconds]] = {True: [], False: []}
     for pair in range(max(2, count)):
         for on in (True, False) if pair % 2 == 0 else (False, True):
@@ -109,19 +109,18 @@ def _pairs(run: RunSteps, marks: _Marks, count: int, steps: int) -> dict[str, An
 
 
 def _parts(run: RunSteps, sampler: _Sampler, count: int, part_s: float) -> dict[str, Any]:
-    """Return the seconds per step of `count` parts: of all their steps, and of the steps without the sampler."""
+    """Return the seconds per step of `count` parts: of all steps, and of those that the sampler did not affect."""
     on_s, off_s, touched = [], [], 0
     spent_s, began_s = sampler.spent_s(), time.perf_counter()
     for part in range(count):
         if part % COLLECT == 0:
             gc.collect()
         steps = _watched(run, sampler, part_s)
-        # also leave out the step after the sampler, whose caches may still be cold
+        # also leave out the step after one in which the sampler ran: its caches may still be cold
         alone = [s for (before, _), (at_work, s) in pairwise(((False, 0.0), *steps)) if not before and not at_work]
         if not alone:
             raise RuntimeError(
-                f"the sampler was running in or just before each of {len(steps)} steps, so there is no step without it "
-                "to compare with"
+                f"the sampler was running in or just before each of {len(steps)} steps, so its cost cannot be measured"
             )
         on_s.append(statistics.fmean(seconds for _, seconds in steps))
         off_s.append(statistics.fmean(alone))
@@ -138,8 +137,8 @@ def _watched(run: RunSteps, sampler: _Sampler, seconds: float) -> list[tuple[boo
     while at_s < until_s:
         run(1)
         before_s, began_s = spent_s, at_s
-        # a step lasts from the previous end to its own, so that no time is lost; sampler work between the two reads is
-        # flagged in this step, and its time falls into the next step, which is left out as well
+        # a step lasts from the end of the previous step to its own end, so that no time is lost; if the sampler runs
+        # between the two readings, this step is flagged, and the time counts in the next step, which is also left out
         at_s = time.perf_counter()
         spent_s = sampler.spent_s()
         steps.append((spent_s > before_s, at_s - began_s))

@@ -82,7 +82,7 @@ def prepare(case: Case, strategy: Strategy, rank: int | None = None) -> Prepared
     threads = usable_cores() if strategy.traits.all_cores else 1
     torch.set_num_threads(threads)
     devices = _devices(case, strategy, rank)
-    if threads == 1:  # a device with all cores must not be pinned to one of them
+    if threads == 1:  # a strategy that uses all cores must not be bound to one of them
         devices[0].settle()
     at = [time.perf_counter()]
     verified = _verify(case, strategy, devices, rank)
@@ -124,7 +124,7 @@ def _verify(case: Case, strategy: Strategy, devices: Sequence[Device], rank: int
 
 
 def _forget(devices: Sequence[Device]) -> None:
-    """Release the memory of verification and reset all peaks."""
+    """Release the memory that verification used, and reset all peaks."""
     gc.collect()
     processes.release()
     for device in devices:
@@ -134,7 +134,7 @@ def _forget(devices: Sequence[Device]) -> None:
 
 
 def _memory(case: Case, devices: Sequence[Device]) -> tuple[Memory, ...]:
-    """Return the peaks since `_forget`: of each device that reports them, and of the host's resident set."""
+    """Return the memory peaks since `_forget`: of each device that reports them, and of the host's resident set."""
     source = "ledger" if case.device_kind == "emulated" else "allocator"
     peaks = [Memory(d.index, peak, source, kind=kind) for d in devices for kind, peak in d.take_peaks().items()]
     return (*peaks, Memory(HOST, _resident_peak(), "rss"))
@@ -150,7 +150,7 @@ def _resident_peak() -> int:
 
 
 def _pinned(batch: tuple[Any, Any], case: Case) -> tuple[Any, Any]:
-    """Return the batch as an efficient DataLoader provides it: in pinned memory if its target is a GPU."""
+    """Return the batch as an efficient DataLoader provides it: in pinned memory if the devices are GPUs."""
     if case.device_kind != "cuda":
         return batch
     inputs, target = batch
@@ -159,7 +159,7 @@ def _pinned(batch: tuple[Any, Any], case: Case) -> tuple[Any, Any]:
 
 
 def of_model(model: Model, batch: tuple[Any, Any]) -> dict[str, float]:
-    """Return counts and bytes of modules, parameters and buffers, and bytes of inputs, target and output per sample.
+    """Return the counts and bytes of a model's parts, and the bytes of inputs, target and output per sample.
 
     A tensor that several modules share counts once, because replication copies it once. The output's bytes come from a
     forward pass of two samples, and are left out if this pass fails.
@@ -190,7 +190,7 @@ def of_model(model: Model, batch: tuple[Any, Any]) -> dict[str, float]:
 
 
 def torch_facts(case: Case, device: Device) -> dict[str, Any]:
-    """Return torch's version and settings, which are needed to reproduce the numbers."""
+    """Return torch's version and settings, which are needed to reproduce the results."""
     facts: dict[str, Any] = {
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
@@ -278,7 +278,7 @@ def run_together(cases: Sequence[Case], effort: Effort, folder: Path) -> list[Tr
         for case in (prepared.case for prepared in prepared_cases):
             failure = of_error(error, device_ids=case.device_ids)
             reason = (
-                f"{failure.reason} [measured side by side with {len(prepared_cases) - 1} other(s), which ended too]"
+                f"{failure.reason} [measured together with {len(prepared_cases) - 1} other case(s), which failed too]"
             )
             done[case] = _failed(case, replace(failure, reason=reason))
     return [done[case] for case in cases]
@@ -320,7 +320,7 @@ ROWS = 2
 
 
 def check(case: Case) -> Trial:
-    """Build the case's model, draw its batch, and take one step of a few rows on its one device.
+    """Build the case's model, draw its batch, and take one step with `ROWS` rows on the case's only device.
 
     Return a trial without steps. Raises the model's errors unchanged.
     """
