@@ -1,4 +1,4 @@
-"""Autotune: choose between a thread pool and no threads by timing both in the first steps of a training."""
+"""Autotune: choose between a thread pool and no threads by timing both in the first training steps."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ T95 = {4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}
 ALIKE = 0.02
 """Keep the pool unless running without threads reduces the time of an update by more than this fraction."""
 WORK = (Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.OPTIMIZER)
-"""The phases that training on one device also has."""
+"""The phases that also exist in training on one device."""
 
 
 class Autotuner:
     """Alternates between a pool of threads and no threads in the first steps, then chooses the faster.
 
-    Threads win where kernels are long. Where kernels are short, two threads compete for the interpreter lock. The
+    Threads are faster if kernels are long; if kernels are short, the threads compete for the interpreter lock. The
     choice does not change any result. Blocks run in ABBA order, so that a drift of the machine's speed cancels. The
-    choice follows the median ratio of the times of neighbouring blocks. It is made as soon as the confidence interval
-    of these ratios excludes 1, at the latest after the last pair. Each time is that of a whole update, including all
-    calls of an accumulation. `advice` is a message if one device is likely to be faster, otherwise "".
+    choice depends on the median ratio of the times of neighbouring blocks. It is made as soon as the confidence
+    interval of these ratios excludes 1, at the latest after the last pair. Each time is that of a whole update,
+    including all calls of an accumulation. `advice` is a message if one device is likely to be faster, otherwise "".
     """
 
     def __init__(self, schedule: Schedule, devices: Sequence[Device]) -> None:
@@ -93,7 +93,7 @@ class Autotuner:
         return len(ratios) in PAIRS and abs(statistics.fmean(ratios)) > _half(ratios)
 
     def _settle(self) -> None:
-        """Choose a candidate; set `advice` if the same work is likely to take less time on one device."""
+        """Choose a candidate; set `advice` if an update is likely to take less time on one device."""
         self.settled, self._running = True, self.schedule
         ratios = self._ratios()
         if len(ratios) not in PAIRS:
@@ -105,12 +105,12 @@ class Autotuner:
         if self._on_host and alone_s < took_s:
             self.advice = (
                 f"one device is likely to be faster: about {duration(alone_s)} per update, estimated from the phases "
-                f"that one device also has; {len(self._devices)} devices take {duration(took_s)}"
+                f"that also exist on one device; {len(self._devices)} devices take {duration(took_s)}"
             )
 
     @contextmanager
     def timed(self, mark: Mark) -> Iterator[Mark]:
-        """Time one call as part of its update; yield the mark to use in it."""
+        """Time one call as part of its update; yield the mark to use in the call."""
         if self.settled:
             yield mark
             return

@@ -1,9 +1,9 @@
 """Collectives: reduce, all-reduce and broadcast, of gradients and weights.
 
-`reduce` adds gradients on one device in replica order, so that the result is bitwise reproducible. An exchange adds
-them over persistent flat buffers. Distinct GPUs have collectives (NCCL's). They choose the order of additions, so that
-their sums are fast but not bitwise equal to ordered additions. Ordered additions and copies serve all other cases:
-replicas that share a GPU, logical CPU devices, and gradients that are rounded for the transfer.
+`reduce` adds gradients on one device in replica order, so that the result is bitwise reproducible. An `Exchange` adds
+gradients in persistent flat buffers. On distinct GPUs, both use collectives (NCCL's), which are fast. NCCL chooses the
+order of additions; the sums are therefore not bitwise equal to ordered additions. All other cases use ordered additions
+and copies: replicas that share a GPU, logical CPU devices, and gradients that are rounded for the transfer.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ def reduce(
 ) -> list[torch.Tensor]:
     """Return the sums of `gradients[replica][parameter]` over the replicas, on `devices[0]`.
 
-    The order is ((g0 + g1) + g2) + ...; distinct GPUs use torch's coalesced reduction, which chooses the order itself.
-    With `comm_dtype` every gradient is rounded to that dtype for the transfer.
+    The order of additions is ((g0 + g1) + g2) + ... On distinct GPUs, torch's coalesced reduction chooses the order,
+    unless `comm_dtype` is given or gradients are enabled (`create_graph=True`). With `comm_dtype` every gradient is
+    rounded to that dtype for the transfer.
     """
     devices = as_devices(devices)
     root = devices[0]
@@ -52,7 +53,7 @@ def reduce(
 
 
 def _sum(parts: Sequence[torch.Tensor], root: Device, comm_dtype: torch.dtype | None) -> torch.Tensor:
-    """Return the sum of `parts` in order; a single gradient is returned unchanged, and sparse parts stay sparse."""
+    """Return the sum of `parts` in order; one part is returned unchanged, and the sum of sparse parts is sparse."""
     total = arrive(parts[0], root, comm_dtype) if len(parts) > 1 else parts[0]
     for number, part in enumerate(parts[1:]):
         here = arrive(part, root, comm_dtype)
@@ -67,12 +68,12 @@ def arrive(part: torch.Tensor, root: Device, comm_dtype: torch.dtype | None = No
     """Return a gradient on `root`, rounded to `comm_dtype` for the transfer if one is given."""
     home = root.torch_device
     if comm_dtype is None or not part.is_floating_point():
-        return part if part.device == home else part.to(home, non_blocking=True)  # cheaper than `to`
+        return part if part.device == home else part.to(home, non_blocking=True)  # the check is cheaper than `to`
     return part.to(comm_dtype).to(home, non_blocking=True).to(part.dtype)
 
 
 def choose(devices: Sequence[Device], schedule: Schedule, tensors: Sequence[torch.Tensor]) -> Collectives | None:
-    """Return the devices' collectives if these may carry `tensors` under the schedule; None means ordered additions."""
+    """Return the collectives that may sum `tensors` under the schedule; None means ordered additions."""
     if schedule.comm_dtype != "none" or not all(is_dense(one) and one.is_floating_point() for one in tensors):
         return None
     return devices[0].collectives(devices)
@@ -80,7 +81,7 @@ def choose(devices: Sequence[Device], schedule: Schedule, tensors: Sequence[torc
 
 @dataclass(frozen=True)
 class Bucket:
-    """Elements [start, stop) of flat buffer `flat`, and the numbers of the parameters whose gradients are there."""
+    """Elements [start, stop) of flat buffer `flat`; `numbers` are the indices of the parameters stored there."""
 
     flat: int
     start: int
@@ -89,10 +90,10 @@ class Bucket:
 
 
 class Exchange:
-    """Every device's gradients in flat buffers of one layout, and their reduction to the devices that step them.
+    """Holds each device's gradients in flat buffers of the same layout, and reduces them by collectives.
 
-    `owners[g]` is the device that gets the sums of `groups[g]`. If it is None, the sums are split evenly: device i gets
-    part i. With `everyone`, all devices get all sums.
+    `groups` are lists of parameter indices. `owners[g]` is the index of the device that gets the sums of `groups[g]`.
+    If it is None, the sums are split evenly: device i gets part i. With `everyone`, all devices get all sums.
     """
 
     def __init__(
@@ -121,7 +122,10 @@ class Exchange:
     def stage(
         self, i: int, gradients: Sequence[torch.Tensor | None] | None, numbers: Sequence[int] | None = None
     ) -> None:
-        """Copy device i's gradients, all or the numbered ones, into its buffers; write zeros for missing gradients."""
+        """Copy device i's gradients into its buffers, and write zeros for missing gradients.
+
+        `numbers` are the indices of the parameters to copy; None means all.
+        """
         views, device = self.views[i], self._devices[i]
         wanted = views if numbers is None else [n for n in numbers if n in views]
         given = {n: gradients[n] for n in wanted} if gradients is not None else dict.fromkeys(wanted)
@@ -133,7 +137,7 @@ class Exchange:
             self._collectives.follow(i)
 
     def reduce(self, numbers: Sequence[int] | None = None) -> None:
-        """Queue the sums of all staged gradients, or of the buckets whose parameters are all in `numbers`."""
+        """Queue the reduction of all buffers, or of the buckets whose parameter indices are all in `numbers`."""
         buckets = self._wholes
         if numbers is not None:
             wanted = set(numbers)
@@ -195,7 +199,7 @@ class Exchange:
 
 
 def _buckets(f: int, flat: Flat) -> list[Bucket]:
-    """Return a flat buffer cut into buckets of about BUCKET_BYTES, from its end, which backward reaches first."""
+    """Cut a flat buffer into buckets of about BUCKET_BYTES, starting at its end, where backward finishes first."""
     buckets: list[Bucket] = []
     stop, numbers = flat.size, []
     for slot in reversed(flat.slots):
@@ -216,10 +220,10 @@ def dense(gradient: torch.Tensor) -> torch.Tensor:
 
 
 Copier = Callable[[Sequence[torch.Tensor], Sequence[Device], Mark], list[list[torch.Tensor]]]
-"""Copies tensors to all devices: returns one list per device; the first list contains the tensors themselves."""
+"""A function that copies tensors to all devices: it returns one list per device, the first with the originals."""
 
 FIRST = 2**63 - 1
-"""The sequence number of a node that autograd runs as soon as it is ready, before all nodes created later."""
+"""The sequence number of nodes that must run as soon as they are ready: autograd runs the highest number first."""
 
 
 def broadcast(
@@ -232,9 +236,9 @@ def broadcast(
     mark: Mark,
     on_reduce: Callable[[], None],
 ) -> list[list[torch.Tensor]]:
-    """Return each device's copies, through a single autograd node, or with `overlap` through one node per bucket.
+    """Return each device's copies, made by a single autograd node, or with `overlap` by one node per bucket.
 
-    A bucket's node reduces its gradients when all of them have been computed.
+    In backward, each node reduces its gradients as soon as all replicas have computed them.
     """
     each: list[list[torch.Tensor]] = [[] for _ in devices]
     for bucket in buckets_of(tensors) if overlap else [range(len(tensors))]:
@@ -250,15 +254,15 @@ def broadcast(
 
 
 def buckets_of(tensors: Sequence[torch.Tensor]) -> list[range]:
-    """Return the tensors, in order, in consecutive runs of about BUCKET_BYTES."""
+    """Return consecutive ranges of indices of `tensors`; the tensors of each range have about BUCKET_BYTES."""
     return buckets([tensor.nbytes for tensor in tensors], BUCKET_BYTES)
 
 
 class Broadcast(Function):
     """Copy tensors to every device; backward reduces all their gradients at once.
 
-    As a single node for all parameters, its backward starts when the last replica's backward has ended. That is the
-    border between the phases backward and reduce, where `on_reduce` is called.
+    If a single node copies all parameters, the node's backward starts when the last replica's backward has ended. At
+    this point the `backward` phase ends, the `reduce` phase begins, and `on_reduce` is called.
     """
 
     @staticmethod
@@ -281,7 +285,7 @@ class Broadcast(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        """Return the sums over the replicas; zeros for a parameter that no replica used, as in torch."""
+        """Return the gradients' sums over the replicas; zeros for a parameter that no replica used, as in torch."""
         ctx.on_reduce()
         each = [gradients[i : i + ctx.count] for i in range(0, len(gradients), ctx.count)]
         wanted = [i for i, wants in enumerate(ctx.needs_input_grad[5:]) if wants]

@@ -89,7 +89,7 @@ def device_of(value: Any) -> torch.device | None:
 def devices_of(values: Sequence[Any]) -> list[Device]:
     """Return one device per value: that of its first tensor.
 
-    A value without tensors gets the first device found among the others, else the CPU.
+    For a value without tensors, it is the first device found among the other values, or else the CPU.
     """
     found = [device_of(value) for value in values]
     anywhere = next((place for place in found if place is not None), torch.device("cpu"))

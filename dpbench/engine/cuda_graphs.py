@@ -6,8 +6,8 @@ bitwise the same effect as without graphs. A graph always reads and writes the m
 step's rows are copied into that memory, and its gradients are read from there. Dropout draws new random numbers in
 every replay.
 
-A replay runs what was recorded, whatever Python would have done. All graphs are therefore discarded when a module, a
-weight, a buffer or an autocast setting has changed.
+A replay repeats the recorded kernels and runs no Python code. All graphs are therefore discarded when the module, the
+memory of a weight or buffer, an autocast setting or a setting of the loss has changed.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Recorded:
         inputs, target = static = mapped(piece, torch.clone)
         self._given = tensors_in(static)
         self._parameters = [p for p in parameters if p.requires_grad]
-        live: list[torch.Tensor] = []  # the sum with its autograd history, from forward to backward
+        live: list[torch.Tensor] = []  # the sum with its autograd history, kept from forward to backward
 
         def forward() -> tuple[Any, torch.Tensor]:
             output = module(*inputs)
@@ -83,7 +83,7 @@ class Recorded:
         self._gradients, self._backward = recorder.record(backward)
 
     def forward(self, piece: tuple[Any, Any]) -> tuple[Any, torch.Tensor]:
-        """Return output and loss sum for the rows of `piece`, in memory that the next forward overwrites."""
+        """Return the output and the loss sum for the rows of `piece`, in memory that the next forward overwrites."""
         copy_all(self._given, tensors_in(piece))
         self._forward()
         return self._output, self._total
@@ -118,8 +118,8 @@ class Graphs:
     def prepare(self, pieces: Sequence[tuple[Any, Any]], replicas: Sequence[nn.Module]) -> list[Recorded] | None:
         """Return the replicas' graphs for pieces of a batch, recorded now if their shape is new.
 
-        Return None if the batch must run eagerly, because no graph can serve it, or `LIMIT` other shapes are recorded
-        already. Raises ValueError for a module with hooks.
+        Return None if the batch must run eagerly, because no graph can serve it or because `LIMIT` other shapes have
+        already been recorded. Raises ValueError if the module has hooks when a graph must be recorded.
         """
         if (state := self._now()) != self._state:
             self._recorded, self._state = {}, state
@@ -132,7 +132,7 @@ class Graphs:
         return self._recorded[key]
 
     def _now(self) -> Hashable:
-        """Return the state, other than shapes, on which graphs depend: module version, autocast, loss and addresses."""
+        """Return the state on which graphs depend: module version, autocast, loss settings and memory addresses."""
         tensors = [t for of in (self._weights.parameters, self._weights.buffers) for one in of for t in one]
         kind = self._devices[0].torch_device.type
         autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)

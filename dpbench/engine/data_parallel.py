@@ -1,4 +1,4 @@
-"""DataParallel: a module wrapper, and a function, that scatter, replicate, apply and gather in four visible calls."""
+"""DataParallel: a module wrapper and a function; both scatter, replicate, apply and gather in four separate calls."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def scatter_arguments(
 ) -> list[Any]:
     """Split a call's arguments into one (inputs, kwargs) pair per replica; a call without arguments gets one pair.
 
-    With `compat`, the shorter list of inputs or kwargs is padded where torch pads it. Raises AssertionError where torch
-    does not.
+    With `compat`, the shorter list of inputs or kwargs is padded in the cases in which torch pads it. In all other
+    cases, lists of different lengths raise AssertionError, as in torch.
     """
     if not inputs and not kwargs:
         return [((), {})]
@@ -70,10 +70,10 @@ def run_pieces(
     mark: Mark = no_mark,
     on_reduce: Callable[[], None] = lambda: None,
 ) -> Any:
-    """Replicate, apply and gather, given the scattered arguments; return the gathered output.
+    """Replicate the module, apply the replicas to the scattered arguments, and return the gathered output.
 
-    A single device runs the module itself. Fewer pieces than devices use fewer replicas. `on_reduce` is called in
-    backward when the replicas' backward ends and the reduction begins.
+    With a single device, the module itself runs. There is one replica per piece, also if there are fewer pieces than
+    devices. `on_reduce` is called in backward when the replicas' backward ends and the reduction begins.
     """
     used = devices[: len(pieces)]
     arguments, keywords = [piece[0] for piece in pieces], [piece[1] for piece in pieces]
@@ -99,9 +99,10 @@ def data_parallel(
 ) -> Any:
     """Evaluate `module(*inputs, **module_kwargs)` in parallel over `device_ids`.
 
-    The functional form of `DataParallel`, with the arguments of torch.nn.parallel.data_parallel; `device_ids` also
-    accepts "cpu" repeated, for logical CPU devices. `inputs` that are not a tuple are a single argument; None is no
-    argument. Returns the gathered output on `output_device` (default: the first device).
+    This is the functional form of `DataParallel`, with the arguments of torch.nn.parallel.data_parallel. `device_ids`
+    also accepts "cpu" repeated, for logical CPU devices. A value of `inputs` that is not a tuple is passed as a single
+    argument; None means that there is no argument. Returns the gathered output on `output_device` (default: the first
+    device).
     """
     arguments = () if inputs is None else inputs if isinstance(inputs, tuple) else (inputs,)
     devices = resolve(device_ids)
@@ -124,7 +125,7 @@ def output_of(devices: Sequence[Device], output_device: DeviceId | None) -> Devi
 
 
 def id_of(device: Device) -> DeviceId:
-    """Return a device as torch's users expect it in attributes: a GPU's number, or a torch.device of another kind."""
+    """Return the id of a device, as in torch's `device_ids`: the index of a GPU, or a torch.device for other kinds."""
     return device.torch_device.index if device.torch_device.type == "cuda" else device.torch_device
 
 
@@ -137,15 +138,16 @@ def _schedule(schedule: str | Schedule, devices: Sequence[Device]) -> Schedule:
 
 
 class DataParallel(nn.Module):
-    """A drop-in for torch.nn.DataParallel with a separate method for each phase.
+    """A drop-in replacement for torch.nn.DataParallel, with a separate method for each phase.
 
-    `device_ids` accepts the values that torch accepts (GPU numbers, devices, names), and "cpu" repeated for logical CPU
-    devices. None means all GPUs; without a GPU the wrapper passes calls through. The module must be on `device_ids[0]`
-    when it is called, not yet when it is wrapped; with a single device, the wrapper moves it there. Gradients of the
-    replicas are summed into the module's; unused parameters get zeros. Names in `state_dict` have the prefix "module.".
-    Subclasses may override `scatter`, `replicate`, `parallel_apply` and `gather`, as with torch. `compat` restores
-    torch's behaviour where torch is silently wrong and this engine is right or refuses: see docs/contract.md.
-    `schedule` is the name of a schedule, or its switches, except for those that need TrainStep.
+    `device_ids` accepts the values that torch accepts (GPU indices, devices, names), and "cpu" repeated for logical CPU
+    devices. None means all GPUs; without a GPU the wrapper calls the module directly. The module must be on
+    `device_ids[0]` when it is called, but not yet when it is wrapped; with a single device, the wrapper moves it there.
+    The replicas' gradients are summed into the module's gradients; unused parameters get zeros. Names in `state_dict`
+    have the prefix "module.". Subclasses may override `scatter`, `replicate`, `parallel_apply` and `gather`, as with
+    torch. `compat` restores torch's behaviour in cases where torch is silently wrong and this engine returns the right
+    result or raises an error: see docs/contract.md. `schedule` is the name of a schedule, or its switches; schedules
+    that need TrainStep raise ValueError.
     """
 
     def __init__(
@@ -179,7 +181,7 @@ class DataParallel(nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module on the batch split over the devices; return the gathered output."""
-        # inside a replica of another wrapper the batch is split already
+        # inside a replica of another wrapper, the batch has already been split
         if not self.devices or "_is_replica" in self.__dict__:
             return self.module(*inputs, **kwargs)
         arguments, keywords = self.scatter(inputs, kwargs, self.device_ids)
@@ -206,7 +208,7 @@ class DataParallel(nn.Module):
         return self._make(devices, not torch.is_grad_enabled(), no_mark, lambda: None)
 
     def _maker(self, devices: Sequence[Device]) -> Maker:
-        """Return a function that replicates the module as it is at present: users may convert it after wrapping it."""
+        """Return a function that replicates the module in its present form, which users may change after wrapping."""
         check_placement(self.module, devices[0])
         if reason := legal.storage(self.schedule, self.module, devices):
             raise Refused(reason)
@@ -215,7 +217,7 @@ class DataParallel(nn.Module):
         return maker(self.module, self.schedule, flat)
 
     def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
-        """Return the replicas' outputs."""
+        """Run each replica on its device, and return the list of outputs."""
         devices = self.devices[: len(replicas)]
         return parallel_apply(replicas, inputs, kwargs, devices, workers=self._workers, compat=self.compat)
 
@@ -225,7 +227,7 @@ class DataParallel(nn.Module):
         return gather(outputs, target, self.devices[: len(outputs)], self.dim, compat=self.compat)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to copy or pickle, without the objects that belong to this wrapper only."""
+        """Return the state to copy or pickle, without objects that refer to this wrapper's own module."""
         return {**self.__dict__, "_make": None, "_identity": None}
 
     def __getattr__(self, name: str) -> Any:
@@ -235,35 +237,36 @@ class DataParallel(nn.Module):
         except AttributeError as error:
             module = self.__dict__.get("_modules", {}).get("module")
             if module is not None and hasattr(module, name):
-                error.add_note(hint := f"hint: the wrapped module has it: use .module.{name}")
+                error.add_note(hint := f"hint: the wrapped module has this attribute; use .module.{name}")
                 raise AttributeError(f"{error}; {hint}", name=name, obj=self) from None
             raise
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load weights saved from a DataParallel module. Raises RuntimeError for a prefix that does not match."""
+        """Load weights saved from a DataParallel module. Raises RuntimeError if none of the names match."""
         check_prefix(list(self.state_dict()), list(state_dict), strict=strict)
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
 
 def check_prefix(expected: Sequence[str], given: Sequence[str], *, strict: bool) -> None:
-    """Raises RuntimeError when no name is an expected one: the prefix "module." differs, or the names are unrelated.
+    """Raises RuntimeError if none of the given names is expected: the prefix "module." differs, or all names do.
 
-    Without this, `strict=False` would load nothing without an error.
+    Without this check, `strict=False` would silently load nothing. Unrelated names with `strict=True` are left to
+    torch, whose own error lists them.
     """
     if not expected or set(expected) & set(given):
         return
     if {PREFIX + name for name in given} & set(expected):
-        problem = f'they lack the prefix "{PREFIX}", because they were saved from the unwrapped module'
-        remedy = "load them into .module instead: wrapped.module.load_state_dict(state)"
+        problem = f'the names lack the prefix "{PREFIX}", because they were saved from the unwrapped module'
+        remedy = "load the state dict into the unwrapped module: wrapped.module.load_state_dict(state)"
     elif set(given) & {PREFIX + name for name in expected}:
-        problem = f'they have the prefix "{PREFIX}" once too often, because they were saved from a wrapped module'
+        problem = f'the names have the prefix "{PREFIX}" once too often, because they were saved from a wrapped module'
         remedy = "strip it: torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state, 'module.')"
     elif not strict and given:
-        problem, remedy = "the names are unrelated", f"the module expects names like {expected[0]!r}"
+        problem, remedy = "the names are unrelated", "load a state dict that was saved from this module"
     else:
-        return  # torch's own message lists what is missing
-    silent = "; strict=False would load nothing without an error" if not strict else ""
+        return  # torch's own message lists the missing names
+    silent = " (with strict=False, torch would raise no error and load nothing)" if not strict else ""
     raise RuntimeError(
-        f"none of the {len(given)} names in the state dict matches the {len(expected)} names of this module, "
-        f"e.g. {given[0]!r}: {problem}{silent}; {remedy}"
+        f"the state dict has {len(given)} names such as {given[0]!r}, none of which is among this module's "
+        f"{len(expected)} names such as {expected[0]!r}: {problem}{silent}; {remedy}"
     )

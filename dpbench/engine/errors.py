@@ -11,9 +11,9 @@ _REPLICA = "_dpbench_replica"
 
 
 class Refused(ValueError):
-    """A schedule cannot train this module with this loss and optimizer. Raised before anything has changed.
+    """The engine cannot train this module with this schedule, loss and optimizer; raised before weights change.
 
-    The message gives the reason and an alternative.
+    The message gives the reason, and an alternative if there is one.
     """
 
 
@@ -36,7 +36,7 @@ def in_replica(error: BaseException, replica: int, device: Device) -> BaseExcept
 
 
 def replica_of(error: BaseException) -> int | None:
-    """Return the number of the replica that failed, for an exception from `in_replica`; None for all others."""
+    """Return the index of the failed replica if `in_replica` returned this exception; otherwise None."""
     replica: int | None = error.__dict__.get(_REPLICA)
     return replica
 

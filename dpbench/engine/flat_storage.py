@@ -1,4 +1,4 @@
-"""Flat storage: parameters as views of one buffer per optimizer group and dtype, so that one copy moves all of them."""
+"""Flat storage: parameters as views of one buffer per optimizer group and dtype, so that one copy moves a buffer."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from dpbench.engine.optimizer_state import State, is_elementwise
 from dpbench.hardware.device import Device
 
 ALIGNMENT_BYTES = 64
-"""Every slot starts at a multiple of this: on unaligned tensors, kernels take other paths and round differently."""
+"""The alignment of slots: on unaligned tensors, kernels use other code paths, which round differently."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """The range of one parameter (given by its number) in a flat buffer, in elements."""
+    """Elements [start, stop) of a flat buffer, which hold one parameter; `parameter` is its index."""
 
     parameter: int
     start: int
@@ -58,7 +58,7 @@ class Layout:
 
 
 def plan(groups: Iterable[Iterable[int]], tensors: Sequence[torch.Tensor], shares: int = 1) -> Layout:
-    """Return the layout of groups of tensors, given by their numbers, with one buffer per group and dtype.
+    """Return a layout with one buffer per group and dtype; `groups` contain indices of `tensors`.
 
     Each buffer can be cut into `shares` equal parts that start at aligned addresses. Raises ValueError for a tensor
     whose elements do not fill a contiguous range of memory exactly once, because a slot cannot represent its strides.
@@ -80,8 +80,9 @@ def _flat(dtype: torch.dtype, numbers: Sequence[int], tensors: Sequence[torch.Te
         tensor = tensors[number]
         if not is_dense(tensor):
             raise ValueError(
-                f"storage=flat needs parameters that are dense in memory; the one of shape {tuple(tensor.shape)} has "
-                f"strides {tensor.stride()}: set parameter.data = parameter.data.contiguous(), or use storage=separate"
+                "storage=flat needs parameters that are dense in memory, but the parameter of shape "
+                f"{tuple(tensor.shape)} has strides {tensor.stride()}: "
+                "set parameter.data = parameter.data.contiguous(), or use storage=separate"
             )
         slots.append(Slot(number, at, at + tensor.numel()))
         at += -(-tensor.numel() // step) * step
@@ -120,13 +121,13 @@ class FlatWeights:
             self.parameters[number].data = view
 
     def copies(self, device: Device) -> dict[int, torch.Tensor]:
-        """Return new copies of all buffers on `device`, by parameter; one transfer per buffer."""
+        """Copy each buffer to `device` in one transfer; return the views of the copies by parameter index."""
         return self.layout.views([device.put(buffer) for buffer in self.buffers], self.parameters)
 
     def release(self) -> None:
         """Give separate storage to the parameters that are still in the buffers.
 
-        Parameters that a training loop has made views of the same slot share memory afterwards too.
+        Parameters that the training loop has made views of the same slot still share memory afterwards.
         """
         inside: dict[int, list[torch.Tensor]] = {}
         for parameter in self.parameters:
@@ -151,7 +152,7 @@ def _move_out(parameters: Sequence[torch.Tensor], slot: Slot, buffer: torch.Tens
 
 @dataclass(frozen=True)
 class Segment:
-    """Elements [start, stop) of a parameter, which begin at element `at` of a shard."""
+    """Elements [start, stop) of a parameter, stored in a shard from element `at` onwards."""
 
     parameter: int
     start: int
@@ -165,7 +166,10 @@ class Segment:
 
 @dataclass(frozen=True)
 class ParamShard:
-    """One tensor that an optimizer steps, its gradient, the parameters in it, and its copies on all devices."""
+    """A tensor that an optimizer steps, with its gradient and the segments of parameters that it contains.
+
+    `twins` are the shard's weights on every device.
+    """
 
     weight: torch.Tensor
     gradient: torch.Tensor
@@ -196,7 +200,7 @@ class Sum:
 def sums(shard: ParamShard, parameters: Sequence[torch.Tensor]) -> Iterator[Sum]:
     """Yield the destination of each segment's sum.
 
-    The views are made once, since making one takes longer than an addition.
+    The caller keeps the views that this creates, because creating a view takes longer than an addition.
     """
     for segment in shard.segments:
         like, gradient = parameters[segment.parameter], shard.gradient
@@ -225,7 +229,7 @@ def gathered(
 
 
 def _put(own: dict[str, Any], like: torch.Tensor, shard: ParamShard, segment: Segment, name: str, value: Any) -> None:
-    """Write one segment of a shard's state into its parameter's state; copy values that are not per element whole."""
+    """Write one segment of a shard's state into its parameter's state; values that are not per element are copied."""
     if not isinstance(value, torch.Tensor) or name == "step" or value.numel() != shard.weight.numel():
         own[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
         return

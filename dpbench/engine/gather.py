@@ -35,7 +35,7 @@ class Gather(Function):
         for device in devices:
             target.wait(device)
         target.borrow(tensors)
-        follows = target.torch_device.type != "cpu"  # the host does not wait for non-blocking copies
+        follows = target.torch_device.type != "cpu"  # the host would read non-blocking copies before they are done
         with target.guard():
             return torch.cat([tensor.to(target.torch_device, non_blocking=follows) for tensor in tensors], dim)
 
@@ -77,7 +77,7 @@ def gather(
 
 
 def target_of(target: Device | DeviceId) -> Device:
-    """Return the device to gather on; -1 means the host, which torch accepts with a deprecation warning too."""
+    """Return the device to gather on; -1 means the host, with a deprecation warning as in torch."""
     if target == -1:
         warnings.warn('-1 for the CPU is deprecated; use "cpu"', FutureWarning, stacklevel=3)
         target = "cpu"
@@ -134,7 +134,7 @@ def _check_kinds(outputs: Sequence[Any], path: tuple[Any, ...]) -> None:
 
 
 def _check_tensors(tensors: Sequence[torch.Tensor], devices: Sequence[Device], dim: int, path: tuple[Any, ...]) -> None:
-    """Raises TypeError when an output was left on the host, and RuntimeError when shapes do not match."""
+    """Raises TypeError if an accelerator's replica returned a host tensor, and RuntimeError if shapes do not match."""
     for replica, (tensor, device) in enumerate(zip(tensors, devices, strict=True)):
         if tensor.device.type == "cpu" != device.torch_device.type:
             raise TypeError(

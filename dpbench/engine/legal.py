@@ -1,9 +1,9 @@
-"""Legal: the switches of a schedule that this module, loss, optimizer and these devices forbid, and why.
+"""Legal: find the switches of a schedule that the module, loss, optimizer or devices forbid, and the reasons.
 
 An explicit schedule runs as named or is refused. `fastest` changes the forbidden switches, and reports the reasons.
 An `Identity` records the properties for which persistent state was built. It is compared at the start of each step, so
-that a change takes effect, or raises an error, in that step. Values that are written in place change none of these
-properties: `ReplicaWeights.versions` and `TrainStep.sync` handle those.
+that a change takes effect, or raises an error, in that step. Writing values in place changes none of these properties;
+`ReplicaWeights.versions` and `TrainStep.sync` handle such writes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Identity:
         self.watched = optimizer is not None and is_watched(optimizer)
 
     def changed(self) -> bool:
-        """Return whether one of the properties has changed."""
+        """Return whether one of these properties has changed since the Identity was created."""
         return (
             not all(map(torch.Tensor.is_set_to, self._parameters, self._memory))
             or list(map(_requires_grad, self._parameters)) != self._wanted
@@ -69,9 +69,8 @@ def has_hooks(parameters: Sequence[torch.Tensor]) -> bool:
 def is_watched(optimizer: Optimizer) -> bool:
     """Return whether a method of the optimizer is hooked or replaced.
 
-    Such a hook or replacement must see the module's own parameters and gradients.
-
-    A `step` that torch's learning rate schedulers have wrapped is ignored, because the wrapper only counts calls.
+    The hook or replacement must get the module's own parameters and gradients. A `step` that torch's learning rate
+    schedulers have wrapped is ignored, because the wrapper only counts calls.
     """
     step: Any = optimizer.__dict__.get("step")
     return bool(
@@ -92,7 +91,7 @@ def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
 class Muted:
     """Removes parameters' hooks while a backward may reach the parameters directly, not through the replicas.
 
-    A gradient that arrives directly is only a part of the whole gradient; hooks must be called once, with the whole.
+    Such a backward computes only a part of the whole gradient. Hooks must be called once, with the whole gradient.
     """
 
     def __init__(self, parameters: Sequence[Any]) -> None:
@@ -100,7 +99,7 @@ class Muted:
         found = (getattr(parameter, kind, None) for parameter in parameters for kind in kinds)
         self._hooks = [(hooks, dict(hooks)) for hooks in found if hooks]
         for hooks, _ in self._hooks:
-            hooks.clear()  # in place: handles that remove hooks reference these dicts
+            hooks.clear()  # in place: the handles that remove hooks reference these dicts
 
     def restore(self) -> None:
         """Put the hooks back, ahead of those that were added in the meantime."""
@@ -120,7 +119,7 @@ FALLBACKS = {
     "storage": {"storage": "separate", "optimizer": "per_parameter"},
     "update": {"update": "root", "optimizer": "per_parameter"},
 }
-"""For each switch of `BEST` that may be forbidden, the values of switches that `fastest` uses in that case."""
+"""For each switch of `BEST` that may be forbidden, the switch values that `fastest` uses instead."""
 CACHED = Schedule(workers="pool", replicas="cached")
 """The schedule of `fastest` where persistent replicas are forbidden."""
 EXACT_DTYPES = (torch.float32, torch.float64)
@@ -129,7 +128,7 @@ EXACT_DTYPES = (torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """The training for which schedules are checked.
+    """The module, loss, optimizer and devices for which schedules are checked.
 
     `powers` is True if the loss is scaled by powers of two only, or not at all.
     """
@@ -193,12 +192,12 @@ def storage(schedule: Schedule, module: nn.Module, devices: Sequence[Device]) ->
     for parameter in (wanted := trained(module)):
         if not is_dense(parameter):
             return (
-                "storage=flat needs parameters that are dense in memory; the one of shape "
+                "storage=flat needs parameters that are dense in memory, but the parameter of shape "
                 f"{tuple(parameter.shape)} has strides {parameter.stride()}: "
                 "set parameter.data = parameter.data.contiguous(), or use storage=separate"
             )
     if _overlap(wanted):
-        return "storage=flat needs parameters that share no memory, and two do; use storage=separate"
+        return "storage=flat needs parameters that share no memory, but two of them share memory; use storage=separate"
     return ""
 
 
@@ -213,11 +212,14 @@ def _update(schedule: Schedule, setup: TrainingSetup) -> str:
         )
     if not kind.__module__.startswith("torch.optim."):
         return (
-            "update=each needs one of torch's optimizers, which it can copy for each device, not "
+            "update=each needs one of torch's optimizers, which can be copied for each device, not "
             f"{kind.__name__}; use update=root"
         )
     if _overlap(setup.trained):
-        return f"update={schedule.update} needs parameters that share no memory, and two do; use update=root"
+        return (
+            f"update={schedule.update} needs parameters that share no memory, but two of them share memory; "
+            "use update=root"
+        )
     return ""
 
 
@@ -239,7 +241,7 @@ def _exact_optimizer(schedule: Schedule, setup: TrainingSetup) -> str:
     if schedule.optimizer != "flat":
         return ""
     if any(group.get("fused") for group in setup.optimizer.param_groups):
-        return "the optimizer steps parameters one by one: fused kernels round depending on an element's position"
+        return "the optimizer steps parameters one by one: fused kernels' rounding depends on an element's position"
     if any(p.dtype not in EXACT_DTYPES for p in setup.trained):
         return "the optimizer steps parameters one by one: low-precision rounding depends on an element's position"
     return ""
@@ -290,7 +292,7 @@ def hindrances(schedule: Schedule, setup: TrainingSetup, reasons: dict[Reason, s
 
 
 def check(schedule: Schedule, setup: TrainingSetup) -> None:
-    """Raises Refused, with the reason, if a schedule cannot run the training."""
+    """Raises Refused, with the reason, if the engine cannot run this training with the schedule."""
     if isinstance(setup.optimizer, torch.optim.LBFGS):
         raise Refused(
             "LBFGS evaluates the loss several times per step, through a closure, which TrainStep does not support"
@@ -300,7 +302,7 @@ def check(schedule: Schedule, setup: TrainingSetup) -> None:
 
 
 def best_legal(setup: TrainingSetup) -> tuple[Schedule, list[str]]:
-    """Return the best schedule with results bitwise equal to `reference`, and why it differs from `BEST`."""
+    """Return the best schedule with results bitwise equal to `reference`, and the reasons why it is not `BEST`."""
     if len(setup.devices) == 1:
         return Schedule(), []
     schedule, notes = BEST, []

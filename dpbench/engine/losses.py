@@ -1,7 +1,7 @@
 """Losses: one number over the gathered batch, or sums that each replica computes over its rows.
 
-A replica may compute its part of the loss only where the divisor of the mean is known: for torch's own losses, whose
-divisors are defined in this module, and for a pair `(sum_fn, weight_fn)`. For any other function it would be a guess.
+A replica may compute its part of the loss only if the divisor of the mean is known: for torch's own losses, whose
+divisors are defined in this module, and for a pair `(sum_fn, weight_fn)`. For other functions the divisor is unknown.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from torch.nn.modules import module as module_hooks
 from dpbench.hardware.device import Device
 from dpbench.records import Mark, Phase
 
-if TYPE_CHECKING:  # graphs record losses
+if TYPE_CHECKING:  # cuda_graphs imports this module
     from dpbench.engine.cuda_graphs import Recorded
 
 Function = Callable[..., Any]
 Divisor = Callable[[torch.Tensor, torch.Tensor, Mapping[str, Any]], Any]
-"""Returns the rows' share of the divisor of a mean, from output, target and the loss function's keywords."""
+"""A function of output, target and the loss's keywords that returns the rows' contribution to the mean's divisor."""
 
 
 def _elements(output: torch.Tensor, target: torch.Tensor, keywords: Mapping[str, Any]) -> int:
@@ -50,7 +50,7 @@ def _classes(output: torch.Tensor, target: torch.Tensor, keywords: Mapping[str, 
 
 
 class Bits(Enum):
-    """How the gradients of the replicas' sums compare with those of the mean over the whole batch."""
+    """The accuracy with which the gradients of the replicas' sums equal those of the mean over the whole batch."""
 
     SAME = "the same bits"
     SAME_UNSCALED = "the same bits if the loss is scaled by powers of two only"
@@ -59,7 +59,7 @@ class Bits(Enum):
 
 @dataclass(frozen=True)
 class DivisorRule:
-    """One of torch's losses as a sum over rows: its function, its module's settings, and the divisor of its mean."""
+    """One of torch's losses as a sum over rows: its function, names of its settings, and the divisor of its mean."""
 
     function: Function
     settings: tuple[str, ...]
@@ -67,7 +67,7 @@ class DivisorRule:
     bits: Bits = Bits.ROUNDED
 
     def splits(self, output: torch.Tensor, target: torch.Tensor) -> bool:
-        """Return whether rows of output and target correspond one to one, so that no broadcasting couples rows."""
+        """Return whether the rows of output and target correspond one to one, without broadcasting between rows."""
         return target.shape[:1] == output.shape[:1] and (
             target.dim() == output.dim() or (self.divisor is _classes and target.dim() == output.dim() - 1)
         )
@@ -88,7 +88,7 @@ _RULES = {
 """The rules by loss module. tests/test_losses.py determines `bits` by comparing gradients of many sizes and scales."""
 _BY_FUNCTION = {rule.function: rule for rule in _RULES.values()}
 _ROUNDING = ("weight", "pos_weight", "label_smoothing")
-"""Settings that divide by other numbers than counts, or add terms with divisors: with them, any loss is ROUNDED."""
+"""Settings with which every loss is `ROUNDED`: the divisor is then not a count, or terms have other divisors."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
 
@@ -117,10 +117,10 @@ class Summed:
         return tensors and self.rule.splits(output, target)
 
     def weight_of(self, target: Any) -> int | None:
-        """Return the weight of all rows if the host knows it before there are outputs; otherwise None.
+        """Return the divisor for all rows if the host can compute it before the outputs exist; otherwise None.
 
-        Only a count of class indices is known in advance. The losses with this divisor raise an error themselves if the
-        rows of output and target do not correspond.
+        Only a count of class indices can be computed in advance. The losses with this divisor raise an error themselves
+        if the rows of output and target do not correspond.
         """
         if self.weight_fn is None or self.rule is None or self.rule.divisor is not _classes:
             return None
@@ -134,18 +134,18 @@ class Summed:
         return self.sum_fn(output, target)  # type: ignore[no-any-return]
 
     def weight(self, output: Any, target: Any) -> Any:
-        """Return the rows' share of the divisor, or None for no divisor.
+        """Return the contribution of one replica's rows to the divisor, or None if the loss has no divisor.
 
-        The sum of the totals over all replicas is divided by the sum of these shares.
+        The loss is the sum of all replicas' totals, divided by the sum of their contributions.
         """
         return None if self.weight_fn is None else self.weight_fn(output, target)
 
 
 class Loss:
-    """A loss as a whole, and as a sum over rows where the divisor of its mean is known.
+    """A loss as a whole, and as a sum over rows if the divisor of its mean is known.
 
-    `loss_fn(output, target)` returns the mean (or sum) over the batch, or it is a pair `(sum_fn, weight_fn)` of
-    functions of output and target, whose quotient is the loss. Its settings are read again in every step.
+    `loss_fn` is a function of output and target that returns the mean or sum over the batch, or a pair of functions
+    `(sum_fn, weight_fn)`, whose quotient is the loss. The settings of a loss module are read again in every step.
     """
 
     def __init__(self, loss_fn: Any) -> None:
@@ -161,7 +161,7 @@ class Loss:
         return self.loss_fn(output, target)  # type: ignore[no-any-return]
 
     def summed(self) -> Summed | None:
-        """Return the loss by parts for the loss's present settings; None where it cannot be computed by parts."""
+        """Return the loss by parts, with its present settings; None if it cannot be computed by parts."""
         return self._fixed or self._summed()
 
     def _summed(self) -> Summed | None:
@@ -242,8 +242,8 @@ def check(loss: Loss, parts: torch.Tensor, output: Any, target: Any) -> bool:
     half = isinstance(output, torch.Tensor) and output.dtype in (torch.float16, torch.bfloat16)
     if not abs(mine - whole) <= (3e-2 if half else 1e-3) * max(abs(whole), 1e-3):
         raise ValueError(
-            f"loss=local: the replicas' sums make {mine:.6g}, but the loss of the whole batch is {whole:.6g}: the loss "
-            "is not a sum over rows; give another pair (sum_fn, weight_fn), or use a schedule with loss=gathered"
+            f"loss=local: the replicas' sums give {mine:.6g}, but the loss of the whole batch is {whole:.6g}: the loss "
+            "is not a sum over rows; pass another pair (sum_fn, weight_fn), or use a schedule with loss=gathered"
         )
     return True
 
@@ -254,9 +254,9 @@ class LocalLoss:
     Call `forward` for each replica, `meet` once, then `backward` for each replica or `joint` once for all. If the
     `weight` of all rows is known in advance, call `alone` for each replica, then `add` once.
 
-    `pieces` are (inputs, target) pairs. `scale` is applied to the loss from which backward starts. With `recorded`
-    graphs a replica's work is replayed. If rows of output and target do not correspond one to one, `split` is False
-    after `meet`, and `outputs` are kept for a loss over the gathered batch.
+    `pieces` are (inputs, target) pairs. `scale` is applied to the loss from which backward starts. If `recorded` graphs
+    are given, they are replayed instead of running the replicas. If rows of output and target do not correspond one to
+    one, `split` is False after `meet`, and `outputs` are kept for a loss over the gathered batch.
     """
 
     def __init__(
@@ -295,7 +295,7 @@ class LocalLoss:
             self._weights[i] = self._summed.weight(self.outputs[i], target)
 
     def meet(self) -> None:
-        """Add the parts on the first device."""
+        """Add the replicas' parts of the loss on the first device."""
         self.split = all(total is not None for total in self._totals)
         if not self.split:
             return
@@ -342,7 +342,7 @@ class LocalLoss:
         self.backward(i)
 
     def add(self) -> None:
-        """Add the parts on the first device, after the backwards; this counts for no phase."""
+        """Add the parts on the first device, after the backwards; the time counts for no phase."""
         with torch.no_grad():
             self.loss = _divided(_sum(self._totals, self._devices[0]), self._weight)
 

@@ -1,8 +1,8 @@
-"""Optimizer state: `optimizer.state` by parameter, while the values are stored by the shards that devices step.
+"""Optimizer state: `optimizer.state` by parameter, although the values are stored by the shards that devices step.
 
-Reading and changing it has the same effect as in a loop without the engine. The first access fetches the values. From
-then on every step reads the entries before it and writes them back after it, because a loop may keep references to
-them. An optimizer whose state is never accessed has no such cost.
+Reading and changing `optimizer.state` has the same effect as in a loop without the engine. The first access gathers the
+values from the shards. From then on the entries are copied to the shards before each step, and back after it, because
+the training loop may keep references to them. If the state is never accessed, no values are copied.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class FetchedState(State):
 
     @property
     def fetched(self) -> bool:
-        """Return whether the user's code has accessed the entries, and so may have changed them or may hold them."""
+        """Return whether the user's code has accessed the entries; it may have changed them or kept references."""
         return self._fetch is None
 
     def _load(self) -> None:
@@ -51,7 +51,7 @@ class FetchedState(State):
                 else:
                     entry[name] = value
 
-    # all ways to access a dict
+    # every method that accesses entries fetches them first
 
     def __getitem__(self, key: Any) -> Any:
         self._load()
@@ -160,16 +160,17 @@ def _alike(held: Any, value: Any) -> bool:
 
 
 ELEMENTWISE = (Adam, AdamW, SGD, RMSprop, Adagrad)
-"""Optimizers that treat every element separately, so that parameters may be joined and cut."""
+"""Optimizers that step every element separately, so that parameters may be joined and cut."""
 
 Stepped = tuple[torch.Tensor, torch.Tensor, int]
-"""A weight, its gradient, and the number of its group in the optimizer."""
+"""A weight, its gradient, and the index of its group in the optimizer."""
 
 
 class Stepper:
-    """One device's optimizer for the weights that it steps, with their state by shard.
+    """One device's optimizer for the shards that it steps, with its state by shard.
 
-    A `natural` stepper is the user's optimizer, which steps its own parameters with its own state.
+    `leader` is the user's optimizer, from which the options are copied. A `natural` stepper is the user's optimizer
+    itself, which steps the parameters in its own groups with its own state.
     """
 
     def __init__(self, optimizer: Optimizer, leader: Optimizer, shards: Sequence[Stepped], *, natural: bool) -> None:
@@ -186,7 +187,7 @@ class Stepper:
 
     @contextmanager
     def _swapped(self) -> Iterator[None]:
-        """Replace the optimizer's parameters and state by the shards and their state inside the context."""
+        """Inside the context, replace the optimizer's parameters and state by the shards and the shards' state."""
         if self._natural:
             yield
             return
@@ -209,7 +210,7 @@ class Stepper:
 
 @dataclass(frozen=True)
 class OptimizerGroup:
-    """Parameters, by number, of one of the optimizer's groups that can be joined and stepped as one tensor."""
+    """Indices of parameters that can be joined and stepped as one tensor; `number` is their optimizer group's index."""
 
     number: int
     parameters: tuple[int, ...]
@@ -218,8 +219,9 @@ class OptimizerGroup:
 def groups_of(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> list[OptimizerGroup]:
     """Return the optimizer's groups, split where the states of parameters cannot be joined.
 
-    They cannot be joined, for example, if one parameter has made more steps. Parameters that require no gradient are
-    left out. Raises Refused if the optimizer steps a tensor that is not a parameter of the module.
+    They cannot be joined, for example, if one parameter has been stepped more often than another. Parameters that
+    require no gradient are left out. Raises Refused if the optimizer steps a tensor that is not a parameter of the
+    module.
     """
     number = {id(p): n for n, p in enumerate(parameters)}
     found = []
@@ -270,7 +272,7 @@ def finish(
     scaler: torch.amp.GradScaler | None,
     stepper: Any,
 ) -> None:
-    """Unscale and clip the gradients, and call `stepper.step()`, unless a scaler finds that they overflow."""
+    """Clip the gradients and call `stepper.step()`. A scaler unscales them first, and skips the step on overflow."""
     if clip_norm is not None:
         if scaler is not None:
             scaler.unscale_(stepper)

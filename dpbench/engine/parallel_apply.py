@@ -1,6 +1,6 @@
 """Parallel apply: run each replica on its device, in its worker thread, under the caller's torch settings.
 
-`run_on_devices` does the same for any function, and raises the errors of all devices as one.
+`run_on_devices` does the same for any function. If several devices fail, only one of their errors is raised.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def run_on_devices(
 ) -> list[Result]:
     """Call `work(i)` for each device with that device current, and return the results in order.
 
-    `starting` is a context in which the calling thread starts the workers, so that a mark can count this time for the
-    host. When calls fail, the error of the failed device with the lowest index is raised after all have ended: see
+    `starting` is a context in which the calling thread starts the workers; a mark in it can count this time for the
+    host. If calls fail, the error of the failed device with the lowest index is raised after all calls have ended: see
     `errors.in_replica`.
     """
     results: dict[int, Result] = {}
@@ -53,7 +53,7 @@ def in_stages(
     """Call `first(i)` for each device, then `between()` once, then `second(i)` for each, as `run_on_devices` does.
 
     The threads meet at a barrier between the stages instead of returning to the caller. The last thread to arrive calls
-    `between`, so that only the other threads have to be woken. After an error no later stage is called.
+    `between`; only the other threads must then be woken. After an error no later stage is called.
     """
     _run([first, second], between, devices, workers)
 
@@ -154,10 +154,10 @@ def parallel_apply(
     """Call `modules[i](*inputs[i], **kwargs[i])` on `devices[i]`, each in its own worker; return the list of outputs.
 
     Without `devices`, each replica runs on the device of its input's first tensor. An input that is not a tuple or list
-    is passed as a single argument. A single module runs in the calling thread. When replicas fail, the error of the
-    failed replica with the lowest index is raised after all have ended: see `errors.in_replica`. `compat` forwards only
-    the settings that torch.nn.parallel.parallel_apply forwards. Raises ValueError when the lengths of the four
-    sequences differ.
+    is passed as a single argument. A single module runs in the calling thread. If replicas fail, the error of the
+    failed replica with the lowest index is raised after all have ended: see `errors.in_replica`. With `compat`, the
+    workers get only those of the caller's settings that torch.nn.parallel.parallel_apply forwards. Raises ValueError if
+    the lengths of the four sequences differ.
     """
     devices = devices_of(inputs) if devices is None else as_devices(devices)
     kwargs = kwargs or [{}] * len(modules)

@@ -1,6 +1,6 @@
 """Persistent replicas: modules with their own leaf parameters, kept between steps and refreshed in place.
 
-Only TrainStep can have them, because it knows when the optimizer has changed the weights.
+Only TrainStep can use them, because it runs the optimizer and therefore knows when the weights change.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class ReplicaWeights:
         root, cache = self._devices[0], self._cache
         with self._mark(Phase.REPLICATE, root.index):
             self._copy_buffers(count)
-            for device in self._devices[1:count]:  # replica 0 writes its buffers while others may still copy them
+            for device in self._devices[1:count]:  # replica 0 must not write its buffers while others copy them
                 root.wait(device)
             order = [*cache.parameters, *cache.buffers]
             return cache.bind(order, [[*p, *b] for p, b in zip(self.parameters, self.buffers[:count], strict=False)])
@@ -115,7 +115,7 @@ class ReplicaWeights:
         return [p._version for p in self.originals]
 
     def stale(self) -> list[int]:
-        """Return the numbers of the parameters that differ between the module and one of the replicas."""
+        """Return the indices of the parameters that differ between the module and one of the replicas."""
         with torch.no_grad():
             return [
                 n
@@ -127,10 +127,10 @@ class ReplicaWeights:
 class Overlap:
     """Calls `ready` with a bucket as soon as all replicas have its gradients, while backward still runs.
 
-    Buckets run from the last parameters to the first, the order in which backward finishes them. For each bucket,
-    `staged` is called once per replica, with the replica's number, in the thread that computed its gradients; `ready`
-    is called after the last of these calls. Gradients that are never computed (of unused parameters), or are computed
-    more than once (by reentrant checkpoints), are left to the end of the step.
+    Buckets are ordered from the last parameters to the first, the order in which backward finishes them. For each
+    bucket, `staged` is called once per replica, with the replica's index, in the thread that computed its gradients.
+    After the last of these calls, `ready` is called. Some gradients are never computed (those of unused parameters) or
+    are computed more than once (by reentrant checkpoints): these are left to the end of the step.
     """
 
     def __init__(
@@ -158,10 +158,10 @@ class Overlap:
         self._complete = [0] * len(self._buckets)
 
     def rest(self) -> list[int]:
-        """Stop; return the numbers of the parameters whose buckets were not reported.
+        """Stop reporting; return the indices of the parameters whose buckets were not reported.
 
-        Return those of all buckets if a gradient was computed more than once, since a bucket may have been reported too
-        early.
+        If a gradient was computed more than once, return the parameters of all buckets, because a bucket may have been
+        reported too early.
         """
         self._expected = 0
         done = () if self._again else self._done

@@ -27,9 +27,9 @@ from dpbench.records.schedule import Schedule
 class PersistentReplicas:
     """Replicas whose weights stay on their devices, and whose gradients are reduced explicitly.
 
-    The whole gradient is brought to the module's parameters before the optimizer steps if it is needed there: for
-    gradient accumulation, for clipping, for a scaler, for hooks of a parameter or of the optimizer, or because the
-    optimizer lacks a trained parameter.
+    In some cases the whole gradient is summed into the module's own parameters before the optimizer steps: for gradient
+    accumulation, clipping or a scaler, if a parameter or the optimizer has hooks, or if the optimizer does not step all
+    trained parameters.
     """
 
     def __init__(
@@ -62,16 +62,16 @@ class PersistentReplicas:
             self._overlap = Overlap(self._weights, self._buckets(), self._ready, self._stage)
 
     def _has_unstepped(self) -> bool:
-        """Return whether the optimizer lacks some trained parameters, so that their gradients accumulate over steps."""
+        """Return whether the optimizer lacks some trained parameters, whose gradients then accumulate over steps."""
         stepped = set(map(id, self._stepped))
         return any(p.requires_grad and id(p) not in stepped for p in self._weights.originals)
 
     def changed(self) -> bool:
-        """Return whether the module's parameters or the optimizer have changed since this was built."""
+        """Return whether the module's parameters or the optimizer have changed since the replicas were built."""
         return not self._weights.notice() or self._identity.changed() or self._update.regrouped
 
     def stale(self) -> list[int]:
-        """Return the numbers of the parameters whose values in the replicas differ from the module's."""
+        """Return the indices of the parameters whose values in the replicas differ from those in the module."""
         return [] if self._root_only or self._weights.versions() != self._seen else self._weights.stale()
 
     def modules(self, count: int, workers: Workers, on_reduce: Callable[[], None] = lambda: None) -> list[nn.Module]:
@@ -80,7 +80,7 @@ class PersistentReplicas:
         self._update.begin()
         if self._root_only or self._weights.versions() != self._seen:
             self._refresh(workers)
-        if self._whole:  # gradients of earlier calls are added after those of this call have been summed
+        if self._whole:  # gradients of earlier calls are added after this call's gradients have been summed
             self._before = [p.grad for p in self._weights.originals]
             _set_gradients(self._weights.originals, [None] * len(self._before))
             self._muted = Muted(self._weights.originals)
@@ -111,7 +111,7 @@ class PersistentReplicas:
             self._seen = self._weights.versions()
 
     def graphs(self, loss: Loss) -> Graphs:
-        """Return the CUDA graphs of these replicas, not yet recorded."""
+        """Return an object that records and replays the CUDA graphs of these replicas."""
         return Graphs(self._module, self._devices, self._weights, loss)
 
     def clear(self) -> None:
@@ -126,14 +126,14 @@ class PersistentReplicas:
         return list(zip(self._devices, self._weights.gradients(self._used), strict=False))
 
     def _buckets(self) -> list[Sequence[int]]:
-        """Return the numbers of the parameters in each bucket that is reduced while backward runs."""
+        """Return the indices of the parameters in each bucket that is reduced while backward runs."""
         if self._update.exchange:
             return [bucket.numbers for bucket in self._update.exchange.buckets]
         wanted = [n for n, p in enumerate(self._weights.parameters[0]) if p.requires_grad][::-1]
         return [[wanted[i] for i in run] for run in buckets_of([self._weights.parameters[0][n] for n in wanted])]
 
     def _stage(self, i: int, numbers: Sequence[int]) -> None:
-        """Copy one replica's part of a bucket to the exchange buffers, so that its backward may continue."""
+        """Copy one replica's part of a bucket to the exchange buffers, so that the replica's backward can continue."""
         if self._update.exchange and self._used > 1 and not self._has_sparse(numbers):
             self._update.exchange.stage(i, [p.grad for p in self._weights.parameters[i]], numbers)
 
@@ -153,10 +153,10 @@ class PersistentReplicas:
         return any((g := first[n].grad) is not None and g.is_sparse for n in numbers)
 
     def _together(self, workers: Workers, sources: Any, numbers: Sequence[int] | None) -> None:
-        """Reduce by collectives the gradients that were not reduced during backward."""
+        """Reduce the gradients that were not reduced during backward, by collectives."""
         exchange = self._update.exchange
         assert exchange is not None
-        exchange.wait()  # this step's buckets: only then may their memory be overwritten
+        exchange.wait()  # for this step's buckets, whose memory `stage` overwrites
         if numbers is None or numbers:
             given = [gradients for _, gradients in sources]
             idle = [None] * (len(self._devices) - len(given))
@@ -173,7 +173,7 @@ class PersistentReplicas:
             self._before = []
 
     def _bring(self) -> None:
-        """Sum the replicas' gradients into those of the module's parameters, and drop them from the replicas."""
+        """Sum the replicas' gradients into the gradients of the module's parameters, and drop the replicas' own."""
         root, each = self._devices[0], self._weights.gradients(self._used)
         with torch.no_grad():
             found = [n for n, column in enumerate(zip(*each, strict=True)) if any(g is not None for g in column)]
@@ -189,7 +189,7 @@ class PersistentReplicas:
             return torch.zeros_like(self._weights.parameters[i][number], requires_grad=False)
 
     def _deliver(self, sums: Mapping[int, torch.Tensor]) -> None:
-        """Add each sum to the gradient of its parameter, as autograd would; add zeros if no replica has used it."""
+        """Add each sum to its parameter's gradient, as autograd would; add zeros if no replica used the parameter."""
         for n, parameter in enumerate(self._weights.originals):
             gradient, outside = sums.get(n), parameter.grad
             if gradient is None and parameter.requires_grad and len(self._devices) > 1:
@@ -278,7 +278,7 @@ class PersistentReplicas:
 
 
 class _Everywhere:
-    """All devices' optimizers with one optimizer's interface, for GradScaler, which decides whether to call `step`."""
+    """All devices' optimizers behind the interface of one, for GradScaler, which decides whether to call `step`."""
 
     def __init__(self, replicas: PersistentReplicas, workers: Workers) -> None:
         self._replicas, self._workers = replicas, workers
@@ -303,7 +303,7 @@ def _needs_the_optimizer(parameter: torch.Tensor) -> bool:
 
 
 def _accumulate(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Add a gradient to a parameter's as autograd does: through the parameter's hooks if it has any."""
+    """Add a gradient to `parameter.grad` as autograd does: through the parameter's hooks if it has any."""
     if has_hooks([parameter]):
         torch.autograd.backward([parameter], [gradient])
     else:

@@ -23,10 +23,10 @@ _GLOBAL_HOOKS = [getattr(module_hooks, f"_global{name}") for name in _HOOKS]
 
 
 class ReplicaCache:
-    """Copies of a module's tree, one per replica: one set for training, one for calls without gradients.
+    """Copies of a module's tree, one per replica, in two sets: one for training, one for calls without gradients.
 
-    There are two sets, because a checkpoint recomputes its forward in backward, and calls without gradients may happen
-    in between.
+    Training needs a separate set, because activation checkpointing repeats the forward during backward, and calls
+    without gradients may happen before that.
 
     Before every use the module is compared with its state when the copies were made. If its parameters, submodules or
     plain attributes have changed (`eval()`, `dropout.p = 0.1`), it is copied again. The copies are also made again if a
@@ -163,7 +163,7 @@ class _CachedReplica:
             return False
         values = self._values()
         try:
-            # mutable values must be the same object; for immutable ones equality is enough
+            # a mutable value must be the same object; for an immutable value, equality is enough
             return values != self._seen or not all(map(is_, self._mutable(values), self._mutable(self._seen)))
         except (RuntimeError, ValueError):  # comparing two distinct tensors or arrays raises
             return True

@@ -23,7 +23,7 @@ from dpbench.records.schedule import Schedule
 def flat_weights(
     module: nn.Module, optimizer: torch.optim.Optimizer | None, schedule: Schedule, root: Device, shares: int = 1
 ) -> FlatWeights | None:
-    """Move the module's trainable parameters into flat buffers and return these; return None unless storage=flat.
+    """Move the module's trainable parameters into flat buffers and return the buffers; None unless `storage=flat`.
 
     There is one buffer per optimizer group and dtype. Each can be cut into `shares` equal parts.
     """
@@ -105,7 +105,7 @@ class Autograd:
         self._identity = Identity(flat.parameters, optimizer) if flat else None
 
     def changed(self) -> bool:
-        """Return whether parameters have been moved out of the flat buffers, or may have been."""
+        """Return whether parameters may have been moved out of the flat buffers."""
         return self._identity is not None and self._identity.changed()
 
     def stale(self) -> list[int]:

@@ -1,7 +1,7 @@
 """Replicate: one copy of the module per device, joined to the original by a single autograd node.
 
-Only this module calls torch's private `Module._replicate_for_data_parallel`. Modules that must prepare their copies
-override that method (RNNs, for their flat weights).
+Only this module calls torch's private `Module._replicate_for_data_parallel`. Modules whose copies need preparation
+override that method; RNNs do so for their flat weights.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def replicate(
     with mark(Phase.REPLICATE, devices[0].index):
         if cache is None:
             parameters, buffers = unique(module.parameters()), unique(module.buffers())
-            check_placed((*parameters, *buffers), devices[0])  # use the lists: walking the module again is slow
+            check_placed((*parameters, *buffers), devices[0])  # reuse the lists: walking the module again is slow
         else:
             cache.refresh()
             cache.check_placed(devices[0])
@@ -57,14 +57,14 @@ def replicate(
     sources = [*parameters, *(b for b in buffers if b.requires_grad and not detach)]
     plain = [b for b in buffers if detach or not b.requires_grad]
     if detach:
-        with torch.no_grad():  # as in torch: replica 0 has the parameters themselves, the others plain copies
+        with torch.no_grad():  # as in torch: replica 0 has the parameters themselves, the other replicas plain copies
             copies = copier(sources, devices, mark)
     else:
         copies = broadcast(
             sources, devices, copier=copier, overlap=overlap, comm_dtype=comm_dtype, mark=mark, on_reduce=on_reduce
         )
     shared = copies_of(plain, devices, mark)
-    for device in devices[1:]:  # replica 0 may write its buffers in place while others still copy them
+    for device in devices[1:]:  # replica 0 must not write its buffers in place while other devices still copy them
         devices[0].wait(device)
     order = [*sources, *plain]
     each = [[*weights, *statistics] for weights, statistics in zip(copies, shared, strict=True)]
@@ -105,7 +105,7 @@ def rebuild(module: nn.Module, table: dict[int, torch.Tensor]) -> nn.Module:
     _check_compiled(modules)
     copies = {id(m): m._replicate_for_data_parallel() for m in modules}
     for original in modules:
-        if isinstance(original, GraphModule):  # copying it registers new parameters
+        if isinstance(original, GraphModule):  # copying a GraphModule registers new parameters
             copies[id(original)]._parameters = {}
     for original in modules:
         copy = copies[id(original)]
@@ -129,8 +129,8 @@ def _check_compiled(modules: Sequence[nn.Module]) -> None:
     eval_frame = sys.modules.get("torch._dynamo.eval_frame")
     if eval_frame is not None and any(isinstance(part, eval_frame.OptimizedModule) for part in modules):
         raise Refused(
-            "a module that torch.compile has wrapped cannot be replicated; compile it in place instead: "
-            "module.compile(), and pass the module"
+            "a module that torch.compile has wrapped cannot be replicated; compile the original module in place with "
+            "module.compile(), and pass that module"
         )
 
 

@@ -1,6 +1,6 @@
 """Scatter: split every tensor of a structure over the devices, and share everything else.
 
-The shares may be unequal, so that a device with more other work gets fewer rows.
+The devices may get different numbers of rows: a device that also does other work can get fewer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dpbench.records import HOST, Mark, Phase, no_mark
 
 AUTO = "auto"
 SETTLING = 8
-"""The number of steps that "auto" times before it decides. The first half of them is warm-up."""
+"""The number of steps that are timed to determine the weights for "auto"; the first half of them is warm-up."""
 
 
 class Shares:
@@ -59,7 +59,7 @@ class Shares:
 
     @contextmanager
     def timed(self, mark: Mark) -> Iterator[Mark]:
-        """Yield the mark to use in this step; until "auto" has decided, a mark that also times the devices."""
+        """Yield the mark to use in this step. Until the weights for "auto" are set, the mark also times the devices."""
         if self.settled:
             yield mark
             return
@@ -81,8 +81,9 @@ class Shares:
     def _decide(self) -> None:
         """Set the devices' weights in inverse proportion to their costs.
 
-        A device's cost is its measured time per row, which includes its other work, or, where all devices report it,
-        its peak memory, whichever is relatively higher.
+        The cost of a device is its measured time per row, relative to the fastest device. The time includes the
+        device's other work. If all devices report their peak memory, the cost is the relative peak memory where this is
+        higher.
         """
         seen = self._busy[SETTLING // 2 :]
         cost = [
@@ -90,7 +91,7 @@ class Shares:
             for d, rows in zip(self._devices, self._rows, strict=True)
         ]
         memory = [device.memory() for device in self._devices]
-        if all(size is not None for size in memory):  # the scarcer of time and memory decides
+        if all(size is not None for size in memory):  # use the higher of the two relative costs
             peaks = [float(size or 1) for size in memory]
             cost = [max(c / min(cost), m / min(peaks)) for c, m in zip(cost, peaks, strict=True)]
         if min(cost) > 0:
@@ -101,7 +102,7 @@ class Shares:
 def apportion(rows: int, weights: Sequence[float]) -> list[int]:
     """Return the rows per device: one each, and the rest in proportion to the weights, rounded by largest remainder.
 
-    With fewer rows than devices, only the first devices get one row each, and the list is shorter.
+    If there are fewer rows than devices, only the first devices get a row, and the list is shorter.
     """
     whole = sum(weights)
     if rows < len(weights):
@@ -151,9 +152,10 @@ def scatter(
     Tensors are cut along `dim` by `torch.chunk`, or into `chunk_sizes` rows, and copied to the devices. Tuples, lists,
     dicts, and dataclass instances that contain tensors, are rebuilt around the pieces. All other values are shared.
     Without `chunk_sizes`, a tensor with exactly one row per piece is accepted together with tensors of another length.
-    Raises ValueError when the lengths of tensors disagree otherwise, where torch would silently drop rows or pair wrong
-    ones. Raises RuntimeError for 0-dimensional tensors, and TypeError for PackedSequences, sparse tensors, and nested
-    tensors that require gradients. With `compat`, rows are dropped and dataclass instances are shared, as in torch.
+    In all other cases, tensors of different lengths raise ValueError, because torch would silently drop rows or pair
+    the wrong ones. Raises RuntimeError for 0-dimensional tensors. Raises TypeError for PackedSequences, sparse tensors,
+    and nested tensors that require gradients. With `compat`, rows are dropped and dataclass instances are shared, as in
+    torch.
     """
     devices = as_devices(devices)
     if not devices:
@@ -184,7 +186,7 @@ def _split(
 def _split_as_torch(
     value: Any, devices: Sequence[Device], sizes: Sequence[int] | None, dim: int, mark: Mark
 ) -> list[Any]:
-    """Return the pieces that torch makes: as many as the part with the fewest pieces has.
+    """Return the same pieces as torch: the part that gives the fewest pieces determines their number.
 
     Keys of dicts are split too. Instances of list and tuple subclasses become plain lists and tuples, except for named
     tuples.
@@ -227,8 +229,8 @@ def _agreed(lengths: set[int], devices: int, dim: int) -> int:
     if len(counts) > 1 or len(lengths - {pieces}) > 1:
         raise ValueError(
             f"cannot scatter over {devices} devices: tensors of length {sorted(lengths)} along dim {dim} "
-            f"make {sorted(counts)} chunks; give all tensors the same batch size, or wrap a tensor "
-            "that must not be split in an object of your own class, which every device then gets whole"
+            f"make {sorted(counts)} chunks; give all tensors the same batch size; to share a tensor instead of "
+            "splitting it, wrap it in an object of a class that you define"
         )
     return pieces
 

@@ -1,4 +1,4 @@
-"""TrainStep: one whole training step over several devices, as a callable, under any schedule."""
+"""TrainStep: a callable that runs one whole training step over several devices, under any schedule."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 class _Marking:
-    """The mark of the present step, which differs while the autotuner or the batch shares time steps."""
+    """Calls the mark of the present step, which changes while the autotuner or `Shares` times the steps."""
 
     def __init__(self, mark: Mark) -> None:
         self.mark = mark
@@ -45,27 +45,30 @@ class TrainStep:
     """Scatter, replicate, forward, gather, loss, backward, reduce, update: `step(inputs, target) -> loss`.
 
     `module` stays unwrapped and has the current weights and buffers after every call. `loss_fn(output, target)` returns
-    a scalar. A loss with `reduction=`, or a pair `(sum_fn, weight_fn)`, can be computed by each replica over its own
+    a scalar. One of torch's own losses, or a pair `(sum_fn, weight_fn)`, can be computed by each replica over its own
     rows. `optimizer_fn(parameters)` is called once; its result is `.optimizer`, to which schedulers attach.
     `device_ids` accepts the values that `DataParallel` accepts, or Device objects; None without a GPU means one CPU
-    device. `schedule` is the name of a schedule, its switches, or "fastest". "fastest" takes the best schedule that is
-    bitwise exact, and makes its choice within the first steps (see `step.schedule`). With graphs=on the first four
-    batch shapes are recorded. Other shapes, inputs that require gradients, and inputs with objects other than numbers
-    and strings run eagerly.
+    device. `schedule` is the name of a schedule, its switches, or "fastest". "fastest" selects the best schedule that
+    is bitwise exact; the selection ends within the first steps (see `step.schedule`). With `graphs=on`, the first four
+    batch shapes are recorded as CUDA graphs. Other shapes, inputs that require gradients, and inputs with objects other
+    than tensors, numbers and strings run eagerly.
 
-    Every `accumulate` calls make one update, with their losses averaged. `clip_norm` bounds the gradient's total norm.
-    `scaler` is a torch.amp.GradScaler. `chunk_sizes` are the devices' shares of a batch, as weights, or "auto".
+    One update follows every `accumulate` calls, and uses the average of their losses. `clip_norm` limits the gradient's
+    total norm. `scaler` is a torch.amp.GradScaler. `chunk_sizes` has one weight per device; the rows of a batch are
+    divided in proportion to the weights. With "auto", the weights are determined by measurements in the first steps.
 
     A tuple of inputs is passed as positional arguments. Inputs may be on any device. A target on the host is copied to
     the output's device; a target on another accelerator raises RuntimeError.
 
-    Between two steps a loop may change anything: options, `requires_grad`, weights, hooks, the loss, the optimizer's
-    groups and state. The change takes effect in the next step, under every schedule. A schedule that cannot run, or can
-    no longer run, raises `Refused` (a ValueError) with the reason. "fastest" switches to another schedule instead, and
-    `note` gives the reason. Weights that are written without torch's knowledge (`p.data.mul_()`, numpy) need `sync()`
-    where all devices step (`update=each`, `sharded`). `debug` compares all weights before each step, and refuses a step
-    that needs `sync()`. Used as a context manager, TrainStep leaves module and optimizer as an ordinary loop would;
-    otherwise call `close()`.
+    Between two steps the training loop may change anything: options, `requires_grad`, weights, hooks, the loss, the
+    optimizer's groups and state. The change takes effect in the next step, under every schedule. If the schedule cannot
+    run, or can no longer run, TrainStep raises `Refused` (a ValueError) with the reason. "fastest" switches to another
+    schedule instead, and `note` gives the reason.
+
+    With `update=each` or `update=sharded`, call `sync()` after writing weights in ways that torch does not track
+    (`p.data.mul_()`, numpy). With `debug`, TrainStep compares all copies of the weights before each step, and raises
+    `Refused` if a call of `sync()` is missing. Call `close()` after the last step, or use TrainStep as a context
+    manager: it then leaves module and optimizer as an ordinary loop would.
     """
 
     def __init__(
@@ -104,7 +107,7 @@ class TrainStep:
         self._build()
 
     def _build(self) -> None:
-        """Make everything that persists between steps, for the present module, loss and optimizer."""
+        """Create the objects that persist between steps, for the present module, loss and optimizer."""
         self._loss, self._checked = Loss(self.loss_fn), False
         setup = TrainingSetup(self.module, self._loss, self.optimizer, self.devices, powers=self._powers())
         if self._wanted is not None:
@@ -142,7 +145,7 @@ class TrainStep:
         self._hired = {}
 
     def _powers(self) -> bool:
-        """Return whether the loss is scaled by powers of two only."""
+        """Return whether the loss is scaled by powers of two only, or not at all."""
         return self._scaler is None and self._accumulate & (self._accumulate - 1) == 0
 
     def __enter__(self) -> Self:
@@ -159,7 +162,7 @@ class TrainStep:
             self._replicas.close()
 
     def sync(self) -> None:
-        """Copy weights that were written without torch's knowledge to all devices before the next step."""
+        """Make the next step copy the weights to all devices; this is needed after writes that torch does not track."""
         self._replicas.sync()
 
     def __call__(self, inputs: Any, target: Any) -> torch.Tensor:
@@ -182,7 +185,11 @@ class TrainStep:
             raise
 
     def _prepare(self) -> None:
-        """Detect the changes that the loop has made since the last step; raise before they affect anything."""
+        """Rebuild the persistent state if the training loop has changed something since the last step.
+
+        Raises RuntimeError after `close`. Raises Refused if the schedule cannot run any longer, or if `debug` finds
+        weights that need `sync()`.
+        """
         if self._closed:
             raise RuntimeError("this TrainStep is closed; create a new one with the same module to continue training")
         if self._wanted is None:
@@ -198,13 +205,13 @@ class TrainStep:
         if self._debug and (stale := self._replicas.stale()):
             names = [name for name, _ in self.module.named_parameters()]
             raise Refused(
-                f"{names[stale[0]]} (and {len(stale) - 1} more) was written without torch's operations, and differs "
-                "from the copies on the other devices: call sync() after such writes"
+                f"{len(stale)} parameters, the first of which is {names[stale[0]]}, differ from their copies on other "
+                "devices, because they were written in ways that torch does not track; call sync() after such writes"
             )
 
     def _rebuild(self) -> None:
         """Discard the persistent state and build it again. If the rebuild is refused, nothing persists."""
-        if self._failed:  # a failed backward's nodes stay queued in this thread, with its graph, until the next one
+        if self._failed:  # a failed backward leaves its nodes and graph queued in this thread until the next backward
             torch.zeros((), requires_grad=True).clone().backward()
             self._dismiss()  # an interrupted thread may still be running
         self._replicas.close()
@@ -229,7 +236,7 @@ class TrainStep:
 
     def _backward(self, arguments: tuple[Any, ...], target: Any, mark: Mark) -> torch.Tensor:
         """Compute the loss over the gathered batch, and leave gradients with the replicas; return the loss."""
-        with ExitStack() as running:  # the backward phase ends where autograd starts the reduction
+        with ExitStack() as running:  # the `backward` phase ends when autograd starts the reduction
             pieces = self._scatter(arguments, mark)
             devices = self.devices[: len(pieces)]
             replicas = self._replicas.modules(len(pieces), self._workers, on_reduce=running.close)
@@ -252,7 +259,7 @@ class TrainStep:
         return loss.detach()
 
     def _summed(self, arguments: tuple[Any, ...], target: Any) -> Summed | None:
-        """Return the loss by parts that the replicas use in this step; None for a loss over the gathered batch."""
+        """Return the loss by parts for this step, or None if the loss must be computed over the gathered batch."""
         summed = self._loss.summed()
         if summed is None:
             reason = "loss=local: the loss now has settings or hooks that leave its divisor unknown"
@@ -268,7 +275,7 @@ class TrainStep:
         return None
 
     def _has_history(self, arguments: tuple[Any, ...], target: Any) -> bool:
-        """Return whether the replicas' backwards would continue into a common graph that produced the batch."""
+        """Return whether the batch has an autograd history, which the replicas' separate backwards would share."""
         if isinstance(target, torch.Tensor) and all(isinstance(one, torch.Tensor) for one in arguments):
             return target.requires_grad or any(one.grad_fn is not None for one in arguments)
         return any(tensor.requires_grad for tensor in tensors_in(target)) or any(
@@ -322,7 +329,7 @@ class TrainStep:
         return parts.loss
 
     def _scatter(self, value: Any, mark: Mark) -> list[Any]:
-        """Split a structure over the devices, by their shares where these are unequal."""
+        """Split a structure over the devices, in proportion to their weights if these are set, else equally."""
         if sizes := self._shares.sizes(value):
             return scatter(value, self.devices, chunk_sizes=sizes, mark=mark)
         return scatter(value, self.devices, mark=mark)
@@ -361,12 +368,12 @@ class TrainStep:
 
     @property
     def advice(self) -> str:
-        """Return the advice of `fastest` to use one device, if that is likely to be faster; otherwise ""."""
+        """Return advice to use one device if `fastest` has found that this is likely to be faster; otherwise ""."""
         return self._autotuner.advice if self._autotuner else ""
 
     @property
     def chunk_sizes(self) -> tuple[float, ...] | None:
-        """Return the devices' shares of a batch, or None for torch's equal chunks."""
+        """Return the weights that determine the devices' rows of a batch, or None for torch's equal chunks."""
         return self._shares.weights
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Update: turn reduced gradients into new weights, on device 0, on each device, or on each device for its share.
+"""Update: step the optimizer on device 0, on every device for all weights, or on every device for a share of them.
 
-A shard is the tensor that one device's optimizer steps: a parameter, or a slice of a flat buffer. The user's optimizer
+A shard is a tensor that one device's optimizer steps: a parameter, or a slice of a flat buffer. The user's optimizer
 steps device 0's shards, so that its param_groups, schedulers and hooks take effect. The optimizers of the other devices
-copy its options.
+copy the options of the user's optimizer.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from dpbench.records.schedule import Schedule
 from dpbench.records.work import owners
 
 Sources = Sequence[tuple[Device, Sequence[torch.Tensor | None]]]
-"""The gradients by parameter of each replica that has gradients, with the replica's device."""
+"""For each replica that has gradients: its device, and its gradients in the order of the parameters."""
 
 
 SMALL_BYTES = 2**16
-"""Gradients up to this size stay in a core's cache, so that one call that writes them twice beats a call for each."""
+"""Gradients up to this size are summed in one call. The call writes them twice, but they stay in a core's cache."""
 FEW = 8
 """Fewer small gradients than this are summed separately."""
 HELD = 2
-"""The reference count of a tensor that only a list and the call of getrefcount reference."""
+"""The reference count of a tensor to which only a list and the call of `sys.getrefcount` refer."""
 
 
 class Update:
-    """All devices' shards and optimizers."""
+    """The shards and optimizers of all devices."""
 
     def __init__(
         self,
@@ -96,9 +96,9 @@ class Update:
             self._keep_state()
 
     def _keep_state(self) -> None:
-        """Move the optimizer's state to the shards, and replace it by a mapping that gathers it when it is accessed.
+        """Move the optimizer's state to the shards; `optimizer.state` becomes a mapping that gathers it on access.
 
-        If a training loop may hold entries of the previous mapping, that mapping stays in place.
+        If the training loop may have references to entries of an earlier such mapping, that mapping stays in place.
         """
         state: Any = self.optimizer.state
         stepped = {self._replicas.originals[n] for group in self._groups for n in group.parameters}
@@ -113,15 +113,15 @@ class Update:
         ]
 
     def _shared_out(self) -> dict[int, int]:
-        """Return the device that steps each parameter, such that every device has about the same number of elements."""
+        """Assign each parameter to a device that steps it, with about the same number of elements on every device."""
         numbers = [n for group in self._groups for n in group.parameters]
         sizes = [self._replicas.originals[n].numel() for n in numbers]
         return dict(zip(numbers, owners(sizes, len(self._devices)), strict=True))
 
     def _exchange(self, schedule: Schedule) -> Exchange | None:
-        """Return the exchange that sums gradients by collectives, or None without collectives.
+        """Return the exchange that sums gradients by collectives, or None if the devices have no usable collectives.
 
-        The buffers of the exchange are the shards' gradients.
+        The gradients of the shards are views of the exchange's buffers.
         """
         parameters, count = self._replicas.parameters, len(self._devices)
         stepped = [parameters[0][n] for group in self._groups for n in group.parameters]
@@ -137,7 +137,7 @@ class Update:
         return Exchange(collectives, self._devices, parameters, groups, owners, everyone=everyone, mark=self._mark)
 
     def _whole(self, i: int) -> list[ParamShard]:
-        """Return a shard for every whole parameter that device i steps: all parameters, or its share of them."""
+        """Return one shard for each parameter that device i steps: all parameters, or the device's share of them."""
         parameters = self._weights
         mine = [(g.number, n) for g in self._groups for n in g.parameters if self._owner.get(n, i) == i]
         shards = []
@@ -153,14 +153,14 @@ class Update:
         return shards
 
     def _slices(self, flat: FlatWeights, i: int) -> list[ParamShard]:
-        """Return a shard for every flat buffer with an optimizer group's parameters, or for device i's slice of it."""
+        """Return one shard for each flat buffer that the optimizer steps: the whole buffer, or device i's slice."""
         shards = []
         group_of = {n: group.number for group in self._groups for n in group.parameters}
         for f, plan in enumerate(flat.layout.flats):
             group = group_of.get(plan.slots[0].parameter)
             if group is None:
                 continue
-            share = plan.size // len(self._devices)  # an integer, because the layout was made for this number
+            share = plan.size // len(self._devices)  # no remainder: the layout was made for this number of devices
             start, stop = (i * share, (i + 1) * share) if self._sharded else (0, plan.size)
             segments = tuple(
                 Segment(
@@ -182,7 +182,10 @@ class Update:
         return shards
 
     def collect(self, i: int, sources: Sources, numbers: Sequence[int] | None = None) -> None:
-        """Sum the gradients of all sources, in order, into device i's shards: for the numbered parameters, or all."""
+        """Sum the gradients of all sources, in order, into device i's shards.
+
+        `numbers` are the indices of the parameters to sum; None means all.
+        """
         device, wanted = self._devices[i], None if numbers is None else set(numbers)
         with self._mark(Phase.REDUCE, device.index), device.guard(), torch.no_grad():
             for other, gradients in () if self._on_host else sources:
@@ -233,12 +236,12 @@ class Update:
     def hide(self) -> None:
         """Copy gradients that the user's code still references, before the next step overwrites them."""
         shown = self._shown
-        for i in range(len(shown)):  # by number: a loop variable would be one more reference
+        for i in range(len(shown)):  # by index: a loop variable would be one more reference
             if sys.getrefcount(shown[i]) > HELD:
                 shown[i].data = shown[i].clone()
 
     def _whole_gradients(self, flat: FlatWeights | None) -> dict[int, torch.Tensor]:
-        """Return the tensors that contain whole reduced gradients, by parameter."""
+        """Return the tensors that contain whole reduced gradients, by parameter index."""
         if self._whole_buffers and flat is not None:
             return flat.layout.views(self._whole_buffers, self._replicas.parameters[0])
         shards = self._sums if self._on_host else self._sums[:1]
@@ -251,7 +254,7 @@ class Update:
             self._steppers[i].step()
 
     def spread(self, workers: Workers) -> None:
-        """Bring each device the weights that the other devices have updated."""
+        """Copy to each device the weights that the other devices have updated."""
         if self.collective:
             assert self.exchange is not None
             self.exchange.spread(
@@ -278,7 +281,7 @@ class Update:
 
     @property
     def shared(self) -> bool:
-        """Return whether each device steps a share of the weights, so that devices must exchange them."""
+        """Return whether each device steps only a share of the weights, and must get the rest from other devices."""
         return self._sharded
 
     def gather_gradients(self) -> None:
@@ -305,7 +308,7 @@ class Update:
         return self._state.fetched and groups_of(self.optimizer, self._replicas.originals) != self._groups
 
     def begin(self) -> None:
-        """Copy into the shards the values that a loop has written into `optimizer.state` since the last step."""
+        """Copy to the shards the values that the training loop has written into `optimizer.state`."""
         if not self.natural and self._state.fetched:
             self._import(self._state)
 
@@ -327,19 +330,19 @@ class Update:
             self._shut()
 
     def _gathered(self) -> State:
-        """Return every parameter's optimizer state, gathered from all shards; frozen parameters keep theirs."""
+        """Return every parameter's optimizer state, gathered from all shards; other entries stay unchanged."""
         owners = self.owners if self._sharded else self.owners[:1]
         states = [(self._shards[i], self._steppers[i].state) for i in owners]
         found = gathered(states, self._replicas.originals, self._replicas.parameters[0])
         return State(dict, {**self._rest, **found})
 
     def _import(self, state: State) -> None:
-        """Give the steppers the state of their shards, cut from the state by parameter."""
+        """Cut the state by parameter into the state of each stepper's shards."""
         for i in self.owners:
             self._steppers[i].state = cut(state, self._shards[i], self._replicas.originals)
 
     def _open(self) -> None:
-        """Make the state by parameter available to torch's own code, unless a loop has replaced or accessed it."""
+        """Make the state by parameter available to torch's own code, unless the loop has replaced or accessed it."""
         self._opened = self.optimizer.state is self._state and not self._state.fetched
         if self._opened:
             self.optimizer.state = self._gathered()
@@ -355,7 +358,7 @@ class Update:
             self.optimizer.state = self._gathered()
         for hook in self._hooks:
             hook.remove()
-        self._state = FetchedState(State)  # the former one references this object: break the cycle
+        self._state = FetchedState(State)  # break a cycle: the former mapping references this object
 
 
 def _small(each: Sequence[Sum]) -> list[Sum]:

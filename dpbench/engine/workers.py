@@ -1,6 +1,6 @@
-"""Workers: the threads that run the replicas, and torch's per-thread settings, which they take over from the caller.
+"""Workers: the threads that run the replicas, with torch's per-thread settings copied from the calling thread.
 
-The threads are new for each call, those of a pool, or the calling thread only.
+There are three kinds: a new thread per replica and call, the threads of a pool, or only the calling thread.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def capture(*, compat: bool = False) -> Enter:
 
     The settings are grad and inference mode, every autocast with its dtype and cache setting, default device,
     saved-tensor hooks, function and dispatch modes, and the multithreading of backward. With `compat` they are only
-    those that torch.nn.DataParallel forwards: grad mode, and which autocasts are on, with the receiving thread's dtype.
+    those that torch.nn.DataParallel forwards: grad mode, and the autocasts that are on, with the receiving thread's
+    dtypes.
     """
     settings = [*_autocasts(compat), *([] if compat else [*_modes(), *_autograd()])]
     grad = partial(torch.set_grad_enabled, torch.is_grad_enabled())
@@ -76,7 +77,7 @@ def _autocasts(compat: bool) -> list[Enter]:
 
 
 def _modes() -> list[Enter]:
-    """Return factories that push the caller's modes on a thread's stacks; a default device is a function mode."""
+    """Return factories that push the caller's modes onto a thread's stacks; a default device is a function mode."""
     settings: list[Enter] = []
     if functions := overrides._get_current_function_mode_stack():
         settings.append(partial(_function_modes, functions))
@@ -116,8 +117,8 @@ def _dispatch_modes(modes: Sequence[Any]) -> Iterator[None]:
 def _autograd() -> list[Enter]:
     """Return factories for inference mode, for saved-tensor hooks, and for single-threaded backward.
 
-    If the caller has disabled saved-tensor hooks, a factory disables them, too. Of the hooks only the innermost are
-    returned, because torch applies no others.
+    If the caller has disabled saved-tensor hooks, a factory disables them, too. Only the innermost saved-tensor hooks
+    are included, because torch applies no others.
     """
     settings: list[Enter] = []
     if torch.is_inference_mode_enabled():
@@ -132,24 +133,23 @@ def _autograd() -> list[Enter]:
 
 
 KEEP_MEMORY = "DPBENCH_KEEP_MEMORY"
-"""The environment variable that, with the value 0, leaves the settings of malloc unchanged."""
+"""An environment variable; if its value is 0, the settings of malloc stay unchanged."""
 
 
 def keep_memory(devices: Sequence[Device]) -> None:
     """Let malloc keep freed memory if there are several logical CPU devices, unless DPBENCH_KEEP_MEMORY=0.
 
-    The setting is process-wide and permanent: see `malloc.keep`, which does nothing unless malloc is glibc's.
+    The setting is process-wide and permanent: see `processes.keep`, which does nothing unless malloc is glibc's.
     """
     if len(devices) > 1 and devices[0].torch_device.type == "cpu" and os.environ.get(KEEP_MEMORY) != "0":
         keep()
 
 
 class IntraOp:
-    """A context that shares the caller's intra-op threads between logical CPU devices that work at the same time.
+    """A context that divides the caller's intra-op threads between logical CPU devices that work at the same time.
 
-    Inside the context an operation runs on max(1, threads // devices) threads; on exit the caller's number is restored.
-    The number is the same under every schedule, because the rounding of some operations depends on the number of
-    threads.
+    Inside the context an operation runs on max(1, threads // devices) threads. On exit the caller's number of threads
+    is restored. The number is the same under every schedule, because the rounding of some operations depends on it.
     """
 
     def __init__(self, devices: Sequence[Device]) -> None:
@@ -168,7 +168,7 @@ class IntraOp:
 
 
 Job = Callable[[int], None]
-"""The work of one replica, called with the replica's number. It stores its results and errors; it must not raise."""
+"""The work of one replica, called with the replica's index. It stores its results and errors; it must not raise."""
 Context = AbstractContextManager[Any]
 NOTHING: Context = nullcontext()
 
@@ -176,7 +176,7 @@ NOTHING: Context = nullcontext()
 class Workers(Protocol):
     """The interface of all workers.
 
-    Workers that are `concurrent` run all jobs at the same time, so that jobs may wait for each other.
+    Workers that are `concurrent` run all jobs at the same time; jobs may therefore wait for each other.
     """
 
     concurrent: bool
@@ -219,15 +219,15 @@ class Serial:
             job(i)
 
     def close(self) -> None:
-        """Do nothing: there are no threads."""
+        """Do nothing: `run` starts no threads."""
 
 
 class Pool:
     """One persistent thread per replica, except for the first replica, which runs in the calling thread.
 
     Persistent threads avoid the cost of starting threads, and keep the state that libraries hold per thread (cuDNN's
-    plans). They start with the first call that needs them, and end with `close` or when the pool is collected. A forked
-    child starts new threads.
+    plans). They start with the first call that needs them, and end with `close` or when the pool is garbage-collected.
+    In a forked child process, the pool starts new threads.
     """
 
     concurrent = True
@@ -256,7 +256,7 @@ class Pool:
                 raise
 
     def _start(self) -> None:
-        """Start the next thread. It references its inbox but not the pool, so that the pool can be collected."""
+        """Start the next thread. It references its inbox but not the pool, which can thus be garbage-collected."""
         inbox: SimpleQueue[Any] = SimpleQueue()
         name = f"replica-{len(self._inboxes) + 1}"
         threading.Thread(target=_serve, args=(inbox,), name=name, daemon=True).start()
@@ -270,14 +270,14 @@ class Pool:
         self._inboxes = []
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle as a new pool, because threads belong to one process and one owner."""
+        """Make a copied or unpickled pool a new pool, because threads belong to one process and one owner."""
         return Pool, ()
 
 
 def _all(waits: Iterable[Callable[[], object]]) -> None:
-    """Wait for all, even when interrupted: a job still running in the next step would write into that step's tensors.
+    """Call all `waits`, even after an interrupt, which is raised at the end; a second interrupt is raised at once.
 
-    The interrupt is raised at the end. A second interrupt ends the wait at once.
+    A job that is still running in the next step would write into that step's tensors.
     """
     interrupt: BaseException | None = None
     for wait in waits:

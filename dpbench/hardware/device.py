@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
-if TYPE_CHECKING:  # for the annotations; this package's floor does not load torch
+if TYPE_CHECKING:  # for annotations only: this module does not load torch
     import torch
 
 Result = TypeVar("Result")
@@ -45,13 +45,16 @@ class Collectives(Protocol):
 
 
 class Recorder(Protocol):
-    """Records work while running it, and replays it on the same memory without Python."""
+    """Records the work that a function submits to a device, and replays it on the same memory without Python."""
 
     def warm_up(self, work: Callable[[], object]) -> None:
-        """Run the work a few times as `record` will, so that libraries initialise; random states are restored."""
+        """Run the work a few times, so that libraries are initialised before `record`; restore the random state."""
 
     def record(self, work: Callable[[], Result]) -> tuple[Result, Callable[[], None]]:
-        """Return the work's results, and a function that replays the work and overwrites them."""
+        """Record the work; return its results, and a function that replays the work and overwrites the results.
+
+        The results have no valid values before the first replay.
+        """
 
 
 @runtime_checkable
@@ -59,7 +62,7 @@ class Device(Protocol):
     """A device on which a replica runs.
 
     `index` is the device's position among the replicas, which spans and records use. `name` is the device's name in
-    texts ("cuda:1", "cpu:1"). `torch_device` is the device that the tensors report.
+    messages ("cuda:1", "cpu:1"). `torch_device` is the value of `.device` of its tensors.
     """
 
     index: int
@@ -76,16 +79,16 @@ class Device(Protocol):
         """Return a context manager that makes this device and its stream current in the thread."""
 
     def settle(self) -> None:
-        """Bind the calling thread to this device's core, if the device has one."""
+        """Bind the calling thread to the core that is assigned to this device, if there is one."""
 
     def wait(self, other: Device) -> None:
         """Make work queued on this device from now on wait for all work that `other` has queued so far."""
 
     def borrow(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Declare that work queued on this device reads memory that other streams own."""
+        """Declare that work queued on this device reads `tensors`, whose memory may belong to other streams."""
 
     def event(self) -> Any:
-        """Return a timing event queued after this device's work; None if the host's clock measures that work."""
+        """Queue a timing event after this device's work and return it; None if the host's clock measures that work."""
 
     def synchronize(self) -> None:
         """Block the host until this device has finished its work."""
@@ -103,7 +106,7 @@ class Device(Protocol):
         """Release caches and reset the peak."""
 
     def can_collect(self, devices: Sequence[Device]) -> bool:
-        """Return whether `devices`, this one first, have collectives, as distinct GPUs do."""
+        """Return whether `devices`, of which this is the first, have collectives, as distinct GPUs do."""
 
     def broadcast(self, tensors: Sequence[torch.Tensor], devices: Sequence[Device]) -> list[list[torch.Tensor]]:
         """Return copies of `tensors` on each of `devices`, made by a collective; needs `can_collect`."""
@@ -112,7 +115,7 @@ class Device(Protocol):
         """Return the sums of the tensor lists of `devices`, on this device, by a collective; needs `can_collect`."""
 
     def collectives(self, devices: Sequence[Device]) -> Collectives | None:
-        """Return the in-place collectives of `devices`, this one first; None if these devices have none."""
+        """Return the in-place collectives of `devices`, of which this is the first; None if they have none."""
 
     def recorder(self) -> Recorder | None:
         """Return a recorder of this device's work, for one replica; None if the device cannot record."""

@@ -1,9 +1,9 @@
-"""Foreign load: the share of this process's cores that other processes use, and waiting until it is low.
+"""Foreign load: measure the share of this process's cores that other processes use, and wait until it is low.
 
-The kernel counts the CPU time of each core and of each process. A process's time includes that of the children that it
-has reaped. The foreign load is the busy time of the cores minus the CPU time of this process tree. Steal is the time
-that a hypervisor gave to other machines. Where the counts do not exist, or do not describe the capacity of this
-process, the load is unknown; an unknown load is never reported as low.
+The kernel counts the CPU time of each core and of each process. The time of a process includes that of the children
+that it has reaped. The foreign load is the busy time of the cores minus the CPU time of this process tree. Steal is the
+time that a hypervisor gave to other virtual machines. If the counts do not exist, or do not describe the capacity of
+this process, the load is reported as unknown, never as low.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from dpbench.hardware.processes import CORES, TICKS_PER_S, Ticks, parse_ticks
 from dpbench.records import Trial
 
 LIMIT = 0.10
-"""The fraction of the cores' capacity that others may use; above this limit a measurement is NOISY."""
+"""The fraction of the cores' capacity that other processes and steal may take; above it, a measurement is NOISY."""
 WINDOW_S = 0.5
 SHORTEST_S = 0.2
-"""The kernel counts in ticks of 10 ms, whose rounding would dominate in a shorter time."""
+"""The minimum duration of a measurement; if it were shorter, the rounding to ticks of 10 ms would dominate."""
 PATIENCE_S = 30.0
 PATIENCE = "DPBENCH_PATIENCE"
-"""The environment variable for the default of --patience, in seconds."""
+"""The environment variable that sets the default of --patience, in seconds."""
 COUNTED = 0.5
-"""The fraction of the elapsed core-seconds that the kernel must account for; otherwise its counts are useless."""
+"""The fraction of the elapsed core-seconds that the kernel must account for; otherwise the load is unknown."""
 NOISY = "NOISY"
 FACT = "foreign_load"
-"""The key of the load in the provenance of a run and of a trial."""
+"""The key of the foreign load in the provenance of a run and of a trial."""
 
 _QUOTAS = (
     ("/sys/fs/cgroup/cpu.max", None),
@@ -40,7 +40,7 @@ _QUOTAS = (
 
 
 def patience(given_s: float | None = None) -> float:
-    """Return the seconds to wait for a low load: as given, else from the environment, else the default."""
+    """Return the seconds to wait for a low load: `given_s`, else the environment variable's, else the default."""
     if given_s is not None:
         return given_s
     text = os.environ.get(PATIENCE, str(PATIENCE_S))
@@ -53,7 +53,7 @@ def patience(given_s: float | None = None) -> float:
 def wait(patience_s: float, say: Callable[[str], None]) -> Measured:
     """Measure the foreign load until it is low or `patience_s` seconds have passed; return the last measurement.
 
-    `say` is called with one line of text when waiting begins.
+    If the first measurement is high, `say` is called with one line of text before the wait.
     """
     deadline_s = time.monotonic() + patience_s
     load = measure()
@@ -77,7 +77,7 @@ def since(before: Snapshot | UnknownLoad) -> Measured:
 
 
 def busy(load: Measured) -> bool:
-    """Return whether others are known to use more than the limit."""
+    """Return whether the load is known and, with steal included, exceeds `LIMIT`."""
     return isinstance(load, Load) and load.taken > LIMIT
 
 
@@ -88,7 +88,7 @@ def during(trial: Trial) -> Measured:
 
 
 def noisy(trial: Trial) -> bool:
-    """Return whether others are known to have used more than the limit while a trial ran."""
+    """Return whether the load during a trial is known and, with steal included, exceeds `LIMIT`."""
     return busy(during(trial))
 
 
@@ -98,7 +98,9 @@ def snapshot() -> Snapshot | UnknownLoad:
         return UnknownLoad("this system does not provide the list of cores that a process may use")
     quota = _quota()
     if quota is not None and quota < len(CORES):
-        return UnknownLoad(f"a quota of {quota:g} CPUs limits this container; /proc/stat counts all {len(CORES)} cores")
+        return UnknownLoad(
+            f"a quota of {quota:g} CPUs limits this container, but /proc/stat counts all {len(CORES)} cores"
+        )
     try:
         ticks = parse_ticks(Path("/proc/stat").read_bytes())
     except (OSError, ValueError) as error:
@@ -137,7 +139,7 @@ def _own_s() -> float:
     own = psutil.Process()
     total = 0.0
     for process in (own, *own.children(recursive=True)):
-        with suppress(psutil.Error):  # it has ended: its parent's count includes it from now on
+        with suppress(psutil.Error):  # the process has ended; its parent's count includes it from now on
             spent = process.cpu_times()
             total += spent.user + spent.system + spent.children_user + spent.children_system
     return total
@@ -164,7 +166,11 @@ class Snapshot:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """The fractions of the cores' capacity, 0 to 1, that others used over some seconds."""
+    """The fractions of the cores' capacity, 0 to 1, that were unavailable to this process tree for some seconds.
+
+    `foreign` is the fraction that other processes used, `steal` the fraction that a hypervisor gave to other virtual
+    machines.
+    """
 
     foreign: float
     steal: float

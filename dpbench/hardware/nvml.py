@@ -1,8 +1,8 @@
 """NVML: counters and facts of the GPUs that CUDA would see, from NVIDIA's management library.
 
 1. Only this module imports pynvml, and only when a function needs it. It never imports torch or creates a CUDA context.
-2. Without library, driver or GPU, or for a counter that a GPU lacks, the value is absent: never an error, never zero.
-3. All calls go through one object, the module pynvml or a substitute with its functions, so that tests can replace it.
+2. Without a library, driver or GPU, or if a GPU lacks a counter, the value is absent; it is never an error or zero.
+3. All calls use one object, the module pynvml or a substitute with the same functions, so that tests can replace it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-Library = Any  # pynvml has no type information; a protocol of its forty functions would only repeat its names
+Library = Any  # pynvml has no type information, and a protocol of its forty functions would only repeat their names
 Handle = Any  # NVML's handle of a device, opaque here
 Reader = Callable[[Library, Handle], float]
 
-# Numbers of NVML's C interface, which never change
+# Constants of NVML's C interface, which never change
 _CLOCK_SM, _CLOCK_MEMORY, _TEMPERATURE_GPU, _PCIE_TX, _PCIE_RX = 1, 2, 0, 0, 1
-# invalid argument, not supported, no permission, function not found, version mismatch, deprecated
+# Errors after which a call is not repeated: invalid argument, not supported, no permission, function not found, version
+# mismatch, deprecated
 _NEVER = frozenset((2, 3, 4, 13, 25, 26))
 
 # The calls for each metric: first the name that every driver has, then the name that replaces it.
@@ -77,7 +78,7 @@ class NvmlGpu:
     answers: dict[Any, bool] = field(default_factory=dict, repr=False)
 
     def read(self, metric: str) -> float | None:
-        """Return a counter's present value; None if GPU or driver do not support it, or cannot read it now."""
+        """Return a counter's present value; None if the GPU or driver does not support it, or cannot read it now."""
         for reader in _READERS[metric]:
             value = self._ask(reader)
             if value is not None:
@@ -85,17 +86,17 @@ class NvmlGpu:
         return None
 
     def process_memory_bytes(self, pids: Collection[int]) -> float | None:
-        """Return the GPU memory of these processes, in bytes.
+        """Return the GPU memory of the processes `pids`, in bytes.
 
-        Return None if NVML lists none of these processes, as in a container, where NVML lists the host's process ids.
+        Return None if NVML lists none of them. This happens in a container, where NVML lists the host's process ids.
         """
         used = [size for pid, size in self._held() if pid in pids]
         return float(sum(used)) if used else None
 
     def foreign_memory_bytes(self, pids: Collection[int]) -> float | None:
-        """Return the GPU memory of all processes except these, in bytes.
+        """Return the GPU memory of all processes except `pids`, in bytes.
 
-        Return None if NVML lists none of these: the listed process ids then belong to another namespace.
+        Return None if NVML lists none of `pids`, because its process ids then belong to another namespace.
         """
         held = self._held()
         known = any(pid in pids for pid, _ in held)
@@ -106,13 +107,13 @@ class NvmlGpu:
         return [(p.pid, p.usedGpuMemory) for p in self._ask(_processes) or () if p.usedGpuMemory is not None]
 
     def describe(self) -> dict[str, Any]:
-        """Return the facts for a measurement's provenance; unknown ones are left out."""
+        """Return the facts about this GPU for a measurement's provenance, without unknown ones."""
         facts = {"index": self.index, "name": self.name, "uuid": self.uuid, "memory_bytes": self.memory_bytes}
         facts.update((fact, self._ask(reader)) for fact, reader in _FACTS.items())
         return _known(facts)
 
     def _ask(self, reader: Callable[[Library, Handle], Any]) -> Any:
-        """Return the result of `reader`, or None for errors. A call that is known to be missing is not repeated."""
+        """Return the result of `reader`, or None after an error. A call that is known to be missing is not repeated."""
         if self.answers.get(reader) is False:
             return None
         try:
@@ -120,7 +121,7 @@ class NvmlGpu:
         except AttributeError:  # this pynvml does not have the call
             self.answers[reader] = False
         except self.library.NVMLError as error:
-            # a call that succeeded before may fail when polled fast: keep calling it
+            # a call that has succeeded may fail when it is repeated quickly: keep calling it
             if error.value in _NEVER:
                 self.answers.setdefault(reader, False)
         else:
@@ -131,7 +132,7 @@ class NvmlGpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Nvml:
-    """An open NVML: `gpus` are the GPUs that CUDA would see; `physical_gpus` is the number that the driver sees."""
+    """An open NVML session: `gpus` are the GPUs that CUDA would see, `physical_gpus` counts all of the driver's."""
 
     gpus: tuple[NvmlGpu, ...]
     physical_gpus: int
@@ -140,7 +141,7 @@ class Nvml:
 
 @contextmanager
 def open_nvml(library: Library = None, environ: Mapping[str, str] = os.environ) -> Iterator[Nvml | None]:
-    """Open NVML for the length of a `with`; yield None without a library, a driver or a GPU."""
+    """Open NVML until the `with` ends; yield None without a library, a driver or a GPU."""
     library = library or _import_library()
     if not library or not _tell(library, lambda: library.nvmlInit() or True):
         yield None
@@ -155,7 +156,7 @@ def open_nvml(library: Library = None, environ: Mapping[str, str] = os.environ) 
 
 
 def describe(library: Library = None) -> dict[str, Any]:
-    """Return driver and GPUs for provenance; `physical_gpus` is 0 if NVML reports none."""
+    """Return facts about the driver and the GPUs for provenance; `physical_gpus` is 0 if NVML reports no GPU."""
     with open_nvml(library) as nvml:
         if nvml is None:
             return {"physical_gpus": 0, "gpus": []}
@@ -173,11 +174,11 @@ def cuda_device_count(library: Library = None) -> int:
 
 
 def cuda_visible(visible: str | None, uuids: Sequence[str]) -> tuple[int, ...]:
-    """Return the positions in `uuids` that CUDA would show, in its order, for a value of CUDA_VISIBLE_DEVICES.
+    """Return the positions in `uuids` of the GPUs that CUDA would show, in CUDA's order.
 
-    The rules are those of CUDA and torch. The first entry decides whether the list has numbers or UUIDs. Of a number,
-    only the leading digits count. A UUID may be abbreviated as long as the abbreviation is unique. An unknown entry
-    ends the list; a repeated entry empties it.
+    `visible` is the value of CUDA_VISIBLE_DEVICES, or None. The rules are those of CUDA and torch. The first entry
+    decides whether the list has numbers or UUIDs. Of a number, only the leading digits count. A UUID may be abbreviated
+    if the abbreviation is unique. An unknown entry ends the list; with a repeated entry, no GPU is visible.
     """
     if visible is None:
         return tuple(range(len(uuids)))
@@ -205,7 +206,7 @@ def _visible_handles(library: Library, physical: dict[str, Handle], visible: str
     without CUDA; with identical GPUs both orders are the same.
     """
     if visible is not None and visible.strip().startswith("MIG-"):
-        # CUDA shows a process one MIG instance, the first in the list; NVML may not accept the older names
+        # CUDA shows a process only one MIG instance, the first in the list; NVML may not accept the older names
         instance = _tell(library, library.nvmlDeviceGetHandleByUUID, visible.split(",")[0].strip())
         return [] if instance is None else [instance]
     handles = list(physical.values())
@@ -213,7 +214,7 @@ def _visible_handles(library: Library, physical: dict[str, Handle], visible: str
 
 
 def _physical(library: Library) -> dict[str, Handle]:
-    """Return the handles of all GPUs by UUID, in PCI order, without those that fell off the bus."""
+    """Return the handles of all GPUs by UUID, in PCI order, without GPUs that do not respond."""
     found = {}
     for index in range(_tell(library, library.nvmlDeviceGetCount) or 0):
         handle = _tell(library, library.nvmlDeviceGetHandleByIndex, index)
@@ -224,7 +225,7 @@ def _physical(library: Library) -> dict[str, Handle]:
 
 
 def _gpu(library: Library, handle: Handle, index: int) -> NvmlGpu:
-    """Return a GPU with its identity; for a MIG instance some facts may be missing."""
+    """Return the GPU of a handle, with its identity; for a MIG instance, the memory size may be missing."""
     uuid = _tell(library, library.nvmlDeviceGetUUID, handle) or ""
     name = _tell(library, library.nvmlDeviceGetName, handle) or ""
     memory = getattr(_tell(library, library.nvmlDeviceGetMemoryInfo, handle), "total", None)
@@ -235,7 +236,7 @@ def _tell(library: Library, call: Callable[..., Any], *arguments: Any) -> Any:
     """Return the result of a call; None if it fails."""
     try:
         return call(*arguments)
-    except library.NVMLError as error:  # of nvmlInit: most often an ordinary machine without a driver
+    except library.NVMLError as error:  # if nvmlInit fails, the machine usually has no NVIDIA driver
         log.info("an NVML call failed: %s", error)
         return None
 
@@ -257,6 +258,6 @@ def _import_library() -> Library | None:
         log.warning("no GPU counters: the package nvidia-ml-py is not installed")
         return None
     if not hasattr(pynvml, "_nvmlGetFunctionPointer"):  # missing from the older package of that name
-        log.warning("no GPU counters: %s is not NVIDIA's: remove pynvml, install nvidia-ml-py", pynvml)
+        log.warning("no GPU counters: %s is not NVIDIA's; remove pynvml and install nvidia-ml-py", pynvml)
         return None
     return pynvml

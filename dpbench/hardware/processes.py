@@ -1,4 +1,4 @@
-"""Processes: their cores, threads bound to one core, malloc's settings, and their end with the parent."""
+"""Processes: list and bind cores, keep freed memory, and end a process together with its parent."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _here = threading.local()
 
 
 def spread(cores: Sequence[int], topology: Path = _TOPOLOGY) -> tuple[int, ...]:
-    """Return logical cores in an order in which cores that share a physical core with an earlier one come last."""
+    """Return the logical cores: first one of each physical core, then the others that share these physical cores."""
     seen: Counter[str] = Counter()
     turn = {}
     for core in sorted(cores):
@@ -38,7 +38,7 @@ CORES: tuple[int, ...] = spread([*os.sched_getaffinity(0)]) if hasattr(os, "sche
 
 
 def stay(number: int) -> None:
-    """Bind the calling thread to the core at position `number`; threads that the thread starts inherit the binding.
+    """Bind the calling thread, and the threads that it starts, to the core at position `number` of `CORES`.
 
     Without this binding, schedulers that pack threads on few cores leave two threads on one core for milliseconds after
     they wake. Does nothing where threads cannot be bound.
@@ -63,7 +63,7 @@ def roam() -> None:
 
 @contextmanager
 def staying(number: int) -> Iterator[None]:
-    """Bind the calling thread to the core at position `number` inside the context."""
+    """Bind the calling thread to the core at position `number` of `CORES` inside the context."""
     stay(number)
     try:
         yield
@@ -110,8 +110,8 @@ def _libc() -> ctypes.CDLL | None:
 def keep() -> None:
     """Keep freed memory in this process, and in processes forked from it. Does nothing unless malloc is glibc's.
 
-    By default, blocks of the size that a step allocates return to the system when they are freed, and every page of the
-    next blocks causes a page fault. This takes a tenth of a small transformer's step on two threads.
+    By default, malloc returns large freed blocks to the system, and every page of the blocks that a step allocates next
+    causes a page fault. The page faults take a tenth of a small transformer's step on two threads.
     """
     if libc := _libc():
         for option, value in _OPTIONS.items():
@@ -119,7 +119,7 @@ def keep() -> None:
 
 
 def release() -> None:
-    """Return the memory that is kept but not in use to the system; memory freed later is kept again."""
+    """Return to the system all unused memory that malloc keeps; memory that is freed later is kept again."""
     if libc := _libc():
         libc.malloc_trim(ctypes.c_size_t(0))
 
@@ -130,10 +130,10 @@ _PR_SET_PDEATHSIG = 1
 def die_with_parent(parent: int, by: int = signal.SIGKILL) -> None:
     """Make the kernel send the signal `by` to this process when `parent` dies; exit now if `parent` has died already.
 
-    The signal comes when the parent's *thread* that started this process ends: that thread must live as long as the
-    child is needed.
+    The kernel sends the signal when the parent's *thread* that started this process ends. That thread must live as long
+    as the child is needed.
 
-    This works on Linux only. Elsewhere children end when their stdin is closed or their work is done.
+    This works on Linux only. On other systems, children end when their stdin is closed or their work is done.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, by, 0, 0, 0)
@@ -150,6 +150,6 @@ def ending(exit_status: int | None) -> str:
 
 
 def advice(exit_status: int | None) -> str:
-    """Return the likely cause of a process's end and the remedy; empty where no cause is known."""
+    """Return the likely cause of a process's end, and the remedy; "" if no cause is known."""
     no_memory = "; the kernel ends processes in this way when memory runs out: use a smaller batch"
     return no_memory if exit_status == -signal.SIGKILL else ""

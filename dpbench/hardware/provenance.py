@@ -1,4 +1,7 @@
-"""Provenance: the facts of this host that make a measurement repeatable. Without torch, whose facts the worker adds."""
+"""Provenance: the facts about this host that make a measurement repeatable.
+
+This module does not load torch; the worker process adds torch's facts.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +72,7 @@ def code_key(facts: dict[str, Any]) -> str:
 
 
 def torch_has_cuda() -> bool:
-    """Return whether torch was built for more than the CPU, judging by its version, without loading torch."""
+    """Return whether torch is a build for more than the CPU, according to its version, without loading torch."""
     return not _version("torch").endswith("+cpu")
 
 
@@ -92,7 +95,7 @@ def _cpu_name() -> str:
 
 
 def _git(folder: Path) -> dict[str, Any]:
-    """Return commit and dirtiness of the checkout around `folder`; empty outside a checkout."""
+    """Return the commit of the checkout that contains `folder`, and whether it is dirty; empty outside a checkout."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(

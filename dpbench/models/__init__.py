@@ -1,4 +1,4 @@
-"""Models: the reference models in two sizes (plain torch, seeded, dropout 0), and loading of users' models.
+"""Models: the reference models in two sizes (plain torch, seeded, dropout 0), and a loader for users' models.
 
 A plug is a file (or, given as `package.module:name`, an object) with three functions:
 
@@ -61,7 +61,7 @@ def _tensors(batch: tuple[Any, Any]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _shape(tensor: torch.Tensor) -> str:
-    """Return a tensor's number of rows and its shape as text."""
+    """Describe a tensor's number of rows and its shape, as text."""
     return f"{len(tensor)} (shape {tuple(tensor.shape)})" if tensor.dim() else "no dimension"
 
 
@@ -105,7 +105,7 @@ def _own(name: str) -> Any:
 
 
 def profile(model: Model, samples: int = 2) -> Profile:
-    """Return the model's counts, some of them per sample: FLOP from torch's own counter, bytes from shapes."""
+    """Return the model's profile, from a batch of `samples` rows: FLOP counted by torch, bytes computed from shapes."""
     from torch.utils.flop_counter import FlopCounterMode
 
     inputs, target = model.batch(samples, 0)

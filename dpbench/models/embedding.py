@@ -1,6 +1,7 @@
 """A large embedding table with dense gradients: every replica gets all weights, but computes hardly anything.
 
-A batch uses a few rows of the table; replicate still copies all of it, and reduce adds gradients that are mostly zeros.
+A batch uses only a few rows of the table, but `replicate` copies the whole table, and `reduce` adds gradients that are
+mostly zeros.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class EmbeddingMean(nn.Module):
         self.head = nn.Linear(dims.width, dims.classes)
 
     def forward(self, bags: Tensor) -> Tensor:
-        """Return logits of shape (batch, classes) for row numbers of shape (batch, bag)."""
+        """Return logits of shape (batch, classes) for row indices of shape (batch, bag)."""
         logits: Tensor = self.head(self.table(bags))
         return logits
 
@@ -47,7 +48,7 @@ def build(size: str) -> nn.Module:
 
 
 def batch(n: int, seed: int, size: str) -> tuple[Tensor, Tensor]:
-    """Return row numbers of shape (n, bag) and n class labels."""
+    """Return row indices of shape (n, bag) and n class labels."""
     generator = torch.Generator().manual_seed(seed)
     dims = DIMS[size]
     return (

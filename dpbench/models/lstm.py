@@ -1,8 +1,8 @@
 """An LSTM over packed sequences of different lengths: the recurrent case of torch's DataParallel FAQ.
 
-The inputs are a tuple, tokens (n, T) and lengths (n,), both scattered along dimension 0. Each row is one sample with
-one class label. The padding therefore does not enter the loss, whose divisor is the number of rows. Packing needs the
-lengths on the host, so that on an accelerator every forward waits for their copy.
+The inputs are a tuple of tokens (n, T) and lengths (n,), both scattered along dimension 0. Each row is one sample with
+one class label. The divisor of the loss is the number of rows and is therefore independent of the padding. Packing
+needs the lengths on the host; on an accelerator every forward therefore waits until they have been copied.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class PackedLSTM(nn.Module):
         """Return the outputs of all steps, (batch, T, hidden), with zeros after the end of each sequence."""
         self.lstm.flatten_parameters()
         x = pack_padded_sequence(self.embedding(tokens), lengths.cpu(), batch_first=True, enforce_sorted=False)
-        # A replica sees only its chunk, and would pad to the longest sequence *in it*: gather cannot concatenate
+        # By default, each replica would pad to the longest sequence *of its chunk*, and gather cannot concatenate
         # chunks of different widths. total_length pads all chunks to the T of the whole batch.
         padded, _ = pad_packed_sequence(self.lstm(x)[0], batch_first=True, total_length=tokens.size(1))
         return padded
 
     def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        """Return logits (batch, classes) for token numbers (batch, T) and lengths (batch,)."""
+        """Return logits (batch, classes) for token ids (batch, T) and lengths (batch,)."""
         mean = self.states(tokens, lengths).sum(dim=1) / lengths.unsqueeze(1)
         logits: Tensor = self.head(mean)
         return logits
@@ -63,10 +63,11 @@ def build(size: str) -> nn.Module:
 
 
 def batch(n: int, seed: int, size: str) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Return (token numbers of shape (n, T), 0 after the end; n lengths from 1 to T) and n class labels.
+    """Return the inputs (tokens, lengths) and the class labels of n sequences.
 
-    The lengths are spread evenly over 1..T and shuffled, so that batches of every seed have the same total work, while
-    the chunks of a batch differ.
+    `tokens` are token ids of shape (n, T), with 0 after the end of each sequence. `lengths` are n values from 1 to T.
+    They are spread evenly over this range and shuffled: the total work is the same for every seed, but the chunks of a
+    batch differ.
     """
     generator = torch.Generator().manual_seed(seed)
     dims = DIMS[size]

@@ -1,4 +1,4 @@
-"""Three linear layers with 67,210 parameters: SimpleModel of the usual DataParallel tutorials.
+"""Three linear layers, with 67,210 parameters in the small size: SimpleModel of the usual DataParallel tutorials.
 
 Source of the layers: the tutorial "Multi-GPU training with DataParallel" (128-256-128-10, ReLU, cross entropy).
 """

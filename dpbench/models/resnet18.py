@@ -32,7 +32,7 @@ BLOCKS_PER_STAGE = 2
 
 
 class Block(nn.Module):
-    """Two 3x3 convolutions in parallel with a shortcut; the first of them may halve the image."""
+    """Two 3x3 convolutions in parallel with a shortcut; with stride 2, the block halves each side of the image."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -77,12 +77,12 @@ class ResNet18(nn.Module):
 
 
 def _projection(inputs: int, outputs: int, stride: int) -> nn.Module:
-    """Return the shortcut between different shapes."""
+    """Return the shortcut for a block whose input and output have different shapes."""
     return nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
 
 
 def _stem(dims: Dims) -> nn.Module:
-    """Return the layers before the first block; the large stem reduces each image side to a quarter."""
+    """Return the layers before the first block; the large stem reduces each side of the image to a quarter."""
     kernel, stride = (7, 2) if dims.large_stem else (3, 1)
     layers = [
         nn.Conv2d(3, dims.width, kernel, stride, padding=kernel // 2, bias=False),

@@ -45,13 +45,13 @@ class Transformer(nn.Module):
         )
         self.encoder = nn.TransformerEncoder(layer, dims.layers, enable_nested_tensor=False)
         self.head = nn.Linear(dims.width, dims.classes)
-        # TransformerEncoder copies its layer with the weights: draw separate weights for each layer
+        # TransformerEncoder copies its layer including the weights: draw separate weights for each layer
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Map (batch, tokens) token numbers to (batch, classes) logits."""
+        """Map (batch, tokens) token ids to (batch, classes) logits."""
         x = self.norm(self.tokens(tokens) + self.positions[: tokens.size(1)])
         logits: Tensor = self.head(self.encoder(x).mean(dim=1))
         return logits
@@ -63,7 +63,7 @@ def build(size: str) -> nn.Module:
 
 
 def batch(n: int, seed: int, size: str) -> tuple[Tensor, Tensor]:
-    """Return token numbers of shape (n, tokens) and n class labels."""
+    """Return token ids of shape (n, tokens) and n class labels."""
     generator = torch.Generator().manual_seed(seed)
     dims = DIMS[size]
     return (

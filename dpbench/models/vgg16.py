@@ -2,8 +2,8 @@
 
 Layers: K. Simonyan, A. Zisserman, "Very Deep Convolutional Networks for Large-Scale Image Recognition", 2014,
 configuration D, without its dropout. In the full size the head has 89 % of the parameters and does 0.8 % of the forward
-arithmetic: replicate and reduce move weights with hardly any computation to hide the transfer. In the small size the
-head has 91 % of the parameters and does 33 % of the arithmetic.
+arithmetic: `replicate` and `reduce` move weights with hardly any computation to hide the transfer. In the small size
+the head has 91 % of the parameters and does 33 % of the arithmetic.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DIMS = {
     "full": Dims(pixels=224, width=64, hidden=4096, classes=1000),
 }
 STAGES = ((1, 2), (2, 2), (4, 3), (8, 3), (8, 3))
-"""Per stage: channels as a multiple of `width`, and number of convolutions. A stage ends by halving the image."""
+"""For each stage: channels as a multiple of `width`, and number of convolutions. Each stage halves the image sides."""
 
 
 class VGG16(nn.Module):

@@ -1,4 +1,4 @@
-"""Devices: resolve the ids that users give: torch's ids, "cpu" repeated, and "emulated:0", "emulated:1", ..."""
+"""Devices: return the devices for users' ids, which are torch's ids, "cpu" repeated, or "emulated:0", "emulated:1"."""
 
 from __future__ import annotations
 
@@ -26,19 +26,21 @@ def as_devices(devices: Devices) -> list[Device]:
 def resolve(device_ids: Sequence[DeviceId] | None) -> list[Device]:
     """Return one device per id; None means every GPU, and gives an empty list without GPUs.
 
-    An id is a GPU's number, a torch.device, or its name. A GPU that is named twice runs colocated replicas; "cpu" may
-    be repeated any number of times; "emulated:1" is the device of tensors on "lazy:1". Ids of other kinds, or of mixed
-    kinds, raise ValueError.
+    An id is the index of a GPU, a torch.device, or the name of a device. A GPU that is listed twice runs colocated
+    replicas. "cpu" may be repeated any number of times. "emulated:1" is the device of tensors on "lazy:1". Ids of other
+    kinds, or of several kinds, raise ValueError.
     """
     if isinstance(device_ids, DeviceId):
-        raise ValueError(f"device_ids must be a list, such as [{device_ids!r}], got {device_ids!r}")
+        raise ValueError(f"device_ids must be a list such as [{device_ids!r}], got {device_ids!r}")
     if device_ids is None:
         device_ids = range(torch.cuda.device_count())
     parsed = [_parse(i) for i in device_ids]
     kinds = sorted({device.type for device in parsed})
     if len(kinds) > 1 or kinds not in ([], ["cpu"], ["cuda"], [LAZY]):
         named = ", ".join(str(i) for i in device_ids)
-        raise ValueError(f"device_ids must all be GPUs or all be 'cpu' (or all 'emulated:0', ...); got {named}")
+        raise ValueError(
+            f"device_ids must all be of one kind: GPUs, 'cpu', or emulated devices such as 'emulated:0'; got {named}"
+        )
     if kinds == ["cpu"]:
         return [cast(Device, CpuDevice(index)) for index in range(len(parsed))]
     if kinds == [LAZY]:
@@ -47,7 +49,7 @@ def resolve(device_ids: Sequence[DeviceId] | None) -> list[Device]:
 
 
 def _parse(device_id: DeviceId) -> torch.device:
-    """Return the torch.device of an id; a bare number is a GPU's."""
+    """Return the torch.device of an id; an integer is the index of a GPU."""
     if isinstance(device_id, int):
         return torch.device("cuda", device_id)
     name = str(device_id)
@@ -63,7 +65,7 @@ def _emulated(ordinals: Sequence[int]) -> list[Device]:
 
 
 def _ordinal(device: torch.device) -> int:
-    """Return a GPU's number; for "cuda", that of the current GPU. Raises ValueError for a GPU that does not exist."""
+    """Return a GPU's index; for "cuda", that of the current GPU. Raises ValueError for a GPU that does not exist."""
     count = torch.cuda.device_count()
     if count == 0:
         raise ValueError(f"device_ids names {device}, but torch sees no GPU here; use 'cpu' for logical CPU devices")
@@ -76,8 +78,8 @@ def _ordinal(device: torch.device) -> int:
 def _cuda(ordinals: Sequence[int], *, shared_stream: bool = False, own_processes: bool = False) -> list[Device]:
     """Return a device per replica.
 
-    A replica that is not the first on its GPU has its own stream, unless `shared_stream`. `own_processes` means that
-    each device is used in a separate process, with a separate allocator.
+    A replica that is not the first on its GPU has its own stream, unless `shared_stream` is true. `own_processes` means
+    that each device is used in a separate process, with a separate allocator.
     """
     devices = []
     for index, ordinal in enumerate(ordinals):
@@ -97,9 +99,9 @@ def open_devices(
     shared_stream: bool = False,
     own_processes: bool = False,
 ) -> list[Device]:
-    """Return `count` devices as a case describes them; each logical CPU device has its own core.
+    """Return `count` devices of a kind; the threads of each logical CPU device are bound to one core.
 
-    Placement "spread" takes the first `count` of `ids` (or of all GPUs); "colocated" puts every replica on the first.
+    Placement "spread" takes the first `count` of `ids` (or of all GPUs); "colocated" puts all replicas on the first.
     `own_processes` means that each device is used in a separate process. Raises ValueError if this machine has fewer
     devices.
     """

@@ -1,4 +1,4 @@
-"""Multi-tensor operations, which have no public names in torch; only this module uses the private ones."""
+"""Multi-tensor operations, which have only private names in torch; no other module uses these names."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class EmulatedTensor(torch.Tensor):
         self.held = _held(value)
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.device]:
-        """Declare this a wrapper, so that `module.to` swaps tensors, which preserves tied weights and optimizers."""
+        """Mark the class as a wrapper: `module.to` then swaps tensors, which preserves tied weights and optimizers."""
         return ["held"], self.device
 
     @staticmethod
@@ -103,7 +103,7 @@ class EmulatedTensor(torch.Tensor):
         return super().type(dtype, non_blocking, **kwargs)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Return a copy on the host with `force`; otherwise raises TypeError, as a GPU's tensor does."""
+        """With `force`, return a copy on the host. Otherwise raises TypeError, as for a tensor on a GPU."""
         if force:
             return self.detach().cpu().numpy()
         raise TypeError(f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy it first.")
@@ -117,8 +117,8 @@ class EmulatedTensor(torch.Tensor):
 
 
 def wrap(inner: torch.Tensor, device: torch.device) -> EmulatedTensor:
-    """Return `inner` as a tensor of `device`, whose memory counts for the device from now on."""
-    if inner.is_conj() or inner.is_neg():  # bits of a tensor that torch cannot see inside a wrapper
+    """Return an emulated tensor on `device` that wraps `inner`, whose memory counts for the device from now on."""
+    if inner.is_conj() or inner.is_neg():  # torch cannot see these bits of a tensor inside a wrapper
         inner = inner.resolve_conj().resolve_neg()
     geometry: dict[str, Any]
     if inner.layout == torch.sparse_coo:  # torch has no sparse lazy backend
@@ -158,7 +158,7 @@ def set_home(device: torch.device) -> torch.device:
 
 @functools.cache
 def install() -> torch.library.Library:
-    """Register the lazy backend's kernels, for the life of the process; return their library."""
+    """Register kernels for the lazy backend, until the process ends; return their library."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("empty.memory_format", _empty, LAZY.capitalize())
     library.impl("empty_strided", _empty_strided, LAZY.capitalize())
@@ -178,13 +178,13 @@ def _empty_strided(size: Any, stride: Any, *, device: Any, dtype: Any = None, **
 
 
 def _copy_from(source: torch.Tensor, target: EmulatedTensor, non_blocking: bool = False) -> torch.Tensor:
-    """Copy inside `torch.tensor`, where torch has disabled subclasses."""
+    """Copy for `torch.tensor`, in which torch has disabled tensor subclasses."""
     _held(target).copy_(_held(source))
     return target
 
 
 def _numbered(device: Any) -> torch.device:
-    """Return the device with its number; a device without a number becomes number 0."""
+    """Return the device with an index; a device without an index gets index 0."""
     device = torch.device(device)
     return device if device.index is not None else torch.device(device.type, 0)
 
@@ -254,7 +254,7 @@ def _dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _check_devices(func: Any, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
-    """Raises RuntimeError when tensors are on different devices; scalars on the host may be used with any device."""
+    """Raises RuntimeError if tensors are on different devices; 0-dim host tensors may be used with any device."""
     if func in ANY_DEVICE:
         return
     for tensor in tensors:
@@ -267,24 +267,24 @@ def _check_devices(func: Any, tensors: Sequence[torch.Tensor], device: torch.dev
 
 
 def _check_positions(func: Any, args: Sequence[Any]) -> None:
-    """Check a multi-tensor op, whose lists may contain tensors of several devices at corresponding positions."""
+    """Check a multi-tensor op: at each position of its lists, all tensors must be on the same device."""
     lists = [value for value in args if isinstance(value, list | tuple)]
     for tensors in zip(*(each for each in lists if isinstance(each[0], torch.Tensor)), strict=True):
         _check_devices(func, tensors, tensors[0].device)
 
 
 def _outside(tensor: torch.Tensor, known: dict[int, torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return the argument that an op wrote to, or a new emulated tensor."""
+    """Return the emulated tensor of an op's result: the argument that the op wrote to, or a new tensor."""
     found = known.get(id(tensor))
     if found is None:
         return wrap(tensor, device)
     if isinstance(found, EmulatedTensor) and (found.shape != tensor.shape or found.stride() != tensor.stride()):
-        found.data = wrap(tensor, device)  # t_(), unsqueeze_(), an `out` that was resized: the shape has changed
+        found.data = wrap(tensor, device)  # the op changed the shape: t_(), unsqueeze_(), or a resized `out`
     return found
 
 
 def _held(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor on which an op runs."""
+    """Return the tensor on which an op runs: the wrapped tensor, or an ordinary tensor itself."""
     return tensor.held if isinstance(tensor, EmulatedTensor) else tensor
 
 
@@ -313,7 +313,7 @@ class DeviceFull(torch.OutOfMemoryError):
 
 
 class Ledger:
-    """The bytes of each device's existing storages; safe to use from any thread."""
+    """Counts the bytes of the storages that exist on each device. All methods are thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # reentrant: a finalizer may run within any of these methods
@@ -357,7 +357,7 @@ class Ledger:
             return self._now[device]
 
     def peak(self, device: torch.device) -> int:
-        """Return the peak of bytes on `device` since `reset`."""
+        """Return the peak of bytes on `device` since the last `reset` or `take`."""
         with self._lock:
             return self._peak[device]
 
@@ -383,4 +383,4 @@ class Ledger:
 
 
 ledger = Ledger()
-"""The only ledger of the process, because storages outlive the device objects that created them."""
+"""The process has a single ledger, because storages may outlive the device objects that created them."""

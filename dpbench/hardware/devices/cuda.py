@@ -1,4 +1,4 @@
-"""CUDA devices: a GPU and a stream. Within the engine only this file calls `torch.cuda`.
+"""CUDA devices: a GPU and a stream. The engine calls `torch.cuda` only through this package.
 
 Spread replicas use their GPU's current stream, as torch.nn.DataParallel does. Colocated replicas share one GPU and have
 separate streams, so that their kernels may overlap as far as the GPU allows.
@@ -66,7 +66,7 @@ class CudaDevice:
         return _Entered(stack, (device, stream))
 
     def settle(self) -> None:
-        """Do nothing: the device is not one of the host's cores."""
+        """Do nothing: a GPU has no core of the host to which threads could be bound."""
 
     def wait(self, other: Device) -> None:
         """Make this device's stream wait for the other device's stream."""
@@ -91,7 +91,7 @@ class CudaDevice:
         torch.cuda.synchronize(self.ordinal)
 
     def memory(self) -> int | None:
-        """Return the allocator's peak in bytes, or None for a colocated replica whose GPU another replica reports."""
+        """Return the allocator's peak in bytes, or None if another replica already reports this GPU's memory."""
         return None if self._shares_memory else torch.cuda.max_memory_allocated(self.ordinal)
 
     def take_peaks(self) -> dict[str, int]:
@@ -139,11 +139,11 @@ class CudaDevice:
             return Nccl(devices) if nccl.is_available(probe) else None
 
     def recorder(self) -> Recorder | None:
-        """Return a recorder of CUDA graphs with a separate memory pool."""
+        """Return a recorder of CUDA graphs, which has its own memory pool."""
         return GraphRecorder(self)
 
     def _follow(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Wait for the current streams of the GPUs that the tensors are on."""
+        """Make this device's stream wait for the current streams of the GPUs that the tensors are on."""
         for ordinal in {tensor.device.index for tensor in tensors if tensor.is_cuda}:
             source = torch.cuda.current_stream(ordinal)
             if source != self.stream:
@@ -196,7 +196,7 @@ class Nccl:
 class GraphRecorder:
     """Records CUDA graphs of one replica, on a side stream, in a memory pool that only this replica's graphs share.
 
-    All graphs are replayed on the current stream, never two at the same time, so that they may reuse the same memory.
+    All graphs are replayed on the current stream, never two at the same time; they may therefore reuse the same memory.
     """
 
     def __init__(self, device: CudaDevice) -> None:

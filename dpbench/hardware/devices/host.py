@@ -4,10 +4,10 @@ Logical CPU devices have separate tensors, so that every schedule runs, and is t
 add real placement errors and an exact count of bytes per device.
 
 Once an emulated device has been created (or `install` called), `module.to("lazy:0")`, `x.to("lazy:1")`, `torch.zeros(3,
-device="lazy:0")` and `.cpu()` work in every thread, and tensors of two devices cannot be combined. Numbers are computed
-on the host, bitwise equal to those of logical CPU devices, with two exceptions that agree within rounding. For
-attention, torch uses another kernel on logical CPU devices (to compare, choose `SDPBackend.MATH` on both). For RNNs on
-emulated devices, torch multiplies the input step by step, as on a GPU.
+device="lazy:0")` and `.cpu()` work in every thread, and tensors of two devices cannot be combined. Values are computed
+on the host. They are bitwise equal to those of logical CPU devices, except for two operations, whose results are equal
+within rounding. For attention, torch uses another kernel on logical CPU devices (to compare, choose `SDPBackend.MATH`
+on both). For RNNs on emulated devices, torch multiplies the input step by step, as on a GPU.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class HostDevice:
         return nullcontext()
 
     def settle(self) -> None:
-        """Do nothing: the device has no core."""
+        """Do nothing: no core is assigned to this device."""
 
     def wait(self, other: Device) -> None:
         """Do nothing: host work is done when its call returns."""
@@ -80,9 +80,9 @@ class HostDevice:
 
 
 class CpuDevice(HostDevice):
-    """A logical device on the host, with separate tensors and, optionally, its own core.
+    """A logical device on the host, with separate tensors and, optionally, an assigned core.
 
-    `core` is a position among the process's cores; threads that work for the device are bound to it.
+    `core` is a position in `processes.CORES`; threads that work for the device are bound to this core.
     """
 
     def __init__(self, index: int, core: int | None = None) -> None:
@@ -92,7 +92,7 @@ class CpuDevice(HostDevice):
         self.torch_device = torch.device("cpu")
 
     def settle(self) -> None:
-        """Bind the calling thread to the device's core."""
+        """Bind the calling thread to the device's core, if one is assigned."""
         if self._core is not None:
             stay(self._core)
 
@@ -105,16 +105,16 @@ class CpuDevice(HostDevice):
         return {}
 
     def reset_memory(self) -> None:
-        """Do nothing: there is no peak to reset."""
+        """Do nothing: this device does not measure memory."""
 
 
 __all__ = ["EmulatedDevice", "bounded", "bytes_only", "counting", "install"]
 
 
 class EmulatedDevice(HostDevice):
-    """An emulated device, as one replica uses it.
+    """An emulated device, as used by one replica.
 
-    `ordinal` is its number among the emulated devices. `shares_memory` is True if a replica with a lower index already
+    `ordinal` is its index among the emulated devices. `shares_memory` is True if a replica with a lower index already
     reports the memory of this device.
     """
 
@@ -127,7 +127,7 @@ class EmulatedDevice(HostDevice):
         self._shares_memory = shares_memory
 
     def memory(self) -> int | None:
-        """Return the peak in bytes, or None for a colocated replica whose device another replica reports."""
+        """Return the peak in bytes, or None if another replica already reports this device's memory."""
         return None if self._shares_memory else ledger.peak(self.torch_device)
 
     def take_peaks(self) -> dict[str, int]:
@@ -145,7 +145,7 @@ class EmulatedDevice(HostDevice):
 
 @contextmanager
 def bytes_only() -> Iterator[None]:
-    """Create emulated tensors without values inside the context, in any thread: models of any size take no memory."""
+    """Inside the context, in any thread, create emulated tensors without values, so that models need no memory."""
     before = set_home(torch.device("meta"))
     try:
         yield

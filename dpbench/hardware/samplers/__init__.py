@@ -1,10 +1,10 @@
-"""Samplers: counters of GPUs and host during a run, read by a separate process.
+"""Samplers: read the counters of GPUs and host during a run, in a separate process.
 
-A sampling thread inside the run would compete for the GIL that DataParallel depends on. Each plug of this folder
-provides `start(devices, interval_s)`, a context manager that yields a growing list of samples; the list's user may
-remove samples from its front. `sampling` runs all plugs in a separate process and cuts their series by time. Times are
-those of time.perf_counter(), which is the same in all processes of a machine. `every` calls an action at fixed
-intervals, in a thread:
+A sampling thread inside the run would compete with DataParallel's threads for the GIL. Each plug in this folder
+provides `start(devices, interval_s)`, a context manager that yields a growing list of samples; the caller may remove
+samples from the front of the list. `sampling` runs all plugs in a separate process; `Series.cut` returns the samples of
+a period. Times are those of time.perf_counter(), which is the same in all processes of a machine. `every` calls an
+action at fixed intervals, in a thread:
 
 start     +1 interval     +2            +3            +4
   |action|    .   |action, late ........|.|action|     |action|      tick 3 keeps its time, tick 2 is skipped
@@ -53,7 +53,7 @@ def every(interval_s: float, action: Callable[[], None]) -> Iterator[None]:
         try:
             for _ in ticks(interval_s, stop.wait):
                 action()
-        except Exception:  # an error ends this series, never the run
+        except Exception:  # an error ends this series, but not the run
             log.exception("a series of samples ended early")
 
     # a daemon thread, so that a driver call that never returns cannot keep the sampler process alive
@@ -92,8 +92,8 @@ class Series:
     def cut(self, start_s: float, end_s: float, settle_s: float = 1.0) -> tuple[Sample, ...]:
         """Return the samples of [start_s, end_s] in chronological order, and discard earlier ones.
 
-        The sampler is first requested to write its buffered samples, which takes about a millisecond; `settle_s` limits
-        the wait for this, and 0 skips the request.
+        The sampler process is first asked to write its buffered samples, which takes about a millisecond. `settle_s` is
+        the maximum wait for the answer, in seconds; 0 skips the request.
         """
         if settle_s > 0:
             self._settle(settle_s)
@@ -109,11 +109,11 @@ class Series:
         try:
             _ask(self._process, b"%d" % self._requests, timeout_s)
         except (EOFError, OSError) as error:
-            log.warning("the sampler process has ended, no more samples: %s", error)
+            log.warning("the sampler process has ended; this run gets no more samples: %s", error)
             self._process = None
 
     def _read(self) -> list[Sample]:
-        """Return the samples of the complete lines that are new in the file."""
+        """Return the samples in the complete lines that have been added to the file since the last read."""
         try:
             with self._output.open("rb") as file:
                 file.seek(self._offset)
@@ -132,10 +132,11 @@ class Series:
 def sampling(
     devices: Sequence[int], output: Path, interval_s: float = 0.1, root_pid: int | None = None
 ) -> Iterator[Series]:
-    """Sample the host and the GPUs with these CUDA ordinals, in a separate process, whose errors only lose samples.
+    """Sample the host and the GPUs with these CUDA ordinals, in a separate process.
 
-    `root_pid` is the root of the process tree to watch, by default this process. Linux ends the sampler with the
-    *thread* that enters the context: enter it from a thread that lives as long as the run.
+    If that process fails, samples are lost, but the run continues. `root_pid` is the root of the process tree to watch,
+    by default this process. Linux ends the sampler when the *thread* that entered the context ends: enter it from a
+    thread that lives as long as the run.
     """
     offset = output.stat().st_size if output.exists() else 0
     process = _start(devices, output, interval_s, os.getpid() if root_pid is None else root_pid)
@@ -157,7 +158,7 @@ def _start(devices: Sequence[int], output: Path, interval_s: float, root_pid: in
     try:
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, bufsize=0, env={**os.environ, "PYTHONPATH": path})
     except OSError as error:
-        log.warning("the sampler process did not start, so that this run has no samples: %s", error)
+        log.warning("the sampler process did not start; this run has no samples: %s", error)
         return None
     try:
         if _hears(process, b"ready", START_TIMEOUT_S):
@@ -165,13 +166,13 @@ def _start(devices: Sequence[int], output: Path, interval_s: float, root_pid: in
         why = f"did not answer within {START_TIMEOUT_S:g} s"
     except EOFError:
         why = "ended at once"
-    log.warning("the sampler process did not start, so that this run has no samples: it %s", why)
+    log.warning("the sampler process did not start; this run has no samples: the process %s", why)
     _end(process)
     return None
 
 
 def _ask(process: subprocess.Popen[bytes], line: bytes, timeout_s: float) -> bool:
-    """Send a line, and return whether the sampler has answered in time.
+    """Send a line, and return whether the sampler answers within `timeout_s`.
 
     The sampler sends the line back after it has written its samples. Raises EOFError or OSError if its process has
     ended.
@@ -182,7 +183,7 @@ def _ask(process: subprocess.Popen[bytes], line: bytes, timeout_s: float) -> boo
 
 
 def _hears(process: subprocess.Popen[bytes], line: bytes, timeout_s: float) -> bool:
-    """Wait for a line from the sampler; return False if it is late. Raises EOFError if the sampler has ended."""
+    """Return whether the sampler sends `line` within `timeout_s`. Raises EOFError if the sampler has ended."""
     assert process.stdout is not None
     deadline_s = time.perf_counter() + timeout_s
     heard = b""
@@ -202,7 +203,7 @@ def _closed(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Wait for the process to end by itself, otherwise terminate it, and finally kill it; reap it."""
+    """Close the process's stdin and wait for its end; if it does not end in time, terminate it, then kill it."""
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.close()

@@ -1,6 +1,6 @@
-"""Sampler process: starts every sampler, writes their samples, and ends with its parent. Never loads torch.
+"""Sampler process: starts all samplers, writes their samples, and ends with its parent. Never loads torch.
 
-Protocol: the process prints `ready` on stdout once all samplers run. It answers each line on stdin with the same line,
+Protocol: the process prints `ready` on stdout when all samplers run. It answers each line on stdin with the same line,
 after writing all samples so far to the file. It ends at the end of stdin, on SIGTERM, or when its parent dies.
 """
 
@@ -24,7 +24,7 @@ from dpbench.records import Sample, registry
 log = logging.getLogger(__name__)
 
 WRITE_INTERVAL_S = 1.0
-"""Seconds between unrequested writes, which bound the memory used, and the samples lost if the process is killed."""
+"""Seconds between writes without a request; they limit memory use, and the samples lost if the process is killed."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,8 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m dpbench.hardware.samplers._process", description=__doc__)
-    parser.add_argument("--root-pid", type=int, default=os.getppid(), help="watch this process and those below it")
-    parser.add_argument("--parent-pid", type=int, default=os.getppid(), help="end when this process ends")
+    parser.add_argument("--root-pid", type=int, default=os.getppid(), help="watch this process id and its descendants")
+    parser.add_argument("--parent-pid", type=int, default=os.getppid(), help="end when this process id ends")
     parser.add_argument("--interval", type=float, default=0.1, help="seconds between readings")
     parser.add_argument("--devices", type=_numbers, default=(), help="CUDA ordinals to watch: 0,1")
     parser.add_argument("--output", required=True, help="append samples to this file, one JSON list per line")
@@ -63,7 +63,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _stop_signal() -> int:
-    """Return a descriptor that becomes readable on SIGTERM, so that one select waits for all events."""
+    """Return a file descriptor that becomes readable on SIGTERM, so that one `select` can wait for all events."""
     heard, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)
@@ -72,7 +72,7 @@ def _stop_signal() -> int:
 
 
 def _start_all(samplers: ExitStack, devices: Sequence[int], interval_s: float) -> list[list[Sample]]:
-    """Start every plug and return their series; a plug that cannot start has no series."""
+    """Start all plugs and return their series; a plug that cannot start has no series."""
     series = []
     for name in registry.names("samplers"):
         try:
@@ -96,7 +96,7 @@ def _requests(stopped: int) -> Iterator[bytes]:
 
 
 def _lines(series: Sequence[list[Sample]]) -> bytes:
-    """Remove the gathered samples from `series`, and return them as JSON lines [time_s, device, metric, value]."""
+    """Remove the samples from all `series`, and return them as JSON lines [time_s, device, metric, value]."""
     taken: list[Sample] = []
     for samples in series:
         count = len(samples)  # a sampler's thread may append at the same time, but only at the end

@@ -1,9 +1,10 @@
 """Host sampler: CPU and memory of the run's processes, the load of every core, and CPU use by other processes.
 
-All samples have device -1. Rates (`_ratio`) cover the time since the previous reading, so that the first reading has no
-rates. A process joins the watched tree up to 0.5 s after its start; until then its CPU time counts as foreign. Memory
-pages that forked processes share are counted once for each process. Walking all of /proc
-costs percents of a core; Linux lists each thread's children, so that reading the tree suffices.
+All samples have device -1. Rates (`_ratio`) cover the time since the previous reading; the first reading therefore has
+no rates. A new process is added to the watched tree up to 0.5 s after its start; until then its CPU time counts as
+foreign. Memory pages that forked processes share are counted once for each process. Only the files of the watched
+processes are read, because reading all of /proc would use several percent of a core; Linux lists the children of each
+thread.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ ROOT_PID = "DPBENCH_ROOT_PID"
 
 
 def root_pid() -> int:
-    """Return the process id of the root to watch: from the environment, or the parent of this process."""
+    """Return the process id of the watched tree's root: from the environment, or else the parent of this process."""
     return int(os.environ.get(ROOT_PID) or os.getppid())
 
 
@@ -65,12 +66,12 @@ def descendants(root: int) -> frozenset[int]:
 
 
 def has_children_files() -> bool:
-    """Return whether this kernel lists children (Linux with CONFIG_PROC_CHILDREN)."""
+    """Return whether this kernel lists the children of each thread (Linux with CONFIG_PROC_CHILDREN)."""
     return os.access(f"/proc/self/task/{os.getpid()}/children", os.R_OK)
 
 
 def read_file(path: str, most_bytes: int = 1 << 16) -> bytes:
-    """Return the content of a file of /proc, by the fewest system calls."""
+    """Return up to `most_bytes` of a /proc file, with as few system calls as possible."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         return os.read(descriptor, most_bytes)
@@ -79,7 +80,7 @@ def read_file(path: str, most_bytes: int = 1 << 16) -> bytes:
 
 
 def _children(pid: int) -> list[int]:
-    """Return a process's children; each of its threads lists those that it has started."""
+    """Return the process ids of a process's children, which the kernel lists by the thread that started them."""
     children: list[int] = []
     with os.scandir(f"/proc/{pid}/task") as threads:
         for thread in threads:
@@ -145,7 +146,7 @@ def start(devices: Sequence[int], interval_s: float, root: int | None = None) ->
 def cpu_clock_hz(folder: str = "/sys/devices/system/cpu") -> float | None:
     """Return the highest clock of the cores that this process may use, in Hz; None if the kernel does not provide it.
 
-    The highest, because the clock of an idle core is not representative of the working cores.
+    The highest clock is used, because an idle core's clock is not representative of the working cores.
     """
     found = []
     for core in os.sched_getaffinity(0):
@@ -156,7 +157,10 @@ def cpu_clock_hz(folder: str = "/sys/devices/system/cpu") -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """Cumulative CPU times at one moment; ticks by core."""
+    """Cumulative CPU times at one moment: ticks by core, seconds by process id, and the sampler's own seconds.
+
+    `rss_bytes` is the resident memory of the watched processes at that moment.
+    """
 
     time_s: float
     core_ticks: Mapping[int, Ticks]
@@ -172,7 +176,7 @@ def take_reading(pids: Collection[int]) -> Reading:
     rss_bytes = 0
     for pid in pids:
         with suppress(OSError):
-            # one system call, to the nanosecond; /proc/PID/stat counts in steps of 10 ms
+            # one system call with a resolution of 1 ns; /proc/PID/stat counts in steps of 10 ms
             process_s[pid] = time.clock_gettime((~pid << 3) | _CPU_CLOCK)
             rss_bytes += int(read_file(f"/proc/{pid}/statm").split()[1]) * _PAGE_BYTES
     core_ticks = parse_ticks(read_file("/proc/stat", 1 << 18))
@@ -186,7 +190,7 @@ def take_reading(pids: Collection[int]) -> Reading:
 
 
 def levels(now: Reading) -> dict[str, float]:
-    """Return the metrics that need a single reading only."""
+    """Return the metrics that need only one reading."""
     load = {"load_1m": os.getloadavg()[0]}
     return {**load, "rss_bytes": float(now.rss_bytes)} if now.process_s else load
 

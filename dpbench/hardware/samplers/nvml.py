@@ -1,4 +1,4 @@
-"""GPU sampler: NVML's counters of the GPUs that a run uses; without GPUs there are no samples."""
+"""GPU sampler: read NVML's counters of the GPUs that a run uses; a run without GPUs gets no samples."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ SLOW_INTERVAL_S = 0.2
 def start(devices: Sequence[int], interval_s: float, library: Library = None) -> Iterator[list[Sample]]:
     """Watch the GPUs with these CUDA ordinals; yield a list that grows until the `with` ends.
 
-    A separate thread reads the PCIe counters, so that they never delay the others. `library` replaces pynvml in tests.
+    A separate thread reads the PCIe counters, so that they never delay other counters. `library` replaces pynvml in
+    tests.
     """
     samples: list[Sample] = []
     if not devices:  # do not start NVML, which can take a second
@@ -37,7 +38,7 @@ def start(devices: Sequence[int], interval_s: float, library: Library = None) ->
 
 
 def readings(gpus: Sequence[NvmlGpu], samples: list[Sample]) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Return two functions that append samples: of the counters that return at once, and of those that block."""
+    """Return two functions that append samples: one for counters that return at once, one for counters that block."""
     tree = ProcessTree(root_pid())
 
     def fast() -> None:
@@ -58,7 +59,7 @@ def readings(gpus: Sequence[NvmlGpu], samples: list[Sample]) -> tuple[Callable[[
 
 
 def _sample(samples: list[Sample], device: int, metric: str, read: Callable[[], float | None]) -> None:
-    """Append one reading, with the time at the middle of the call; append nothing without a value."""
+    """Append one reading, with the time of the middle of the call; append nothing if `read` returns None."""
     before_s = time.perf_counter()
     value = read()
     after_s = time.perf_counter()
