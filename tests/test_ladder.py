@@ -31,7 +31,7 @@ CASES = plan.ladder(models=["mlp"], devices=[2], batch_sizes=[64])
 
 def factor(case: Case) -> float:
     """Return a case's step in units of the reference's."""
-    rivals = {"single": 0.5 * case.batch_size / 64, "single_all_cores": 0.4, "ddp": 0.75}
+    rivals = {"single": 0.5 * case.batch_size / 64, "single_all_cores": 0.4, "ddp": 0.75, "torch_dp": 1.0}
     if case.strategy != "dp":
         return rivals[case.strategy]
     if case.schedule in GAINS:

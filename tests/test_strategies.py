@@ -187,6 +187,8 @@ IN_PROCESS = [n for n in NAMES if n not in LAUNCHED]
 @pytest.mark.parametrize("model", MODELS)
 def test_strategies_of_one_process_are_bitwise_on_every_model(strategy: str, model: str, devices: int) -> None:
     plug = runnable(case_of(strategy, devices=devices))
+    if (strategy, model, devices) == ("model_parallel", "embedding", 3):
+        pytest.skip("embedding has 2 layers, and model_parallel needs one per device")
     found = verdict(plug.start, model, devices, strategy=strategy)
     assert found.verified is Verified.BITWISE, str(found)
 

@@ -152,7 +152,8 @@ def cases_of(options: dict[str, Any]) -> tuple[list[Any], float | None]:
         "precision": options["precision"], "device_memory_bytes": options["device_memory"],
     }  # fmt: skip
     if options["ladder"]:
-        cases = plan.ladder(**swept | {"devices": options["devices"] or (max(2, *devices),)})
+        swept["devices"] = options["devices"] or (max(2, *devices),)
+        cases = plan.ladder(**swept)
         cases += plan.engine_cost(**swept) if kind == "cpu" else []
     else:
         schedules = tuple(one for given in options["schedules"] for one in given)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dpbench.cli.options import EXIT_FAILED, Names, Numbers, Schedules, patience_option
-from dpbench.records import UNATTRIBUTED, Step, ledger, words
+from dpbench.records import UNATTRIBUTED, Source, Step, Trial, ledger, words
 from dpbench.records.words import aligned
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ def predictions_table(found: Sequence[Prediction]) -> str:
 
 
 def _cells(one: Prediction, others: Sequence[Prediction]) -> tuple[str, ...]:
+    from dpbench.analysis.summary import labels
     from dpbench.predict.cases import speedup
 
     case = one.case
@@ -43,7 +44,7 @@ def _cells(one: Prediction, others: Sequence[Prediction]) -> tuple[str, ...]:
         words.number(one.seconds * 1e3), f"{words.number(one.low_s * 1e3)}–{words.number(one.high_s * 1e3)}",
         words.number(case.batch_size / one.seconds),
         f"{words.number(ratio)}x{' weak' if scaling == 'weak' else ''}" if ratio else "", _phases(one), one.profile,
-        "PREDICTED, EXPERIMENTAL, CPU-ONLY" if case.device_kind == "cpu" else "PREDICTED",
+        ", ".join(labels(Trial(case=case, source=Source.PREDICTED))),
     )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from torch import nn
 from dpbench.hardware.device import Device
 from dpbench.models import Model, positional
 from dpbench.records import Case, Verified, no_mark
+from dpbench.records.registry import Parallelism
 from dpbench.records.schedule import FASTEST, parse
 
 Start = Callable[..., AbstractContextManager[Callable[[Any, Any], torch.Tensor]]]
@@ -70,12 +71,15 @@ def check(
     with start(small, model, devices, no_mark) as step:
         step(inputs, target)
 
+    # where the layers are spread over the devices, every device processes the whole batch
+    chunks = 1 if case.traits.parallelism is Parallelism.LAYERS else small.devices
+
     def reference() -> nn.Module:
         with precision(small):
             module = copy.deepcopy(pristine)
-            return chunked(module, model.loss, inputs, target, small.devices, devices[0].torch_device)
+            return chunked(module, model.loss, inputs, target, chunks, devices[0].torch_device)
 
-    rounds = case.schedule not in ("", FASTEST) and not parse(case.schedule).exact
+    rounds = case.traits.rounds_gradients or (case.schedule not in ("", FASTEST) and not parse(case.schedule).exact)
     first, tolerance = reference(), TOLERANCE["bf16" if rounds else case.precision]
     verdict = compare(model.module, first, tolerance, buffers=buffers)
     if verdict.verified is Verified.NO:
@@ -157,6 +161,8 @@ def compare(module: nn.Module, reference: nn.Module, tolerance: float, *, buffer
     pairs = [(n, _gradient(p), _gradient(reference.get_parameter(n))) for n, p in module.named_parameters()]
     if buffers:
         pairs += [(n, b, reference.get_buffer(n)) for n, b in module.named_buffers()]
+    # the reference is on one device, and the module's layers may be on several
+    pairs = [(name, ours.to(theirs.device), theirs) for name, ours, theirs in pairs]
     if all(torch.equal(ours, theirs) for _, ours, theirs in pairs):
         return Verdict(Verified.BITWISE)
     # tiny gradients are compared relative to a fraction of the largest norm, so that rounding does not decide

@@ -52,7 +52,8 @@ class PackedLSTM(nn.Module):
 
     def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         """Return logits (batch, classes) for token ids (batch, T) and lengths (batch,)."""
-        mean = self.states(tokens, lengths).sum(dim=1) / lengths.unsqueeze(1)
+        total = self.states(tokens, lengths).sum(dim=1)
+        mean = total / lengths.to(total.device).unsqueeze(1)  # the layers may be on another device than the inputs
         logits: Tensor = self.head(mean)
         return logits
 

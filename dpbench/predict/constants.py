@@ -120,7 +120,12 @@ STATED = {
     "variation": 0.7, "launch_s": 0.3,
 }  # fmt: skip
 """For a machine that is fully described: the standard deviation of each constant's logarithm, by name."""
-APART = {Parallelism.RANKS: ("launch_s",), Parallelism.THREADS: ("slowdown", "variation"), Parallelism.NONE: ()}
+APART = {
+    Parallelism.RANKS: ("launch_s",),
+    Parallelism.THREADS: ("slowdown", "variation"),
+    Parallelism.NONE: (),
+    Parallelism.LAYERS: (),
+}
 """For each kind of parallelism, the priors that have little or no effect on the duration of a step."""
 ASSUMED = {"bus_scale": 0.6}
 """Standard deviations that replace those in `STATED` for a published measurement whose machine is partly assumed."""

@@ -29,7 +29,9 @@ def jobs_of(
     tasks: Sequence[Task], case: Case, profile: Profile, machine: Machine, constants: Constants
 ) -> tuple[list[SimulatedJob], list[int], dict[object, float]]:
     """Return the jobs of a step, the index of each task's job, and the capacity of each shared resource."""
-    overlapped = case.traits.ranks and any(task.phase is Phase.REDUCE and task.overlap for task in tasks)
+    overlapped = case.traits.ranks and any(
+        (task.phase is Phase.REDUCE and task.overlap) or task.resource.startswith("reduce_scatter:") for task in tasks
+    )
     prices = _Prices(case, profile, machine, constants, overlapped=overlapped and len(case.rows) > 1)
     found: list[SimulatedJob] = []
     number: list[int] = []

@@ -49,6 +49,8 @@ class Parallelism(StrEnum):
     NONE = "none"
     THREADS = "threads"
     """One process runs all devices, and device 0 coordinates them."""
+    LAYERS = "layers"
+    """One process runs all devices, each of which has some of the layers and processes the whole batch."""
     RANKS = "ranks"
     """Each device has a separate process, which is a rank of one process group."""
 
@@ -74,6 +76,8 @@ class Traits:
     needs_accelerator: bool = False
     shared_stream: bool = False
     """Whether replicas that share a GPU also share its stream."""
+    rounds_gradients: bool = False
+    """Whether gradients are rounded to 16 bits for the transfer; verification then permits larger errors."""
     strategy: str = ""
 
     @property

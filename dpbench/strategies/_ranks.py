@@ -1,0 +1,91 @@
+"""Ranks: the training step of one rank, and its tasks, for strategies with one process per device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from dpbench.hardware.device import Device
+from dpbench.records import Case, Mark, Phase, Profile
+from dpbench.strategies import optimizer_of, precision_of
+from dpbench.strategies._tasks import Graph
+from dpbench.strategies.single import put_all
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from dpbench.models import Model
+
+
+class RankStep:
+    """One rank's training step on its rows of the global batch, with the module that `wrap` returns."""
+
+    def __init__(
+        self, case: Case, model: Model, device: Device, mark: Mark, wrap: Callable[[nn.Module, Device], nn.Module]
+    ) -> None:
+        import torch
+        import torch.distributed as dist
+
+        self._case, self._model, self._device, self._mark = case, model, device, mark
+        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        if device.torch_device.type != "cpu":
+            torch.accelerator.set_device_index(device.torch_device)  # otherwise all ranks open contexts on GPU 0
+        self.wrapped: Any = wrap(model.module.to(device.torch_device), device)
+        self._optimizer = optimizer_of(case)(self.wrapped.parameters())
+        self.returned_s = 0.0
+        """The time at which the last backward returned, on the clock of `time.perf_counter`."""
+
+    def __call__(self, inputs: Any, target: Any) -> torch.Tensor:
+        """Train on this rank's chunk, with the loss scaled so that the ranks' mean is the global batch's gradient."""
+        from dpbench.models import positional
+
+        device, mark, i = self._device, self._mark, self._device.index
+        with mark(Phase.OPTIMIZER, i):
+            self._optimizer.zero_grad(set_to_none=True)
+        with mark(Phase.SCATTER, i):
+            mine, total = self._chunk(target)
+            arguments = put_all([self._chunk(a)[0] for a in positional(inputs)], device)
+            placed = device.put(mine)
+        with precision_of(self._case):
+            with mark(Phase.FORWARD, i):
+                output = self.wrapped(*arguments)
+            with mark(Phase.LOSS, i):
+                loss = self._model.loss(output, placed) * (len(mine) * self._world / total)
+        with mark(Phase.BACKWARD, i):
+            loss.backward()
+        self.returned_s = time.perf_counter()
+        with mark(Phase.OPTIMIZER, i):
+            self._optimizer.step()
+        return loss.detach()
+
+    def _chunk(self, value: Any) -> tuple[Any, int]:
+        """Return this rank's rows of a tensor, and the tensor's number of rows; (value, 1) for other values."""
+        import torch
+
+        if not isinstance(value, torch.Tensor):
+            return value, 1
+        return value.chunk(self._case.devices)[self._rank], len(value)
+
+
+class RankTasks:
+    """The tasks of one rank, which is a process with a separate interpreter."""
+
+    def __init__(self, graph: Graph, case: Case, profile: Profile, rank: int) -> None:
+        self._graph, self._profile, self._rank = graph, profile, rank
+        self._rows, self._host = case.rows[rank], f"host:{rank}"
+
+    def backward(self, count: int) -> list[int]:
+        """Append all tasks up to the gradients; return the task that each of `count` buckets waits for."""
+        graph, profile, i, rows = self._graph, self._profile, self._rank, self._rows
+        at = graph.add(Phase.SCATTER, i, f"copy:host:{i}", rows * profile.input_bytes, "bytes")
+        forward = (rows * profile.forward_flop, "flop")
+        at = graph.launch(Phase.FORWARD, i, self._host, profile.forward_launches, forward, [at])
+        at = graph.add(Phase.LOSS, i, f"device:{i}", rows * profile.output_bytes, "bytes", [at])
+        found = []
+        for _ in range(count):
+            part = (rows * profile.backward_flop / count, "flop")
+            at = graph.launch(Phase.BACKWARD, i, self._host, profile.backward_launches / count, part, [at])
+            found.append(at)
+        return found

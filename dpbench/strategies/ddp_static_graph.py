@@ -1,0 +1,5 @@
+"""DistributedDataParallel with `static_graph`: torch assumes that every step uses the same parameters."""
+
+from dpbench.strategies.ddp import DistributedDataParallel
+
+STRATEGY = DistributedDataParallel(static_graph=True)
