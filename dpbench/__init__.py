@@ -19,6 +19,7 @@ __all__ = [
     "parallel_apply",
     "gather",
     "reduce",
+    "load_state_dict",
 ]
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
         TrainStep,
         data_parallel,
         gather,
+        load_state_dict,
         parallel_apply,
         reduce,
         replicate,

@@ -1,7 +1,7 @@
 """The explicit DataParallel engine: functions for its single operations, and the classes that combine them."""
 
 from dpbench.engine.collectives import reduce
-from dpbench.engine.data_parallel import DataParallel, data_parallel
+from dpbench.engine.data_parallel import DataParallel, data_parallel, load_state_dict
 from dpbench.engine.gather import gather
 from dpbench.engine.parallel_apply import parallel_apply
 from dpbench.engine.replicate import replicate
@@ -16,6 +16,7 @@ __all__ = [
     "gather",
     "reduce",
     "data_parallel",
+    "load_state_dict",
     "DataParallel",
     "TrainStep",
     "resolve",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from dpbench.engine import legal
 from dpbench.engine.errors import Refused
@@ -270,3 +272,37 @@ def check_prefix(expected: Sequence[str], given: Sequence[str], *, strict: bool)
         f"the state dict has {len(given)} names such as {given[0]!r}, none of which is among this module's "
         f"{len(expected)} names such as {expected[0]!r}: {problem}{silent}; {remedy}"
     )
+
+
+def load_state_dict(
+    module: nn.Module, state_dict: Mapping[str, Any], *, strict: bool = True, assign: bool = False
+) -> Any:
+    """Load a checkpoint into a module, whether or not its names have the prefix "module.", and return torch's result.
+
+    DataParallel and DistributedDataParallel put this prefix before the names of the module that they wrap. It is added
+    or removed, also repeatedly, until names match; `state_dict` itself stays unchanged. `strict` and `assign` are those
+    of torch's `Module.load_state_dict`. Raises RuntimeError if none of the names match.
+    """
+    expected = set(module.state_dict())
+    given = OrderedDict(state_dict)
+    given._metadata = dict(getattr(state_dict, "_metadata", None) or {})  # type: ignore[attr-defined]
+    fitting = given
+    while given and not expected & set(fitting) and all(name.startswith(PREFIX) for name in fitting):
+        consume_prefix_in_state_dict_if_present(fitting, PREFIX)
+    while not expected & set(fitting) and _below(expected, fitting):
+        fitting = _prefixed(fitting)
+    check_prefix(list(expected), list(fitting), strict=False)
+    return module.load_state_dict(fitting, strict=strict, assign=assign)
+
+
+def _below(expected: set[str], given: Mapping[str, Any]) -> bool:
+    """Return whether an expected name ends with a given one, after one or more prefixes."""
+    return any(name.startswith(PREFIX) and name.removeprefix(PREFIX).endswith(tuple(given)) for name in expected)
+
+
+def _prefixed(given: Any) -> Any:
+    """Return a state dict with the prefix before each name, also in torch's versions of the layers."""
+    found = OrderedDict((PREFIX + name, value) for name, value in given.items())
+    versions = {PREFIX + name if name else PREFIX[:-1]: facts for name, facts in given._metadata.items()}
+    found._metadata = versions  # type: ignore[attr-defined]
+    return found
