@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.scripts import tutorial
 from dpbench.cli import running
 from dpbench.records import Case
 from tests.exported import DP, command, made, stored
@@ -68,3 +69,9 @@ def test_a_command_of_a_document_runs(
     code, out, err = dpbench(*files(tmp_path, arguments), *shorter)
     assert code == 0, f"dpbench {shlex.join(arguments)}\n{err}"
     assert out or any(tmp_path.glob("trace*")), err
+
+
+def test_the_tables_of_the_tutorial_are_those_that_its_commands_print() -> None:
+    text = tutorial.PAGE.read_text()
+    assert len(tutorial.RESULT.findall(text)) == text.count("<!-- result") == 3
+    assert tutorial.renewed(text) == text, "run: python benchmarks/scripts/tutorial.py"

