@@ -61,7 +61,7 @@ def test_names_resolve_to_devices() -> None:
 
 
 def test_kinds_do_not_mix() -> None:
-    with pytest.raises(ValueError, match=r"all be GPUs or all be 'cpu' .*; got emulated:0, cpu"):
+    with pytest.raises(ValueError, match=r"all be of one kind: GPUs, 'cpu', or emulated .*; got emulated:0, cpu"):
         resolve(["emulated:0", "cpu"])
     with pytest.raises(RuntimeError):
         resolve(["emulated:x"])

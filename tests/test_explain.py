@@ -13,6 +13,7 @@ from dpbench import cli, models
 from dpbench.analysis import validity
 from dpbench.cli import running
 from dpbench.hardware import foreign_load
+from dpbench.measure import checks
 from dpbench.records.trial import Estimate
 from dpbench.store import Store
 
@@ -37,6 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("explain")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(running, "SELF_CHECK_SCALE", 0.02)
+        patch.setattr(checks, "ROUNDS", 2)
         done = command(path, *RUN, "--report", str(path / "index.html"))
     assert done.exit_code == 0, done.output
     (path / "out").write_text(done.stdout)

@@ -137,8 +137,9 @@ def test_children_are_assigned_in_order_and_in_about_equal_groups(
     assert assign(sizes, count) == expected
 
 
-@pytest.mark.parametrize("devices", [2, 3])
-@pytest.mark.parametrize("model", registry.names("models"))
+@pytest.mark.parametrize(
+    ("model", "devices"), [*((model, 2) for model in registry.names("models")), ("mlp", 3), ("embedding", 3)]
+)
 def test_layers_are_on_their_devices_and_the_step_is_that_of_one_device(
     model: str, devices: int, tmp_path: Path
 ) -> None:

@@ -198,7 +198,8 @@ def test_a_sampler_that_is_gone_is_a_reason_and_no_crash(tmp_path: Path) -> None
 
 
 @linux
-def test_all_three_are_measured_stored_and_said(tmp_path: Path) -> None:
+def test_all_three_are_measured_stored_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "ROUNDS", 2)
     facts = checks.measure("cpu", 2, scale=0.02)
     assert set(facts) == set(checks.NAMES)
     assert 10 < facts["marks"]["marks_per_step"] < 40

@@ -98,7 +98,8 @@ def test_the_way_out_is_a_command_that_measures_the_case() -> None:
     assert "run --models vgg16 --size full --precision bf16 --device-kind cuda --strategies single" in said
     assert "--batch-sizes 1,3 --store x.db" in said
     assert "--model tests.net:net" in stored.way_out(single(3, model="tests.net:net"))
-    assert "cannot measure it" in stored.way_out(single(3, model="resnet50"))
+    assert "give --step-s SECONDS, or your own model" in stored.way_out(single(3, model="resnet50"))
+    assert "--step-s" not in stored.way_out(single(3, model="resnet50", device_kind="cpu")), "refused for CPU devices"
 
 
 def test_another_gpus_steps_are_said_to_stand_badly(tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ from dpbench.strategies import OPTIMIZERS, Strategy, load, optimizer_of, precisi
 
 NAMES = registry.names("strategies")
 MODELS = registry.names("models")
+VARIANTS = [name for name in NAMES if name.startswith("ddp_")]
+"""Strategies that set one option of ddp, whose code they share."""
 LAUNCHED = [name for name in NAMES if registry.traits(name).ranks]
 SHORT = Effort(budget_s=30, warmup_steps=2, min_steps=4, max_steps=4, block_steps=4)
 """Six steps, whatever they take: a budget that they could exceed would cut their warm-up."""
@@ -97,7 +99,7 @@ def test_tasks_are_a_graph_in_order(name: str, devices: int, rows: int) -> None:
 # ---------------------------------------------------------------- the trace contract
 
 
-@every_strategy
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in VARIANTS])
 @pytest.mark.parametrize(("devices", "rows"), [(1, 6), (2, 7), (2, 1), (3, 2)])
 def test_a_trace_is_what_tasks_say(server: Server, name: str, devices: int, rows: int) -> None:
     case = case_of(name, devices=devices, batch_size=rows)
@@ -161,7 +163,7 @@ def test_a_trial_has_all_that_was_seen(server: Server, name: str) -> None:
     assert done.reason
 
 
-@every_strategy
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in VARIANTS])
 def test_at_most_max_steps_are_timed(server: Server, name: str) -> None:
     case = case_of(name)
     runnable(case)
@@ -201,7 +203,7 @@ def test_bf16_stays_within_tolerance_with_every_optimizer(strategy: str, optimiz
     assert found.verified in (Verified.BITWISE, Verified.WITHIN_TOLERANCE), str(found)
 
 
-@pytest.mark.parametrize("name", LAUNCHED)
+@pytest.mark.parametrize("name", [name for name in LAUNCHED if name not in VARIANTS])
 @pytest.mark.parametrize(
     ("model", "devices", "rows"),
     [

@@ -150,6 +150,7 @@ def cases_of(options: dict[str, Any]) -> tuple[list[Any], float | None]:
         "batch_sizes": options["batch_sizes"] or (() if options["batch_per_device"] else (64,)),
         "batch_per_device": options["batch_per_device"] or (), "size": options["size"],
         "precision": options["precision"], "device_memory_bytes": options["device_memory"],
+        "inputs": options["inputs"], "read_loss": options["read_loss"],
     }  # fmt: skip
     if options["ladder"]:
         swept["devices"] = options["devices"] or (max(2, *devices),)

@@ -57,7 +57,11 @@ SELF_CHECK_SCALE = 1.0
     help="Measure every rung of the ladder, the best rung with each of its switches reset in turn, single and ddp. "
     "Uses all available devices unless --devices is given; two models take about five minutes.",
 )
-@click.option("--devices", type=Numbers(), help="Device counts.  [default: up to all available devices]")
+@click.option(
+    "--devices",
+    type=Numbers(),
+    help="Device counts.  [default: 1,2,4,8, up to the available GPUs; at most 4 without GPUs; colocated: 1,2]",
+)
 @click.option("--device-ids", type=Numbers(), default=(), help="Indices of the GPUs, in order.  [default: from 0]")
 @click.option("--device-kind", type=click.Choice(["cpu", "cuda", "emulated"]), help="[default: cuda if there is a GPU]")
 @click.option("--placement", type=click.Choice(["spread", "colocated"]), help="colocated: replicas share one GPU.")
@@ -65,6 +69,18 @@ SELF_CHECK_SCALE = 1.0
 @click.option("--batch-per-device", type=Numbers(), help="Batch sizes per device (weak scaling).")
 @click.option("--size", type=click.Choice(["small", "full"]), default="small", show_default=True, help="Model size.")
 @click.option("--precision", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True)
+@click.option(
+    "--inputs",
+    type=Names(),
+    default=("pinned",),
+    help="Where the batch is before each step: pageable or pinned host memory, or device (0).  [default: pinned]",
+)
+@click.option(
+    "--read-loss",
+    type=Numbers(),
+    default=(0,),
+    help="Read the loss as a number every N steps, as loops that print it do; 0: never.  [default: 0]",
+)
 @click.option(
     "--rounds",
     type=Rounds(),

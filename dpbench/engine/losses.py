@@ -193,7 +193,7 @@ class Loss:
 
 
 def _settings(loss_fn: Any) -> tuple[DivisorRule, dict[str, Any]] | None:
-    """Return a torch loss's rule and its present keywords; None for any other function, and for a hooked module."""
+    """Return a torch loss's rule and current settings, by name; None for other functions and for hooked modules."""
     if isinstance(loss_fn, functools.partial):
         rule = _BY_FUNCTION.get(loss_fn.func) if not loss_fn.args else None
         known = {"reduction", *(rule.settings if rule else ())}

@@ -65,7 +65,9 @@ def pieces(
         return trace(run.id, run.provenance, picked, labels)
     if len(picked) > 1:
         names = list(dict.fromkeys(name(trial.case) for trial in trials))
-        raise ValueError(f"--split writes one case, but {len(picked)} match: choose one with --case; {numbered(names)}")
+        raise ValueError(
+            f"--split writes one case, but {len(picked)} match: choose one with --case; the run has {numbered(names)}"
+        )
     return (f"{path}\n" for path in split_ranks(run.id, run.provenance, picked[0], labels, split))
 
 

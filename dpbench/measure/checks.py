@@ -149,8 +149,8 @@ def _engines(server: Server, device_kind: str, scale: float) -> dict[str, Any]:
 
     cuda = device_kind == "cuda"
     ours = Case(
-        model="resnet18", strategy=registry.of_role(Role.ENGINE), schedule=REFERENCE, devices=2, batch_size=64,
-        device_kind="cuda" if cuda else "emulated", placement="colocated" if cuda else "spread",
+        model="resnet18" if cuda else "mlp", strategy=registry.of_role(Role.ENGINE), schedule=REFERENCE, devices=2,
+        batch_size=64, device_kind="cuda" if cuda else "emulated", placement="colocated" if cuda else "spread",
     )  # fmt: skip
     both = {"on_s": ours, "off_s": replace(ours, strategy=registry.of_role(Role.WRAPPER), schedule="")}
     found: dict[str, Any] = {name: [] for name in both} | {"case": ours.label}

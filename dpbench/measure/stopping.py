@@ -139,7 +139,11 @@ class UntilPrecise:
         return f"{AUTO} {self.precision:g}"
 
     def wanted(self, cases: Sequence[Case], number: int) -> list[Case]:
-        """Return the cases for round `number`: first all cases, then the imprecise cases and their baselines."""
+        """Return the cases for round `number`.
+
+        They are all cases in the first `least` rounds, then the imprecise cases and their baselines, and none from
+        round `most` on.
+        """
         if number < self.least:
             return list(cases)
         if number >= self.most:

@@ -173,7 +173,7 @@ class Predictor:
         if profile is None:
             raise UnknownMachine(
                 f"{case.label}: {self.machine.name} has logical CPU devices; a prediction for these needs a measured "
-                f"step on one device; {stored.way_out(case)}, then give --from FILE"
+                f"step on one device, from --from FILE; {stored.way_out(case)}"
             )
         phases = cpu_model.step(case, profile, cpu_model.ProbedHost(self.machine.probe))
         seconds = sum(phases.values())

@@ -128,9 +128,10 @@ def way_out(case: Case, path: Path | str = "FILE") -> str:
     A model that is known by name only cannot be measured; the instructions then give alternatives.
     """
     if counts.named(case.model):
+        step = "" if case.device_kind == "cpu" else "--step-s SECONDS, or "  # for GPUs only
         return (
-            f"dpbench knows {case.model} by name only and cannot measure it: give --step-s SECONDS, or your own model "
-            "as --model package.module:name"
+            f"dpbench knows {case.model} by name only and cannot measure it: give {step}your own model as --model "
+            "package.module:name"
         )
     flag = "--model" if ":" in case.model else "--models"
     precision = "" if case.precision == "fp32" else f" --precision {case.precision}"

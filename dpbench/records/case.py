@@ -71,6 +71,10 @@ class Case:
     seed: int = 0
     options: tuple[tuple[str, str], ...] = ()
     device_memory_bytes: int = 0
+    inputs: str = "pinned"
+    """Where the batch is before a step: in "pageable" or "pinned" memory of the host, or on "device" 0."""
+    read_loss: int = 0
+    """The loop reads the loss as a number in every step whose index is a multiple of this; 0 means never."""
     declared: Traits | None = field(default=None, compare=False, repr=False)
     """The traits of an external strategy, stored with the case so that they are known without the strategy's code."""
 
@@ -115,6 +119,14 @@ class Case:
         return (piece,) * full + ((rest,) if rest else ())
 
     @property
+    def habits(self) -> tuple[str, ...]:
+        """Return the habits of the training loop that differ from the default, as short texts."""
+        found = [] if self.inputs == "pinned" else [f"inputs {self.inputs}"]
+        if self.read_loss:
+            found.append("loss read" if self.read_loss == 1 else f"loss read every {self.read_loss}")
+        return tuple(found)
+
+    @property
     def label(self) -> str:
         """Return a short one-line description of the case for progress and error messages."""
         kind = "" if self.device_kind == "cpu" else f" {self.device_kind}"
@@ -123,7 +135,8 @@ class Case:
         size = "" if self.size == "small" else f" {self.size}"
         precision = "" if self.precision == "fp32" else f" {self.precision}"
         bound = f" within {self.device_memory_bytes} bytes" if self.device_memory_bytes else ""
-        work = f"batch {self.batch_size}{precision}{bound}"
+        habits = "".join(f" {habit}" for habit in self.habits)
+        work = f"batch {self.batch_size}{precision}{bound}{habits}"
         return f"{self.model}{size} {self.strategy}{schedule} x{self.devices}{kind}{colocated} {work}"
 
 

@@ -16,6 +16,7 @@ DEVICE_KINDS = ("cpu", "cuda", "emulated")
 PLACEMENTS = ("spread", "colocated")
 PRECISIONS = ("fp32", "bf16")
 SIZES = ("small", "full")
+INPUTS = ("pageable", "pinned", "device")
 LIMIT = (("role", "limit"),)
 """The options of the limit: `single` on one device's share of the batch, a lower bound of every schedule's step time.
 
@@ -37,6 +38,8 @@ def sweep(
     size: str = "small",
     precision: str = "fp32",
     device_memory_bytes: int = 0,
+    inputs: Sequence[str] = ("pinned",),
+    read_loss: Sequence[int] = (0,),
 ) -> list[Case]:
     """Return the product of the axes as cases.
 
@@ -52,14 +55,16 @@ def sweep(
     _check_memory(device_kind, device_memory_bytes)
     _one_of("size", size, SIZES)
     _one_of("precision", precision, PRECISIONS)
+    _check_habits(inputs, read_loss, device_kind)
     cases = []
     for model, strategy, count in itertools.product(models, strategies, devices):
         for batch in batch_sizes or [each * count for each in batch_per_device]:
-            for written in schedules:
+            for written, where, every in itertools.product(schedules, inputs, read_loss):
                 case = Case(
                     model=model, strategy=strategy, devices=count, batch_size=batch, size=size, schedule=written,
                     device_kind=device_kind, device_ids=tuple(device_ids[: max(devices)]), placement=placement,
-                    precision=precision, device_memory_bytes=device_memory_bytes, declared=registry.declared(strategy),
+                    precision=precision, device_memory_bytes=device_memory_bytes, inputs=where, read_loss=every,
+                    declared=registry.declared(strategy),
                 )  # fmt: skip
                 cases.append(normalise(case, weak_batches=tuple(batch_per_device)))
     return list(dict.fromkeys(cases))
@@ -288,6 +293,21 @@ def _check_memory(kind: str, size: int) -> None:
         raise ValueError(
             "the memory of a GPU is fixed, and --device-memory limits only emulated devices: leave out --device-memory"
         )
+
+
+def _check_habits(inputs: Sequence[str], read_loss: Sequence[int], kind: str) -> None:
+    """Check the habits of the training loop. Raises ValueError for unknown ones, and for those without effect."""
+    for where in inputs:
+        _one_of("place of the inputs", where, INPUTS)
+        if kind == "cpu" and where != "pinned":
+            raise ValueError(
+                f"--inputs {where} has no effect on logical CPU devices, which read the host's memory: leave it out"
+            )
+        if kind == "emulated" and where == "pageable":
+            raise ValueError("--inputs pageable has no effect on emulated devices: give --inputs pinned or device")
+    for every in read_loss:
+        if every < 0:
+            raise ValueError(f"--read-loss must be 0 (never) or a number of steps, got {every}")
 
 
 def _one_of(kind: str, value: str, known: Sequence[str]) -> None:

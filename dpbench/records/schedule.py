@@ -182,7 +182,7 @@ def climb(*conditions: str) -> list[str]:
 
 
 def best(*conditions: str) -> Schedule:
-    """Return the schedule that the ablations start from: the highest exact rung without graphs that can run."""
+    """Return the schedule that the ablations start from: the highest runnable rung that is exact and without graphs."""
     return [RUNGS[name] for name in climb(*conditions) if RUNGS[name].exact and RUNGS[name].graphs == "off"][-1]
 
 

@@ -72,7 +72,7 @@ class Source(StrEnum):
 
 
 class Status(StrEnum):
-    """The status of a trial that ended; all but `killed` are final."""
+    """The status of a trial that ended. A resumed run measures `killed` trials again; all other statuses are final."""
 
     OK = "ok"
     OOM = "oom"

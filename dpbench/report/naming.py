@@ -44,7 +44,12 @@ def setting(case: Case) -> list[str]:
     extra = [getattr(case, name) for name in ("precision", "optimizer")]
     usual = [getattr(_PLAIN, name) for name in ("precision", "optimizer")]
     bound = [f"within {words.size(case.device_memory_bytes)}"] if case.device_memory_bytes else []
-    return [case.size, *(value for value, default in zip(extra, usual, strict=True) if value != default), *bound]
+    return [
+        case.size,
+        *(value for value, default in zip(extra, usual, strict=True) if value != default),
+        *bound,
+        *case.habits,
+    ]
 
 
 def labels(rows: Iterable[Row]) -> tuple[str, ...]:

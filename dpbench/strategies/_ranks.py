@@ -46,8 +46,7 @@ class RankStep:
             self._optimizer.zero_grad(set_to_none=True)
         with mark(Phase.SCATTER, i):
             mine, total = self._chunk(target)
-            arguments = put_all([self._chunk(a)[0] for a in positional(inputs)], device)
-            placed = device.put(mine)
+            *arguments, placed = put_all([*(self._chunk(a)[0] for a in positional(inputs)), mine], device)
         with precision_of(self._case):
             with mark(Phase.FORWARD, i):
                 output = self.wrapped(*arguments)

@@ -30,8 +30,14 @@ def batch(case: Case, shapes: Shapes, *, local: bool) -> Iterator[Move]:
 
     If `local`, the rows of the target move to their replicas; otherwise the whole target moves to device 0.
     """
+    on_device = case.inputs == "device"
     for device, count in enumerate(case.rows):
-        yield Move(Phase.SCATTER, HOST, device, count * (shapes.input_bytes + shapes.target_bytes * local))
+        if on_device and (case.traits.ranks or device == 0):
+            continue  # the batch is there before the step
+        size = count * (shapes.input_bytes + shapes.target_bytes * local)
+        yield Move(Phase.SCATTER, 0 if on_device else HOST, device, size)
+    if on_device:
+        return
     if not local and case.device_kind != "cpu":  # logical CPU devices read the host's memory
         yield Move(Phase.SCATTER, HOST, 0, case.batch_size * shapes.target_bytes)
 
@@ -210,7 +216,11 @@ class Chain:
         return graph.add(Phase.LOSS, 0, "device:0", sum(self._rows) * size, "bytes", gathered)
 
     def _local_loss(self, forwards: list[int]) -> list[list[int]]:
-        """Append each replica's loss on its device, and the sum of these losses on device 0."""
+        """Append each replica's loss on its device; return, for each device, the tasks that its backward waits for.
+
+        The sum of the losses is appended on device 0, except with backward=local on CPU devices, where no backward
+        waits for it. With backward=local, one further host task per replica precedes its backward.
+        """
         graph, size = self._graph, self._profile.output_bytes
         own = [
             graph.add(Phase.LOSS, i, f"device:{i}", rows * size, "bytes", [forwards[i]])

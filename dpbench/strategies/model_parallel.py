@@ -59,7 +59,7 @@ class ModelParallel(Strategy):
                 with mark(Phase.OPTIMIZER, 0):
                     optimizer.zero_grad(set_to_none=True)
                 with mark(Phase.SCATTER, 0):
-                    arguments, target = put_all(positional(inputs), root), last.put(target)
+                    arguments, (target,) = put_all(positional(inputs), root), put_all([target], last)
                 flow.device = 0
                 with precision_of(case):
                     output = module(*arguments)

@@ -36,7 +36,7 @@ class Single(Strategy):
             with mark(Phase.OPTIMIZER, device.index):
                 optimizer.zero_grad(set_to_none=True)
             with mark(Phase.SCATTER, device.index):
-                arguments, target = put_all(positional(inputs), device), device.put(target)
+                *arguments, target = put_all([*positional(inputs), target], device)
             with precision_of(case):
                 with mark(Phase.FORWARD, device.index):
                     output = module(*arguments)
@@ -63,14 +63,20 @@ class Single(Strategy):
 
     def moves(self, case: Case, shapes: Shapes) -> Iterable[Move]:
         """Yield the move of the batch from the host to the device."""
+        if case.inputs == "device":
+            return
         yield Move(Phase.SCATTER, HOST, 0, case.batch_size * (shapes.input_bytes + shapes.target_bytes))
 
 
 def put_all(arguments: Sequence[Any], device: Device) -> list[Any]:
-    """Return the arguments, with tensors copied to the device."""
+    """Return the arguments, with tensors copied to the device, except those that are on the accelerator already."""
     import torch
 
-    return [device.put(a) if isinstance(a, torch.Tensor) else a for a in arguments]
+    def placed(tensor: torch.Tensor) -> torch.Tensor:
+        there = tensor.device == device.torch_device and tensor.device.type != "cpu"
+        return tensor if there else device.put(tensor)
+
+    return [placed(a) if isinstance(a, torch.Tensor) else a for a in arguments]
 
 
 STRATEGY = Single()

@@ -15,6 +15,7 @@ from dpbench.records import Case, Mark, Phase, Profile, Task
 from dpbench.records.work import Move, Shapes
 from dpbench.strategies import Reduction, Role, Step, Strategy, Traits, _tasks, optimizer_of, precision_of, single
 from dpbench.strategies._tasks import Chain
+from dpbench.strategies.single import put_all
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +58,7 @@ class TorchDataParallel(Strategy):
             with mark(Phase.OPTIMIZER, 0):
                 optimizer.zero_grad(set_to_none=True)
             with mark(Phase.SCATTER, 0):
-                target = root.put(target)
+                (target,) = put_all([target], root)
             with precision_of(case):
                 output = wrapped(*positional(inputs))
                 with mark(Phase.LOSS, 0):

@@ -166,7 +166,7 @@ class Nccl:
         self._streams[i].wait_stream(torch.cuda.current_stream(self._ordinals[i]))
 
     def lead(self, i: int) -> None:
-        """Make the GPU's stream that is current in this thread wait for all collectives queued so far."""
+        """Make this thread's current stream on GPU `i` wait for all collectives queued on that GPU so far."""
         torch.cuda.current_stream(self._ordinals[i]).wait_stream(self._streams[i])
 
     def reduce(self, tensors: Sequence[torch.Tensor], root: int) -> None:

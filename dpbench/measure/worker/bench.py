@@ -119,7 +119,7 @@ class CaseTimer:
         self._prepared, self._effort = prepared, effort
         self._step, self._listener = step, listener
         self._observe = getattr(step, "observe", list)
-        self._block_steps, self._steps_s = effort.block_steps, 0.0
+        self._block_steps, self._steps_s, self._taken = effort.block_steps, 0.0, 0
         self._stopping = Stopping(effort.budget_s, effort.min_steps, effort.max_steps, least_warmup=effort.warmup_steps)
 
     def first(self) -> None:
@@ -141,14 +141,17 @@ class CaseTimer:
 
     def _block(self, steps: int) -> float:
         """Take `steps` steps back to back; return the duration of the last one in seconds."""
-        at, batches = time.perf_counter(), self._prepared.batches
+        at, batches, every = time.perf_counter(), self._prepared.batches, self._prepared.case.read_loss
         with self._listener.block():
             for i in range(steps):
                 inputs, target = batches[i % len(batches)]
                 with self._listener.step(warmup=False):
-                    self._step(inputs, target)
+                    loss = self._step(inputs, target)
+                    if every and (self._taken + i) % every == 0:
+                        loss.item()  # the host waits for the device, as in a loop that prints the loss
                 for span in self._observe():
                     self._listener.add(*span)
+        self._taken += steps
         # seconds from the clock, not from the calls: on CUDA, a call returns before its work is done
         for one in self._listener.steps()[-steps:]:
             self._stopping.add(one.seconds)

@@ -89,7 +89,7 @@ def prepare(case: Case, strategy: Strategy, rank: int | None = None) -> Prepared
     at.append(time.perf_counter())
     _forget(devices)
     model = models.load(case.model, case.size, case.seed)
-    batches = [_pinned(model.batch(case.batch_size, case.seed + i), case) for i in range(BATCHES)]
+    batches = [_placed(model.batch(case.batch_size, case.seed + i), case, devices[0]) for i in range(BATCHES)]
     at.append(time.perf_counter())
     facts = torch_facts(case, devices[0]) | ({"model": of_model(model, batches[0])} if rank in (None, 0) else {})
     return PreparedCase(
@@ -149,13 +149,21 @@ def _resident_peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _pinned(batch: tuple[Any, Any], case: Case) -> tuple[Any, Any]:
-    """Return the batch as an efficient DataLoader provides it: in pinned memory if the devices are GPUs."""
-    if case.device_kind != "cuda":
+def _placed(batch: tuple[Any, Any], case: Case, device: Device) -> tuple[Any, Any]:
+    """Return the batch where the case's loop has it before a step: pinned, as DataLoaders do, or on the device."""
+    if case.device_kind == "cpu" or case.inputs == "pageable":
         return batch
+
+    def place(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if case.inputs == "device":
+            return value.to(device.torch_device)
+        return value.pin_memory() if case.device_kind == "cuda" else value
+
     inputs, target = batch
-    pinned = tuple(a.pin_memory() if isinstance(a, torch.Tensor) else a for a in models.positional(inputs))
-    return pinned if isinstance(inputs, tuple) else pinned[0], target.pin_memory()
+    placed = tuple(map(place, models.positional(inputs)))
+    return placed if isinstance(inputs, tuple) else placed[0], place(target)
 
 
 def of_model(model: Model, batch: tuple[Any, Any]) -> dict[str, float]:

@@ -183,7 +183,7 @@ def _row(line: _Line) -> PublishedRow:
     if not batch and devices:
         batch = line.batch_global / devices
     if not (math.isfinite(line.value) and line.value > 0 and devices > 0):
-        raise ValueError(f"value {line.value} and n_gpu {devices} must be positive")
+        raise ValueError(f"value {line.value} must be positive and finite, and n_gpu {devices} must be positive")
     return PublishedRow(
         id=line.id, group=line.id.rpartition("-")[0] or line.id, model=line.model, parameters=line.params_M * 1e6,
         framework=line.framework.lower(), strategy=line.strategy.lower(), gpu=line.gpu, devices=devices,

@@ -79,10 +79,10 @@ def _left_out(matched: Sequence[Matched]) -> Iterator[Scored]:
 
 
 def _one_for_all(matched: Sequence[Matched]) -> Iterator[Scored]:
-    """Yield rows, predicted with the bus bandwidth that best fits the model with the largest overhead.
+    """Yield predictions of rows, with the bus bandwidth that was fitted to another model on the same machine.
 
-    The bandwidth is fitted for each machine and device count, and the rows of the other models are predicted. It does
-    not depend on the precision, so rows of all precisions are joined.
+    The bandwidth is fitted, for each machine and device count, to the model with the largest overhead; only the rows of
+    the other models are yielded. The bandwidth does not depend on the precision, so rows of all precisions are joined.
     """
     machines: dict[tuple[str, str], list[Matched]] = {}
     for one in matched:
@@ -183,8 +183,8 @@ class ScoreLine:
 
     `mape` is the mean absolute relative error. `skill` is 1 minus the ratio of the MAPE to that of linear scaling.
     `coverage` is the share of intervals that contain the measured step, None without intervals. `overhead` is the error
-    of T(n) / T(1) - 1, summed over the rows and divided by the sum of the measured values, where T(1) is the step under
-    linear scaling.
+    of the predicted overheads, summed over the rows and divided by the sum of the measured overheads. The overhead of a
+    row is the ratio of its step to the step under linear scaling, minus 1.
     """
 
     group: str

@@ -1,0 +1,147 @@
+"""Habits of a training loop: where the batch is before a step, and how often the loop reads the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dpbench import strategies
+from dpbench.analysis import transfers
+from dpbench.hardware.devices import open_devices
+from dpbench.measure.worker import trial
+from dpbench.records import HOST, Case, Effort, Phase, Verified, plan
+from dpbench.records.work import Shapes
+
+EMULATED = Case(model="mlp", strategy="single", batch_size=8, device_kind="emulated")
+FOUR = Effort(budget_s=30, min_steps=12, max_steps=12, warmup_steps=2, block_steps=7)
+
+
+class Reading(torch.Tensor):
+    """A loss that counts how often it is read as a number."""
+
+    reads = 0
+
+    def item(self) -> float:
+        Reading.reads += 1
+        return 0.0
+
+
+class Loop(strategies.Strategy):
+    """A strategy whose step does nothing."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    @contextmanager
+    def start(self, case: Case, model: Any, devices: Any, mark: Any) -> Iterator[Any]:
+        def step(inputs: Any, target: Any) -> torch.Tensor:
+            self.steps += 1
+            return torch.zeros(()).as_subclass(Reading)
+
+        yield step
+
+
+@pytest.mark.parametrize(("every", "expected"), [(0, 0), (1, 14), (5, 3), (100, 1)])
+def test_the_loss_is_read_in_every_nth_step(every: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "_verify", lambda *_: Verified.BITWISE)
+    monkeypatch.setattr(Reading, "reads", 0)
+    loop = Loop()
+    effort = replace(FOUR, memory_by_phase=False)
+    done = trial.measure(Case(model="mlp", strategy="single", batch_size=4, read_loss=every), effort, loop)
+    assert len(done.steps) == loop.steps == 14
+    assert Reading.reads == expected
+
+
+@pytest.mark.parametrize("strategy", ["single", "dp", "torch_dp", "model_parallel"])
+def test_inputs_on_the_device_are_there_before_the_step(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    original = trial.start_timer
+
+    def spied(prepared: Any, effort: Effort) -> Any:
+        seen.extend(tensor.device for inputs, target in prepared.batches for tensor in (inputs, target))
+        return original(prepared, effort)
+
+    monkeypatch.setattr(trial, "start_timer", spied)
+    for inputs, expected in (("pinned", "cpu"), ("device", "lazy:0")):
+        case = replace(EMULATED, strategy=strategy, inputs=inputs, devices=1 if strategy == "single" else 2)
+        done = trial.measure(case, replace(FOUR, min_steps=3, max_steps=3), strategies.load(strategy))
+        assert done.verified is Verified.BITWISE
+        assert {*seen} == {torch.device(expected)}
+        seen.clear()
+
+
+def test_a_tensor_on_the_accelerator_is_not_copied() -> None:
+    from dpbench.strategies.single import put_all
+
+    (device,) = open_devices("emulated", 1)
+    there, here = torch.ones(2).to("lazy:0"), torch.ones(2)
+    first, second, third = put_all([there, here, "text"], device)
+    assert first is there
+    assert second.device == there.device
+    assert third == "text"
+    (cpu,) = open_devices("cpu", 1)
+    assert put_all([here], cpu)[0].data_ptr() != here.data_ptr(), "a logical device has its own memory"
+
+
+SHAPES = Shapes(
+    parameter_tensors=2, parameter_bytes=1000, trainable_bytes=1000, buffer_bytes=10, input_bytes=40.0,
+    target_bytes=8.0, output_bytes=4.0,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices", "expected"),
+    [("single", 1, []), ("ddp", 2, []), ("dp", 2, [(0, 1, 4 * 40.0)]), ("torch_dp", 2, [(0, 1, 4 * 40.0)])],
+)
+def test_inputs_on_device_0_do_not_cross_the_host(strategy: str, devices: int, expected: list[Any]) -> None:
+    case = Case(
+        model="mlp", strategy=strategy, devices=devices, batch_size=8, device_kind="cuda", inputs="device",
+        schedule="reference" if strategy == "dp" else "",
+    )  # fmt: skip
+
+    def scattered(one: Case) -> list[tuple[int, int, float]]:
+        moves = strategies.load(strategy).moves(one, SHAPES)
+        return [(move.source, move.target, move.bytes) for move in moves if move.phase is Phase.SCATTER]
+
+    assert scattered(case) == expected
+    assert {source for source, _, _ in scattered(replace(case, inputs="pinned"))} == {HOST}
+    assert transfers.flows([]) == []
+
+
+def test_each_habit_is_a_case_with_a_baseline_of_the_same_habit() -> None:
+    cases = plan.sweep(
+        models=["mlp"], strategies=["single", "dp"], devices=[2], batch_sizes=[8], device_kind="cuda",
+        inputs=["pinned", "device"], read_loss=[0, 1, 10],
+    )  # fmt: skip
+    assert len(cases) == 12
+    assert [case.habits for case in cases[:4]] == [(), ("loss read",), ("loss read every 10",), ("inputs device",)]
+    assert cases[5].label.endswith("batch 8 inputs device loss read every 10")
+    for case in cases[6:]:
+        assert plan.alone(case, 8) in cases[:6]
+    assert Case(model="mlp", strategy="single", batch_size=8).to_dict().keys() == {"model", "strategy", "batch_size"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "message"),
+    [
+        ("cpu", {"inputs": ["device"]}, "no effect on logical CPU devices"),
+        ("emulated", {"inputs": ["pageable"]}, "no effect on emulated devices"),
+        ("cuda", {"inputs": ["disk"]}, "unknown place of the inputs 'disk'"),
+        ("cuda", {"read_loss": [-1]}, "--read-loss must be 0"),
+    ],
+)
+def test_a_habit_without_effect_is_refused(kind: str, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan.sweep(models=["mlp"], strategies=["single"], devices=[1], batch_sizes=[8], device_kind=kind, **given)
+
+
+def test_the_worker_runs_every_habit(tmp_path: Path) -> None:
+    case = replace(EMULATED, strategy="dp", schedule="reference", devices=2, inputs="device", read_loss=2)
+    (done,) = trial.run_together([case], replace(FOUR, min_steps=3, max_steps=3), tmp_path)
+    assert (done.status, done.verified) == ("ok", Verified.BITWISE)
