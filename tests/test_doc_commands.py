@@ -5,11 +5,15 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from benchmarks.scripts import tutorial
+from dpbench.measure import run as runner
+from dpbench.measure.server import Server
 from dpbench.records import Case
 from tests.exported import DP, command, made, stored
 from tests.test_docs import COMMANDS, DOCS, README, ROOT
@@ -57,11 +61,22 @@ def test_commands_that_are_run_elsewhere_are_run_there() -> None:
     assert DOCS
 
 
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One server for all runs, because each would load torch anew."""
+    with Server(tmp_path_factory.mktemp("server")) as server:
+        yield server
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", [one for one in COMMANDS if not ELSEWHERE.keys() & {*one}], ids=" ".join)
 def test_a_command_of_a_document_runs(
-    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+    arguments: list[str], server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    own = any(":" in word for word in arguments)  # needs this folder's modules
+    if not own:
+        monkeypatch.setattr(runner, "Server", lambda scratch: nullcontext(server))
     monkeypatch.syspath_prepend(tmp_path)
     dpbench = command(tmp_path, monkeypatch, capfd)
     code, out, err = dpbench(*files(tmp_path, arguments), *SHORTER.get(arguments[0], ()))
