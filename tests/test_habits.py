@@ -47,15 +47,15 @@ class Loop(strategies.Strategy):
         yield step
 
 
-@pytest.mark.parametrize(("every", "expected"), [(0, 0), (1, 14), (5, 3), (100, 1)])
-def test_the_loss_is_read_in_every_nth_step(every: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("every", [0, 1, 5, 100])
+def test_the_loss_is_read_in_every_nth_step(every: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "_verify", lambda *_: Verified.BITWISE)
     monkeypatch.setattr(Reading, "reads", 0)
     loop = Loop()
     effort = replace(FOUR, memory_by_phase=False)
     done = trial.measure(Case(model="mlp", strategy="single", batch_size=4, read_loss=every), effort, loop)
-    assert len(done.steps) == loop.steps == 14
-    assert Reading.reads == expected
+    assert len(done.steps) == loop.steps > 10
+    assert Reading.reads == (-(-loop.steps // every) if every else 0)
 
 
 @pytest.mark.parametrize("strategy", ["single", "dp", "torch_dp", "model_parallel"])
