@@ -66,17 +66,26 @@ def sentence(costs: Sequence[EngineCost]) -> str:
     kinds = {"cuda": "GPUs", "emulated": "emulated devices (host time alone)"}
     kind = kinds.get(costs[0].case.device_kind, f"{costs[0].case.device_kind} devices")
     parts = "; ".join(_of_model(cost, costs) for cost in costs)
-    return f"Step time of the engine's reference over that of torch.nn.DataParallel on {kind}: {parts}."
+    goal = f"goal: at most {GOAL}"
+    return f"Step time of the engine's reference over that of torch.nn.DataParallel on {kind}, {goal}: {parts}."
 
 
 def _of_model(cost: EngineCost, costs: Sequence[EngineCost]) -> str:
-    """Return the ratio on one model, the verdict on the goal, and the counts of both sides."""
+    """Return the ratio on one model, with the verdict on the goal."""
     devices = f" ×{cost.case.devices}" if len({one.case.devices for one in costs}) > 1 else ""
-    said = f"{words.times(cost.ratio)} on {cost.case.model}{devices} (goal of at most {GOAL}: {cost.verdict}"
-    ours, torchs = cost.engine, cost.torch
-    if not ours or not torchs:
-        return f"{said})"
-    sizes = [words.size(counts.copied_bytes) for counts in (ours, torchs)]
-    size = f"{sizes[0]} each" if ours.copied_bytes == torchs.copied_bytes else " and ".join(sizes)
-    operators = f"{ours.operators:,} and {torchs.operators:,} operators"
-    return f"{said}; {operators}; {ours.copies:,} and {torchs.copies:,} copies, {size})"
+    return f"{words.times(cost.ratio)} on {cost.case.model}{devices} ({cost.verdict})"
+
+
+def counts(costs: Sequence[EngineCost]) -> list[str]:
+    """Return one line of text for each cost whose operators and copies were counted."""
+    return [
+        f"one step on {cost.case.model}: {_said(cost.engine)} by the engine, "
+        f"{_said(cost.torch)} by torch.nn.DataParallel"
+        for cost in costs
+        if cost.engine and cost.torch
+    ]
+
+
+def _said(found: Dispatched) -> str:
+    copies = words.count(found.copies, "copy", "copies")
+    return f"{words.count(found.operators, 'operator')}, {copies} of {words.size(found.copied_bytes)}"

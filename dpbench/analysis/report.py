@@ -20,7 +20,10 @@ FINISHED = "finished"
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The analysis of one run. `self_check` has one line of text for each result of the run's self-check."""
+    """The analysis of one run.
+
+    `self_check` has one line of text for each result of the run's self-check, and for each pair of the engine's counts.
+    """
 
     run_id: str
     started_s: float
@@ -57,7 +60,7 @@ class Report:
             + _noisy(provenance),
             engine_costs=costs, tiles=diagnosis.tiles(rows, ladders),
             warnings=[*_of_run(status, provenance), *diagnosis.warnings(rows, trials, provenance)],
-            diagnoses=findings.diagnose(rows, trials, cores), self_check=self_check,
+            diagnoses=findings.diagnose(rows, trials, cores), self_check=(*self_check, *engine_cost.counts(costs)),
         )  # fmt: skip
 
     @property
