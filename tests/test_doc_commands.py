@@ -24,6 +24,7 @@ SHORTER = {"run": ("--budget", "1")}
 """Options that end a command early; the others are run exactly as they are written."""
 ELSEWHERE = {
     "probe": "test_the_command_measures_this_machine",
+    "--score": "test_the_scoreboard_prints_and_speaks_json",
     "--find-max-batch": "test_the_command_prints_a_line_a_case",
     "--self-check": "test_the_report_and_the_terminal_show_findings_and_self_check",
 }
