@@ -196,6 +196,13 @@ def test_the_counts_of_both_sides_are_said() -> None:
     assert sentence([]) == ""
 
 
+def test_replicas_on_one_gpu_are_not_called_gpus() -> None:
+    cost = EngineCost(case=replace(OURS, device_kind="cuda"), ratio=Estimate(0.9, 0.89, 0.91, 5))
+    assert "DataParallel on GPUs, goal" in sentence([cost])
+    shared = replace(cost, case=replace(cost.case, placement="colocated"))
+    assert "DataParallel on replicas sharing one GPU (COLOCATED: " in sentence([shared])
+
+
 def test_the_worker_stores_the_counts(tmp_path: Path) -> None:
     done = run_together([OURS, TORCHS], SMALL, tmp_path)
     counts = [one.provenance[DISPATCHED] for one in done]

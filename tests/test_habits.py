@@ -13,10 +13,14 @@ import torch
 
 from dpbench import strategies
 from dpbench.analysis import transfers
+from dpbench.analysis.report import Report
+from dpbench.cli import progress
+from dpbench.export import formats
 from dpbench.hardware.devices import open_devices
 from dpbench.measure.worker import trial
-from dpbench.records import HOST, Case, Effort, Phase, Verified, plan
+from dpbench.records import HOST, Case, Effort, Phase, Step, Trial, Verified, plan
 from dpbench.records.work import Shapes
+from dpbench.report import markdown, small_multiples
 
 EMULATED = Case(model="mlp", strategy="single", batch_size=8, device_kind="emulated")
 FOUR = Effort(budget_s=30, min_steps=12, max_steps=12, warmup_steps=2, block_steps=7)
@@ -145,3 +149,42 @@ def test_the_worker_runs_every_habit(tmp_path: Path) -> None:
     case = replace(EMULATED, strategy="dp", schedule="reference", devices=2, inputs="device", read_loss=2)
     (done,) = trial.run_together([case], replace(FOUR, min_steps=3, max_steps=3), tmp_path)
     assert (done.status, done.verified) == ("ok", Verified.BITWISE)
+
+
+def test_batches_that_wait_on_the_device_do_not_count_as_memory_of_the_step() -> None:
+    for inputs, expected in (("pinned", trial.BATCHES), ("device", 1)):
+        case = replace(EMULATED, inputs=inputs)
+        assert len(trial.prepare(case, strategies.load("single")).batches) == expected
+
+
+def report() -> Report:
+    """Return the report of two models, one of which ran with three kinds of loop."""
+    trials = []
+    for case in plan.sweep(
+        models=["mlp"], strategies=["single", "dp"], devices=[2], batch_sizes=[8], device_kind="cuda",
+        inputs=["pinned", "device"], read_loss=[0, 1],
+    ):  # fmt: skip
+        for number in range(3):
+            steps = tuple(Step(0.01, False, k / 100) for k in range(1, 6))
+            trials.append(Trial(case=case, verified=Verified.BITWISE, steps=steps, round=number))
+    return Report.of(trials, run_id="r", started_s=0.0, provenance={})
+
+
+def test_every_reader_tells_the_habits_apart() -> None:
+    found = report()
+    lines = progress.table(found.rows).splitlines()[2:]
+    names = [line.partition("  2  ")[0].split("  ", 1)[1].strip() for line in lines if " dp" in line]
+    assert names == ["dp", "dp, loss read", "dp, inputs device", "dp, inputs device, loss read"]
+    assert len(set(lines)) == len(lines) == 8
+    assert "on mlp (inputs device, loss read)" in found.verdict
+    assert "dp gives 1.00× (1.00–1.00) on mlp to " in found.verdict
+    assert len({diagnosis.answer.partition(": ")[0] for diagnosis in found.diagnoses}) == 4
+    facets, _ = small_multiples.split(found.rows, per=8)
+    assert len({facet.title for facet in facets}) == len(facets) == 4
+    assert [len(facet.rows) for facet in facets] == [2, 2, 2, 2]
+    assert len({line for line in markdown.render(found).splitlines() if line.startswith("| mlp")}) == 16, (
+        "in both tables"
+    )
+    exported = {formats.name(row.case) for row in found.rows}
+    assert len(exported) == 8
+    assert not [name for name in exported if "inputs=" in name], "the label has it"

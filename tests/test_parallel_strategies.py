@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -160,6 +162,23 @@ def test_layers_are_on_their_devices_and_the_step_is_that_of_one_device(
         assert found == set(range(devices))
         assert all(p.grad.device == p.device for p in loaded.module.parameters() if p.grad is not None)
     assert not any(part._forward_pre_hooks or part._forward_hooks for part in loaded.module.modules())
+
+
+def test_a_layer_that_is_used_twice_is_placed_once() -> None:
+    shared, marks = torch.nn.Linear(4, 4), Counter[Phase]()
+    net = torch.nn.Sequential(torch.nn.Sequential(shared, torch.nn.Linear(4, 4)), torch.nn.Sequential(shared))
+
+    @contextmanager
+    def mark(phase: Phase, device: int) -> Iterator[None]:
+        marks[phase] += 1
+        yield
+
+    make = lambda n, seed: (torch.randn(n, 4), torch.zeros(n, 4))  # noqa: E731
+    model = models.Model("shared", net, make, torch.nn.functional.mse_loss)
+    case = Case(model="shared", strategy="model_parallel", devices=2, batch_size=3)
+    with load("model_parallel").start(case, model, open_devices("cpu", 2), mark) as step:
+        step(*model.batch(3, 0))
+    assert marks[Phase.FORWARD] == 3
 
 
 def test_a_nested_sequential_is_split() -> None:

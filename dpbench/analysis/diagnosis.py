@@ -13,7 +13,7 @@ from typing import Any
 from dpbench.analysis import stats, validity
 from dpbench.analysis.ladder import Ladder, label, notable, short
 from dpbench.analysis.summary import Row
-from dpbench.records import UNATTRIBUTED, Phase, Status, Trial, words
+from dpbench.records import UNATTRIBUTED, Case, Phase, Status, Trial, words
 from dpbench.records.trial import Estimate
 
 ROUNDS_MOST = 50
@@ -47,7 +47,11 @@ def verdict(rows: Sequence[Row], ladders: Sequence[Ladder] = ()) -> str:
     top = [row for row in done if row.case.devices == most]
     groups = {name: [row for row in top if row.case.strategy == name] for name in _strategies(top)}
     clauses = [_of_strategy(_named(name, group) if ladders else name, group) for name, group in groups.items()]
-    sentence = f"On {most} {_devices_in_words(top[0])}, " + "; ".join(clauses) + f" (ideal {most}×)"
+    sentence = (
+        f"On {most} {devices_in_words(top[0].case)}{' (weak scaling)' if top[0].scaling == 'weak' else ''}, "
+        + "; ".join(clauses)
+        + f" (ideal {most}×)"
+    )
     everything = [*top, *_of_all_cores(rows, top)]
     return " ".join(
         filter(None, (f"{sentence}{_cause(top)}{_all_cores(rows, top)}.", climbs, _decided(everything), open_))
@@ -126,16 +130,17 @@ def _of_strategy(name: str, rows: Sequence[Row]) -> str:
 
 
 def _batch(row: Row, rows: Sequence[Row]) -> str:
-    """Return the batch size as text if the model ran with several batch sizes, otherwise ""."""
+    """Return as text the batch size, if the model ran with several, and the loop's habits that are not the default."""
     several = len({r.case.batch_size for r in rows if r.case.model == row.case.model}) > 1
-    return f" (batch {row.case.batch_size})" if several else ""
+    found = [*([f"batch {row.case.batch_size}"] if several else []), *row.case.habits]
+    return f" ({', '.join(found)})" if found else ""
 
 
-def _devices_in_words(row: Row) -> str:
-    kind = {"cpu": "logical CPU devices", "cuda": "GPUs"}.get(row.case.device_kind, f"{row.case.device_kind} devices")
-    if row.case.placement == "colocated":
-        kind = "replicas sharing one GPU (COLOCATED: host cost and correctness, not speed-up)"
-    return f"{kind}{' (weak scaling)' if row.scaling == 'weak' else ''}"
+def devices_in_words(case: Case) -> str:
+    """Return the kind of a case's devices as text, with the limits of what they can show."""
+    if case.placement == "colocated":
+        return "replicas sharing one GPU (COLOCATED: host cost and correctness, not speed-up)"
+    return {"cpu": "logical CPU devices", "cuda": "GPUs"}.get(case.device_kind, f"{case.device_kind} devices")
 
 
 def _strategies(rows: Sequence[Row]) -> list[str]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from dpbench.analysis import stats
+from dpbench.analysis.diagnosis import devices_in_words
 from dpbench.analysis.summary import Row
 from dpbench.records import Case, Source, Trial, plan, words
 from dpbench.records.trial import DISPATCHED, Estimate
@@ -63,8 +64,8 @@ def sentence(costs: Sequence[EngineCost]) -> str:
     """Return the engine costs as one sentence; "" if there are none."""
     if not costs:
         return ""
-    kinds = {"cuda": "GPUs", "emulated": "emulated devices (host time alone)"}
-    kind = kinds.get(costs[0].case.device_kind, f"{costs[0].case.device_kind} devices")
+    case = costs[0].case
+    kind = devices_in_words(case) + (" (host time alone)" if case.device_kind == "emulated" else "")
     parts = "; ".join(_of_model(cost, costs) for cost in costs)
     goal = f"goal: at most {GOAL}"
     return f"Step time of the engine's reference over that of torch.nn.DataParallel on {kind}, {goal}: {parts}."

@@ -81,6 +81,7 @@ def _cells(row: Any, best: bool) -> tuple[str, ...]:
     schedule = f"[{ladder.short(case.schedule)}]" if case.schedule not in ("", "reference") else ""
     name = ("single, all cores" if case.traits.all_cores else case.strategy) + schedule
     name += ", limit" if case.options == plan.LIMIT else " (best rung)" if best else ""
+    name = ", ".join([name, *case.habits])
     head = (case.model, name, str(case.devices), str(case.batch_size))
     if row.step is None:
         return (*head, row.outcome, *[""] * (len(COLUMNS) - 6), " ".join(row.labels))

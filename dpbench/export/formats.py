@@ -23,7 +23,19 @@ Labels = Callable[[Trial], tuple[str, ...]]
 """A function that returns the labels that must accompany a trial's numbers."""
 
 IN_LABEL = frozenset(
-    {"model", "size", "strategy", "schedule", "devices", "device_kind", "placement", "batch_size", "precision"}
+    {
+        "model",
+        "size",
+        "strategy",
+        "schedule",
+        "devices",
+        "device_kind",
+        "placement",
+        "batch_size",
+        "precision",
+        "inputs",
+        "read_loss",
+    }
 )
 """The fields of a case that its label includes."""
 

@@ -152,7 +152,9 @@ def _engines(server: Server, device_kind: str, scale: float) -> dict[str, Any]:
         model="resnet18" if cuda else "mlp", strategy=registry.of_role(Role.ENGINE), schedule=REFERENCE, devices=2,
         batch_size=64, device_kind="cuda" if cuda else "emulated", placement="colocated" if cuda else "spread",
     )  # fmt: skip
-    both = {"on_s": ours, "off_s": replace(ours, strategy=registry.of_role(Role.WRAPPER), schedule="")}
+    theirs = plan.wrapped_as(ours)
+    assert theirs is not None
+    both = {"on_s": ours, "off_s": theirs}
     found: dict[str, Any] = {name: [] for name in both} | {"case": ours.label}
     for number in range(ROUNDS):
         names = list(both) if number % 2 == 0 else list(reversed(both))

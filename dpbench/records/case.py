@@ -72,7 +72,10 @@ class Case:
     options: tuple[tuple[str, str], ...] = ()
     device_memory_bytes: int = 0
     inputs: str = "pinned"
-    """Where the batch is before a step: in "pageable" or "pinned" memory of the host, or on "device" 0."""
+    """Where the batch is before a step: in "pageable" or "pinned" memory of the host, or on "device" 0.
+
+    With ranks, "device" puts the whole batch on the device of each rank, and peaks of memory include it.
+    """
     read_loss: int = 0
     """The loop reads the loss as a number in every step whose index is a multiple of this; 0 means never."""
     declared: Traits | None = field(default=None, compare=False, repr=False)

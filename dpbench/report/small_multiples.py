@@ -13,7 +13,7 @@ from dpbench.report import naming
 
 PANELS = 12
 """The largest number of panels of a section; only the table shows the remaining cases."""
-_SETTING = ("model", "size", "precision", "optimizer", "device_kind")
+_SETTING = ("model", "size", "precision", "optimizer", "device_kind", "inputs", "read_loss")
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,9 @@ def heading(group: Sequence[Row]) -> str:
 
 def named(group: Sequence[Row]) -> tuple[str, ...]:
     """Return a name for each case: its strategy, its devices, and every other setting that differs within the group."""
-    differ = {name for name in ("batch_size", "seed", "options") if len({getattr(r.case, name) for r in group}) > 1}
+    differ = {
+        name for name in ("batch_size", "seed", "options", "habits") if len({getattr(r.case, name) for r in group}) > 1
+    }
     common = set.intersection(*(set(row.labels) for row in group))
     return tuple(_name(row, differ, common) for row in group)
 
@@ -104,6 +106,8 @@ def _name(row: Row, differ: set[str], common: set[str]) -> str:
         parts.append(f"batch {case.batch_size}")
     if "seed" in differ:
         parts.append(f"seed {case.seed}")
+    if "habits" in differ:
+        parts += case.habits
     if "options" in differ:
         parts += [f"{name}={value}" for name, value in case.options]
     # labels come first, because long names are cut off at the end

@@ -1,4 +1,4 @@
-"""Ranks: the training step of one rank, and its tasks, for strategies with one process per device."""
+"""Ranks: the training step of one rank, for strategies with one process per device."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from dpbench.hardware.device import Device
-from dpbench.records import Case, Mark, Phase, Profile
+from dpbench.records import Case, Mark, Phase
 from dpbench.strategies import optimizer_of, precision_of
-from dpbench.strategies._tasks import Graph
 from dpbench.strategies.single import put_all
 
 if TYPE_CHECKING:
@@ -66,25 +65,3 @@ class RankStep:
         if not isinstance(value, torch.Tensor):
             return value, 1
         return value.chunk(self._case.devices)[self._rank], len(value)
-
-
-class RankTasks:
-    """The tasks of one rank, which is a process with a separate interpreter."""
-
-    def __init__(self, graph: Graph, case: Case, profile: Profile, rank: int) -> None:
-        self._graph, self._profile, self._rank = graph, profile, rank
-        self._rows, self._host = case.rows[rank], f"host:{rank}"
-
-    def backward(self, count: int) -> list[int]:
-        """Append all tasks up to the gradients; return the task that each of `count` buckets waits for."""
-        graph, profile, i, rows = self._graph, self._profile, self._rank, self._rows
-        at = graph.add(Phase.SCATTER, i, f"copy:host:{i}", rows * profile.input_bytes, "bytes")
-        forward = (rows * profile.forward_flop, "flop")
-        at = graph.launch(Phase.FORWARD, i, self._host, profile.forward_launches, forward, [at])
-        at = graph.add(Phase.LOSS, i, f"device:{i}", rows * profile.output_bytes, "bytes", [at])
-        found = []
-        for _ in range(count):
-            part = (rows * profile.backward_flop / count, "flop")
-            at = graph.launch(Phase.BACKWARD, i, self._host, profile.backward_launches / count, part, [at])
-            found.append(at)
-        return found

@@ -18,7 +18,7 @@ from dpbench.hardware.device import Device
 from dpbench.records import Case, Mark, Phase, Profile, Task
 from dpbench.records.work import Move, Shapes
 from dpbench.strategies import Parallelism, Reduction, Role, Strategy, Traits
-from dpbench.strategies._ranks import RankStep, RankTasks
+from dpbench.strategies._ranks import RankStep
 from dpbench.strategies._tasks import Graph, batch, buckets
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class DistributedDataParallel(Strategy):
 
     def _tasks(self, case: Case, profile: Profile, ranks: Iterable[int]) -> list[Task]:
         graph = Graph()
-        found = {i: RankTasks(graph, case, profile, i) for i in ranks}
+        found = {i: _Rank(graph, case, profile, i) for i in ranks}
         # gradients that are rounded for the transfer have 16 of 32 bits
         scale = 0.5 if self.traits.rounds_gradients else 1.0
         pieces = buckets(profile) if len(case.rows) > 1 else [float(profile.parameter_bytes)]
@@ -111,6 +111,28 @@ class _Step(RankStep):
         offset_ns = time.time_ns() - time.perf_counter_ns()  # the logger's clock is the time of day
         start_s = (compute_end_ns - offset_ns) / 1e9
         return [(Phase.REDUCE, self._device.index, start_s, self.returned_s)] if compute_end_ns else []
+
+
+class _Rank:
+    """The tasks of one rank, which is a process with a separate interpreter."""
+
+    def __init__(self, graph: Graph, case: Case, profile: Profile, rank: int) -> None:
+        self._graph, self._profile, self._rank = graph, profile, rank
+        self._rows, self._host = case.rows[rank], f"host:{rank}"
+
+    def backward(self, count: int) -> list[int]:
+        """Append all tasks up to the gradients; return the task that each of `count` buckets waits for."""
+        graph, profile, i, rows = self._graph, self._profile, self._rank, self._rows
+        at = graph.add(Phase.SCATTER, i, f"copy:host:{i}", rows * profile.input_bytes, "bytes")
+        forward = (rows * profile.forward_flop, "flop")
+        at = graph.launch(Phase.FORWARD, i, self._host, profile.forward_launches, forward, [at])
+        at = graph.add(Phase.LOSS, i, f"device:{i}", rows * profile.output_bytes, "bytes", [at])
+        found = []
+        for _ in range(count):
+            part = (rows * profile.backward_flop / count, "flop")
+            at = graph.launch(Phase.BACKWARD, i, self._host, profile.backward_launches / count, part, [at])
+            found.append(at)
+        return found
 
 
 STRATEGY = DistributedDataParallel(Role.CONTROL)

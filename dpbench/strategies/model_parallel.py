@@ -3,9 +3,8 @@
 The layers are the module's children with parameters or buffers; the children of an `nn.Sequential` count in its place.
 They are assigned in order, in contiguous groups of about equal bytes of parameters. Other children compute where their
 inputs are, and parameters of the module itself are on device 0. A hook of each layer copies the layer's tensors to its
-device. The activations therefore move between two devices in the phase
-`forward`, and their gradients in `backward`. The target and the loss are on the device of the last layer. Only one
-device computes at a time.
+device. The activations therefore move between two devices in the `forward` phase, and their gradients in `backward`.
+The target and the loss are on the device of the last layer. Only one device computes at a time.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class ModelParallel(Strategy):
         from dpbench.models import positional
 
         module, root = model.module, devices[0]
-        children = list(_children(module))
+        children = list(dict.fromkeys(_children(module)))
         layers = [child for child in children if any(True for _ in (*child.parameters(), *child.buffers()))]
         if len(layers) < len(devices):
             raise ValueError(
@@ -79,7 +78,10 @@ class ModelParallel(Strategy):
             yield step
 
     def tasks(self, case: Case, profile: Profile) -> list[Task]:
-        """Return the tasks of one device after the other, each with an equal part of the work and of the weights."""
+        """Return the tasks of one device after the other, each with an equal part of the work and of the weights.
+
+        A profile does not know the activations: each copy between two devices is taken to be as large as the output.
+        """
         graph, count, rows = Graph(), case.devices, case.batch_size
         moved = rows * profile.output_bytes
         at = graph.add(Phase.SCATTER, 0, "copy:host:0", rows * profile.input_bytes, "bytes")

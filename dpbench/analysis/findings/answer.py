@@ -60,7 +60,8 @@ def _gives(context: CaseContext) -> str:
 def _subject(context: CaseContext) -> str:
     """Return the subject of the paragraph: model, batch, devices and strategy."""
     case = context.case
-    return f"{case.model} at batch {case.batch_size}: {devices(case)} under {strategy(case)}"
+    habits = "".join(f", {habit}" for habit in case.habits)
+    return f"{case.model} at batch {case.batch_size}{habits}: {devices(case)} under {strategy(case)}"
 
 
 def _steps(context: CaseContext) -> str:

@@ -89,7 +89,8 @@ def prepare(case: Case, strategy: Strategy, rank: int | None = None) -> Prepared
     at.append(time.perf_counter())
     _forget(devices)
     model = models.load(case.model, case.size, case.seed)
-    batches = [_placed(model.batch(case.batch_size, case.seed + i), case, devices[0]) for i in range(BATCHES)]
+    count = 1 if case.inputs == "device" else BATCHES  # a second batch on the device would count as its memory
+    batches = [_placed(model.batch(case.batch_size, case.seed + i), case, devices[0]) for i in range(count)]
     at.append(time.perf_counter())
     facts = torch_facts(case, devices[0]) | ({"model": of_model(model, batches[0])} if rank in (None, 0) else {})
     return PreparedCase(
