@@ -1,11 +1,12 @@
 """The asv suite: the time of a training step, its phases, the engine's verbs and an import, for each commit.
 
 asv takes this folder from the working tree and dpbench from the commit that it measures. Benchmarks therefore import
-dpbench inside their functions. On a commit that lacks a name, they are reported as not applicable, not as failed.
+dpbench inside their functions. If the commit lacks a name that a benchmark needs, the benchmark is reported as not
+applicable, not as failed.
 
-asv reads {"samples", "number"} from a `track_` function as timings, and computes their median, interval and
-significance. The function does the warm-up itself. DPBENCH_QUICK=1 takes fewer samples of the same work, so that quick
-and full results share one series.
+A `track_` function does the warm-up itself and returns timings as {"samples", "number"}, from which asv computes a
+median, an interval and the significance of changes. With DPBENCH_QUICK=1, benchmarks take fewer samples of the same
+work, so that quick and full results form one series.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def timing(**attributes: Any) -> Callable[[Callable[..., Any]], Callable[..., An
 
 
 def result(samples: list[float]) -> dict[str, Any]:
-    """Return samples, each the seconds of one call, in asv's format."""
+    """Return `samples`, each of which is the seconds of one call, in asv's format for timings."""
     return {"samples": samples, "number": 1}
 
 
@@ -47,11 +48,11 @@ EARLIER = {
     "measure.server": ("server",),
     "measure.worker.selfcheck": ("worker.selfcheck",),
 }
-"""The names of modules in earlier commits, the latest first; benchmarks use a module's present name."""
+"""The names that a module had in earlier commits, the latest first, by the present name of the module."""
 
 
 def module(name: str) -> ModuleType:
-    """Import a module of dpbench by its present name, or by an earlier one if the commit lacks the present one."""
+    """Import a module of dpbench by its present name, or by an earlier name if the measured commit is older."""
     names = [name, *EARLIER.get(name, ())]
     for number, one in enumerate(names, start=1):
         try:
@@ -64,9 +65,10 @@ def module(name: str) -> ModuleType:
 
 
 def attribute(name: str, *attributes: str) -> Any:
-    """Return the first of `attributes` that a module has under its present or an earlier name; else raise ImportError.
+    """Return the object of a module of dpbench with the first of the names `attributes` that exists.
 
-    In an earlier commit, another module may have the present name.
+    The module is searched for under its present name and its earlier names, because in an earlier commit another module
+    may have the present name. Raises ImportError if no object is found.
     """
     for one in (name, *EARLIER.get(name, ())):
         try:
@@ -76,12 +78,14 @@ def attribute(name: str, *attributes: str) -> Any:
         for candidate in attributes:
             if hasattr(found, candidate):
                 return getattr(found, candidate)
-    raise ImportError(f"dpbench.{name} has no {' or '.join(attributes)} in this commit", name=f"dpbench.{name}")
+    raise ImportError(
+        f"the module dpbench.{name} has no {' or '.join(attributes)} in this commit", name=f"dpbench.{name}"
+    )
 
 
 @contextmanager
 def names_of_the_commit() -> Iterator[None]:
-    """Convert a missing module, name or field of dpbench into asv's "not applicable"."""
+    """Return a context that converts a missing module, name or field of dpbench to asv's "not applicable"."""
     try:
         yield
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Seconds of a step on emulated devices under the engine's `reference`, and under torch.nn.DataParallel."""
+"""Seconds of a step on emulated devices with the engine's schedule `reference`, and with torch.nn.DataParallel."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ BATCH_SIZES = {"mlp": 64, "resnet18": 16}
 PAIRS = tuple(itertools.product(STRATEGIES, BATCH_SIZES))
 BUDGET_S = 0.3 if QUICK else 1.5
 WORKERS = 2 if QUICK else 6
-"""The number of fresh processes, each of which alternates between the blocks of both strategies."""
+"""The number of fresh processes, each of which runs blocks of steps of the two strategies alternately."""
 LIMIT_S = 120.0
 
 
 def pairs() -> dict[tuple[str, str], list[float]]:
-    """Return the seconds of the steps by strategy and model; asv caches them, so that both come from one process."""
+    """Return the seconds of all timed steps by (strategy, model); the result is empty if the commit cannot run them.
+
+    asv caches the result, so that the steps of both strategies come from the same processes.
+    """
     found: dict[tuple[str, str], list[float]] = {}
     try:
         with names_of_the_commit():

@@ -1,4 +1,4 @@
-"""Seconds of predictions, which do not load torch: of one case, of 1,000 cases, and of a case on 4,096 GPUs."""
+"""Seconds to predict one case, 1,000 cases, and one case on 4,096 GPUs; predictions do not load torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _cases(strategies: tuple[str, ...], devices: tuple[int, ...], batches: tuple
 
 
 class Predictions:
-    """Seconds of predictions with their intervals."""
+    """The benchmarks of predictions; the time of a prediction includes the computation of its interval."""
 
     timeout = 60.0
 

@@ -1,6 +1,8 @@
-"""Host seconds to make eight replicas of a module with ResNet-50's shapes: bind, detect changes, rebuild, broadcast.
+"""Host seconds of the parts of making replicas of a module with ResNet-50's shapes.
 
-All tensors but those of the broadcast are on the meta device, so that only the time of Python is measured.
+Three parts are measured for eight replicas: binding tensors to the replicas' modules, noticing changes of the module,
+and rebuilding the replicas' modules. Their tensors are on the meta device, so that only the time of Python is measured.
+The fourth part is the broadcast of all tensors to one other device.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ SAMPLES = 30 if QUICK else 100
 
 
 def bottleneck(inputs: int, planes: int, stride: int) -> Any:
-    """Return the modules of one residual block, in sequence, because their connections do not matter."""
+    """Return the modules of one residual block as a plain sequence, because only the shapes matter here."""
     from torch import nn
 
     layers = [
@@ -33,7 +35,7 @@ def bottleneck(inputs: int, planes: int, stride: int) -> Any:
 
 
 def resnet50() -> Any:
-    """Return a module with the shapes of ResNet-50's 161 parameters and 159 buffers."""
+    """Return a module with 161 parameters and 159 buffers that have the shapes of ResNet-50's."""
     from torch import nn
 
     layers, inputs = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)], 64
@@ -51,7 +53,7 @@ def setup(part: str) -> None:
 
 
 def _call(part: str) -> Callable[[], Any]:
-    """Return a function that makes one call of the part, as a training step does."""
+    """Return a function that runs the part named `part` once, as a training step does."""
     import torch
 
     from dpbench import engine

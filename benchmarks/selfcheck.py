@@ -1,4 +1,4 @@
-"""Seconds of a step whose marks are recorded, and of the same step without recording: the overhead of measuring."""
+"""Seconds of a step whose marks are recorded, and of the same step whose marks are not: the overhead of measuring."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ BLOCK_S = STEP_S = 0.01
 
 
 def in_turns() -> dict[str, list[float]]:
-    """Return the step seconds of both arms, which alternate in one worker; asv caches the result for all parameters."""
+    """Return the seconds of each step by arm: "listening" with recorded marks, "silent" without.
+
+    The arms alternate in one worker. asv caches the result for both arms; it is empty if the commit has no self-check.
+    """
     try:
         with names_of_the_commit():
             from dpbench.records import Case, Effort

@@ -16,7 +16,7 @@ PHASES = (
 )  # fmt: skip
 
 WORKERS = 4 if QUICK else 6
-"""The number of fresh processes per case: steps differ more between processes than within one."""
+"""The number of fresh processes per case; steps differ more between processes than within one process."""
 LIMIT_S = 60.0
 
 
@@ -38,7 +38,7 @@ def _effort() -> Any:
 
 
 def _trials(case: Any) -> list[Any]:
-    """Run the case in several fresh workers of one server; return their trials."""
+    """Run a case in `WORKERS` fresh workers of one server, and return the trial of each worker."""
     with TemporaryDirectory() as folder, module("measure.server").Server(Path(folder)) as server:
         trials = [server.run(case, _effort(), number, LIMIT_S) for number in range(WORKERS)]
     for trial in trials:
@@ -70,7 +70,10 @@ def track_step_seconds(strategy: str, model: str, devices: int) -> dict[str, Any
 
 
 def phases_of_dp() -> dict[str, list[float]]:
-    """Return the seconds of each phase of dp on two devices; asv caches them, so that all come from the same steps."""
+    """Return, by phase, the seconds in each timed step of dp on two devices; empty if the commit cannot measure them.
+
+    asv caches the result, so that the seconds of all phases come from the same steps.
+    """
     try:
         setup_step("dp", "resnet18", 2)
         with names_of_the_commit():

@@ -1,6 +1,7 @@
 """dpbench: measure single-machine data parallelism in PyTorch, phase by phase.
 
-The names of the engine are loaded on first use, so that `import dpbench` does not import torch.
+The engine, whose functions and classes are available in this module, is imported on first use, so that `import dpbench`
+does not import torch.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Import the engine on first use of one of its names; raise AttributeError for any other name."""
+    """Import the engine and return its object `name`; raise AttributeError if `name` is not in `__all__`."""
     if name in __all__:
         import dpbench.engine
 

@@ -1,4 +1,4 @@
-"""Entry point of `python -m dpbench`: run the command `dpbench`."""
+"""Entry point of `python -m dpbench`, which runs the command `dpbench`."""
 
 from dpbench.cli import main
 

@@ -39,7 +39,7 @@ def test_a_run_prints_table_and_verdict_to_stdout_and_all_else_to_stderr(weak):
     lines = done.stdout.splitlines()
     assert lines[0].split()[:4] == ["model", "strategy", "devices", "batch"]
     assert len([line for line in lines if line.startswith("mlp ")]) == 3
-    assert lines[-1].startswith("Not enough rounds for the speed-up of dp on mlp: more rounds (--rounds N")
+    assert lines[-1].startswith("Not enough rounds for the speed-up of dp on mlp; more rounds (--rounds N")
     assert "warning" not in done.stdout
     assert "round 1" not in done.stdout
     assert "[6/6]" in done.stderr
@@ -127,7 +127,7 @@ def test_compare_tells_slower_faster_same_and_undecided_by_words_and_exit_code(
     (line,) = out.splitlines()
     assert line.split()[0] == verdict
     if noise > 0.1:
-        assert "not enough rounds (its interval spans more than a factor of 4; more rounds" in line
+        assert "not enough rounds (the estimate's interval spans more than a factor of 4; more rounds" in line
     else:
         assert float(re.search(r"([\d.]+)x", line).group(1)) == pytest.approx(before / after, rel=0.01 + 2 * noise)
     assert "mlp dp[reference] x2 batch 64" in line

@@ -51,7 +51,7 @@ def test_models_that_cannot_be_imported_built_or_stepped_fail_once_before_the_ru
         ("tests.hungry:TWICE_THE_ROWS", "must return 8 rows"),
     ):
         assert any(
-            line.startswith(f"{model} (small) failed its check (failed), so its 2 case(s) will not be measured: ")
+            line.startswith(f"{model} (small) failed its check (failed), so its 2 case(s) will not be measured; ")
             and why in line
             for line in told
         )
@@ -64,7 +64,7 @@ def test_a_run_in_which_nothing_was_measured_says_why_and_makes_the_exit_code_2(
         "--device-kind", "cpu",
     )  # fmt: skip
     assert done.returncode == 2
-    assert "No result: 1 case without a verified step." in done.stdout
+    assert "No result: 1 case without a verified step; the warnings give the reasons." in done.stdout
     assert "torch.nn.DataParallel needs an accelerator" in done.stderr
     assert folder.query("SELECT DISTINCT status FROM trial") == [("skipped",)]
 

@@ -118,7 +118,7 @@ def test_packed_sequences_and_sparse_tensors_are_refused_with_the_way_out() -> N
     packed = pack_padded_sequence(torch.randn(4, 3, 2), torch.tensor([3, 2, 2, 1]), batch_first=True)
     with pytest.raises(TypeError, match=r"PackedSequence.*padded batch and the lengths.*total_length"):
         scatter((packed,), TWO)
-    with pytest.raises(TypeError, match=r"sparse_coo; pass it dense"):
+    with pytest.raises(TypeError, match=r"sparse_coo; pass a dense tensor"):
         scatter(torch.eye(4).to_sparse(), TWO)
 
 
@@ -153,7 +153,7 @@ def test_chunk_sizes_cut_as_told() -> None:
 @pytest.mark.parametrize(
     ("sizes", "told"),
     [
-        ([4, 1], r"\[4, 1\] sum to 5, but .* length \[6\] along dim 0"),
+        ([4, 1], r"\[4, 1\] sum to 5, but .* lengths \[6\] along dim 0"),
         ([6, 0], r"positive.*\[6, 0\]"),
         ([2, 2, 2], r"at most one for each of the 2 devices.*\[2, 2, 2\]"),
         ([], r"positive.*\[\]"),
@@ -163,7 +163,7 @@ def test_chunk_sizes_cut_as_told() -> None:
 def test_chunk_sizes_that_do_not_fit_are_refused_with_the_numbers(sizes: Any, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         scatter(torch.zeros(6, 2), TWO, chunk_sizes=sizes)
-    with pytest.raises(ValueError, match=r"length \[2, 6\]"):
+    with pytest.raises(ValueError, match=r"lengths \[2, 6\]"):
         scatter((torch.zeros(6), torch.zeros(2)), TWO, chunk_sizes=[3, 3])
 
 

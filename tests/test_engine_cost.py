@@ -188,7 +188,7 @@ def test_a_trial_that_is_not_verified_is_not_compared() -> None:
 def test_the_counts_of_both_sides_are_said() -> None:
     ours, torchs = Dispatched(1234, 17, 2048), Dispatched(1500, 1, 4096)
     cost = EngineCost(case=OURS, ratio=Estimate(0.9, 0.89, 0.91, 5), engine=ours, torch=torchs)
-    assert "goal: at most 1.03: 0.900× (0.890–0.910) on mlp (met)." in sentence([cost])
+    assert "goal of at most 1.03: 0.900× (0.890–0.910) on mlp (met)." in sentence([cost])
     assert engine_cost.counts([cost, replace(cost, torch=None)]) == [
         "one step on mlp: 1,234 operators, 17 copies of 2.00 KiB by the engine, "
         "1,500 operators, 1 copy of 4.00 KiB by torch.nn.DataParallel"
@@ -198,7 +198,7 @@ def test_the_counts_of_both_sides_are_said() -> None:
 
 def test_replicas_on_one_gpu_are_not_called_gpus() -> None:
     cost = EngineCost(case=replace(OURS, device_kind="cuda"), ratio=Estimate(0.9, 0.89, 0.91, 5))
-    assert "DataParallel on GPUs, goal" in sentence([cost])
+    assert "DataParallel on GPUs, with a goal of" in sentence([cost])
     shared = replace(cost, case=replace(cost.case, placement="colocated"))
     assert "DataParallel on replicas sharing one GPU (COLOCATED: " in sentence([shared])
 
@@ -223,7 +223,7 @@ def report() -> Iterator[Report]:
 
 def test_the_verdict_has_the_comparison_and_the_diagnosis_stays_with_the_measured_devices(report: Report) -> None:
     assert (
-        "over that of torch.nn.DataParallel on emulated devices (host time alone), goal: at most 1.03: 0.900×"
+        "to that of torch.nn.DataParallel on emulated devices (host time alone), with a goal of at most 1.03: 0.900×"
         in report.verdict
     )
     assert report.engine_costs == engine_cost.engine_costs(report.rows, report.trials)

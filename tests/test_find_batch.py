@@ -135,7 +135,7 @@ class FakeServer:
     [
         (lambda b: (Status.OK, "") if b < 40 else (Status.OOM, "x"), 38, 40, ""),
         (lambda b: (Status.OOM, "x"), None, 2, ""),
-        (lambda b: (Status.OK, ""), 1024, None, "no limit reached up to batch 1024"),
+        (lambda b: (Status.OK, ""), 1024, None, "no try ran out of memory; the largest batch size tried was 1024"),
         (lambda b: (Status.SKIPPED, "not here"), None, None, "skipped at batch 2: not here"),
         (lambda b: (Status.OK, "") if b < 8 else (Status.TIMEOUT, "ran\nhang"), 4, None, "timeout at batch 8: hang"),
         (
@@ -168,7 +168,7 @@ def test_what_says_nothing_of_memory_ends_one_case_with_its_reason(
 
 
 def test_a_search_needs_a_limit() -> None:
-    with pytest.raises(ValueError, match=r"share the host's; use emulated devices, .* --device-kind emulated"):
+    with pytest.raises(ValueError, match=r"share the host's memory; use emulated devices, .* --device-kind emulated"):
         batch_search.check([replace(CASE, device_kind="cpu", device_memory_bytes=0)])
     with pytest.raises(ValueError, match="give --device-memory, such as 8GiB"):
         batch_search.check([replace(CASE, device_memory_bytes=0)])

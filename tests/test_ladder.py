@@ -281,7 +281,7 @@ def content() -> Report:
 def test_the_verdict_and_the_plain_table_name_the_best_rung_and_the_biggest_step() -> None:
     verdict = content().verdict
     assert "the best rung is overlap, 3.0" in verdict
-    assert "the largest gain is from local_backward: 1.5" in verdict
+    assert "the rung with the largest gain is local_backward, 1.5" in verdict
     assert "over local_loss" in verdict
     assert "dp[reference] gives 0.500×" in verdict
     lines = progress.table(content().rows, content().ladders).splitlines()

@@ -164,7 +164,9 @@ def test_what_is_not_known_is_refused() -> None:
     for wrong in wrongs:
         with pytest.raises(ValueError, match="can be predicted"):
             step(wrong, PROFILE, HOST)
-    with pytest.raises(ValueError, match="no timing for one of the phases; measure the model with --strategies single"):
+    with pytest.raises(
+        ValueError, match="no duration for one of the phases of a step; measure the model with dpbench run"
+    ):
         step(case("dp", "reference"), replace(PROFILE, forward=None), HOST)
 
 
@@ -184,7 +186,7 @@ def test_predictions_for_logical_devices_are_labelled_experimental() -> None:
 
 def test_a_file_without_a_figure_says_how_to_write_it_again() -> None:
     predictor = Predictor(on_host({}), measured={("net", "small", "fp32"): PROFILE})
-    with pytest.raises(UnknownMachine, match=r"no \[probe.reference_scatter_s\].*dpbench probe --output"):
+    with pytest.raises(UnknownMachine, match=r"no section \[probe.reference_scatter_s\].*dpbench probe --output"):
         predictor.predict(case("dp", "reference"))
 
 
@@ -211,7 +213,7 @@ def test_a_prediction_has_the_phases_one_after_the_other() -> None:
 
 
 def test_logical_devices_are_predicted_from_measured_steps_alone() -> None:
-    with pytest.raises(UnknownMachine, match=r"needs a measured step on one device, from --from FILE; "):
+    with pytest.raises(UnknownMachine, match=r"needs a measured step on one device; use --from FILE "):
         Predictor(on_host(FIGURES)).predict(case("dp", "reference"))
     assert strategies(on_host(FIGURES)) == ("single", "dp", "ddp")
     assert most_devices(on_host(FIGURES)) == 2

@@ -56,14 +56,14 @@ def test_names_stand_for_several_nodes() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"peer_access": None}, r"machine pair: `peer_access` is missing.*nvidia-smi topo -p2p r.*not guessed"),
+        ({"peer_access": None}, r"machine pair: `peer_access` is missing.*not guessed.*nvidia-smi topo -p2p r"),
         ({"link": None}, r"`link` is missing.*nvidia-smi topo -m"),
         ({"gpu": None}, r"`gpu` is missing"),
         ({"links": []}, r"unknown key 'links'; known: .*link.*did you mean 'link'"),
         ({"gpu": {"name": "any", "count": 2, "tflops": 3}}, r"\[gpu\].*unknown key 'tflops'; known: .*flop_per_s"),
         ({"gpu": {"name": "any"}}, r"\[gpu\].*count"),
         ({"gpu": {"name": "any", "count": 3}}, r"no link leads to gpu2"),
-        ({"gpu": {"name": "any", "count": 0}}, r"0 GPUs on 1 nodes; both must be at least 1"),
+        ({"gpu": {"name": "any", "count": 0}}, r"0 GPUs per node on 1 nodes; both numbers must be at least 1"),
         ({"peer_access": "false"}, r"Expected `bool`, got `str`.*peer_access"),
         ({"nodes": "two"}, r"Expected `int`, got `str`.*nodes"),
         ({"gpu": {"name": "any", "count": 2, "memory_bytes": "24GB"}}, r"\[gpu\].*Expected `float`, got `str`"),

@@ -180,7 +180,7 @@ def test_a_model_that_needs_numbers_gets_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("changed", "said"),
-    [({"schedule": "flat_storage"}, "storage=flat needs CPU or CUDA"), ({"precision": "bf16"}, "autocast to bf16")],
+    [({"schedule": "flat_storage"}, "storage=flat needs CPU or CUDA"), ({"precision": "bf16"}, "do not support bf16")],
 )
 def test_memory_by_phase_is_absent_and_said_where_it_cannot_be(
     tmp_path: Path, changed: dict[str, Any], said: str

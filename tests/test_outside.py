@@ -147,7 +147,7 @@ def test_an_installed_strategy_is_known_by_the_name_of_its_entry_point(folder: c
     ("name", "told"),
     [
         ("none.py:chunks", "the file none.py does not exist"),
-        ("mine.py:nothing", "mine.py has no 'nothing'"),
+        ("mine.py:nothing", "mine.py has no object 'nothing'"),
         ("mine.py:plain", "object has no attribute `traits` of type Traits and no method start"),
         ("no_such_module:chunks", "cannot import no_such_module"),
         ("singel", "did you mean 'single'?"),

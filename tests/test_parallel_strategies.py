@@ -105,7 +105,7 @@ def test_ddp_fp16_rounds_gradients(tmp_path: Path) -> None:
 
 def test_ddp_bf16_names_what_it_needs() -> None:
     case = replace(DDP, strategy="ddp_bf16")
-    assert load("ddp_bf16").skip(case) == "torch's bf16_compress_hook needs NCCL, that is, distinct GPUs"
+    assert load("ddp_bf16").skip(case) == "torch's bf16_compress_hook needs NCCL, and thus distinct GPUs"
     assert load("ddp_bf16").skip(replace(case, device_kind="cuda")) == ""
     assert "NCCL" in load("ddp_bf16").skip(replace(case, device_kind="cuda", placement="colocated"))
     assert "one process per rank" in load("ddp_bf16").skip(replace(case, device_kind="emulated"))

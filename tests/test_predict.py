@@ -136,7 +136,7 @@ def test_a_way_that_is_not_there_names_the_links() -> None:
             {"between": ["gpu1", "cpu1"], "kind": "pcie", "bytes_per_s": 1e9},
         ]}, "torn",
     )  # fmt: skip
-    with pytest.raises(UnknownMachine, match=r"torn: no route from gpu0 to gpu1; its links are gpu0-cpu0, gpu1-cpu1"):
+    with pytest.raises(UnknownMachine, match=r"torn: no route from gpu0 to gpu1; .* the links gpu0-cpu0, gpu1-cpu1;"):
         network.route(alone, "gpu0", "gpu1")
 
 

@@ -156,13 +156,13 @@ def test_odd_rows_get_a_number(odd: dict[str, Any], tmp_path: Path) -> None:
     ("row", "reason"),
     [
         ({"value": "n/a"}, "not a valid number: Expected `float`, got `str`"),
-        ({"value": "-3"}, "not a valid number: value -3"),
+        ({"value": "-3"}, "not a valid number: the row has the value -3"),
         ({"n_gpu": ""}, "not a valid number: Expected `float`, got `str`"),
-        ({"metric": "mem_mib_gpu0", "value": 3}, "metric mem_mib_gpu0 is not the duration"),
-        ({"strategy": "pipeline", "value": 3}, "strategy pipeline is not predicted"),
-        ({"model": "vgg16", "value": 3}, "no one-device row"),
-        ({"notes": "SUSPECT: loader-bound", "value": 3}, "suspect or low trust"),
-        ({"repeats_of": "X-9", "value": 3}, "repeats another row"),
+        ({"metric": "mem_mib_gpu0", "value": 3}, "no duration of a step follows from the metric mem_mib_gpu0"),
+        ({"strategy": "pipeline", "value": 3}, "the strategy pipeline cannot be predicted"),
+        ({"model": "vgg16", "value": 3}, "the group of the row has no one-device row"),
+        ({"notes": "SUSPECT: loader-bound", "value": 3}, "the notes mark the row as suspect or as of low trust"),
+        ({"repeats_of": "X-9", "value": 3}, "the row repeats another row"),
     ],
 )
 def test_what_is_left_out_is_listed_with_its_reason(row: dict[str, Any], reason: str, tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_suspect_rows_and_repeats_come_in_when_asked(tmp_path: Path) -> None:
 def test_a_table_without_columns_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "wrong.csv"
     path.write_text("a,b\n1,2\n")
-    with pytest.raises(ValueError, match=r"wrong\.csv: missing columns: id, metric, model, n_gpu, strategy, value"):
+    with pytest.raises(ValueError, match=r"wrong\.csv: the columns id, metric, model, n_gpu, strategy, value are"):
         score.score(path)
 
 
@@ -300,7 +300,7 @@ def test_the_scoreboard_prints_and_speaks_json(tmp_path: Path) -> None:
     shown = command("--score", str(table))
     assert shown.returncode == 0, shown.stderr
     assert "80 % holds" in shown.stdout
-    assert "metric util is not the duration of a step: X-3" in shown.stdout
+    assert "no duration of a step follows from the metric util: X-3" in shown.stdout
     (line,) = json.loads(command("--score", str(table), "--json").stdout)
     keys = {"group", "strategy", "metric", "n", "mape", "median", "p90", "bias", "skill", "coverage", "excluded"}
     assert keys <= set(line)
@@ -332,7 +332,7 @@ def test_predictions_are_a_table_with_their_labels_and_a_run_of_a_store(tmp_path
         (["--machine", "dgx-a100", "--models", "resnet5"], "did you mean 'resnet50'"),
         (["--machine", "dgx-a100", "--models", "resnet50", "--schedules", "zero2"], "unknown schedule 'zero2'"),
         (["--machine", "dgx-a100", "--models", "resnet50", "--quick", "--strategies", "dp", "--schedules", "zero1"],
-         "no formula for"),
+         "has no formula for"),
         (["--machine", "dgx-a100", "--models", "resnet50", "--strategies", "torch_dp", "--devices", "16"],
          "dgx-a100 has 8 GPUs"),
     ],

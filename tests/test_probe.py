@@ -325,7 +325,7 @@ def test_a_busy_machine_is_not_probed_and_the_way_out_is_told(monkeypatch: pytes
     passing(monkeypatch, BUSY, QUIET)
     done = CliRunner().invoke(cli, ["probe", "--patience", "0", "--output", str(tmp_path / "here.toml")])
     assert done.exit_code == 2
-    assert done.stderr.startswith("error: busy machine: other processes took 40%")
+    assert done.stderr.startswith("error: the machine is too busy for a probe: other processes took 40%")
     assert "--patience" in done.stderr
     assert "--anyway" in done.stderr
     assert not (tmp_path / "here.toml").exists()
@@ -371,6 +371,7 @@ def test_passes_that_the_budget_leaves_out_are_told_for_each_figure(monkeypatch:
     monkeypatch.setattr(probe, "BUDGET_S", 60.0)
     data = tomllib.loads(to_toml(probe.probe(said.append)))
     assert said == [
-        "stopped early: 10 of 10 figures are from 2 of 3 passes, because another pass would have exceeded 60 s"
+        "stopped early: 10 of 10 figures are from 2 of 3 passes, because another pass would have exceeded the probe's "
+        "budget of 60 s"
     ]
     assert all(row["passes"] == 2 and row["stopped_early"] for row in data["probe"].values())

@@ -103,7 +103,7 @@ def test_waiting_ends_when_it_is_quiet_and_is_told_once(monkeypatch: pytest.Monk
     assert foreign_load.wait(1e6, said.append) == QUIET
     assert loads == [BUSY]
     (line,) = said
-    assert "took 34%, and the hypervisor 2%, of 2 core(s)" in line
+    assert "took 34%, and other virtual machines took 2%, of the time of 2 core(s)" in line
     assert "--patience" in line
 
 

@@ -123,7 +123,7 @@ def test_an_explicit_default_is_the_default() -> None:
 
 
 def test_unknown_fields_are_refused_with_the_known() -> None:
-    with pytest.raises(ValueError, match=r"unknown fields of a case: colour.*known:.*batch_size.*strategy"):
+    with pytest.raises(ValueError, match=r"unknown fields of a case: colour.*known fields:.*batch_size.*strategy"):
         Case.from_dict({"model": "mlp", "strategy": "dp", "batch_size": 1, "colour": "red"})
 
 

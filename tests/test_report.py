@@ -115,7 +115,8 @@ def gpu_run() -> Report:
         Tile(value, caption, ("MEASURED",))
         for value, caption in (
             ("2.24×", "speed-up, ideal 4× (dp ×4, vgg16)"), ("56%", "parallel efficiency (dp ×4, vgg16)"),
-            ("3.00×", "device 0's peak memory over the others'"), ("18%", "of the step moves data"),
+            ("3.00×", "device 0's peak memory relative to the mean of the others"),
+            ("18%", "share of the step spent on moving data"),
         )
     ]  # fmt: skip
     return Report(

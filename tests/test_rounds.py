@@ -38,8 +38,8 @@ def test_only_what_is_not_precise_goes_on_and_its_baseline_with_it() -> None:
     rule = fed(UntilPrecise(), 5, {SINGLE: 0.0, DP: 0.2, DDP: 0.001})
     assert rule.wanted([DDP, DP, SINGLE], 5) == [DP, SINGLE]
     reasons = rule.reasons([DDP, DP, SINGLE])
-    assert reasons[DDP.label].startswith("precise: speed-up known to 0.")
-    assert reasons[DP.label].startswith("budget: speed-up known to ")
+    assert reasons[DDP.label].startswith("precise: speed-up known to within 0.")
+    assert reasons[DP.label].startswith("budget: speed-up known to within ")
     assert "after 5 rounds, undecided" in reasons[DP.label]
     assert SINGLE.label not in reasons, "a baseline is not judged"
 
@@ -62,7 +62,7 @@ def test_rounds_end_when_the_interval_is_as_narrow_as_was_asked() -> None:
             rule.add(trial(DP, number, float(np.exp(noise * generator.standard_normal()))))
             number += 1
         counts[noise] = number
-        assert rule.reasons([SINGLE, DP])[DP.label].startswith("precise: speed-up known to ")
+        assert rule.reasons([SINGLE, DP])[DP.label].startswith("precise: speed-up known to within ")
     assert 3 <= counts[0.01] <= 8
     assert 6 <= counts[0.03] <= 25
 
@@ -70,7 +70,7 @@ def test_rounds_end_when_the_interval_is_as_narrow_as_was_asked() -> None:
 def test_without_a_baseline_the_step_itself_must_be_precise() -> None:
     rule = fed(UntilPrecise(), 5, {DP: 0.2})
     assert rule.wanted([DP], 5) == [DP]
-    assert rule.reasons([DP])[DP.label].startswith("budget: step known to ")
+    assert rule.reasons([DP])[DP.label].startswith("budget: step time known to within ")
     assert fed(UntilPrecise(), 5, {DP: 0.0}).wanted([DP], 5) == []
 
 

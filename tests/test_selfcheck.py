@@ -73,9 +73,9 @@ def test_samplers_cost_throughput() -> None:
     assert cost.share.value == pytest.approx(1 - 2000 / 2020, abs=1e-4)
     (said,) = checks.words({"self_check": {"samplers": facts}})
     assert "of the throughput" in said
-    assert "the sampler keeps 0.30% of a core busy and ran in 7 steps" in said
+    assert "the sampler uses 0.30% of one core and ran during 7 steps" in said
     del facts["steps_touched"]  # a run of an earlier dpbench
-    assert "%; the sampler keeps 0.30% of a core" in checks.words({"self_check": {"samplers": facts}})[0]
+    assert "%; the sampler uses 0.30% of one core" in checks.words({"self_check": {"samplers": facts}})[0]
 
 
 def test_what_does_not_run_here_says_why_and_a_run_without_says_nothing() -> None:

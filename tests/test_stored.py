@@ -61,7 +61,7 @@ def test_seconds_are_lines_through_the_newest_runs_batch_sizes(tmp_path: Path) -
     assert found.profile.forward is not None
     assert found.profile.forward.at(64) == pytest.approx(0.5 / 3, rel=0.01)
     assert found.profile.parameter_tensors > 0
-    assert f"MEASURED on {GPU}, batch 16, 32" in found.words
+    assert f"MEASURED on {GPU} at batch sizes 16, 32" in found.words
 
 
 def test_one_batch_size_leaves_a_tenth_fixed(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_a_prediction_in_the_same_file_is_no_measurement(tmp_path: Path) -> None
     assert stored.read(path, ASKED, MACHINE) == measured
     other = tmp_path / "y.db"
     keep(other, [predictor.predict(single(32))], MACHINE)
-    with pytest.raises(UnknownMachine, match=r"needs a measured one-device step of .* has none"):
+    with pytest.raises(UnknownMachine, match=r"has no measured step on one device of .* needs"):
         stored.read(other, ASKED, MACHINE)
 
 
@@ -106,7 +106,7 @@ def test_another_gpus_steps_are_said_to_stand_badly(tmp_path: Path) -> None:
     path = write(tmp_path / "x.db", [(single(32), 0.3)])
     assert "far off" not in stored.read(path, ASKED, MACHINE)[KEY].words
     said = stored.read(path, ASKED, machine.load("dgx-a100"))[KEY].words
-    assert "the machine has A100" in said
+    assert "the described machine has A100" in said
     assert "may be far off" in said
 
 

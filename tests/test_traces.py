@@ -236,7 +236,8 @@ def test_a_case_that_is_not_there_is_named_with_those_that_are(dpbench, tmp_path
         code, out, err = dpbench("export", "trace", "--case", part)
         assert (code, out) == (64, "")
         assert err == (
-            f"error: no case {part}; the run has: 1 mlp dp[reference] x2 batch 64; 2 lstm dp[reference] x2 batch 64\n"
+            f"error: the run has no case {part}; give --case one of these numbers or names: "
+            "1 mlp dp[reference] x2 batch 64; 2 lstm dp[reference] x2 batch 64\n"
         )
 
 

@@ -21,7 +21,7 @@ from dpbench.records import Status
         (
             torch.OutOfMemoryError("GPU 0 has a total capacity of"),
             Status.OOM,
-            "out of memory on replica 1 on device cpu:1; use a smaller batch, or more devices; OutOfMemoryError: GPU 0",
+            "out of memory on replica 1 on device cpu:1; use a smaller batch, or more devices; error: OutOfMemory",
         ),
     ],
     ids=repr,

@@ -72,7 +72,7 @@ def test_what_is_in_doubt_is_in_no_headline_and_on_no_axis(name: str) -> None:
     assert dp.speedup.doubt
     assert shown.tiles == []
     assert "×" not in shown.verdict.replace("ideal", "")
-    assert "Not enough rounds for the speed-up of ddp on mlp, dp on mlp: more rounds (--rounds N" in shown.verdict
+    assert "Not enough rounds for the speed-up of ddp on mlp, dp on mlp; more rounds (--rounds N" in shown.verdict
     sections = {section.id: section for section in figures.sections(shown)}
     assert sections["speedup"].panels == []
     assert sections["speedup"].note == "2 cases are not drawn: not enough rounds."
@@ -109,7 +109,7 @@ def test_a_sound_step_without_a_sound_speed_up_is_still_shown() -> None:
     assert dp.step.doubt is None
     assert dp.speedup.doubt
     (diagnosis,) = shown.diagnoses
-    unknown = "take 20.0 ms per step; not enough rounds for the gain over one device (its interval spans"
+    unknown = "take 20.0 ms per step; not enough rounds for the gain over one device (the estimate's interval spans"
     assert unknown in diagnosis.answer
     assert "perfect scaling" not in diagnosis.answer
 

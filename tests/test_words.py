@@ -124,7 +124,7 @@ def test_an_interval_is_in_the_unit_of_its_value() -> None:
 def test_an_estimate_in_doubt_is_not_written(say: Callable[[Estimate], str]) -> None:
     assert say(Estimate(1.0, 0.9, 1.1, 2)) == say(Estimate(1.0, 0.4, 1.7, 9)) == "not enough rounds"
     assert words.doubt(Estimate(1.0, 0.9, 1.1, 1)).startswith("1 round, but at least 3 are needed")
-    assert words.doubt(Estimate(1.0, 0.4, 1.7, 9)) == "its interval spans more than a factor of 4"
+    assert words.doubt(Estimate(1.0, 0.4, 1.7, 9)) == "the estimate's interval spans more than a factor of 4"
     assert words.doubt(Estimate(1.0, 0.9, 1.1, 3)) == ""
 
 

@@ -1,7 +1,7 @@
 """Diagnosis: the verdict, the tiles and the warnings of a report.
 
-The verdict states the speed-ups, a tile is one headline number, and a warning names a problem that limits the
-conclusions.
+The verdict is one or more sentences about the speed-ups. A tile is one headline number. A warning describes a problem
+that limits the conclusions.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from dpbench.records import UNATTRIBUTED, Case, Phase, Status, Trial, words
 from dpbench.records.trial import Estimate
 
 ROUNDS_MOST = 50
-"""The largest number of rounds that the verdict recommends; above it, the verdict recommends paired measurements."""
+"""The largest number of rounds that the verdict recommends. If more are needed, it recommends `--paired` instead."""
 NAMES = 8
-"""The largest number of cases that a warning names; the table lists all of them."""
+"""The largest number of cases that one warning names; of all further cases, it gives only the number."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """One headline number of the report, with its caption and the labels of its case."""
+    """One headline number of a report as text, with its caption and the labels (such as MEASURED) of its case."""
 
     value: str
     caption: str
@@ -32,10 +32,12 @@ class Tile:
 
 
 def verdict(rows: Sequence[Row], ladders: Sequence[Ladder] = ()) -> str:
-    """Return the verdict: the speed-up of each strategy on the largest number of devices, next to the ideal.
+    """Return the verdict of a run as one or more sentences.
 
-    Of each ladder, this sentence includes only the lowest rung. A second sentence names each ladder's best rung, and
-    the rung with the largest gain.
+    The first sentence gives the speed-up of each strategy on the largest number of devices, and the ideal speed-up. If
+    no speed-up can be stated, it gives the reason instead. The lowest rung is the only rung of a ladder in this
+    sentence. Further sentences give each ladder's best rung, and name the cases whose speed-up is undecided or needs
+    more rounds.
     """
     kept = [row for row in notable(rows, ladders) if not _inside(row, ladders)]
     several = [row for row in kept if row.speedup and row.case.devices > 1]
@@ -59,33 +61,36 @@ def verdict(rows: Sequence[Row], ladders: Sequence[Ladder] = ()) -> str:
 
 
 def _shown(estimate: Estimate | None) -> bool:
-    """Return whether there is an estimate that may be shown."""
+    """Return whether `estimate` is not None and may be shown: it has enough rounds and a narrow enough interval."""
     return estimate is not None and not estimate.doubt
 
 
 def _in_doubt(rows: Sequence[Row]) -> str:
-    """Return a sentence on the cases whose speed-up has too few rounds or too wide an interval; "" if none."""
+    """Return a sentence that names the cases that need more rounds to show their speed-up; "" if there are none."""
     found = [row for row in rows if row.speedup and row.speedup.doubt]
     if not found:
         return ""
     names = ", ".join(dict.fromkeys(f"{row.case.strategy} on {row.case.model}" for row in found[:3]))
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-    return f"{words.NOT_ENOUGH.capitalize()} for the speed-up of {names}{more}: {words.REMEDY} would help."
+    return f"{words.NOT_ENOUGH.capitalize()} for the speed-up of {names}{more}; {words.REMEDY} would help."
 
 
 def _named(strategy: str, rows: Sequence[Row]) -> str:
-    """Return a strategy's name, followed by its schedule if all rows have the same schedule."""
+    """Return the strategy's name, such as "dp", or "dp[cached]" if all `rows` have the same schedule."""
     schedules = {row.case.schedule for row in rows}
     return f"{strategy}[{short(schedules.pop())}]" if len(schedules) == 1 and schedules != {""} else strategy
 
 
 def _inside(row: Row, ladders: Sequence[Ladder]) -> bool:
-    """Return whether a row is a rung other than the lowest of a ladder; the sentence on ladders reports such rows."""
+    """Return whether `row` is a rung of one of the ladders, but not the lowest rung of that ladder."""
     return any(row is rung.row for found in ladders for rung in found.rungs[1:])
 
 
 def _climbs(ladders: Sequence[Ladder]) -> str:
-    """Return a sentence with the best rung of each ladder, and the rung with the largest decided gain."""
+    """Return a sentence that names, for each ladder, the best rung and the rung with the largest gain over a lower one.
+
+    The largest gain is left out if no gain has the verdict "faster". Return "" without ladders.
+    """
     if not ladders:
         return ""
     several = len({found.case.devices for found in ladders}) > 1
@@ -102,7 +107,8 @@ def _climbs(ladders: Sequence[Ladder]) -> str:
         doubt = " (undecided)" if found.whole.verdict == "undecided" else ""
         first = f"{words.times(found.whole.ratio)} over {found.whole.over}{doubt}"
         big = found.biggest
-        step = f", and the largest gain is from {big.name}: {words.times(big.ratio)} over {big.over}" if big else ""
+        gain = f"{big.name}, {words.times(big.ratio)} over {big.over}" if big else ""
+        step = f", and the rung with the largest gain is {gain}" if gain else ""
         parts.append(f"on {where} the best rung is {found.fastest.name}, {first}{step}")
     host_only = " (host time alone)" if ladders[0].case.device_kind == "emulated" else ""
     return f"Ladder of schedules{host_only}: {'; '.join(parts)}."
@@ -111,16 +117,19 @@ def _climbs(ladders: Sequence[Ladder]) -> str:
 def _nothing(rows: Sequence[Row]) -> str:
     """Return a sentence with the reason why no speed-up can be stated."""
     if not any(row.step for row in rows):
-        return f"No result: {words.count(len(rows), 'case')} without a verified step."
+        return f"No result: {words.count(len(rows), 'case')} without a verified step; the warnings give the reasons."
     if all(row.case.device_kind == "emulated" for row in rows if row.step):
         return "Emulated devices show host cost only: no speed-up is computed."
     if all(row.case.devices == 1 for row in rows if row.step):
-        return "No speed-up: all cases ran on one device; add --devices 1,2."
-    return "No speed-up: the run lacks a case of the strategy single with equal work; add --strategies single,..."
+        return "No speed-up: all cases ran on one device; use several devices, such as --devices 1,2."
+    return "No speed-up: the strategy single was not measured on the same work; add single to --strategies."
 
 
 def _of_strategy(name: str, rows: Sequence[Row]) -> str:
-    """Return a strategy's speed-up on each model; with more than three rows, only the lowest and the highest."""
+    """Return a clause with the speed-ups in `rows`, such as "dp gives 1.5× (1.4–1.6) on mlp"; `name` is its subject.
+
+    Of more than three rows, the clause gives only the lowest and the highest speed-up.
+    """
     kept = sorted(rows, key=lambda row: row.speedup.value if row.speedup else 0.0)
     if len(kept) > 3:
         kept = [kept[0], kept[-1]]
@@ -130,16 +139,23 @@ def _of_strategy(name: str, rows: Sequence[Row]) -> str:
 
 
 def _batch(row: Row, rows: Sequence[Row]) -> str:
-    """Return as text the batch size, if the model ran with several, and the loop's habits that are not the default."""
+    """Return the details that distinguish a row from others of its model, as text in parentheses; "" if none.
+
+    The details are the batch size, if `rows` has several for this model, and the habits of the training loop that
+    differ from the default, such as reading the loss in every step.
+    """
     several = len({r.case.batch_size for r in rows if r.case.model == row.case.model}) > 1
     found = [*([f"batch {row.case.batch_size}"] if several else []), *row.case.habits]
     return f" ({', '.join(found)})" if found else ""
 
 
 def devices_in_words(case: Case) -> str:
-    """Return the kind of a case's devices as text, with the limits of what they can show."""
+    """Return the kind of a case's devices as plural text, such as "GPUs".
+
+    For replicas that share one GPU, the text also states the limits of such a measurement.
+    """
     if case.placement == "colocated":
-        return "replicas sharing one GPU (COLOCATED: host cost and correctness, not speed-up)"
+        return "replicas sharing one GPU (COLOCATED: they show correctness and host cost, not speed-up)"
     return {"cpu": "logical CPU devices", "cuda": "GPUs"}.get(case.device_kind, f"{case.device_kind} devices")
 
 
@@ -148,9 +164,10 @@ def _strategies(rows: Sequence[Row]) -> list[str]:
 
 
 def _cause(rows: Sequence[Row]) -> str:
-    """Return a clause with the largest phase other than compute in the engine's case with the lowest speed-up.
+    """Return a clause with the longest phase, other than forward and backward, of one case of the engine.
 
-    Return "" if that phase takes less than 10% of the step, or if the engine has no case.
+    The case is the one with the lowest speed-up in `rows`. Return "" if that phase takes less than 10% of the step, or
+    if `rows` has no case of the engine.
     """
     engine = [row for row in rows if row.case.traits.scheduled and row.phases]
     if not engine:
@@ -160,25 +177,28 @@ def _cause(rows: Sequence[Row]) -> str:
     rest = {name: seconds for name, seconds in worst.phases.items() if name not in compute}
     name = max(rest, key=lambda phase: rest[phase], default="")
     share = rest.get(name, 0.0) / sum(worst.phases.values())
-    return f"; {share:.0%} of dp's step on {worst.case.model} is {name}" if share >= 0.1 else ""
+    return f"; {share:.0%} of dp's step on {worst.case.model} is the phase {name}" if share >= 0.1 else ""
 
 
 def _all_cores(rows: Sequence[Row], top: Sequence[Row]) -> str:
-    """Return a clause with the speed-up of one device that uses all cores, as a reference for CPU devices."""
+    """Return a clause with the speed-up of one CPU device that uses all cores, on the work in `top`; "" if unknown."""
     found = _of_all_cores(rows, top)
     found = [row for row in found if _shown(row.speedup)]
     return f"; without data parallelism, {_of_strategy('single, all cores,', found)}" if found else ""
 
 
 def _of_all_cores(rows: Sequence[Row], top: Sequence[Row]) -> list[Row]:
-    """Return the rows of one device that uses all cores, for the models and batch sizes in `top`."""
+    """Return the rows with a speed-up of one device that uses all cores, for the models and batch sizes in `top`."""
     work = {(row.case.model, row.case.batch_size) for row in top}
     alike = [row for row in rows if (row.case.model, row.case.batch_size) in work]
     return [row for row in alike if row.case.traits.all_cores and row.speedup]
 
 
 def _decided(rows: Sequence[Row]) -> str:
-    """Return a sentence on the speed-ups whose direction is undecided, and the rounds that should decide it."""
+    """Return a sentence that names the cases not known to be faster or slower than one device; "" if there are none.
+
+    The sentence also recommends how many rounds to measure.
+    """
     fast = [(row, row.speedup) for row in rows if row.speedup and not row.speedup.doubt]
     # Holm's correction: the confidence level applies to all verdicts together
     said = stats.verdicts([speedup for _, speedup in fast], alpha=1 - stats.CONFIDENCE)
@@ -188,15 +208,17 @@ def _decided(rows: Sequence[Row]) -> str:
     names = ", ".join(f"{row.case.strategy} on {row.case.model}" for row, _ in open_[:3])
     more = f" and {len(open_) - 3} more" if len(open_) > 3 else ""
     needed = max(stats.rounds_to_decide(speedup, alpha=1 - stats.CONFIDENCE) for _, speedup in open_)
-    would = f"about --rounds {needed} should decide" if needed <= ROUNDS_MOST else "--rounds auto --paired may decide"
-    return f"Undecided whether faster or slower than one device: {names}{more}; {would}."
+    enough = f"about {needed} rounds (--rounds {needed}) should decide this"
+    would = enough if needed <= ROUNDS_MOST else "--rounds auto --paired may decide this"
+    return f"It is undecided whether these cases are faster or slower than one device: {names}{more}; {would}."
 
 
 def tiles(rows: Sequence[Row], ladders: Sequence[Ladder] = ()) -> list[Tile]:
-    """Return four headline numbers of one case: the best rung of a ladder, or otherwise a case of the engine.
+    """Return four tiles on one case: speed-up, efficiency, imbalance of device 0, and the share of moving data.
 
-    Of several such cases, the one on the most devices is taken, and of these the one with the longest step. If the
-    engine has no case, another strategy's is taken. The list is empty if no case on several devices has a speed-up.
+    The candidates are the best rungs of the ladders; if there are none, the engine's cases on several devices; if there
+    are none either, all cases on several devices. Only cases with a speed-up that may be shown are candidates. Of the
+    candidates on the most devices, the one with the longest step is taken. Without candidates, the list is empty.
     """
     best = [found.fastest.row for found in ladders if _shown(found.fastest.row.speedup)]
     done = best or [row for row in rows if _shown(row.speedup) and row.efficiency and row.case.devices > 1]
@@ -210,11 +232,15 @@ def tiles(rows: Sequence[Row], ladders: Sequence[Ladder] = ()) -> list[Tile]:
     assert row.efficiency is not None
     if row.memory_imbalance is not None:
         balance = Tile(
-            f"{words.number(row.memory_imbalance)}×", f"device 0's peak memory over the others' ({where})", row.labels
+            f"{words.number(row.memory_imbalance)}×",
+            f"device 0's peak memory relative to the mean of the others ({where})",
+            row.labels,
         )
     elif row.imbalance is not None and not row.imbalance.doubt:
         balance = Tile(
-            f"{words.number(row.imbalance.value)}×", f"device 0's busy time over the others' ({where})", row.labels
+            f"{words.number(row.imbalance.value)}×",
+            f"device 0's busy time relative to the mean of the others ({where})",
+            row.labels,
         )
     else:
         balance = Tile("n/a", f"the imbalance of device 0 is unknown ({where})", row.labels)
@@ -222,18 +248,21 @@ def tiles(rows: Sequence[Row], ladders: Sequence[Ladder] = ()) -> list[Tile]:
         Tile(f"{words.number(row.speedup.value)}×", f"speed-up, ideal {row.case.devices}× ({where})", row.labels),
         Tile(words.percent(row.efficiency.value), f"parallel efficiency ({where})", row.labels),
         balance,
-        Tile(words.percent(row.moving_share), f"of the step moves data ({where})", row.labels),
+        Tile(words.percent(row.moving_share), f"share of the step spent on moving data ({where})", row.labels),
     ]
 
 
 def warnings(rows: Sequence[Row], trials: Sequence[Trial], provenance: Mapping[str, Any]) -> list[str]:
-    """Return the warnings about problems that limit the conclusions; the list is empty if there are none."""
+    """Return the warnings of a run, one text for each problem that limits the conclusions; empty if there are none."""
     cores = provenance.get("host", {}).get("cores", 0)
     return list(dict.fromkeys([*_of_rows(rows, trials, cores), *_of_host(rows, provenance)]))
 
 
 def _of_rows(rows: Sequence[Row], trials: Sequence[Trial], cores: int) -> Iterator[str]:
-    """Yield the warnings about cases and their trials; cases with the same problem share one warning."""
+    """Yield the warnings about cases and their trials; one warning names all cases that have the same problem.
+
+    `cores` is the number of cores that the run may use, 0 for unknown.
+    """
     troubles: dict[str, list[str]] = {}
     for row in rows:
         name = label(row.case)
@@ -242,7 +271,7 @@ def _of_rows(rows: Sequence[Row], trials: Sequence[Trial], cores: int) -> Iterat
             troubles.setdefault(f"{row.outcome}: {first}", []).append(name)
         elif row.reason:
             troubles.setdefault(f"some rounds gave no result: {first}", []).append(name)
-        for what, estimate in (("step", row.step), ("speed-up", row.speedup)):
+        for what, estimate in (("step time", row.step), ("speed-up", row.speedup)):
             if estimate and estimate.doubt:
                 few = f"{words.NOT_ENOUGH} for the {what} ({estimate.doubt}); {words.REMEDY} would help"
                 troubles.setdefault(few, []).append(name)
@@ -257,18 +286,24 @@ def _of_rows(rows: Sequence[Row], trials: Sequence[Trial], cores: int) -> Iterat
 
 
 def _of_host(rows: Sequence[Row], provenance: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the warnings about the machine and the kind of devices."""
+    """Yield the warnings about the kind of devices, about replicas on one GPU, and about dpbench's checkout."""
     cpu = [row for row in rows if row.case.device_kind == "cpu" and row.step]
     wide = max((row.case.devices for row in cpu), default=0)
     if wide > 1:
-        yield "CPU-ONLY: logical CPU devices verify schedules and show their cost on CPUs, not their gain on GPUs"
+        yield (
+            "CPU-ONLY: logical CPU devices show whether schedules are correct and how long schedules take on a CPU, "
+            "not the gain on GPUs"
+        )
         if not any(row.case.traits.all_cores for row in cpu):
             yield (
-                "each logical CPU device has one thread; add the strategy single_all_cores to compare with all cores "
-                "of the machine without data parallelism"
+                "each logical CPU device has one thread; add the strategy single_all_cores to compare with one device "
+                "that uses all cores of the machine"
             )
     if any(row.case.device_kind == "emulated" for row in rows):
-        yield "EMULATED devices run one at a time on the host: their steps show host cost only, without speed-ups"
+        yield (
+            "EMULATED devices run one at a time on the host: their steps show host cost only, and no speed-up is "
+            "computed from them"
+        )
     if any(row.case.placement == "colocated" for row in rows):
         yield "COLOCATED replicas share one GPU: they show correctness and host cost, not speed-up"
     if provenance.get("dpbench", {}).get("dirty"):

@@ -1,4 +1,4 @@
-"""Engine cost: the step of the engine's `reference` compared with that of torch.nn.DataParallel on equal work."""
+"""Engine cost: compare the engine's step time under `reference` with torch.nn.DataParallel's on the same work."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from dpbench.records import Case, Source, Trial, plan, words
 from dpbench.records.trial import DISPATCHED, Estimate
 
 GOAL = 1.03
-"""The largest ratio of the engine's step time to torch's that the project aims at, for the upper end of an interval."""
+"""The goal: the largest ratio of the engine's step time to torch.nn.DataParallel's, for the ratio's whole interval."""
 
 
 @dataclass(frozen=True)
 class Dispatched:
-    """The operators that one step dispatches, and those among them that copy between devices, with their bytes."""
+    """The counts of one step: its operators, the copies between two devices among them, and the bytes of the copies."""
 
     operators: int
     copies: int
@@ -28,8 +28,9 @@ class Dispatched:
 class EngineCost:
     """The cost of the engine compared with torch.nn.DataParallel.
 
-    `case` is the engine's case under the schedule `reference`. `ratio` is its step time divided by the step time of
-    torch.nn.DataParallel. `engine` and `torch` are counts of one step; None where the devices do not count.
+    `case` is the engine's case under the schedule `reference`. `ratio` is the step time of this case divided by
+    that of torch.nn.DataParallel on the same work. `engine` and `torch` are the counts of one step of each side; they
+    are None unless the devices are emulated, because only emulated devices count operators.
     """
 
     case: Case
@@ -39,14 +40,18 @@ class EngineCost:
 
     @property
     def verdict(self) -> str:
-        """Return "met" or "missed" where the interval decides about the goal, else "cannot tell"."""
+        """Return the verdict on the goal: "met", "missed" or "cannot tell".
+
+        The verdict is "met" if the interval of `ratio` ends at or below `GOAL`, and "missed" if it begins above. It is
+        "cannot tell" if the interval contains `GOAL`, or if there are not enough rounds.
+        """
         if self.ratio.doubt or self.ratio.low <= GOAL < self.ratio.high:
             return "cannot tell"
         return "met" if self.ratio.high <= GOAL else "missed"
 
 
 def engine_costs(rows: Iterable[Row], trials: Iterable[Trial]) -> list[EngineCost]:
-    """Return the cost of the engine for each case that ran with `reference` and with torch.nn.DataParallel."""
+    """Return one cost for each case measured under `reference` and, on the same work, with torch.nn.DataParallel."""
     measured = {row.case: row for row in rows if row.series and row.source is Source.MEASURED}
     counts = {trial.case: Dispatched(**found) for trial in trials if (found := trial.provenance.get(DISPATCHED))}
     pairs = [(case, plan.wrapped_as(case)) for case in measured if case.devices > 1]
@@ -61,24 +66,30 @@ def engine_costs(rows: Iterable[Row], trials: Iterable[Trial]) -> list[EngineCos
 
 
 def sentence(costs: Sequence[EngineCost]) -> str:
-    """Return the engine costs as one sentence; "" if there are none."""
+    """Return one sentence with the ratio and the verdict of every engine cost; "" if `costs` is empty."""
     if not costs:
         return ""
     case = costs[0].case
     kind = devices_in_words(case) + (" (host time alone)" if case.device_kind == "emulated" else "")
     parts = "; ".join(_of_model(cost, costs) for cost in costs)
-    goal = f"goal: at most {GOAL}"
-    return f"Step time of the engine's reference over that of torch.nn.DataParallel on {kind}, {goal}: {parts}."
+    goal = f"with a goal of at most {GOAL}"
+    return (
+        f"Ratio of the step time of the engine's schedule reference to that of torch.nn.DataParallel on {kind}, "
+        f"{goal}: {parts}."
+    )
 
 
 def _of_model(cost: EngineCost, costs: Sequence[EngineCost]) -> str:
-    """Return the ratio on one model, with the verdict on the goal."""
+    """Return a clause with the ratio, the model and the verdict of `cost`.
+
+    The clause also gives the number of devices if this number differs among `costs`.
+    """
     devices = f" ×{cost.case.devices}" if len({one.case.devices for one in costs}) > 1 else ""
     return f"{words.times(cost.ratio)} on {cost.case.model}{devices} ({cost.verdict})"
 
 
 def counts(costs: Sequence[EngineCost]) -> list[str]:
-    """Return one line of text for each cost whose operators and copies were counted."""
+    """Return one line of text for each cost with counts: those of the engine and those of torch.nn.DataParallel."""
     return [
         f"one step on {cost.case.model}: {_said(cost.engine)} by the engine, "
         f"{_said(cost.torch)} by torch.nn.DataParallel"

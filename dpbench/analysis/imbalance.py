@@ -1,8 +1,9 @@
-"""Imbalance: for each quantity, compare device 0 with the other devices, and the largest device with the mean.
+"""Imbalance: compare device 0 with the other devices, for each quantity, such as busy time or peak memory.
 
-An index is 1 if all devices have the same amount. DistributedDataParallel is the control, because its ranks all do the
-same work: a difference between its devices is due to the machine or to the measurement. docs/measuring.md defines each
-quantity. A footprint has each device's peak memory in each phase of a case, and the excess of device 0.
+An index is a ratio of amounts of one quantity: device 0's to the mean of the others', or the largest amount to the mean
+of all. It is 1 if all devices have the same amount. DistributedDataParallel is the control, because its ranks all
+do the same work: a difference between its devices is due to the machine or to the measurement. docs/measuring.md
+defines each quantity. A footprint has each device's peak memory in each phase of a case, and the excess of device 0.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ PHASES = (*(phase.value for phase in Phase), UNATTRIBUTED)
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """The memory peaks of one case.
+    """The memory peaks of one case, in bytes.
 
-    `peaks[phase][device]` is the highest peak over the rounds, in bytes; `basis` is the source of the peaks. `used` is
-    the highest memory use of each device that NVML reported, in bytes; it includes CUDA contexts and the driver's
-    reserve.
+    `peaks[phase][device]` is the highest peak over the rounds; `basis` is the source of the peaks, such as "allocator".
+    `used` has each device's highest memory use as reported by NVML, which includes CUDA contexts and the driver's
+    reserve; it is empty if NVML reported nothing.
     """
 
     case: Case
@@ -57,7 +58,10 @@ class Footprint:
 
     @property
     def causes(self) -> dict[str, float]:
-        """Return, by phase, device 0's peak minus the mean peak of the other devices, in bytes, in descending order."""
+        """Return, by phase, device 0's peak minus the mean peak of the other devices, in bytes, the largest first.
+
+        Phases in which device 0 or all other devices have no peak are left out.
+        """
         gaps = {
             phase: held[0] - statistics.mean(size for device, size in held.items() if device)
             for phase, held in self.peaks.items()
@@ -67,7 +71,7 @@ class Footprint:
 
 
 def footprints(trials: Iterable[Trial]) -> list[Footprint]:
-    """Return the footprint of every case that has peaks by phase, in the order of the cases."""
+    """Return one footprint for each case and source with memory peaks by phase, in the order of the trials."""
     found: dict[tuple[Case, Source], dict[str, dict[int, int]]] = {}
     basis: dict[tuple[Case, Source], str] = {}
     used: dict[tuple[Case, Source], dict[int, int]] = {}
@@ -97,7 +101,10 @@ Figures = Mapping[int, Sequence[float]]
 
 @dataclass(frozen=True)
 class Quantity:
-    """A quantity that is known for each device, with its sources, the best one first."""
+    """A quantity that is compared between devices.
+
+    `sources` has pairs of a description and a function that reads the quantity from a trial, the best source first.
+    """
 
     name: str
     unit: str
@@ -108,10 +115,11 @@ class Quantity:
 class Index:
     """The imbalance between the devices of one case in one quantity.
 
-    `devices` has each device's median over rounds, in the quantity's unit. `first` is the ratio of device 0 to the mean
-    of the other devices, `most` the ratio of the largest device to the mean of all devices. `control` is the value of
-    `first` for the control. `floor` is the amount on the device of `single` at the same batch size. `control` and
-    `floor` are None if they have no readings with the same `source` and `basis`.
+    `devices` has each device's median over rounds, in the quantity's unit. `first` is the ratio of device 0's amount to
+    the mean of the other devices', and `most` the ratio of the largest amount to the mean of all. `basis` describes the
+    source of the readings. `verdict` compares `first` with `control`, which is the value of `first` for the control.
+    `floor` is the amount on the one device of `single` at the same batch size. `control` and `floor` are None if they
+    have no readings with the same `source` and `basis`.
     """
 
     case: Case
@@ -129,14 +137,17 @@ class Index:
 
 @dataclass(frozen=True)
 class _Found:
-    """The readings of one quantity for one case, by round and step, with one column per device."""
+    """The readings of one quantity for one case, by round and step.
+
+    Each row of `vectors` has one reading for each device in `columns`. `basis` describes the source of the readings.
+    """
 
     vectors: stats.Vectors
     columns: tuple[int, ...]
     basis: str
 
     def medians(self) -> dict[int, float]:
-        """Return, for each device, the median over rounds of each round's median."""
+        """Return, for each device, the median over rounds of the median over each round's steps."""
         rounds = [[statistics.median(column) for column in zip(*rows, strict=True)] for rows in self.vectors.values()]
         return {
             device: statistics.median(column)
@@ -145,7 +156,7 @@ class _Found:
 
 
 def indexes(trials: Iterable[Trial]) -> list[Index]:
-    """Return the index of every quantity for every case with several devices, in the order of the cases."""
+    """Return the indexes of all cases on several devices, one for each known quantity, in the order of the trials."""
     groups: dict[tuple[Case, Source], dict[int, Trial]] = {}
     for trial in trials:
         if trial.trusted and trial.timed:
@@ -160,7 +171,10 @@ def indexes(trials: Iterable[Trial]) -> list[Index]:
 
 
 def _figures(quantity: Quantity, trials: Iterable[Trial]) -> _Found | None:
-    """Return the readings from the best source that has readings, or None; rounds that lack a device are left out."""
+    """Return the readings of `quantity` from the best source that has any; None if no source has.
+
+    `trials` are those of one case. Rounds that lack the readings of a device are left out.
+    """
     for basis, read in quantity.sources:
         rounds: dict[int, Figures] = {}
         for trial in trials:
@@ -185,7 +199,10 @@ def _several(found: _Found) -> bool:
 def _index(
     quantity: Quantity, key: tuple[Case, Source], mine: _Found, amounts: Mapping[tuple[Case, Source], _Found | None]
 ) -> Index:
-    """Return one index, with its control and floor if those have readings from the same source."""
+    """Return the index of `quantity` for the case and source in `key`, whose readings are `mine`.
+
+    The control and the floor are taken from `amounts`, which has the readings of all cases.
+    """
     case, source = key
     alike = {at: found for at, found in amounts.items() if found and found.basis == mine.basis}
     first = stats.first_over_rest(mine.vectors)
@@ -202,12 +219,15 @@ def _index(
 
 
 def control_of(case: Case) -> Case:
-    """Return the case of the balanced control: DistributedDataParallel on the same work."""
+    """Return the case of the control: DistributedDataParallel on the same work and devices as `case`."""
     return replace(case, strategy=registry.of_role(Role.CONTROL), schedule="", options=())
 
 
 def _verdict(first: Estimate, control: Estimate | None) -> str:
-    """Return the verdict as text: whether the index's interval is above or below the control's, or overlaps it."""
+    """Return, as text, whether the interval of the index `first` is above or below that of `control`, or overlaps it.
+
+    If the control is missing, or if either index has not enough rounds, the text states this instead.
+    """
     if control is None:
         return "no control"
     if first.doubt or control.doubt:
@@ -220,9 +240,10 @@ def _verdict(first: Estimate, control: Estimate | None) -> str:
 def columns(
     runs: Iterable[tuple[str, Sequence[Trial]]], rows: Sequence[tuple[str, Case, Source]]
 ) -> dict[str, list[object]]:
-    """Return the indexes as columns for a flat table; each of `rows` is the run, case and source of one line.
+    """Return the imbalance columns of a flat table, by column name.
 
-    The columns are the same for every run; an unknown value is None.
+    `runs` has pairs of a run's id and its trials. `rows` has the run's id, the case and the source of each line of the
+    table. Each column has one value per line, None if unknown. The column names are the same for all runs.
     """
     known = {(run, i.case, i.source, i.quantity): i for run, trials in runs for i in indexes(trials)}
     found: dict[str, list[object]] = {}
@@ -241,12 +262,15 @@ def columns(
 
 
 def _steps_of(metric: str) -> Callable[[Trial], Figures]:
-    """Return a function that reads a metric's values in the timed steps, by device."""
+    """Return a function that returns a trial's values of `metric` in the timed steps, by device."""
     return lambda trial: trial.readings(metric, timed=True)
 
 
 def _peak(kind: str, source: str) -> Callable[[Trial], Figures]:
-    """Return a function that reads each device's peak memory over the whole step, in bytes."""
+    """Return a function that returns each device's peak memory over whole steps, in bytes.
+
+    `kind` is "allocated" or "reserved"; `source` is the origin of the peaks, such as "allocator".
+    """
 
     def read(trial: Trial) -> Figures:
         found = [m for m in trial.memory if (m.kind, m.source, m.phase) == (kind, source, "")]
@@ -256,19 +280,19 @@ def _peak(kind: str, source: str) -> Callable[[Trial], Figures]:
 
 
 def _used(trial: Trial) -> Figures:
-    """Return the highest memory use of each device that NVML reported, in bytes."""
+    """Return each device's highest memory use during the timed steps as reported by NVML, in bytes."""
     return {device: [max(values)] for device, values in _steps_of("memory_used_bytes")(trial).items()}
 
 
 def _energy(trial: Trial) -> Figures:
-    """Return each device's energy per timed step: the rise of its counter in joules, divided by the number of steps."""
+    """Return each device's energy per timed step in joules: the rise of its energy counter over the number of steps."""
     steps = len(trial.timed)
     rises = {device: values[-1] - values[0] for device, values in _steps_of("energy_j")(trial).items()}
     return {device: [rise / steps] for device, rise in rises.items() if rise > 0}
 
 
 def _moved(trial: Trial) -> Figures:
-    """Return the bytes that each device receives and sends in one step, computed from shapes."""
+    """Return, for each device, the sum of the bytes that it receives and sends in one step, computed from shapes."""
     shapes = Shapes.of(trial.provenance)
     found = transfers.moves(trial.case, shapes) if shapes else []
     devices = range(len(trial.case.rows)) if found else ()
@@ -288,4 +312,4 @@ QUANTITIES = (
     Quantity("energy", "J", (("NVML's counter", _energy),)),
     Quantity("bytes moved", "bytes", (("computed from shapes", _moved),)),
 )  # fmt: skip
-"""The quantities that are compared. Busy time and memory are decisive; the other quantities corroborate them."""
+"""The quantities that are compared. Conclusions rest on busy time and memory; the other quantities corroborate them."""

@@ -1,7 +1,7 @@
 """Ladder: compute the gain of each rung over the rung below, and of each switch over the same schedule without it.
 
-Each comparison changes one switch; the rung `graphs` also resets `reduce`. A comparison uses the rounds that both
-sides have.
+Each comparison changes one switch of a schedule; only the rung `graphs` also resets the switch `reduce`. A comparison
+uses the rounds in which both schedules were measured.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ if TYPE_CHECKING:
     from dpbench.analysis.summary import Row
 
 ENOUGH = 3
-"""The least number of measured rungs that make a ladder."""
+"""The least number of measured rungs for which a ladder is computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RungGain:
-    """The gain of the schedule `name` over the schedule `over`: the speed ratio and the seconds saved per step.
+    """The gain of one rung over a lower rung, or of one switch over the same schedule with this switch set back.
 
-    `phase` is the phase that changed most. `phase_s` is its change in seconds per step; it is negative if the phase
-    became shorter.
+    `name` is the rung or the switch, and `over` is the other schedule. `ratio` is the speed ratio, above 1 if the rung
+    or switch makes steps faster. `gain_s` is the time saved in seconds per step. `phase` is the phase whose time
+    changed most; `phase_s` is the change in seconds per step, negative if the phase became shorter.
     """
 
     name: str
@@ -44,7 +45,8 @@ class Rung:
     """One measured rung.
 
     `change` is the gain of this rung over the nearest lower rung that was measured and does not use CUDA graphs. It is
-    None for the lowest rung. `over_ddp` is the ratio of DDP's step time to the rung's step time.
+    None for the lowest rung. `over_ddp` is the ratio of DDP's step time to the rung's step time; it is None if DDP was
+    not measured, or if the devices are emulated.
     """
 
     name: str
@@ -54,7 +56,7 @@ class Rung:
 
     @property
     def step(self) -> Estimate:
-        """Return the median step; every rung has one."""
+        """Return the rung's median step time in seconds."""
         assert self.row.step is not None
         return self.row.step
 
@@ -65,9 +67,10 @@ class Ladder:
 
     `fastest` is the rung with the shortest median step among those verified without a tolerance, and `whole` is its
     gain over the lowest rung. `ablations` has, for each switch of the schedule `base`, the gain of `base` over the same
-    schedule with that switch set back to its first position. `fixed` names the switches of `base` without an ablation,
-    each with the reason. `limit` is the row of `single` on one device's share of the batch. `lost` has the rows of
-    schedules without a result.
+    schedule with that switch set back to its first position. `fixed` names the switches of `base` without a measured
+    ablation, each with the reason. `single` and `ddp` are the rows of these strategies on the same work. `limit` is the
+    row of `single` on one device's share of the batch. These rows are None if they were not measured. `lost` has the
+    rows of schedules without a result.
     """
 
     case: Case
@@ -84,19 +87,22 @@ class Ladder:
 
     @property
     def biggest(self) -> RungGain | None:
-        """Return the largest gain among the exact rungs with the verdict "faster"; None if there is no such rung."""
+        """Return the largest gain of a rung over the rung below; None if no gain has the verdict "faster".
+
+        Rungs that are verified only within a tolerance do not count.
+        """
         exact = [rung.change for rung in self.rungs if rung.change and schedule.RUNGS[rung.name].exact]
         faster = [change for change in exact if change.verdict == "faster"]
         return max(faster, key=lambda change: change.ratio.value, default=None)
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """Return all rows that the ladder's figure and tables use: the rungs, then single, DDP and the limit."""
+        """Return the rows in the ladder's figure and tables: the rungs, then `single`, DDP and the limit if known."""
         return (*(rung.row for rung in self.rungs), *filter(None, (self.single, self.ddp, self.limit)))
 
 
 def ladders(rows: Iterable[Row]) -> list[Ladder]:
-    """Return a ladder for each model, device count and batch size with at least three measured rungs."""
+    """Return one ladder for each model, device count and batch size that has at least three measured rungs."""
     table = {(row.case, row.source): row for row in rows}
     groups: dict[tuple[Case, Source], dict[str, Row]] = {}
     for (case, source), row in table.items():
@@ -113,7 +119,11 @@ def ladders(rows: Iterable[Row]) -> list[Ladder]:
 
 
 def _ladder(case: Case, steps: Mapping[str, Row], rivals: Mapping[Case, Row], lost: tuple[Row, ...]) -> Ladder:
-    """Return the ladder of the schedules in `steps`, which were measured on equal work."""
+    """Return the ladder of the schedules in `steps`, which maps schedules measured on equal work to their rows.
+
+    `case` is their case without a schedule. `rivals` has the rows of all measured cases. `lost` has the rows of the
+    schedules without a result.
+    """
     limit = plan.limit(case)
     # emulated devices show host cost only: their step cannot be compared with DDP's
     ddp = rivals.get(replace(case, strategy=registry.of_role(Role.CONTROL))) if case.device_kind != "emulated" else None
@@ -133,13 +143,16 @@ def _ladder(case: Case, steps: Mapping[str, Row], rivals: Mapping[Case, Row], lo
 
 
 def _together(changes: Sequence[RungGain]) -> list[RungGain]:
-    """Return the gains with verdicts corrected for multiple comparisons."""
+    """Return the same gains, with their verdicts corrected for multiple comparisons."""
     found = stats.verdicts([change.ratio for change in changes])
     return [replace(change, verdict=verdict) for change, verdict in zip(changes, found, strict=True)]
 
 
 def _climb(steps: Mapping[str, Row], ddp: Row | None) -> Iterator[Rung]:
-    """Yield the measured rungs, each with its gain over the nearest lower one that does not use CUDA graphs."""
+    """Yield the measured rungs in ladder order, each with its gain over the nearest lower rung without CUDA graphs.
+
+    `steps` maps measured schedules to their rows. `ddp` is the row with which every rung is compared, if any.
+    """
     below = ""
     for name in (name for name in schedule.RUNGS if name in steps):
         row = steps[name]
@@ -155,7 +168,10 @@ def _fastest(rungs: Sequence[Rung]) -> Rung:
 
 
 def _change(name: str, before: Row, after: Row, *, over: str) -> RungGain:
-    """Return the gain of `after` over `before`, from the rounds that both rows have."""
+    """Return the gain of `after` over `before`, from the rounds in which both were measured.
+
+    `name` and `over` become the fields of the result with the same names.
+    """
     ratio = stats.ratio(before.series, after.series)
     phases = {p: after.phases.get(p, 0.0) - before.phases.get(p, 0.0) for p in {*before.phases, *after.phases}}
     phase = max(sorted(phases), key=lambda p: abs(phases[p]), default="")
@@ -166,10 +182,12 @@ def _change(name: str, before: Row, after: Row, *, over: str) -> RungGain:
 
 
 def _ablated(steps: Mapping[str, Row], conditions: Sequence[str]) -> tuple[str, tuple[RungGain, ...], tuple[str, ...]]:
-    """Return the schedule with the most ablations, its gain over each, and why its other switches have no ablation.
+    """Return the schedule with the most measured ablations, its gain over each, and its switches without an ablation.
 
-    A rung is often also an ablation of another rung. Therefore only ablations that are not rungs themselves count when
-    the schedule is chosen. If no schedule has such ablations, return ("", (), ()).
+    An ablation is the schedule with one switch set back to its first position. Each switch without a measured ablation
+    is given with the reason. `steps` maps measured schedules to their rows; `conditions` are those of
+    `Schedule.missing`. A rung is often also an ablation of another rung. Therefore only ablations that are not rungs
+    count when the schedule is chosen. If no schedule has such ablations, return ("", (), ()).
     """
     found: dict[str, dict[str, str]] = {}
     for text in steps.keys() - {schedule.FASTEST}:
@@ -188,9 +206,10 @@ def _ablated(steps: Mapping[str, Row], conditions: Sequence[str]) -> tuple[str, 
 
 
 def notable(rows: Sequence[Row], found: Sequence[Ladder]) -> list[Row]:
-    """Return the rows, without limits, and with only the notable schedules of each ladder.
+    """Return the rows for a short overview: without limits, and of each ladder only the notable schedules.
 
-    The notable schedules are the reference, the fastest rung and the schedule that TrainStep chose.
+    The notable schedules are the reference, the fastest rung, and the schedule that TrainStep chose. A limit is the row
+    of `single` on one device's share of the batch. `found` has the ladders.
     """
     kept = {schedule.REFERENCE, schedule.FASTEST, *(ladder.fastest.name for ladder in found)}
     climbed = {_setting(ladder.case) for ladder in found}
@@ -203,14 +222,14 @@ def notable(rows: Sequence[Row], found: Sequence[Ladder]) -> list[Row]:
 
 
 def _setting(case: Case) -> Case:
-    """Return the case after a reset of every field that may differ between the ladders of one model."""
+    """Return a case that is equal for all ladders of one model: schedule, devices, batch and placement are reset."""
     return replace(case, schedule="", devices=1, batch_size=1, placement="spread")
 
 
 def short(text: str) -> str:
     """Return a short name of the schedule `text`: a rung's name, or the nearest rung and the switches that differ.
 
-    `text` is returned unchanged if it cannot be parsed, or if such a name would not list fewer switches.
+    Return `text` unchanged if it cannot be parsed, or if such a name would not list fewer switches than `text`.
     """
     try:
         mine = schedule.parse(text)

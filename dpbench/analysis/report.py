@@ -1,4 +1,4 @@
-"""Report: the analysis of one run, which the HTML page, Markdown, the terminal and `dpbench explain` show.
+"""Report: the analysis of one run, which the HTML page, the Markdown report, the terminal and `dpbench explain` show.
 
 A report is built once, from trials without spans (`Trial.summary`), so that a run with many trials fits in memory.
 """
@@ -22,7 +22,8 @@ FINISHED = "finished"
 class Report:
     """The analysis of one run.
 
-    `self_check` has one line of text for each result of the run's self-check, and for each pair of the engine's counts.
+    `self_check` has one line of text for each result of the run's self-check, and one for each model on which the
+    operators of the engine and of torch.nn.DataParallel were counted.
     """
 
     run_id: str
@@ -50,7 +51,7 @@ class Report:
         status: str = FINISHED,
         self_check: Sequence[str] = (),
     ) -> Self:
-        """Analyse the trials of one run; `provenance` and `status` are those of the run."""
+        """Return the report of the run that has these trials; all other arguments are facts stored with the run."""
         rows = summary.rows(trials)
         ladders, costs = ladder.ladders(rows), engine_cost.engine_costs(rows, trials)
         cores = provenance.get("host", {}).get("cores", 0)
@@ -65,7 +66,7 @@ class Report:
 
     @property
     def labels(self) -> Mapping[Case, tuple[str, ...]]:
-        """Return the labels of each case."""
+        """Return the labels of each case, such as "MEASURED" and "CPU-ONLY"."""
         return {row.case: row.labels for row in self.rows}
 
     @property
@@ -75,29 +76,29 @@ class Report:
 
     @property
     def memory(self) -> Sequence[Footprint]:
-        """Return each case's peak memory by phase and device."""
+        """Return the footprint of each case: its peak memory by phase and device."""
         return imbalance.footprints(self.trials)
 
     @property
     def flows(self) -> Sequence[transfers.Flow]:
-        """Return the bytes that each phase moves between devices."""
+        """Return the bytes that each phase of each case moves between devices in one step, computed from shapes."""
         return transfers.flows(self.trials)
 
     @property
     def counted(self) -> Sequence[transfers.Counted]:
-        """Return the bytes that the devices' counters recorded."""
+        """Return the bytes per step that the counters of the devices' links recorded, for each case."""
         return transfers.counted(self.trials)
 
 
 def _of_run(status: str, provenance: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a warning if the run is incomplete, and one if the load of other processes is unknown."""
+    """Yield a warning if the run is incomplete, and a warning if the load of other processes is unknown."""
     if status != FINISHED:
-        yield f"incomplete: this run is {status}; repeat the same `dpbench run` command to continue it"
+        yield f"incomplete: the status of this run is {status}; repeat the same `dpbench run` command to continue it"
     if reason := provenance.get(foreign_load.FACT, {}).get("unknown"):
         yield f"it is unknown whether other processes used the cores: {reason}"
 
 
 def _noisy(provenance: Mapping[str, Any]) -> str:
-    """Return the label NOISY and its reasons if other processes used the cores before or during the run, else ""."""
+    """Return the label NOISY and its reasons if other processes used too much of the cores during the run, else ""."""
     reasons = provenance.get("noisy")
     return f" {foreign_load.NOISY}: {'; '.join(reasons.values())}." if reasons else ""

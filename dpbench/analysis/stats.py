@@ -1,12 +1,12 @@
-"""Statistics: medians and ratios with hierarchical bootstrap confidence intervals, and the verdicts drawn from them.
+"""Statistics: medians and ratios with confidence intervals by a hierarchical bootstrap, and verdicts on ratios.
 
 Each round runs in a fresh process, and rounds differ from each other more than the steps within one round do.
-Resampling therefore draws rounds first, then steps within each drawn round. Resampling a few rounds understates
-their variance, so the bootstrap's spread is widened by sqrt(n / (n - 1)), and the interval is taken from Student's t
-with n - 1 degrees of freedom (Hesterberg, "What Teachers Should Know About the Bootstrap", 2015, section 5.3). A
-single round gives no information about other rounds: its interval covers the variation between steps alone. An
-estimate from fewer than three rounds, or with an interval that spans more than a factor of 4, is computed but not
-shown (`Estimate.doubt`), and its verdict is "undecided".
+Resampling therefore draws rounds first, then steps within each drawn round. Resampling a few rounds understates their
+variance, so the bootstrap's spread is widened by sqrt(n / (n - 1)), and the interval is taken from Student's t with
+n - 1 degrees of freedom (Hesterberg, "What Teachers Should Know About the Bootstrap", 2015, section 5.3). A single
+round gives no information about the variation between rounds: the interval of its estimate covers only the variation
+between steps. An estimate from fewer than three rounds, or with an interval that spans more than a factor of 4, is
+computed but not shown (`Estimate.doubt`), and its verdict is "undecided".
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from scipy.special import stdtr, stdtrit
 from dpbench.records.trial import Estimate
 
 Rounds = Mapping[int, Sequence[float]]
-"""The durations of one case's measured steps in seconds, by round."""
+"""The durations of one case's timed steps in seconds, by round."""
 Array = NDArray[np.float64]
 Vectors = Mapping[int, Sequence[Sequence[float]]]
-"""For each round and each of its steps, one number per device; a round with a single reading has one step."""
+"""For each round and each of its steps, one number per device. A quantity read once per round has one step."""
 
 RESAMPLES = 2000
 CELLS = 4_000_000
-"""The largest number of pairs of rounds in all resamples together; with many rounds, fewer resamples are drawn."""
+"""The largest number of pairs of rounds in all resamples together. With many rounds, fewer resamples are drawn."""
 CONFIDENCE = 0.95
 ALPHA = 0.01
 """The significance level: the accepted probability of calling two equal cases "faster" or "slower"."""
@@ -51,10 +51,10 @@ def median(rounds: Rounds, *, seed: int = 0) -> Estimate:
 def ratio(numerator: Rounds, denominator: Rounds, *, paired: bool = True, seed: int = 0) -> Estimate:
     """Return the ratio of the step time of `numerator` to that of `denominator`, with its interval.
 
-    With `paired`, each round of one side is compared with the same round of the other side, which requires that both
-    sides come from one run. The estimate is then the Hodges-Lehmann centre of the logarithms of these ratios:
-    disturbances that affect both sides of a round cancel, and an outlying round has little influence. Without
-    `paired`, or without common rounds, the estimate is the median of the ratios of all pairs of rounds.
+    If `paired`, each round's median is divided by that of the other side's same round; both sides must come from one
+    run. The estimate is the Hodges-Lehmann centre of these ratios on a logarithmic scale. Disturbances that affect
+    both sides of a round cancel, and an outlying round has little influence. If not `paired`, or if no round has both
+    sides, the estimate is the median of the ratios of all pairs of one round of each side.
     """
     generator = np.random.default_rng(seed)
     common = sorted(set(numerator) & set(denominator)) if paired else []
@@ -72,7 +72,7 @@ def ratio(numerator: Rounds, denominator: Rounds, *, paired: bool = True, seed: 
 
 
 def quotient(numerator: Estimate, denominator: Estimate) -> Estimate:
-    """Return the ratio of two estimates; its interval combines their intervals, assuming independent errors."""
+    """Return `numerator` divided by `denominator`; the interval combines theirs, assuming independent errors."""
     up = math.hypot(math.log(numerator.high / numerator.value), math.log(denominator.value / denominator.low))
     down = math.hypot(math.log(numerator.value / numerator.low), math.log(denominator.high / denominator.value))
     value = numerator.value / denominator.value
@@ -80,9 +80,9 @@ def quotient(numerator: Estimate, denominator: Estimate) -> Estimate:
 
 
 def difference(first: Rounds, second: Rounds, *, seed: int = 0) -> Estimate:
-    """Return median(first) - median(second) in seconds, with its interval, from the rounds that both series have.
+    """Return the median of `first` minus the median of `second` in seconds, with its interval.
 
-    Without common rounds, all rounds of both sides are used.
+    Only the rounds that both series have are used; if there are none, all rounds of both series are used.
     """
     generator = np.random.default_rng(seed)
     common = sorted(set(first) & set(second))
@@ -103,15 +103,16 @@ def first_over_rest(vectors: Vectors, *, seed: int = 0) -> Estimate:
 
 
 def most_over_mean(vectors: Vectors, *, seed: int = 0) -> Estimate:
-    """Return the ratio of the largest of the devices' medians to their mean, with its interval; the ratio is >= 1."""
+    """Return the ratio of the largest of the devices' medians to the mean of these medians, with its interval."""
     return _of_medians(vectors, lambda each: each.max(axis=-1) / each.mean(axis=-1), seed)
 
 
 def _of_medians(vectors: Vectors, function: Callable[[Array], Array], seed: int) -> Estimate:
     """Return the value of `function` for the devices' medians, with its interval.
 
-    A device's median is the median over rounds of each round's median. Each step is resampled with all its devices, so
-    that disturbances common to all devices cancel.
+    `function` takes an array whose last axis is the devices, and reduces this axis. A device's median is the median
+    over rounds of each round's median. Each step is resampled with all its devices, so that disturbances common to all
+    devices cancel.
     """
     each, draws = _medians(vectors, np.random.default_rng(seed), scale=np.asarray)
     value = float(function(np.median(each, axis=0)))
@@ -120,7 +121,7 @@ def _of_medians(vectors: Vectors, function: Callable[[Array], Array], seed: int)
 
 
 def _choose(rounds: int, generator: np.random.Generator) -> NDArray[np.int64]:
-    """Return round indices drawn with replacement, as an array of shape (resamples, rounds)."""
+    """Return indices below `rounds`, drawn with replacement, as an array of shape (resamples, rounds)."""
     pairs = rounds * (rounds + 1) // 2
     return generator.integers(rounds, size=(max(200, min(RESAMPLES, CELLS // pairs)), rounds))
 
@@ -133,7 +134,8 @@ def _medians(
 ) -> tuple[Array, Array]:
     """Return the median of each round, shape (rounds,), and of each resampled round, shape (resamples, rounds).
 
-    Both arrays are transformed by `scale`. For vectors, both have one more axis: the devices.
+    `chosen` has the indices of the rounds in each resample; if None, they are drawn here. The function `scale` is
+    applied to both arrays. For `Vectors`, both have one more axis: the devices.
     """
     keys = sorted(rounds)
     chosen = _choose(len(keys), generator) if chosen is None else chosen
@@ -147,24 +149,33 @@ def _medians(
 
 
 def _centre(values: Array) -> Array:
-    """Return the Hodges-Lehmann estimate along the last axis: the median of the means of all pairs."""
+    """Return the Hodges-Lehmann centre along the last axis: the median of the means of all pairs of values."""
     first, second = np.triu_indices(values.shape[-1])
     return np.asarray(np.median((values[..., first] + values[..., second]) / 2, axis=-1))
 
 
 def _widen(draws: Array, n: int) -> Array:
-    """Return the resamples multiplied by sqrt(n / (n - 1)), because resampling n rounds understates their variance."""
+    """Return `draws` multiplied by sqrt(n / (n - 1)), because resampling n rounds understates their variance.
+
+    A single round (n = 1) has no such factor: return `draws` unchanged.
+    """
     return draws * math.sqrt(n / (n - 1)) if n > 1 else draws
 
 
 def _exponential(value: float, draws: Array, n: int, *, widened: bool = False) -> Estimate:
-    """Return the estimate of exp(value); `draws` are resamples of `value`, not of exp(value)."""
+    """Return the estimate of exp(value) from `n` rounds; `draws` are resamples of `value`, not of exp(value).
+
+    `widened` is True if `draws` have already been widened by `_widen`.
+    """
     low, high = _interval(value, draws, n, widened=widened)
     return Estimate(math.exp(value), math.exp(low), math.exp(high), n)
 
 
 def _interval(value: float, draws: Array, n: int, *, widened: bool = False) -> tuple[float, float]:
-    """Return the 95 % interval around a value: Student's t over several rounds, percentiles for a single round."""
+    """Return the ends of the 95 % interval: by Student's t for several rounds, by percentiles for a single round.
+
+    `draws` are resamples of `value`. `widened` is True if they have already been widened by `_widen`.
+    """
     tail = (1 - CONFIDENCE) / 2
     if n < 2:
         low, high = np.percentile(draws, [100 * tail, 100 * (1 - tail)])
@@ -175,7 +186,10 @@ def _interval(value: float, draws: Array, n: int, *, widened: bool = False) -> t
 
 
 def p_value(estimate: Estimate) -> float:
-    """Return the two-sided p-value of the hypothesis that a ratio is 1; 1.0 for predictions and estimates in doubt."""
+    """Return the two-sided p-value of the hypothesis that a ratio is 1.
+
+    Return 1.0 for predictions, and for estimates with too few rounds or too wide an interval.
+    """
     if estimate.n < 2 or estimate.doubt:
         return 1.0
     spread = math.log(estimate.high / estimate.low) / 2 / stdtrit(estimate.n - 1, (1 + CONFIDENCE) / 2)
@@ -186,9 +200,10 @@ def p_value(estimate: Estimate) -> float:
 
 
 def verdict(estimate: Estimate, *, margin: float = MARGIN, alpha: float = ALPHA) -> str:
-    """Return the verdict on a ratio: "faster" (above 1), "slower", "same" or "undecided".
+    """Return the verdict on a ratio: "same", "faster", "slower" or "undecided".
 
-    The verdict is "same" if the whole 95 % interval is within the margin around 1.
+    The verdict is "same" if the whole 95 % interval is between 1 - `margin` and 1 + `margin`. Otherwise, if the p-value
+    is at most `alpha`, the verdict is "faster" for a ratio above 1, and "slower" for a ratio below 1.
     """
     if 1 - margin <= estimate.low and estimate.high <= 1 + margin and estimate.n > 1 and not estimate.doubt:
         return "same"
@@ -198,11 +213,11 @@ def verdict(estimate: Estimate, *, margin: float = MARGIN, alpha: float = ALPHA)
 
 
 def verdicts(estimates: Sequence[Estimate], *, margin: float = MARGIN, alpha: float = ALPHA) -> list[str]:
-    """Return the verdicts of ratios that are read together, corrected for multiple comparisons.
+    """Return the verdicts on ratios that are read together, corrected for multiple comparisons by Holm's method.
 
-    `alpha` bounds the probability that any equal case is called "faster" or "slower". Holm's correction compares the
-    k-th smallest of m p-values, with k counted from 0, with alpha / (m - k). Once a p-value is above its bound, no
-    larger one is called "faster" or "slower".
+    `alpha` bounds the probability that any equal case is called "faster" or "slower". The m p-values are sorted, and
+    the one at index k (from 0) must be at most alpha / (m - k). If it is larger, neither its ratio nor the ratios with
+    larger p-values are called "faster" or "slower".
     """
     order = sorted(range(len(estimates)), key=lambda i: p_value(estimates[i]))
     found = [""] * len(estimates)
@@ -215,10 +230,11 @@ def verdicts(estimates: Sequence[Estimate], *, margin: float = MARGIN, alpha: fl
 
 
 def rounds_to_decide(estimate: Estimate, *, margin: float = MARGIN, alpha: float = ALPHA, most: int = 10_000) -> int:
-    """Return the number of rounds after which this ratio would be decided if it did not change, at most `most`.
+    """Return the least number of rounds that would decide the verdict on a ratio, at most `most`.
 
-    The interval shrinks with the square root of the number of rounds. The ratio is decided as soon as the interval
-    excludes 1 or is within the margin around 1. If `most` rounds would not decide the ratio either, return `most`.
+    The ratio and the variation between rounds are assumed to stay the same, so that the interval shrinks with the
+    square root of the number of rounds. The verdict is decided if the interval excludes 1, or if it is within `margin`
+    around 1. Return `most` if more rounds would be needed, or if the estimate has fewer than two rounds.
     """
     if estimate.n < 2:
         return most

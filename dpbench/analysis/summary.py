@@ -33,18 +33,22 @@ from dpbench.records.registry import Role
 from dpbench.records.trial import Doubt, Estimate
 
 BUSY_METRICS = {"kernel_busy_s": "kernels of one profiled step", "busy_s": "thread CPU time"}
-"""The metrics from which busy time is taken, the best first, each with its description."""
+"""The metrics from which busy time is taken, the best first, each with a description of its source."""
 DEVICE_COLUMNS = 8
-"""The least number of devices for which a flat table has columns, so that tables of different runs match."""
+"""The number of devices for which every flat table has columns, so that the tables of different runs match."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """The results of one case, in seconds and bytes; shares are fractions, and devices are given by index.
+    """The results of one case. Times are in seconds per step and sizes in bytes; mappings by device use its index.
 
-    `series` has the durations of the timed steps, by round. `phases` has the time of each phase from the ledger; these
-    times sum to `step.value`. `speedup` compares with `single` at equal global work (scaling "strong") or at equal work
-    per device ("weak"). `imbalance` is the ratio of device 0's busy time to the mean of the other devices'. `reason`
+    `rounds` and `steps` are the numbers of rounds with a result and of timed steps. `series` has the durations of the
+    timed steps, by round, and `step` is their median. `throughput` is in samples per second. `phases` has the time of
+    each phase from the ledger; these times sum to `step.value`. `speedup` compares with `single` at equal global work
+    (`scaling` is "strong") or at equal work per device ("weak"); `efficiency` is the speed-up over the number of
+    devices. `busy` has the time in which a device computes, `occupied` the time in which one of its spans is open.
+    `memory` has the peaks of the devices, and `host_bytes` is the peak of the host's memory. `imbalance` and
+    `memory_imbalance` are the ratios of device 0's busy time and memory to the mean of the other devices'. `reason`
     explains why a round gave no result. `fault` is set if no round gave a result although the last trial ended
     normally.
     """
@@ -76,7 +80,7 @@ class Row:
 
     @property
     def outcome(self) -> str:
-        """Return the outcome of the case as one word: "ok" if it has a result, else its fault or status."""
+        """Return the outcome of the case as text: "ok" if it has a result, else its fault or status, such as "oom"."""
         return (self.fault or self.status).value
 
     @property
@@ -101,7 +105,10 @@ _BLANK = Row(case=Case(model="", strategy="", batch_size=1), source=Source.MEASU
 
 
 def rows(trials: Iterable[Trial]) -> list[Row]:
-    """Return one row per case and source, sorted by model; one-device strategies come first, in the order of `Role`."""
+    """Return one row for each case and source (measured or predicted), sorted by model and settings.
+
+    Among equal settings, one-device strategies come first, in the order of `Role`.
+    """
     groups: dict[tuple[Case, Source], list[Trial]] = {}
     for trial in sorted(trials, key=_order):
         groups.setdefault((trial.case, trial.source), []).append(trial)
@@ -112,7 +119,7 @@ def rows(trials: Iterable[Trial]) -> list[Row]:
 
 
 def _order(trial: Trial) -> tuple[object, ...]:
-    """Return the sort key of a trial's row."""
+    """Return the sort key of a trial, which decides the order of the rows."""
     case = trial.case
     roles = [*Role]
     rank = roles.index(case.traits.role) if case.traits.one_device else len(roles)
@@ -121,12 +128,12 @@ def _order(trial: Trial) -> tuple[object, ...]:
 
 
 def measured(trials: Iterable[Trial]) -> dict[int, list[float]]:
-    """Return the durations of the timed steps in seconds, by round; the last trusted trial of each round counts."""
+    """Return the durations of the timed steps in seconds, by round; of a round's trusted trials, the last counts."""
     return {trial.round: list(trial.timed) for trial in trials if trial.trusted and trial.timed}
 
 
 def _row(case: Case, trials: Sequence[Trial], series: stats.Rounds) -> Row:
-    """Return the row of a case without the comparison with its baseline."""
+    """Return the row of a case without speed-up and efficiency; `series` is the result of `measured` for `trials`."""
     # if a round was measured again, its last trial counts
     good = list({trial.round: trial for trial in trials if trial.round in series and trial.trusted}.values())
     last = (good or trials)[-1]
@@ -161,7 +168,7 @@ def _row(case: Case, trials: Sequence[Trial], series: stats.Rounds) -> Row:
 
 
 def _stated(trial: Trial) -> Estimate | None:
-    """Return the predicted step time with its stored 80 % interval; None for a measured trial or a missing interval."""
+    """Return the predicted step time with its stored 80 % interval; None for a measurement or without an interval."""
     interval = trial.provenance.get("interval_80_s")
     if trial.source is not Source.PREDICTED or not interval:
         return None
@@ -170,7 +177,7 @@ def _stated(trial: Trial) -> Estimate | None:
 
 
 def _memory(trials: Sequence[Trial]) -> dict[int, int]:
-    """Return the highest peak of allocated memory over the trials, in bytes, for each device and for HOST."""
+    """Return, by device, the highest peak of allocated memory over the trials, in bytes; the host's index is HOST."""
     peaks: dict[int, int] = {}
     for memory in (m for trial in trials for m in trial.memory if m.kind == "allocated" and not m.phase):
         peaks[memory.device] = max(peaks.get(memory.device, 0), memory.peak_bytes)
@@ -180,7 +187,7 @@ def _memory(trials: Sequence[Trial]) -> dict[int, int]:
 def _memory_imbalance(case: Case, memory: Mapping[int, int]) -> float | None:
     """Return the ratio of device 0's peak to the mean peak of the other devices that have rows of the batch.
 
-    Return None if there is no such device, if device 0's peak is unknown, or if all peaks of the others are unknown.
+    Return None if device 0's peak is unknown, or if no other such device has a known peak.
     """
     others = [memory.get(device, 0) for device in range(1, len(case.rows))]
     return memory[0] / statistics.mean(others) if 0 in memory and any(others) else None
@@ -203,7 +210,10 @@ def labels(trial: Trial) -> tuple[str, ...]:
 def _compared(
     row: Row, series: Mapping[tuple[Case, Source], stats.Rounds], steps: Mapping[tuple[Case, Source], Estimate]
 ) -> Row:
-    """Return the row with speed-up and efficiency relative to the case's baseline; unchanged without a baseline."""
+    """Return the row with its speed-up and efficiency; unchanged if its case has no baseline.
+
+    `series` has the durations of the timed steps of every case by round, and `steps` their median step times.
+    """
     mine = series[row.case, row.source]
     if not mine:
         return row
@@ -221,9 +231,10 @@ def _compared(
 
 
 def baseline_in(case: Case, series: Mapping[Case, stats.Rounds]) -> Case | None:
-    """Return the measured baseline of a case: `single` at equal global work, or else at equal work per device.
+    """Return the baseline of a case: `single` at the same global batch size, or else at the same batch size per device.
 
-    Return None for `single` itself, for emulated devices, and if no baseline was measured.
+    Only cases in `series` can be the baseline. Return None for `single` itself, for emulated devices, and if `series`
+    has no baseline.
     """
     if case.traits.role is Role.BASELINE or case.device_kind == "emulated":
         return None  # emulated devices show host cost only: a speed-up would be meaningless
@@ -241,7 +252,10 @@ def _inverse(estimate: Estimate, work: float) -> Estimate:
 
 
 def _phases(trials: Sequence[Trial], step_s: float) -> dict[str, float]:
-    """Return the seconds of each phase in the middle half of each trial's timed steps, scaled to sum to `step_s`."""
+    """Return the seconds of each phase per step, scaled so that they sum to `step_s`.
+
+    Only the middle half of each trial's timed steps, sorted by duration, is used.
+    """
     total: dict[str, float] = {}
     for trial in trials:
         for phases in ledger.middle(trial):
@@ -253,7 +267,7 @@ def _phases(trials: Sequence[Trial], step_s: float) -> dict[str, float]:
 
 
 def _busy(trials: Sequence[Trial]) -> tuple[dict[int, list[float]], str]:
-    """Return the busy seconds of each device in each timed step, and the description of their source."""
+    """Return each device's busy seconds in the timed steps, and the description of their source; ({}, "") if none."""
     for metric, source in BUSY_METRICS.items():
         found: dict[int, list[float]] = {}
         for device, values in (pair for trial in trials for pair in trial.readings(metric, timed=True).items()):
@@ -264,7 +278,11 @@ def _busy(trials: Sequence[Trial]) -> tuple[dict[int, list[float]], str]:
 
 
 def _imbalance(trials: Sequence[Trial], source: str) -> Estimate | None:
-    """Return the ratio of device 0's busy time to the mean of the other devices', with its interval over the rounds."""
+    """Return the ratio of device 0's busy time to the mean of the other devices', with its interval over the rounds.
+
+    `source` is the description of a metric in `BUSY_METRICS`. Return None if a device has a busy time of 0, if the
+    rounds have different devices, or without readings of device 0 and another device.
+    """
     metric = next(name for name, words in BUSY_METRICS.items() if words == source)
     vectors: dict[int, list[tuple[float, ...]]] = {}
     for trial in trials:
@@ -290,11 +308,12 @@ def frame(
     run_ids: Sequence[str] = (),
     extra: Mapping[str, Sequence[object]] = MappingProxyType({}),
 ) -> pd.DataFrame:
-    """Return the rows as a flat table: case fields, then estimates as value, low, high and withheld columns.
+    """Return the rows as a flat table with one line per row.
 
-    The `withheld` column has the reason why the reports do not show an estimate; it is empty if they do. The columns
-    are the same for every run, except for devices beyond the first eight. `run_ids`, if given, become the first
-    column, and the columns of `extra` the last ones; both have one value per row.
+    Each estimate has four columns: value, low, high and withheld. The last has the reason why reports do not show the
+    estimate; it is empty if they show it. The columns are the same for every run, except for devices beyond the first
+    eight. `run_ids`, if given, become the first column, and the columns of `extra` the last ones. Both have one value
+    per row.
     """
     count = max([DEVICE_COLUMNS, *(device + 1 for row in table for device in {*row.busy, *row.memory})])
     flat = [_record(row, count) for row in table]
@@ -307,7 +326,7 @@ def frame(
 
 
 def _record(row: Row, devices: int) -> dict[str, object]:
-    """Return one line of the flat table."""
+    """Return one line of the flat table by column name, with columns for `devices` devices."""
     record: dict[str, object] = {f.name: getattr(row.case, f.name) for f in CASE_FIELDS}
     record |= {"status": row.outcome, "verified": row.verified, "rounds": row.rounds, "steps": row.steps}
     for name in ("step", "throughput", "speedup", "efficiency", "imbalance"):
@@ -337,9 +356,10 @@ class Comparison:
 
 
 def compare(before: Sequence[Trial], after: Sequence[Trial], *, margin: float = 0.01) -> list[Comparison]:
-    """Return the comparison of every case that both runs measured; a ratio above 1 means that `after` is faster.
+    """Return the comparison of every case with results in both runs; a ratio above 1 means that `after` is faster.
 
-    The verdicts are corrected for multiple comparisons.
+    `margin` is the relative difference up to which two cases count as the same. The verdicts are corrected for multiple
+    comparisons.
     """
     both = {}
     for case in dict.fromkeys(trial.case for trial in before):
@@ -354,7 +374,7 @@ def compare(before: Sequence[Trial], after: Sequence[Trial], *, margin: float = 
 
 
 def uncompared(before: Sequence[Trial], after: Sequence[Trial]) -> dict[Case, str]:
-    """Return the cases that are in both runs but have no result in one of them, each with the reason."""
+    """Return the cases that are in both runs but have no result in at least one of them, each with the reason."""
     found = {}
     for case in dict.fromkeys(trial.case for trial in before):
         for name, side in (("before", before), ("after", after)):
@@ -365,7 +385,10 @@ def uncompared(before: Sequence[Trial], after: Sequence[Trial]) -> dict[Case, st
 
 
 def blame(before: Sequence[Trial], after: Sequence[Trial]) -> tuple[str, float]:
-    """Return the phase that differs most between two sets of trials, and its change in seconds per step."""
+    """Return the phase whose time changed most from `before` to `after`, and the change in seconds per step.
+
+    The change is negative if the phase became shorter.
+    """
     first, second = (_phase_medians(trials) for trials in (before, after))
     moved = {name: second.get(name, 0.0) - first.get(name, 0.0) for name in {*first, *second}}
     name = max(sorted(moved), key=lambda phase: abs(moved[phase]))

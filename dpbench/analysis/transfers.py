@@ -1,7 +1,7 @@
-"""Transfers: the bytes that one training step must move, by phase, source and target, computed from shapes.
+"""Transfers: the bytes that one training step must move between devices, by phase, computed from tensor shapes.
 
 Only bytes that must cross a link are counted. Copies within a device, padding, losses and the weights of local losses
-(a few bytes each) are left out. An all-reduce counts as a ring all-reduce. docs/measuring.md lists the limits.
+(a few bytes each) are left out. Every all-reduce is counted as a ring all-reduce. docs/measuring.md lists the limits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dpbench.records.work import Move, Shapes, received, sent
 
 
 def moves(case: Case, shapes: Shapes) -> list[Move]:
-    """Return the moves of one step of a case; empty if they are not known or if the replicas share a device."""
+    """Return the moves of bytes in one step of a case; empty if they are unknown or if the replicas share a device."""
     if case.placement == "colocated":
         return []
     try:
@@ -29,16 +29,16 @@ def moves(case: Case, shapes: Shapes) -> list[Move]:
 
 
 LINKS = ("pcie", "nvlink")
-"""The links that have counters; the names of their metrics begin with these texts."""
+"""The kinds of links that have byte counters; the names of their metrics begin with these texts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flow:
-    """The moves of one phase of one case in a step.
+    """The moves of bytes between devices in one phase of one step of a case.
 
-    `seconds` has, by device, the time that the ledger charges to the phase: the median over the timed steps, then over
-    rounds. `rate` is the total bytes divided by the sum of `seconds`, in bytes per second. If the time of the moves
-    cannot be separated from compute, `seconds` is empty and `rate` is None.
+    `seconds` has, by device, the time that the ledger charges to the phase: the median over rounds of the median over
+    each round's timed steps. `rate` is the total bytes divided by the sum of `seconds`, in bytes per second. If the
+    time of the moves cannot be separated from compute, `seconds` is empty and `rate` is None.
     """
 
     case: Case
@@ -50,18 +50,21 @@ class Flow:
 
     @property
     def bytes(self) -> float:
-        """Return the total bytes that the phase moves."""
+        """Return the total bytes that the phase moves in one step."""
         return sum(move.bytes for move in self.moves)
 
     def rate_of(self, device: int) -> float | None:
-        """Return the bytes per second that a device receives; None if the time of the moves on it is unknown."""
+        """Return the bytes per second that `device` receives in the phase; None if the time of the phase is unknown."""
         seconds = self.seconds.get(device, 0.0)
         return received(self.moves, device) / seconds if self.rate is not None and seconds > 0 else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Counted:
-    """The bytes that a device received and sent per step: from its link counters, and computed from shapes."""
+    """The bytes that a device received and sent over one kind of link per step, from the link's counters.
+
+    `computed_received` and `computed_sent` are the bytes per step that follow from the shapes of tensors.
+    """
 
     case: Case
     source: Source
@@ -74,7 +77,7 @@ class Counted:
 
 
 def flows(trials: Iterable[Trial]) -> list[Flow]:
-    """Return the flows of each case, phase by phase, in the order of the cases."""
+    """Return one flow for each case and each phase that moves bytes, in the order of the trials."""
     found = []
     for (case, source), group in _grouped(trials).items():
         moves = _moves(case, group)
@@ -88,7 +91,7 @@ def flows(trials: Iterable[Trial]) -> list[Flow]:
 
 
 def counted(trials: Iterable[Trial]) -> list[Counted]:
-    """Return the bytes in the devices' link counters, by case, in the order of the cases; empty without counters."""
+    """Return the bytes per step from the counters of each case, link and device; empty without counters."""
     found = []
     for (case, source), group in _grouped(trials).items():
         step_s = statistics.median(step.seconds for trial in group for step in trial.steps if not step.warmup)
@@ -107,7 +110,7 @@ def counted(trials: Iterable[Trial]) -> list[Counted]:
 
 
 def _grouped(trials: Iterable[Trial]) -> dict[tuple[Case, Source], list[Trial]]:
-    """Return the trusted trials with timed steps, by case and source."""
+    """Return the trusted trials that have timed steps, by case and source."""
     groups: dict[tuple[Case, Source], list[Trial]] = {}
     for trial in trials:
         if trial.trusted and trial.timed:
@@ -121,7 +124,7 @@ def _moves(case: Case, trials: Sequence[Trial]) -> list[Move]:
 
 
 def _separable(case: Case, phase: Phase) -> bool:
-    """Return whether a phase's time is the time of its moves: they do not overlap with backward or other compute."""
+    """Return whether the time of `phase` is the time of its moves alone, because they do not overlap with compute."""
     if phase is Phase.REDUCE:
         scheduled = case.traits.scheduled and parse(case.schedule).reduce == "overlap"
         return case.traits.reduction is not Reduction.OVERLAPPED and not scheduled
@@ -129,7 +132,10 @@ def _separable(case: Case, phase: Phase) -> bool:
 
 
 def _seconds(trials: Sequence[Trial], phase: Phase) -> dict[int, float]:
-    """Return the seconds that the ledger charges to a phase, by device: medians over timed steps, then over rounds."""
+    """Return the seconds per step that the ledger charges to `phase`, by device.
+
+    They are the median over rounds of the median over each round's timed steps.
+    """
     rounds: dict[int, list[float]] = {}
     for trial in trials:
         steps: dict[int, list[float]] = {}
@@ -142,7 +148,7 @@ def _seconds(trials: Sequence[Trial], phase: Phase) -> dict[int, float]:
 
 
 def _means(trials: Sequence[Trial], metric: str) -> dict[int, float]:
-    """Return the mean of a metric's readings, by device."""
+    """Return the mean of all readings of `metric` in the trials, by device."""
     values: dict[int, list[float]] = {}
     for sample in (sample for trial in trials for sample in trial.samples if sample.metric == metric):
         values.setdefault(sample.device, []).append(sample.value)

@@ -1,7 +1,7 @@
 """Validity: check a trial for conditions that distort its numbers; each check compares a value with a limit.
 
-The values are stored with the trial as facts; their wording is produced when they are shown. A check without data (no
-GPU, no sampler, too few readings) is left out and does not count as passed. docs/measuring.md lists the checks.
+The values are stored with the trial; the text of a warning is written only when a report is shown. A check without data
+(no GPU, no sampler, too few readings) is left out and does not count as passed. docs/measuring.md lists the checks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ READINGS = 3
 """The least number of clock readings from which a change of the clock is computed."""
 LONG_S = 1.0
 """The least total duration of the timed steps in seconds for which the check `foreign_gpu` is made. In a shorter trial,
-the readings may count the new worker itself as another process."""
+the readings may count the trial's own worker as another process."""
 
 SLOWDOWNS = {
     0x04: "power cap", 0x08: "hardware slowdown", 0x10: "sync boost", 0x20: "heat (driver)", 0x40: "heat (hardware)",
@@ -34,7 +34,10 @@ for idleness and for clocks set by a user."""
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One check of one trial: its value, its limit, whether it passed, and further facts as plain data."""
+    """The result of one check of one trial: its value, its limit, and whether it passed.
+
+    `about` has further facts as plain data, such as the number of cores or the device.
+    """
 
     name: str
     value: float
@@ -44,15 +47,16 @@ class Check:
 
 
 Finding = tuple[float, Mapping[str, Any]]
+"""The value that a check measured, and further facts about it as plain data."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValidityRule:
     """The definition of one check: its measurement, its limit and its wording.
 
-    `measure` takes a trial and the number of cores, and returns the value with further facts, or None without data.
-    `headline` describes the problem; `item` formats the value of one case. The check fails if the absolute value
-    exceeds the limit, unless `doubted` returns True because the value is not significant.
+    `measure` takes a trial and the number of cores, and returns a value with further facts, or None if the trial has no
+    data for it. `headline` describes the problem, and `item` returns the value of a check as text. The check fails if
+    the absolute value exceeds `limit`, unless `doubted` takes the facts and returns True for an insignificant value.
     """
 
     name: str
@@ -61,13 +65,14 @@ class ValidityRule:
     headline: str
     item: Callable[[Check], str]
     per_core: bool = False
-    """Whether the limit is per core; it is then multiplied by the number of cores in the check's facts."""
+    """Whether `limit` is a limit per core. If so, it is multiplied by the number of cores in the facts of the check."""
     doubted: Callable[[Mapping[str, Any]], bool] = lambda about: False
 
 
 def check(trial: Trial, cores: int) -> list[Check]:
-    """Return every check that the trial has data for; none if the trial failed, was predicted or has impossible times.
+    """Return the results of all checks for which the trial has data.
 
+    The list is empty if the trial failed, was predicted, or has an impossible step time, such as a negative one.
     `cores` is the number of cores that the run may use, 0 for unknown.
     """
     if trial.status is not Status.OK or trial.source is not Source.MEASURED or trial.fault is Fault.CLOCK:
@@ -84,14 +89,14 @@ def check(trial: Trial, cores: int) -> list[Check]:
 
 
 def facts(trial: Trial, cores: int) -> dict[str, dict[str, Any]]:
-    """Return the checks by name as plain data, the form in which they are stored with the trial."""
+    """Return the results of `check` by name as plain data, the form in which they are stored with the trial."""
     return {
         one.name: {"value": one.value, "limit": one.limit, "ok": one.ok, **one.about} for one in check(trial, cores)
     }
 
 
 def of(trial: Trial, cores: int) -> list[Check]:
-    """Return the stored checks of a trial; if none were stored, compute them from its data."""
+    """Return the stored check results of a trial; if none are stored, return those of `check`."""
     stored = trial.provenance.get("validity")
     if stored is None:
         return check(trial, cores)
@@ -104,7 +109,7 @@ def of(trial: Trial, cores: int) -> list[Check]:
 
 
 def troubles(trials: Iterable[Trial], cores: int) -> dict[str, dict[Case, str]]:
-    """Return the failed checks as text, by headline and case: the worst value and the number of failures."""
+    """Return, by headline and case, a text with the worst value of a failed check and the number of failed rounds."""
     seen: dict[tuple[str, Case], list[Check]] = {}
     for trial in trials:
         for one in of(trial, cores):
@@ -130,7 +135,7 @@ def _timed(trial: Trial) -> list[float]:
 def _drift(trial: Trial, cores: int) -> Finding | None:
     """Return the change of the step time from the first to the last timed step, as a fraction of the median step.
 
-    The change is computed from the Theil-Sen slope.
+    The change is computed from the Theil-Sen slope. Return None if the trial has too few timed steps.
     """
     from scipy import stats  # takes half a second to import: not before it is needed
 
@@ -146,7 +151,10 @@ def _drift(trial: Trial, cores: int) -> Finding | None:
 
 
 def _throttled(trial: Trial, cores: int) -> Finding | None:
-    """Return the fraction of readings in which the most throttled GPU was throttled, and the causes."""
+    """Return the fraction of readings in which the most throttled GPU was throttled, with the causes.
+
+    Return None without readings.
+    """
     worst: Finding | None = None
     for device, readings in trial.readings("throttle_reasons").items():
         bits = [int(value) for value in readings]
@@ -159,9 +167,9 @@ def _throttled(trial: Trial, cores: int) -> Finding | None:
 
 
 def _clock(metric: str) -> Callable[[Trial, int], Finding | None]:
-    """Return a function that measures how far a clock fell, as a fraction of its highest frequency.
+    """Return a function that measures the largest fall of a clock frequency, as a fraction of the highest frequency.
 
-    The lowest and the highest twentieth of the readings are left out.
+    `metric` is the metric of the clock. The lowest and the highest twentieth of each device's readings are left out.
     """
 
     def measure(trial: Trial, cores: int) -> Finding | None:
@@ -177,7 +185,10 @@ def _clock(metric: str) -> Callable[[Trial, int], Finding | None]:
 
 
 def _foreign_gpu(trial: Trial, cores: int) -> Finding | None:
-    """Return the median memory in bytes that other processes use, on the GPU where they use the most."""
+    """Return the median number of bytes that other processes use on the GPU on which they use the most.
+
+    Return None without readings, or if the timed steps took less than `LONG_S` seconds.
+    """
     held = {d: statistics.median(values) for d, values in trial.readings("foreign_memory_bytes").items()}
     if not held or sum(_timed(trial)) < LONG_S:
         return None
@@ -186,7 +197,7 @@ def _foreign_gpu(trial: Trial, cores: int) -> Finding | None:
 
 
 def _foreign_cpu(trial: Trial, cores: int) -> Finding | None:
-    """Return the number of cores that other processes and the hypervisor used during the trial."""
+    """Return the mean number of cores that other processes and the hypervisor used in the trial; None if unknown."""
     load = foreign_load.during(trial)
     if isinstance(load, foreign_load.UnknownLoad):
         return None
@@ -194,7 +205,7 @@ def _foreign_cpu(trial: Trial, cores: int) -> Finding | None:
 
 
 def _oversubscribed(trial: Trial, cores: int) -> Finding | None:
-    """Return the number of devices beyond one per core.
+    """Return the number of devices minus the number of cores, but at least 0.
 
     Return None if the number of cores is unknown, and for emulated devices, which take turns by design.
     """
@@ -205,13 +216,13 @@ def _oversubscribed(trial: Trial, cores: int) -> Finding | None:
 
 
 def _peers(trial: Trial, cores: int) -> Finding | None:
-    """Return the number of pairs of GPUs without peer access, between which copies go through the host."""
+    """Return the number of pairs of GPUs without peer access, whose copies go through the host; None if unknown."""
     pairs = trial.provenance.get("no_peer_access")
     return None if pairs is None else (float(len(pairs)), {"pairs": pairs})
 
 
 def _closure(trial: Trial, cores: int) -> Finding | None:
-    """Return the median over the timed steps of the fraction of a step that no phase covers."""
+    """Return the median over the timed steps of the fraction of a step that no phase covers; None without steps."""
     shares = [
         phases[UNATTRIBUTED] / step.seconds
         for step, phases in zip(trial.steps, ledger.of_trial(trial), strict=True)
@@ -221,7 +232,7 @@ def _closure(trial: Trial, cores: int) -> Finding | None:
 
 
 def _verification(trial: Trial, cores: int) -> Finding | None:
-    """Return the position of the verification's result in the order of `Verified`, where 0 is bitwise."""
+    """Return the index of the verification's result in the order of `Verified`: 0 is bitwise, higher is worse."""
     return float(list(Verified).index(trial.verified)), {"verified": trial.verified.value}
 
 
@@ -239,7 +250,7 @@ def _on(check: Check) -> str:
 
 
 def _cores(check: Check) -> str:
-    """Return the number of cores that the run may use, as text; 0 means unknown."""
+    """Return the number of cores that the run may use, such as "4 cores", or "? cores" if it is unknown."""
     cores = int(check.about["cores"])
     return words.count(cores, "core") if cores else "? cores"
 
@@ -260,7 +271,7 @@ RULES: Sequence[ValidityRule] = (
     ),
     ValidityRule(
         name="drift", limit=0.05, measure=_drift, doubted=lambda about: bool(about["p"] >= SIGNIFICANT),
-        headline="the step time drifted by more than 5% while it was measured, so its median depends on the time span",
+        headline="the step time drifted by more than 5% in a trial, so its median depends on which steps were timed",
         item=lambda check: f"{check.value:+.0%} over {words.count(check.about['steps'], 'step')}",
     ),
     ValidityRule(

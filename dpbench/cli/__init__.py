@@ -1,6 +1,7 @@
 """Command line: parse the options, call the library, print the result.
 
-Commands compute nothing themselves. Each imports its modules when it runs, so that `dpbench --help` starts quickly.
+Commands compute nothing themselves. Each command imports the modules that it needs when it runs, so that `dpbench
+--help` starts quickly.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ for command in (
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line; print errors to stderr, and exit with the matching exit code."""
+    """Run the command line with these arguments, by default those of the process; print errors to stderr.
+
+    The exit code of the process states the kind of an error.
+    """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # SystemExit runs the cleanup of all contexts
     try:
         cli.main(arguments, prog_name="dpbench", standalone_mode=False)

@@ -1,4 +1,4 @@
-"""Options: their types and defaults, the cases that they select, and the exit codes of all commands."""
+"""Options: the types and defaults of command-line options, the cases that options select, and the exit codes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXIT_CLOSED = 128 + signal.SIGPIPE
 
 
 def last_words(text: str) -> NoReturn:
-    """Print `text` to stderr if stderr is still open, discard all further output, and exit as after SIGPIPE."""
+    """Print `text` to stderr if it is still open, discard all further output, and exit with the code for SIGPIPE."""
     with suppress(OSError):
         click.echo(text, err=True)
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -50,7 +50,7 @@ AXES = (
     "models", "own", "strategies", "own_strategies", "schedules", "ladder", "devices", "batch_sizes",
     "batch_per_device",
 )  # fmt: skip
-"""The options that select cases. Without any of them, a run is short and uses default cases."""
+"""The options that select cases. If none of them is given, a run is short and uses default cases."""
 EMPTY = "give at least one value, or leave the option out"
 
 
@@ -60,7 +60,7 @@ class Names(click.ParamType[tuple[str, ...]]):
     name = "a,b,..."
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        """Split at commas; fail on an empty list."""
+        """Return the names in a comma-separated text; fail for an empty list."""
         return value if isinstance(value, tuple) else self._parts(value, param, ctx)
 
     def _parts(self, value: str, param: Any, ctx: Any) -> tuple[str, ...]:
@@ -69,12 +69,15 @@ class Names(click.ParamType[tuple[str, ...]]):
 
 
 class Schedules(click.ParamType[tuple[str, ...]]):
-    """A list of schedules; each is the name of a rung, or switches."""
+    """A list of schedules, each of which is the name of a rung or a combination of switches."""
 
     name = "rung,switch=position,..."
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        """Split at commas, and at `;` between two schedules that are given by switches; fail on an empty list."""
+        """Return the schedules in a text; fail for an empty list.
+
+        Commas separate rungs and switches; `;` separates two schedules that are given by switches.
+        """
         from dpbench.records import plan
 
         if isinstance(value, tuple):
@@ -88,7 +91,7 @@ class Numbers(click.ParamType[tuple[int, ...]]):
     name = "1,2,..."
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        """Split at commas; fail on an empty list and on a part that is not an integer."""
+        """Return the integers in a comma-separated text; fail for an empty list, and for a part that is no integer."""
         if isinstance(value, tuple):
             return value
         try:
@@ -104,7 +107,7 @@ class Rounds(click.ParamType["int | str"]):
     name = "n|auto"
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        """Return `auto` or an integer from 1; fail on any other value."""
+        """Return `auto` or a positive integer; fail for any other value."""
         if value != "auto" and not (str(value).isdigit() and int(value) > 0):
             self.fail(f"{value!r} is neither a number of rounds (1 or more) nor auto", param, ctx)
         return value if value == "auto" else int(value)
@@ -116,7 +119,7 @@ class Bytes(click.ParamType[int]):
     name = "bytes"
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        """Return the number of bytes; fail on a value that is not a number, or has an unknown unit."""
+        """Return the number of bytes; fail for a value that is not a number, or has an unknown unit."""
         found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?", str(value), re.IGNORECASE)
         if not found:
             self.fail(f"{value!r} is not a number of bytes, such as 8GiB, 512MiB or 1000000", param, ctx)
@@ -125,7 +128,10 @@ class Bytes(click.ParamType[int]):
 
 
 def cases_of(options: dict[str, Any]) -> tuple[list[Any], float | None]:
-    """Return the cases that the options select, with defaults for this machine, and the budget in seconds or None."""
+    """Return the cases that the options select, and the time budget of the run in seconds, or None for no budget.
+
+    Options that are not given have defaults for this machine.
+    """
     from dpbench.hardware.nvml import cuda_device_count
     from dpbench.hardware.provenance import torch_has_cuda, usable_cores
     from dpbench.records import plan, registry

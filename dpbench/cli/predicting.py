@@ -1,4 +1,4 @@
-"""Predicting: the commands that predict and probe, and the text of their tables."""
+"""Predicting: the commands `dpbench predict` and `dpbench probe`, and the tables that they print."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 COLUMNS = ("model", "strategy", "devices", "batch", "ms/step", "80 % interval", "samples/s", "speed-up", "phases, ms",
            "profile", "label")  # fmt: skip
 SHOWN = 0.03
-"""The smallest fraction of a step that a phase must take to be shown in the table."""
+"""The smallest fraction of a step's time with which a phase is shown in the table of predictions."""
 SCORES = ("group", "strategy", "metric", "n", "MAPE", "median", "p90", "bias", "overhead", "skill", "80 % holds",
           "hard n", "hard MAPE", "left out")  # fmt: skip
 
 
 def predictions_table(found: Sequence[Prediction]) -> str:
-    """Return the predictions as a table with one line per case."""
+    """Return the predictions as the text of a table with one line per case."""
     return "\n".join(aligned([COLUMNS, *(_cells(one, found) for one in found)], left=(0, 1, 8, 9, 10)))
 
 
@@ -49,7 +49,7 @@ def _cells(one: Prediction, others: Sequence[Prediction]) -> tuple[str, ...]:
 
 
 def _phases(one: Prediction) -> str:
-    """Return a text with the milliseconds of each phase that takes at least the fraction `SHOWN` of the step."""
+    """Return a text with the name and the milliseconds of each phase that takes at least `SHOWN` of the step."""
     if not one.spans:
         return "none (formula)"
     charged = ledger.phases(Step(one.seconds, False, one.seconds), one.spans)
@@ -62,7 +62,7 @@ NEEDS = ("model", "strategy", "devices", "batch", "GPU 0 allocated", "other GPUs
 
 
 def needs_table(found: Iterable[Need]) -> str:
-    """Return a table of each case's memory peaks on device 0 and on the other devices, and whether the case fits."""
+    """Return a table with each case's memory peaks on device 0 and on the other devices, and whether the case fits."""
     lines: list[tuple[str, ...]] = [NEEDS]
     for one in found:
         case = one.case
@@ -80,7 +80,7 @@ def needs_table(found: Iterable[Need]) -> str:
 
 
 def what_ifs_table(found: Sequence[WhatIf]) -> str:
-    """Return a table of the predicted gains from changes of the schedule or the machine."""
+    """Return a table of the predicted gains from changes of the schedule or of the machine."""
     lines = [("model", "devices", "batch", "what if", "ms/step", "samples/s", "times as fast")]
     for one in found:
         rate = one.batch / one.seconds
@@ -90,7 +90,7 @@ def what_ifs_table(found: Sequence[WhatIf]) -> str:
 
 
 def scores_table(lines: Iterable[ScoreLine]) -> str:
-    """Return the scoreboard as a table with one line per group, strategy and metric."""
+    """Return the scores of predictions as a table with one line per group of rows, strategy and metric."""
     rows = [SCORES]
     for one in lines:
         rows.append((
@@ -103,7 +103,7 @@ def scores_table(lines: Iterable[ScoreLine]) -> str:
 
 
 def excluded_text(rows: Iterable[Excluded], most: int = 5) -> str:
-    """Return one line of text per reason for leaving out rows: the number of rows, and the first `most` ids."""
+    """Return one line of text per reason for leaving out rows: the number of rows, and the ids of the first `most`."""
     reasons: dict[str, list[str]] = {}
     for row in rows:
         reasons.setdefault(row.reason, []).append(row.id)
@@ -118,12 +118,12 @@ DEVICES = (1, 2, 4, 8)
 
 
 @click.command()
-@click.option("--machine", "machine_name", help="A machine of `dpbench list machines`, or a TOML file.")
-@click.option("--models", type=Names(), default=(), help="Reference models, or known ones such as resnet50,bert-base.")
+@click.option("--machine", "machine_name", help="A name from `dpbench list machines`, or a TOML file.")
+@click.option("--models", type=Names(), default=(), help="Reference models, or well-known ones such as resnet50.")
 @click.option("--model", "own", multiple=True, help="Your own model, package.module:name; may be repeated.")
 @click.option("--strategies", type=Names(), default=(), help="[default: single,torch_dp,dp,ddp]")
 @click.option("--schedules", type=Schedules(), multiple=True, help="Schedules of dp.  [default: reference]")
-@click.option("--devices", type=Numbers(), default=(), help="Device counts.  [default: 1,2,4,8, up to the machine's]")
+@click.option("--devices", type=Numbers(), default=(), help="Numbers of devices.  [default: 1,2,4,8 if available]")
 @click.option("--batch-sizes", type=Numbers(), default=(), help="Global batch sizes (strong scaling).")
 @click.option(
     "--batch-per-device", type=Numbers(), default=(), help="Batch sizes per device (weak scaling).  [default: 32]"
@@ -132,28 +132,28 @@ DEVICES = (1, 2, 4, 8)
     "--size", type=click.Choice(["small", "full"]), default="full", show_default=True, help="Size of reference models."
 )
 @click.option("--precision", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True)
-@click.option("--step-s", type=click.FloatRange(min=0, min_open=True), help="Measured seconds per step on one device.")
+@click.option("--step-s", type=click.FloatRange(min=0, min_open=True), help="Measured seconds of a step on one device.")
 @click.option(
     "--from", "measured", type=click.Path(path_type=Path, exists=True),
     help="A results file with steps of the strategy `single` that were measured on one device of this machine.",
 )  # fmt: skip
-@click.option("--quick", is_flag=True, help="Use formulas only: no phases, and no schedule but `reference`.")
-@click.option("--memory", is_flag=True, help="Predict each device's peak memory too; takes seconds per model.")
-@click.option("--max-batch", is_flag=True, help="Search for the largest batch that fits; slower than --memory.")
+@click.option("--quick", is_flag=True, help="Predict by formulas, without phases; only for `reference`.")
+@click.option("--memory", is_flag=True, help="Also predict each device's peak memory; takes seconds per model.")
+@click.option("--max-batch", is_flag=True, help="Search for the largest batch that fits into memory.")
 @click.option(
     "--score",
     "table",
     type=click.Path(path_type=Path, exists=True),
-    help="Score predictions against the measurements in this CSV file.",
+    help="Compare predictions with the published measurements in this CSV file, and print the errors.",
 )
 @click.option("--json", "as_json", is_flag=True, help="With --score: print JSON.")
-@click.option("--all-rows", is_flag=True, help="With --score: also score repeated, suspect and low-trust rows.")
-@click.option("--store", type=click.Path(path_type=Path), help="Write the predictions as a run of this results file.")
+@click.option("--all-rows", is_flag=True, help="With --score: also use repeated, suspect and low-trust rows.")
+@click.option("--store", type=click.Path(path_type=Path), help="Store the predictions as a run in this results file.")
 def predict(table: Path | None, as_json: bool, all_rows: bool, **options: Any) -> None:
     """Predict steps on another machine, phase by phase, with 80 % intervals; or score predictions.
 
-    --score takes a CSV file of published measurements, in which each group of rows must include a measurement
-    on one device.
+    --score compares predictions with a CSV file of published measurements, in which each group of rows must include
+    a measurement on one device.
     """
     if table:
         _score(table, as_json, all_rows)
@@ -166,7 +166,9 @@ def predict(table: Path | None, as_json: bool, all_rows: bool, **options: Any) -
 
     models = (*options["models"], *options["own"])
     if not options["machine_name"] or not models:
-        raise click.UsageError("give --machine and --models, such as --machine dgx-a100 --models resnet50; or --score")
+        raise click.UsageError(
+            "give --machine and --models, such as --machine dgx-a100 --models resnet50; or give --score FILE"
+        )
     described = machine.load(options["machine_name"])
     batches = {name: options[name] for name in ("batch_sizes", "batch_per_device")}
     if not any(batches.values()):
@@ -188,7 +190,7 @@ def predict(table: Path | None, as_json: bool, all_rows: bool, **options: Any) -
         described, given=known, by_formula=options["quick"], measured={key: one.profile for key, one in steps.items()}
     )
     found = [predictor.predict(case) for case in asked]
-    basis = "only its steps on one device were measured" if described.logical else "all steps below are predictions"
+    basis = "only the steps on one device were measured" if described.logical else "all steps below are predictions"
     click.echo(f"{described.name}: {described.description}; {basis}")
     click.echo("".join(f"{one.words}\n" for one in steps.values()))
     click.echo(predictions_table(found))
@@ -204,20 +206,20 @@ def predict(table: Path | None, as_json: bool, all_rows: bool, **options: Any) -
 
 
 def _check(machine: Any, options: Mapping[str, Any]) -> None:
-    """Check that the options agree with each other and with the machine. Raises UsageError otherwise."""
+    """Raise UsageError if options contradict each other or cannot be used for the machine."""
     if options["step_s"] and options["measured"]:
         raise click.UsageError("--step-s and --from both give the step time on one device: leave out one of them")
     given = [flag for flag in ("step_s", "quick", "memory", "max_batch") if options[flag]]
     if machine.logical and given:
         flags = ", ".join(f"--{flag.replace('_', '-')}" for flag in given)
         raise click.UsageError(
-            f"{flags} can be used for GPUs only. {machine.name} has logical CPU devices, which share one memory; they "
-            "are predicted from measured phases: give only --from FILE"
+            f"{flags} can be used for GPUs only. {machine.name} has logical CPU devices, which share one memory. Their "
+            f"steps are predicted from measured phases: leave out {flags}, and give --from FILE"
         )
 
 
 def _score(path: Path, as_json: bool, all_rows: bool) -> None:
-    """Print the errors of predictions against the published measurements in a file."""
+    """Print the errors of predictions, compared with the published measurements in the CSV file `path`."""
     import json
 
     from dpbench.predict.scoring import score
@@ -239,7 +241,7 @@ def _score(path: Path, as_json: bool, all_rows: bool) -> None:
 @patience_option
 @click.option("--anyway", is_flag=True, help="Measure even if the machine is busy, and label the file NOISY.")
 def probe(output: Path | None, patience: float | None, anyway: bool) -> None:
-    """Measure this machine in a minute, while nothing else runs, and write a machine file for predictions."""
+    """Measure this machine in a minute, during which nothing else should run; write a machine file for predictions."""
     from dpbench.probe import Busy, measure_toml
 
     try:

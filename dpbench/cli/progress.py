@@ -17,7 +17,7 @@ from dpbench.records.words import aligned
 
 
 class _Console(Console):
-    """A console that raises BrokenPipeError when the reader has closed the output; rich's console would exit."""
+    """A console that raises BrokenPipeError if the reader has closed the output, where rich's own console exits."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError("the output was closed")
@@ -42,7 +42,7 @@ class Progress:
         self._bar.stop()
 
     def listen(self, event: Any) -> None:
-        """Show an event of a run."""
+        """Show an event of a run: a message, the start of the run, or the start or the end of a trial."""
         from rich.markup import escape
 
         if hasattr(event, "text"):
@@ -66,9 +66,9 @@ COLUMNS = ("model", "strategy", "devices", "batch", "ms/step", "95 % interval", 
 
 
 def table(rows: Sequence[Any], ladders: Sequence[ladder.Ladder] = ()) -> str:
-    """Return the rows of an analysis as a plain text table with aligned columns; failed cases show their status.
+    """Return the rows of an analysis as the text of a table with one line per case.
 
-    The fastest rung of each ladder is marked.
+    A case without a measured step time shows its status. The fastest rung of each ladder is marked.
     """
     best = [found.fastest.row for found in ladders]
     lines = [COLUMNS, *(_cells(row, any(row is one for one in best)) for row in rows)]
@@ -76,7 +76,10 @@ def table(rows: Sequence[Any], ladders: Sequence[ladder.Ladder] = ()) -> str:
 
 
 def _cells(row: Any, best: bool) -> tuple[str, ...]:
-    """Return the cells of one row; an unmeasured case shows its status in place of the time."""
+    """Return the cells of the line for one case; the name of the case says "best rung" if `best` is True.
+
+    A case without a measured step time shows its status in place of the time.
+    """
     case = row.case
     schedule = f"[{ladder.short(case.schedule)}]" if case.schedule not in ("", "reference") else ""
     name = ("single, all cores" if case.traits.all_cores else case.strategy) + schedule
@@ -100,7 +103,7 @@ def _cells(row: Any, best: bool) -> tuple[str, ...]:
 
 
 def _estimate(estimate: Estimate | None, scale: float = 1.0, unit: str = "") -> tuple[str, str]:
-    """Return an estimate's value and its interval as two cells; both are empty if there is no estimate."""
+    """Return the cell of an estimate's value and the cell of its interval; both are empty for None."""
     if estimate is None:
         return "", ""
     if estimate.doubt:

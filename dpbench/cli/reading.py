@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 METRICS = {
-    "busy_s": "CPU seconds per step of the threads of one logical CPU device",
+    "busy_s": "CPU seconds that the threads of one logical CPU device spend in a step",
     "kernel_busy_s": "seconds in which a GPU ran kernels other than collectives, in one profiled step",
     "collective_busy_s": "seconds in which a GPU ran collective kernels, in one profiled step",
     "utilization_ratio": "fraction of the time in which a GPU ran any kernel, from NVML",
@@ -54,7 +54,7 @@ REMOVES = {
     "cached": "the rebuilding of the replicas' module trees in each step",
     "flat_storage": "the broadcast and the reduction of tensors one by one",
     "persistent": "the copying of weights into new replicas, through autograd, in each forward",
-    "local_loss": "the gathering of outputs on device 0, and the loss there",
+    "local_loss": "the gathering of outputs on device 0, and the computation of the loss on device 0",
     "local_backward": "the joint backward, in which one thread drives all devices",
     "overlap": "the delay of every reduction until the whole backward has ended",
     "allreduce": "the optimizer on device 0 alone, and the broadcast of new weights from it",
@@ -63,11 +63,14 @@ REMOVES = {
     "graphs": "the separate launch of each kernel",
     "bf16_comm": "half of the bytes in gradient transfers",
 }
-"""The cost that the switch of each rung removes from a step."""
+"""The cost that each rung removes from a step by changing its switch."""
 
 
 def rows(kind: str) -> list[tuple[str, str]]:
-    """Return (name, description) of each model, strategy, schedule, machine or metric; descriptions have one line."""
+    """Return the name and a one-line description of each model, strategy, schedule, machine or metric.
+
+    `kind` is the plural of one of these words, such as "models".
+    """
     if kind == "machines":
         loaded = {name: machine.load(name) for name in machine.names()}
         return [(name, f"{one.description} ({words.count(one.devices, 'GPU')})") for name, one in loaded.items()]
@@ -82,7 +85,7 @@ def rows(kind: str) -> list[tuple[str, str]]:
 
 
 def _rung(name: str) -> str:
-    """Return a rung's switch, the cost that it removes and its requirements, as text."""
+    """Return a text with the switch that a rung changes, the cost that this removes, and the rung's requirements."""
     if name == REFERENCE:
         return "all switches at their defaults: the work of torch.nn.DataParallel, in phases that can be timed"
     needs = {need for _, need in RUNGS[name].needs(TRAIN_STEP)}
@@ -92,7 +95,10 @@ def _rung(name: str) -> str:
 
 
 def runs(found: Iterable[tuple[StoredRun, int]]) -> list[tuple[str, str]]:
-    """Return (id, description) of each run; the description has its start time, commit, number of cases and status."""
+    """Return the id and a description of each run, which has the start time, commit, number of cases and status.
+
+    `found` are pairs of a run and its number of cases.
+    """
     lines = []
     for run, cases in found:
         code = run.provenance.get("dpbench") or {}
@@ -118,7 +124,7 @@ def _first_line(path: Path) -> str:
 @run_option
 @store_option
 def report(store: Path, run_id: str | None, html: Path, md: bool) -> None:
-    """Write the report of a run as one HTML file that needs no network, or print it as Markdown."""
+    """Write the report of a run as one HTML file that needs no network, or print the report as Markdown."""
     chosen, trials = read(store, run_id)
     found = report_of(chosen, trials)
     if md:
@@ -150,7 +156,7 @@ def explain(store: Path, run_id: str | None) -> None:
 @click.argument("kind", type=click.Choice(["models", "strategies", "schedules", "machines", "metrics", "runs"]))
 @store_option
 def list_(kind: str, store: Path) -> None:
-    """List the available choices, or the runs of the store, one per line; each line starts with a name."""
+    """List the names that options accept, or the runs of a store: one per line, with a description."""
     shown = runs(_runs(store)) if kind == "runs" else rows(kind)
     width = max((len(name) for name, _ in shown), default=0)
     if sys.stdout.isatty():
@@ -214,7 +220,7 @@ def export(store: Path, run_id: str | None, format: str, every: bool, output: Pa
 @click.argument("after")
 @click.option(
     "--margin", type=click.FloatRange(0, 1), default=0.01, show_default=True,
-    help="Smaller relative differences count as equal.",
+    help="Relative differences below this margin count as equal.",
 )  # fmt: skip
 @store_option
 def compare(before: str, after: str, margin: float, store: Path) -> None:
@@ -230,7 +236,7 @@ def compare(before: str, after: str, margin: float, store: Path) -> None:
     lost = summary.uncompared(first, second)
     if not lines:
         reasons = "".join(f"; {case.label}: {reason}" for case, reason in lost.items())
-        raise click.UsageError(f"{before} and {after} have no measured case in common{reasons}")
+        raise click.UsageError(f"the runs {before} and {after} have no measured case in common{reasons}")
     for line in lines:
         decided = line.verdict not in ("same", "undecided")
         moved = f"; {line.phase} {words.signed_time(line.phase_s)}" if decided else ""
@@ -242,7 +248,7 @@ def compare(before: str, after: str, margin: float, store: Path) -> None:
 
 
 def _ratio(estimate: Estimate) -> str:
-    """Return a ratio and its interval as text, with four digits because the default margin is 1 %."""
+    """Return a ratio and its interval as text with four digits, which a margin of 1 % needs."""
     if estimate.doubt:
         return f"{words.NOT_ENOUGH} ({words.doubt(estimate)}; {words.REMEDY} would help)"
     value, low, high = (words.number(part, 4) for part in (estimate.value, estimate.low, estimate.high))
@@ -250,6 +256,9 @@ def _ratio(estimate: Estimate) -> str:
 
 
 def _side(store: Path, name: str) -> Any:
-    """Return the trials of one side of a comparison."""
+    """Return the trials of one side of a comparison: the newest run in the store file `name`, or a run in `store`.
+
+    In the second case, `name` is the beginning of the run's id.
+    """
     path = Path(name)
     return read(path, None)[1] if path.is_file() else read(store, name)[1]

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from dpbench.records import Case, Trial
 
 
-RESUMES = "the finished trials are stored; the same command resumes the run"
+RESUMES = "the finished trials are stored; to resume the run, give the same command again"
 SELF_CHECK_SCALE = 1.0
-"""The duration of the self-check as a multiple of the default, which is about a minute."""
+"""The duration of the self-check as a multiple of its default duration, which is about a minute."""
 
 
 @click.command()
@@ -54,15 +54,16 @@ SELF_CHECK_SCALE = 1.0
 @click.option(
     "--ladder",
     is_flag=True,
-    help="Measure every rung of the ladder, the best rung with each of its switches reset in turn, single and ddp. "
+    help="Measure every rung of the ladder, the best rung with each of its switches reset in turn, and the strategies "
+    "single and ddp. "
     "Uses all available devices unless --devices is given; two models take about five minutes.",
 )
 @click.option(
     "--devices",
     type=Numbers(),
-    help="Device counts.  [default: 1,2,4,8, up to the available GPUs; at most 4 without GPUs; colocated: 1,2]",
+    help="Numbers of devices.  [default: 1,2,4,8, up to the available GPUs; at most 4 without GPUs; colocated: 1,2]",
 )
-@click.option("--device-ids", type=Numbers(), default=(), help="Indices of the GPUs, in order.  [default: from 0]")
+@click.option("--device-ids", type=Numbers(), default=(), help="Indices of the GPUs to use.  [default: from 0]")
 @click.option("--device-kind", type=click.Choice(["cpu", "cuda", "emulated"]), help="[default: cuda if there is a GPU]")
 @click.option("--placement", type=click.Choice(["spread", "colocated"]), help="colocated: replicas share one GPU.")
 @click.option("--batch-sizes", type=Numbers(), help="Global batch sizes (strong scaling).  [default: 64]")
@@ -73,45 +74,47 @@ SELF_CHECK_SCALE = 1.0
     "--inputs",
     type=Names(),
     default=("pinned",),
-    help="Where the batch is before each step: pageable or pinned host memory, or device (0).  [default: pinned]",
+    help="Place of the batch before each step: pageable or pinned for host memory, device for device 0.  "
+    "[default: pinned]",
 )
 @click.option(
     "--read-loss",
     type=Numbers(),
     default=(0,),
-    help="Read the loss as a number every N steps, as loops that print it do; 0: never.  [default: 0]",
+    help="Read the loss as a number every N steps, as loops that print the loss do; 0: never.  [default: 0]",
 )
 @click.option(
     "--rounds",
     type=Rounds(),
     default=3,
     show_default=True,
-    help="Fresh processes per case; auto: add rounds until each speed-up's interval is as narrow as --within.",
+    help="Number of rounds, each of which measures every case in a fresh process. auto: add rounds until the interval "
+    "of each speed-up is as narrow as --within.",
 )
 @click.option(
     "--within",
     type=click.FloatRange(1e-4, 1),
     default=0.01,
     show_default=True,
-    help="With --rounds auto: required half-width of a speed-up's 95 % interval, as a fraction.",
+    help="With --rounds auto: required half-width of a speed-up's 95 % interval, as a fraction of the speed-up.",
 )
 @click.option(
     "--paired",
     is_flag=True,
-    help="Measure cases in one process, with alternating blocks of steps: ratios are far more stable, but the memory "
-    "of each case is unknown. ddp still runs in separate processes.",
+    help="Measure the cases of a model in one process, with alternating blocks of steps: ratios are far more stable, "
+    "but the memory of each case is unknown. ddp still runs in separate processes.",
 )
 @click.option(
     "--budget",
     type=click.FloatRange(1),
-    help="Seconds for the whole run.  [default: 60, or 180 on GPUs, for default cases; 300 for --rounds auto]",
+    help="Maximum seconds for the whole run.  [default: 60, or 180 on GPUs, for default cases; 300 for --rounds auto]",
 )
 @click.option("--limit", type=click.FloatRange(1), default=120.0, show_default=True, help="Maximum seconds per trial.")
 @patience_option
 @click.option("--retry", type=Names(), default=(), help="Measure trials with these statuses again: failed,oom,...")
-@click.option("--profile", is_flag=True, help="Profile one more step of each trial, and write Chrome traces.")
-@click.option("--find-max-batch", is_flag=True, help="Search for each case's largest batch that fits; time no steps.")
-@click.option("--device-memory", type=Bytes(), default=0, help="Memory of an emulated device, such as 8GiB.")
+@click.option("--profile", is_flag=True, help="Profile one additional step of each trial; write Chrome traces.")
+@click.option("--find-max-batch", is_flag=True, help="Search for the largest batch of each case that fits in memory.")
+@click.option("--device-memory", type=Bytes(), default=0, help="Memory of each emulated device, such as 8GiB.")
 @click.option("--report", type=click.Path(path_type=Path), default=REPORT, show_default=True, help="The page to write.")
 @click.option(
     "--self-check",
@@ -171,7 +174,10 @@ def run(store: Path, report: Path, **options: Any) -> None:
 
 
 def _find_max_batch(cases: Sequence[Case], store: Path, limit_s: float) -> int:
-    """Search for the largest batch of each case; print tries to stderr and results to stdout; return the exit code."""
+    """Search for the largest batch of each case that fits in memory, and return the exit code.
+
+    Each attempt is printed to stderr, and the results are printed to stdout.
+    """
     from dpbench.measure import batch_search
     from dpbench.records import Status
     from dpbench.store import Store
@@ -192,11 +198,11 @@ def _find_max_batch(cases: Sequence[Case], store: Path, limit_s: float) -> int:
 
 
 def _self_check(cases: Sequence[Case]) -> dict[str, Any]:
-    """Return the overhead of measuring, on the kind of device that the cases use."""
+    """Measure the overhead of measuring on the kind of device that the cases use, and return it as plain data."""
     from dpbench.measure import checks
     from dpbench.measure.run import ordinals
 
-    click.echo("self-check: the overhead of measuring on this machine; about a minute", err=True)
+    click.echo("self-check: measuring the overhead of marks and samplers; this takes about a minute", err=True)
     widest = max(cases, key=lambda case: case.devices)
     devices = widest.devices if widest.placement == "spread" else 1
     return checks.measure(widest.device_kind, devices, ordinals(cases), scale=SELF_CHECK_SCALE)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def read(store: Path, run_id: str | None) -> tuple[StoredRun, list[Trial]]:
-    """Return a run of a store, and its trials without their spans."""
+    """Return a run in a store file, and the run's trials without their spans; `choose` explains `run_id`."""
     from dpbench.store import Store
 
     with Store.read(store) as opened:
@@ -25,19 +25,23 @@ def read(store: Path, run_id: str | None) -> tuple[StoredRun, list[Trial]]:
 
 
 def choose(runs: Any, run_id: str | None) -> StoredRun:
-    """Return the newest run, or the one whose id begins with `run_id`. Raises UsageError if none or several match."""
+    """Return the run whose id begins with `run_id`, or the newest run for None.
+
+    Raises UsageError if there is no such run, or if several ids begin with `run_id`.
+    """
     found = [run for run in runs if run.id.startswith(run_id or "")]
     if not found:
         known = ", ".join(run.id[:8] for run in runs) or "none"
-        raise click.UsageError(f"no run {run_id or ''} in the store, which has: {known}")
+        raise click.UsageError(f"the store has no run whose id begins with {run_id or ''!r}; its runs are: {known}")
     if run_id and len(found) > 1:
-        raise click.UsageError(f"{run_id} matches {len(found)} runs: {', '.join(run.id[:12] for run in found)}")
+        matches = ", ".join(run.id[:12] for run in found)
+        raise click.UsageError(f"{run_id} matches {len(found)} runs: {matches}; give more characters of the id")
     chosen: StoredRun = found[0]
     return chosen
 
 
 def report_of(chosen: StoredRun, trials: Sequence[Trial]) -> Report:
-    """Return the analysis of a run's trials, from which the page, Markdown and the terminal's output are made."""
+    """Return the report of a run: the analysis of its trials for the HTML page, for Markdown and for the terminal."""
     from dpbench.analysis.report import Report
     from dpbench.measure import checks
 
@@ -48,7 +52,7 @@ def report_of(chosen: StoredRun, trials: Sequence[Trial]) -> Report:
 
 
 def write_report(path: Path, report: Report) -> None:
-    """Write the HTML page of a report; create missing parent folders."""
+    """Write a report as an HTML page to the file `path`, and create its parent folders if they are missing."""
     from dpbench.report import page
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -56,14 +60,14 @@ def write_report(path: Path, report: Report) -> None:
 
 
 def print_table(report: Report) -> None:
-    """Print a table with one line per case to stdout."""
+    """Print a report's table of results, with one line per case, to stdout."""
     from dpbench.cli.progress import table
 
     click.echo(table(report.rows, report.ladders))
 
 
 def print_verdict(report: Report) -> None:
-    """Print the verdict and the self-check to stdout, and the warnings and the reasons why rounds ended to stderr."""
+    """Print a report's verdict and self-check to stdout, and its warnings and its notes on rounds to stderr."""
     for warning in report.warnings:
         click.echo(f"warning: {warning}", err=True)
     for case, ended in report.provenance.get("rounds", {}).items():

@@ -15,25 +15,26 @@ from dpbench.records.schedule import Schedule
 from dpbench.records.words import time as duration
 
 PAUSE, SKIP, BLOCK = 2, 1, 3
-"""Updates to ignore at the start; updates to ignore at the start of each block; updates to count per block."""
+"""Numbers of updates: ignored at the start, ignored at the start of each block, and timed in each block."""
 PAIRS = range(4, 9)
-"""The minimum and maximum numbers of pairs of blocks to compare."""
+"""The numbers of pairs of blocks after which a choice may be made, from the minimum to the maximum."""
 T95 = {4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}
-"""Student's t for a two-sided 95 % interval, by the number of pairs."""
+"""Student's t for a two-sided 95 % confidence interval, by the number of pairs."""
 ALIKE = 0.02
-"""Keep the pool unless running without threads reduces the time of an update by more than this fraction."""
+"""The pool is kept unless running without threads saves more than this fraction of an update's time."""
 WORK = (Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.OPTIMIZER)
 """The phases that also exist in training on one device."""
 
 
 class Autotuner:
-    """Alternates between a pool of threads and no threads in the first steps, then chooses the faster.
+    """The choice between a pool of threads and no threads, made by timing both in the first updates.
 
-    Threads are faster if kernels are long; if kernels are short, the threads compete for the interpreter lock. The
-    choice does not change any result. Blocks run in ABBA order, so that a drift of the machine's speed cancels. The
-    choice depends on the median ratio of the times of neighbouring blocks. It is made as soon as the confidence
-    interval of these ratios excludes 1, at the latest after the last pair. Each time is that of a whole update,
-    including all calls of an accumulation. `advice` is a message if one device is likely to be faster, otherwise "".
+    The pool is faster if kernels are long; if kernels are short, its threads compete for the interpreter lock. The
+    choice does not change any result. The two candidates run in blocks of updates, in ABBA order, so that a drift of
+    the machine's speed cancels. Two neighbouring blocks form a pair. The choice depends on the median, over the pairs,
+    of the ratio of the two candidates' times. It is made as soon as the confidence interval of the ratios excludes 1,
+    at the latest after the last pair. The time of an update includes all calls of a gradient accumulation. `advice` is
+    a message if training on one device is likely to be faster, otherwise "".
     """
 
     def __init__(self, schedule: Schedule, devices: Sequence[Device]) -> None:
@@ -49,7 +50,7 @@ class Autotuner:
         self.advice = ""
 
     def _turns(self) -> Iterator[tuple[int, bool]]:
-        """Yield, for each update, the candidate that runs it and whether its time counts."""
+        """Yield, for each update, the index of the candidate that runs it and whether its time counts."""
         for _ in range(PAUSE):
             yield 0, False
         for pair in range(PAIRS.stop - 1):
@@ -71,7 +72,7 @@ class Autotuner:
         return self._running
 
     def _count(self) -> None:
-        """Store the time of the update that has just ended."""
+        """Store the time of the update that has just ended, if that time counts."""
         if self._counts:
             candidate, seconds = self._blocks[-1]
             seconds.append(self._update_s)
@@ -80,20 +81,20 @@ class Autotuner:
         self._counts, self._update_s, self._work_s = False, 0.0, 0.0
 
     def _ratios(self) -> list[float]:
-        """Return log(pool seconds / seconds without threads) for each complete pair of blocks."""
+        """Return log(seconds with the pool / seconds without threads) for each complete pair of blocks."""
         pairs = [dict(self._blocks[i : i + 2]) for i in range(0, len(self._blocks) - 1, 2)]
         return [
             math.log(statistics.median(pair[0]) / statistics.median(pair[1])) for pair in pairs if pair[0] and pair[1]
         ]
 
     def _is_decided(self) -> bool:
-        """Return whether a pair of blocks has just ended and the ratios' confidence interval excludes 1."""
+        """Return whether a pair of blocks has just ended and the confidence interval of the ratios excludes 1."""
         at_pair = len(self._blocks) % 2 == 1 and not self._blocks[-1][1]
         ratios = self._ratios() if at_pair else []
         return len(ratios) in PAIRS and abs(statistics.fmean(ratios)) > _half(ratios)
 
     def _settle(self) -> None:
-        """Choose a candidate; set `advice` if an update is likely to take less time on one device."""
+        """Choose the candidate for all later updates; set `advice` if training on one device is likely to be faster."""
         self.settled, self._running = True, self.schedule
         ratios = self._ratios()
         if len(ratios) not in PAIRS:
@@ -105,12 +106,13 @@ class Autotuner:
         if self._on_host and alone_s < took_s:
             self.advice = (
                 f"one device is likely to be faster: about {duration(alone_s)} per update, estimated from the phases "
-                f"that also exist on one device; {len(self._devices)} devices take {duration(took_s)}"
+                f"that also exist in training on one device, whereas an update on {len(self._devices)} devices takes "
+                f"{duration(took_s)}; train on one device"
             )
 
     @contextmanager
     def timed(self, mark: Mark) -> Iterator[Mark]:
-        """Time one call as part of its update; yield the mark to use in the call."""
+        """Inside the context, time one call as part of its update; yield the mark to use in the call."""
         if self.settled:
             yield mark
             return
@@ -134,11 +136,11 @@ class Autotuner:
         self._update_s += time.perf_counter() - start_s
 
     def _synchronize(self) -> None:
-        """Wait for all devices."""
+        """Wait for all devices to finish their work."""
         for device in self._devices:
             device.synchronize()
 
 
 def _half(ratios: Sequence[float]) -> float:
-    """Return half the width of the 95 % confidence interval of the ratios' mean."""
+    """Return half the width of the 95 % confidence interval of the mean of `ratios`."""
     return T95[len(ratios)] * statistics.stdev(ratios) / math.sqrt(len(ratios))

@@ -1,9 +1,10 @@
-"""Collectives: reduce, all-reduce and broadcast, of gradients and weights.
+"""Collectives: the sum of gradients over the replicas, and the broadcast of weights to the devices.
 
-`reduce` adds gradients on one device in replica order, so that the result is bitwise reproducible. An `Exchange` adds
-gradients in persistent flat buffers. On distinct GPUs, both use collectives (NCCL's), which are fast. NCCL chooses the
-order of additions; the sums are therefore not bitwise equal to ordered additions. All other cases use ordered additions
-and copies: replicas that share a GPU, logical CPU devices, and gradients that are rounded for the transfer.
+`reduce` sums gradients on one device. An `Exchange` sums gradients that are stored in persistent flat buffers. On
+distinct GPUs, both use NCCL's collectives, which are fast. NCCL chooses the order of additions; the sums are therefore
+not bitwise equal to sums in replica order. Collectives are not used for replicas that share a GPU, for logical CPU
+devices, and for gradients that are rounded for the transfer. In these cases gradients are added in replica order, so
+that the sums are bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ def reduce(
     comm_dtype: torch.dtype | None = None,
     mark: Mark = no_mark,
 ) -> list[torch.Tensor]:
-    """Return the sums of `gradients[replica][parameter]` over the replicas, on `devices[0]`.
+    """Return, for each parameter, the sum of `gradients[replica][parameter]` over the replicas, on `devices[0]`.
 
     The order of additions is ((g0 + g1) + g2) + ... On distinct GPUs, torch's coalesced reduction chooses the order,
-    unless `comm_dtype` is given or gradients are enabled (`create_graph=True`). With `comm_dtype` every gradient is
-    rounded to that dtype for the transfer.
+    unless `comm_dtype` is given or grad mode is enabled (as in a backward with `create_graph=True`). With `comm_dtype`
+    every gradient is rounded to that dtype for the transfer.
     """
     devices = as_devices(devices)
     root = devices[0]
@@ -53,7 +54,11 @@ def reduce(
 
 
 def _sum(parts: Sequence[torch.Tensor], root: Device, comm_dtype: torch.dtype | None) -> torch.Tensor:
-    """Return the sum of `parts` in order; one part is returned unchanged, and the sum of sparse parts is sparse."""
+    """Return the sum of `parts` on the device `root`, added in order.
+
+    A single part is returned unchanged. If all parts are sparse, the sum is sparse. With `comm_dtype`, every part is
+    rounded to that dtype for the transfer.
+    """
     total = arrive(parts[0], root, comm_dtype) if len(parts) > 1 else parts[0]
     for number, part in enumerate(parts[1:]):
         here = arrive(part, root, comm_dtype)
@@ -65,7 +70,10 @@ def _sum(parts: Sequence[torch.Tensor], root: Device, comm_dtype: torch.dtype | 
 
 
 def arrive(part: torch.Tensor, root: Device, comm_dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return a gradient on `root`, rounded to `comm_dtype` for the transfer if one is given."""
+    """Return a gradient on the device `root`, in the gradient's own dtype.
+
+    If `comm_dtype` is given, the gradient is rounded to that dtype for the transfer.
+    """
     home = root.torch_device
     if comm_dtype is None or not part.is_floating_point():
         return part if part.device == home else part.to(home, non_blocking=True)  # the check is cheaper than `to`
@@ -73,7 +81,10 @@ def arrive(part: torch.Tensor, root: Device, comm_dtype: torch.dtype | None = No
 
 
 def choose(devices: Sequence[Device], schedule: Schedule, tensors: Sequence[torch.Tensor]) -> Collectives | None:
-    """Return the collectives that may sum `tensors` under the schedule; None means ordered additions."""
+    """Return the collectives with which `devices` can sum `tensors` under the schedule.
+
+    Return None if there are none: the tensors must then be added in replica order.
+    """
     if schedule.comm_dtype != "none" or not all(is_dense(one) and one.is_floating_point() for one in tensors):
         return None
     return devices[0].collectives(devices)
@@ -81,7 +92,7 @@ def choose(devices: Sequence[Device], schedule: Schedule, tensors: Sequence[torc
 
 @dataclass(frozen=True)
 class Bucket:
-    """Elements [start, stop) of flat buffer `flat`; `numbers` are the indices of the parameters stored there."""
+    """Elements [start, stop) of the flat buffer with index `flat`; `numbers` are the indices of their parameters."""
 
     flat: int
     start: int
@@ -90,10 +101,11 @@ class Bucket:
 
 
 class Exchange:
-    """Holds each device's gradients in flat buffers of the same layout, and reduces them by collectives.
+    """Flat buffers of the same layout on all devices. They hold the gradients, which collectives sum over the devices.
 
     `groups` are lists of parameter indices. `owners[g]` is the index of the device that gets the sums of `groups[g]`.
-    If it is None, the sums are split evenly: device i gets part i. With `everyone`, all devices get all sums.
+    If `owners[g]` is None, the sums are split evenly: device i gets part i of them. With `everyone`, every device gets
+    all sums, and `owners` has no effect.
     """
 
     def __init__(
@@ -124,7 +136,8 @@ class Exchange:
     ) -> None:
         """Copy device i's gradients into its buffers, and write zeros for missing gradients.
 
-        `numbers` are the indices of the parameters to copy; None means all.
+        `gradients` are in the order of the parameters; None means that all are missing. `numbers` are the indices of
+        the parameters to copy; None means all parameters.
         """
         views, device = self.views[i], self._devices[i]
         wanted = views if numbers is None else [n for n in numbers if n in views]
@@ -137,7 +150,10 @@ class Exchange:
             self._collectives.follow(i)
 
     def reduce(self, numbers: Sequence[int] | None = None) -> None:
-        """Queue the reduction of all buffers, or of the buckets whose parameter indices are all in `numbers`."""
+        """Queue the collectives that sum the gradients of the parameters with the indices `numbers`; None means all.
+
+        A bucket is summed only if `numbers` contains all its parameters.
+        """
         buckets = self._wholes
         if numbers is not None:
             wanted = set(numbers)
@@ -147,7 +163,7 @@ class Exchange:
                 self._reduce(bucket)
 
     def _reduce(self, bucket: Bucket) -> None:
-        """Reduce one bucket in place."""
+        """Queue the collectives that sum one bucket in place, on each device that must get the sums."""
         count, owner = len(self._devices), self._owners[bucket.flat]
         tensors = [own[bucket.flat][bucket.start : bucket.stop] for own in self.buffers]
         whole = self._wholes[bucket.flat]
@@ -173,15 +189,21 @@ class Exchange:
                 self._collectives.lead(i)
 
     def spread(self, weights: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Send to all devices the part of `weights[device][flat]` that each device has stepped, in place."""
+        """Run an all-gather on the flat weights, in place, after each device has stepped its own part of them.
+
+        `weights[i][f]` is flat buffer f on device i.
+        """
         self._together(self._collectives.all_gather, weights)
 
     def broadcast(self, weights: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Copy device 0's `weights[device][flat]` to all devices, in place."""
+        """Copy device 0's flat weights to all devices, in place; `weights[i][f]` is flat buffer f on device i."""
         self._together(lambda tensors: self._collectives.broadcast(tensors, 0), weights)
 
     def _together(self, run: Callable[[list[torch.Tensor]], None], weights: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Run a collective after all work that the devices have queued, and make them wait for it."""
+        """Call the collective `run` for each flat buffer, with the tensors of all devices.
+
+        The collective starts after the work that the devices have queued; work that they queue later waits for its end.
+        """
         with self._marked(Phase.REPLICATE), self._lock, torch.no_grad():
             for i in range(len(self._devices)):
                 self._collectives.follow(i)
@@ -191,7 +213,7 @@ class Exchange:
                 self._collectives.lead(i)
 
     def _marked(self, phase: Phase) -> ExitStack:
-        """Return a context that marks a phase on all devices."""
+        """Begin to mark `phase` on all devices, and return a context; the marks end when it is closed."""
         stack = ExitStack()
         for device in self._devices:
             stack.enter_context(self._mark(phase, device.index))
@@ -199,7 +221,10 @@ class Exchange:
 
 
 def _buckets(f: int, flat: Flat) -> list[Bucket]:
-    """Cut a flat buffer into buckets of about BUCKET_BYTES, starting at its end, where backward finishes first."""
+    """Cut the flat buffer with index `f` into buckets of about BUCKET_BYTES.
+
+    The first bucket is the end of the buffer, because backward computes the gradients of the last parameters first.
+    """
     buckets: list[Bucket] = []
     stop, numbers = flat.size, []
     for slot in reversed(flat.slots):
@@ -211,19 +236,20 @@ def _buckets(f: int, flat: Flat) -> list[Bucket]:
 
 
 def dense(gradient: torch.Tensor) -> torch.Tensor:
-    """Return the gradient. Raises ValueError for a sparse gradient, which persistent replicas cannot add."""
+    """Return the gradient unchanged. Raises ValueError if it is sparse, because flat buffers need dense gradients."""
     if gradient.layout is not torch.strided:
         raise ValueError(
-            "replicas=persistent needs dense gradients, but one is sparse; use schedule='cached', or sparse=False"
+            "replicas=persistent needs dense gradients, but a parameter has a sparse gradient; use schedule='cached', "
+            "or create the layer with sparse=False"
         )
     return gradient
 
 
 Copier = Callable[[Sequence[torch.Tensor], Sequence[Device], Mark], list[list[torch.Tensor]]]
-"""A function that copies tensors to all devices: it returns one list per device, the first with the originals."""
+"""A function that copies tensors to all devices; it returns one list per device, the first with the originals."""
 
 FIRST = 2**63 - 1
-"""The sequence number of nodes that must run as soon as they are ready: autograd runs the highest number first."""
+"""The sequence number of autograd nodes that run before all other ready nodes: autograd runs the highest first."""
 
 
 def broadcast(
@@ -236,9 +262,11 @@ def broadcast(
     mark: Mark,
     on_reduce: Callable[[], None],
 ) -> list[list[torch.Tensor]]:
-    """Return each device's copies, made by a single autograd node, or with `overlap` by one node per bucket.
+    """Return one list of copies of `tensors` per device; the first list has the tensors themselves.
 
-    In backward, each node reduces its gradients as soon as all replicas have computed them.
+    All copies are made by a single autograd node, or with `overlap` by one node per bucket. In backward, each node sums
+    the gradients of its tensors as soon as all replicas have computed them, and calls `on_reduce` before. With
+    `comm_dtype` every gradient is rounded to that dtype for the transfer.
     """
     each: list[list[torch.Tensor]] = [[] for _ in devices]
     for bucket in buckets_of(tensors) if overlap else [range(len(tensors))]:
@@ -254,15 +282,15 @@ def broadcast(
 
 
 def buckets_of(tensors: Sequence[torch.Tensor]) -> list[range]:
-    """Return consecutive ranges of indices of `tensors`; the tensors of each range have about BUCKET_BYTES."""
+    """Return consecutive ranges of indices of `tensors`; the tensors of each range together have about BUCKET_BYTES."""
     return buckets([tensor.nbytes for tensor in tensors], BUCKET_BYTES)
 
 
 class Broadcast(Function):
-    """Copy tensors to every device; backward reduces all their gradients at once.
+    """An autograd function that copies tensors to every device; its backward sums all their gradients at once.
 
-    If a single node copies all parameters, the node's backward starts when the last replica's backward has ended. At
-    this point the `backward` phase ends, the `reduce` phase begins, and `on_reduce` is called.
+    Backward calls `on_reduce` first. If a single node copies all parameters, the node's backward starts when the last
+    replica's backward has ended. At this point the `backward` phase ends and the `reduce` phase begins.
     """
 
     @staticmethod
@@ -275,7 +303,7 @@ class Broadcast(Function):
         comm_dtype: torch.dtype | None,
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        """Return device 0's tensors (the originals), then device 1's copies, and so on."""
+        """Return all devices' tensors in one tuple: device 0's (the originals), then device 1's copies, and so on."""
         ctx.devices, ctx.mark, ctx.on_reduce, ctx.count = devices, mark, on_reduce, len(tensors)
         ctx.comm_dtype = comm_dtype
         copies = copier(tensors, devices, mark)
@@ -285,7 +313,10 @@ class Broadcast(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        """Return the gradients' sums over the replicas; zeros for a parameter that no replica used, as in torch."""
+        """Return the gradient of each tensor, summed over the replicas; None for each other argument of `forward`.
+
+        As in torch, the gradient of a parameter that no replica used is zero.
+        """
         ctx.on_reduce()
         each = [gradients[i : i + ctx.count] for i in range(0, len(gradients), ctx.count)]
         wanted = [i for i, wants in enumerate(ctx.needs_input_grad[5:]) if wants]
@@ -297,7 +328,7 @@ class Broadcast(Function):
 
 
 def copies_of(tensors: Sequence[torch.Tensor], devices: Sequence[Device], mark: Mark) -> list[list[torch.Tensor]]:
-    """Return the tensors themselves for the first device and copies for the others."""
+    """Return one list of tensors per device: the tensors themselves for the first, copies for each other device."""
     root, *others = devices
     if tensors and root.can_collect(devices):
         with ExitStack() as stack:

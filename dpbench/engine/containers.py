@@ -1,4 +1,4 @@
-"""Containers: take apart the structures that scatter and gather handle, and rebuild them with other contents."""
+"""Containers: list the parts of nested dicts, sequences and dataclass instances, and rebuild them with other parts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from dpbench.hardware.devices import as_devices
 
 
 def keys_of(value: Any) -> Collection[Any] | None:
-    """Return the keys, indices or field names of a dict, sequence or dataclass instance; None for anything else."""
+    """Return the keys of a dict, the indices of a list or tuple, or the field names of a dataclass instance.
+
+    Return None for any other value.
+    """
     if isinstance(value, dict):
         return value.keys()
     if isinstance(value, tuple | list):
@@ -26,7 +29,7 @@ def keys_of(value: Any) -> Collection[Any] | None:
 
 
 def parts_of(value: Any, keys: Iterable[Any]) -> list[Any]:
-    """Return the parts of a container at the keys that `keys_of` returned."""
+    """Return the parts of a container as a list, in the order of `keys`, which are the result of `keys_of`."""
     if isinstance(value, tuple | list):
         return list(value)
     if isinstance(value, dict):
@@ -35,7 +38,7 @@ def parts_of(value: Any, keys: Iterable[Any]) -> list[Any]:
 
 
 def rebuilt(value: Any, parts: Sequence[Any]) -> Any:
-    """Return a container like `value` with other parts, given in the order of `keys_of`."""
+    """Return a container of the same type and keys as `value`, with `parts` in the order of `keys_of(value)`."""
     if isinstance(value, tuple | list):
         return value._make(parts) if hasattr(value, "_make") else type(value)(parts)
     if type(value) is dict:
@@ -49,19 +52,25 @@ def rebuilt(value: Any, parts: Sequence[Any]) -> Any:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Return all tensors of a structure, in order. Raises TypeError for a PackedSequence, which cannot be split."""
+    """Return all tensors of a nested structure, in order.
+
+    Raises TypeError for a PackedSequence, which cannot be split.
+    """
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, PackedSequence):
         raise TypeError(
-            "cannot scatter a PackedSequence: its rows are interleaved; pass the padded batch and the lengths, and "
-            "call pack_padded_sequence in forward (and pad_packed_sequence with total_length=)"
+            "cannot scatter a PackedSequence, because its rows are interleaved; pass the padded batch and the lengths, "
+            "and call pack_padded_sequence in forward (and pad_packed_sequence with total_length=)"
         )
     return [tensor for part in parts_of(value, keys_of(value) or ()) for tensor in tensors_in(part)]
 
 
 def mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """Return a structure with `change` applied to its tensors; the same object if none changes."""
+    """Return a copy of a nested structure in which `change(tensor)` replaces each tensor.
+
+    If `change` returns every tensor unchanged, the structure itself is returned.
+    """
     if isinstance(value, torch.Tensor):
         return change(value)
     keys = keys_of(value)
@@ -73,7 +82,7 @@ def mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def first_tensor(value: Any) -> torch.Tensor | None:
-    """Return the first tensor of a structure, or None if the structure contains none."""
+    """Return the first tensor of a nested structure, or None if the structure contains none."""
     if isinstance(value, torch.Tensor):
         return value
     parts = parts_of(value, keys_of(value) or ())
@@ -81,15 +90,15 @@ def first_tensor(value: Any) -> torch.Tensor | None:
 
 
 def device_of(value: Any) -> torch.device | None:
-    """Return the device of a structure's first tensor, or None if the structure contains no tensor."""
+    """Return the device of the first tensor of a nested structure, or None if the structure contains no tensor."""
     tensor = first_tensor(value)
     return None if tensor is None else tensor.device
 
 
 def devices_of(values: Sequence[Any]) -> list[Device]:
-    """Return one device per value: that of its first tensor.
+    """Return, for each value, the device of its first tensor.
 
-    For a value without tensors, it is the first device found among the other values, or else the CPU.
+    A value without tensors gets the first device found among the other values, or the CPU if no value has tensors.
     """
     found = [device_of(value) for value in values]
     anywhere = next((place for place in found if place is not None), torch.device("cpu"))

@@ -1,10 +1,10 @@
-"""Graphs: a replica's forward, loss and backward as two CUDA graphs, recorded per shape and replayed without Python.
+"""CUDA graphs: a replica's forward and loss as one graph, and its backward as another, recorded once per batch shape.
 
-There are two graphs because the divisor of the loss is summed over the replicas in between. Backward starts from a
-gradient of the loss sum that is computed eagerly, so that the divisor, gradient accumulation and gradient scaling have
-bitwise the same effect as without graphs. A graph always reads and writes the memory with which it was recorded: each
-step's rows are copied into that memory, and its gradients are read from there. Dropout draws new random numbers in
-every replay.
+There are two graphs because the divisor of the loss is summed over the replicas between forward and backward. Backward
+starts from a gradient of the loss sum. This gradient is computed without a graph, so that the divisor, gradient
+accumulation and gradient scaling have bitwise the same effect as without graphs. A graph always reads and writes the
+memory with which it was recorded: each step copies its rows into that memory, and reads its gradients from there.
+Dropout draws new random numbers in every replay.
 
 A replay repeats the recorded kernels and runs no Python code. All graphs are therefore discarded when the module, the
 memory of a weight or buffer, an autocast setting or a setting of the loss has changed.
@@ -26,13 +26,14 @@ from dpbench.hardware.device import Device, Recorder
 from dpbench.hardware.devices._many import copy_all
 
 LIMIT = 4
-"""The maximum number of batch shapes to record. Each recording keeps the memory of its activations."""
+"""The maximum number of batch shapes to record. Each recorded graph keeps the memory of its activations."""
 
 
 def key_of(value: Any) -> Hashable | None:
-    """Return a key that is equal for batches that one graph can serve, or None if no graph can serve the batch.
+    """Return a key of a batch that is equal for all batches that can replay the same graph.
 
-    No graph can serve a tensor that requires a gradient, or an object other than tensors, numbers and strings.
+    Return None if the batch cannot be recorded, because it contains a tensor that requires a gradient, or an object
+    other than tensors, numbers, strings, None and containers of these.
     """
     if isinstance(value, torch.Tensor):
         if value.requires_grad:
@@ -48,7 +49,11 @@ def key_of(value: Any) -> Hashable | None:
 
 
 class Recorded:
-    """One replica's two graphs for one shape, and the memory that they read and write."""
+    """One replica's two CUDA graphs for one batch shape, and the memory that the graphs read and write.
+
+    The constructor records the graphs. `total(output, target)` returns the sum of the loss over the rows. `piece` is a
+    pair (inputs, target).
+    """
 
     def __init__(
         self,
@@ -83,15 +88,18 @@ class Recorded:
         self._gradients, self._backward = recorder.record(backward)
 
     def forward(self, piece: tuple[Any, Any]) -> tuple[Any, torch.Tensor]:
-        """Return the output and the loss sum for the rows of `piece`, in memory that the next forward overwrites."""
+        """Replay the forward for the rows of `piece`, and return the output and the sum of the loss.
+
+        The next forward overwrites the memory of both.
+        """
         copy_all(self._given, tensors_in(piece))
         self._forward()
         return self._output, self._total
 
     def backward(self, slope: torch.Tensor, *, owned: bool) -> None:
-        """Set `.grad` of every parameter.
+        """Replay the backward, and set `.grad` of every parameter; `slope` is the gradient of the loss sum.
 
-        With `owned` the gradients are copies; otherwise the next backward overwrites their memory.
+        With `owned`, the gradients are copies. Without it, the next backward overwrites their memory.
         """
         self._slope.copy_(slope)
         self._backward()
@@ -100,14 +108,17 @@ class Recorded:
 
 
 def _laid_out(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return a gradient with the strides of its parameter, as autograd stores it in `.grad`."""
+    """Return the gradient with the strides of its parameter, as autograd stores it in `.grad`."""
     if dense(gradient).stride() == parameter.stride():
         return gradient
     return torch.empty_like(parameter, requires_grad=False).copy_(gradient)
 
 
 class Graphs:
-    """All replicas' graphs, by the shape of the batch. Raises ValueError if a device cannot record graphs."""
+    """The CUDA graphs of all replicas, by the shape of the batch.
+
+    The constructor raises ValueError if a device cannot record graphs.
+    """
 
     def __init__(self, module: nn.Module, devices: Sequence[Device], weights: ReplicaWeights, loss: Loss) -> None:
         self._module, self._devices, self._weights, self._loss = module, devices, weights, loss
@@ -116,10 +127,10 @@ class Graphs:
         self._recorded: dict[Hashable, list[Recorded]] = {}
 
     def prepare(self, pieces: Sequence[tuple[Any, Any]], replicas: Sequence[nn.Module]) -> list[Recorded] | None:
-        """Return the replicas' graphs for pieces of a batch, recorded now if their shape is new.
+        """Return the graphs of each replica for its piece of the batch; record them first if the batch's shape is new.
 
-        Return None if the batch must run eagerly, because no graph can serve it or because `LIMIT` other shapes have
-        already been recorded. Raises ValueError if the module has hooks when a graph must be recorded.
+        Return None if the batch must run without graphs, because it cannot be recorded or because `LIMIT` other shapes
+        have already been recorded. Raises ValueError if the module has hooks when graphs must be recorded.
         """
         if (state := self._now()) != self._state:
             self._recorded, self._state = {}, state
@@ -132,14 +143,21 @@ class Graphs:
         return self._recorded[key]
 
     def _now(self) -> Hashable:
-        """Return the state on which graphs depend: module version, autocast, loss settings and memory addresses."""
+        """Return the state on which recorded graphs depend, as a key to compare with that of an earlier step.
+
+        The key contains the module's version, autocast, the settings of the loss, and the addresses of weights and
+        buffers.
+        """
         tensors = [t for of in (self._weights.parameters, self._weights.buffers) for one in of for t in one]
         kind = self._devices[0].torch_device.type
         autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
         return self._weights.version, autocast, self._loss.key(), tuple(tensor.data_ptr() for tensor in tensors)
 
     def _record(self, i: int, piece: tuple[Any, Any], replica: nn.Module) -> Recorded:
-        """Record one replica. The caller records the replicas in turn, because captures must not overlap."""
+        """Record the graphs of replica i.
+
+        The caller records one replica after the other, because two captures must not overlap.
+        """
         device, buffers = self._devices[i], self._weights.buffers[i]
         with device.guard():
             before = [buffer.detach().clone() for buffer in buffers]
@@ -149,8 +167,9 @@ class Graphs:
                 return Recorded(self._recorders[i], replica, self._weights.parameters[i], summed.total, piece)
             except Exception as error:
                 error.add_note(
-                    f"graphs=on: replica {i} on device {device.name} cannot be recorded as a CUDA graph (it may wait "
-                    "for the GPU, or have data-dependent shapes); use graphs=off, such as schedule='zero1'"
+                    f"graphs=on: the module cannot be recorded as a CUDA graph in replica {i} on device {device.name}; "
+                    "it may wait for the GPU, or have data-dependent shapes; use a schedule with graphs=off, such as "
+                    "schedule='zero1'"
                 )
                 raise
             finally:  # the warm-up has run the module, which may have written its buffers
@@ -162,16 +181,17 @@ def _recorder(device: Device) -> Recorder:
     recorder = device.recorder()
     if recorder is None:
         raise ValueError(
-            f"graphs=on needs devices that can record CUDA graphs, but {device.name} cannot; use graphs=off"
+            f"graphs=on needs devices that can record CUDA graphs, but {device.name} cannot; use a schedule with "
+            "graphs=off"
         )
     return recorder
 
 
 def _check_hooks(module: nn.Module) -> None:
-    """Raises ValueError for modules with hooks, which a replay would not run."""
+    """Raise ValueError if the module or a submodule has hooks, because a replay would not run them."""
     for name, part in module.named_modules():
         if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
             raise ValueError(
-                f"graphs=on needs modules without hooks, because a replay does not run hooks, but "
-                f"{name or 'the module'} has one; use graphs=off, such as schedule='zero1'"
+                f"graphs=on needs a module without hooks, but {name or 'the module'} has a hook, which the replay of a "
+                "graph would not run; use a schedule with graphs=off, such as schedule='zero1'"
             )

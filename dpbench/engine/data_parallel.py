@@ -38,10 +38,11 @@ def scatter_arguments(
     compat: bool = False,
     mark: Mark = no_mark,
 ) -> list[Any]:
-    """Split a call's arguments into one (inputs, kwargs) pair per replica; a call without arguments gets one pair.
+    """Split a call's arguments into one (inputs, kwargs) pair per replica; a call without arguments gives one pair.
 
-    With `compat`, the shorter list of inputs or kwargs is padded in the cases in which torch pads it. In all other
-    cases, lists of different lengths raise AssertionError, as in torch.
+    `chunk_sizes` are the numbers of rows of the replicas; None means equal chunks. With `compat`, `inputs` and `kwargs`
+    are split separately, as in torch. If they give different numbers of pieces, the shorter list is padded in the cases
+    in which torch pads it; in all other cases AssertionError is raised.
     """
     if not inputs and not kwargs:
         return [((), {})]
@@ -74,8 +75,9 @@ def run_pieces(
 ) -> Any:
     """Replicate the module, apply the replicas to the scattered arguments, and return the gathered output.
 
-    With a single device, the module itself runs. There is one replica per piece, also if there are fewer pieces than
-    devices. `on_reduce` is called in backward when the replicas' backward ends and the reduction begins.
+    `pieces` are the (inputs, kwargs) pairs of the replicas. There is one replica per piece, even if there are more
+    devices. If `devices` has only one device, the module itself runs. `output` is the device of the output. `on_reduce`
+    is called in backward when the replicas' backward ends and the reduction begins.
     """
     used = devices[: len(pieces)]
     arguments, keywords = [piece[0] for piece in pieces], [piece[1] for piece in pieces]
@@ -101,10 +103,11 @@ def data_parallel(
 ) -> Any:
     """Evaluate `module(*inputs, **module_kwargs)` in parallel over `device_ids`.
 
-    This is the functional form of `DataParallel`, with the arguments of torch.nn.parallel.data_parallel. `device_ids`
-    also accepts "cpu" repeated, for logical CPU devices. A value of `inputs` that is not a tuple is passed as a single
-    argument; None means that there is no argument. Returns the gathered output on `output_device` (default: the first
-    device).
+    This is the functional form of `DataParallel`, with the arguments of torch.nn.parallel.data_parallel. In addition, a
+    list such as ["cpu", "cpu"] as `device_ids` means logical CPU devices. None means all GPUs; without a GPU the module
+    is called directly. A value of `inputs` that is not a tuple is passed as a single argument; None means no positional
+    arguments. Returns the output, gathered on `output_device` (default: the first device). `compat` has the same effect
+    as in `DataParallel`.
     """
     arguments = () if inputs is None else inputs if isinstance(inputs, tuple) else (inputs,)
     devices = resolve(device_ids)
@@ -115,7 +118,10 @@ def data_parallel(
 
 
 def output_of(devices: Sequence[Device], output_device: DeviceId | None) -> Device:
-    """Return the device on which outputs are gathered: one of `devices`, or an additional one."""
+    """Return the device on which outputs are gathered: `output_device`, or the first of `devices` if it is None.
+
+    If `output_device` is not among `devices`, the returned device has the index after the last of them.
+    """
     if output_device is None:
         return devices[0]
     wanted = target_of(output_device)
@@ -127,12 +133,15 @@ def output_of(devices: Sequence[Device], output_device: DeviceId | None) -> Devi
 
 
 def id_of(device: Device) -> DeviceId:
-    """Return the id of a device, as in torch's `device_ids`: the index of a GPU, or a torch.device for other kinds."""
+    """Return the id of a device as in torch's `device_ids`: an index for a GPU, a torch.device for any other device."""
     return device.torch_device.index if device.torch_device.type == "cuda" else device.torch_device
 
 
 def _schedule(schedule: str | Schedule, devices: Sequence[Device]) -> Schedule:
-    """Return the schedule to use. Raises ValueError for a schedule that only TrainStep can run."""
+    """Return the schedule to use; for "fastest" this is a thread pool with cached replicas.
+
+    Raises ValueError for a schedule that needs TrainStep, or that needs CUDA if the devices are not GPUs.
+    """
     if schedule == FASTEST:
         return Schedule(workers="pool", replicas="cached")
     cuda = [CUDA] if devices and devices[0].torch_device.type == "cuda" else []
@@ -142,14 +151,16 @@ def _schedule(schedule: str | Schedule, devices: Sequence[Device]) -> Schedule:
 class DataParallel(nn.Module):
     """A drop-in replacement for torch.nn.DataParallel, with a separate method for each phase.
 
-    `device_ids` accepts the values that torch accepts (GPU indices, devices, names), and "cpu" repeated for logical CPU
-    devices. None means all GPUs; without a GPU the wrapper calls the module directly. The module must be on
-    `device_ids[0]` when it is called, but not yet when it is wrapped; with a single device, the wrapper moves it there.
-    The replicas' gradients are summed into the module's gradients; unused parameters get zeros. Names in `state_dict`
-    have the prefix "module.". Subclasses may override `scatter`, `replicate`, `parallel_apply` and `gather`, as with
-    torch. `compat` restores torch's behaviour in cases where torch is silently wrong and this engine returns the right
-    result or raises an error: see docs/contract.md. `schedule` is the name of a schedule, or its switches; schedules
-    that need TrainStep raise ValueError.
+    `device_ids` accepts the values that torch accepts (GPU indices, devices, names). In addition, a list such as
+    ["cpu", "cpu"] means logical CPU devices. None means all GPUs; without a GPU the wrapper calls the module directly.
+    When the wrapper is called, the module must be on `device_ids[0]`; with a single device, the constructor moves it
+    there. The replicas' gradients are summed into the module's gradients; unused parameters get zeros. Names in
+    `state_dict` have the prefix "module.". Subclasses may override `scatter`, `replicate`, `parallel_apply` and
+    `gather`, as with torch.
+
+    `compat` restores torch's behaviour in the cases in which torch silently gives a wrong result, whereas this engine
+    gives the right result or raises an error: see docs/contract.md. `schedule` is the name of a schedule, or its
+    switches; a schedule that needs TrainStep raises ValueError.
     """
 
     def __init__(
@@ -182,7 +193,7 @@ class DataParallel(nn.Module):
             module.to(self.src_device_obj)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module on the batch split over the devices; return the gathered output."""
+        """Run the module with its arguments split over the devices; return the gathered output."""
         # inside a replica of another wrapper, the batch has already been split
         if not self.devices or "_is_replica" in self.__dict__:
             return self.module(*inputs, **kwargs)
@@ -196,12 +207,12 @@ class DataParallel(nn.Module):
             return self.gather(outputs, self.output_device)
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], device_ids: Sequence[DeviceId]) -> Any:
-        """Return a call's arguments as (inputs of each replica, keyword arguments of each replica)."""
+        """Split a call's arguments; return the replicas' inputs and the replicas' keyword arguments, as two tuples."""
         devices = self.devices[: len(device_ids)]
         return tuple(zip(*scatter_arguments(inputs, kwargs, devices, self.dim, compat=self.compat), strict=True))
 
     def replicate(self, module: nn.Module, device_ids: Sequence[DeviceId]) -> list[nn.Module]:
-        """Return one replica per device."""
+        """Return one replica of `module` for each of `device_ids`."""
         devices = self.devices[: len(device_ids)]
         if module is not self.module:
             return replicate(module, devices, detach=not torch.is_grad_enabled())
@@ -210,7 +221,11 @@ class DataParallel(nn.Module):
         return self._make(devices, not torch.is_grad_enabled(), no_mark, lambda: None)
 
     def _maker(self, devices: Sequence[Device]) -> Maker:
-        """Return a function that replicates the module in its present form, which users may change after wrapping."""
+        """Return a function that replicates the wrapped module in its present form.
+
+        Raises RuntimeError if the module is not on the first device, and Refused if its parameters cannot be stored as
+        the schedule requires.
+        """
         check_placement(self.module, devices[0])
         if reason := legal.storage(self.schedule, self.module, devices):
             raise Refused(reason)
@@ -219,21 +234,24 @@ class DataParallel(nn.Module):
         return maker(self.module, self.schedule, flat)
 
     def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
-        """Run each replica on its device, and return the list of outputs."""
+        """Call each replica on its device with its inputs and keyword arguments; return the list of outputs."""
         devices = self.devices[: len(replicas)]
         return parallel_apply(replicas, inputs, kwargs, devices, workers=self._workers, compat=self.compat)
 
     def gather(self, outputs: Sequence[Any], output_device: DeviceId | None) -> Any:
-        """Return the outputs concatenated on a device."""
+        """Return the outputs, concatenated along `dim` on `output_device`."""
         target = self._output if output_device == self.output_device else output_of(self.devices, output_device)
         return gather(outputs, target, self.devices[: len(outputs)], self.dim, compat=self.compat)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to copy or pickle, without objects that refer to this wrapper's own module."""
+        """Return the attributes to copy or pickle, without the objects that are bound to this wrapper's own module."""
         return {**self.__dict__, "_make": None, "_identity": None}
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the wrapper. If only the wrapped module has the name, the error suggests `.module`."""
+        """Return an attribute of the wrapper.
+
+        If only the wrapped module has the attribute, the message of the AttributeError suggests `.module`.
+        """
         try:
             return super().__getattr__(name)
         except AttributeError as error:
@@ -244,44 +262,51 @@ class DataParallel(nn.Module):
             raise
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load weights saved from a DataParallel module. Raises RuntimeError if none of the names match."""
+        """Load weights that were saved from a DataParallel module; return torch's lists of missing and unexpected keys.
+
+        Raises RuntimeError if none of the names match.
+        """
         check_prefix(list(self.state_dict()), list(state_dict), strict=strict)
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
 
 def check_prefix(expected: Sequence[str], given: Sequence[str], *, strict: bool) -> None:
-    """Raises RuntimeError if none of the given names is expected: the prefix "module." differs, or all names do.
+    """Raise RuntimeError if none of the given names is among the expected names.
 
-    Without this check, `strict=False` would silently load nothing. Unrelated names with `strict=True` are left to
-    torch, whose own error lists them.
+    The message says whether the prefix "module." is the reason. Without this check, torch would silently load nothing
+    with `strict=False`. With `strict=True`, no error is raised here if the names differ in more than the prefix,
+    because torch's own error lists them.
     """
     if not expected or set(expected) & set(given):
         return
     if {PREFIX + name for name in given} & set(expected):
-        problem = f'the names lack the prefix "{PREFIX}", because they were saved from the unwrapped module'
+        problem = f'the names lack the prefix "{PREFIX}", because the state dict is from an unwrapped module'
         remedy = "load the state dict into the unwrapped module: wrapped.module.load_state_dict(state)"
     elif set(given) & {PREFIX + name for name in expected}:
-        problem = f'the names have the prefix "{PREFIX}" once too often, because they were saved from a wrapped module'
-        remedy = "strip it: torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state, 'module.')"
+        problem = (
+            f'the names have the prefix "{PREFIX}" once too often, because the state dict is from a wrapped module'
+        )
+        remedy = "strip the prefix: torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state, 'module.')"
     elif not strict and given:
-        problem, remedy = "the names are unrelated", "load a state dict that was saved from this module"
+        problem, remedy = "the names are unrelated", "load a state dict that was saved from a module of this class"
     else:
         return  # torch's own message lists the missing names
     silent = " (with strict=False, torch would raise no error and load nothing)" if not strict else ""
     raise RuntimeError(
-        f"the state dict has {len(given)} names such as {given[0]!r}, none of which is among this module's "
-        f"{len(expected)} names such as {expected[0]!r}: {problem}{silent}; {remedy}"
+        f"the state dict has {len(given)} names such as {given[0]!r}, but none of them is among the "
+        f"{len(expected)} names of this module such as {expected[0]!r}: {problem}{silent}; {remedy}"
     )
 
 
 def load_state_dict(
     module: nn.Module, state_dict: Mapping[str, Any], *, strict: bool = True, assign: bool = False
 ) -> Any:
-    """Load a checkpoint into a module, whether or not its names have the prefix "module.", and return torch's result.
+    """Load a state dict into a module, whether or not the names in it have the prefix "module.".
 
-    DataParallel and DistributedDataParallel put this prefix before the names of the module that they wrap. It is added
-    or removed, also repeatedly, until names match; `state_dict` itself stays unchanged. `strict` and `assign` are those
-    of torch's `Module.load_state_dict`. Raises RuntimeError if none of the names match.
+    DataParallel and DistributedDataParallel put this prefix before the names of the module that they wrap. The prefix
+    is added or removed, repeatedly if necessary, until names match; `state_dict` itself stays unchanged. `strict`,
+    `assign` and the returned value are those of torch's `Module.load_state_dict`. Raises RuntimeError if none of the
+    names match.
     """
     expected = set(module.state_dict())
     given = OrderedDict(state_dict)
@@ -296,12 +321,12 @@ def load_state_dict(
 
 
 def _below(expected: set[str], given: Mapping[str, Any]) -> bool:
-    """Return whether an expected name ends with a given one, after one or more prefixes."""
+    """Return whether an expected name starts with the prefix "module." and ends with one of the given names."""
     return any(name.startswith(PREFIX) and name.removeprefix(PREFIX).endswith(tuple(given)) for name in expected)
 
 
 def _prefixed(given: Any) -> Any:
-    """Return a state dict with the prefix before each name, also in torch's versions of the layers."""
+    """Return a copy of a state dict, with the prefix "module." before each name in it and in its metadata."""
     found = OrderedDict((PREFIX + name, value) for name, value in given.items())
     versions = {PREFIX + name if name else PREFIX[:-1]: facts for name, facts in given._metadata.items()}
     found._metadata = versions  # type: ignore[attr-defined]

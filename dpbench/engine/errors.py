@@ -1,4 +1,4 @@
-"""Errors: the exceptions that the engine raises, and how an exception of a replica reaches the caller."""
+"""Errors: the exception `Refused`, and the exception that the caller gets if a replica fails."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ _REPLICA = "_dpbench_replica"
 
 
 class Refused(ValueError):
-    """The engine cannot train this module with this schedule, loss and optimizer; raised before weights change.
+    """Raised for a module, loss or optimizer that the engine cannot run on these devices under the schedule.
 
-    The message gives the reason, and an alternative if there is one.
+    It is raised before the step changes any weights. Its message gives the reason and, if there is one, an alternative.
     """
 
 
 def in_replica(error: BaseException, replica: int, device: Device) -> BaseException:
-    """Return the exception to raise in the caller, with a note "in replica i on device NAME".
+    """Return the exception to raise in the caller for `error`, which the given replica has raised on `device`.
 
-    The returned exception has the type and message that torch.nn.DataParallel would give it, and the original exception
-    as its `__cause__`. An exception that cannot be constructed from a message is replaced by a RuntimeError. Exits and
-    interrupts are returned unchanged.
+    The returned exception has the type and message that torch.nn.DataParallel would give it, and `error` as its
+    `__cause__`. If an exception of that type cannot be constructed from a message, a RuntimeError is returned instead.
+    An exit or interrupt is not replaced: `error` itself is returned. In all cases a note "in replica i on device NAME"
+    is added.
     """
     if isinstance(error, Exception):
         number = device.torch_device.index
@@ -36,13 +37,13 @@ def in_replica(error: BaseException, replica: int, device: Device) -> BaseExcept
 
 
 def replica_of(error: BaseException) -> int | None:
-    """Return the index of the failed replica if `in_replica` returned this exception; otherwise None."""
+    """Return the index of the replica that failed, if `error` was returned by `in_replica`; otherwise None."""
     replica: int | None = error.__dict__.get(_REPLICA)
     return replica
 
 
 def _rebuilt(error: Exception, message: str) -> Exception:
-    """Return an exception of the same type with another message.
+    """Return a new exception of the same type as `error`, with the given message.
 
     Return a RuntimeError if an exception of this type cannot be constructed from a message.
     """
@@ -56,7 +57,7 @@ def _rebuilt(error: Exception, message: str) -> Exception:
 
 
 class _Plain(str):
-    """A string whose repr keeps line breaks, because Python prints the repr of a KeyError's message."""
+    """A string whose repr is the string itself, because a KeyError is printed as the repr of its message."""
 
     __slots__ = ()
 

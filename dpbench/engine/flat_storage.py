@@ -1,4 +1,8 @@
-"""Flat storage: parameters as views of one buffer per optimizer group and dtype, so that one copy moves a buffer."""
+"""Flat storage: parameters as views of large flat buffers, so that one transfer copies many parameters.
+
+There is one flat buffer per optimizer group and dtype. This file also converts optimizer state between two forms: by
+parameter, as torch keeps it, and by shard, as the devices' optimizers keep it.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +17,12 @@ from dpbench.engine.optimizer_state import State, is_elementwise
 from dpbench.hardware.device import Device
 
 ALIGNMENT_BYTES = 64
-"""The alignment of slots: on unaligned tensors, kernels use other code paths, which round differently."""
+"""The alignment of slots in bytes. On unaligned tensors, kernels use other code paths, which round differently."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Elements [start, stop) of a flat buffer, which hold one parameter; `parameter` is its index."""
+    """The place of one parameter in a flat buffer: elements [start, stop). `parameter` is the parameter's index."""
 
     parameter: int
     start: int
@@ -27,7 +31,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Flat:
-    """The plan of one buffer: its dtype, the slot of each parameter, and its number of elements including padding."""
+    """The plan of one flat buffer: its dtype, its parameters' slots, and its `size` in elements, including padding."""
 
     dtype: torch.dtype
     slots: tuple[Slot, ...]
@@ -36,20 +40,23 @@ class Flat:
 
 @dataclass(frozen=True)
 class Layout:
-    """The plan of all buffers, which is the same on every device.
+    """The plans of all flat buffers, which are the same on every device.
 
-    Parameters that are in no buffer (frozen ones) are not listed.
+    Frozen parameters are in no flat buffer and have no slot.
     """
 
     flats: tuple[Flat, ...]
 
     def allocate(self, device: Device) -> list[torch.Tensor]:
-        """Return one zeroed buffer per plan, on `device`."""
+        """Return one buffer of zeros on `device` for each plan."""
         with device.guard():
             return [torch.zeros(flat.size, dtype=flat.dtype, device=device.torch_device) for flat in self.flats]
 
     def views(self, buffers: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Return each parameter's view of its slot, in the shape and strides of `like[parameter]`."""
+        """Return, by parameter index, a view of each slot in `buffers`.
+
+        The view of parameter n has the shape and strides of `like[n]`.
+        """
         return {
             slot.parameter: buffer.as_strided(like[slot.parameter].size(), like[slot.parameter].stride(), slot.start)
             for flat, buffer in zip(self.flats, buffers, strict=True)
@@ -58,7 +65,7 @@ class Layout:
 
 
 def plan(groups: Iterable[Iterable[int]], tensors: Sequence[torch.Tensor], shares: int = 1) -> Layout:
-    """Return a layout with one buffer per group and dtype; `groups` contain indices of `tensors`.
+    """Return a layout with one flat buffer per group and dtype; each group consists of indices of `tensors`.
 
     Each buffer can be cut into `shares` equal parts that start at aligned addresses. Raises ValueError for a tensor
     whose elements do not fill a contiguous range of memory exactly once, because a slot cannot represent its strides.
@@ -73,7 +80,10 @@ def plan(groups: Iterable[Iterable[int]], tensors: Sequence[torch.Tensor], share
 
 
 def _flat(dtype: torch.dtype, numbers: Sequence[int], tensors: Sequence[torch.Tensor], shares: int) -> Flat:
-    """Return the plan of one buffer, with the tensors one after the other at aligned offsets."""
+    """Return the plan of one flat buffer, which holds the tensors with the indices `numbers` at aligned offsets.
+
+    The size is rounded up, so that the buffer can be cut into `shares` equal parts that start at aligned addresses.
+    """
     step = max(ALIGNMENT_BYTES // dtype.itemsize, 1)
     slots, at = [], 0
     for number in numbers:
@@ -90,7 +100,10 @@ def _flat(dtype: torch.dtype, numbers: Sequence[int], tensors: Sequence[torch.Te
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether a strided tensor fills its memory exactly once, in any order of dimensions."""
+    """Return whether a tensor's elements fill a contiguous range of memory exactly once, in any order of dimensions.
+
+    Tensors that are not strided, such as sparse tensors, are not dense.
+    """
     if tensor.layout is not torch.strided:
         return False
     expected = 1
@@ -102,12 +115,16 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def line(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a dense tensor's elements as a vector in memory order, which is also the order of its slot."""
+    """Return a view of a dense tensor's elements as a vector in memory order, which is also their order in a slot."""
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
 class FlatWeights:
-    """A module's parameters, moved into flat buffers on their device; the Parameter objects stay the same."""
+    """The flat buffers on the device `root` that hold a module's parameters.
+
+    The constructor copies the parameters into the buffers. The Parameter objects stay the same; their data become views
+    of the buffers. `groups` consist of indices of `parameters`.
+    """
 
     def __init__(
         self, parameters: Sequence[torch.Tensor], groups: Iterable[Iterable[int]], root: Device, shares: int = 1
@@ -121,13 +138,13 @@ class FlatWeights:
             self.parameters[number].data = view
 
     def copies(self, device: Device) -> dict[int, torch.Tensor]:
-        """Copy each buffer to `device` in one transfer; return the views of the copies by parameter index."""
+        """Copy each flat buffer to `device` in one transfer; return, by parameter index, the views of these copies."""
         return self.layout.views([device.put(buffer) for buffer in self.buffers], self.parameters)
 
     def release(self) -> None:
-        """Give separate storage to the parameters that are still in the buffers.
+        """Move the parameters that are still in the flat buffers into separate storage.
 
-        Parameters that the training loop has made views of the same slot still share memory afterwards.
+        If the training loop has made several parameters views of the same slot, they still share memory afterwards.
         """
         inside: dict[int, list[torch.Tensor]] = {}
         for parameter in self.parameters:
@@ -140,7 +157,10 @@ class FlatWeights:
 
 
 def _move_out(parameters: Sequence[torch.Tensor], slot: Slot, buffer: torch.Tensor) -> None:
-    """Move one slot's parameters out of the flat buffer; parameters that share the slot share one copy of it."""
+    """Move the parameters in one slot out of the flat buffer.
+
+    If there are several parameters in the slot, they become views of one common copy of the slot.
+    """
     if len(parameters) == 1:
         parameters[0].data = parameters[0].detach().clone()
     elif parameters:
@@ -152,7 +172,10 @@ def _move_out(parameters: Sequence[torch.Tensor], slot: Slot, buffer: torch.Tens
 
 @dataclass(frozen=True)
 class Segment:
-    """Elements [start, stop) of a parameter, stored in a shard from element `at` onwards."""
+    """Elements [start, stop) of a parameter in memory order, which are stored in a shard from element `at` onwards.
+
+    `parameter` is the parameter's index.
+    """
 
     parameter: int
     start: int
@@ -160,15 +183,16 @@ class Segment:
     at: int
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the segment's elements of a tensor that has the shard's layout."""
+        """Return this segment's elements as a vector view of `whole`, a tensor with the layout of the whole shard."""
         return line(whole)[self.at : self.at + self.stop - self.start]
 
 
 @dataclass(frozen=True)
 class ParamShard:
-    """A tensor that an optimizer steps, with its gradient and the segments of parameters that it contains.
+    """A tensor that one device's optimizer steps: a parameter, a flat buffer, or a slice of a flat buffer.
 
-    `twins` are the shard's weights on every device.
+    `gradient` is the summed gradient of `weight`. `group` is the index of the optimizer group. `segments` are the parts
+    of parameters that the shard contains. `twins[i]` is the tensor on device i that holds the same weights.
     """
 
     weight: torch.Tensor
@@ -180,9 +204,10 @@ class ParamShard:
 
 @dataclass(frozen=True)
 class Sum:
-    """The destination of one segment's summed gradients.
+    """The destination of the gradients of one segment, summed over the replicas.
 
-    If the segment is a whole parameter, `target` has the parameter's shape; otherwise it is a vector.
+    `target` is the memory in the shard's gradient to which the sum is written. If the segment is a whole parameter,
+    `whole` is True and `target` has the parameter's shape; if not, `target` is a vector.
     """
 
     segment: Segment
@@ -190,7 +215,11 @@ class Sum:
     whole: bool
 
     def of(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return the elements of a dense gradient, in the parameter's layout, that belong to this sum."""
+        """Return the part of `gradient` that belongs to the segment, in the shape of `target`.
+
+        `gradient` is one replica's gradient of the whole parameter. Unless the segment is the whole parameter, the
+        gradient must be dense, with the parameter's strides.
+        """
         if self.whole:
             return gradient
         start, stop = self.segment.start, self.segment.stop
@@ -198,9 +227,10 @@ class Sum:
 
 
 def sums(shard: ParamShard, parameters: Sequence[torch.Tensor]) -> Iterator[Sum]:
-    """Yield the destination of each segment's sum.
+    """Yield the destination of the summed gradients for each segment of a shard.
 
-    The caller keeps the views that this creates, because creating a view takes longer than an addition.
+    `parameters` determine the shapes and strides of the destinations. Callers should keep the destinations for all
+    steps, because creating a view takes longer than an addition.
     """
     for segment in shard.segments:
         like, gradient = parameters[segment.parameter], shard.gradient
@@ -216,7 +246,11 @@ def sums(shard: ParamShard, parameters: Sequence[torch.Tensor]) -> Iterator[Sum]
 def gathered(
     states: Sequence[tuple[Sequence[ParamShard], Any]], parameters: Sequence[torch.Tensor], like: Sequence[torch.Tensor]
 ) -> State:
-    """Return the optimizer state by parameter, joined from the state of each shard, in the layout of `like`."""
+    """Return the optimizer state by parameter, joined from the state of all shards.
+
+    `states` has a pair for each stepping device: its shards, and their optimizer state. The keys of the returned state
+    are `parameters`; the tensors in it have the strides of `like`.
+    """
     found: State = State(dict)
     with torch.no_grad():
         for shards, state in states:
@@ -229,7 +263,11 @@ def gathered(
 
 
 def _put(own: dict[str, Any], like: torch.Tensor, shard: ParamShard, segment: Segment, name: str, value: Any) -> None:
-    """Write one segment of a shard's state into its parameter's state; values that are not per element are copied."""
+    """Copy the entry `name` of a shard's optimizer state into `own`, the state of the segment's parameter.
+
+    If the value has one number for each element of the shard, only the segment's elements are copied. Any other value,
+    such as the step count, is copied whole. `like` has the shape and strides of the parameter.
+    """
     if not isinstance(value, torch.Tensor) or name == "step" or value.numel() != shard.weight.numel():
         own[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
         return
@@ -239,7 +277,7 @@ def _put(own: dict[str, Any], like: torch.Tensor, shard: ParamShard, segment: Se
 
 
 def cut(given: Mapping[Any, Any], shards: Sequence[ParamShard], parameters: Sequence[torch.Tensor]) -> State:
-    """Return the optimizer state by shard, from the state by parameter."""
+    """Return the optimizer state by shard, cut from `given`, the optimizer state by parameter."""
     found: State = State(dict)
     with torch.no_grad():
         for shard in shards:
@@ -250,7 +288,11 @@ def cut(given: Mapping[Any, Any], shards: Sequence[ParamShard], parameters: Sequ
 
 
 def _take(own: dict[str, Any], like: torch.Tensor, shard: ParamShard, segment: Segment, name: str, value: Any) -> None:
-    """Write a parameter's state into one segment of a shard's state."""
+    """Copy the entry `name` of a parameter's optimizer state into `own`, the state of the segment's shard.
+
+    If the value has one number for each element of the parameter, only the segment's elements are copied. Any other
+    value, such as the step count, is copied whole. `like` is the parameter.
+    """
     if not is_elementwise(name, value, like):
         if name not in own:
             own[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value

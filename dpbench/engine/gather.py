@@ -17,11 +17,11 @@ from dpbench.records import Mark, Phase, no_mark
 
 
 class Gather(Function):
-    """Concatenate one tensor per device on the target; backward sends each device its part of the gradient."""
+    """An autograd function that concatenates tensors; backward sends each device its part of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, target: Device, devices: Sequence[Device], dim: int, *tensors: torch.Tensor) -> torch.Tensor:
-        """Return the concatenation; scalars become a vector."""
+        """Return the tensors concatenated along `dim` on the target; scalars become a vector."""
         ctx.devices, ctx.dim, ctx.homes = devices, dim, [tensor.device for tensor in tensors]
         ctx.scalars = dim == 0 and all(tensor.dim() == 0 for tensor in tensors)
         if ctx.scalars:
@@ -41,7 +41,7 @@ class Gather(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        """Return each device's part as a copy, so that it has the alignment of the forward's tensor."""
+        """Return each device's part of the gradient, as a copy with the same alignment as the tensor in forward."""
         parts = gradient.split(ctx.sizes, ctx.dim)
         placed = [
             device.put(part) if home == device.torch_device else part.to(home)
@@ -59,12 +59,13 @@ def gather(
     compat: bool = False,
     mark: Mark = no_mark,
 ) -> Any:
-    """Return `outputs[i]`, from `devices[i]`, concatenated along `dim` on `target`.
+    """Return the replicas' outputs, concatenated along `dim` on the device `target`.
 
-    Without `devices`, the outputs' own devices are used. Outputs are tensors, None, or tuples, lists, dicts and
-    dataclass instances of them; anything else raises TypeError. Scalars become a vector, with torch's warning. Raises
-    ValueError when replicas return different structures, and RuntimeError when the shapes of tensors do not match. With
-    `compat`, replica 0 determines the structure, and any iterable is treated as a sequence, as in torch.
+    `outputs[i]` is the output of the replica on `devices[i]`. Without `devices`, the outputs' own devices are used.
+    Outputs are tensors, None, or tuples, lists, dicts and dataclass instances of them; anything else raises TypeError.
+    Scalars become a vector, with torch's warning. Raises ValueError when replicas return different structures, and
+    RuntimeError when the shapes of tensors do not match. With `compat`, replica 0 determines the structure, and any
+    iterable is treated as a sequence, as in torch.
     """
     if not outputs:
         raise ValueError("gather needs at least one replica's output, got none")
@@ -77,7 +78,7 @@ def gather(
 
 
 def target_of(target: Device | DeviceId) -> Device:
-    """Return the device to gather on; -1 means the host, with a deprecation warning as in torch."""
+    """Return the device on which to gather; -1 means the host, with a deprecation warning as in torch."""
     if target == -1:
         warnings.warn('-1 for the CPU is deprecated; use "cpu"', FutureWarning, stacklevel=3)
         target = "cpu"
@@ -86,13 +87,16 @@ def target_of(target: Device | DeviceId) -> Device:
 
 
 def _gather(outputs: Sequence[Any], target: Device, devices: Sequence[Device], dim: int, path: tuple[Any, ...]) -> Any:
-    """Return the gathered outputs of one level of the structure; `path` lists the keys that lead to this level."""
+    """Return the replicas' outputs, or corresponding parts of the outputs, concatenated on the target.
+
+    `path` lists the keys that lead from the whole output to these parts; error messages include it.
+    """
     first = outputs[0]
     if isinstance(first, torch.Tensor):
         if first.is_nested:
             raise TypeError(
-                f"cannot gather {_named(path)}, a nested tensor: the offsets of its pieces cannot be joined; return a "
-                "dense tensor from forward, such as a padded one"
+                f"cannot gather {_named(path)}, because it is a nested tensor, whose offsets cannot be joined; return "
+                "a dense tensor from forward, such as a padded tensor"
             )
         shape = first.shape
         for output, device in zip(outputs, devices, strict=True):  # the full checks below are slow
@@ -117,7 +121,7 @@ def _gather(outputs: Sequence[Any], target: Device, devices: Sequence[Device], d
 
 
 def _check_kinds(outputs: Sequence[Any], path: tuple[Any, ...]) -> None:
-    """Raises ValueError unless all replicas returned the same type, with the same keys."""
+    """Raise ValueError unless all replicas returned the same type with the same keys at `path` in the output."""
     kinds = [torch.Tensor if isinstance(output, torch.Tensor) else type(output) for output in outputs]
     keys = [list(keys_of(output) or ()) for output in outputs]
     for replica, kind in enumerate(kinds):
@@ -134,7 +138,7 @@ def _check_kinds(outputs: Sequence[Any], path: tuple[Any, ...]) -> None:
 
 
 def _check_tensors(tensors: Sequence[torch.Tensor], devices: Sequence[Device], dim: int, path: tuple[Any, ...]) -> None:
-    """Raises TypeError if an accelerator's replica returned a host tensor, and RuntimeError if shapes do not match."""
+    """Raise TypeError if an accelerator's replica returned a host tensor, and RuntimeError if shapes do not match."""
     for replica, (tensor, device) in enumerate(zip(tensors, devices, strict=True)):
         if tensor.device.type == "cpu" != device.torch_device.type:
             raise TypeError(
@@ -146,9 +150,9 @@ def _check_tensors(tensors: Sequence[torch.Tensor], devices: Sequence[Device], d
             expected[dim] = shape[dim]
         if shape != expected:
             raise RuntimeError(
-                f"Input tensor at index {replica} has invalid shape {shape}, but expected {expected}: {_named(path)} "
-                f"may differ between replicas along dim {dim} only; pad to the same length (pad_packed_sequence takes "
-                "total_length=)"
+                f"Input tensor at index {replica} has invalid shape {shape}, but expected {expected}: the shape of "
+                f"{_named(path)} may differ between replicas only along dim {dim}; pad the outputs to the same length "
+                "(with pad_packed_sequence, set total_length=)"
             )
 
 
@@ -157,7 +161,7 @@ def _named(path: tuple[Any, ...]) -> str:
 
 
 def _gather_as_torch(outputs: Sequence[Any], target: Device, devices: Sequence[Device], dim: int) -> Any:
-    """Return the gathered outputs of one level, as in torch.
+    """Return the replicas' outputs, or corresponding parts of the outputs, concatenated as in torch.
 
     Replica 0 determines the structure, and any iterable is treated as a sequence.
     """

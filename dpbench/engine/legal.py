@@ -1,9 +1,12 @@
 """Legal: find the switches of a schedule that the module, loss, optimizer or devices forbid, and the reasons.
 
-An explicit schedule runs as named or is refused. `fastest` changes the forbidden switches, and reports the reasons.
-An `Identity` records the properties for which persistent state was built. It is compared at the start of each step, so
-that a change takes effect, or raises an error, in that step. Writing values in place changes none of these properties;
-`ReplicaWeights.versions` and `TrainStep.sync` handle such writes.
+A schedule that the user has named runs unchanged or is refused. `fastest` sets the forbidden switches to other
+positions, and reports the reasons.
+
+An `Identity` records properties of the parameters and the optimizer on which the engine's persistent state depends. It
+is compared at the start of each step, so that a change of such a property takes effect, or raises an error, in that
+step. Writing values into a parameter in place changes none of these properties; `ReplicaWeights.versions` and
+`TrainStep.sync` handle such writes.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ _accumulate_hooks = attrgetter("_post_accumulate_grad_hooks")
 
 
 class Identity:
-    """The parameters' memory, shapes, gradient flags and hooks, and the optimizer's groups and hooks."""
+    """A record of parameters' memory, shapes, `requires_grad` and hooks, and of the optimizer's groups and hooks."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], optimizer: Optimizer | None = None) -> None:
         self._parameters, self._optimizer = parameters, optimizer
@@ -44,7 +47,7 @@ class Identity:
         self.watched = optimizer is not None and is_watched(optimizer)
 
     def changed(self) -> bool:
-        """Return whether one of these properties has changed since the Identity was created."""
+        """Return whether one of the recorded properties has changed since this record was created."""
         return (
             not all(map(torch.Tensor.is_set_to, self._parameters, self._memory))
             or list(map(_requires_grad, self._parameters)) != self._wanted
@@ -62,15 +65,15 @@ class Identity:
 
 
 def has_hooks(parameters: Sequence[torch.Tensor]) -> bool:
-    """Return whether one of the parameters has a hook on its gradient."""
+    """Return whether at least one of the parameters has a hook on its gradient."""
     return any(map(_tensor_hooks, parameters)) or any(map(_accumulate_hooks, parameters))
 
 
 def is_watched(optimizer: Optimizer) -> bool:
-    """Return whether a method of the optimizer is hooked or replaced.
+    """Return whether the optimizer has a hook, or a replaced `step` or `zero_grad`.
 
-    The hook or replacement must get the module's own parameters and gradients. A `step` that torch's learning rate
-    schedulers have wrapped is ignored, because the wrapper only counts calls.
+    A hook or replaced method expects the module's own parameters and gradients. A `step` that one of torch's learning
+    rate schedulers has wrapped does not count, because the wrapper only counts calls.
     """
     step: Any = optimizer.__dict__.get("step")
     return bool(
@@ -84,14 +87,15 @@ def is_watched(optimizer: Optimizer) -> bool:
 
 
 def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Return whether two lists contain the same objects."""
+    """Return whether two lists contain the same objects in the same order."""
     return len(some) == len(others) and all(map(is_, some, others))
 
 
 class Muted:
-    """Removes parameters' hooks while a backward may reach the parameters directly, not through the replicas.
+    """Hooks of parameters, removed while a backward may reach the parameters directly, not through the replicas.
 
-    Such a backward computes only a part of the whole gradient. Hooks must be called once, with the whole gradient.
+    Such a backward computes only a part of the whole gradient, but hooks must be called once, with the whole gradient.
+    The constructor removes the hooks.
     """
 
     def __init__(self, parameters: Sequence[Any]) -> None:
@@ -112,25 +116,28 @@ BEST = Schedule(
     workers="pool", replicas="persistent", storage="flat", loss="local", backward="local", update="sharded",
     optimizer="flat",
 )  # fmt: skip
-"""The best schedule if no switch is forbidden. Overlap is left out: it needs a link that is idle during backward."""
+"""The schedule of `fastest` if no switch is forbidden.
+
+It does not set reduce=overlap, which helps only if the link between the devices is idle during backward.
+"""
 FALLBACKS = {
     "loss": {"loss": "gathered", "backward": "joint"},
     "optimizer": {"optimizer": "per_parameter"},
     "storage": {"storage": "separate", "optimizer": "per_parameter"},
     "update": {"update": "root", "optimizer": "per_parameter"},
 }
-"""For each switch of `BEST` that may be forbidden, the switch values that `fastest` uses instead."""
+"""For each switch of `BEST` that may be forbidden, the positions of switches that `fastest` uses instead."""
 CACHED = Schedule(workers="pool", replicas="cached")
-"""The schedule of `fastest` where persistent replicas are forbidden."""
+"""The schedule of `fastest` if persistent replicas are forbidden."""
 EXACT_DTYPES = (torch.float32, torch.float64)
-"""Dtypes whose elementwise kernels round an element independently of its position in a tensor."""
+"""Dtypes for which elementwise kernels round an element independently of its position in a tensor."""
 
 
 @dataclass(frozen=True)
 class TrainingSetup:
     """The module, loss, optimizer and devices for which schedules are checked.
 
-    `powers` is True if the loss is scaled by powers of two only, or not at all.
+    `powers` is True if the loss is scaled only by powers of two, or not at all.
     """
 
     module: nn.Module
@@ -141,12 +148,12 @@ class TrainingSetup:
 
     @property
     def trained(self) -> list[torch.Tensor]:
-        """Return the parameters that require gradients, without repetitions."""
+        """Return the module's parameters that require gradients, each of them once."""
         return trained(self.module)
 
 
 def trained(module: nn.Module) -> list[torch.Tensor]:
-    """Return a module's parameters that require gradients, without repetitions."""
+    """Return a module's parameters that require gradients, each of them once."""
     return [p for p in unique(module.parameters()) if p.requires_grad]
 
 
@@ -156,8 +163,8 @@ Reason = Callable[[Schedule, TrainingSetup], str]
 def _local_loss(schedule: Schedule, setup: TrainingSetup) -> str:
     if schedule.loss == "local" and setup.loss.summed() is None:
         return (
-            "loss=local needs a loss whose mean has a known divisor: one of torch's losses, such as "
-            "torch.nn.functional.cross_entropy, without hooks, or a pair (sum_fn, weight_fn)"
+            "loss=local needs a loss whose mean has a known divisor, but the divisor of loss_fn is unknown; use one of "
+            "torch's losses without hooks, such as torch.nn.functional.cross_entropy, or a pair (sum_fn, weight_fn)"
         )
     return ""
 
@@ -167,28 +174,43 @@ def _persistent(schedule: Schedule, setup: TrainingSetup) -> str:
         return ""
     groups_of(setup.optimizer, unique(setup.module.parameters()))
     if any(getattr(part, "sparse", False) for part in setup.module.modules()):
-        return "replicas=persistent needs dense gradients; use schedule='cached', or sparse=False"
+        return (
+            "replicas=persistent needs dense gradients, but a layer has sparse=True; use schedule='cached', or "
+            "create the layer with sparse=False"
+        )
     if any(buffer.requires_grad for buffer in setup.module.buffers()):
-        return "replicas=persistent gives no gradients to buffers, and a buffer requires them; use schedule='cached'"
+        return (
+            "replicas=persistent computes no gradients of buffers, but a buffer of the module requires gradients; use "
+            "schedule='cached'"
+        )
     return ""
 
 
 def _storage(schedule: Schedule, setup: TrainingSetup) -> str:
     shared = any(p.untyped_storage().nbytes() != p.nbytes for p in setup.trained if is_dense(p))
     if schedule.storage == "flat" and setup.devices[0].torch_device.type == "cpu" and shared:
-        return "storage=flat needs parameters that share no memory with other tensors; use storage=separate"
+        return (
+            "storage=flat needs parameters that share no memory with other tensors, but the memory of one parameter "
+            "belongs to a larger tensor; use storage=separate"
+        )
     return storage(schedule, setup.module, setup.devices)
 
 
 def storage(schedule: Schedule, module: nn.Module, devices: Sequence[Device]) -> str:
-    """Return the reason why the schedule's storage is impossible on these devices, or "" if it is possible."""
+    """Return the reason why the module's parameters cannot be stored as the schedule requires, or "" if they can."""
     if schedule.storage != "flat":
         return ""
     kind = devices[0].torch_device.type
     if kind not in ("cpu", "cuda"):
-        return f"storage=flat needs CPU or CUDA devices: parameters on {kind} cannot be views of one buffer"
+        return (
+            f"storage=flat needs CPU or CUDA devices, but the device type is {kind}, on which parameters cannot be "
+            "views of one buffer; use storage=separate"
+        )
     if kind == "cuda" and any(isinstance(part, nn.RNNBase) for part in module.modules()):
-        return "storage=flat needs a module without RNNs on CUDA, because cuDNN packs their weights itself"
+        return (
+            "storage=flat cannot store the weights of RNNs on CUDA, because cuDNN packs them into one buffer itself; "
+            "use storage=separate"
+        )
     for parameter in (wanted := trained(module)):
         if not is_dense(parameter):
             return (
@@ -207,12 +229,12 @@ def _update(schedule: Schedule, setup: TrainingSetup) -> str:
         return ""
     if schedule.update == "sharded" and kind not in ELEMENTWISE:
         return (
-            "update=sharded needs an optimizer that is known to step each parameter independently, not "
-            f"{kind.__name__}; use update=root"
+            "update=sharded needs an optimizer that is known to step each parameter independently, but the optimizer "
+            f"is {kind.__name__}; use update=root"
         )
     if not kind.__module__.startswith("torch.optim."):
         return (
-            "update=each needs one of torch's optimizers, which can be copied for each device, not "
+            "update=each needs an optimizer of torch.optim, which can be copied for each device, but the optimizer is "
             f"{kind.__name__}; use update=root"
         )
     if _overlap(setup.trained):
@@ -226,7 +248,10 @@ def _update(schedule: Schedule, setup: TrainingSetup) -> str:
 def _flat_optimizer(schedule: Schedule, setup: TrainingSetup) -> str:
     if schedule.optimizer == "flat" and type(setup.optimizer) not in ELEMENTWISE:
         names = ", ".join(one.__name__ for one in ELEMENTWISE)
-        return f"optimizer=flat needs an elementwise optimizer ({names}), not {type(setup.optimizer).__name__}"
+        return (
+            f"optimizer=flat needs an elementwise optimizer ({names}), but the optimizer is "
+            f"{type(setup.optimizer).__name__}; use optimizer=per_parameter"
+        )
     return ""
 
 
@@ -234,28 +259,40 @@ def _exact_loss(schedule: Schedule, setup: TrainingSetup) -> str:
     summed = setup.loss.summed() if schedule.loss == "local" else None
     if summed is None or summed.keeps_bits(powers=setup.powers):
         return ""
-    return "the loss is computed over the gathered batch: gradients computed by parts would differ in the last bit"
+    return (
+        "the loss is computed over the gathered batch, because the gradients of a sum of the replicas' losses could "
+        "differ in the last bit"
+    )
 
 
 def _exact_optimizer(schedule: Schedule, setup: TrainingSetup) -> str:
     if schedule.optimizer != "flat":
         return ""
     if any(group.get("fused") for group in setup.optimizer.param_groups):
-        return "the optimizer steps parameters one by one: fused kernels' rounding depends on an element's position"
+        return (
+            "the optimizer steps parameters one by one, not as a flat buffer, because the rounding of fused kernels "
+            "depends on the position of an element in its tensor"
+        )
     if any(p.dtype not in EXACT_DTYPES for p in setup.trained):
-        return "the optimizer steps parameters one by one: low-precision rounding depends on an element's position"
+        return (
+            "the optimizer steps parameters one by one, not as a flat buffer, because the rounding of low-precision "
+            "kernels depends on the position of an element in its tensor"
+        )
     return ""
 
 
 def _unwatched(schedule: Schedule, setup: TrainingSetup) -> str:
     if schedule.replicas == "persistent" and has_hooks(setup.trained):
-        return "a parameter has a hook, which must get the reduced gradient from autograd"
+        return "replicas are not persistent, because a parameter has a hook that must get the gradient from autograd"
     return ""
 
 
 def _unwatched_optimizer(schedule: Schedule, setup: TrainingSetup) -> str:
     if schedule.update != "root" and is_watched(setup.optimizer):
-        return "the optimizer's step is hooked or replaced, and must get the module's own parameters"
+        return (
+            "only the first device runs an optimizer, because the optimizer has a hook or a replaced method, which "
+            "must get the module's own parameters"
+        )
     return ""
 
 
@@ -266,14 +303,14 @@ ALWAYS: dict[Reason, str] = {
     _update: "update",
     _flat_optimizer: "optimizer",
 }
-"""The checks that forbid a schedule, each with the switch that it forbids."""
+"""The checks that can forbid any schedule, each with the switch that it forbids."""
 FOR_FASTEST: dict[Reason, str] = {
     _unwatched: "replicas",
     _unwatched_optimizer: "update",
     _exact_loss: "loss",
     _exact_optimizer: "optimizer",
 }
-"""The additional checks for `fastest`.
+"""The additional checks for `fastest`, each with the switch that it forbids.
 
 They exclude schedules whose results could differ from those of `reference` in any bit, and schedules that hooks would
 slow down.
@@ -281,7 +318,10 @@ slow down.
 
 
 def hindrances(schedule: Schedule, setup: TrainingSetup, reasons: dict[Reason, str]) -> Iterator[tuple[str, str]]:
-    """Yield (switch, reason) for each check that forbids a schedule."""
+    """Yield a pair (switch, reason) for each check that forbids the schedule.
+
+    `reasons` maps each check to the switch that it forbids.
+    """
     for find, switch in reasons.items():
         try:
             reason = find(schedule, setup)
@@ -292,17 +332,22 @@ def hindrances(schedule: Schedule, setup: TrainingSetup, reasons: dict[Reason, s
 
 
 def check(schedule: Schedule, setup: TrainingSetup) -> None:
-    """Raises Refused, with the reason, if the engine cannot run this training with the schedule."""
+    """Raise Refused, with the reason, if the engine cannot run this training with the schedule."""
     if isinstance(setup.optimizer, torch.optim.LBFGS):
         raise Refused(
-            "LBFGS evaluates the loss several times per step, through a closure, which TrainStep does not support"
+            "LBFGS evaluates the loss several times per step, through a closure, which TrainStep does not support; "
+            "use another optimizer"
         )
     for _, reason in hindrances(schedule, setup, ALWAYS):
         raise Refused(f"schedule {str(schedule)!r}: {reason}")
 
 
 def best_legal(setup: TrainingSetup) -> tuple[Schedule, list[str]]:
-    """Return the best schedule with results bitwise equal to `reference`, and the reasons why it is not `BEST`."""
+    """Return the schedule of `fastest`, and the reasons why it differs from `BEST`.
+
+    The results of this schedule are bitwise equal to those of `reference`. With a single device it is `reference`
+    itself, without reasons.
+    """
     if len(setup.devices) == 1:
         return Schedule(), []
     schedule, notes = BEST, []
@@ -314,7 +359,7 @@ def best_legal(setup: TrainingSetup) -> tuple[Schedule, list[str]]:
 
 
 def _overlap(parameters: Sequence[torch.Tensor]) -> bool:
-    """Return whether two parameters share memory without being the same object."""
+    """Return whether two of the parameters share memory without being the same object."""
     spans = sorted(
         (p.untyped_storage().data_ptr(), p.storage_offset() * p.itemsize, p.storage_offset() * p.itemsize + _extent(p))
         for p in parameters
@@ -324,6 +369,6 @@ def _overlap(parameters: Sequence[torch.Tensor]) -> bool:
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """Return the number of bytes that a tensor spans in its storage."""
+    """Return the number of bytes from the first to the last element of a tensor in its storage."""
     steps = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
     return (steps + 1) * tensor.itemsize

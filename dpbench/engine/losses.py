@@ -1,7 +1,8 @@
-"""Losses: one number over the gathered batch, or sums that each replica computes over its rows.
+"""Losses: computed once over the gathered batch, or as sums that each replica computes over its own rows.
 
-A replica may compute its part of the loss only if the divisor of the mean is known: for torch's own losses, whose
-divisors are defined in this module, and for a pair `(sum_fn, weight_fn)`. For other functions the divisor is unknown.
+A replica can compute its part of the loss only if the divisor of the mean is known: for torch's own losses, whose
+divisors are defined in this file, and for a pair of functions `(sum_fn, weight_fn)`. For any other function the divisor
+is unknown.
 """
 
 from __future__ import annotations
@@ -28,18 +29,21 @@ if TYPE_CHECKING:  # cuda_graphs imports this module
 
 Function = Callable[..., Any]
 Divisor = Callable[[torch.Tensor, torch.Tensor, Mapping[str, Any]], Any]
-"""A function of output, target and the loss's keywords that returns the rows' contribution to the mean's divisor."""
+"""A function of output, target and the loss's keywords; it returns the contribution of their rows to the divisor."""
 
 
 def _elements(output: torch.Tensor, target: torch.Tensor, keywords: Mapping[str, Any]) -> int:
-    """Return the number of elements over which an elementwise loss averages; both arguments may be broadcast."""
+    """Return the number of elements over which an elementwise loss averages, after output and target are broadcast."""
     if output.shape == target.shape:
         return output.numel()
     return math.prod(torch.broadcast_shapes(output.shape, target.shape))
 
 
 def _classes(output: torch.Tensor, target: torch.Tensor, keywords: Mapping[str, Any]) -> Any:
-    """Return the number of targets that are not ignored, or the sum of their class weights if these are given."""
+    """Return the divisor of a classification loss's mean for the given rows.
+
+    This is the number of targets that are not ignored, or the sum of their class weights if these are given.
+    """
     if target.is_floating_point():  # class probabilities: ignore_index and weight do not affect the divisor
         return output.numel() // output.shape[1]
     counted = target != keywords.get("ignore_index", -100)
@@ -50,7 +54,7 @@ def _classes(output: torch.Tensor, target: torch.Tensor, keywords: Mapping[str, 
 
 
 class Bits(Enum):
-    """The accuracy with which the gradients of the replicas' sums equal those of the mean over the whole batch."""
+    """How closely the gradients of the replicas' losses, summed, agree with those of the whole batch's loss."""
 
     SAME = "the same bits"
     SAME_UNSCALED = "the same bits if the loss is scaled by powers of two only"
@@ -59,7 +63,11 @@ class Bits(Enum):
 
 @dataclass(frozen=True)
 class DivisorRule:
-    """One of torch's losses as a sum over rows: its function, names of its settings, and the divisor of its mean."""
+    """The rule that turns one of torch's losses into a sum over rows and a divisor.
+
+    `function` computes the loss, and `settings` are the names of its keywords. `divisor` returns the divisor of the
+    mean. `bits` is the accuracy of the gradients if each replica computes the loss over its own rows.
+    """
 
     function: Function
     settings: tuple[str, ...]
@@ -85,17 +93,22 @@ _RULES = {
     nn.BCELoss: DivisorRule(F.binary_cross_entropy, ("weight",), _elements),
     nn.BCEWithLogitsLoss: DivisorRule(F.binary_cross_entropy_with_logits, ("weight", "pos_weight"), _elements),
 }
-"""The rules by loss module. tests/test_losses.py determines `bits` by comparing gradients of many sizes and scales."""
+"""The rule of each loss module. tests/test_losses.py measures `bits` on gradients of many sizes and scales."""
 _BY_FUNCTION = {rule.function: rule for rule in _RULES.values()}
 _ROUNDING = ("weight", "pos_weight", "label_smoothing")
-"""Settings with which every loss is `ROUNDED`: the divisor is then not a count, or terms have other divisors."""
+"""Settings that make every loss `ROUNDED`: its divisor is then not a count, or its terms have different divisors."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
 
 
 @dataclass(frozen=True)
 class Summed:
-    """A loss that replicas can compute over their rows, with its settings in this step."""
+    """A loss that each replica can compute over its own rows, with the settings of the present step.
+
+    `sum_fn(output, target)` returns the sum over the rows. `weight_fn(output, target)` returns the contribution of
+    these rows to the divisor; `weight_fn` is None if the loss has no divisor. `rule` is None for the user's own pair of
+    functions.
+    """
 
     sum_fn: Function
     weight_fn: Function | None
@@ -103,14 +116,14 @@ class Summed:
     rule: DivisorRule | None = None
 
     def keeps_bits(self, *, powers: bool) -> bool:
-        """Return whether gradients are bitwise equal to those of the whole batch.
+        """Return whether the gradients of the replicas' losses, summed, are bitwise equal to those of the whole batch.
 
-        `powers` is True if the loss is scaled by powers of two only, or not at all.
+        `powers` is True if the loss is scaled only by powers of two, or not at all.
         """
         return self.bits is Bits.SAME or (powers and self.bits is Bits.SAME_UNSCALED)
 
     def splits(self, output: Any, target: Any) -> bool:
-        """Return whether the rows of these arguments can be summed separately; assumed for a pair of functions."""
+        """Return whether each row's loss can be computed separately; always True for a pair of functions."""
         if self.rule is None:
             return True
         tensors = isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)
@@ -130,19 +143,19 @@ class Summed:
         return found if isinstance(found, int) else None
 
     def total(self, output: Any, target: Any) -> torch.Tensor:
-        """Return the sum over the rows of one replica."""
+        """Return the sum of the loss over the rows of one replica."""
         return self.sum_fn(output, target)  # type: ignore[no-any-return]
 
     def weight(self, output: Any, target: Any) -> Any:
         """Return the contribution of one replica's rows to the divisor, or None if the loss has no divisor.
 
-        The loss is the sum of all replicas' totals, divided by the sum of their contributions.
+        The loss of the batch is the sum of all replicas' totals, divided by the sum of their contributions.
         """
         return None if self.weight_fn is None else self.weight_fn(output, target)
 
 
 class Loss:
-    """A loss as a whole, and as a sum over rows if the divisor of its mean is known.
+    """A loss function, and its form as a sum over rows if the divisor of its mean is known.
 
     `loss_fn` is a function of output and target that returns the mean or sum over the batch, or a pair of functions
     `(sum_fn, weight_fn)`, whose quotient is the loss. The settings of a loss module are read again in every step.
@@ -155,13 +168,16 @@ class Loss:
         self._fixed = self._summed() if isinstance(loss_fn, FunctionType) else None
 
     def whole(self, output: Any, target: Any) -> torch.Tensor:
-        """Return the loss of the whole batch."""
+        """Return the loss of the whole batch, computed by one call."""
         if self.pair:
             return self.pair[0](output, target) / self.pair[1](output, target)  # type: ignore[no-any-return]
         return self.loss_fn(output, target)  # type: ignore[no-any-return]
 
     def summed(self) -> Summed | None:
-        """Return the loss by parts, with its present settings; None if it cannot be computed by parts."""
+        """Return the loss in the form that each replica can compute over its own rows, with the present settings.
+
+        Return None if the loss cannot be computed in this way.
+        """
         return self._fixed or self._summed()
 
     def _summed(self) -> Summed | None:
@@ -184,7 +200,7 @@ class Loss:
         )
 
     def key(self) -> Hashable:
-        """Return the settings on which recorded graphs depend, with the address of each tensor."""
+        """Return the settings on which recorded graphs depend, as a key; a tensor is represented by its address."""
         found = None if self.pair else _settings(self.loss_fn)
         return tuple(
             (name, value.data_ptr() if isinstance(value, torch.Tensor) else value)
@@ -193,7 +209,10 @@ class Loss:
 
 
 def _settings(loss_fn: Any) -> tuple[DivisorRule, dict[str, Any]] | None:
-    """Return a torch loss's rule and current settings, by name; None for other functions and for hooked modules."""
+    """Return the rule and the current settings, by name, of one of torch's losses.
+
+    Return None for any other function, and for a loss module with hooks.
+    """
     if isinstance(loss_fn, functools.partial):
         rule = _BY_FUNCTION.get(loss_fn.func) if not loss_fn.args else None
         known = {"reduction", *(rule.settings if rule else ())}
@@ -212,7 +231,7 @@ def _settings(loss_fn: Any) -> tuple[DivisorRule, dict[str, Any]] | None:
 
 
 def _placed(keywords: Mapping[str, Any], output: torch.Tensor | None) -> Mapping[str, Any]:
-    """Return the keywords with their tensors on the output's device, if there is an output."""
+    """Return the keywords with their tensors on the output's device; unchanged if `output` is None."""
     if not keywords or output is None:
         return keywords
     return {
@@ -230,9 +249,10 @@ def _weigh(divisor: Divisor, keywords: Mapping[str, Any], output: Any, target: A
 
 
 def check(loss: Loss, parts: torch.Tensor, output: Any, target: Any) -> bool:
-    """Compare the loss by parts with the loss of the whole batch; return whether they could be compared.
+    """Compare `parts`, the loss computed from the replicas' sums, with the loss of the whole batch.
 
-    A loss that is not finite cannot be compared. Raises ValueError if the two losses differ.
+    Return whether they could be compared: a loss that is not finite cannot. Raises ValueError if the two losses differ
+    by more than rounding.
     """
     with torch.no_grad():
         whole = float(loss.whole(output, target))
@@ -242,17 +262,19 @@ def check(loss: Loss, parts: torch.Tensor, output: Any, target: Any) -> bool:
     half = isinstance(output, torch.Tensor) and output.dtype in (torch.float16, torch.bfloat16)
     if not abs(mine - whole) <= (3e-2 if half else 1e-3) * max(abs(whole), 1e-3):
         raise ValueError(
-            f"loss=local: the replicas' sums give {mine:.6g}, but the loss of the whole batch is {whole:.6g}: the loss "
-            "is not a sum over rows; pass another pair (sum_fn, weight_fn), or use a schedule with loss=gathered"
+            f"loss=local: the loss from the replicas' sums is {mine:.6g}, but the loss of the whole batch is "
+            f"{whole:.6g}, so sum_fn or weight_fn is not a sum over rows; pass another pair (sum_fn, weight_fn), or "
+            "use a schedule with loss=gathered"
         )
     return True
 
 
 class LocalLoss:
-    """The replicas' parts of a loss.
+    """The loss of one step, of which each replica computes the part over its own rows.
 
     Call `forward` for each replica, `meet` once, then `backward` for each replica or `joint` once for all. If the
-    `weight` of all rows is known in advance, call `alone` for each replica, then `add` once.
+    `weight` of all rows is known in advance, call `alone` for each replica, then `add` once, instead. The result is in
+    `loss`.
 
     `pieces` are (inputs, target) pairs. `scale` is applied to the loss from which backward starts. If `recorded` graphs
     are given, they are replayed instead of running the replicas. If rows of output and target do not correspond one to
@@ -281,7 +303,7 @@ class LocalLoss:
         self.loss = torch.empty(0)
 
     def forward(self, i: int) -> None:
-        """Run replica i, and compute the loss of its rows."""
+        """Run replica i, and compute the sum of the loss over its rows."""
         (inputs, target), device, mark = self._pieces[i], self._devices[i], self._mark
         with mark(Phase.FORWARD, device.index):
             if self._recorded:
@@ -295,7 +317,7 @@ class LocalLoss:
             self._weights[i] = self._summed.weight(self.outputs[i], target)
 
     def meet(self) -> None:
-        """Add the replicas' parts of the loss on the first device."""
+        """Add the replicas' parts of the loss on the first device; set `split` to whether this was possible."""
         self.split = all(total is not None for total in self._totals)
         if not self.split:
             return
@@ -303,8 +325,8 @@ class LocalLoss:
         tensors = [one for one in self._weights if isinstance(one, torch.Tensor)]
         if any(one.requires_grad for one in tensors):
             raise ValueError(
-                "loss=local: the weight of a pair (sum_fn, weight_fn) requires gradients, which replicas cannot "
-                "compute separately; detach it, or use a schedule with loss=gathered"
+                "loss=local: the result of weight_fn requires gradients, which replicas cannot compute separately; "
+                "detach this result in weight_fn, or use a schedule with loss=gathered"
             )
         for device in self._devices[1:]:  # replicas that share a GPU have separate streams
             root.wait(device)
@@ -315,7 +337,7 @@ class LocalLoss:
             self.loss = _divided(_sum(self._totals, root), self._weight)
 
     def backward(self, i: int) -> None:
-        """Run replica i's backward, in the thread that ran its forward."""
+        """Run replica i's backward; call this in the thread that ran the replica's forward."""
         if not self.split:
             return
         device, total = self._devices[i], self._totals[i]
@@ -342,26 +364,29 @@ class LocalLoss:
         self.backward(i)
 
     def add(self) -> None:
-        """Add the parts on the first device, after the backwards; the time counts for no phase."""
+        """Add the replicas' parts of the loss on the first device, after backward; the time counts for no phase."""
         with torch.no_grad():
             self.loss = _divided(_sum(self._totals, self._devices[0]), self._weight)
 
     def joint(self) -> torch.Tensor:
-        """Return the loss from which one backward through all replicas starts."""
+        """Return the scaled loss of the batch, from which one backward through all replicas starts."""
         root = self._devices[0]
         with self._mark(Phase.LOSS, root.index):
             return self._scale(_divided(_sum(self._totals, root), self._weight))
 
 
 def _here(value: Any, device: Device) -> Any:
-    """Return a number unchanged, or a tensor copied to `device` if it is elsewhere."""
+    """Return a number unchanged; return a tensor on `device`, copied there if necessary."""
     if not isinstance(value, torch.Tensor) or value.device == device.torch_device:
         return value
     return value.to(device.torch_device, non_blocking=True)
 
 
 def _sum(values: Sequence[Any], device: Device) -> Any:
-    """Return the sum of numbers or tensors on a device, in order; `sum` would begin with an addition to 0."""
+    """Return the sum of numbers or tensors on a device, added in order.
+
+    Python's `sum` would begin with an addition to 0.
+    """
     return functools.reduce(operator.add, [_here(value, device) for value in values])
 
 

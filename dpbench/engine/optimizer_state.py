@@ -1,8 +1,9 @@
-"""Optimizer state: `optimizer.state` by parameter, although the values are stored by the shards that devices step.
+"""Optimizer state: `optimizer.state` with an entry per parameter, although the devices store the values by shard.
 
 Reading and changing `optimizer.state` has the same effect as in a loop without the engine. The first access gathers the
-values from the shards. From then on the entries are copied to the shards before each step, and back after it, because
-the training loop may keep references to them. If the state is never accessed, no values are copied.
+values from the shards. From then on the values are copied from the entries to the shards before each step, and back to
+the entries after each step, because the training loop may keep references to the entries. If the state is never
+accessed, no values are copied.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from dpbench.engine.errors import Refused
 
 State = defaultdict[Any, Any]
-"""An optimizer's state, in torch's format: for each tensor that is stepped, a dict of its values by name."""
+"""An optimizer's state in torch's format: for each tensor that the optimizer steps, a dict of values by name."""
 
 
 class FetchedState(State):
-    """The state by parameter, fetched at the first access."""
+    """An optimizer's state by parameter, which the function `fetch` gathers at the first access."""
 
     def __init__(self, fetch: Callable[[], State]) -> None:
         super().__init__(dict)
@@ -32,7 +33,7 @@ class FetchedState(State):
 
     @property
     def fetched(self) -> bool:
-        """Return whether the user's code has accessed the entries; it may have changed them or kept references."""
+        """Return whether the user's code has accessed the entries, and may therefore have changed or kept them."""
         return self._fetch is None
 
     def _load(self) -> None:
@@ -41,7 +42,10 @@ class FetchedState(State):
             super().update(fetch())
 
     def store(self, found: State) -> None:
-        """Write values into the entries, in place where tensors allow it."""
+        """Write the values of `found` into the entries.
+
+        A tensor is overwritten in place if the new value has the same shape and dtype.
+        """
         for parameter, values in found.items():
             entry = super().setdefault(parameter, {})
             for name, value in values.items():
@@ -98,13 +102,13 @@ class FetchedState(State):
         return State, (dict, dict(self))
 
     def copy(self) -> State:  # type: ignore[override]
-        """Return a plain copy."""
+        """Return a copy that is an ordinary defaultdict."""
         return State(dict, self)
 
     __copy__ = copy  # type: ignore[assignment]
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """Return an entry, or the default."""
+        """Return the entry of a parameter, or the default if there is none."""
         self._load()
         return super().get(key, default)
 
@@ -114,43 +118,43 @@ class FetchedState(State):
         return super().keys()
 
     def values(self) -> Any:
-        """Return the entries."""
+        """Return the entries of all parameters; each entry is a dict of values by name."""
         self._load()
         return super().values()
 
     def items(self) -> Any:
-        """Return the parameters with their entries."""
+        """Return pairs of a parameter and its entry."""
         self._load()
         return super().items()
 
     def pop(self, *arguments: Any) -> Any:
-        """Remove an entry and return it."""
+        """Remove the entry of a parameter and return it, with the arguments of `dict.pop`."""
         self._load()
         return super().pop(*arguments)
 
     def popitem(self) -> Any:
-        """Remove the last entry and return it."""
+        """Remove the last entry; return its parameter and the entry as a pair."""
         self._load()
         return super().popitem()
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
-        """Return an entry, after setting it if it was missing."""
+        """Return the entry of a parameter; if there is none, set it to the default first."""
         self._load()
         return super().setdefault(key, default)
 
     def update(self, *arguments: Any, **entries: Any) -> None:
-        """Set entries."""
+        """Set entries of parameters, with the arguments of `dict.update`."""
         self._load()
         super().update(*arguments, **entries)
 
     def clear(self) -> None:
-        """Remove all entries."""
+        """Remove the entries of all parameters."""
         self._load()
         super().clear()
 
 
 def _alike(held: Any, value: Any) -> bool:
-    """Return whether `value` can be copied into the tensor `held` in place."""
+    """Return whether `value` can be copied into `held` in place: both are tensors of the same shape and dtype."""
     return (
         isinstance(held, torch.Tensor)
         and isinstance(value, torch.Tensor)
@@ -160,17 +164,17 @@ def _alike(held: Any, value: Any) -> bool:
 
 
 ELEMENTWISE = (Adam, AdamW, SGD, RMSprop, Adagrad)
-"""Optimizers that step every element separately, so that parameters may be joined and cut."""
+"""The optimizers that step every element independently, so that parameters may be joined and cut."""
 
 Stepped = tuple[torch.Tensor, torch.Tensor, int]
-"""A weight, its gradient, and the index of its group in the optimizer."""
+"""A weight, its gradient, and the index of its optimizer group."""
 
 
 class Stepper:
-    """One device's optimizer for the shards that it steps, with its state by shard.
+    """One device's optimizer, with the shards that it steps and its state by shard.
 
-    `leader` is the user's optimizer, from which the options are copied. A `natural` stepper is the user's optimizer
-    itself, which steps the parameters in its own groups with its own state.
+    `leader` is the user's optimizer, whose options every other optimizer copies. With `natural`, `optimizer` is the
+    user's optimizer, and it steps the parameters in its own groups with its own state.
     """
 
     def __init__(self, optimizer: Optimizer, leader: Optimizer, shards: Sequence[Stepped], *, natural: bool) -> None:
@@ -179,7 +183,7 @@ class Stepper:
         self.state: Any = defaultdict(dict)
 
     def step(self) -> None:
-        """Step the shards with the leader's present options."""
+        """Step the shards with the present options of `leader`."""
         for weight, gradient, _ in self._shards:
             weight.grad = gradient
         with self._swapped():
@@ -187,7 +191,10 @@ class Stepper:
 
     @contextmanager
     def _swapped(self) -> Iterator[None]:
-        """Inside the context, replace the optimizer's parameters and state by the shards and the shards' state."""
+        """Inside the context, replace the optimizer's parameters and state by the shards and the shards' state.
+
+        The optimizer also gets the present options of `leader`. With `natural`, the context has no effect.
+        """
         if self._natural:
             yield
             return
@@ -217,11 +224,10 @@ class OptimizerGroup:
 
 
 def groups_of(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> list[OptimizerGroup]:
-    """Return the optimizer's groups, split where the states of parameters cannot be joined.
+    """Return the optimizer's groups, split where the states of parameters cannot be joined in one tensor.
 
-    They cannot be joined, for example, if one parameter has been stepped more often than another. Parameters that
-    require no gradient are left out. Raises Refused if the optimizer steps a tensor that is not a parameter of the
-    module.
+    States cannot be joined, for example, if one parameter has been stepped more often than another. Parameters that
+    require no gradient are left out. Raises Refused if the optimizer steps a tensor that is not one of `parameters`.
     """
     number = {id(p): n for n, p in enumerate(parameters)}
     found = []
@@ -231,7 +237,7 @@ def groups_of(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> list[
             if id(parameter) not in number:
                 raise Refused(
                     f"the optimizer steps a tensor of shape {tuple(parameter.shape)} that is not a parameter of the "
-                    "module; schedules with replicas=persistent cannot handle it: use schedule='cached'"
+                    "module, which schedules with replicas=persistent cannot handle; use schedule='cached'"
                 )
             if parameter.requires_grad:
                 alike.setdefault(_form(optimizer.state.get(parameter, {}), parameter), []).append(number[id(parameter)])
@@ -240,14 +246,14 @@ def groups_of(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> list[
 
 
 def _form(state: Mapping[str, Any], parameter: torch.Tensor) -> Hashable:
-    """Return a key that is equal for parameters whose states can be joined."""
+    """Return a key that is equal for parameters whose optimizer states can be joined."""
     return tuple(
         (name, "" if is_elementwise(name, value, parameter) else _plain(value)) for name, value in sorted(state.items())
     )
 
 
 def is_elementwise(name: str, value: Any, parameter: torch.Tensor) -> bool:
-    """Return whether an entry of an optimizer's state has one value for each element of the parameter."""
+    """Return whether the entry `name` of a parameter's optimizer state has one number per element of the parameter."""
     return isinstance(value, torch.Tensor) and name != "step" and value.shape == parameter.shape
 
 
@@ -258,7 +264,10 @@ def _plain(value: Any) -> Hashable:
 
 
 def mirror(optimizer: Optimizer) -> Optimizer:
-    """Return an optimizer of the same type and options, without parameters or state, as unpickling would make it."""
+    """Return a new optimizer of the same type and options, without parameters and state.
+
+    It is created as unpickling would create it, without a call of its constructor.
+    """
     groups: list[Mapping[str, Any]] = [{**group, "params": []} for group in optimizer.param_groups]
     twin: Optimizer = type(optimizer).__new__(type(optimizer))
     twin.__setstate__({"defaults": optimizer.defaults, "state": defaultdict(dict), "param_groups": groups})
@@ -272,7 +281,11 @@ def finish(
     scaler: torch.amp.GradScaler | None,
     stepper: Any,
 ) -> None:
-    """Clip the gradients and call `stepper.step()`. A scaler unscales them first, and skips the step on overflow."""
+    """Clip the module's gradients if `clip_norm` is given, and call `stepper.step()`.
+
+    `stepper` is an optimizer, or an object with the interface of one. A `scaler` first unscales the gradients; it skips
+    the step if a gradient is infinite or NaN.
+    """
     if clip_norm is not None:
         if scaler is not None:
             scaler.unscale_(stepper)

@@ -1,6 +1,6 @@
-"""Parallel apply: run each replica on its device, in its worker thread, under the caller's torch settings.
+"""Parallel apply: run each replica on its device, in a worker's thread, with the caller's torch settings.
 
-`run_on_devices` does the same for any function. If several devices fail, only one of their errors is raised.
+`run_on_devices` runs any function in this way. If several replicas fail, only one of their errors is raised.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ def run_on_devices(
     compat: bool = False,
     starting: Context = NOTHING,
 ) -> list[Result]:
-    """Call `work(i)` for each device with that device current, and return the results in order.
+    """Call `work(i)` for each device i, with that device current, and return the results in the order of the devices.
 
-    `starting` is a context in which the calling thread starts the workers; a mark in it can count this time for the
-    host. If calls fail, the error of the failed device with the lowest index is raised after all calls have ended: see
-    `errors.in_replica`.
+    The calling thread starts the workers inside the context `starting`, for example a mark that records this time for
+    the host. If calls fail, the error of the failed device with the lowest index is raised after all calls have ended;
+    `errors.in_replica` describes this error. With `compat`, the workers get only those of the caller's settings that
+    torch forwards.
     """
     results: dict[int, Result] = {}
 
@@ -52,8 +53,9 @@ def in_stages(
 ) -> None:
     """Call `first(i)` for each device, then `between()` once, then `second(i)` for each, as `run_on_devices` does.
 
-    The threads meet at a barrier between the stages instead of returning to the caller. The last thread to arrive calls
-    `between`; only the other threads must then be woken. After an error no later stage is called.
+    Concurrent threads meet at a barrier between the two stages and do not return to the caller. The last thread to
+    arrive calls `between`, so that only the other threads must be woken. After an error, no later function is called.
+    If `between` is None, only the two stages run.
     """
     _run([first, second], between, devices, workers)
 
@@ -67,9 +69,10 @@ def _run(
     compat: bool = False,
     starting: Context = NOTHING,
 ) -> None:
-    """Run the stages on all devices.
+    """Run the stages one after the other, each on all devices, and call `between` after each stage but the last.
 
-    Raises the error of `between`, or else that of the failed device with the lowest index.
+    Raises the error of `between` if it fails. If stages fail, the error of the failed device with the lowest index is
+    raised.
     """
     errors: dict[int, BaseException] = {}
     settings = capture(compat=compat)
@@ -117,11 +120,17 @@ def _run(
 
 
 BETWEEN = -1
-"""The key of an error of `between`, which is raised unchanged because it belongs to no replica."""
+"""The key of an error of `between` among the devices' errors.
+
+Such an error is raised unchanged, because it belongs to no replica.
+"""
 
 
 def _meet(meeting: threading.Barrier) -> bool:
-    """Wait for the other threads; return whether all have arrived. An interrupted thread releases the others."""
+    """Wait until all threads have arrived at the barrier; return False if the wait was broken off.
+
+    A thread that is interrupted while it waits breaks the barrier, so that the other threads stop waiting.
+    """
     try:
         meeting.wait()
     except threading.BrokenBarrierError:
@@ -133,7 +142,10 @@ def _meet(meeting: threading.Barrier) -> bool:
 
 
 def _raise(errors: dict[int, BaseException], devices: Sequence[Device]) -> None:
-    """Raises the error of `between`, or else that of the failed device with the lowest index, if there are errors."""
+    """Raise the error of `between`, or if there is none, the error of the failed device with the lowest index.
+
+    `errors` maps device indices, or `BETWEEN`, to errors. Does nothing if it is empty.
+    """
     for i in sorted(errors):
         try:
             raise errors[i] if i == BETWEEN else in_replica(errors[i], i, devices[i])
@@ -153,18 +165,18 @@ def parallel_apply(
 ) -> list[Any]:
     """Call `modules[i](*inputs[i], **kwargs[i])` on `devices[i]`, each in its own worker; return the list of outputs.
 
-    Without `devices`, each replica runs on the device of its input's first tensor. An input that is not a tuple or list
-    is passed as a single argument. A single module runs in the calling thread. If replicas fail, the error of the
-    failed replica with the lowest index is raised after all have ended: see `errors.in_replica`. With `compat`, the
-    workers get only those of the caller's settings that torch.nn.parallel.parallel_apply forwards. Raises ValueError if
-    the lengths of the four sequences differ.
+    Without `devices`, each module runs on the device of its input's first tensor. An input that is not a tuple or list
+    is passed as a single argument. A single module runs in the calling thread. If modules fail, the error of the failed
+    module with the lowest index is raised after all calls have ended; `errors.in_replica` describes this error. With
+    `compat`, the workers get only those of the caller's settings that torch.nn.parallel.parallel_apply forwards. Raises
+    ValueError if the lengths of the four sequences differ.
     """
     devices = devices_of(inputs) if devices is None else as_devices(devices)
     kwargs = kwargs or [{}] * len(modules)
     if not len(modules) == len(inputs) == len(kwargs) == len(devices):
         raise ValueError(
-            f"parallel_apply needs one input, one kwargs and one device per module; got {len(modules)} modules, "
-            f"{len(inputs)} inputs, {len(kwargs)} kwargs, {len(devices)} devices"
+            "parallel_apply needs one element of inputs, kwargs and devices per module; got "
+            f"{len(modules)} modules, {len(inputs)} inputs, {len(kwargs)} kwargs, {len(devices)} devices"
         )
 
     def call(i: int) -> Any:

@@ -1,6 +1,6 @@
 """Persistent replicas: modules with their own leaf parameters, kept between steps and refreshed in place.
 
-Only TrainStep can use them, because it runs the optimizer and therefore knows when the weights change.
+Only TrainStep can use persistent replicas, because it runs the optimizer and therefore knows when the weights change.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from dpbench.records import Mark, Phase
 class ReplicaWeights:
     """One persistent replica per device, each with leaf parameters whose gradients belong to that replica alone.
 
-    Replica 0's parameters share the memory of the module's, and its buffers are the module's. The module's own
-    parameters (`originals`) take no part in forward, so that only reduced gradients reach their `.grad` and their
-    hooks. The other replicas' buffers are new tensors in every step; with `fixed` they are written in place. `version`
-    counts the changes of the module.
+    Replica 0's parameters share the memory of the module's parameters, and its buffers are the module's own buffers.
+    The module's own parameters (`originals`) take no part in forward, so that only reduced gradients reach their
+    `.grad` and their hooks. The buffers of all other replicas are new tensors in every step, or with `fixed` the same
+    tensors, which are written in place. `version` is the number of changes of the module that `notice` has found.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class ReplicaWeights:
             return cache.bind(order, [[*p, *b] for p, b in zip(self.parameters, self.buffers[:count], strict=False)])
 
     def _copy_buffers(self, count: int) -> None:
-        """Copy replica 0's buffers to the other replicas."""
+        """Copy replica 0's buffers to each other replica among the first `count` replicas."""
         originals = self._cache.buffers
         if not self._fixed:
             self.buffers = copies_of(originals, self._devices[:count], self._mark)
@@ -89,9 +89,9 @@ class ReplicaWeights:
                     copy_all(own, originals)
 
     def refresh(self, i: int, *, flats: bool = True) -> None:
-        """Copy replica 0's weights to replica i, one transfer per flat buffer.
+        """Copy replica 0's weights to replica i, with one transfer per flat buffer.
 
-        Without `flats`, only the weights outside flat buffers are copied.
+        If `flats` is False, only the weights outside flat buffers are copied.
         """
         device = self._devices[i]
         with self._mark(Phase.REPLICATE, device.index), device.guard(), torch.no_grad():
@@ -101,11 +101,14 @@ class ReplicaWeights:
             copy_all(self._outside[i], self._outside[0])
 
     def gradients(self, count: int) -> list[list[torch.Tensor | None]]:
-        """Return the first `count` replicas' gradients, by parameter."""
+        """Return a list of gradients, in the order of the parameters, for each of the first `count` replicas.
+
+        A missing gradient is None.
+        """
         return [[p.grad for p in one] for one in self.parameters[:count]]
 
     def clear(self) -> None:
-        """Drop the replicas' gradients."""
+        """Drop the gradients of all replicas."""
         for one in self.parameters:
             for parameter in one:
                 parameter.grad = None
@@ -115,7 +118,7 @@ class ReplicaWeights:
         return [p._version for p in self.originals]
 
     def stale(self) -> list[int]:
-        """Return the indices of the parameters that differ between the module and one of the replicas."""
+        """Return the indices of the parameters whose values differ between the module and at least one replica."""
         with torch.no_grad():
             return [
                 n
@@ -125,12 +128,13 @@ class ReplicaWeights:
 
 
 class Overlap:
-    """Calls `ready` with a bucket as soon as all replicas have its gradients, while backward still runs.
+    """Hooks that call `ready` with a bucket as soon as all replicas have its gradients, while backward still runs.
 
     Buckets are ordered from the last parameters to the first, the order in which backward finishes them. For each
-    bucket, `staged` is called once per replica, with the replica's index, in the thread that computed its gradients.
-    After the last of these calls, `ready` is called. Some gradients are never computed (those of unused parameters) or
-    are computed more than once (by reentrant checkpoints): these are left to the end of the step.
+    bucket, `staged` is called once per replica, with the replica's index, in the thread that computed the replica's
+    gradients. After the last of these calls, `ready` is called. Some gradients are never computed (those of unused
+    parameters) or are computed more than once (by reentrant checkpoints); their buckets are left to the end of the
+    step.
     """
 
     def __init__(
@@ -152,16 +156,16 @@ class Overlap:
         ]
 
     def begin(self, count: int) -> None:
-        """Expect the gradients of `count` replicas."""
+        """Prepare for the next backward, in which the first `count` replicas compute gradients."""
         self._expected, self._again, self._done = count, False, set[int]()
         self._fired = [[0] * len(self._buckets) for _ in range(self._replicas)]
         self._complete = [0] * len(self._buckets)
 
     def rest(self) -> list[int]:
-        """Stop reporting; return the indices of the parameters whose buckets were not reported.
+        """End the reports; return the indices of the parameters in buckets for which `ready` was not called.
 
-        If a gradient was computed more than once, return the parameters of all buckets, because a bucket may have been
-        reported too early.
+        If a gradient was computed more than once, return the parameters of all buckets, because `ready` may have been
+        called too early.
         """
         self._expected = 0
         done = () if self._again else self._done
@@ -191,11 +195,11 @@ class Overlap:
         return fired
 
     def close(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks from the replicas' parameters."""
         for handle in self._handles:
             handle.remove()
 
 
 def _same(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
-    """Return whether two lists contain the same objects."""
+    """Return whether two lists contain the same objects in the same order."""
     return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))

@@ -1,4 +1,4 @@
-"""Persistent replicas in a TrainStep: refresh the weights, reduce the gradients, and update."""
+"""Persistent replicas in a TrainStep: refresh their weights, reduce their gradients, and update the weights."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from dpbench.records.schedule import Schedule
 
 
 class PersistentReplicas:
-    """Replicas whose weights stay on their devices, and whose gradients are reduced explicitly.
+    """Replicas whose weights stay on their devices between steps, and whose gradients are reduced explicitly.
 
-    In some cases the whole gradient is summed into the module's own parameters before the optimizer steps: for gradient
-    accumulation, clipping or a scaler, if a parameter or the optimizer has hooks, or if the optimizer does not step all
-    trained parameters.
+    In some cases the gradients are summed into the `.grad` of the module's own parameters before the optimizer steps:
+    for gradient accumulation, clipping or a scaler, if a parameter or the optimizer has hooks, or if the optimizer does
+    not step all trained parameters.
     """
 
     def __init__(
@@ -71,7 +71,10 @@ class PersistentReplicas:
         return not self._weights.notice() or self._identity.changed() or self._update.regrouped
 
     def stale(self) -> list[int]:
-        """Return the indices of the parameters whose values in the replicas differ from those in the module."""
+        """Return the indices of the parameters whose values in the replicas differ from those in the module.
+
+        Return an empty list if the next step copies the weights to the replicas anyway.
+        """
         return [] if self._root_only or self._weights.versions() != self._seen else self._weights.stale()
 
     def modules(self, count: int, workers: Workers, on_reduce: Callable[[], None] = lambda: None) -> list[nn.Module]:
@@ -111,7 +114,7 @@ class PersistentReplicas:
             self._seen = self._weights.versions()
 
     def graphs(self, loss: Loss) -> Graphs:
-        """Return an object that records and replays the CUDA graphs of these replicas."""
+        """Return an object that records the forward, `loss` and backward of these replicas as CUDA graphs."""
         return Graphs(self._module, self._devices, self._weights, loss)
 
     def clear(self) -> None:
@@ -126,19 +129,25 @@ class PersistentReplicas:
         return list(zip(self._devices, self._weights.gradients(self._used), strict=False))
 
     def _buckets(self) -> list[Sequence[int]]:
-        """Return the indices of the parameters in each bucket that is reduced while backward runs."""
+        """Return the parameter indices of each bucket that is reduced while backward runs."""
         if self._update.exchange:
             return [bucket.numbers for bucket in self._update.exchange.buckets]
         wanted = [n for n, p in enumerate(self._weights.parameters[0]) if p.requires_grad][::-1]
         return [[wanted[i] for i in run] for run in buckets_of([self._weights.parameters[0][n] for n in wanted])]
 
     def _stage(self, i: int, numbers: Sequence[int]) -> None:
-        """Copy one replica's part of a bucket to the exchange buffers, so that the replica's backward can continue."""
+        """Copy replica i's gradients of one bucket to the buffers of the exchange, if there is an exchange.
+
+        The replica's backward continues while the bucket is reduced. `numbers` are the parameter indices of the bucket.
+        """
         if self._update.exchange and self._used > 1 and not self._has_sparse(numbers):
             self._update.exchange.stage(i, [p.grad for p in self._weights.parameters[i]], numbers)
 
     def _ready(self, numbers: Sequence[int]) -> None:
-        """Reduce one bucket during backward; leave a bucket with sparse gradients to the end of the step."""
+        """Reduce one bucket during backward; a bucket with sparse gradients is left to the end of the step.
+
+        `numbers` are the parameter indices of the bucket.
+        """
         if self._has_sparse(numbers):
             return
         if self._update.exchange and self._used > 1:
@@ -153,7 +162,10 @@ class PersistentReplicas:
         return any((g := first[n].grad) is not None and g.is_sparse for n in numbers)
 
     def _together(self, workers: Workers, sources: Any, numbers: Sequence[int] | None) -> None:
-        """Reduce the gradients that were not reduced during backward, by collectives."""
+        """Reduce by collectives the gradients that were not reduced during backward.
+
+        `numbers` are the indices of their parameters; None means all parameters.
+        """
         exchange = self._update.exchange
         assert exchange is not None
         exchange.wait()  # for this step's buckets, whose memory `stage` overwrites
@@ -166,14 +178,17 @@ class PersistentReplicas:
             exchange.wait()
 
     def reduce(self, workers: Workers) -> None:
-        """If whole gradients are needed, add this call's gradients to the module's, in torch's order of additions."""
+        """Add this call's gradients to the `.grad` of the module's parameters, if whole gradients are needed there.
+
+        The order of additions is that of torch.
+        """
         if self._whole:
             self._muted.restore()
             self._bring()
             self._before = []
 
     def _bring(self) -> None:
-        """Sum the replicas' gradients into the gradients of the module's parameters, and drop the replicas' own."""
+        """Sum the replicas' gradients into the `.grad` of the module's parameters, and drop the replicas' gradients."""
         root, each = self._devices[0], self._weights.gradients(self._used)
         with torch.no_grad():
             found = [n for n, column in enumerate(zip(*each, strict=True)) if any(g is not None for g in column)]
@@ -189,7 +204,10 @@ class PersistentReplicas:
             return torch.zeros_like(self._weights.parameters[i][number], requires_grad=False)
 
     def _deliver(self, sums: Mapping[int, torch.Tensor]) -> None:
-        """Add each sum to its parameter's gradient, as autograd would; add zeros if no replica used the parameter."""
+        """Add each sum to the gradient of its parameter, as autograd would; `sums` are by parameter index.
+
+        A parameter that no replica used gets zeros, unless there is only one device.
+        """
         for n, parameter in enumerate(self._weights.originals):
             gradient, outside = sums.get(n), parameter.grad
             if gradient is None and parameter.requires_grad and len(self._devices) > 1:
@@ -201,7 +219,10 @@ class PersistentReplicas:
                 _accumulate(parameter, gradient)
 
     def update(self, workers: Workers, clip_norm: float | None, scaler: torch.amp.GradScaler | None) -> None:
-        """Bring the gradients to the devices that step, run their optimizers, and exchange the stepped weights."""
+        """Reduce the gradients on the devices that step, run the optimizers there, and exchange the updated weights.
+
+        If some gradients cannot be represented in shards, the user's optimizer steps the module's own parameters.
+        """
         if not self._whole and self._is_unusual():
             self._bring()
             self._step_plainly()
@@ -217,8 +238,8 @@ class PersistentReplicas:
         """Return whether there are gradients that shards cannot represent.
 
         These are: a sparse gradient; a gradient that did not come through the replicas, for example that of a penalty
-        on `module.parameters()` in the loss; and, in a run with one device, a missing gradient, for which the optimizer
-        must leave the parameter unchanged.
+        on `module.parameters()` in the loss; and, in a run with one device, a missing gradient, because the optimizer
+        must leave its parameter unchanged.
         """
         (first,) = self._weights.gradients(1)
         return (
@@ -228,14 +249,19 @@ class PersistentReplicas:
         )
 
     def _step_plainly(self) -> None:
-        """Run the user's optimizer on the module's own parameters, from their whole gradients."""
+        """Run the user's optimizer on the module's own parameters, with the gradients in their `.grad`."""
         with self._mark(Phase.OPTIMIZER, self._devices[0].index), self._devices[0].guard():
             self._update.step_plainly()
-        self.unusual = "some gradients need the user's own optimizer: they are sparse, missing, or bypass the replicas"
+        self.unusual = (
+            "replicas are not persistent, because some gradients are sparse, missing, or computed outside the replicas"
+        )
         self._seen = []
 
     def _step(self, workers: Workers, sources: Any, numbers: Sequence[int] | None) -> None:
-        """Collect the gradients, run the optimizers and exchange the weights, on all stepping devices at once."""
+        """Reduce the gradients, run the optimizers and exchange the updated weights, on all stepping devices at once.
+
+        `numbers` are the indices of the parameters whose gradients were not reduced during backward; None means all.
+        """
         update, owners = self._update, [self._devices[i] for i in self._update.owners]
         together = update.exchange is not None and len(sources) > 1
         if together:
@@ -259,11 +285,14 @@ class PersistentReplicas:
         self._seen = self._weights.versions()
 
     def sync(self) -> None:
-        """Make the next step refresh all replicas."""
+        """Make the next step copy the weights to all replicas."""
         self._seen = []
 
     def close(self) -> None:
-        """Leave module and optimizer as an ordinary loop would."""
+        """Leave the module and the optimizer as an ordinary loop would.
+
+        Parameters get separate storage; their `.grad` and the optimizer's state are complete.
+        """
         if self._closed:
             return
         self._closed = True
@@ -278,14 +307,14 @@ class PersistentReplicas:
 
 
 class _Everywhere:
-    """All devices' optimizers behind the interface of one, for GradScaler, which decides whether to call `step`."""
+    """All devices' optimizers with the interface of one, for GradScaler, which decides whether to call `step`."""
 
     def __init__(self, replicas: PersistentReplicas, workers: Workers) -> None:
         self._replicas, self._workers = replicas, workers
         self.param_groups = replicas._optimizer.param_groups
 
     def step(self) -> None:
-        """Step on all devices, from the whole gradient on the first device."""
+        """Step the weights on all devices, with the gradients of the module's own parameters."""
         replicas = self._replicas
         if replicas._watched or any(map(_needs_the_optimizer, replicas._weights.originals)):
             replicas._step_plainly()
@@ -296,14 +325,17 @@ class _Everywhere:
 
 
 def _needs_the_optimizer(parameter: torch.Tensor) -> bool:
-    """Return whether a parameter's gradient is sparse, missing, or left over from before the parameter was frozen."""
+    """Return whether only the user's own optimizer can handle a parameter's gradient.
+
+    Such a gradient is sparse, missing, or left over from before the parameter was frozen.
+    """
     if not parameter.requires_grad:
         return parameter.grad is not None
     return parameter.grad is None or parameter.grad.is_sparse
 
 
 def _accumulate(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Add a gradient to `parameter.grad` as autograd does: through the parameter's hooks if it has any."""
+    """Add a gradient to `parameter.grad` as autograd does: through the parameter's hooks if there are any."""
     if has_hooks([parameter]):
         torch.autograd.backward([parameter], [gradient])
     else:

@@ -26,11 +26,12 @@ class ReplicaCache:
     """Copies of a module's tree, one per replica, in two sets: one for training, one for calls without gradients.
 
     Training needs a separate set, because activation checkpointing repeats the forward during backward, and calls
-    without gradients may happen before that.
+    without gradients may happen between forward and backward.
 
-    Before every use the module is compared with its state when the copies were made. If its parameters, submodules or
-    plain attributes have changed (`eval()`, `dropout.p = 0.1`), it is copied again. The copies are also made again if a
-    forward has written attributes of a replica, because torch's replicas lose such attributes after each forward.
+    Before every use the module is compared with a record of its state when the copies were made. If its parameters,
+    submodules or plain attributes have changed (`eval()`, `dropout.p = 0.1`), the copies are made again. This also
+    happens if a forward has written attributes of a replica, because torch's replicas lose such attributes after each
+    forward.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -39,7 +40,7 @@ class ReplicaCache:
         self._unchecked = True
 
     def _read(self) -> None:
-        """Record the module's present state."""
+        """Record the module's present state, and discard all copies."""
         modules = self._modules = list(self.module.modules())
         self._types = list(map(type, modules))
         self._watched: list[dict[str, Any]] = [d for m in modules for d in (m.__dict__, m._modules)]
@@ -54,7 +55,7 @@ class ReplicaCache:
         self._orders: dict[bool, list[int]] = {}
 
     def refresh(self) -> bool:
-        """Read the module again if it has changed; return whether it had changed."""
+        """If the module has changed, record its state again and discard all copies; return whether it had changed."""
         changed = self._changed()
         if changed:
             self._read()
@@ -62,14 +63,14 @@ class ReplicaCache:
         return changed
 
     def check_placed(self, root: Device) -> None:
-        """Raises RuntimeError unless all tensors are on `root` and initialized."""
+        """Raise RuntimeError unless all of the module's parameters and buffers are on `root` and initialized."""
         home = root.torch_device
         if self._unchecked or not all(tensor.device == home for tensor in self.parameters):
             check_placed(chain(self.parameters, self.buffers), root)
             self._unchecked = False
 
     def _changed(self) -> bool:
-        """Return whether the module differs from the recorded state."""
+        """Return whether the module's present state differs from the recorded state."""
         if [id(tensor) for holder in self._holders for tensor in holder.values()] != self._ids:
             return True
         try:
@@ -82,7 +83,8 @@ class ReplicaCache:
     ) -> list[nn.Module]:
         """Return one replica per list in `copies`.
 
-        The tensors of that list replace the module's tensors, in the order of `sources`.
+        In replica i, `copies[i][n]` replaces the module's tensor `sources[n]`. `detached` selects the set of copies for
+        calls without gradients.
         """
         order, replicas = [id(source) for source in sources], self._replicas.get(detached, [])
         watching = not self._library or any(self._hooks)
@@ -107,10 +109,11 @@ def _is_library(module: nn.Module) -> bool:
 
 
 class _CachedReplica:
-    """One replica: its root module, and every place in it that refers to a tensor of the original.
+    """One replica: its root module, and every place in the module tree that refers to a tensor of the replica.
 
-    With `watching` it stores the values that `written` compares. This is needed only for modules with hooks or from
-    outside torch, because the others set no attributes.
+    `tensors` replace the tensors `sources` of the original module. With `watching`, the replica stores the values that
+    `written` compares. Only modules with hooks and modules from outside torch need this, because all other modules set
+    no attributes in forward.
     """
 
     def __init__(
@@ -145,7 +148,7 @@ class _CachedReplica:
         self._mutable = _picker([at for at, value in enumerate(self._seen) if _is_mutable(value)])
 
     def bind(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Put each tensor in its places in the replica.
+        """Replace the replica's tensors by `tensors`, in every place that refers to them.
 
         The loop runs in C, because it runs for every tensor in every step.
         """
@@ -158,7 +161,10 @@ class _CachedReplica:
             deque(map(setitem, repeat(self._seen), self._at, picked), maxlen=0)
 
     def written(self) -> bool:
-        """Return whether a forward has set attributes since the replica was built or last bound."""
+        """Return whether a forward has set attributes of the replica since it was built or last bound.
+
+        Always False without `watching`.
+        """
         if not self.watching:
             return False
         values = self._values()
@@ -169,19 +175,22 @@ class _CachedReplica:
             return True
 
     def _values(self) -> list[Any]:
-        """Return all entries of all containers, in order. References are kept, so that no id is reused."""
+        """Return all values of the replica's dicts and lists, in order.
+
+        The list keeps a reference to each value, so that the id of a deleted value cannot be reused.
+        """
         return [*chain.from_iterable(map(dict.values, self._dicts)), *chain.from_iterable(self._lists)]
 
 
 def _is_mutable(value: Any) -> bool:
-    """Return whether a value can be changed in place."""
+    """Return whether a value is a list, dict, set or tensor, which can be changed in place."""
     return type(value) in (list, dict, set) or isinstance(value, torch.Tensor)
 
 
 def _containers(root: nn.Module) -> Iterable[Any]:
     """Yield the dicts and lists of all modules of a tree: attribute dicts, and the containers that are attributes.
 
-    This also finds the containers in which some modules keep tensors, such as the `_flat_weights` of RNNs.
+    These include the containers in which some modules keep tensors, such as the `_flat_weights` of RNNs.
     """
     for module in root.modules():
         yield module.__dict__
@@ -194,9 +203,9 @@ _HOLDERS = ("_parameters", "_buffers", "_modules", "_former_parameters")
 
 
 def _picker(numbers: Sequence[int]) -> Any:
-    """Return a function that returns a tuple or list of the items at the indices `numbers`.
+    """Return a function of a sequence that returns the items at the indices `numbers`, as a tuple or list.
 
-    For two or more indices it is implemented in C.
+    For two or more indices this function is implemented in C.
     """
     if len(numbers) > 1:
         return itemgetter(*numbers)

@@ -23,9 +23,10 @@ from dpbench.records.schedule import Schedule
 def flat_weights(
     module: nn.Module, optimizer: torch.optim.Optimizer | None, schedule: Schedule, root: Device, shares: int = 1
 ) -> FlatWeights | None:
-    """Move the module's trainable parameters into flat buffers and return the buffers; None unless `storage=flat`.
+    """Move the module's trainable parameters into flat buffers and return the buffers.
 
-    There is one buffer per optimizer group and dtype. Each can be cut into `shares` equal parts.
+    Return None unless the schedule has storage=flat. There is one buffer per optimizer group and dtype. Parameters that
+    the optimizer does not step form a further group. Each buffer can be cut into `shares` equal parts.
     """
     if schedule.storage != "flat":
         return None
@@ -38,7 +39,7 @@ def flat_weights(
 
 
 def flat_copier(flat: FlatWeights) -> Copier:
-    """Return a copier that copies each flat buffer in one transfer, and every other tensor separately."""
+    """Return a copier that copies each flat buffer in one transfer, and all other tensors separately."""
     number = {id(parameter): n for n, parameter in enumerate(flat.parameters)}
 
     def copier(tensors: Sequence[torch.Tensor], devices: Sequence[Device], mark: Mark) -> list[list[torch.Tensor]]:
@@ -63,7 +64,10 @@ Maker = Callable[[Sequence[Device], bool, Mark, Callable[[], None]], list[nn.Mod
 
 
 def maker(module: nn.Module, schedule: Schedule, flat: FlatWeights | None) -> Maker:
-    """Return a function that replicates the module through autograd, with the schedule's switches."""
+    """Return a function that replicates the module through autograd, according to the schedule's switches.
+
+    `flat` are the flat buffers that hold the module's parameters; None means that each parameter has separate storage.
+    """
     cache = ReplicaCache(module) if schedule.replicas == "cached" else None
     copier = flat_copier(flat) if flat else copies_of
     overlap = schedule.reduce == "overlap"
@@ -87,7 +91,7 @@ def maker(module: nn.Module, schedule: Schedule, flat: FlatWeights | None) -> Ma
 
 
 class Autograd:
-    """Replicas joined to the module by a Broadcast node; backward adds the summed gradients to the module's `.grad`."""
+    """Replicas joined to the module by a Broadcast node; backward adds gradients to the module's parameters."""
 
     unusual = ""
 
@@ -105,40 +109,40 @@ class Autograd:
         self._identity = Identity(flat.parameters, optimizer) if flat else None
 
     def changed(self) -> bool:
-        """Return whether parameters may have been moved out of the flat buffers."""
+        """Return whether parameters may have been moved out of the flat buffers; always False without flat buffers."""
         return self._identity is not None and self._identity.changed()
 
     def stale(self) -> list[int]:
-        """Return an empty list: every step copies the weights."""
+        """Return an empty list, because every step copies the weights to the replicas."""
         return []
 
     def abandon(self) -> None:
-        """Do nothing: the gradients of a failed step have not reached the module."""
+        """Do nothing, because the gradients of a failed step have not reached the module."""
 
     def modules(self, count: int, workers: Workers, on_reduce: Callable[[], None] = lambda: None) -> list[nn.Module]:
-        """Return the first `count` replicas. A single device runs the module itself."""
+        """Return the first `count` replicas; with a single device, the module itself is the only replica."""
         if len(self._devices) == 1:
             check_placement(self._module, self._devices[0])
             return [self._module]
         return self._make(self._devices[:count], False, self._mark, on_reduce)
 
     def clear(self) -> None:
-        """Drop the gradients."""
+        """Drop the gradients of the parameters that the optimizer steps."""
         self._optimizer.zero_grad(set_to_none=True)
 
     def reduce(self, workers: Workers) -> None:
-        """Do nothing: autograd has reduced the gradients."""
+        """Do nothing, because autograd has reduced the gradients during backward."""
 
     def update(self, workers: Workers, clip_norm: float | None, scaler: torch.amp.GradScaler | None) -> None:
-        """Run the optimizer on the first device."""
+        """Run the optimizer on the first device, after clipping and unscaling if `clip_norm` and `scaler` are given."""
         with self._mark(Phase.OPTIMIZER, self._devices[0].index):
             finish(self._optimizer, self._module, clip_norm, scaler, self._optimizer)
 
     def sync(self) -> None:
-        """Do nothing: every step copies the weights."""
+        """Do nothing, because every step copies the weights to the replicas."""
 
     def close(self) -> None:
-        """Move the parameters out of the flat buffers."""
+        """Move the parameters out of the flat buffers, if there are any."""
         if self._flat:
             self._flat.release()
 
@@ -154,7 +158,8 @@ def replicas_of(
 ) -> Autograd | PersistentReplicas:
     """Return the replicas for a schedule that `legal.check` has accepted.
 
-    With `whole_gradient`, the `.grad` of the module's parameters is the whole gradient before the optimizer steps.
+    With `whole_gradient`, the `.grad` of the module's parameters is the sum over all replicas before the optimizer
+    steps.
     """
     if len(devices) == 1 and schedule.graphs == "off":  # the module itself runs
         return Autograd(module, optimizer, devices, maker(module, Schedule(), None), None, mark)

@@ -1,6 +1,6 @@
-"""Replicate: one copy of the module per device, joined to the original by a single autograd node.
+"""Replicate: one copy of the module per device, joined to the original by autograd.
 
-Only this module calls torch's private `Module._replicate_for_data_parallel`. Modules whose copies need preparation
+Only this file calls torch's private `Module._replicate_for_data_parallel`. Modules whose copies need preparation
 override that method; RNNs do so for their flat weights.
 """
 
@@ -39,10 +39,11 @@ def replicate(
 ) -> list[nn.Module]:
     """Return one replica of `module` per device; replica 0 shares storage with the original.
 
-    The replicas' weights are non-leaf tensors whose gradients are summed into the original's; with `detach` they are
-    plain copies. `cache` keeps the copied modules between calls. `copier` copies the tensors to the devices. `overlap`
-    reduces gradients while backward still runs. `comm_dtype` is the dtype to which gradients are rounded for the
-    transfer. `on_reduce` is called in backward when the reduction begins. Raises RuntimeError for parameters or buffers
+    The replicas' weights are non-leaf tensors; backward sums their gradients into the gradients of the original's
+    weights. With `detach` the weights are plain copies without gradients. `copier` copies the tensors to the devices.
+    `cache` keeps the copied modules between calls. With `overlap`, gradients are reduced bucket by bucket while
+    backward still runs. `comm_dtype` is the dtype to which gradients are rounded for the transfer; None means no
+    rounding. `on_reduce` is called in backward when the reduction begins. Raises RuntimeError for parameters or buffers
     that are uninitialized or not on `devices[0]`, and Refused for modules that torch.compile has wrapped.
     """
     devices = as_devices(devices)
@@ -79,12 +80,12 @@ def replicate(
 
 
 def check_placement(module: nn.Module, root: Device) -> None:
-    """Raises RuntimeError unless every parameter and buffer of `module` is on `root` and initialized."""
+    """Raise RuntimeError unless every parameter and buffer of `module` is on `root` and initialized."""
     check_placed((*module.parameters(), *module.buffers()), root)
 
 
 def check_placed(tensors: Iterable[torch.Tensor], root: Device) -> None:
-    """Raises RuntimeError unless all of a module's tensors are on `root` and initialized."""
+    """Raise RuntimeError unless all of a module's tensors are on `root` and initialized."""
     home = root.torch_device
     for tensor in tensors:
         if is_lazy(tensor):
@@ -100,7 +101,7 @@ def check_placed(tensors: Iterable[torch.Tensor], root: Device) -> None:
 
 
 def rebuild(module: nn.Module, table: dict[int, torch.Tensor]) -> nn.Module:
-    """Return a copy of the module tree, with `table[id(tensor)]` in place of each tensor of the original."""
+    """Return a copy of the module tree, with `table[id(tensor)]` in place of each parameter and buffer."""
     modules = list(module.modules())
     _check_compiled(modules)
     copies = {id(m): m._replicate_for_data_parallel() for m in modules}
@@ -125,7 +126,10 @@ def rebuild(module: nn.Module, table: dict[int, torch.Tensor]) -> nn.Module:
 
 
 def _check_compiled(modules: Sequence[nn.Module]) -> None:
-    """Raises Refused for modules wrapped by `torch.compile`: an attribute set on a copy would change the original."""
+    """Raise Refused if `torch.compile` has wrapped one of `modules`.
+
+    Such a module cannot be copied, because an attribute set on the copy would change the original.
+    """
     eval_frame = sys.modules.get("torch._dynamo.eval_frame")
     if eval_frame is not None and any(isinstance(part, eval_frame.OptimizedModule) for part in modules):
         raise Refused(
@@ -135,5 +139,5 @@ def _check_compiled(modules: Sequence[nn.Module]) -> None:
 
 
 def unique(tensors: Any) -> list[torch.Tensor]:
-    """Return the tensors in order, without repetitions."""
+    """Return the tensors in order, each of them once."""
     return list({id(tensor): tensor for tensor in tensors}.values())

@@ -1,6 +1,6 @@
-"""Scatter: split every tensor of a structure over the devices, and share everything else.
+"""Scatter: split every tensor of a structure over the devices, and pass all other values to every device.
 
-The devices may get different numbers of rows: a device that also does other work can get fewer.
+The devices may get different numbers of rows: a device that also does other work can get fewer rows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ SETTLING = 8
 
 
 class Shares:
-    """The number of rows per device, in proportion to given weights or to the speed measured in the first steps."""
+    """The division of a batch's rows between devices, in proportion to weights.
+
+    `chunk_sizes` are the weights, or "auto" to determine them from the speed measured in the first steps. None means
+    torch's equal chunks.
+    """
 
     def __init__(self, chunk_sizes: Sequence[float] | str | None, devices: Sequence[Device]) -> None:
         self._devices = devices
@@ -43,7 +47,7 @@ class Shares:
         self._rows: list[int] = []
 
     def sizes(self, value: Any) -> list[int] | None:
-        """Return the rows per device for a batch, or None for torch's equal chunks."""
+        """Return the number of rows of each device for the batch `value`, or None for torch's equal chunks."""
         if self.weights is None and not self._auto:
             return None
         tensor = first_tensor(value)
@@ -81,9 +85,9 @@ class Shares:
     def _decide(self) -> None:
         """Set the devices' weights in inverse proportion to their costs.
 
-        The cost of a device is its measured time per row, relative to the fastest device. The time includes the
-        device's other work. If all devices report their peak memory, the cost is the relative peak memory where this is
-        higher.
+        The cost of a device is its measured time per row, including the time of its other work. If all devices report
+        their peak memory, time and memory are each taken relative to the lowest of all devices, and the cost is the
+        higher of the two.
         """
         seen = self._busy[SETTLING // 2 :]
         cost = [
@@ -100,9 +104,10 @@ class Shares:
 
 
 def apportion(rows: int, weights: Sequence[float]) -> list[int]:
-    """Return the rows per device: one each, and the rest in proportion to the weights, rounded by largest remainder.
+    """Return the number of rows of each device: one row each, and all further rows in proportion to the weights.
 
-    If there are fewer rows than devices, only the first devices get a row, and the list is shorter.
+    Fractions are rounded by the method of largest remainders. If there are fewer rows than devices, only the first
+    devices get a row, and the list is shorter.
     """
     whole = sum(weights)
     if rows < len(weights):
@@ -116,13 +121,13 @@ def apportion(rows: int, weights: Sequence[float]) -> list[int]:
 
 
 class Scatter(Function):
-    """Copy the chunks of one tensor to the devices; backward concatenates their gradients on the tensor's device."""
+    """An autograd function that copies one tensor's chunks to the devices; backward concatenates their gradients."""
 
     @staticmethod
     def forward(
         ctx: Any, devices: Sequence[Device], sizes: Sequence[int] | None, dim: int, mark: Mark, tensor: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Return one new chunk per device, or fewer chunks than devices when the tensor is short."""
+        """Return one new chunk per device, or fewer chunks than devices if the tensor is short."""
         ctx.dim, ctx.home = dim, tensor.device
         chunks = tensor.chunk(len(devices), dim) if sizes is None else tensor.split(sizes, dim)
         pieces = []
@@ -133,7 +138,7 @@ class Scatter(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        """Return the gradient of the whole tensor."""
+        """Return the gradient of the whole tensor, on its device, and None for each other argument of `forward`."""
         whole = torch.cat([gradient.to(ctx.home) for gradient in gradients], ctx.dim)
         return None, None, None, None, whole
 
@@ -150,12 +155,12 @@ def scatter(
     """Split `value` into one piece per device, or fewer if its tensors yield fewer chunks.
 
     Tensors are cut along `dim` by `torch.chunk`, or into `chunk_sizes` rows, and copied to the devices. Tuples, lists,
-    dicts, and dataclass instances that contain tensors, are rebuilt around the pieces. All other values are shared.
-    Without `chunk_sizes`, a tensor with exactly one row per piece is accepted together with tensors of another length.
-    In all other cases, tensors of different lengths raise ValueError, because torch would silently drop rows or pair
-    the wrong ones. Raises RuntimeError for 0-dimensional tensors. Raises TypeError for PackedSequences, sparse tensors,
-    and nested tensors that require gradients. With `compat`, rows are dropped and dataclass instances are shared, as in
-    torch.
+    dicts, and dataclass instances that contain tensors, are rebuilt around the pieces. All other values are shared by
+    all pieces. Without `chunk_sizes`, a tensor with exactly one row per piece is accepted together with tensors of
+    another length. In all other cases, tensors of different lengths raise ValueError, because torch would silently drop
+    rows or pair the wrong ones. Raises RuntimeError for 0-dimensional tensors. Raises TypeError for PackedSequences,
+    sparse tensors, and nested tensors that require gradients. With `compat`, tensors of different lengths are split as
+    in torch, which drops rows, and dataclass instances are shared.
     """
     devices = as_devices(devices)
     if not devices:
@@ -173,7 +178,7 @@ def scatter(
 def _split(
     value: Any, devices: Sequence[Device], pieces: int, sizes: Sequence[int] | None, dim: int, mark: Mark
 ) -> list[Any]:
-    """Return `value` split into `pieces` pieces."""
+    """Return `value` split into `pieces` pieces, by `torch.chunk`, or into `sizes` rows if they are given."""
     if isinstance(value, torch.Tensor):
         return list(Scatter.apply(devices, sizes, dim, mark, value))  # type: ignore[no-untyped-call]
     keys = keys_of(value)
@@ -186,10 +191,10 @@ def _split(
 def _split_as_torch(
     value: Any, devices: Sequence[Device], sizes: Sequence[int] | None, dim: int, mark: Mark
 ) -> list[Any]:
-    """Return the same pieces as torch: the part that gives the fewest pieces determines their number.
+    """Return the pieces that torch would return, one per device, or fewer if one of the parts gives fewer pieces.
 
-    Keys of dicts are split too. Instances of list and tuple subclasses become plain lists and tuples, except for named
-    tuples.
+    The keys of dicts are split too. Instances of list and tuple subclasses become plain lists and tuples, except for
+    named tuples.
     """
     if isinstance(value, torch.Tensor):
         return list(Scatter.apply(devices, sizes, dim, mark, value))  # type: ignore[no-untyped-call]
@@ -203,54 +208,65 @@ def _split_as_torch(
 
 
 def _length(tensor: torch.Tensor, dim: int) -> int:
-    """Return the length along `dim`. Raises RuntimeError or TypeError for a tensor that cannot be cut."""
+    """Return the length of a tensor along `dim`. Raises RuntimeError or TypeError if the tensor cannot be scattered."""
     if tensor.dim() == 0:
         raise RuntimeError(
-            "chunk expects at least a 1-dimensional tensor: scatter got a 0-dim tensor; pass a Python number to "
-            "share it, or expand it to the batch"
+            "chunk expects at least a 1-dimensional tensor, but scatter got a 0-dimensional tensor; pass a Python "
+            "number, which all replicas share, or expand the tensor to one element per row of the batch"
         )
     if tensor.layout not in (torch.strided, torch.jagged):
         raise TypeError(
-            f"cannot scatter a tensor of layout {tensor.layout}; pass it dense, or pass its components and build it "
-            "in forward"
+            f"cannot scatter a tensor of layout {tensor.layout}; pass a dense tensor, or pass the tensor's components "
+            "and build the tensor in forward"
         )
     if tensor.is_nested and tensor.requires_grad:
         raise TypeError(
-            "cannot scatter a nested tensor that requires gradients: torch cannot join the gradients of its pieces; "
-            "pass a padded tensor and the lengths"
+            "cannot scatter a nested tensor that requires gradients, because torch cannot join the gradients of its "
+            "pieces; pass a padded tensor and the lengths"
         )
     return tensor.size(dim)
 
 
 def _agreed(lengths: set[int], devices: int, dim: int) -> int:
-    """Return the number of pieces into which all tensors are cut. Raises ValueError when their lengths disagree."""
+    """Return the number of pieces into which all tensors are cut, whose lengths along `dim` are `lengths`.
+
+    Raises ValueError if the tensors would give different numbers of pieces, or if their lengths do not match.
+    """
     counts = {_chunks(length, devices) for length in lengths}
     pieces = max(counts, default=devices)
     if len(counts) > 1 or len(lengths - {pieces}) > 1:
         raise ValueError(
-            f"cannot scatter over {devices} devices: tensors of length {sorted(lengths)} along dim {dim} "
-            f"make {sorted(counts)} chunks; give all tensors the same batch size; to share a tensor instead of "
+            f"cannot scatter over {devices} devices: tensors of lengths {sorted(lengths)} along dim {dim} "
+            f"would give {sorted(counts)} chunks; give all tensors the same batch size; to share a tensor instead of "
             "splitting it, wrap it in an object of a class that you define"
         )
     return pieces
 
 
 def _checked(sizes: Sequence[int], lengths: set[int], devices: int, dim: int) -> int:
-    """Return the number of pieces that `chunk_sizes` gives. Raises ValueError when sizes are invalid."""
+    """Return the number of pieces, which is the number of `sizes`.
+
+    Raises ValueError if a size is not a positive integer, if there are more sizes than devices, or if the sizes do not
+    sum to the length of every tensor.
+    """
     if not 0 < len(sizes) <= devices or any(not isinstance(size, int) or size < 1 for size in sizes):
         raise ValueError(
             f"chunk_sizes must be positive integers, at most one for each of the {devices} devices; got {[*sizes]}"
         )
     if lengths - {sum(sizes)}:
         raise ValueError(
-            f"chunk_sizes {[*sizes]} sum to {sum(sizes)}, but there are tensors of length {sorted(lengths)} along "
+            f"chunk_sizes {[*sizes]} sum to {sum(sizes)}, but there are tensors of lengths {sorted(lengths)} along "
             f"dim {dim}; the sizes must sum to the length of every tensor"
         )
     return len(sizes)
 
 
 def _chunks(length: int, devices: int) -> int:
-    """Return the number of chunks that `torch.chunk` makes: ceil(length / devices) rows each, fewer in the last."""
+    """Return the number of chunks that `torch.chunk` makes of a tensor of the given length.
+
+    Each chunk has ceil(length / devices) rows; the last chunk may have fewer. A tensor of length 0 gives one empty
+    chunk per device.
+    """
     if length == 0:
         return devices
     piece = -(-length // devices)

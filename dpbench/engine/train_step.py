@@ -32,7 +32,7 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 class _Marking:
-    """Calls the mark of the present step, which changes while the autotuner or `Shares` times the steps."""
+    """A mark that calls the mark of the present step, which changes while the autotuner or `Shares` times the steps."""
 
     def __init__(self, mark: Mark) -> None:
         self.mark = mark
@@ -42,20 +42,22 @@ class _Marking:
 
 
 class TrainStep:
-    """Scatter, replicate, forward, gather, loss, backward, reduce, update: `step(inputs, target) -> loss`.
+    """A training step over several devices: `step(inputs, target)` runs one step on a batch and returns its loss.
 
-    `module` stays unwrapped and has the current weights and buffers after every call. `loss_fn(output, target)` returns
-    a scalar. One of torch's own losses, or a pair `(sum_fn, weight_fn)`, can be computed by each replica over its own
-    rows. `optimizer_fn(parameters)` is called once; its result is `.optimizer`, to which schedulers attach.
-    `device_ids` accepts the values that `DataParallel` accepts, or Device objects; None without a GPU means one CPU
-    device. `schedule` is the name of a schedule, its switches, or "fastest". "fastest" selects the best schedule that
-    is bitwise exact; the selection ends within the first steps (see `step.schedule`). With `graphs=on`, the first four
-    batch shapes are recorded as CUDA graphs. Other shapes, inputs that require gradients, and inputs with objects other
-    than tensors, numbers and strings run eagerly.
+    The phases are scatter, replicate, forward, gather, loss, backward, reduce and update. `module` stays unwrapped and
+    has the current weights and buffers after every call. `loss_fn(output, target)` returns a scalar. If it is one of
+    torch's own losses, or a pair of functions `(sum_fn, weight_fn)`, each replica can compute it over its own rows.
+    `optimizer_fn(parameters)` is called once; its result is the attribute `optimizer`, to which schedulers attach.
+    `device_ids` accepts the values that `DataParallel` accepts, or Device objects; None means all GPUs, or one CPU
+    device if there is no GPU. `schedule` is the name of a schedule, its switches, or "fastest". "fastest" selects the
+    best schedule that is bitwise exact; the selection ends within the first steps (see `step.schedule`). With
+    `graphs=on`, the first four batch shapes are recorded as CUDA graphs. Other shapes, inputs that require gradients,
+    and inputs with objects other than tensors, numbers and strings run without graphs.
 
-    One update follows every `accumulate` calls, and uses the average of their losses. `clip_norm` limits the gradient's
-    total norm. `scaler` is a torch.amp.GradScaler. `chunk_sizes` has one weight per device; the rows of a batch are
-    divided in proportion to the weights. With "auto", the weights are determined by measurements in the first steps.
+    The optimizer steps once in every `accumulate` calls, with the gradient of the average of their losses. `clip_norm`
+    limits the gradient's total norm. `scaler` is a torch.amp.GradScaler. `chunk_sizes` has one weight per device; the
+    rows of a batch are divided in proportion to the weights. With "auto", the weights are determined by measurements in
+    the first steps.
 
     A tuple of inputs is passed as positional arguments. Inputs may be on any device. A target on the host is copied to
     the output's device; a target on another accelerator raises RuntimeError.
@@ -68,7 +70,7 @@ class TrainStep:
     With `update=each` or `update=sharded`, call `sync()` after writing weights in ways that torch does not track
     (`p.data.mul_()`, numpy). With `debug`, TrainStep compares all copies of the weights before each step, and raises
     `Refused` if a call of `sync()` is missing. Call `close()` after the last step, or use TrainStep as a context
-    manager: it then leaves module and optimizer as an ordinary loop would.
+    manager; module and optimizer are then left as an ordinary loop would leave them.
     """
 
     def __init__(
@@ -132,20 +134,20 @@ class TrainStep:
 
     @property
     def _workers(self) -> Workers:
-        """Return the workers of the present schedule; `fastest` alternates between two kinds at first."""
+        """Return the workers of the present schedule; `fastest` alternates between two kinds in the first steps."""
         name = self._best.workers
         if name not in self._hired:
             self._hired[name] = choose(name)
         return self._hired[name]
 
     def _dismiss(self) -> None:
-        """End all threads."""
+        """End all worker threads."""
         for workers in self._hired.values():
             workers.close()
         self._hired = {}
 
     def _powers(self) -> bool:
-        """Return whether the loss is scaled by powers of two only, or not at all."""
+        """Return whether the loss is scaled only by powers of two, or not at all."""
         return self._scaler is None and self._accumulate & (self._accumulate - 1) == 0
 
     def __enter__(self) -> Self:
@@ -185,10 +187,10 @@ class TrainStep:
             raise
 
     def _prepare(self) -> None:
-        """Rebuild the persistent state if the training loop has changed something since the last step.
+        """Rebuild the persistent state if the last step failed, or if the training loop has changed something.
 
-        Raises RuntimeError after `close`. Raises Refused if the schedule cannot run any longer, or if `debug` finds
-        weights that need `sync()`.
+        Raises RuntimeError after `close`. Raises Refused if the schedule can no longer run, or if `debug` finds weights
+        that need `sync()`.
         """
         if self._closed:
             raise RuntimeError("this TrainStep is closed; create a new one with the same module to continue training")
@@ -206,11 +208,12 @@ class TrainStep:
             names = [name for name, _ in self.module.named_parameters()]
             raise Refused(
                 f"{len(stale)} parameters, the first of which is {names[stale[0]]}, differ from their copies on other "
-                "devices, because they were written in ways that torch does not track; call sync() after such writes"
+                "devices, because the parameters were written in ways that torch does not track; call sync() after "
+                "such writes"
             )
 
     def _rebuild(self) -> None:
-        """Discard the persistent state and build it again. If the rebuild is refused, nothing persists."""
+        """Discard the persistent state and build it again; if building raises an error, the next step tries again."""
         if self._failed:  # a failed backward leaves its nodes and graph queued in this thread until the next backward
             torch.zeros((), requires_grad=True).clone().backward()
             self._dismiss()  # an interrupted thread may still be running
@@ -235,7 +238,10 @@ class TrainStep:
         return loss
 
     def _backward(self, arguments: tuple[Any, ...], target: Any, mark: Mark) -> torch.Tensor:
-        """Compute the loss over the gathered batch, and leave gradients with the replicas; return the loss."""
+        """Run the replicas, compute the loss over the gathered batch, and run backward; return the loss.
+
+        The gradients stay with the replicas.
+        """
         with ExitStack() as running:  # the `backward` phase ends when autograd starts the reduction
             pieces = self._scatter(arguments, mark)
             devices = self.devices[: len(pieces)]
@@ -246,7 +252,10 @@ class TrainStep:
     def _joint(
         self, outputs: Sequence[Any], target: Any, devices: Sequence[Device], running: ExitStack, mark: Mark
     ) -> torch.Tensor:
-        """Gather the outputs, compute the loss of the whole batch, and run one backward through all replicas."""
+        """Gather the outputs, compute the loss of the whole batch, and run one backward through all replicas.
+
+        Return the loss. The marks of the backward phase are entered in `running`.
+        """
         root = self.devices[0]
         output = gather(outputs, root, devices, mark=mark) if len(self.devices) > 1 else outputs[0]
         placed = self._place(target, device_of(output), root)
@@ -259,23 +268,33 @@ class TrainStep:
         return loss.detach()
 
     def _summed(self, arguments: tuple[Any, ...], target: Any) -> Summed | None:
-        """Return the loss by parts for this step, or None if the loss must be computed over the gathered batch."""
+        """Return this step's loss in the form that each replica can compute over its own rows.
+
+        Return None if the loss must be computed over the gathered batch. Raises Refused in this case unless the
+        schedule is `fastest`.
+        """
         summed = self._loss.summed()
         if summed is None:
-            reason = "loss=local: the loss now has settings or hooks that leave its divisor unknown"
+            reason = "loss=local: the divisor of the loss is unknown, because its settings have changed or it has hooks"
         elif summed.rule is not None and not isinstance(target, torch.Tensor):
-            reason = f"loss=local: the target is of type {type(target).__name__}, not a tensor"
+            reason = f"loss=local: the target must be a tensor, but its type is {type(target).__name__}"
         elif self._has_history(arguments, target):
-            reason = "loss=local: an input or the target has an autograd history, which needs a single backward"
+            reason = "loss=local: an input or the target has an autograd history, which needs a joint backward"
         elif self._wanted is None and not summed.keeps_bits(powers=self._powers()):
-            reason = "the gradients of this loss, computed by parts, would differ in the last bits"
+            reason = (
+                "the loss is computed over the gathered batch, because the gradients of a sum of the replicas' losses "
+                "could differ in the last bit"
+            )
         else:
             return summed
         self._gather_loss(reason)
         return None
 
     def _has_history(self, arguments: tuple[Any, ...], target: Any) -> bool:
-        """Return whether the batch has an autograd history, which the replicas' separate backwards would share."""
+        """Return whether the target requires gradients, or an input results from operations that autograd has recorded.
+
+        The replicas' separate backwards would share such a history.
+        """
         if isinstance(target, torch.Tensor) and all(isinstance(one, torch.Tensor) for one in arguments):
             return target.requires_grad or any(one.grad_fn is not None for one in arguments)
         return any(tensor.requires_grad for tensor in tensors_in(target)) or any(
@@ -283,7 +302,10 @@ class TrainStep:
         )
 
     def _gather_loss(self, reason: str) -> None:
-        """Compute this step's loss over the gathered batch. Raises Refused unless the schedule is `fastest`."""
+        """Change the schedule of this step to loss=gathered, and add `reason` to `note`.
+
+        Raises Refused unless the schedule is `fastest`.
+        """
         if self._wanted is not None:
             raise Refused(f"schedule {str(self._wanted)!r}: {reason}; use a schedule with loss=gathered")
         self.schedule = replace(self._best, **legal.FALLBACKS["loss"])
@@ -319,7 +341,7 @@ class TrainStep:
             meet()
         with ExitStack() as running:
             if not parts.split:
-                self._gather_loss("loss=local: the rows of output and target do not correspond one to one")
+                self._gather_loss("loss=local: the rows of the output and of the target do not correspond one to one")
                 return self._joint(parts.outputs, target, devices, running, mark)
             if self.schedule.backward == "joint":
                 scaled = parts.joint()
@@ -329,28 +351,28 @@ class TrainStep:
         return parts.loss
 
     def _scatter(self, value: Any, mark: Mark) -> list[Any]:
-        """Split a structure over the devices, in proportion to their weights if these are set, else equally."""
+        """Split a structure over the devices, in proportion to their weights, or equally if the devices have none."""
         if sizes := self._shares.sizes(value):
             return scatter(value, self.devices, chunk_sizes=sizes, mark=mark)
         return scatter(value, self.devices, mark=mark)
 
     def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss divided by the accumulation count and scaled by the grad scaler."""
+        """Return the loss, divided by `accumulate`, and multiplied by the scale of the grad scaler if there is one."""
         if self._accumulate > 1:
             loss = loss / self._accumulate
         return loss if self._scaler is None else self._scaler.scale(loss)
 
     def _on_host_or(self, root: Device, target: Any) -> Any:
-        """Return the target. Raises RuntimeError for a target on an accelerator other than the first device."""
+        """Return the target unchanged. Raises RuntimeError if it is on an accelerator other than the first device."""
         where = device_of(target)
         if where is not None and where.type != "cpu" and where != root.torch_device:
             self._place(target, root.torch_device, root)
         return target
 
     def _place(self, target: Any, device: torch.device | None, root: Device) -> Any:
-        """Copy a target from the host to the output's device.
+        """Return the target on `device`, the output's device; a target on the host is copied there.
 
-        Raises RuntimeError for a target on another accelerator.
+        None as `device` leaves the target unchanged. Raises RuntimeError for a target on another accelerator.
         """
 
         def placed(tensor: torch.Tensor) -> torch.Tensor:
@@ -368,23 +390,27 @@ class TrainStep:
 
     @property
     def advice(self) -> str:
-        """Return advice to use one device if `fastest` has found that this is likely to be faster; otherwise ""."""
+        """Return advice to use one device if `fastest` has found this likely to be faster, or an empty string."""
         return self._autotuner.advice if self._autotuner else ""
 
     @property
     def chunk_sizes(self) -> tuple[float, ...] | None:
-        """Return the weights that determine the devices' rows of a batch, or None for torch's equal chunks."""
+        """Return the devices' weights, by which the rows of a batch are divided, or None for torch's equal chunks."""
         return self._shares.weights
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the weights, buffers and optimizer state, without any prefix, in the same form for every schedule."""
+        """Return a dict with the state dicts of the module, the optimizer and, if there is one, the grad scaler.
+
+        The keys are "module", "optimizer" and "scaler". The result has the same form under every schedule; the names of
+        weights and buffers have no prefix.
+        """
         state = {"module": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}
         if self._scaler is not None:
             state["scaler"] = self._scaler.state_dict()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state that `state_dict` returned; an unfinished accumulation starts again."""
+        """Restore a state that `state_dict` has returned; gradient accumulation starts again with the next call."""
         self._calls = 0
         check_prefix(list(self.module.state_dict()), list(state["module"]), strict=True)
         self.module.load_state_dict(state["module"])

@@ -1,8 +1,8 @@
 """Update: step the optimizer on device 0, on every device for all weights, or on every device for a share of them.
 
-A shard is a tensor that one device's optimizer steps: a parameter, or a slice of a flat buffer. The user's optimizer
-steps device 0's shards, so that its param_groups, schedulers and hooks take effect. The optimizers of the other devices
-copy the options of the user's optimizer.
+A shard is a tensor that one device's optimizer steps: a parameter, a flat buffer, or a slice of a flat buffer. The
+user's optimizer steps device 0's shards, so that its param_groups, schedulers and hooks take effect. The optimizers of
+the other devices copy the options of the user's optimizer.
 """
 
 from __future__ import annotations
@@ -31,15 +31,22 @@ Sources = Sequence[tuple[Device, Sequence[torch.Tensor | None]]]
 
 
 SMALL_BYTES = 2**16
-"""Gradients up to this size are summed in one call. The call writes them twice, but they stay in a core's cache."""
+"""The size in bytes up to which gradients are summed together in one call.
+
+This call writes each sum twice, but small sums stay in a core's cache.
+"""
 FEW = 8
-"""Fewer small gradients than this are summed separately."""
+"""The minimum number of small gradients to sum in one call; fewer gradients are summed separately."""
 HELD = 2
 """The reference count of a tensor to which only a list and the call of `sys.getrefcount` refer."""
 
 
 class Update:
-    """The shards and optimizers of all devices."""
+    """The optimizers of all devices that step weights, and the shards that these optimizers step.
+
+    `owners` are the indices of these devices. With `natural`, the user's optimizer steps the module's own parameters,
+    in its own groups. With `joined`, the shards are flat buffers or slices of them.
+    """
 
     def __init__(
         self,
@@ -96,9 +103,11 @@ class Update:
             self._keep_state()
 
     def _keep_state(self) -> None:
-        """Move the optimizer's state to the shards; `optimizer.state` becomes a mapping that gathers it on access.
+        """Move the optimizer's state to the shards.
 
-        If the training loop may have references to entries of an earlier such mapping, that mapping stays in place.
+        `optimizer.state` becomes a mapping that gathers the state from the shards at the first access. If the training
+        loop has accessed an earlier such mapping, that mapping stays in place, because the loop may have references to
+        its entries.
         """
         state: Any = self.optimizer.state
         stepped = {self._replicas.originals[n] for group in self._groups for n in group.parameters}
@@ -113,7 +122,10 @@ class Update:
         ]
 
     def _shared_out(self) -> dict[int, int]:
-        """Assign each parameter to a device that steps it, with about the same number of elements on every device."""
+        """Assign each parameter to the device that steps it; return device indices by parameter index.
+
+        Every device gets about the same number of elements.
+        """
         numbers = [n for group in self._groups for n in group.parameters]
         sizes = [self._replicas.originals[n].numel() for n in numbers]
         return dict(zip(numbers, owners(sizes, len(self._devices)), strict=True))
@@ -121,7 +133,7 @@ class Update:
     def _exchange(self, schedule: Schedule) -> Exchange | None:
         """Return the exchange that sums gradients by collectives, or None if the devices have no usable collectives.
 
-        The gradients of the shards are views of the exchange's buffers.
+        With an exchange, the gradients of the shards are views of the exchange's buffers.
         """
         parameters, count = self._replicas.parameters, len(self._devices)
         stepped = [parameters[0][n] for group in self._groups for n in group.parameters]
@@ -137,7 +149,7 @@ class Update:
         return Exchange(collectives, self._devices, parameters, groups, owners, everyone=everyone, mark=self._mark)
 
     def _whole(self, i: int) -> list[ParamShard]:
-        """Return one shard for each parameter that device i steps: all parameters, or the device's share of them."""
+        """Return device i's shards if each parameter is stepped separately: one per parameter that device i steps."""
         parameters = self._weights
         mine = [(g.number, n) for g in self._groups for n in g.parameters if self._owner.get(n, i) == i]
         shards = []
@@ -153,7 +165,10 @@ class Update:
         return shards
 
     def _slices(self, flat: FlatWeights, i: int) -> list[ParamShard]:
-        """Return one shard for each flat buffer that the optimizer steps: the whole buffer, or device i's slice."""
+        """Return device i's shards if flat buffers are stepped: each flat buffer, or device i's slice of it.
+
+        A flat buffer whose parameters are not in the optimizer has no shard.
+        """
         shards = []
         group_of = {n: group.number for group in self._groups for n in group.parameters}
         for f, plan in enumerate(flat.layout.flats):
@@ -182,9 +197,9 @@ class Update:
         return shards
 
     def collect(self, i: int, sources: Sources, numbers: Sequence[int] | None = None) -> None:
-        """Sum the gradients of all sources, in order, into device i's shards.
+        """Sum the gradients of all sources, in order, into the gradients of device i's shards.
 
-        `numbers` are the indices of the parameters to sum; None means all.
+        `numbers` are the indices of the parameters whose gradients are summed; None means all.
         """
         device, wanted = self._devices[i], None if numbers is None else set(numbers)
         with self._mark(Phase.REDUCE, device.index), device.guard(), torch.no_grad():
@@ -197,7 +212,10 @@ class Update:
                     self._sum(device, one, [gradients[one.segment.parameter] for _, gradients in sources])
 
     def _sum_small(self, i: int, sources: Sources) -> Sequence[Sum]:
-        """Sum the small gradients of device i in one call; return the sums that remain to be computed separately."""
+        """Sum the small gradients of device i's shards in one call, if possible.
+
+        Return the sums that remain to be computed one by one.
+        """
         small = self._small[i]
         if not small:
             return self._sums[i]
@@ -209,7 +227,10 @@ class Update:
         return self._large[i]
 
     def _sum(self, device: Device, one: Sum, found: Sequence[torch.Tensor | None]) -> None:
-        """Write the sum of one segment; a replica that did not use the parameter adds nothing."""
+        """Write the sum of one segment's gradients to the segment's target on `device`.
+
+        `found` has each replica's gradient of the parameter, which is None if the replica did not use the parameter.
+        """
         comm = self.comm_dtype if len(found) > 1 else None
         parts = [one.of(part) for part in found if part is not None]
         if comm is not None or not self._on_host:
@@ -224,7 +245,11 @@ class Update:
                 one.target.add_(part)
 
     def show(self) -> None:
-        """Put the reduced gradients that are on the host or on device 0 into the `.grad` of the module's parameters."""
+        """Set the `.grad` of the module's parameters to the reduced gradients.
+
+        A parameter whose reduced gradient is not complete on device 0 (or, for logical CPU devices, on the host) gets
+        None.
+        """
         # a loop may have kept the views, or `module.to()` may have replaced their storage
         if not self._shown or not all(map(torch.Tensor.is_set_to, self._shown, self._views)):
             self._shown = [view.detach() for view in self._views]
@@ -234,14 +259,17 @@ class Update:
             parameter.grad = None
 
     def hide(self) -> None:
-        """Copy gradients that the user's code still references, before the next step overwrites them."""
+        """Copy gradients that the user's code still references to separate memory, before a step overwrites them."""
         shown = self._shown
         for i in range(len(shown)):  # by index: a loop variable would be one more reference
             if sys.getrefcount(shown[i]) > HELD:
                 shown[i].data = shown[i].clone()
 
     def _whole_gradients(self, flat: FlatWeights | None) -> dict[int, torch.Tensor]:
-        """Return the tensors that contain whole reduced gradients, by parameter index."""
+        """Return, by parameter index, the reduced gradients that are complete in one tensor.
+
+        These tensors are on device 0; with logical CPU devices, they may belong to any device.
+        """
         if self._whole_buffers and flat is not None:
             return flat.layout.views(self._whole_buffers, self._replicas.parameters[0])
         shards = self._sums if self._on_host else self._sums[:1]
@@ -254,7 +282,7 @@ class Update:
             self._steppers[i].step()
 
     def spread(self, workers: Workers) -> None:
-        """Copy to each device the weights that the other devices have updated."""
+        """Copy to each device the weights that the other devices have updated, by a collective if there is one."""
         if self.collective:
             assert self.exchange is not None
             self.exchange.spread(
@@ -265,7 +293,7 @@ class Update:
 
     @property
     def collective(self) -> bool:
-        """Return whether devices exchange updated weights by a collective, not by copies."""
+        """Return whether a collective sends the updated weights to all devices; if not, each device copies them."""
         return self.exchange is not None and not self._owner
 
     def copy(self, i: int) -> None:
@@ -281,11 +309,14 @@ class Update:
 
     @property
     def shared(self) -> bool:
-        """Return whether each device steps only a share of the weights, and must get the rest from other devices."""
+        """Return whether each device steps only a share of the weights, and gets the others from other devices."""
         return self._sharded
 
     def gather_gradients(self) -> None:
-        """Put the whole reduced gradient on device 0, after the last step of sharded updates."""
+        """Gather the reduced gradients from all devices into the `.grad` of the module's parameters.
+
+        This is called after the last step if each device has reduced only its share of the gradients.
+        """
         found: dict[int, torch.Tensor] = {}
         for shard in (shard for shards in self._shards for shard in shards):
             for segment in shard.segments:
@@ -308,12 +339,12 @@ class Update:
         return self._state.fetched and groups_of(self.optimizer, self._replicas.originals) != self._groups
 
     def begin(self) -> None:
-        """Copy to the shards the values that the training loop has written into `optimizer.state`."""
+        """Copy `optimizer.state` to the shards before a step, if the training loop may have changed its entries."""
         if not self.natural and self._state.fetched:
             self._import(self._state)
 
     def end(self) -> None:
-        """Write the shards' state into `optimizer.state` if its entries have been accessed."""
+        """Copy the shards' state to `optimizer.state` after a step, if the training loop has accessed its entries."""
         if not self.natural and self._state.fetched:
             self._state.store(self._gathered())
 
@@ -330,30 +361,36 @@ class Update:
             self._shut()
 
     def _gathered(self) -> State:
-        """Return every parameter's optimizer state, gathered from all shards; other entries stay unchanged."""
+        """Return the optimizer state by parameter, gathered from all shards.
+
+        Entries of tensors that no shard contains are included unchanged.
+        """
         owners = self.owners if self._sharded else self.owners[:1]
         states = [(self._shards[i], self._steppers[i].state) for i in owners]
         found = gathered(states, self._replicas.originals, self._replicas.parameters[0])
         return State(dict, {**self._rest, **found})
 
     def _import(self, state: State) -> None:
-        """Cut the state by parameter into the state of each stepper's shards."""
+        """Cut the optimizer state by parameter into the state of each device's shards."""
         for i in self.owners:
             self._steppers[i].state = cut(state, self._shards[i], self._replicas.originals)
 
     def _open(self) -> None:
-        """Make the state by parameter available to torch's own code, unless the loop has replaced or accessed it."""
+        """Set `optimizer.state` to the gathered state by parameter, so that torch's own code can use it.
+
+        Does nothing if the training loop has replaced or accessed `optimizer.state`.
+        """
         self._opened = self.optimizer.state is self._state and not self._state.fetched
         if self._opened:
             self.optimizer.state = self._gathered()
 
     def _shut(self) -> None:
-        """Undo `_open`."""
+        """Undo `_open`: set `optimizer.state` back to the mapping that gathers the state at the first access."""
         if self._opened:
             self.optimizer.state = self._state
 
     def close(self) -> None:
-        """Leave the user's optimizer as an ordinary loop would, with its complete state and without hooks."""
+        """Leave the user's optimizer as an ordinary loop would, with the complete state and without hooks."""
         if not self.natural and self.optimizer.state is self._state and not self._state.fetched:
             self.optimizer.state = self._gathered()
         for hook in self._hooks:
@@ -362,6 +399,6 @@ class Update:
 
 
 def _small(each: Sequence[Sum]) -> list[Sum]:
-    """Return the sums that are worth computing in one call; an empty list if there are few."""
+    """Return the sums of small gradients, to compute in one call; an empty list if there are fewer than `FEW`."""
     found = [one for one in each if one.whole and one.target.nbytes <= SMALL_BYTES]
     return found if len(found) >= FEW else []

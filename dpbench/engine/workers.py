@@ -1,6 +1,7 @@
 """Workers: the threads that run the replicas, with torch's per-thread settings copied from the calling thread.
 
-There are three kinds: a new thread per replica and call, the threads of a pool, or only the calling thread.
+There are three kinds: a new thread per replica and call (`Spawn`), the threads of a pool (`Pool`), or only the calling
+thread (`Serial`).
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ Enter = Callable[[], AbstractContextManager[Any]]
 
 
 def capture(*, compat: bool = False) -> Enter:
-    """Return a factory of context managers that apply the calling thread's settings in any thread.
+    """Return a factory of context managers that apply the calling thread's torch settings in any thread.
 
     The settings are grad and inference mode, every autocast with its dtype and cache setting, default device,
     saved-tensor hooks, function and dispatch modes, and the multithreading of backward. With `compat` they are only
-    those that torch.nn.DataParallel forwards: grad mode, and the autocasts that are on, with the receiving thread's
-    dtypes.
+    those that torch.nn.DataParallel forwards: grad mode, and which autocasts are on. The dtypes of these autocasts are
+    then those of the receiving thread.
     """
     settings = [*_autocasts(compat), *([] if compat else [*_modes(), *_autograd()])]
     grad = partial(torch.set_grad_enabled, torch.is_grad_enabled())
@@ -41,8 +42,9 @@ def capture(*, compat: bool = False) -> Enter:
 def without_cast_cache() -> AbstractContextManager[Any]:
     """Return a context manager that disables autocast's cache of cast weights, if autocast is on.
 
-    The cache keeps casts of leaf tensors only. With the cache, the gradients of a weight that is used twice would be
-    added in one dtype on replicas with leaf parameters, and in another on replicas with non-leaf weights.
+    The cache keeps casts of leaf tensors only. With the cache, a weight that is used twice would be cast once on
+    replicas with leaf parameters, but twice on replicas with non-leaf weights. The weight's gradients would therefore
+    be added in different dtypes.
     """
     cached = torch._C._is_any_autocast_enabled() and torch.is_autocast_cache_enabled()
     return _uncached() if cached else nullcontext()
@@ -66,7 +68,10 @@ def _applied(settings: Sequence[Enter]) -> Iterator[None]:
 
 
 def _autocasts(compat: bool) -> list[Enter]:
-    """Return a factory for each autocast that is on."""
+    """Return a factory of context managers for each autocast that is on in the calling thread.
+
+    With `compat`, the context managers do not set the autocast's dtype and cache setting.
+    """
     if not torch._C._is_any_autocast_enabled():
         return []
     kinds = [kind for kind in torch._C._autocast_supported_devices() if torch.is_autocast_enabled(kind)]
@@ -77,7 +82,10 @@ def _autocasts(compat: bool) -> list[Enter]:
 
 
 def _modes() -> list[Enter]:
-    """Return factories that push the caller's modes onto a thread's stacks; a default device is a function mode."""
+    """Return factories of context managers that push the calling thread's function and dispatch modes in any thread.
+
+    A default device is one of the function modes.
+    """
     settings: list[Enter] = []
     if functions := overrides._get_current_function_mode_stack():
         settings.append(partial(_function_modes, functions))
@@ -115,10 +123,10 @@ def _dispatch_modes(modes: Sequence[Any]) -> Iterator[None]:
 
 
 def _autograd() -> list[Enter]:
-    """Return factories for inference mode, for saved-tensor hooks, and for single-threaded backward.
+    """Return factories of context managers for inference mode, saved-tensor hooks and single-threaded backward.
 
-    If the caller has disabled saved-tensor hooks, a factory disables them, too. Only the innermost saved-tensor hooks
-    are included, because torch applies no others.
+    There is a factory for each of these settings that is active in the calling thread, and one if saved-tensor hooks
+    are disabled there. Only the innermost saved-tensor hooks are included, because torch applies no others.
     """
     settings: list[Enter] = []
     if torch.is_inference_mode_enabled():
@@ -133,13 +141,14 @@ def _autograd() -> list[Enter]:
 
 
 KEEP_MEMORY = "DPBENCH_KEEP_MEMORY"
-"""An environment variable; if its value is 0, the settings of malloc stay unchanged."""
+"""The name of an environment variable; if its value is 0, the settings of malloc stay unchanged."""
 
 
 def keep_memory(devices: Sequence[Device]) -> None:
-    """Let malloc keep freed memory if there are several logical CPU devices, unless DPBENCH_KEEP_MEMORY=0.
+    """Make malloc keep freed memory if there are several logical CPU devices, unless DPBENCH_KEEP_MEMORY is 0.
 
-    The setting is process-wide and permanent: see `processes.keep`, which does nothing unless malloc is glibc's.
+    The setting applies to the whole process and is permanent. It has an effect only on glibc's malloc: see
+    `processes.keep`.
     """
     if len(devices) > 1 and devices[0].torch_device.type == "cpu" and os.environ.get(KEEP_MEMORY) != "0":
         keep()
@@ -148,8 +157,9 @@ def keep_memory(devices: Sequence[Device]) -> None:
 class IntraOp:
     """A context that divides the caller's intra-op threads between logical CPU devices that work at the same time.
 
-    Inside the context an operation runs on max(1, threads // devices) threads. On exit the caller's number of threads
-    is restored. The number is the same under every schedule, because the rounding of some operations depends on it.
+    Inside the context an operation runs on max(1, threads // devices) threads, where `threads` is torch's number of
+    intra-op threads before the context. On exit this number is restored. All schedules use the context, because the
+    rounding of some operations depends on the number of threads.
     """
 
     def __init__(self, devices: Sequence[Device]) -> None:
@@ -168,15 +178,15 @@ class IntraOp:
 
 
 Job = Callable[[int], None]
-"""The work of one replica, called with the replica's index. It stores its results and errors; it must not raise."""
+"""The work of one replica, called with the replica's index. A job stores its results and errors and never raises."""
 Context = AbstractContextManager[Any]
 NOTHING: Context = nullcontext()
 
 
 class Workers(Protocol):
-    """The interface of all workers.
+    """The interface of all kinds of workers.
 
-    Workers that are `concurrent` run all jobs at the same time; jobs may therefore wait for each other.
+    If `concurrent` is True, all jobs run at the same time; jobs may therefore wait for each other.
     """
 
     concurrent: bool
@@ -185,16 +195,16 @@ class Workers(Protocol):
         """Call `job(i)` for each i below `count` and wait for all of them; threads are started inside `starting`."""
 
     def close(self) -> None:
-        """End the threads, if any persist; `run` starts them again."""
+        """End the threads that persist between calls, if there are any; a later `run` starts new ones."""
 
 
 class Spawn:
-    """A new thread per replica and call, as in torch.nn.DataParallel."""
+    """Workers that start a new thread per replica and call, as torch.nn.DataParallel does."""
 
     concurrent = True
 
     def run(self, job: Job, count: int, starting: Context = NOTHING) -> None:
-        """Start one thread per job and join all of them; a single job runs in the calling thread."""
+        """Start one thread per job and wait for all of them to end; a single job runs in the calling thread."""
         if count == 1:
             return job(0)
         with starting:
@@ -205,29 +215,29 @@ class Spawn:
         return None
 
     def close(self) -> None:
-        """Do nothing: every thread ends with its call."""
+        """Do nothing, because every thread has ended when `run` returns."""
 
 
 class Serial:
-    """The calling thread runs the replicas in turn, so that threads do not compete for the interpreter lock."""
+    """Workers that run all replicas in the calling thread, so that threads do not compete for the interpreter lock."""
 
     concurrent = False
 
     def run(self, job: Job, count: int, starting: Context = NOTHING) -> None:
-        """Call the jobs in order."""
+        """Call `job(i)` for each i below `count`, in order, in the calling thread."""
         for i in range(count):
             job(i)
 
     def close(self) -> None:
-        """Do nothing: `run` starts no threads."""
+        """Do nothing, because `run` starts no threads."""
 
 
 class Pool:
-    """One persistent thread per replica, except for the first replica, which runs in the calling thread.
+    """Workers with one persistent thread per replica, except for the first replica, which runs in the calling thread.
 
     Persistent threads avoid the cost of starting threads, and keep the state that libraries hold per thread (cuDNN's
-    plans). They start with the first call that needs them, and end with `close` or when the pool is garbage-collected.
-    In a forked child process, the pool starts new threads.
+    plans). The threads start with the first call that needs them, and end with `close` or when the pool is
+    garbage-collected. In a forked child process, the pool starts new threads.
     """
 
     concurrent = True
@@ -237,7 +247,7 @@ class Pool:
         self._owner = os.getpid()
 
     def run(self, job: Job, count: int, starting: Context = NOTHING) -> None:
-        """Pass job i to thread i, run job 0 in the calling thread, and wait for the others."""
+        """Pass job i to thread i, run job 0 in the calling thread, and wait for all jobs to end."""
         if os.getpid() != self._owner:
             self._inboxes, self._owner = [], os.getpid()
         while len(self._inboxes) < count - 1:
@@ -256,7 +266,10 @@ class Pool:
                 raise
 
     def _start(self) -> None:
-        """Start the next thread. It references its inbox but not the pool, which can thus be garbage-collected."""
+        """Start the next thread of the pool.
+
+        The thread references its inbox but not the pool, so that the pool can be garbage-collected.
+        """
         inbox: SimpleQueue[Any] = SimpleQueue()
         name = f"replica-{len(self._inboxes) + 1}"
         threading.Thread(target=_serve, args=(inbox,), name=name, daemon=True).start()
@@ -264,20 +277,21 @@ class Pool:
         self._inboxes.append(inbox)
 
     def close(self) -> None:
-        """Signal the threads to end."""
+        """Signal the threads to end, without waiting for them."""
         for inbox in self._inboxes:
             inbox.put(None)
         self._inboxes = []
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Make a copied or unpickled pool a new pool, because threads belong to one process and one owner."""
+        """Return a call that creates a new pool, for copying and unpickling, because threads cannot be copied."""
         return Pool, ()
 
 
 def _all(waits: Iterable[Callable[[], object]]) -> None:
-    """Call all `waits`, even after an interrupt, which is raised at the end; a second interrupt is raised at once.
+    """Call all functions in `waits`, each of which waits for one job, even if the calling thread is interrupted.
 
-    A job that is still running in the next step would write into that step's tensors.
+    The interrupt is raised after the last call; a second interrupt is raised at once. A job that is still running in
+    the next step would write into that step's tensors.
     """
     interrupt: BaseException | None = None
     for wait in waits:
@@ -293,7 +307,10 @@ def _all(waits: Iterable[Callable[[], object]]) -> None:
 
 
 def _serve(inbox: SimpleQueue[Any]) -> None:
-    """Run jobs until the message None arrives."""
+    """Run the jobs from the inbox until the message None arrives.
+
+    Each other message is a job, its index, and a queue to which the end of the job is reported.
+    """
     while (message := inbox.get()) is not None:
         job, i, done = message
         job(i)
@@ -302,6 +319,6 @@ def _serve(inbox: SimpleQueue[Any]) -> None:
 
 
 def choose(name: str) -> Workers:
-    """Return the workers for a value of a schedule's switch `workers`: "spawn", "pool" or "serial"."""
+    """Return new workers for a position of the schedule's switch `workers`: "spawn", "pool" or "serial"."""
     kinds: dict[str, type[Workers]] = {"spawn": Spawn, "pool": Pool, "serial": Serial}
     return kinds[name]()

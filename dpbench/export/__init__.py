@@ -1,13 +1,13 @@
 """Export: write the trials of the store in the formats of other tools.
 
-jsonl            one trial per line, with the ledger's phases
-trace            a Chrome trace, for Perfetto and speedscope: every span, step and sample
-split            one trial as one file per rank, for Holistic Trace Analysis
-pyperf           a pyperf suite: one benchmark per case, one run per round
-parquet          a flat table of steps
+jsonl            one line of JSON per trial, with the seconds of each phase in each step
+trace            a Chrome trace for Perfetto and speedscope, with every span, step and sample
+split            one trial as one trace file per device, for Holistic Trace Analysis (HTA)
+pyperf           a pyperf suite, with one benchmark per case and one pyperf run per round
+parquet          a table with one row per step
 
-Text is returned as an iterator of pieces, so that a long run is never held as one string. `labels` is a function that
-returns the labels that must accompany a trial's numbers, such as `dpbench.analysis.summary.labels`.
+Text is returned as an iterator of pieces, so that the text of a long run is never in memory as a whole. `labels` is a
+function that returns the labels that must accompany a trial's numbers, such as `dpbench.analysis.summary.labels`.
 """
 
 from __future__ import annotations
@@ -30,26 +30,37 @@ __all__ = ["check", "jsonl", "name", "parquet", "pick", "pieces", "pyperf", "spl
 
 
 def check(format: str, *, every: bool, output: Path | None, part: str | None, split: Path | None) -> None:
-    """Check that the options can be combined, before a run is read. Raises ValueError if they cannot."""
+    """Raise ValueError if the options of the command `export` cannot be combined.
+
+    `every`, `part` and `split` are the values of the options --all, --case and --split. No run is read for the check.
+    """
     if format != "trace" and (part is not None or split):
         option = "--split" if split else "--case"
-        raise ValueError(f"{option} applies to trace only, not to {format}: leave out {option}")
+        raise ValueError(f"{option} can be used with the format trace only, not with {format}; leave out {option}")
     if split and (output or every):
-        raise ValueError(f"--split writes one trial into {split}: leave out {'--output' if output else '--all'}")
+        raise ValueError(
+            f"--split writes one trial into the folder {split}; leave out {'--output' if output else '--all'}"
+        )
     if format == "parquet" and not output:
-        raise ValueError("parquet is a binary format: give a file with --output")
+        raise ValueError("parquet is a binary format, which is not written to stdout; give a file with --output")
     if format == "pyperf" and every:
-        raise ValueError("pyperf compares files: export each run to a separate file with --run, and leave out --all")
+        raise ValueError(
+            "the format pyperf has one run per file; leave out --all, and export each run to a file with --run"
+        )
 
 
 def pieces(
     format: str, runs: Sequence[tuple[StoredRun, Sequence[Trial]]], labels: Labels, *, every: bool = False,
     output: Path | None = None, part: str | None = None, split: Path | None = None,
 ) -> Iterator[str]:  # fmt: skip
-    """Return the text of an export in pieces; with parquet or `split`, write files instead.
+    """Return the text of an export in pieces; for parquet and for `split`, write files instead.
 
-    With `split`, the text lists the files that were written; for parquet, the text is empty. Raises ValueError if a
-    trace, a split or a suite would have no trial, or if several trials are selected for `split`.
+    `runs` has pairs of a run and its trials; only jsonl and parquet accept several runs. For a trace, `part` and
+    `every` select trials as in `pick`. With `split`, the trace files are written into this folder, and the pieces are
+    their paths, one per line. For parquet, the file `output` is written, and there are no pieces.
+
+    Raises ValueError if a trace, a split or a pyperf suite would contain no trial, or if several trials are selected
+    for `split`.
     """
     if format == "jsonl":
         return chain.from_iterable(jsonl(run.id, trials) for run, trials in runs)
@@ -66,13 +77,14 @@ def pieces(
     if len(picked) > 1:
         names = list(dict.fromkeys(name(trial.case) for trial in trials))
         raise ValueError(
-            f"--split writes one case, but {len(picked)} match: choose one with --case; the run has {numbered(names)}"
+            f"--split writes one case, but {len(picked)} cases are selected; choose one by number or name with --case: "
+            f"{numbered(names)}"
         )
     return (f"{path}\n" for path in split_ranks(run.id, run.provenance, picked[0], labels, split))
 
 
 def write(text: Iterable[str], output: Path | None) -> None:
-    """Write text piece by piece to a file, or to stdout if `output` is None."""
+    """Write the pieces of `text` one by one to the file `output`, or to stdout if `output` is None."""
     if output is None:
         sys.stdout.writelines(text)
         sys.stdout.flush()

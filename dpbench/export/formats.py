@@ -1,7 +1,7 @@
 """Formats: select and name the trials of a run, and write them as JSON lines, as a pyperf suite, or as Parquet.
 
-pyperf reads the suite with `pyperf stats`, `hist`, `check` and `compare_to`. Parquet needs pyarrow; it holds a flat
-table of steps.
+The commands `pyperf stats`, `hist`, `check` and `compare_to` read the suite. The Parquet file is a table with one row
+per step; writing it needs the package pyarrow.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 Labels = Callable[[Trial], tuple[str, ...]]
-"""A function that returns the labels that must accompany a trial's numbers."""
+"""A function that returns the labels that must accompany a trial's numbers, such as MEASURED and CPU-ONLY."""
 
 IN_LABEL = frozenset(
     {
@@ -37,34 +37,41 @@ IN_LABEL = frozenset(
         "read_loss",
     }
 )
-"""The fields of a case that its label includes."""
+"""The fields of a case that are part of its label, `Case.label`."""
 
 
 def name(case: Case) -> str:
-    """Return a unique name of a case: its label, then other fields whose values differ from their defaults."""
+    """Return a unique name of a case: its label, then field=value for each other field that is not at its default."""
     rest = {field: value for field, value in case.to_dict().items() if field not in IN_LABEL}
     return " ".join([case.label, *(f"{field}={_plain(value)}" for field, value in sorted(rest.items()))])
 
 
 def _plain(value: Any) -> str:
-    """Return the value of a field as text without brackets."""
+    """Return the value of a case's field as text, such as "1,0" for the tuple (1, 0).
+
+    The elements of a tuple are joined by commas, and those of a nested tuple by colons.
+    """
     if not isinstance(value, tuple):
         return str(value)
     return ",".join(":".join(part) if isinstance(part, tuple) else str(part) for part in value)
 
 
 def title(trial: Trial, labels: Labels) -> str:
-    """Return the title of a trial: its case, its round, and the labels that must accompany its numbers."""
+    """Return the title of a trial: its case and its round, and in brackets its labels and its fault, if any.
+
+    The status of the trial follows the round unless the status is `ok`.
+    """
     said = [*labels(trial), *([trial.fault.upper()] if trial.fault else [])]
     ended = "" if trial.status == "ok" else f" {trial.status}"
     return f"{name(trial.case)} round {trial.round}{ended} [{' '.join(said)}]"
 
 
 def pick(trials: Sequence[Trial], part: str | None = None, *, every: bool = False) -> list[Trial]:
-    """Return the first trusted trial of each case that `part` selects; with `every`, all trials of these cases.
+    """Return one trial of each case that `part` selects; with `every`, return all trials of these cases.
 
-    `part` is the number of a case, from 1 in the order in which the run started them, or a part of its name. A
-    complete name selects that case only. Raises ValueError, with the existing cases, if no trial is selected.
+    The one trial of a case is the first that is trusted and has timed steps. `part` is the number of a case, counted
+    from 1 in the order in which the run started the cases, or a part of a case's name. A complete name selects only
+    that case, and None selects all cases. Raises ValueError if no case or no trial is selected.
     """
     names = list(dict.fromkeys(name(trial.case) for trial in trials))
     wanted = set(_named(names, part)) if part is not None else set(names)
@@ -77,33 +84,39 @@ def pick(trials: Sequence[Trial], part: str | None = None, *, every: bool = Fals
         found = [first[one] for one in names if one in first]
     if not found:
         ends = ", ".join(f"{trial.case.label}: {trial.fault or trial.status}" for trial in fitting[:8]) or "no trials"
-        raise ValueError(f"the selected cases have no measured trial ({ends})")
+        raise ValueError(
+            f"the selected cases have no measured trial with usable step times (case and result of each: {ends}); "
+            "choose other cases with --case, or another run with --run"
+        )
     return found
 
 
 def _named(names: Sequence[str], part: str) -> list[str]:
-    """Return the names selected by `part`, a number or a part of a name. Raises ValueError if there are none."""
+    """Return those of `names` that `part` selects, by the rules of `pick`. Raises ValueError if there are none."""
     if part.isdigit() and 1 <= int(part) <= len(names):
         return [names[int(part) - 1]]
     found = [part] if part in names else [name for name in names if part in name]
     if not found or part.isdigit():
-        raise ValueError(f"no case {part}; the run has: {numbered(names)}")
+        raise ValueError(f"the run has no case {part}; give --case one of these numbers or names: {numbered(names)}")
     return found
 
 
 def numbered(names: Sequence[str]) -> str:
-    """Return the names as text, each after the number that `pick` accepts for it."""
+    """Return the names of cases, each after the number that `pick` accepts for it, as text such as "1 mlp; 2 lstm".
+
+    The text is "none" if there are no names.
+    """
     return "; ".join(f"{number} {name}" for number, name in enumerate(names, 1)) or "none"
 
 
 def nameless(provenance: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's provenance without the host name, for files that leave the machine."""
+    """Return a run's provenance without the host name, so that exported files do not reveal the host name."""
     host = {key: value for key, value in provenance.get("host", {}).items() if key != "name"}
     return {**provenance, **({"host": host} if host else {})}
 
 
 def jsonl(run_id: str, trials: Iterable[Trial]) -> Iterator[str]:
-    """Yield one line per trial: its run, its case, its status, and each step's seconds by phase."""
+    """Yield one line of JSON per trial: run id, case, status, memory, provenance, and each step's seconds by phase."""
     for trial in trials:
         steps = [
             {"seconds": step.seconds, "warmup": step.warmup, "phases": phases}
@@ -133,9 +146,9 @@ Metadata = dict[str, str | int | float]
 
 
 def pyperf(run_id: str, provenance: Mapping[str, Any], trials: Iterable[Trial], labels: Labels) -> str:
-    """Return the text of a suite with the trusted trials of one run; the last trial of each round counts.
+    """Return a pyperf suite, as JSON text, of those trials of one run that are trusted and have timed steps.
 
-    Raises ValueError if there are no such trials.
+    If a case has several such trials in a round, the last one counts. Raises ValueError if there is no such trial.
     """
     rounds: dict[str, dict[int, Trial]] = {}
     for trial in trials:
@@ -143,7 +156,10 @@ def pyperf(run_id: str, provenance: Mapping[str, Any], trials: Iterable[Trial], 
             measured = "" if trial.source is Source.MEASURED else f" {trial.source}"
             rounds.setdefault(f"{name(trial.case)}{measured}", {})[trial.round] = trial
     if not rounds:
-        raise ValueError(f"run {run_id[:8]} has no measured trial, and pyperf cannot read an empty suite")
+        raise ValueError(
+            f"run {run_id[:8]} has no measured trial with usable step times, and pyperf cannot read an empty suite; "
+            "choose another run with --run"
+        )
     benchmarks = [
         {
             "metadata": {
@@ -161,7 +177,11 @@ def pyperf(run_id: str, provenance: Mapping[str, Any], trials: Iterable[Trial], 
 
 
 def _run(number: int, trial: Trial) -> dict[str, Any]:
-    """Return pyperf's run for one round: warm-up steps with their loop count, and the timed steps."""
+    """Return the trial of round `number` as a run of pyperf.
+
+    `values` are the durations of the timed steps in seconds; `warmups` are pairs of the loop count, 1, and the duration
+    of a warm-up step in seconds.
+    """
     metadata: Metadata = {"round": number, "verified": str(trial.verified)}
     if trial.setup:
         metadata["duration"] = sum(trial.setup.values())
@@ -173,7 +193,10 @@ def _run(number: int, trial: Trial) -> dict[str, Any]:
 
 
 def _facts(provenance: Mapping[str, Any], first: Metadata) -> Metadata:
-    """Return a run's provenance without the host name, under pyperf's names for facts that pyperf defines."""
+    """Return the metadata of a suite: the entries of `first`, then the run's provenance without the host name.
+
+    Facts that pyperf defines have pyperf's names. Empty facts are left out.
+    """
     host, gpus = provenance.get("host", {}), provenance.get("gpus", {})
     packages, code = provenance.get("packages", {}), provenance.get("dpbench", {})
     facts = {
@@ -193,20 +216,23 @@ def _facts(provenance: Mapping[str, Any], first: Metadata) -> Metadata:
 
 
 def _counted(names: Sequence[str]) -> str:
-    """Return the distinct names with their counts as text."""
+    """Return the distinct names, each after its count, as text such as "2x A100, 1x T4"."""
     return ", ".join(f"{names.count(one)}x {one}" for one in dict.fromkeys(names))
 
 
-MISSING = "export parquet needs pyarrow, which is not installed: pip install 'torch-dpbench[parquet]', or export csv"
+MISSING = (
+    "the format parquet needs the package pyarrow, which is not installed; install it with "
+    "pip install 'torch-dpbench[parquet]', or export csv instead"
+)
 
 
 def parquet(runs: Iterable[tuple[str, Iterable[Trial]]], labels: Labels, path: Path) -> int:
-    """Write one row per step of every trial, warm-up included, to `path`; return the number of rows.
+    """Write one row per step of every trial, warm-up included, to the file `path`; return the number of rows.
 
-    `runs` yields pairs of a run id and its trials. The columns are `run_id`, the fields of the case, `source`,
-    `status`, `verified` and `labels` of the trial, `round`, `step`, `seconds`, `warmup`, and `phase_*_s`. The phases
-    are seconds from the ledger, which sum to the step; absent phases are 0. A trial without steps has no row. Raises
-    LookupError if pyarrow is not installed.
+    `runs` yields pairs of a run id and the run's trials. The columns are `run_id`, the fields of the case, `source`,
+    `status`, `verified` and `labels` of the trial, `round`, `step`, `seconds`, `warmup`, and one column `phase_*_s` per
+    phase. The columns of the phases, including `phase_unattributed_s`, sum to `seconds`; a phase that a step does not
+    have is 0. A trial without steps has no row. Raises LookupError if pyarrow is not installed.
     """
     try:
         import pyarrow as pa
@@ -226,7 +252,7 @@ def parquet(runs: Iterable[tuple[str, Iterable[Trial]]], labels: Labels, path: P
 
 
 def _schema() -> pa.Schema:
-    """Return the columns, the same for every run."""
+    """Return the names and types of the columns of the Parquet file, which are the same for every run."""
     import pyarrow as pa
 
     kinds = {
@@ -248,7 +274,7 @@ def _schema() -> pa.Schema:
 
 
 def _rows(run_id: str, trial: Trial, labels: Labels) -> list[dict[str, Any]]:
-    """Return one row per step of a trial."""
+    """Return one row per step of a trial, as a dict from the names of the columns to their values."""
     same = {
         "run_id": run_id, **{field.name: getattr(trial.case, field.name) for field in CASE_FIELDS},
         "source": trial.source.value, "status": trial.status.value, "verified": trial.verified.value,

@@ -1,7 +1,7 @@
 """Traces: write trials in the Trace Event Format, which Perfetto and speedscope read.
 
-`trace` writes all trials into one trace. `split` writes one trial as a folder of traces like those of PyTorch's
-profiler, with one pseudo-rank per device.
+`trace` writes several trials into one trace. `split` writes one trial as a folder of traces for Holistic Trace Analysis
+(HTA), in the style of PyTorch's profiler: one file per device, which HTA reads as a rank.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from dpbench.records import HOST, Phase, Sample, Span, Step, Trial, words
 
 _T = TypeVar("_T")
 Timed = tuple[float, float, _T]
-"""The start and the end of an interval in seconds, and its content."""
+"""The tuple (start, end, content) of an interval; start and end are in seconds."""
 TICKS = 1024
 """The number of ticks per microsecond; times are rounded to whole ticks."""
 ORDER = {phase: number for number, phase in enumerate(Phase)}
 
 
 def trace(run_id: str, provenance: Mapping[str, Any], trials: Sequence[Trial], labels: Labels) -> Iterator[str]:
-    """Yield the text of a trace of these trials of one run, one trial at a time."""
+    """Yield the JSON text of one trace of all `trials`, which belong to one run, one trial at a time."""
     zero_s = min((at for trial in trials for at in _times(trial) if math.isfinite(at)), default=0.0)
     facts = {
         "run_id": run_id,
@@ -39,14 +39,18 @@ def trace(run_id: str, provenance: Mapping[str, Any], trials: Sequence[Trial], l
 
 
 def _times(trial: Trial) -> Iterator[float]:
-    """Yield the start times of a trial's steps and spans, and the times of its samples."""
+    """Yield the start times, in seconds, of a trial's steps and spans, and the times of samples that have a time."""
     yield from (step.start_s for step in trial.steps)
     yield from (span.start_s for span in trial.spans)
     yield from (sample.time_s for sample in trial.samples if sample.time_s > 0.0)
 
 
 def _facts(pid: int, trial: Trial, labels: Labels) -> dict[str, Any]:
-    """Return the facts about a trial other than its times; `untimed` are readings of the step profiled after timing."""
+    """Return the facts about a trial for the metadata of a trace: case, status, labels, memory and provenance.
+
+    `pid` is the process id that the trace gives to the trial. The entry `untimed` has the samples without a time, as
+    [device, metric, value]: they come from the additional step that is profiled after the timed steps.
+    """
     untimed = [[s.device, s.metric, s.value] for s in trial.samples if s.time_s == 0.0]
     return {
         "pid": pid, "case": trial.case.to_dict(), "labels": labels(trial), "round": trial.round,
@@ -57,7 +61,10 @@ def _facts(pid: int, trial: Trial, labels: Labels) -> dict[str, Any]:
 
 
 def _events(pid: int, trial: Trial, zero_s: float, name: str) -> Iterator[str]:
-    """Yield every event of one trial as JSON."""
+    """Yield every event of one trial as JSON text; the trace shows the trial as the process `pid` with this name.
+
+    `zero_s` is the time that the trace shows as 0.
+    """
     yield meta("process_name", pid, 0, name=name)
     yield meta("process_sort_index", pid, 0, sort_index=pid)
     tid = 0
@@ -73,14 +80,17 @@ def _events(pid: int, trial: Trial, zero_s: float, name: str) -> Iterator[str]:
 
 
 def _steps(steps: Iterable[Step]) -> Iterator[Timed[str]]:
-    """Yield the steps, each with its event's name, category and arguments."""
+    """Yield (start, end, content) of each step; the content is the name, category and arguments as JSON text."""
     for number, step in enumerate(steps):
         args = words.dumps({"seconds": step.seconds, "warmup": step.warmup})
         yield step.start_s, step.end_s, f'"name":"step {number}","cat":"step","args":{args}'
 
 
 def _tracks(spans: Iterable[Span]) -> list[tuple[str, list[Timed[str]]]]:
-    """Return the name and the spans of each track: the host's tracks first, then each device's, by phase."""
+    """Return (name, spans) of each track. Each phase of a device or of the host has one track.
+
+    The tracks are ordered by device, the host first, then by phase.
+    """
     found: dict[tuple[int, Phase], list[Timed[str]]] = {}
     for span in spans:
         said = f'"name":"{span.phase}","cat":"{span.clock}","args":{{"step":{span.step}}}'
@@ -90,15 +100,16 @@ def _tracks(spans: Iterable[Span]) -> list[tuple[str, list[Timed[str]]]]:
 
 
 def place(device: int) -> str:
-    """Return the name of a device or of the host."""
+    """Return "device i" for the index i of a device, or "host" for the index of the host, -1."""
     return "host" if device == HOST else f"device {device}"
 
 
 def lanes(found: Iterable[Timed[_T]], zero_s: float, *, nested: bool = True) -> list[tuple[int, int, int, _T]]:
-    """Return the intervals assigned to as few lanes as possible: (lane, start, end, content), ordered by start.
+    """Assign each interval to the lowest lane on which it fits; return (lane, start, end, content) ordered by start.
 
-    Start and end are in ticks after `zero_s`. Intervals on one lane do not overlap, but with `nested`, one may
-    contain another. Intervals that are not finite are left out.
+    Lanes are numbered from 0. Start and end are in ticks after `zero_s`. An interval fits on a lane if no interval of
+    this lane overlaps it; with `nested`, it also fits if it lies within each interval that overlaps it. Intervals with
+    an infinite or NaN start or end are left out.
     """
     placed = [one for one in found if math.isfinite(one[0]) and math.isfinite(one[1])]
     timed = [(ticks(start - zero_s), ticks(end - zero_s), what) for start, end, what in placed]
@@ -118,23 +129,29 @@ def lanes(found: Iterable[Timed[_T]], zero_s: float, *, nested: bool = True) -> 
 
 
 def ticks(seconds: float) -> int:
-    """Return seconds as a whole number of ticks of 1/1024 µs."""
+    """Return a duration in seconds as a whole number of ticks of 1/1024 µs."""
     return round(seconds * 1e6 * TICKS)
 
 
 def _complete(pid: int, tid: int, start: int, end: int, said: str) -> str:
-    """Return a complete event as JSON; `said` has the event's other members as JSON text."""
+    """Return a complete event, which shows an interval, as JSON text.
+
+    `start` and `end` are in ticks; `said` is the event's other members as JSON text.
+    """
     times = f'"ts":{start / TICKS!r},"dur":{(end - start) / TICKS!r}'
     return f'{{"ph":"X","pid":{pid},"tid":{tid},{times},{said}}}'
 
 
 def meta(kind: str, pid: int, tid: int, **args: Any) -> str:
-    """Return an event that names or sorts a process or a track, as JSON."""
+    """Return, as JSON text, a metadata event of type `kind`, which sets the name or position of a process or track.
+
+    `args` are the event's arguments, such as `name` or `sort_index`.
+    """
     return words.dumps({"ph": "M", "name": kind, "pid": pid, "tid": tid, "ts": 0, "args": args})
 
 
 def _counters(pid: int, samples: Iterable[Sample], zero_s: float) -> Iterator[str]:
-    """Yield the samples with a time as counter events, with one counter per series."""
+    """Yield the samples that have a time as counter events, as JSON text; each metric of a device is one counter."""
     for sample in samples:
         if sample.time_s > 0.0:
             counter = words.dumps(f"{place(sample.device)} {sample.metric}")
@@ -145,32 +162,44 @@ def _counters(pid: int, samples: Iterable[Sample], zero_s: float) -> Iterator[st
 
 COMMUNICATION = frozenset({Phase.SCATTER, Phase.REPLICATE, Phase.GATHER, Phase.REDUCE})
 COMPUTE_STREAM, COMMUNICATION_STREAM = 10, 20
-"""The first stream of each kind; overlapping spans are spread over the streams above it."""
+"""The numbers of the first stream for compute spans and of the first stream for communication spans.
+
+Spans that overlap use the streams with the next numbers.
+"""
 FIRST_CORRELATION = 1 << 20
-"""The first correlation id. It is large because HTA 0.5 stores row indices in the smallest type that fits these ids."""
+"""The first correlation id, the number that links a kernel to its launch.
+
+It is large because HTA 0.5 stores row indices in the smallest integer type that fits the correlation ids.
+"""
 STEPS_TID, LAUNCH_TID, HOST_TID = 1, 2, 3
 NOTE = (
-    "pseudo-rank of one device, written by dpbench: each kernel is a phase; ncclKernel_* are the device's scatter, "
-    "replicate, gather and reduce, whatever moved the data; a kernel's launch is at the start of its span (host clock) "
-    "or of its step (CUDA events)"
+    "dpbench wrote this file for one device, which is shown as a rank. Each kernel is one phase of a step. Kernels "
+    "named ncclKernel_* are the phases scatter, replicate, gather and reduce, even if NCCL did not move the data. The "
+    "launch of a kernel is shown at the start of its phase if the host's clock timed the phase, and at the start of "
+    "its step if CUDA events timed the phase."
 )
 
 
 def split(run_id: str, provenance: Mapping[str, Any], trial: Trial, labels: Labels, folder: Path) -> list[Path]:
-    """Write one file per device into `folder`, which is created if it does not exist; return the files' paths.
+    """Write the timed steps of a trial as one trace file per device into `folder`; return the files' paths.
 
-    Raises ValueError if the trial has no span in a timed step, or if the folder contains traces already, because HTA
-    reads all traces in a folder.
+    The folder is created if it does not exist. Raises ValueError if no device has a span in a timed step, or if the
+    folder already contains traces, because HTA reads all traces in a folder.
     """
     timed = {number for number, step in enumerate(trial.steps) if not step.warmup}
     spans = [span for span in trial.spans if span.step in timed]
     devices = sorted({span.device for span in spans} - {HOST})
     if not devices:
-        raise ValueError(f"{trial.case.label} has no span in a timed step, so it cannot be split by device")
+        raise ValueError(
+            f"the trial of {trial.case.label} has no span of a device in a timed step and cannot be split by device; "
+            "choose another case with --case"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     stale = sorted(path.name for path in folder.iterdir() if path.suffix in (".json", ".gz"))
     if stale:
-        raise ValueError(f"{folder} already contains {', '.join(stale[:3])}; give --split a folder without traces")
+        raise ValueError(
+            f"the folder {folder} already contains traces, such as {', '.join(stale[:3])}; give --split another folder"
+        )
     facts = {
         "run_id": run_id, "title": title(trial, labels), "labels": labels(trial), "case": trial.case.to_dict(),
         "note": NOTE, "provenance": {**nameless(provenance), **trial.provenance},
@@ -195,7 +224,10 @@ def split(run_id: str, provenance: Mapping[str, Any], trial: Trial, labels: Labe
 
 
 def _rank_events(device: int, steps: Sequence[Step], spans: Sequence[Span], zero_s: float) -> Iterator[str]:
-    """Yield the events of one device: the steps, and each span as a kernel with its launch."""
+    """Yield the events of one device as JSON text: the timed steps, and each span as a kernel with its launch.
+
+    `spans` are the device's spans in timed steps. `zero_s` is the time that the trace shows as 0.
+    """
     yield meta("process_name", device, 0, name=f"device {device}")
     ends = 0
     for number, step in enumerate(steps):
@@ -219,7 +251,7 @@ def _rank_events(device: int, steps: Sequence[Step], spans: Sequence[Span], zero
 
 
 def _host(device: int, spans: Sequence[Span], zero_s: float) -> Iterator[str]:
-    """Yield the host's spans as operators."""
+    """Yield those of `spans` that belong to the host as CPU operators, as JSON text, in the trace of `device`."""
     mine: list[Timed[Span]] = [(one.start_s, one.end_s, one) for one in spans if one.device == HOST]
     for lane, start, end, span in lanes(mine, zero_s):
         yield _rank_complete(
@@ -228,18 +260,21 @@ def _host(device: int, spans: Sequence[Span], zero_s: float) -> Iterator[str]:
 
 
 def _us(at_s: float, zero_s: float) -> int:
-    """Return a time as whole microseconds after `zero_s`, rounded in the same way as the spans."""
+    """Return the time `at_s` as whole microseconds after `zero_s`.
+
+    The time is first rounded to ticks, like the times of spans.
+    """
     return _whole(ticks(at_s - zero_s))
 
 
 def _whole(found: int) -> int:
-    """Return ticks as whole microseconds."""
+    """Return a number of ticks as whole microseconds, rounded to the nearest."""
     return round(found / TICKS)
 
 
 def _rank_complete(
     name: str, category: str, pid: int, tid: int, start_us: int, end_us: int, args: dict[str, int] | None = None
 ) -> str:
-    """Return a complete event as JSON."""
+    """Return a complete event, which shows an interval, as JSON text; its times are whole microseconds."""
     event = {"ph": "X", "cat": category, "name": name, "pid": pid, "tid": tid, "ts": start_us}
     return json.dumps({**event, "dur": end_us - start_us, "args": args or {}})

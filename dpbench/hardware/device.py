@@ -1,7 +1,7 @@
 """The interface of every device: CUDA, logical CPU or emulated.
 
-The engine, the clock and the strategies use devices through this protocol only, so that the same code runs, and is
-tested, without a GPU.
+The engine, the clock and the strategies use devices through this protocol only, so that the same code can run and be
+tested without a GPU.
 """
 
 from __future__ import annotations
@@ -17,43 +17,53 @@ Result = TypeVar("Result")
 
 
 class Collectives(Protocol):
-    """Collectives over distinct devices. They work in place on one tensor per device, all of the same layout.
+    """In-place collectives over distinct devices; `tensors[i]` is on device i, and all tensors have the same layout.
 
-    Collectives run concurrently with the work that the devices have queued; `follow` and `lead` define the order.
+    Collectives run concurrently with other work that is queued on the devices; `follow` and `lead` define the order of
+    both.
     """
 
     def follow(self, i: int) -> None:
-        """Make later collectives wait for the work that this thread has queued on device i."""
+        """Make collectives that are queued from now on wait for the work that this thread has queued on device i."""
 
     def lead(self, i: int) -> None:
-        """Make device i wait for all collectives queued so far."""
+        """Make work queued on device i from now on wait for all collectives that are queued so far."""
 
     def reduce(self, tensors: Sequence[torch.Tensor], root: int) -> None:
-        """Put the sum into `tensors[root]`; the others stay unchanged."""
+        """Write the sum of all tensors into `tensors[root]`; the other tensors stay unchanged."""
 
     def all_reduce(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Put the sum into all tensors."""
+        """Write the sum of all tensors into every tensor."""
 
     def reduce_scatter(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Put the sum of all parts i into part i of `tensors[i]`; each tensor has one equal part per device."""
+        """Write the sum of the parts i of all tensors to part i of `tensors[i]`, for each device i.
+
+        Each tensor consists of one equal part per device.
+        """
 
     def all_gather(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy part i of `tensors[i]` to part i of all tensors."""
+        """Copy part i of `tensors[i]` to part i of every other tensor, for each device i.
+
+        Each tensor consists of one equal part per device.
+        """
 
     def broadcast(self, tensors: Sequence[torch.Tensor], root: int) -> None:
-        """Copy `tensors[root]` to all tensors."""
+        """Copy the values of `tensors[root]` to all other tensors."""
 
 
 class Recorder(Protocol):
-    """Records the work that a function submits to a device, and replays it on the same memory without Python."""
+    """An object that records the work that a function submits to a device, and replays this work without Python.
+
+    A replay reads and writes the same memory as the recorded work.
+    """
 
     def warm_up(self, work: Callable[[], object]) -> None:
-        """Run the work a few times, so that libraries are initialised before `record`; restore the random state."""
+        """Call `work` a few times, so that libraries are initialised before `record`; then restore the random state."""
 
     def record(self, work: Callable[[], Result]) -> tuple[Result, Callable[[], None]]:
-        """Record the work; return its results, and a function that replays the work and overwrites the results.
+        """Record the operations that `work` submits; return its results, and a function that replays the operations.
 
-        The results have no valid values before the first replay.
+        Each replay overwrites the tensors in the results, which have no valid values before the first replay.
         """
 
 
@@ -61,8 +71,9 @@ class Recorder(Protocol):
 class Device(Protocol):
     """A device on which a replica runs.
 
-    `index` is the device's position among the replicas, which spans and records use. `name` is the device's name in
-    messages ("cuda:1", "cpu:1"). `torch_device` is the value of `.device` of its tensors.
+    `index` is the position of the device's replica among the replicas, by which spans and other records refer to it.
+    `name` is the device's name in messages ("cuda:1", "cpu:1"). `torch_device` is the value of `.device` of its
+    tensors.
     """
 
     index: int
@@ -73,49 +84,62 @@ class Device(Protocol):
         """Return a new copy of `tensor`, which may be on any device, in this device's memory."""
 
     def clone(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return new copies of many tensors from one device, in as few transfers as possible."""
+        """Return copies of `tensors`, which are all on one device, in this device's memory, in few transfers."""
 
     def guard(self) -> AbstractContextManager[Any]:
-        """Return a context manager that makes this device and its stream current in the thread."""
+        """Return a context manager that makes this device and its stream current in the thread that enters it."""
 
     def settle(self) -> None:
-        """Bind the calling thread to the core that is assigned to this device, if there is one."""
+        """Bind the calling thread to the CPU core that is assigned to this device, if there is one."""
 
     def wait(self, other: Device) -> None:
-        """Make work queued on this device from now on wait for all work that `other` has queued so far."""
+        """Make work queued on this device from now on wait for all work that is queued on `other` so far."""
 
     def borrow(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Declare that work queued on this device reads `tensors`, whose memory may belong to other streams."""
+        """Declare that work queued on this device reads `tensors`, whose memory may belong to other streams.
+
+        The memory of `tensors` is then not reused before this work is done.
+        """
 
     def event(self) -> Any:
-        """Queue a timing event after this device's work and return it; None if the host's clock measures that work."""
+        """Queue a timing event after the work of this device, and return the event.
+
+        Return None if the host's clock times the work of this device.
+        """
 
     def synchronize(self) -> None:
-        """Block the host until this device has finished its work."""
+        """Block the host until this device has finished all queued work."""
 
     def memory(self) -> int | None:
-        """Return the peak of allocated bytes since the last reset; None if the device has no such count."""
+        """Return the peak of allocated bytes since the last reset; None if the device does not report its memory."""
 
     def take_peaks(self) -> dict[str, int]:
-        """Return the peaks in bytes since the last call or reset, by kind (allocated, reserved), and reset them.
+        """Return the memory peaks since the last reset, in bytes by kind (`allocated`, `reserved`), and reset them.
 
-        Empty if the device has no such counts.
+        The dict is empty if the device does not report its memory.
         """
 
     def reset_memory(self) -> None:
-        """Release caches and reset the peak."""
+        """Release cached memory, and reset the memory peaks to the bytes that are in use."""
 
     def can_collect(self, devices: Sequence[Device]) -> bool:
-        """Return whether `devices`, of which this is the first, have collectives, as distinct GPUs do."""
+        """Return whether `devices`, of which this device is the first, have collectives, as distinct GPUs do."""
 
     def broadcast(self, tensors: Sequence[torch.Tensor], devices: Sequence[Device]) -> list[list[torch.Tensor]]:
-        """Return copies of `tensors` on each of `devices`, made by a collective; needs `can_collect`."""
+        """Return, for each of `devices`, the list of `tensors` on that device, copied by a collective.
+
+        Call this method only if `can_collect` returns True.
+        """
 
     def reduce_add(self, tensors: Sequence[Sequence[torch.Tensor]], devices: Sequence[Device]) -> list[torch.Tensor]:
-        """Return the sums of the tensor lists of `devices`, on this device, by a collective; needs `can_collect`."""
+        """Return the sums over `devices`, computed by a collective: item k is the sum of `tensors[i][k]` over all i.
+
+        `tensors[i]` are on device i, and the sums are on this device. Call this method only if `can_collect` returns
+        True.
+        """
 
     def collectives(self, devices: Sequence[Device]) -> Collectives | None:
-        """Return the in-place collectives of `devices`, of which this is the first; None if they have none."""
+        """Return the in-place collectives over `devices`, of which this device is the first; None if there are none."""
 
     def recorder(self) -> Recorder | None:
-        """Return a recorder of this device's work, for one replica; None if the device cannot record."""
+        """Return a recorder of the work of one replica on this device; None if the work cannot be recorded."""

@@ -1,9 +1,10 @@
-"""Foreign load: measure the share of this process's cores that other processes use, and wait until it is low.
+"""Foreign load: measure the share of the cores' time that other processes use, and wait until this share is low.
 
 The kernel counts the CPU time of each core and of each process. The time of a process includes that of the children
-that it has reaped. The foreign load is the busy time of the cores minus the CPU time of this process tree. Steal is the
-time that a hypervisor gave to other virtual machines. If the counts do not exist, or do not describe the capacity of
-this process, the load is reported as unknown, never as low.
+that it has reaped. The foreign load is the busy time of this process's cores minus the CPU time of this process tree,
+as a fraction of the cores' capacity. Steal is the time that a hypervisor gave to other virtual machines. If the counts
+do not exist, or do not describe the capacity of this process (for example in a container with a CPU quota), the load is
+reported as unknown, never as low.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ LIMIT = 0.10
 """The fraction of the cores' capacity that other processes and steal may take; above it, a measurement is NOISY."""
 WINDOW_S = 0.5
 SHORTEST_S = 0.2
-"""The minimum duration of a measurement; if it were shorter, the rounding to ticks of 10 ms would dominate."""
+"""The minimum duration of a measurement; in a shorter one, the rounding to ticks of 10 ms would dominate."""
 PATIENCE_S = 30.0
 PATIENCE = "DPBENCH_PATIENCE"
 """The environment variable that sets the default of --patience, in seconds."""
 COUNTED = 0.5
-"""The fraction of the elapsed core-seconds that the kernel must account for; otherwise the load is unknown."""
+"""The minimum fraction of the elapsed core-seconds that the kernel's counts cover; below it, the load is unknown."""
 NOISY = "NOISY"
 FACT = "foreign_load"
 """The key of the foreign load in the provenance of a run and of a trial."""
@@ -36,64 +37,75 @@ _QUOTAS = (
     ("/sys/fs/cgroup/cpu.max", None),
     ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us"),
 )
-"""Files with a container's CPU quota in control groups of versions 2 and 1, each with its file for the period."""
+"""The files with a container's CPU quota: (file of the quota, file of its period).
+
+The first pair is for version 2 of control groups, where one file has both values; the second is for version 1.
+"""
 
 
 def patience(given_s: float | None = None) -> float:
-    """Return the seconds to wait for a low load: `given_s`, else the environment variable's, else the default."""
+    """Return the maximum seconds to wait for a low load.
+
+    The value is `given_s` unless it is None, otherwise the value of the environment variable DPBENCH_PATIENCE,
+    otherwise the default. Raises ValueError if the environment variable is not a number of 0 or more.
+    """
     if given_s is not None:
         return given_s
     text = os.environ.get(PATIENCE, str(PATIENCE_S))
     with suppress(ValueError):
         if 0 <= (seconds := float(text)) < float("inf"):
             return seconds
-    raise ValueError(f"{PATIENCE} must be a number of seconds, 0 or more, got {text!r}")
+    raise ValueError(f"the environment variable {PATIENCE} must be a number of seconds, 0 or more, but is {text!r}")
 
 
 def wait(patience_s: float, say: Callable[[str], None]) -> Measured:
-    """Measure the foreign load until it is low or `patience_s` seconds have passed; return the last measurement.
+    """Measure the foreign load until it is not high or `patience_s` seconds have passed; return the last measurement.
 
-    If the first measurement is high, `say` is called with one line of text before the wait.
+    If the first measurement is high and `patience_s` is above 0, `say` is called with one line of text before the wait.
+    An unknown load ends the wait.
     """
     deadline_s = time.monotonic() + patience_s
     load = measure()
     if busy(load) and patience_s > 0:
-        say(f"busy machine: {load}; waiting up to {patience_s:.0f} s for a low load (--patience)")
+        say(f"busy machine: {load}; dpbench waits up to {patience_s:.0f} s for a low load (set by --patience)")
     while busy(load) and time.monotonic() < deadline_s:
         load = measure()
     return load
 
 
 def measure(seconds: float = WINDOW_S) -> Measured:
-    """Wait for `seconds`, and return the foreign load of that time."""
+    """Measure for `seconds` seconds, and return the foreign load during this time."""
     before = snapshot()
     time.sleep(seconds)
     return since(before)
 
 
 def since(before: Snapshot | UnknownLoad) -> Measured:
-    """Return the foreign load from a snapshot until now."""
+    """Return the foreign load between the snapshot `before` and now; return `before` if it is an unknown load."""
     return before if isinstance(before, UnknownLoad) else _to(before, snapshot())
 
 
 def busy(load: Measured) -> bool:
-    """Return whether the load is known and, with steal included, exceeds `LIMIT`."""
+    """Return whether the load is known and the sum of foreign load and steal exceeds `LIMIT`."""
     return isinstance(load, Load) and load.taken > LIMIT
 
 
 def during(trial: Trial) -> Measured:
-    """Return the foreign load during a trial, as stored with the trial."""
+    """Return the foreign load during a trial, as stored with the trial; an unknown load if none is stored."""
     facts = trial.provenance.get(FACT)
     return UnknownLoad("no load is stored with the trial") if facts is None else Load(**facts)
 
 
 def noisy(trial: Trial) -> bool:
-    """Return whether the load during a trial is known and, with steal included, exceeds `LIMIT`."""
+    """Return whether the load during a trial is known and the sum of foreign load and steal exceeds `LIMIT`."""
     return busy(during(trial))
 
 
 def snapshot() -> Snapshot | UnknownLoad:
-    """Return the CPU time that the cores and this process tree have used until now."""
+    """Return the CPU time that the cores and this process tree have used until now.
+
+    Return an unknown load, with the reason, if the system does not provide these times.
+    """
     if not CORES:
         return UnknownLoad("this system does not provide the list of cores that a process may use")
     quota = _quota()
@@ -114,7 +126,7 @@ def _to(before: Snapshot, now: Snapshot | UnknownLoad) -> Measured:
 
 
 def between(before: Snapshot, now: Snapshot) -> Measured:
-    """Return the foreign load between two snapshots."""
+    """Return the foreign load between two snapshots; an unknown load if the time or the counts are too small."""
     cores = before.ticks.keys() & now.ticks.keys()
     seconds = now.time_s - before.time_s
     capacity_s = len(cores) * seconds
@@ -123,17 +135,17 @@ def between(before: Snapshot, now: Snapshot) -> Measured:
         return sum(max(0, count(now.ticks[core]) - count(before.ticks[core])) for core in cores) / TICKS_PER_S
 
     if seconds < SHORTEST_S:
-        return UnknownLoad(f"{seconds:.2f} s are too short for a measurement")
+        return UnknownLoad(f"the measurement took {seconds:.2f} s, which is less than the minimum of {SHORTEST_S} s")
     counted_s = passed_s(lambda ticks: ticks.total)
     if counted_s <= COUNTED * capacity_s:
-        return UnknownLoad(f"the kernel accounts for {counted_s:.2f} of {capacity_s:.2f} core-seconds")
+        return UnknownLoad(f"the kernel's counts cover only {counted_s:.2f} of {capacity_s:.2f} core-seconds")
     foreign_s = max(0.0, passed_s(lambda ticks: ticks.busy) - (now.own_s - before.own_s))
     steal_s = passed_s(lambda ticks: ticks.steal)
     return Load(foreign=foreign_s / capacity_s, steal=steal_s / capacity_s, cores=len(cores), seconds=seconds)
 
 
 def _own_s() -> float:
-    """Return the CPU seconds of this process and its descendants, including the children that each has reaped."""
+    """Return the CPU seconds of this process and its descendants, including all children that they have reaped."""
     import psutil
 
     own = psutil.Process()
@@ -146,7 +158,7 @@ def _own_s() -> float:
 
 
 def _quota() -> float | None:
-    """Return the number of CPUs whose time this container may use; None without a quota."""
+    """Return the CPU quota of this container as a number of CPUs, such as 1.5; None if there is no quota."""
     for limit, period in _QUOTAS:
         with suppress(OSError, ValueError):
             words = Path(limit).read_text().split() + (Path(period).read_text().split() if period else [])
@@ -157,7 +169,10 @@ def _quota() -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """Cumulative CPU time at one moment: ticks by core, and seconds of this process tree."""
+    """The cumulative CPU times at the moment `time_s` of the monotonic clock.
+
+    `ticks` are the kernel's counts by core, and `own_s` is the CPU time of this process tree in seconds.
+    """
 
     time_s: float
     ticks: Mapping[int, Ticks]
@@ -166,10 +181,10 @@ class Snapshot:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """The fractions of the cores' capacity, 0 to 1, that were unavailable to this process tree for some seconds.
+    """The fractions, 0 to 1, of the time of `cores` cores that this process tree could not use during a period.
 
-    `foreign` is the fraction that other processes used, `steal` the fraction that a hypervisor gave to other virtual
-    machines.
+    `seconds` is the duration of the period. `foreign` is the fraction that other processes used, and `steal` is the
+    fraction that a hypervisor gave to other virtual machines.
     """
 
     foreign: float
@@ -179,19 +194,19 @@ class Load:
 
     @property
     def taken(self) -> float:
-        """Return the sum of both fractions."""
+        """Return the sum of `foreign` and `steal`."""
         return self.foreign + self.steal
 
     def __str__(self) -> str:
         return (
-            f"other processes took {self.foreign:.0%}, and the hypervisor {self.steal:.0%}, of {self.cores} core(s) "
-            f"over {self.seconds:.1f} s; the limit is {LIMIT:.0%}"
+            f"other processes took {self.foreign:.0%}, and other virtual machines took {self.steal:.0%}, of the time "
+            f"of {self.cores} core(s) during {self.seconds:.1f} s; the limit for the sum is {LIMIT:.0%}"
         )
 
 
 @dataclass(frozen=True)
 class UnknownLoad:
-    """The reason why the foreign load is unknown."""
+    """A foreign load that could not be measured, with the reason."""
 
     reason: str
 

@@ -1,7 +1,8 @@
-"""NVML: counters and facts of the GPUs that CUDA would see, from NVIDIA's management library.
+"""NVML: counters and facts of the GPUs that are visible to CUDA, from NVIDIA's management library.
 
 1. Only this module imports pynvml, and only when a function needs it. It never imports torch or creates a CUDA context.
-2. Without a library, driver or GPU, or if a GPU lacks a counter, the value is absent; it is never an error or zero.
+2. If the library, the driver, the GPU or a counter is missing, the value is None or left out. A missing value is never
+   reported as zero, and it raises no error.
 3. All calls use one object, the module pynvml or a substitute with the same functions, so that tests can replace it.
 """
 
@@ -67,7 +68,11 @@ SLOW_METRICS = tuple(_SLOW)  # their calls block for about 20 ms each
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class NvmlGpu:
-    """A GPU that CUDA would see; `index` is its CUDA ordinal."""
+    """A GPU that is visible to CUDA; `index` is its CUDA ordinal.
+
+    `memory_bytes` is the size of its memory, None if unknown. `answers` records for each call whether the GPU supports
+    it.
+    """
 
     index: int
     uuid: str
@@ -78,7 +83,7 @@ class NvmlGpu:
     answers: dict[Any, bool] = field(default_factory=dict, repr=False)
 
     def read(self, metric: str) -> float | None:
-        """Return a counter's present value; None if the GPU or driver does not support it, or cannot read it now."""
+        """Return the present value of the counter `metric`; None if it is not supported, or cannot be read now."""
         for reader in _READERS[metric]:
             value = self._ask(reader)
             if value is not None:
@@ -86,17 +91,18 @@ class NvmlGpu:
         return None
 
     def process_memory_bytes(self, pids: Collection[int]) -> float | None:
-        """Return the GPU memory of the processes `pids`, in bytes.
+        """Return the memory of this GPU that the processes `pids` use, in bytes.
 
-        Return None if NVML lists none of them. This happens in a container, where NVML lists the host's process ids.
+        Return None if NVML lists none of these processes. This happens in a container, where NVML lists the host's
+        process ids.
         """
         used = [size for pid, size in self._held() if pid in pids]
         return float(sum(used)) if used else None
 
     def foreign_memory_bytes(self, pids: Collection[int]) -> float | None:
-        """Return the GPU memory of all processes except `pids`, in bytes.
+        """Return the memory of this GPU that processes other than `pids` use, in bytes.
 
-        Return None if NVML lists none of `pids`, because its process ids then belong to another namespace.
+        Return None if NVML lists none of `pids`, because NVML's process ids then belong to another namespace.
         """
         held = self._held()
         known = any(pid in pids for pid, _ in held)
@@ -107,13 +113,13 @@ class NvmlGpu:
         return [(p.pid, p.usedGpuMemory) for p in self._ask(_processes) or () if p.usedGpuMemory is not None]
 
     def describe(self) -> dict[str, Any]:
-        """Return the facts about this GPU for a measurement's provenance, without unknown ones."""
+        """Return the known facts about this GPU by name, for the provenance of a measurement."""
         facts = {"index": self.index, "name": self.name, "uuid": self.uuid, "memory_bytes": self.memory_bytes}
         facts.update((fact, self._ask(reader)) for fact, reader in _FACTS.items())
         return _known(facts)
 
     def _ask(self, reader: Callable[[Library, Handle], Any]) -> Any:
-        """Return the result of `reader`, or None after an error. A call that is known to be missing is not repeated."""
+        """Return the result of `reader`, or None after an error. Unsupported calls are not repeated."""
         if self.answers.get(reader) is False:
             return None
         try:
@@ -132,7 +138,7 @@ class NvmlGpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Nvml:
-    """An open NVML session: `gpus` are the GPUs that CUDA would see, `physical_gpus` counts all of the driver's."""
+    """An open NVML session: `gpus` are the GPUs that are visible to CUDA, `physical_gpus` is the number of all GPUs."""
 
     gpus: tuple[NvmlGpu, ...]
     physical_gpus: int
@@ -141,7 +147,10 @@ class Nvml:
 
 @contextmanager
 def open_nvml(library: Library = None, environ: Mapping[str, str] = os.environ) -> Iterator[Nvml | None]:
-    """Open NVML until the `with` ends; yield None without a library, a driver or a GPU."""
+    """Open NVML until the `with` block ends; yield None if the library, the driver or a GPU is missing.
+
+    `environ` provides CUDA_VISIBLE_DEVICES.
+    """
     library = library or _import_library()
     if not library or not _tell(library, lambda: library.nvmlInit() or True):
         yield None
@@ -156,7 +165,10 @@ def open_nvml(library: Library = None, environ: Mapping[str, str] = os.environ) 
 
 
 def describe(library: Library = None) -> dict[str, Any]:
-    """Return facts about the driver and the GPUs for provenance; `physical_gpus` is 0 if NVML reports no GPU."""
+    """Return facts for provenance: the driver's versions, the number of physical GPUs, and each GPU that CUDA shows.
+
+    `physical_gpus` is 0 if NVML reports no GPU.
+    """
     with open_nvml(library) as nvml:
         if nvml is None:
             return {"physical_gpus": 0, "gpus": []}
@@ -168,7 +180,7 @@ def describe(library: Library = None) -> dict[str, Any]:
 
 
 def cuda_device_count(library: Library = None) -> int:
-    """Return the number of GPUs that CUDA would see, without loading CUDA; 0 without NVML."""
+    """Return the number of GPUs that are visible to CUDA, without loading CUDA; 0 if NVML is not available."""
     with open_nvml(library) as nvml:
         return 0 if nvml is None else len(nvml.gpus)
 
@@ -176,9 +188,9 @@ def cuda_device_count(library: Library = None) -> int:
 def cuda_visible(visible: str | None, uuids: Sequence[str]) -> tuple[int, ...]:
     """Return the positions in `uuids` of the GPUs that CUDA would show, in CUDA's order.
 
-    `visible` is the value of CUDA_VISIBLE_DEVICES, or None. The rules are those of CUDA and torch. The first entry
-    decides whether the list has numbers or UUIDs. Of a number, only the leading digits count. A UUID may be abbreviated
-    if the abbreviation is unique. An unknown entry ends the list; with a repeated entry, no GPU is visible.
+    `visible` is the value of CUDA_VISIBLE_DEVICES, or None if it is not set. The rules are those of CUDA and torch. The
+    first entry decides whether the list has numbers or UUIDs. Of a number, only the leading digits count. A UUID may be
+    abbreviated if the abbreviation is unique. An unknown entry ends the list; with a repeated entry, no GPU is visible.
     """
     if visible is None:
         return tuple(range(len(uuids)))
@@ -200,10 +212,11 @@ def cuda_visible(visible: str | None, uuids: Sequence[str]) -> tuple[int, ...]:
 
 
 def _visible_handles(library: Library, physical: dict[str, Handle], visible: str | None) -> list[Handle]:
-    """Return the handles of the GPUs that CUDA would number 0, 1, ...
+    """Return the NVML handles of the GPUs that are visible to CUDA, in the order of CUDA's numbers.
 
-    Numbers follow PCI order, as in NVML. CUDA's default order, CUDA_DEVICE_ORDER=FASTEST_FIRST, cannot be determined
-    without CUDA; with identical GPUs both orders are the same.
+    `physical` maps UUIDs to handles, and `visible` is the value of CUDA_VISIBLE_DEVICES. GPUs are numbered in PCI
+    order, as in NVML. CUDA's default order, CUDA_DEVICE_ORDER=FASTEST_FIRST, cannot be determined without CUDA; with
+    identical GPUs both orders are the same.
     """
     if visible is not None and visible.strip().startswith("MIG-"):
         # CUDA shows a process only one MIG instance, the first in the list; NVML may not accept the older names
@@ -214,7 +227,7 @@ def _visible_handles(library: Library, physical: dict[str, Handle], visible: str
 
 
 def _physical(library: Library) -> dict[str, Handle]:
-    """Return the handles of all GPUs by UUID, in PCI order, without GPUs that do not respond."""
+    """Return the handles of all GPUs by UUID, in PCI order; GPUs that do not respond are left out."""
     found = {}
     for index in range(_tell(library, library.nvmlDeviceGetCount) or 0):
         handle = _tell(library, library.nvmlDeviceGetHandleByIndex, index)
@@ -225,7 +238,7 @@ def _physical(library: Library) -> dict[str, Handle]:
 
 
 def _gpu(library: Library, handle: Handle, index: int) -> NvmlGpu:
-    """Return the GPU of a handle, with its identity; for a MIG instance, the memory size may be missing."""
+    """Return the GPU of a handle, with its UUID, name and memory size; for a MIG instance, the size may be None."""
     uuid = _tell(library, library.nvmlDeviceGetUUID, handle) or ""
     name = _tell(library, library.nvmlDeviceGetName, handle) or ""
     memory = getattr(_tell(library, library.nvmlDeviceGetMemoryInfo, handle), "total", None)
@@ -233,7 +246,7 @@ def _gpu(library: Library, handle: Handle, index: int) -> NvmlGpu:
 
 
 def _tell(library: Library, call: Callable[..., Any], *arguments: Any) -> Any:
-    """Return the result of a call; None if it fails."""
+    """Return the result of `call(*arguments)`; None if NVML reports an error."""
     try:
         return call(*arguments)
     except library.NVMLError as error:  # if nvmlInit fails, the machine usually has no NVIDIA driver
@@ -251,13 +264,17 @@ def _processes(library: Library, handle: Handle) -> Any:
 
 
 def _import_library() -> Library | None:
-    """Return the module pynvml; None if it is missing or not NVIDIA's."""
+    """Return the module pynvml; None, after a warning, if the module is missing or is not NVIDIA's."""
     try:
         import pynvml
     except ImportError:
-        log.warning("no GPU counters: the package nvidia-ml-py is not installed")
+        log.warning("no GPU counters are recorded, because the package nvidia-ml-py is not installed; install it")
         return None
     if not hasattr(pynvml, "_nvmlGetFunctionPointer"):  # missing from the older package of that name
-        log.warning("no GPU counters: %s is not NVIDIA's; remove pynvml and install nvidia-ml-py", pynvml)
+        log.warning(
+            "no GPU counters are recorded, because %s is not NVIDIA's; uninstall the package pynvml, and install the "
+            "package nvidia-ml-py",
+            pynvml,
+        )
         return None
     return pynvml

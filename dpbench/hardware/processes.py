@@ -1,4 +1,4 @@
-"""Processes: list and bind cores, keep freed memory, and end a process together with its parent."""
+"""Processes: bind threads to cores, keep freed memory, and end a process together with its parent."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ from typing import NamedTuple
 
 _TOPOLOGY = Path("/sys/devices/system/cpu")
 TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
-"""The kernel's ticks per second; it counts the time of cores in ticks."""
+"""The number of kernel ticks per second; the kernel counts the CPU time of cores in ticks."""
 _here = threading.local()
 
 
 def spread(cores: Sequence[int], topology: Path = _TOPOLOGY) -> tuple[int, ...]:
-    """Return the logical cores: first one of each physical core, then the others that share these physical cores."""
+    """Return `cores`, which are logical cores, in an order that uses each physical core once before any is used again.
+
+    `topology` is the folder in which the kernel lists the logical cores of each physical core.
+    """
     seen: Counter[str] = Counter()
     turn = {}
     for core in sorted(cores):
@@ -34,14 +37,15 @@ def spread(cores: Sequence[int], topology: Path = _TOPOLOGY) -> tuple[int, ...]:
 
 
 CORES: tuple[int, ...] = spread([*os.sched_getaffinity(0)]) if hasattr(os, "sched_getaffinity") else ()
-"""The cores available to this process when it loaded this module; empty where the system cannot bind threads."""
+"""The cores available to this process at import, in the order of `spread`; empty if the system cannot bind threads."""
 
 
 def stay(number: int) -> None:
     """Bind the calling thread, and the threads that it starts, to the core at position `number` of `CORES`.
 
-    Without this binding, schedulers that pack threads on few cores leave two threads on one core for milliseconds after
-    they wake. Does nothing where threads cannot be bound.
+    Positions beyond the last core start again at the first. Without this binding, schedulers that pack threads on few
+    cores leave two threads on one core for milliseconds after they wake. Does nothing on systems that cannot bind
+    threads.
     """
     core = CORES[number % len(CORES)] if CORES else None
     if core is None or getattr(_here, "core", None) == core:
@@ -54,7 +58,7 @@ def stay(number: int) -> None:
 
 
 def roam() -> None:
-    """Restore the cores that the calling thread could use before `stay` bound it."""
+    """Undo `stay`: allow the calling thread to use all cores that it could use before `stay` bound it."""
     if (before := getattr(_here, "before", None)) is not None:
         with suppress(OSError):
             os.sched_setaffinity(0, before)
@@ -63,7 +67,7 @@ def roam() -> None:
 
 @contextmanager
 def staying(number: int) -> Iterator[None]:
-    """Bind the calling thread to the core at position `number` of `CORES` inside the context."""
+    """Bind the calling thread to the core at position `number` of `CORES` inside the context, as `stay` does."""
     stay(number)
     try:
         yield
@@ -72,7 +76,7 @@ def staying(number: int) -> Iterator[None]:
 
 
 def parse_ticks(stat: bytes) -> dict[int, Ticks]:
-    """Return the ticks of each core from the content of /proc/stat."""
+    """Return the ticks of each core, by core number, from the content of /proc/stat."""
     cores: dict[int, Ticks] = {}
     for line in stat.splitlines()[1:]:  # the first line is the sum
         if not line.startswith(b"cpu"):
@@ -86,7 +90,11 @@ def parse_ticks(stat: bytes) -> dict[int, Ticks]:
 
 
 class Ticks(NamedTuple):
-    """A core's busy time, its steal time (a hypervisor ran other guests), and its total time, in kernel ticks."""
+    """The cumulative times of a core in kernel ticks.
+
+    `busy` excludes idle time, `steal` is the time in which a hypervisor ran other virtual machines, and `total` is the
+    sum of busy, idle and steal time.
+    """
 
     busy: int
     steal: int
@@ -108,10 +116,11 @@ def _libc() -> ctypes.CDLL | None:
 
 
 def keep() -> None:
-    """Keep freed memory in this process, and in processes forked from it. Does nothing unless malloc is glibc's.
+    """Make malloc keep freed memory, in this process and in processes forked from it.
 
     By default, malloc returns large freed blocks to the system, and every page of the blocks that a step allocates next
-    causes a page fault. The page faults take a tenth of a small transformer's step on two threads.
+    causes a page fault. The page faults take a tenth of the time of a small transformer's step on two threads. Does
+    nothing unless malloc is glibc's.
     """
     if libc := _libc():
         for option, value in _OPTIONS.items():
@@ -119,7 +128,7 @@ def keep() -> None:
 
 
 def release() -> None:
-    """Return to the system all unused memory that malloc keeps; memory that is freed later is kept again."""
+    """Return all unused memory that malloc keeps to the system; memory that is freed later is kept again."""
     if libc := _libc():
         libc.malloc_trim(ctypes.c_size_t(0))
 
@@ -128,10 +137,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int, by: int = signal.SIGKILL) -> None:
-    """Make the kernel send the signal `by` to this process when `parent` dies; exit now if `parent` has died already.
+    """Make the kernel send the signal `by` to this process when the process `parent` dies; exit if it is dead already.
 
-    The kernel sends the signal when the parent's *thread* that started this process ends. That thread must live as long
-    as the child is needed.
+    `parent` is a process id. The kernel sends the signal when the parent's *thread* that started this process ends.
+    That thread must live as long as the child is needed.
 
     This works on Linux only. On other systems, children end when their stdin is closed or their work is done.
     """
@@ -142,7 +151,7 @@ def die_with_parent(parent: int, by: int = signal.SIGKILL) -> None:
 
 
 def ending(exit_status: int | None) -> str:
-    """Return how a process ended, as text; a negative status is a signal, None an unknown status."""
+    """Return text that describes how a process ended; a negative status is a signal, None an unknown status."""
     if exit_status is None or exit_status >= 0:
         return f"exit status {exit_status}"
     known = {each.value: each.name for each in signal.Signals}
@@ -150,6 +159,9 @@ def ending(exit_status: int | None) -> str:
 
 
 def advice(exit_status: int | None) -> str:
-    """Return the likely cause of a process's end, and the remedy; "" if no cause is known."""
-    no_memory = "; the kernel ends processes in this way when memory runs out: use a smaller batch"
+    """Return the likely cause of a process's end and the remedy, as a clause to append to `ending`.
+
+    The clause is empty if the cause is not known.
+    """
+    no_memory = "; the kernel kills a process with SIGKILL when memory runs out; use a smaller batch"
     return no_memory if exit_status == -signal.SIGKILL else ""

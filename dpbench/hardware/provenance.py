@@ -1,6 +1,6 @@
-"""Provenance: the facts about this host that make a measurement repeatable.
+"""Provenance: the facts about host, software and code that are needed to repeat a measurement.
 
-This module does not load torch; the worker process adds torch's facts.
+This module does not load torch; the worker process adds the facts for which torch must be loaded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ VARIABLES = (
 
 
 def collect(gpus: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return host, software and version-control facts as plain data; `gpus` are the facts from NVML."""
+    """Return facts about host, software and version control as plain data; `gpus` are the facts of `nvml.describe`."""
     return {
         "host": host_facts(),
         "gpus": gpus or {},
@@ -40,7 +40,7 @@ def collect(gpus: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def host_facts() -> dict[str, Any]:
-    """Return the facts that stay the same from run to run on one machine."""
+    """Return the facts about this machine that are the same in every run, such as its CPU, cores and memory."""
     import psutil
 
     return {
@@ -59,20 +59,26 @@ def usable_cores() -> int:
 
 
 def host_key(facts: dict[str, Any]) -> str:
-    """Return a key that identifies a machine by its facts, without the host name, which differs between containers."""
+    """Return a hash that identifies a machine by its CPU, its cores and its GPUs.
+
+    `facts` are the result of `collect`. The host name is not used, because it differs between containers.
+    """
     stable = {key: facts["host"][key] for key in ("machine", "cpu", "cores")}
     gpus = [gpu.get("uuid") for gpu in facts["gpus"].get("gpus", [])]
     return hashlib.sha256(json.dumps([stable, gpus], sort_keys=True).encode()).hexdigest()[:16]
 
 
 def code_key(facts: dict[str, Any]) -> str:
-    """Return a key that identifies the code that ran: dpbench's and the project's commits, and torch's version."""
+    """Return a key that identifies the code that ran, from `facts`, the result of `collect`.
+
+    The key consists of dpbench's version and commit, the project's commit, and torch's version.
+    """
     parts = [facts["dpbench"]["version"], facts["dpbench"].get("commit", ""), facts["project"].get("commit", "")]
     return " ".join([*parts, facts["packages"].get("torch", "")])
 
 
 def torch_has_cuda() -> bool:
-    """Return whether torch is a build for more than the CPU, according to its version, without loading torch."""
+    """Return whether the installed torch is not a CPU-only build, according to its version, without loading torch."""
     return not _version("torch").endswith("+cpu")
 
 
@@ -84,7 +90,7 @@ def _version(name: str) -> str:
 
 
 def _cpu_name() -> str:
-    """Return the processor's name, from the kernel if available."""
+    """Return the processor's name, from /proc/cpuinfo if available."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -95,7 +101,10 @@ def _cpu_name() -> str:
 
 
 def _git(folder: Path) -> dict[str, Any]:
-    """Return the commit of the checkout that contains `folder`, and whether it is dirty; empty outside a checkout."""
+    """Return the `commit` of the checkout that contains `folder`, and whether tracked files have changed (`dirty`).
+
+    The dict is empty if `folder` is not in a checkout.
+    """
 
     def git(*arguments: str) -> str:
         return subprocess.run(

@@ -1,7 +1,8 @@
-"""Batch search: double the batch until it no longer fits, then bisect; every try runs in a fresh worker.
+"""Batch search: find the largest batch size that fits into the devices' memory, by doubling and then bisection.
 
-Running out of memory is an expected result, which ends neither the search nor the run. Every try is stored as an
-ordinary trial, and an interrupted search continues from the stored tries.
+Every try runs one case with one batch size in a fresh worker process. Running out of memory is an expected result of a
+try; it ends neither the search nor the run. Every try is stored as an ordinary trial, and an interrupted search
+continues from the stored tries.
 """
 
 from __future__ import annotations
@@ -22,19 +23,20 @@ from dpbench.records.words import aligned
 from dpbench.store import FINAL, Store
 
 EFFORT = Effort(budget_s=0.0, warmup_steps=1, min_steps=2, max_steps=2, block_steps=1)
-"""The effort of a try: one warm-up step, which creates the optimizer's state, then two steps with that state."""
+"""The effort of each try: one warm-up step, which creates the optimizer's state, then two steps with that state."""
 MOST = 2**20
-"""The largest batch size that a search tries."""
+"""The default for the largest batch size that a search tries."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
     """The result of the search for one case.
 
-    `largest` is the largest batch size that fits, `failed` the smallest that ran out of memory; None means that no try
-    had this result. `device` is the index of the device that ran out of memory first at the batch size `failed`.
-    `reason` explains why the search ended without finding the limit; it is empty if the search found it. `case` has the
-    batch size `largest`, or the batch size at which the search started if none fits.
+    `largest` is the largest batch size that fitted, and `failed` is the smallest batch size that ran out of memory;
+    each is None if no try had this result. `device` is the index of the device that ran out of memory first at the
+    batch size `failed`, or None if it is not known. `tries` is the number of batch sizes that were tried. `reason` says
+    why the search ended without finding the limit; it is empty if the search found the limit. `case` is the searched
+    case with the batch size `largest`, or with its initial batch size if no batch size fitted.
     """
 
     case: Case
@@ -47,7 +49,10 @@ class Found:
 
 @dataclass(frozen=True)
 class SearchOutcome:
-    """The results of a run's searches, one per case."""
+    """The results of the batch searches of one run.
+
+    `found` has one result per case. `resumed` is True if the searches continued an earlier run that was interrupted.
+    """
 
     run_id: str
     resumed: bool
@@ -55,20 +60,20 @@ class SearchOutcome:
 
 
 class _Ended(Exception):
-    """A try ended neither ok nor out of memory, so the search cannot continue."""
+    """A try neither fitted nor ran out of memory (for example, it timed out), so the search cannot continue."""
 
 
 def check(cases: Iterable[Case]) -> None:
-    """Check that the devices of each case have separate memory of a known size. Raises ValueError otherwise."""
+    """Raise ValueError if the devices of a case do not have separate memory of a known size, which a search needs."""
     for case in cases:
         if case.device_kind == "cpu":
             raise ValueError(
-                "--find-max-batch needs devices with separate memory, but logical CPU devices share the host's; "
-                "use emulated devices, which count every byte: --device-kind emulated --device-memory 8GiB"
+                "--find-max-batch needs devices with separate memory, but logical CPU devices share the host's memory; "
+                "use emulated devices, whose memory is counted: give --device-kind emulated --device-memory 8GiB"
             )
         if case.device_kind == "emulated" and not case.device_memory_bytes:
             raise ValueError(
-                "--find-max-batch on emulated devices needs their memory size: give --device-memory, such as 8GiB"
+                "--find-max-batch needs the memory size of emulated devices: give --device-memory, such as 8GiB"
             )
 
 
@@ -80,10 +85,11 @@ def run(
     most: int = MOST,
     listen: Callable[[Trial], None] = lambda trial: None,
 ) -> SearchOutcome:
-    """Search for the largest batch of every case, starting at the case's batch size, and store each try when it ends.
+    """Search for the largest batch size of every case, store each try when it ends, and return the results.
 
-    `limit_s` limits the duration of one try in seconds, `most` the batch size. `listen` is called with every new try,
-    but not with the tries of an earlier session.
+    Each search starts at the batch size of its case. `limit_s` is the time limit of one try in seconds, and `most` is
+    the largest batch size to try. `listen` is called with the trial of every new try, but not with tries that were
+    stored before this call.
     """
     check(cases)
     facts = provenance.collect(describe())
@@ -103,20 +109,21 @@ def run(
 
 
 def axes(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a sweep, with 1 as the batch size at which the search starts if none is given.
+    """Return the options of the sweep, where `batch_sizes` has one value: the batch size at which the search starts.
 
-    Raises ValueError for options that a search does not support.
+    If `options` has no `batch_sizes`, the search starts at 1. Raises ValueError for an option that a search does not
+    support, and for several batch sizes.
     """
     for axis in ("ladder", "batch_per_device", "budget", "retry"):
         if options[axis]:
-            raise ValueError(f"--find-max-batch tries batches until one fails: leave out --{axis.replace('_', '-')}")
+            raise ValueError(f"--find-max-batch does not support this option: leave out --{axis.replace('_', '-')}")
     if len(options["batch_sizes"] or ()) > 1:
-        raise ValueError("--find-max-batch starts at one batch size: give --batch-sizes one number, or leave it out")
+        raise ValueError("--find-max-batch starts at a single batch size: give only one number with --batch-sizes")
     return {**options, "batch_sizes": options["batch_sizes"] or (1,)}
 
 
 class _Tries:
-    """The tries of one run, including those of earlier sessions."""
+    """The tries of one run, including the tries that earlier sessions of the run have stored."""
 
     def __init__(
         self, server: Server, store: Store, run_id: str, limit_s: float, listen: Callable[[Trial], None]
@@ -125,7 +132,7 @@ class _Tries:
         self._known = {trial.case: trial for trial in store.trials(run_id) if trial.status in FINAL}
 
     def of(self, case: Case) -> Trial:
-        """Return the case's trial; run and store it first if the run does not have it yet."""
+        """Return the trial of a case; if the run has no final trial of it, run one in a fresh worker and store it."""
         if case not in self._known:
             trial_id = self._store.begin_trial(self._run_id, case, 0)
             trial = self._server.run(case, EFFORT, 0, self._limit_s)
@@ -136,7 +143,7 @@ class _Tries:
 
 
 def _search(case: Case, tries: _Tries, most: int) -> Found:
-    """Return the result of the search for one case."""
+    """Search for the largest batch size of one case, up to the batch size `most`, and return the result."""
     made: dict[int, Trial] = {}
 
     def fits(batch: int) -> bool:
@@ -154,7 +161,7 @@ def _search(case: Case, tries: _Tries, most: int) -> Found:
     failed = [batch for batch, trial in made.items() if trial.status is Status.OOM]
     largest, smallest = max(fitted, default=None), min(failed, default=None)
     if not reason and smallest is None:
-        reason = f"no limit reached up to batch {largest}"
+        reason = f"no try ran out of memory; the largest batch size tried was {largest}"
     return Found(
         case=replace(case, batch_size=largest or case.batch_size), largest=largest, failed=smallest,
         device=made[smallest].failed_device if smallest else None, tries=len(made), reason=reason,
@@ -162,11 +169,12 @@ def _search(case: Case, tries: _Tries, most: int) -> Found:
 
 
 def bracket(fits: Callable[[int], bool], *, start: int, unit: int, most: int) -> tuple[int, int | None]:
-    """Return the largest multiple of `unit` that fits (0 if none does), and the next multiple, which does not fit.
+    """Return two neighbouring multiples of `unit`: a batch size that fits (0 if none fits), and the next, which fails.
 
-    The second value is None if the largest multiple up to `most` fits. The search starts at `start`, rounded up to a
-    multiple of `unit`. Fragmented memory can make a batch fail although a larger one fits; even then, the two results
-    are neighbouring multiples.
+    `fits` returns whether a batch size fits. The second value is None if every batch size that was tried fits. The
+    search starts at `start`, rounded up to a multiple of `unit`. It tries no batch size above `most`, except possibly
+    the first. If memory is fragmented, a batch size can fail although a larger one fits; the first value is then not
+    always the largest that fits.
     """
     good, bad, at = 0, None, -(-start // unit)
     last = max(at, most // unit)
@@ -188,7 +196,10 @@ COLUMNS = ("model", "strategy", "devices", "largest batch", "per device", "small
 
 
 def table(found: Sequence[Found]) -> str:
-    """Return a plain text table with one line per case; the line of an incomplete search ends with the reason."""
+    """Return a plain text table with one line per result.
+
+    If a search did not find the limit, its line ends with the reason.
+    """
     head, rule, *lines = aligned([COLUMNS, *map(_cells, found)], left=(0, 1))
     rows = [f"{line}  {one.reason}" if one.reason else line for line, one in zip(lines, found, strict=True)]
     return "\n".join([head, rule, *rows])

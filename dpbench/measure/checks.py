@@ -1,12 +1,12 @@
-"""Checks before the first trial: of each model, and of the cost of measuring. This module does not import torch.
+"""Checks before the first trial: whether each model can take a step, and by how much measuring slows down a step.
 
-A model that cannot be imported, built or stepped would fail in every trial, and each failure costs a trial's time. It
-is therefore checked once, in a worker that does not measure.
+A model that cannot be imported, built or run would fail in every trial, and each failure would cost the time of a
+trial. Each model is therefore checked once, in a worker that does not measure.
 
-The self-check answers three questions, each from pairs of measurements: the cost of recorded marks per step, the cost
-of the sampler process in throughput, and the ratio of the step time of the engine's `reference` to that of
-torch.nn.DataParallel. Both durations of each pair are stored; ratios, intervals and their wording are derived when they
-are shown.
+The self-check answers three questions, each from pairs of measurements. How much time do recorded marks add to a step?
+How much throughput does the sampler process cost? What is the ratio of the step time of the engine's schedule
+`reference` to that of torch.nn.DataParallel? Both step times of each pair are stored. Ratios, intervals and their
+wording are computed when results are shown. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from dpbench.records.words import count
 
 
 class Models:
-    """The models that have been checked so far, with their results."""
+    """The models that have been checked in this session of a run, with the results of the checks."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
         self._verdicts: dict[Case, Trial] = {}
 
     def check(self, cases: Sequence[Case], server: Server) -> Iterator[str]:
-        """Check each model that has not been checked yet, with the largest batch of its cases.
+        """Check each model of the cases that has not been checked yet, and yield one line of text per model that fails.
 
-        Yield one line of text per model that failed. A check is ended after `limit_s` seconds.
+        Each model is checked with the largest batch size of its cases. A check that exceeds the time limit fails.
         """
         models: dict[Case, list[Case]] = {}
         for case in cases:
@@ -51,7 +51,7 @@ class Models:
                     yield _refusal(found, len(group))
 
     def failed(self, case: Case, number: int) -> Trial | None:
-        """Return the failed trial of a case in round `number` if the check of its model failed, else None."""
+        """Return a failed trial of a case in round `number` if the check of its model failed, otherwise None."""
         verdict = self._verdicts.get(plan.model_check(case))
         if verdict is None or verdict.status is Status.OK:
             return None
@@ -59,38 +59,48 @@ class Models:
 
 
 def _refusal(verdict: Trial, cases: int) -> str:
-    """Return one line of text with the name of a model that failed its check, and the reason."""
+    """Return one line of text which says that a model failed its check, why, and how many cases will not be measured.
+
+    `verdict` is the failed trial of the check. `cases` is the number of cases that use the model.
+    """
     model, reason = f"{verdict.case.model} ({verdict.case.size})", verdict.reason.strip().partition(chr(10))[0]
-    return f"{model} failed its check ({verdict.status}), so its {cases} case(s) will not be measured: {reason}"
+    return f"{model} failed its check ({verdict.status}), so its {cases} case(s) will not be measured; reason: {reason}"
 
 
 STEP_S = 0.010
-"""The duration in seconds of the step of which the cost of marks is given as a fraction."""
+"""A step duration in seconds; the cost of marks per step is shown as a fraction of this duration."""
 GOAL = 0.005
-"""The fraction of a step, or of the throughput, that measuring may cost."""
+"""The largest acceptable cost of marks as a fraction of a step, and of samplers as a fraction of the throughput."""
 ROUNDS = 5
-"""The number of fresh processes in which each of the two engines is measured."""
+"""The number of rounds of the comparison of the engine with torch.nn.DataParallel, each in a fresh process."""
 LIMIT_S = 300.0
 BUDGETS_S = {Arm.MARKS: (30.0, 0.01), Arm.SAMPLER: (20.0, 1.0)}
-"""The total duration of the steps, and the duration of one block or part, in seconds. Short blocks cancel most drift; a
-part must be long enough for several readings of the sampler, which reads every 0.2 s."""
+"""For each component, two durations in seconds: of all steps, and of one block (marks) or one part (sampler).
+
+Short blocks cancel most drift. A part must be long enough for several readings of the sampler, which reads every 0.2 s.
+"""
 GROUPS = 20
-"""The number of groups of neighbouring pairs that the bootstrap treats as rounds, because neighbours are correlated."""
+"""The largest number of groups into which the pairs are divided.
+
+Neighbouring pairs are correlated. The bootstrap therefore resamples groups of neighbouring pairs, not single pairs.
+"""
 NAMES = {
     "marks": "recorded marks",
     "samplers": "the sampler process running during the steps",
-    "engine": "the engine's reference over torch.nn.DataParallel, both in one process",
+    "engine": "the engine's schedule reference compared with torch.nn.DataParallel, both in one process",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuringCost:
-    """The cost of one part of measuring.
+    """The cost of one component of measuring; `name` is `marks`, `samplers` or `engine`.
 
-    `ratio` is the step time with the part divided by the step time without it, `cost_s` their difference in seconds.
-    For marks, if the host computes, `cost_s` is CPU time, because other processes do not affect that. `share` is the
-    fraction of a 10 ms step (marks) or of the throughput (samplers); None for the engine, for which no limit is set.
-    `reason` explains a missing number.
+    `ratio` is the step time with the component divided by the step time without it, and `cost_s` is the difference in
+    seconds per step. For `engine`, these two step times are that of the engine and that of torch.nn.DataParallel. For
+    `marks` on devices whose work the host does, `cost_s` is a difference of CPU time, which other processes do not
+    affect. `share` is the cost as a fraction: of a 10 ms step for `marks`, of the throughput for `samplers`, and None
+    for `engine`, whose cost has no limit. `detail` is additional text. `reason` says why the numbers are missing; it is
+    empty if they are known.
     """
 
     name: str
@@ -102,9 +112,10 @@ class MeasuringCost:
 
 
 def measure(device_kind: str, devices: int, ordinals: Sequence[int] = (), *, scale: float = 1.0) -> dict[str, Any]:
-    """Measure all three parts and return the facts to store; this takes about a minute, times `scale`.
+    """Measure the costs of the marks, the samplers and the engine, and return the facts to store, by component.
 
-    `devices` is the number of replicas (at most two are used), `ordinals` are the GPUs that the samplers read.
+    The measurement takes about `scale` minutes. `devices` is the number of replicas, of which at most two are used.
+    `ordinals` are the ordinals of the GPUs that the samplers read.
     """
     with tempfile.TemporaryDirectory(prefix="dpbench-", ignore_cleanup_errors=True) as name:
         scratch = Path(name)
@@ -122,7 +133,10 @@ def measure(device_kind: str, devices: int, ordinals: Sequence[int] = (), *, sca
 
 
 def _case(device_kind: str, devices: int) -> Case:
-    """Return the case whose step is timed: it has many marks and little compute."""
+    """Return the case whose steps the self-check times; its step has many marks and little compute.
+
+    `devices` is the number of devices that are available; the case uses at most two replicas.
+    """
     count = min(2, devices)
     placement = "colocated" if device_kind == "cuda" and count == 1 else "spread"
     return Case(
@@ -132,7 +146,11 @@ def _case(device_kind: str, devices: int) -> Case:
 
 
 def _of_worker(server: Server, case: Case, arm: Arm, scale: float, sampler_pid: int = 0) -> dict[str, Any]:
-    """Return the facts that a worker measured, or the reason why there are none."""
+    """Run the self-check of the component `arm` in a worker; return its facts, or {"reason": text} after a failure.
+
+    `scale` multiplies the duration of the measurement. `sampler_pid` is the sampler's process id; 0 for other
+    components.
+    """
     budget_s, block_s = BUDGETS_S[arm]
     settings = SelfCheck(arm=arm, block_s=block_s, step_s=STEP_S, sampler_pid=sampler_pid)
     trial = server.self_check(case, Effort(budget_s=budget_s * scale), settings, LIMIT_S)
@@ -140,10 +158,12 @@ def _of_worker(server: Server, case: Case, arm: Arm, scale: float, sampler_pid: 
 
 
 def _engines(server: Server, device_kind: str, scale: float) -> dict[str, Any]:
-    """Return the median steps of both engines by round, or the reason why there are none.
+    """Return the median step times in seconds of dpbench's engine and of torch.nn.DataParallel, one value per round.
 
-    In each round, a fresh process alternates between blocks of both engines, with another one first than in the round
-    before. The replicas share one GPU; without a GPU, they run on emulated devices, and the ratio is one of host time.
+    The keys are "on_s" (engine) and "off_s" (torch). If a trial fails, the result is {"reason": text}. In each round, a
+    fresh process runs blocks of steps of the engine and of torch alternately; which of the two runs first changes from
+    round to round. With GPUs, all replicas share one GPU. Without GPUs, the replicas run on emulated devices, and the
+    ratio compares only time on the host.
     """
     from dpbench.analysis import stats
 
@@ -172,7 +192,7 @@ def _why(trial: Trial) -> str:
 
 
 def costs(facts: Mapping[str, Any]) -> list[MeasuringCost]:
-    """Return the costs: medians over the pairs of steps with and without the part, with confidence intervals."""
+    """Return the cost of each component in `facts`: medians over the stored pairs of step times, with intervals."""
     return [_cost(name, facts[name]) for name in NAMES if name in facts]
 
 
@@ -191,15 +211,15 @@ def _cost(name: str, facts: Mapping[str, Any]) -> MeasuringCost:
         return MeasuringCost(name=name, ratio=ratio, cost_s=cost_s, share=share, detail=detail)
     if name == "samplers":
         share = Estimate(1 - 1 / ratio.value, 1 - 1 / ratio.low, 1 - 1 / ratio.high, ratio.n)
-        detail = f"the sampler keeps {facts['sampler_cpu_ratio']:.2%} of a core busy"
+        detail = f"the sampler uses {facts['sampler_cpu_ratio']:.2%} of one core"
         if "steps_touched" in facts:  # absent in runs of earlier versions
-            detail = f"{detail} and ran in {count(facts['steps_touched'], 'step')}"
+            detail = f"{detail} and ran during {count(facts['steps_touched'], 'step')}"
         return MeasuringCost(name=name, ratio=ratio, cost_s=cost_s, share=share, detail=detail)
     return MeasuringCost(name=name, ratio=ratio, cost_s=cost_s)
 
 
 def _median(values: Sequence[float]) -> Estimate:
-    """Return the median over the pairs with its interval; `n` is the number of pairs."""
+    """Return the median of `values`, which has one value per pair, with its interval; `n` is the number of pairs."""
     from dpbench.analysis import stats
 
     size = -(-len(values) // GROUPS)
@@ -208,12 +228,12 @@ def _median(values: Sequence[float]) -> Estimate:
 
 
 def _kind_of_time(name: str, facts: Mapping[str, Any]) -> str:
-    """Return " of CPU time" if the cost was measured as CPU time, else an empty string."""
+    """Return the text " of CPU time" if the cost of the component `name` was measured as CPU time, otherwise ""."""
     return " of CPU time" if name == "marks" and "on_cpu_s" in facts[name] else ""
 
 
 def words(provenance: Mapping[str, Any]) -> list[str]:
-    """Return the results of a run's self-check as lines of text; empty if the run has none."""
+    """Return the self-check in a run's provenance as lines of text; an empty list if the run has no self-check."""
     return [_said(cost, provenance["self_check"]) for cost in costs(provenance.get("self_check") or {})]
 
 
@@ -224,7 +244,8 @@ def _said(cost: MeasuringCost, facts: Mapping[str, Any]) -> str:
     e, ratio, kind = cost.cost_s, cost.ratio, _kind_of_time(cost.name, facts)
     said = (
         f"{name}: ratio of step times {ratio.value:.4f}× ({ratio.low:.4f}–{ratio.high:.4f}), "
-        f"{e.value * 1e6:+.0f} µs{kind} per step ({e.low * 1e6:+.0f} to {e.high * 1e6:+.0f}; {count(ratio.n, 'pair')})"
+        f"difference {e.value * 1e6:+.0f} µs{kind} per step ({e.low * 1e6:+.0f} to {e.high * 1e6:+.0f}; "
+        f"{count(ratio.n, 'pair')})"
     )
     detail = f"; {cost.detail}" if cost.detail else ""
     if cost.share is None:
@@ -232,5 +253,5 @@ def _said(cost: MeasuringCost, facts: Mapping[str, Any]) -> str:
     of = "a 10 ms step" if cost.name == "marks" else "the throughput"
     s = cost.share
     verdict = "below" if s.high < GOAL else "above" if s.low > GOAL else "undecided against"
-    share = f"{s.value:.2%} of {of} ({s.low:.2%} to {s.high:.2%}), {verdict} the goal of {GOAL:.1%}"
+    share = f"cost {s.value:.2%} of {of} ({s.low:.2%} to {s.high:.2%}), {verdict} the goal of {GOAL:.1%}"
     return f"{said}: {share}{detail} [MEASURED: {facts[cost.name]['case']}]"

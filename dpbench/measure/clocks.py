@@ -1,4 +1,6 @@
-"""Clocks: record marks, and afterwards return steps and spans on one time base.
+"""Clocks: time the steps of a training loop and the phases of each step, on one time base.
+
+A mark is a context manager around one phase on one device. Its record is a span, with the times of both ends:
 
     with clock.block():                      back-to-back steps
         for ...:
@@ -29,38 +31,42 @@ READ_EACH_S, READ_EACH = 0.1, 32
 
 
 class Clock(Protocol):
-    """The interface of a clock, as the measuring loop uses it."""
+    """The interface of a clock, which the measuring loop uses to time steps and phases."""
 
     def mark(self, phase: Phase, device: int) -> AbstractContextManager[Any]:
-        """Return a context manager that times a phase on a device within the current step."""
+        """Return a context manager that times a phase on the device with the index `device` within the current step."""
 
     def add(self, phase: Phase, device: int, start_s: float, end_s: float) -> None:
-        """Add a span that a library's internal timer recorded in the step that just ended."""
+        """Add a span to the last step, for a phase that only a library's internal timer records.
+
+        `start_s` and `end_s` are seconds on the clock of `time.perf_counter`.
+        """
 
     def block(self) -> AbstractContextManager[None]:
         """Return a context manager for a block of back-to-back steps; between blocks, the host may do other work."""
 
     def step(self, *, warmup: bool) -> AbstractContextManager[None]:
-        """Return a context manager that times one step."""
+        """Return a context manager that times one step; `warmup` is stored with the step."""
 
     def steps(self) -> tuple[Step, ...]:
-        """Return the steps so far."""
+        """Return the steps that have been timed so far, in order."""
 
     def spans(self) -> tuple[Span, ...]:
-        """Return the spans so far."""
+        """Return the spans that have been recorded so far."""
 
     def samples(self) -> tuple[Sample, ...]:
-        """Return each step's busy seconds per device, if this clock measures them."""
+        """Return the busy seconds of each device per step, as samples; empty if this clock does not measure them."""
 
 
 class HostClock:
-    """A clock that reads the host's time, for devices whose work is done when the call returns.
+    """A clock that reads the host's time, for devices whose work is complete when the call of an operator returns.
 
-    It also measures the CPU time of the thread during each span; the sum over a device's spans is its busy time. If a
-    thread has several spans open (a joint backward computes for all replicas), its CPU time is divided equally among
-    them. Reading CPU time is a system call: it raises the cost of a mark from 0.3 µs to 2.1 µs. CPU time is therefore
-    read in only about one step per `read_each_s` seconds. The number of steps from one reading to the next is a power
-    of two, so that ranks with similar step times read CPU time in the same steps.
+    The clock also measures the CPU time of the thread during each span; the sum over a device's spans is the device's
+    busy time. If a thread has several open spans (as in a joint backward, which computes for all replicas), the
+    thread's CPU time is divided equally among these spans. Reading CPU time is a system call, which raises the cost of
+    a mark from 0.3 µs to 2.1 µs. CPU time is therefore read in only about one step per `read_each_s` seconds. The
+    number of steps from one reading to the next is a power of two, so that ranks with similar step times read CPU time
+    in the same steps.
     """
 
     def __init__(
@@ -76,35 +82,35 @@ class HostClock:
         self._reads, self._apart = True, 1
 
     def mark(self, phase: Phase, device: int) -> AbstractContextManager[None]:
-        """Return a context manager that records a span, and in steps that read CPU time also the thread's CPU time."""
+        """Return a context manager that records a span and, in steps in which CPU time is read, the CPU time."""
         return _HostMark(self, phase, device)
 
     def add(self, phase: Phase, device: int, start_s: float, end_s: float) -> None:
-        """Add a span of the step that just ended."""
+        """Add a span to the last step; `start_s` and `end_s` are seconds on the host's clock."""
         self._spans.append((len(self._steps) - 1, phase, device, start_s, end_s))
 
     @contextmanager
     def block(self) -> Iterator[None]:
-        """Do nothing: steps are timed from call to return."""
+        """Do nothing inside this context, because this clock times each step separately."""
         yield
 
     def step(self, *, warmup: bool) -> AbstractContextManager[None]:
-        """Time one step from call to return."""
+        """Return a context manager that times one step from entry to exit; `warmup` is stored with the step."""
         return _HostStep(self, warmup)
 
     def steps(self) -> tuple[Step, ...]:
-        """Return the steps so far."""
+        """Return the steps that have been timed so far, in order."""
         return tuple(Step(*step) for step in self._steps)
 
     def spans(self) -> tuple[Span, ...]:
-        """Return the spans so far."""
+        """Return the spans that have been recorded so far."""
         return tuple(Span(step, phase, device, "host", start, end) for step, phase, device, start, end in self._spans)
 
     def samples(self) -> tuple[Sample, ...]:
-        """Return the CPU seconds per device of each step in which CPU time was read.
+        """Return the busy CPU seconds of each device in each step in which CPU time was read, as samples.
 
-        At the beginning and the end of each span, the thread's CPU time since the previous reading is divided equally
-        among the spans that were open in between.
+        CPU time is read at the beginning and the end of each span. The CPU time of a thread between two readings is
+        divided equally among the spans of the thread that were open between these readings.
         """
         total: dict[tuple[int, int], float] = {}
         threads: dict[int, tuple[tuple[int, ...], float]] = {}
@@ -121,13 +127,13 @@ class HostClock:
 
 
 def _without(spans: tuple[int, ...], device: int) -> tuple[int, ...]:
-    """Return `spans`, the devices of the open spans, without one entry of `device`."""
+    """Return a copy of `spans` without one occurrence of `device`; `spans` has the device index of each open span."""
     at = spans.index(device)
     return spans[:at] + spans[at + 1 :]
 
 
 class _HostStep:
-    """The context manager of one step; it is a class for the same reason as `_HostMark`."""
+    """The context manager that times one step. It is a class, because a generator-based context manager is slower."""
 
     __slots__ = ("_clock", "_start", "_warmup")
 
@@ -148,15 +154,19 @@ class _HostStep:
 
 
 def _apart(each_s: float, step_s: float) -> int:
-    """Return the number of steps from one reading of CPU time to the next."""
+    """Return the number of steps from one reading of CPU time to the next: a power of two, at most `READ_EACH`.
+
+    `each_s` is the wanted time between two readings, and `step_s` is the duration of a step, both in seconds.
+    """
     steps = int(each_s / step_s) if step_s > 0 else READ_EACH
     return min(READ_EACH, 1 << max(0, steps.bit_length() - 1))
 
 
 class _HostMark:
-    """The context manager of one span; it is a class, because a generator-based one costs 1.5 times as much.
+    """The context manager that records one span. It is a class, because a generator-based one costs 1.5 times as much.
 
-    It appends plain tuples. Spans are constructed from them later, outside the timed steps.
+    It records each span as a plain tuple. The clock converts the tuples to `Span` objects later, outside the timed
+    steps.
     """
 
     __slots__ = ("_clock", "_device", "_phase", "_start", "_step", "_thread")
@@ -182,7 +192,11 @@ class _HostMark:
 
 @dataclass
 class _Block:
-    """The events of one block of steps: `begin` has one per device, `ends` one list over devices per step."""
+    """The CUDA events and the warm-up flags of one block of steps.
+
+    `begin` has one event per device. `ends` has one list per step, with one event per device. `warmup` has one flag per
+    step.
+    """
 
     begin: list[Any]
     ends: list[list[Any]] = field(default_factory=list)
@@ -192,11 +206,11 @@ class _Block:
 class CudaClock:
     """A clock that uses CUDA events, without a synchronisation inside a block.
 
-    A step lasts from the end of the previous step, or from the beginning of its block, to its end. The end of a step is
-    the latest of the devices' step-end events. Anchors before and after all blocks map each device's events to the
-    host's time base. An anchor is an event and the host's time at the same moment, while the device is idle. Times are
-    sums of the differences between neighbouring events, because `elapsed_time` returns milliseconds as float32, which
-    is inexact for long times.
+    A step begins at the end of the previous step; the first step of a block begins at the beginning of the block. The
+    end of a step is the latest of its end events on all devices. An anchor is an event together with the host's time at
+    the same moment, taken while the device is idle. Two anchors per device, one before the first block and one after
+    the last block, map the device's events to the host's time base. Long times are sums of the differences between
+    neighbouring events, because `elapsed_time` returns milliseconds as float32, which is inexact for long times.
     """
 
     def __init__(self, devices: Sequence[Device], now: Callable[[], float] = time.perf_counter) -> None:
@@ -212,7 +226,7 @@ class CudaClock:
 
     @contextmanager
     def mark(self, phase: Phase, device: int) -> Iterator[None]:
-        """Record events on the device's stream at both ends of the span; for the host, read the host's clock."""
+        """Record a span with CUDA events on the device's stream, or with the host's clock if `device` is the host."""
         step = self._count
         if device == HOST:
             began = self._now()
@@ -229,12 +243,12 @@ class CudaClock:
             self._marks.append((step, phase, device, start, at.event()))
 
     def add(self, phase: Phase, device: int, start_s: float, end_s: float) -> None:
-        """Add a span of the step that just ended, on the host's time base."""
+        """Add a span to the last step; `start_s` and `end_s` are seconds on the host's clock."""
         self._added.append(Span(self._count - 1, phase, device, "host", start_s, end_s))
 
     @contextmanager
     def block(self) -> Iterator[None]:
-        """Take anchors, which relate the devices' clocks to the host's clock, before and after the block."""
+        """Take anchors before and after the block of steps; they relate the devices' clocks to the host's clock."""
         anchors = self._anchors()
         self._first = self._first or anchors
         self._blocks.append(_Block([device.event() for device in self._devices]))
@@ -243,7 +257,7 @@ class CudaClock:
 
     @contextmanager
     def step(self, *, warmup: bool) -> Iterator[None]:
-        """Record an event at the end of the step on every device."""
+        """Record an event on every device at the end of the step; `warmup` is stored with the step."""
         block = self._blocks[-1]
         yield
         block.ends.append([device.event() for device in self._devices])
@@ -251,7 +265,7 @@ class CudaClock:
         self._count += 1
 
     def _anchors(self) -> list[tuple[Any, float]]:
-        """Return, per device, an event and the host's time at the same moment, while the device is idle."""
+        """Return one anchor per device: an event and the host's time in seconds when the idle device recorded it."""
         anchors = []
         for device in self._devices:
             device.synchronize()
@@ -262,7 +276,7 @@ class CudaClock:
         return anchors
 
     def steps(self) -> tuple[Step, ...]:
-        """Return the steps, each timed from the end of the previous step or from the beginning of its block."""
+        """Return the steps in order; each begins at the end of the previous step, or at the beginning of its block."""
         times = self._ends()
         steps = []
         for block, (begin, ends) in zip(self._blocks, times, strict=True):
@@ -274,7 +288,10 @@ class CudaClock:
         return tuple(steps)
 
     def _ends(self) -> list[tuple[list[float], list[list[float]]]]:
-        """Return, for each block, the host times of its beginning and of its steps' ends, as lists over devices."""
+        """Return, for each block, the host times of its beginning and of the ends of its steps, in seconds.
+
+        The beginning has one time per device. The ends have one list per step, with one time per device.
+        """
         if not self._blocks:
             return []
         columns = [self._chain(i) for i in range(len(self._devices))]
@@ -288,7 +305,10 @@ class CudaClock:
         return times
 
     def _chain(self, i: int) -> list[float]:
-        """Return the host times of device i's block and step events, scaled to match the host at both anchors."""
+        """Return the host times in seconds of the block and step events of the device at position `i`, in order.
+
+        The times between the events are scaled so that the first and the last anchor get their exact host times.
+        """
         events = [event for block in self._blocks for event in (block.begin[i], *(end[i] for end in block.ends))]
         (first, first_s), (last, last_s) = self._first[i], self._last[i]
         raw, at, previous = [], 0.0, first
@@ -301,7 +321,11 @@ class CudaClock:
         return [first_s + seconds * stretch for seconds in raw[:-1]]
 
     def spans(self) -> tuple[Span, ...]:
-        """Return the spans; each start is measured relative to the end of the previous step on the same device."""
+        """Return the spans, converted to the host's time base.
+
+        On each device, the start of a span is measured from the end of the previous step, or from the beginning of the
+        block.
+        """
         starts: list[tuple[list[Any], list[float]]] = []
         for block, (begin, ends) in zip(self._blocks, self._ends(), strict=True):
             references = [(block.begin, begin), *zip(block.ends, ends, strict=True)]
@@ -316,10 +340,10 @@ class CudaClock:
         return tuple(spans)
 
     def samples(self) -> tuple[Sample, ...]:
-        """Return no samples: events measure occupied time, and busy time comes from a profiled step."""
+        """Return an empty tuple, because events do not measure busy time; a profiled step measures it instead."""
         return ()
 
 
 def choose(devices: Sequence[Device]) -> Clock:
-    """Return the clock that suits these devices: CUDA events if they have them, else the host's clock."""
+    """Return the clock for these devices: a `CudaClock` if the devices have timing events, otherwise a `HostClock`."""
     return HostClock() if devices[0].event() is None else CudaClock(devices)

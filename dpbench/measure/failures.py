@@ -1,4 +1,4 @@
-"""Failures: convert an exception, or the end of a process, to the record of a failure."""
+"""Failures: convert an exception, or the end of a process without a result, to the record of a failure."""
 
 from __future__ import annotations
 
@@ -16,20 +16,24 @@ from dpbench.records.trial import Failure
 NO_MEMORY = (
     "can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED",
 )  # fmt: skip
-"""Parts of the messages of errors other than OutOfMemoryError that mean lack of memory. They come from the host's
-allocator, from CUDA contexts and from libraries; torch has no exception type for them."""
+"""Texts which show that an error other than an OutOfMemoryError means lack of memory.
+
+Such errors come from the host's allocator, from CUDA contexts and from libraries; torch has no exception type for them.
+"""
 _TORCH_NAMES_THE_GPU = re.compile(r"GPU (\d+) has a total capacity")
-"""torch's message is the only place in which an OutOfMemoryError of CUDA names its device."""
+"""The pattern that finds a GPU's ordinal in the message of an OutOfMemoryError, which has no attribute for it."""
 
 
 class Unverified(RuntimeError):
-    """The gradients of a strategy differ from the reference's, so its step must not be timed."""
+    """The gradients of a strategy differ from those of the reference, so the strategy's steps must not be timed."""
 
 
 def of_error(error: BaseException, *, device_ids: Sequence[int] = ()) -> Failure:
-    """Return the record of an exception: its type, the place that raised it, and the end of its traceback.
+    """Return the failure record of an exception: its status, reason, device and traceback.
 
-    `device_ids` are the ordinals of the case's devices in order; empty if the case uses the first ordinals.
+    The status is `oom` if memory ran out, otherwise `failed`. The reason has the exception's message and, unless memory
+    ran out, the innermost calls. `device_ids` are the ordinals of the case's devices in order; if it is empty, the case
+    uses the devices with the ordinals 0, 1 and so on.
     """
     replica, notes = replica_of(error), getattr(error, "__notes__", [])
     raised = error.__cause__ if replica is not None and error.__cause__ else error
@@ -39,7 +43,7 @@ def of_error(error: BaseException, *, device_ids: Sequence[int] = ()) -> Failure
     index = ordinal if ordinal is None or not device_ids else _place(ordinal, device_ids)
     if no_memory:
         where = notes[-1].removeprefix("in ") if replica is not None and notes else _memory_of(raised, ordinal)
-        reason = f"out of memory on {where}; use a smaller batch, or more devices; {text}"
+        reason = f"out of memory on {where}; use a smaller batch, or more devices; error: {text}"
     else:
         reason = f"{text} [{_frames(raised)}]"
     return Failure(
@@ -52,23 +56,30 @@ def of_error(error: BaseException, *, device_ids: Sequence[int] = ()) -> Failure
 
 
 def of_rank(error: BaseException, rank: int, at_s: float) -> Failure:
-    """Return the record of an exception that a rank raised; the index of a rank's device is the rank."""
+    """Return the failure record of an exception that a rank raised at the time `at_s`, in `time.perf_counter` seconds.
+
+    If memory ran out, the device in the record is `rank`, because each rank uses the device with the index of the rank.
+    """
     found = of_error(error)
     return replace(found, rank=rank, at_s=at_s, device=rank if found.status is Status.OOM else None)
 
 
 def of_end(exit_status: int | None, rank: int, at_s: float) -> Failure:
-    """Return the record of a rank whose process ended without a result."""
+    """Return the failure record of a rank whose process ended without a result.
+
+    `exit_status` is negative for a signal and None if it is not known. `at_s` is the time, in `time.perf_counter`
+    seconds, at which the parent detected the end.
+    """
     reason = f"ended without a result ({processes.ending(exit_status)}){processes.advice(exit_status)}"
     return Failure(status=Status.FAILED, reason=reason, rank=rank, at_s=at_s, exit_status=exit_status)
 
 
 def in_order(failures: Sequence[Failure]) -> tuple[Failure, ...]:
-    """Return the failures in order of time, but with the cause first.
+    """Return the failures in order of time, except that the likely cause comes first.
 
-    A process that dies closes its connections before its parent detects its death. In between, its peers may report the
-    lost connection. Such a report is placed after the record of a rank that died or ran out of memory, although the
-    report is earlier.
+    When a process dies, its connections close before its parent detects the death. In the meantime, other ranks may
+    report a lost connection. If the earliest failure may be such a report, the earliest record of a rank that died or
+    ran out of memory is moved to the front.
     """
     by_time = sorted(failures, key=lambda failure: failure.at_s)
     causes = [one for one in by_time if not one.exception or one.status is Status.OOM]
@@ -78,7 +89,7 @@ def in_order(failures: Sequence[Failure]) -> tuple[Failure, ...]:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Return whether an exception means lack of memory, of a device or of the host."""
+    """Return whether an exception means that a device or the host ran out of memory."""
     import torch
 
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
@@ -87,7 +98,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def _ordinal(error: BaseException) -> int | None:
-    """Return the ordinal of the device that ran out of memory, or None if the error does not give it."""
+    """Return the ordinal of the device that ran out of memory, or None if the exception does not contain it."""
     known: int | None = getattr(error, "ordinal", None)
     if known is not None:
         return known
@@ -96,7 +107,7 @@ def _ordinal(error: BaseException) -> int | None:
 
 
 def _memory_of(error: BaseException, ordinal: int | None) -> str:
-    """Return the name of the device that ran out of memory, or only its kind if `ordinal` is None."""
+    """Return the device that ran out of memory as text, such as "device cuda:0" ("device cuda" without `ordinal`)."""
     if ordinal is not None:
         return f"device {'emulated' if hasattr(error, 'ordinal') else 'cuda'}:{ordinal}"
     return "device cuda" if "CU" in str(error) else "device cpu"

@@ -1,10 +1,12 @@
-"""Ranks: start one forked process per rank, joined in a process group that listens on the loopback interface only.
+"""Ranks: run one forked process per rank, in a process group that uses only the loopback network interface.
 
-The ranks meet through a `FileStore` in a folder that only this user can enter. torch's rendezvous over TCP would listen
-on every interface without authentication, and unpickle the data that it receives. Collectives also connect over the
-loopback interface, even if the user's environment variables name another one.
+The ranks find each other through a `FileStore` in a folder that only this user can enter. torch's rendezvous over TCP
+is not used, because it listens on every network interface without authentication and unpickles the data that it
+receives. Collectives also connect over the loopback interface, even if the user's environment variables name another
+interface.
 
-Each rank reports its result, or the record of its failure, as JSON through a pipe to which only this rank can write.
+Each rank reports its result, or the record of its failure, as JSON through a separate pipe, to which no other rank can
+write.
 """
 
 from __future__ import annotations
@@ -33,19 +35,22 @@ from dpbench.records.trial import Failure
 TIMEOUT = timedelta(seconds=60)
 """The longest time that a rank waits for its peers, when it joins the group and in each collective."""
 POLL_S = 0.1
-"""The interval in seconds between two checks of whether a rank has ended. The pipe is not a reliable sign,
-because a rank's children may keep it open."""
+"""The seconds between two checks of whether the process of a rank has ended.
+
+The closing of the rank's pipe is not a reliable sign of the rank's end, because child processes of the rank may keep
+the pipe open.
+"""
 SETTLE_S = 0.5
-"""The seconds to wait for the detection of a rank's death after a failure that such a death may have caused."""
+"""After a failure that the death of another rank may have caused, the seconds to wait for that death to be detected."""
 GRACE_S = 1.0
-"""The seconds between SIGTERM and SIGKILL."""
+"""The seconds that a rank has to end after SIGTERM, before it is sent SIGKILL."""
 _FORK = get_context("fork")
 _OVER_TCP = ("MASTER_ADDR", "MASTER_PORT", "NCCL_COMM_ID", "NCCL_RAS_ADDR")
-"""Environment variables that name an address at which ranks meet or listen."""
+"""Environment variables with addresses for connections over TCP; each rank removes them before it joins the group."""
 
 
 class RanksFailed(RuntimeError):
-    """At least one rank failed. `failures` has the record of each failed rank, the cause first."""
+    """At least one rank failed. `failures` has the record of each failed rank, with the likely cause first."""
 
     def __init__(self, failures: Sequence[Failure]) -> None:
         super().__init__(f"rank {failures[0].rank}: {failures[0].reason}")
@@ -54,7 +59,11 @@ class RanksFailed(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class RankGroup:
-    """The process group that ranks join: its backend (torch's name), size, rendezvous file and network interface."""
+    """The settings of the process group that the ranks join.
+
+    `backend` is torch's name of the backend, `size` is the number of ranks, `store` is the file through which the ranks
+    find each other, and `interface` is the name of the network interface.
+    """
 
     backend: str
     size: int
@@ -62,7 +71,7 @@ class RankGroup:
     interface: str
 
     def environment(self, rank: int) -> dict[str, str]:
-        """Return the environment variables of a rank: its rank, the size, and the interface for each library."""
+        """Return the environment variables of a rank: its number, the size of the group, and the network interface."""
         return {
             "RANK": str(rank), "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(self.size), "LOCAL_WORLD_SIZE": str(self.size),
@@ -71,7 +80,7 @@ class RankGroup:
         }  # fmt: skip
 
     def join(self, rank: int) -> None:
-        """Join the group as `rank` and wait for all other ranks. Raises torch.distributed's error after `TIMEOUT`."""
+        """Join the process group as rank `rank` and wait for all other ranks. torch raises an error after `TIMEOUT`."""
         import torch.distributed as dist
         from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch's stubs leave it out
 
@@ -85,11 +94,12 @@ class RankGroup:
 def run(entry: Callable[[int], Any], count: int, folder: Path, backend: str) -> list[Any]:
     """Call `entry(rank)` in one forked process per rank, within one process group; return the results in rank order.
 
-    Results must be JSON-serializable. `folder` must exist; a folder for the ranks is created in it and removed
-    afterwards. When a rank fails, the other ranks are ended. All ranks have ended when this function returns or raises.
-    The calling process must not have run a multi-threaded tensor operation, and must not have initialised CUDA.
+    `count` is the number of ranks, and `backend` is torch's name of the backend. Results must be JSON-serializable.
+    `folder` must exist; the ranks use a temporary folder in it. If a rank fails, the other ranks are terminated. All
+    ranks have ended when this function returns or raises. The calling process must not have run a multi-threaded tensor
+    operation, and must not have initialised CUDA.
 
-    Raises RanksFailed when a rank raises or ends without a result, and OSError if there is no loopback interface.
+    Raises RanksFailed if a rank raises or ends without a result, and OSError if the loopback interface is missing.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-", dir=folder) as private:  # its mode is 0700
         group = RankGroup(backend=backend, size=count, store=Path(private) / "store", interface=loopback())
@@ -108,15 +118,16 @@ def loopback() -> str:
         if any(one.address == "127.0.0.1" for one in addresses):
             return name
     raise OSError(
-        "no network interface has the address 127.0.0.1, which ranks need to connect; "
-        "bring the loopback interface up (Linux: ip link set lo up)"
+        "no network interface has the address 127.0.0.1, through which the ranks connect to each other; "
+        "bring the loopback interface up (on Linux: ip link set lo up)"
     )
 
 
 class _RankProcess:
-    """The process of a rank, as seen by its parent.
+    """The parent's view of the process of one rank.
 
-    `result` is the JSON that the rank reported, `failure` the record of its failure; while it runs, both are None.
+    `result` is the JSON text that the rank reported, and `failure` is the record of its failure. While the rank runs,
+    both are None.
     """
 
     def __init__(self, number: int, be: Callable[[Connection], NoReturn]) -> None:
@@ -130,11 +141,11 @@ class _RankProcess:
 
     @property
     def pending(self) -> bool:
-        """Return whether the rank has neither reported a result nor failed."""
+        """Return whether the rank is still running: it has neither reported a result nor failed."""
         return self.result is None and self.failure is None
 
     def look(self) -> None:
-        """Receive the rank's report if there is one; if the rank has ended without a report, record a failure."""
+        """Receive the rank's report if it has arrived; if the rank has ended without a report, record a failure."""
         ended = self.process.exitcode is not None  # read before polling, because the last message precedes the end
         if self.pipe.poll():
             self._receive()
@@ -159,7 +170,7 @@ class _RankProcess:
 
 
 def _results(ranks: Sequence[_RankProcess]) -> list[Any]:
-    """Wait for all ranks' results and return them. Raises RanksFailed soon after the first failure."""
+    """Wait for the results of all ranks; return them in rank order. Raises RanksFailed soon after the first failure."""
     deadline_s = float("inf")
     while (pending := [rank for rank in ranks if rank.pending]) and time.perf_counter() < deadline_s:
         connection.wait([*(rank.pipe for rank in pending), *(rank.process.sentinel for rank in pending)], POLL_S)
@@ -174,7 +185,7 @@ def _results(ranks: Sequence[_RankProcess]) -> list[Any]:
 
 
 def _end(ranks: Sequence[_RankProcess]) -> None:
-    """Terminate and reap every rank that is still running: SIGTERM first, then SIGKILL."""
+    """Terminate every rank that is still running, with SIGTERM and then SIGKILL, and wait until all have ended."""
     for send in ("terminate", "kill"):
         for rank in ranks:
             getattr(rank.process, send)()
@@ -186,7 +197,11 @@ def _end(ranks: Sequence[_RankProcess]) -> None:
 
 
 def _be_rank(entry: Callable[[int], Any], group: RankGroup, rank: int, parent: int, pipe: Connection) -> NoReturn:
-    """Run a rank in this process: join the group, call `entry`, report, and exit without cleanup, which could hang."""
+    """Run rank `rank` in this process: join the group, call `entry`, send its result or failure to `pipe`, and exit.
+
+    `parent` is the parent's process id. After a failure, the rank waits until the parent ends it, because its exit
+    could cause failures in other ranks. The process exits without Python's cleanup, which could hang.
+    """
     processes.die_with_parent(parent)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # inherited handlers do not run inside a collective
     try:

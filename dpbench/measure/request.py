@@ -16,13 +16,13 @@ class Job(StrEnum):
 
     MEASURE = "measure"
     CHECK_MODEL = "check the model"
-    """Build the case's model, draw its batch and take one step; no step is timed."""
+    """Check that the case's model can be built and take one step; the step is not timed."""
     SELF_CHECK = "self-check"
-    """Measure the overhead that measuring adds to the case's step."""
+    """Measure by how much a component of measuring slows down the case's step."""
 
 
 class Arm(StrEnum):
-    """The part of measuring whose cost a self-check measures."""
+    """The component of measuring whose cost a self-check measures: recorded marks, or the sampler process."""
 
     MARKS = "marks"
     SAMPLER = "sampler"
@@ -30,10 +30,11 @@ class Arm(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class SelfCheck:
-    """The settings of a self-check.
+    """The settings of a self-check of the component `arm`.
 
-    `block_s` is the duration in seconds of a block (marks) or a part (sampler). With marks, CPU time is read in the
-    same fraction of the steps as if a step took `step_s` seconds. `sampler_pid` is the sampler's process id.
+    `block_s` is the duration in seconds of one block of steps (for marks) or of one part of the steps (for the
+    sampler). For marks, CPU time is read in the same fraction of the steps as it would be if a step took `step_s`
+    seconds. `sampler_pid` is the process id of the sampler; 0 for marks.
     """
 
     arm: Arm
@@ -44,7 +45,11 @@ class SelfCheck:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The work for one worker. `requested_s` is the time of the request on the clock of `time.perf_counter`."""
+    """The work for one worker process.
+
+    The worker writes its trials, log and stacks to `folder`. `self_check` has the settings of a self-check; it is None
+    for other jobs. `requested_s` is the time of the request in seconds on the clock of `time.perf_counter`.
+    """
 
     cases: tuple[Case, ...]
     effort: Effort
@@ -60,7 +65,7 @@ class Request:
 
     @classmethod
     def from_json(cls, line: str) -> Self:
-        """Return the request that `to_json` wrote."""
+        """Return the request that is encoded in a line of JSON from `to_json`."""
         data = json.loads(line)
         checked = data["self_check"]
         return cls(

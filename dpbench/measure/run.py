@@ -1,8 +1,8 @@
 """Run: measure the cases of a plan in fresh worker processes and store their trials.
 
-This module does not import torch, and no failure of a worker ends the run. Each round measures all cases once, in
-random order and, unless cases are paired, under a new server. Differences between processes then widen the interval
-instead of biasing the result.
+A failure of a worker never ends the run. Each round measures its cases once, in random order. Unless cases are paired,
+each round has a new server process, from which its workers are forked. Differences between processes therefore widen
+the confidence intervals instead of biasing the results. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ OVERHEAD_S = 1.0
 
 @dataclass(frozen=True)
 class Started:
-    """The event that a run, or one of its trials, has started; `done` and `total` count trials."""
+    """The event that a run has started, or that one of its trials has started; `case` is None for a run.
+
+    `done` is the number of trials that have ended, and `total` is the number of all trials that are planned so far.
+    """
 
     run_id: str
     total: int
@@ -46,7 +49,10 @@ class Started:
 
 @dataclass(frozen=True)
 class Ended:
-    """The event that a trial has ended and is stored."""
+    """The event that a trial has ended and is stored; `done` of the run's `total` trials have ended.
+
+    `seconds` is the trial's duration, or its equal share of the duration if one worker measured several cases.
+    """
 
     trial: Trial
     done: int
@@ -56,7 +62,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Note:
-    """One line of text for the user."""
+    """A message of one line to show to the user during a run."""
 
     text: str
 
@@ -65,43 +71,46 @@ Listener = Callable[[Started | Ended | Note], None]
 
 
 class RoundsRule(Protocol):
-    """The rule that decides which cases get another round; it receives every trial, those of earlier sessions first."""
+    """The rule that decides which cases get another round; every trial is added, those of earlier sessions first."""
 
     @property
     def name(self) -> int | str:
-        """Return the fixed number of rounds, or the name of a rule that adapts it; the plan's hash uses it."""
+        """Return the number of rounds if it is fixed, otherwise the rule's name; the hash of the plan includes it."""
 
     def add(self, trial: Trial) -> None:
-        """Add a trial that has ended."""
+        """Add an ended trial to the trials on which the decisions of the rule depend."""
 
     def wanted(self, cases: Sequence[Case], number: int) -> list[Case]:
-        """Return the cases to measure in round `number`; an empty list ends the run."""
+        """Return the cases to measure in round `number`, which counts from 0; an empty list ends the run."""
 
     def reasons(self, cases: Sequence[Case]) -> dict[str, str]:
-        """Return the reason why each case got no more rounds, by the case's label."""
+        """Return a dictionary from each case's label to the reason why the case got no more rounds."""
 
 
 @dataclass(frozen=True)
 class Fixed:
-    """The same number of rounds for every case."""
+    """The rule that measures every case in the same number of rounds; `name` is this number."""
 
     name: int
 
     def add(self, trial: Trial) -> None:
-        """Do nothing: a fixed count does not depend on results."""
+        """Do nothing, because a fixed number of rounds does not depend on the trials."""
 
     def wanted(self, cases: Sequence[Case], number: int) -> list[Case]:
-        """Return all cases until the count is reached, then none."""
+        """Return all cases if `number`, which counts from 0, is below the number of rounds; otherwise an empty list."""
         return list(cases) if number < self.name else []
 
     def reasons(self, cases: Sequence[Case]) -> dict[str, str]:
-        """Return no reasons, because the count is part of the plan."""
+        """Return an empty dictionary, because the plan itself fixes the number of rounds."""
         return {}
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a run; `counts` has its number of trials by status, including those of earlier sessions."""
+    """The result of a run; `resumed` is True if trials were added to an earlier run of the same plan.
+
+    `counts` has the number of trials by status, including those of earlier sessions; repeated trials count once.
+    """
 
     run_id: str
     resumed: bool
@@ -122,22 +131,25 @@ def run(
     traces: Path | None = None,
     listen: Listener = lambda event: None,
 ) -> Outcome:
-    """Measure every case and store each trial as soon as it ends.
+    """Measure every case, store each trial as soon as it ends, and return the result of the run.
 
-    `rounds` is the number of rounds, or the rule that selects the cases of each round. With `paired`, cases that can
-    share a worker are measured in one worker, which runs their blocks of steps in turn. All rounds then use one server,
-    but each round uses fresh workers. Otherwise, each round has a separate server.
+    `rounds` is the number of rounds, or the rule that selects the cases of each round. Without `paired`, each round has
+    a separate server process, from which the workers of the round are forked. With `paired`, all rounds use one server
+    process, and cases that can share a worker are measured in one worker, which runs their blocks of steps in turn.
+    `effort` limits the steps and the time of each trial (None: the defaults).
 
-    `budget_s` limits the total duration of the trials in seconds. It shortens their timed parts, and trials that have
-    not started when the budget is spent are stored as skipped. The budget includes neither the checks of the models nor
-    the wait for a quiet machine before the first trial. This wait takes at most `patience_s` seconds (None: the value
-    in the environment, or the default). Trials during which other processes used too much of the cores are measured
-    once more at the end, if the budget permits; with a patience of 0 they are only labelled.
+    `budget_s` limits the total duration of the trials in seconds (None: no limit). The timed part of each trial is
+    shortened to fit this budget. Trials that have not started when the budget is spent are stored as skipped. The
+    budget includes neither the checks of the models nor the wait for a low foreign load before the first trial.
+    `patience_s` is the longest duration of this wait in seconds (None: the environment variable DPBENCH_PATIENCE, or
+    the default). Trials during which other processes used too much of the cores are measured once more at the end, if
+    the budget permits; if `patience_s` is 0, they are only labelled as noisy.
 
-    `limit_s` limits the duration of one trial in seconds. Trials whose final status is in `retry` are measured again,
-    even if the latest run of this plan has finished. `traces` is a folder for profiles of one step of each trial, taken
-    after timing: traces/<run>/<case>-r<round>.json, with one file per rank. After a KeyboardInterrupt, the same call
-    resumes the run.
+    `limit_s` limits the duration of one trial in seconds. `retry` has names of statuses: trials that ended with one of
+    these statuses are measured again, even if the latest run of this plan has finished. `traces` is a folder for
+    profiles (None: no profiles). After the timed steps of each trial, one more step is profiled and written to
+    traces/<run>/<case>-r<round>.json, with one file per rank. `listen` is called with every event. After a
+    KeyboardInterrupt, the same call resumes the run.
     """
     facts = provenance.collect(describe())
     keys = {"host": provenance.host_key(facts), "code": provenance.code_key(facts)}
@@ -164,18 +176,21 @@ def run(
 
 
 def _plain(load: foreign_load.Measured) -> dict[str, float | str]:
-    """Return the foreign load before a run as plain data."""
+    """Return the foreign load before a run as a dictionary to store; if it is not known, `unknown` has the reason."""
     return {"unknown": load.reason} if isinstance(load, foreign_load.UnknownLoad) else asdict(load)
 
 
 def _noise(load: foreign_load.Measured, trials: Collection[Slot]) -> dict[str, str]:
-    """Return the reasons for labelling a run NOISY; empty if there are none."""
+    """Return the reasons for labelling a run NOISY, by time (`before` or `during` the trials); empty if there are none.
+
+    `load` is the foreign load before the run. `trials` has the slots whose trials ran under too much foreign load.
+    """
     found = {"before": str(load)} if foreign_load.busy(load) else {}
     return found | ({"during": f"{len(trials)} trial(s) ran under too much foreign load"} if trials else {})
 
 
 def statuses(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the names unchanged. Raises ValueError for a name that is not a final status."""
+    """Return the names of statuses as a tuple. Raises ValueError for a name that is not a final status."""
     given = tuple(names)
     for name in given:
         if name not in FINAL:
@@ -184,7 +199,7 @@ def statuses(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def ordinals(cases: Sequence[Case]) -> list[int]:
-    """Return the ordinals of the GPUs that the cases use, which the samplers read."""
+    """Return the sorted ordinals of all GPUs that the cases use; an empty list if they use no GPU."""
     used: set[int] = set()
     for case in cases:
         if case.device_kind == "cuda":
@@ -194,7 +209,7 @@ def ordinals(cases: Sequence[Case]) -> list[int]:
 
 
 class _Session:
-    """One run in progress: its budget, its counters and the order of its trials; only one worker runs at a time."""
+    """The state of one call of `run`: its budget, and the trials so far. Only one worker runs at a time."""
 
     def __init__(
         self, store: Store, run_id: str, rule: RoundsRule, effort: Effort, budget_s: float | None, limit_s: float,
@@ -209,10 +224,10 @@ class _Session:
         self._models = checks.Models(limit_s)
         self._times: Counter[Slot] = Counter()
         self.noisy: set[Slot] = set()
-        """The slots whose last trial ran under too much foreign load."""
+        """The slots whose last trusted trial ran under too much foreign load."""
 
     def measure(self, cases: Sequence[Case], done: set[tuple[str, int]], *, paired: bool) -> None:
-        """Measure the rounds that the rule selects, except the slots in `done`."""
+        """Measure the rounds that the rule selects, except the pairs (case fingerprint, round) in `done`."""
         fixed = self._rule.name if isinstance(self._rule.name, int) else 0
         self._total = max(len(done), len(cases) * fixed)
         self._done = len(done)
@@ -247,9 +262,9 @@ class _Session:
             shutil.rmtree(scratch, ignore_errors=True)
 
     def _refuse(self, cases: Sequence[Case], number: int, server: Server) -> set[Case]:
-        """Check the models of these cases; store one trial for each case whose model fails, and return those cases.
+        """Check the models of the cases, store a failed trial for each case whose model fails, and return these cases.
 
-        The checks, and the start of the server that they wait for, do not count against the budget.
+        The duration of the checks, which includes the start of the server, does not count against the budget.
         """
         began = time.perf_counter()
         for line in () if self._spent() else self._models.check(cases, server):
@@ -262,7 +277,7 @@ class _Session:
         return {*failed}
 
     def _take(self, trial: Trial) -> None:
-        """Count a trial that ended now or in an earlier session, and pass it to the rule."""
+        """Pass an ended trial to the rule, and record whether it ran under too much foreign load."""
         self._rule.add(trial)
         slot = trial.case, trial.round
         self._times[slot] += trial.trusted
@@ -270,16 +285,20 @@ class _Session:
             (self.noisy.add if foreign_load.noisy(trial) else self.noisy.discard)(slot)
 
     def _repeatable(self) -> list[Slot]:
-        """Return the slots whose only trusted trial ran under too much foreign load; none if the budget is spent."""
+        """Return the slots whose only trusted trial ran under too much foreign load; empty if the budget is spent."""
         return [] if self._spent() else [slot for slot in self.noisy if self._times[slot] == 1]
 
     def _wait(self) -> None:
-        """Wait for a quiet machine, but not longer than the budget lasts."""
+        """Wait until the foreign load is low, but not longer than the run's patience and the remaining budget."""
         left_s = float("inf") if self._deadline is None else self._deadline - time.perf_counter()
         foreign_load.wait(min(self._patience_s, left_s), lambda words: self._listen(Note(words)))
 
     def _repeat(self, cases: Sequence[Case], server: Server, watched: samplers.Series, *, paired: bool) -> None:
-        """Measure noisy slots once more while budget is left; the new trials count, the old ones stay stored."""
+        """Measure every slot that ran under too much foreign load once more, as long as budget is left.
+
+        All cases that share a worker with such a slot are also measured again. The new trials count; the old stay
+        stored.
+        """
         slots = set(self._repeatable())
         for number in sorted({number for _, number in slots}):
             measured = [case for case in cases if self._times[case, number]]
@@ -291,20 +310,23 @@ class _Session:
     def _round(
         self, cases: Sequence[Case], number: int, server: Server, watched: samplers.Series, *, paired: bool
     ) -> None:
-        """Measure cases once, in a random order that depends only on the run and the round."""
+        """Measure each case once in round `number`, in a random order that depends only on the run and the round."""
         generator = random.Random(f"{self._run_id} {number}")
         shuffled = generator.sample(sorted(cases, key=lambda case: case.fingerprint), len(cases))
         for group in plan.groups(shuffled, number, paired=paired):
             self._group(server, group, number, watched)
 
     def _group(self, server: Server, group: Sequence[Case], number: int, watched: samplers.Series) -> None:
-        """Measure the cases of `group` in one worker, and store their trials."""
+        """Measure the cases of `group` in one worker and store their trials.
+
+        If the budget is spent, store skipped trials instead.
+        """
         self._listen(Started(self._run_id, self._total, self._done, group[0], number))
         ids = [self._store.begin_trial(self._run_id, case, number) for case in group]
         began, load = time.perf_counter(), None
         effort = self._affordable()
         if effort is None:
-            reason = "the run's budget was spent before this trial; give a larger --budget"
+            reason = "not measured, because the run's budget was spent before this trial; give a larger --budget"
             trials = [Trial(case=case, status=Status.SKIPPED, reason=reason, round=number) for case in group]
         else:
             # memory by phase is deterministic: measure it in the first round only
@@ -331,18 +353,21 @@ class _Session:
             self._overhead_s += 0.3 * ((ended - began - timed) / len(group) - self._overhead_s)
 
     def _spent(self) -> bool:
-        """Return whether the budget is spent."""
+        """Return whether the time budget of the run is spent; False if the run has no budget."""
         return self._deadline is not None and time.perf_counter() >= self._deadline
 
     def _trace(self, case: Case, number: int) -> str:
-        """Return the path of a trial's profile, named after the case; empty if no profiles are requested."""
+        """Return the path for the profile of a case in round `number`; an empty string if no profiles are requested."""
         if self._traces is None:
             return ""
         words = re.sub(r"[^\w.,=]+", "-", case.label).strip("-")
         return str(self._traces.absolute() / self._run_id / f"{words}-{case.fingerprint[:8]}-r{number}.json")
 
     def _affordable(self) -> Effort | None:
-        """Return the effort for the next trial, at most an equal share of the remaining budget; None if it is spent."""
+        """Return the effort for the next trial, whose timed steps get at most an equal share of the remaining budget.
+
+        Return None if the budget is spent.
+        """
         if self._deadline is None:
             return self._effort
         left_s = self._deadline - time.perf_counter()
@@ -353,13 +378,13 @@ class _Session:
 
 
 def _checked(trial: Trial) -> Trial:
-    """Return the trial with the results of its validity checks as facts; unchanged if no check has data."""
+    """Return the trial with the results of its validity checks in its provenance; unchanged if no check has results."""
     found = validity.facts(trial, provenance.usable_cores())
     return replace(trial, provenance={**trial.provenance, "validity": found}) if found else trial
 
 
 def _watched(series: samplers.Series, began: float, ended: float, trial: Trial) -> tuple[Sample, ...]:
-    """Return the samplers' readings during the trial's timed steps, or during the whole trial if it has none."""
+    """Return the samplers' readings during the trial's timed steps, or from `began` to `ended` if it has none."""
     timed = [step for step in trial.steps if not step.warmup]
     if timed:
         began, ended = timed[0].start_s, timed[-1].end_s

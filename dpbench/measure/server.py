@@ -1,6 +1,7 @@
-"""Server: the parent's side of the fork server: start it, request trials, and kill workers that hang.
+"""Server: start the server process, request trials from it, and kill workers that hang.
 
-The other side is `python -m dpbench.measure.worker`, which documents the protocol.
+The server process forks one worker per request. It runs `python -m dpbench.measure.worker`, which documents the
+protocol.
 """
 
 from __future__ import annotations
@@ -28,12 +29,19 @@ STACKS_S = 0.5
 """The seconds that a hung worker gets to write its Python stacks."""
 TAIL = 4000
 _THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-"""`torch.set_num_threads(1)` alone has no effect on MKL in new threads of the engine: each would start a team of
-threads, which has cost 5-10 ms per step. The strategy that uses all cores sets the number of threads in torch."""
+"""Environment variables that limit each operation to one thread.
+
+`torch.set_num_threads(1)` alone has no effect on MKL in threads that the engine starts: in each of them, MKL would
+start a team of threads, which has cost 5-10 ms per step. For the strategy that uses all cores, the worker sets the
+number of threads in torch.
+"""
 
 
 class Server:
-    """A process that has loaded torch and forks a fresh worker for each trial; a context manager."""
+    """The parent's view of the server process, which has loaded torch and forks a fresh worker for each request.
+
+    The first request starts the process. When this context manager exits, it kills the process.
+    """
 
     def __init__(self, scratch: Path) -> None:
         self._scratch = scratch
@@ -46,21 +54,32 @@ class Server:
         self._stop()
 
     def run(self, case: Case, effort: Effort, number: int, limit_s: float) -> Trial:
-        """Run one trial in a fresh worker and return it, even if the worker fails."""
+        """Run one trial of a case in round `number` in a fresh worker, and return the trial, even if the worker fails.
+
+        A worker that exceeds `limit_s` seconds is killed.
+        """
         return self.run_together([case], effort, number, limit_s)[0]
 
     def check(self, case: Case, limit_s: float) -> Trial:
-        """Check the model of a case in a fresh worker; return a trial without steps."""
+        """Check in a fresh worker whether the model of a case can take a step.
+
+        Return a trial without steps, whose status and reason are the result. A check that exceeds `limit_s` seconds
+        fails.
+        """
         return self._ask([case], Effort(), 0, limit_s, job=Job.CHECK_MODEL)[0]
 
     def self_check(self, case: Case, effort: Effort, settings: SelfCheck, limit_s: float) -> Trial:
-        """Measure the overhead of measuring on a case's step, in a fresh worker; return a trial without steps."""
+        """Measure in a fresh worker by how much a component of measuring slows down the step of a case.
+
+        Return a trial without steps, whose provenance has the measured facts.
+        """
         return self._ask([case], effort, 0, limit_s, job=Job.SELF_CHECK, self_check=settings)[0]
 
     def run_together(self, cases: Sequence[Case], effort: Effort, number: int, limit_s: float) -> list[Trial]:
-        """Run blocks of all cases in turn in one fresh worker; return a trial for each case, even if the worker fails.
+        """Run blocks of all cases in turn in one fresh worker; return one trial per case, even if the worker fails.
 
-        After `limit_s` seconds per case, the worker's Python stacks are stored and its process group is killed.
+        If the worker exceeds `limit_s` seconds per case, it is killed together with its ranks, and the reason of each
+        trial has the Python stacks of the worker and its ranks.
         """
         return self._ask(cases, effort, number, limit_s * len(cases))
 
@@ -68,7 +87,11 @@ class Server:
         self, cases: Sequence[Case], effort: Effort, number: int, limit_s: float, *, job: Job = Job.MEASURE,
         self_check: SelfCheck | None = None,
     ) -> list[Trial]:  # fmt: skip
-        """Run a job in a fresh worker; return a trial for each case."""
+        """Run a job in a fresh worker and return one trial per case, even if the worker fails.
+
+        `number` is the round, `limit_s` is the time limit of the whole job in seconds, and `self_check` has the
+        settings of a self-check (None for other jobs).
+        """
 
         def lost(status: Status, reason: str) -> list[Trial]:
             now = time.time()
@@ -93,7 +116,11 @@ class Server:
             return lost(status_of(status), _reason(status, pid, limit_s, folder))
 
     def _attempt(self, request: Request, limit_s: float) -> tuple[int | None, int]:
-        """Run a request in a fresh worker; return its exit status (None if it exceeded its limit) and its pid."""
+        """Run a request in a fresh worker; return the worker's exit status and process id.
+
+        The exit status is None if the worker exceeded `limit_s` seconds and was killed. Raises _ServerDied if the
+        server process has ended.
+        """
         process = self._started()
         request = replace(request, requested_s=time.perf_counter())
         assert process.stdin is not None
@@ -119,7 +146,7 @@ class Server:
             raise
 
     def _started(self) -> subprocess.Popen[bytes]:
-        """Return the server's process, and start it first if it is not running."""
+        """Return the server process; start it first if it is not running. Raises _ServerDied if it does not start."""
         if self._process is None or self._process.poll() is not None:
             self._stop()
             self._log = (self._scratch / "server.log").open("ab")
@@ -136,7 +163,11 @@ class Server:
         return self._process
 
     def _answer(self, limit_s: float) -> dict[str, Any]:
-        """Return the server's next answer. Raises TimeoutError after `limit_s`, and _ServerDied if the server ended."""
+        """Return the server's next answer, decoded from JSON.
+
+        Raises TimeoutError if no answer arrives within `limit_s` seconds, and _ServerDied if the server process has
+        ended.
+        """
         assert self._process is not None
         assert self._process.stdout is not None
         descriptor, deadline = self._process.stdout.fileno(), time.monotonic() + limit_s
@@ -153,14 +184,14 @@ class Server:
         return answer
 
     def _obituary(self) -> str:
-        """Return a message that says how the server ended, with the end of its log."""
+        """Return a message that says how the server process ended, with the end of its log."""
         assert self._process is not None
         self._process.wait(timeout=10)
         log = (self._scratch / "server.log").read_text(errors="replace")[-TAIL:].strip()
-        return f"the worker server ended ({processes.ending(self._process.returncode)}): {log or 'it left no message'}"
+        return f"the worker server ended ({processes.ending(self._process.returncode)}); last output: {log or 'none'}"
 
     def _stop(self) -> None:
-        """End the server and reap it."""
+        """Kill the server process if it was started, and wait until it has ended."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -172,32 +203,43 @@ class Server:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of a measuring process: one thread per operation, and the dpbench of this process."""
+    """Return the environment variables for a measuring process.
+
+    They limit each operation to one thread, and make the process import the same copy of dpbench as this process.
+    """
     paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, **_THREADS, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONSAFEPATH": "1"}
 
 
 class _ServerDied(RuntimeError):
-    """The server has ended; the next trial starts a new one."""
+    """The server process has ended unexpectedly, or was not ready in time. The next request starts a new one."""
 
 
 def status_of(exit_status: int | None) -> Status:
-    """Return the status of a trial whose worker ended without a result: timeout for None, else failed."""
+    """Return the status of a trial whose worker ended without a result.
+
+    The status is `timeout` if `exit_status` is None, which means that the worker exceeded its time limit, else
+    `failed`.
+    """
     return Status.TIMEOUT if exit_status is None else Status.FAILED
 
 
 def _reason(exit_status: int | None, pid: int, limit_s: float, folder: Path) -> str:
-    """Return a message that says how a worker ended, with its stacks if it hung, else with the end of its log."""
+    """Return a message that says how a worker ended without a result.
+
+    If `exit_status` is None, the worker exceeded its limit of `limit_s` seconds, and the message has its Python stacks.
+    Otherwise, the message has the end of its output. `folder` has the files that the worker wrote.
+    """
     stacks, log = _stacks(folder), _tail(folder / "log")
     if exit_status is None:
-        limit = f"the worker exceeded the limit of {limit_s:g} s (--limit for each of its cases)"
-        return f"{limit}; Python stacks:\n{stacks or 'none received'}"
+        limit = f"the worker exceeded the limit of {limit_s:g} s (--limit seconds for each of its cases)"
+        return f"{limit}; its Python stacks at that time:\n{stacks or 'none received'}"
     how = f"{processes.ending(exit_status)}){processes.advice(exit_status)}"
     return f"the worker ended without a result ({how}; its last output: {log or stacks or 'none'}"
 
 
 def _stacks(folder: Path) -> str:
-    """Return the Python stacks that the worker and its ranks wrote, cut to the innermost calls of each."""
+    """Return the Python stacks that the worker and its ranks wrote to `folder`, each cut to the innermost calls."""
     found = [(file.name, file.read_text(errors="replace").strip()) for file in sorted(folder.glob("stacks*"))]
     written = [(name, text) for name, text in found if text]
     return "\n".join(f"[{name}]\n{text[: TAIL // len(written)]}" for name, text in written)

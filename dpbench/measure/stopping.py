@@ -15,18 +15,20 @@ from dpbench.records.trial import Estimate
 from dpbench.records.words import count
 
 WINDOW = 64
-"""The number of steps over which the noise of a series must stay constant before it counts as known."""
+"""The number of steps over which the noise of a series must stay nearly constant before the noise counts as known."""
 STABLE = 0.05
-"""The largest relative deviation of the noise from its median within the window."""
+"""The largest relative deviation of the noise from its median over the window at which it counts as constant."""
 
 
 def warmup(series: Sequence[float], *, least: int = 0) -> int:
-    """Return the number of steps at the beginning of a series that belong to its warm-up, at least `least`.
+    """Return the number of steps at the beginning of a series of step times that belong to its warm-up.
 
-    The second half of the series defines a usual range, from its 10th to its 90th percentile. Small groups of steps are
-    dropped from the beginning until the median of the next group is in this range; a median ignores single slow steps.
-    If this drops the whole first half, the series is too short to show where warm-up ends, and about half of its length
-    is returned. For a series of fewer than 12 steps, `least` is returned, but at most the length of the series.
+    The usual range of step times extends from the 10th to the 90th percentile of the second half of the series. Groups
+    of three to five steps are dropped from the beginning until the median of the next group is in the usual range; a
+    median is not affected by a single slow step. If all groups of the first half are dropped, the series is too short
+    to show where its warm-up ends, and the result is about half of its length. The result is at least `least`, but
+    never more than the length of the series. For a series of fewer than 12 steps, the result is `least` or the length
+    of the series, whichever is smaller.
     """
     n = len(series)
     few = max(3, min(5, n // 8))
@@ -42,11 +44,14 @@ def warmup(series: Sequence[float], *, least: int = 0) -> int:
 
 @dataclass
 class Stopping:
-    """The rule that ends a worker's series of steps; `reason` says why the series ended.
+    """The rule that ends a worker's series of steps.
 
-    A series ends when its median is precise enough, when its noise is known, or when the budget in seconds or the
-    maximum number of steps is reached. Once the noise is known, further rounds in other processes add more information
-    than further steps.
+    A series ends when its median is precise, when its noise is known, or when the timed steps reach the total duration
+    `budget_s` (in seconds) or the number `max_steps`. Before `min_steps` timed steps, only `max_steps` ends the series.
+    The median is precise if half the width of its 95 % interval is at most the fraction `precision` of the median. The
+    noise, which is the relative interquartile range, is known if it stays nearly constant. Further steps then add less
+    information than further rounds in other processes. At least `least_warmup` steps count as warm-up. `reason` says
+    why the series ended; it is empty before the end.
     """
 
     budget_s: float
@@ -60,22 +65,25 @@ class Stopping:
 
     @property
     def warmup(self) -> int:
-        """Return the number of steps so far that belong to the warm-up."""
+        """Return the number of steps at the beginning of the series that belong to its warm-up, as far as is known."""
         return warmup(self._series, least=self.least_warmup)
 
     def add(self, seconds: float) -> None:
-        """Add the duration of one step to the series."""
+        """Add the duration of one step, in seconds, to the series."""
         self._series.append(seconds)
 
     def finished(self) -> bool:
-        """Return whether the series is long enough; once it is, `reason` is set."""
+        """Return whether the series has enough steps, and set `reason` if it has."""
         timed = self._series[self.warmup :]
         if len(timed) >= self.min_steps:
             self._noise.append((len(timed), _noise(timed)))
             if half_width(timed) <= self.precision:
-                self.reason = f"precise: the median is known to {self.precision:.1%}"
+                self.reason = f"precise: the median step time is known to within {self.precision:.1%}"
             elif self._is_known(len(timed)):
-                self.reason = f"noise is known: constant over {WINDOW} steps; median known to {half_width(timed):.1%}"
+                self.reason = (
+                    f"noise is known: it was constant over {WINDOW} steps; "
+                    f"the median step time is known to within {half_width(timed):.1%}"
+                )
             elif sum(timed) >= self.budget_s:
                 self.reason = f"budget: {words.exact(self.budget_s)} s of steps"
         if not self.reason and len(timed) >= self.max_steps:
@@ -83,7 +91,10 @@ class Stopping:
         return bool(self.reason)
 
     def _is_known(self, steps: int) -> bool:
-        """Return whether the noise, computed after each block, has stayed constant over the last `WINDOW` steps."""
+        """Return whether the noise of the series is known: it was nearly constant over the last `WINDOW` timed steps.
+
+        `steps` is the number of timed steps so far. The noise is computed after each block of steps.
+        """
         recent = [noise for count, noise in self._noise if count > steps - WINDOW]
         whole = any(count <= steps - WINDOW for count, _ in self._noise)
         middle = statistics.median(recent)
@@ -91,7 +102,7 @@ class Stopping:
 
 
 def _noise(series: Sequence[float]) -> float:
-    """Return the interquartile range of a series as a fraction of its median."""
+    """Return the noise of a series: its interquartile range as a fraction of its median."""
     low, middle, high = np.percentile(series, [25, 50, 75])
     return float((high - low) / middle)
 
@@ -99,8 +110,8 @@ def _noise(series: Sequence[float]) -> float:
 def half_width(series: Sequence[float]) -> float:
     """Return half the width of the median's 95 % interval, from order statistics, as a fraction of the median.
 
-    Return infinity for fewer than six values: even their whole range contains the median with less than 95 %
-    probability.
+    Return infinity for fewer than six values, because then even the range from the smallest to the largest value
+    contains the true median with a probability below 95 %.
     """
     ordered, n = sorted(series), len(series)
     if n < 6:
@@ -118,10 +129,10 @@ PRECISION = 0.01
 class UntilPrecise:
     """The rule that adds rounds until every speed-up is precise.
 
-    A speed-up is precise if the half-width of its 95 % interval is at most the fraction `precision` of its value.
-
-    A case without a speed-up, such as a baseline, is measured as long as another case needs it. If no case has a
-    speed-up, the step time must reach the precision. No case gets more than `most` rounds.
+    A speed-up is precise if half the width of its 95 % interval is at most the fraction `precision` of its value. As
+    long as a case's speed-up is not precise, the case and its baseline are measured in every round. If no case has a
+    speed-up, the step time of every case must become precise instead. Every case gets at least `least` and at most
+    `most` rounds.
     """
 
     precision: float = PRECISION
@@ -130,19 +141,19 @@ class UntilPrecise:
     _series: dict[Case, dict[int, list[float]]] = field(default_factory=dict)
 
     def add(self, trial: Trial) -> None:
-        """Add the timed steps of a trial; an untrusted trial adds none."""
+        """Add the step times of a trial to those of its case; a trial that is not trusted adds none."""
         self._series.setdefault(trial.case, {}).update(summary.measured([trial]))
 
     @property
     def name(self) -> str:
-        """Return the name of the rule with its precision."""
+        """Return the name of the rule and its precision, such as "auto 0.01"."""
         return f"{AUTO} {self.precision:g}"
 
     def wanted(self, cases: Sequence[Case], number: int) -> list[Case]:
-        """Return the cases for round `number`.
+        """Return the cases to measure in round `number`, which counts from 0.
 
-        They are all cases in the first `least` rounds, then the imprecise cases and their baselines, and none from
-        round `most` on.
+        The first `least` rounds measure all cases. Each later round measures the cases that are not yet precise, and
+        their baselines. The list is empty from round `most` on.
         """
         if number < self.least:
             return list(cases)
@@ -153,24 +164,26 @@ class UntilPrecise:
         return [case for case in cases if case in needed]
 
     def reasons(self, cases: Sequence[Case]) -> dict[str, str]:
-        """Return, by case label, the precision that each judged case reached and the reason why it got no more rounds.
+        """Return a dictionary from the label of each judged case to a text that says why the case got no more rounds.
 
-        The reason is the first word: `precise`, `rounds` or `budget`.
+        A case is judged if it has a baseline, or if no case has one. The text begins with the reason, which is
+        `precise`, `rounds` (the case had the maximum number of rounds) or `budget`. The precision that was reached
+        follows.
         """
         found = {}
         for case, base, estimate in self._judged(cases):
-            width, quantity = interval_half_width(estimate), "speed-up" if base else "step"
+            width, quantity = interval_half_width(estimate), "speed-up" if base else "step time"
             ended = "precise" if width <= self.precision else "rounds" if estimate.n >= self.most else "budget"
             found[case.label] = (
-                f"{ended}: {quantity} known to {width:.1%} after {count(estimate.n, 'round')}"
+                f"{ended}: {quantity} known to within {width:.1%} after {count(estimate.n, 'round')}"
                 + _outlook(estimate if base and ended != "precise" else None)
             )
         return found
 
     def _judged(self, cases: Sequence[Case]) -> Iterator[tuple[Case, Case | None, Estimate]]:
-        """Yield (case, baseline, speed-up) for each case whose interval decides when to stop.
+        """Yield (case, baseline, speed-up) for each measured case that has a measured baseline.
 
-        If no case has a baseline, yield (case, None, duration of a step).
+        If no case has a baseline, yield (case, None, step time in seconds) for each measured case.
         """
         series = {case: found for case, found in self._series.items() if found}
         bases = {case: base for case in cases if case in series and (base := summary.baseline_in(case, series))}
@@ -183,14 +196,17 @@ class UntilPrecise:
 
 
 def _outlook(ratio: Estimate | None) -> str:
-    """Return the verdict on a ratio, or the number of rounds that would decide it, as text."""
+    """Return text about a speed-up to append to a reason: its verdict, or the number of rounds that would decide it.
+
+    Return an empty string if `ratio` is None.
+    """
     if ratio is None:
         return ""
     said = stats.verdict(ratio)
     if said != "undecided":
         return f", {said}"
     more = stats.rounds_to_decide(ratio) - ratio.n
-    return f", undecided: about {count(more, 'more round')} would decide" if more < MOST else ", undecided"
+    return f", undecided: about {count(more, 'more round')} would give a verdict" if more < MOST else ", undecided"
 
 
 def interval_half_width(estimate: Estimate) -> float:

@@ -1,8 +1,9 @@
-"""Verification: compare a strategy's gradients with the chunked reference before the strategy may be timed.
+"""Verification: compare a strategy's gradients with those of a reference before the strategy may be timed.
 
-The reference does not use the engine. It runs one deep copy of the module per chunk, one after the other on the first
-device, takes the loss of the concatenated outputs, and adds the gradients in replica order. Dropout is off on both
-sides, because replicas draw from one random generator in an undefined order.
+The reference, called the chunked reference, does not use the engine. It splits the batch into one chunk per replica and
+runs one deep copy of the module per chunk, one after the other on the first device. It computes the loss of the
+concatenated outputs, and adds the gradients of the copies in replica order. Dropout is off in the strategy and in the
+reference, because replicas draw from one random generator in an undefined order.
 """
 
 from __future__ import annotations
@@ -25,14 +26,18 @@ from dpbench.records.schedule import FASTEST, parse
 Start = Callable[..., AbstractContextManager[Callable[[Any, Any], torch.Tensor]]]
 
 TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}
-"""The largest permitted relative error of a tensor, by norm. In fp32, adding in another order causes far less."""
+"""The largest permitted relative error of a tensor, by precision; errors are measured by norms.
+
+In fp32, a different order of additions causes much smaller errors.
+"""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of a comparison, with the worst tensor and its relative error.
+    """The result of comparing a strategy's gradients with those of the chunked reference.
 
-    `random` is True if the reference does not reproduce its own gradients.
+    `worst` is the name of the parameter or buffer with the largest relative error, and `error` is this error. `worst`
+    is empty if all tensors are equal. `random` is True if two runs of the reference have different gradients.
     """
 
     verified: Verified
@@ -41,12 +46,12 @@ class Verdict:
     random: bool = False
 
     def __str__(self) -> str:
-        text = f"{self.worst} differs from the chunked reference by {self.error:.2g} of its norm"
+        text = f"{self.worst} differs from the chunked reference by {self.error:.2g} times the norm of the reference"
         if not self.random:
             return text
         return (
-            f"{text}, but two runs of the reference differ as well, because the model uses random numbers: "
-            "disable its randomness (for example dropout)"
+            f"{text}, but two runs of the reference also differ from each other; the model uses random numbers: "
+            "disable the model's randomness (for example dropout)"
         )
 
 
@@ -59,10 +64,10 @@ def check(
     *,
     buffers: bool = True,
 ) -> Verdict:
-    """Take one step on a small, uneven batch, and return the comparison of its gradients with the reference's.
+    """Take one step with a small batch, and return the comparison of its gradients with those of the reference.
 
-    `start` is the strategy's `start` method. With `buffers`, buffers are compared too. The step updates the weights of
-    `model`.
+    `start` is the strategy's `start` method, and `precision` returns the context manager for the forward of a case.
+    With `buffers`, the module's buffers are compared too. The step updates the weights of `model`.
     """
     small = _small(case)
     _without_dropout(model.module)
@@ -96,7 +101,7 @@ def _small(case: Case) -> Case:
 
 
 def _without_dropout(module: nn.Module) -> None:
-    """Set the dropout probability of all of torch's own modules to 0."""
+    """Set the dropout probability of all of torch's own modules in `module` to 0."""
     for part in module.modules():
         if isinstance(part, nn.modules.dropout._DropoutNd):
             part.p = 0.0
@@ -107,9 +112,10 @@ def _without_dropout(module: nn.Module) -> None:
 def chunked(
     module: nn.Module, loss: Callable[..., torch.Tensor], inputs: Any, target: Any, chunks: int, device: torch.device
 ) -> nn.Module:
-    """Return `module` on `device` with the expected gradients and buffers of a step over `chunks` chunks.
+    """Compute the chunked reference: return `module` with the gradients and buffers that a correct step produces.
 
-    Raises TypeError if the module does not return a tensor.
+    `module` is moved to `device`. `inputs` and `target` are one batch, which is split into `chunks` chunks. Raises
+    TypeError if the module does not return a tensor.
     """
     module = module.to(device)
     pieces = [_chunk(argument, chunks, device) for argument in positional(inputs)]
@@ -118,8 +124,9 @@ def chunked(
     outputs = [one(*arguments) for one, arguments in zip(copies, columns, strict=True)]
     if not all(isinstance(output, torch.Tensor) for output in outputs):
         raise TypeError(
-            f"forward returned a {type(outputs[0]).__name__}; verification, and therefore timing, needs one tensor: "
-            "return the tensor that the loss takes, or wrap the model in a module that does"
+            f"the model's forward returned a {type(outputs[0]).__name__}, but verification needs a single tensor, and "
+            "unverified cases are not timed: return the tensor that the loss takes, or wrap the model in a module that "
+            "returns it"
         )
     whole = torch.cat([output.detach() for output in outputs]).requires_grad_()
     loss(whole, target.to(device)).backward()
@@ -135,14 +142,14 @@ def chunked(
 
 
 def _chunk(value: Any, chunks: int, device: torch.device) -> list[Any]:
-    """Split a tensor and return copies of its chunks on `device`; repeat any other value `chunks` times."""
+    """Split a tensor into chunks and return their copies on `device`; for any other value, return it `chunks` times."""
     if isinstance(value, torch.Tensor):
         return [piece.to(device, copy=True) for piece in value.chunk(chunks)]
     return [value] * chunks
 
 
 def _ordered_sum(parts: list[torch.Tensor]) -> torch.Tensor | None:
-    """Return the sum of the gradients, added in order; None if there are none."""
+    """Return the sum of the gradients in `parts`, added in this order; None if `parts` is empty."""
     if not parts:
         return None
     total = parts[0].clone()
@@ -154,9 +161,9 @@ def _ordered_sum(parts: list[torch.Tensor]) -> torch.Tensor | None:
 def compare(module: nn.Module, reference: nn.Module, tolerance: float, *, buffers: bool = True) -> Verdict:
     """Compare the gradients of two modules, and with `buffers` also their buffers; return the verdict.
 
-    The verdict is BITWISE if all tensors are equal, WITHIN_TOLERANCE if no error exceeds `tolerance` times the norm of
-    the reference's tensor, else NO. For tensors with tiny norms, the error is relative to a fraction of the largest
-    norm instead.
+    The error of a tensor is the norm of its difference from the reference's tensor, divided by the norm of the
+    reference's tensor. If that norm is tiny, the divisor is a fixed fraction of the largest norm of all tensors. The
+    verdict is BITWISE if all tensors are equal, WITHIN_TOLERANCE if no error exceeds `tolerance`, and NO otherwise.
     """
     pairs = [(n, _gradient(p), _gradient(reference.get_parameter(n))) for n, p in module.named_parameters()]
     if buffers:
@@ -178,5 +185,8 @@ def compare(module: nn.Module, reference: nn.Module, tolerance: float, *, buffer
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:
-    """Return the gradient, or zeros for None, because replicas that do not use a parameter return zeros for it."""
+    """Return the gradient of a parameter, or zeros if it is None.
+
+    Zeros are needed, because replicas return zeros for a parameter that they do not use.
+    """
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -1,10 +1,10 @@
 """Models: the reference models in two sizes (plain torch, seeded, dropout 0), and a loader for users' models.
 
-A plug is a file (or, given as `package.module:name`, an object) with three functions:
+A model is a plug: a file of this folder, or a user's object given as `package.module:name`. It has three functions:
 
     build(size) -> Module
     batch(n, seed, size) -> (inputs, target)      inputs: a tensor, or a tuple of positional arguments
-    loss(output, target) -> 0-dim tensor          one of torch's own losses makes loss=local possible
+    loss(output, target) -> 0-dim tensor          must be a loss function of torch if schedules use loss=local
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SIZES = ("small", "full")
 
 @dataclass(frozen=True)
 class Model:
-    """A built module with its batches and its loss."""
+    """A model of one size: its module, its loss function, and `make_batch(n, seed)`, which returns (inputs, target)."""
 
     name: str
     module: nn.Module
@@ -36,24 +36,23 @@ class Model:
     loss: Callable[..., torch.Tensor]
 
     def batch(self, n: int, seed: int) -> tuple[Any, Any]:
-        """Return `n` samples of synthetic inputs and targets, the same for the same seed.
+        """Return (inputs, target) of `n` synthetic samples; the same `seed` always gives the same values.
 
-        Raises ValueError when the first dimension of any tensor in the inputs or the target is not `n`: the timed step
-        would then do other work than its case describes.
+        Raises ValueError if the first dimension of any tensor in the inputs or the target is not `n`, because the work
+        of the timed step would then differ from the work that the case describes.
         """
         inputs, target = self.make_batch(n, seed)
         wrong = [f"{where} has {_shape(one)}" for where, one in _tensors((inputs, target)) if one.shape[:1] != (n,)]
         if wrong:
             raise ValueError(
-                f"model {self.name}: batch({n}, ...) must return {n} rows, but {', '.join(wrong)}; in every tensor of "
-                "the inputs and the target, the first dimension must have the size that batch() gets as its first "
-                f"argument (here {n})"
+                f"model {self.name}: batch({n}, ...) must return {n} rows, but {', '.join(wrong)}; set the first "
+                f"dimension of every tensor in the inputs and the target to the first argument of batch(), here {n}"
             )
         return inputs, target
 
 
 def _tensors(batch: tuple[Any, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (location as text, tensor) for each tensor of a batch, at any depth of nesting."""
+    """Yield (location, tensor) for each tensor of a batch, at any depth; a location is text such as "inputs[0]"."""
     for name, part in zip(("inputs", "target"), batch, strict=True):
         for path, leaf in tree_flatten_with_path(part)[0]:
             if isinstance(leaf, torch.Tensor):
@@ -61,15 +60,19 @@ def _tensors(batch: tuple[Any, Any]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _shape(tensor: torch.Tensor) -> str:
-    """Describe a tensor's number of rows and its shape, as text."""
+    """Return text with the number of rows and the shape of a tensor, such as "4 (shape (4, 10))".
+
+    The text is "no dimension" for a 0-dim tensor.
+    """
     return f"{len(tensor)} (shape {tuple(tensor.shape)})" if tensor.dim() else "no dimension"
 
 
 def load(name: str, size: str, seed: int) -> Model:
-    """Build the model `name` (a plug, or `package.module:object`) with weights drawn from `seed`.
+    """Build the model `name` in the size "small" or "full", with random weights drawn from `seed`.
 
-    The state of the random generator is restored, so that building one model does not change the next one. Raises
-    ValueError for an unknown size, and TypeError for an object that is not a model.
+    `name` is the name of a plug, or `package.module:object`. The state of the random generator is restored, so that
+    building one model does not change the next one. Raises ValueError for an unknown size, and TypeError for an object
+    that is not a model.
     """
     if size not in SIZES:
         raise ValueError(registry.unknown("size", size, list(SIZES)))
@@ -78,12 +81,15 @@ def load(name: str, size: str, seed: int) -> Model:
         torch.manual_seed(seed)
         module = plug.build(size)
     if not isinstance(module, nn.Module):
-        raise TypeError(f"{name}: build({size!r}) must return a torch.nn.Module, not {type(module).__name__}")
+        raise TypeError(f"model {name}: build({size!r}) must return a torch.nn.Module, not {type(module).__name__}")
     return Model(name, module, lambda n, batch_seed: plug.batch(n, batch_seed, size), plug.loss)
 
 
 def _own(name: str) -> Any:
-    """Import a user's model object, from the current directory first, as `python -m` does."""
+    """Import and return the user's model object `name`, given as `package.module:object`.
+
+    The current directory is searched first, as by `python -m`. Raises TypeError if the object lacks a function.
+    """
     module_name, _, attribute = name.partition(":")
     here = str(Path.cwd())
     if here not in sys.path:
@@ -93,19 +99,22 @@ def _own(name: str) -> Any:
         for part in filter(None, attribute.split(".")):
             plug = getattr(plug, part)
     except (ImportError, AttributeError) as error:
-        error.add_note(f"while loading --model {name} (package.module:name) from {here} and sys.path")
+        error.add_note(f"while loading --model {name}, which has the form package.module:name, from {here} or sys.path")
         raise
     missing = [verb for verb in ("build", "batch", "loss") if not callable(getattr(plug, verb, None))]
     if missing:
         raise TypeError(
-            f"--model {name}: needs the functions build(size), batch(n, seed, size) and loss(output, target); "
-            f"missing: {', '.join(missing)}"
+            f"--model {name}: this object must have the functions build(size), batch(n, seed, size) and "
+            f"loss(output, target); functions that are missing: {', '.join(missing)}"
         )
     return plug
 
 
 def profile(model: Model, samples: int = 2) -> Profile:
-    """Return the model's profile, from a batch of `samples` rows: FLOP counted by torch, bytes computed from shapes."""
+    """Return the profile of a model: the sizes of its tensors, and the FLOP of forward and backward.
+
+    torch counts the FLOP on a batch of `samples` rows. FLOP, input bytes and output bytes are per sample.
+    """
     from torch.utils.flop_counter import FlopCounterMode
 
     inputs, target = model.batch(samples, 0)
@@ -128,5 +137,5 @@ def profile(model: Model, samples: int = 2) -> Profile:
 
 
 def positional(inputs: Any) -> tuple[Any, ...]:
-    """Return a batch's inputs as the positional arguments of the module."""
+    """Return the inputs of a batch as a tuple of the positional arguments of the module."""
     return inputs if isinstance(inputs, tuple) else (inputs,)

@@ -1,4 +1,4 @@
-"""A large embedding table with dense gradients: every replica gets all weights, but computes hardly anything.
+"""A large embedding table with dense gradients: every replica gets all weights, but needs little computation.
 
 A batch uses only a few rows of the table, but `replicate` copies the whole table, and `reduce` adds gradients that are
 mostly zeros.
@@ -14,7 +14,10 @@ from torch import Tensor, nn
 
 
 class Dims(NamedTuple):
-    """The dimensions of a size; `bag` is the number of table rows that one sample reads."""
+    """The dimensions of the model in one size.
+
+    The table has `rows` rows of `width` values; each sample uses `bag` rows.
+    """
 
     rows: int
     bag: int
@@ -29,7 +32,7 @@ DIMS = {
 
 
 class EmbeddingMean(nn.Module):
-    """The mean of a bag of table rows, then one linear layer."""
+    """The mean of the table rows of each sample, followed by one linear layer."""
 
     def __init__(self, dims: Dims) -> None:
         super().__init__()
@@ -37,18 +40,18 @@ class EmbeddingMean(nn.Module):
         self.head = nn.Linear(dims.width, dims.classes)
 
     def forward(self, bags: Tensor) -> Tensor:
-        """Return logits of shape (batch, classes) for row indices of shape (batch, bag)."""
+        """Return logits of shape (batch, classes) for table row indices of shape (batch, bag)."""
         logits: Tensor = self.head(self.table(bags))
         return logits
 
 
 def build(size: str) -> nn.Module:
-    """Return the model: 1,836,138 parameters in the small size, 128,129,000 in the full size."""
+    """Return the model, which has 1,836,138 parameters in the small size and 128,129,000 in the full size."""
     return EmbeddingMean(DIMS[size])
 
 
 def batch(n: int, seed: int, size: str) -> tuple[Tensor, Tensor]:
-    """Return row indices of shape (n, bag) and n class labels."""
+    """Return (inputs, target) of n random samples: table row indices of shape (n, bag), and n class labels."""
     generator = torch.Generator().manual_seed(seed)
     dims = DIMS[size]
     return (

@@ -1,6 +1,7 @@
-"""Three linear layers, with 67,210 parameters in the small size: SimpleModel of the usual DataParallel tutorials.
+"""Three linear layers: SimpleModel of the usual DataParallel tutorials.
 
-Source of the layers: the tutorial "Multi-GPU training with DataParallel" (128-256-128-10, ReLU, cross entropy).
+Source of the layers of the small size: the tutorial "Multi-GPU training with DataParallel" (128-256-128-10, ReLU, cross
+entropy).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ WIDTHS = {"small": (128, 256, 128, 10), "full": (4096, 8192, 4096, 1000)}
 
 
 class SimpleModel(nn.Module):
-    """Linear-ReLU-Linear-ReLU-Linear over flat features."""
+    """Three linear layers with ReLU between them; the input of a sample is a vector of features."""
 
     def __init__(self, widths: tuple[int, int, int, int]) -> None:
         super().__init__()
@@ -24,7 +25,7 @@ class SimpleModel(nn.Module):
         self.relu = nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (batch, features) to (batch, classes) logits."""
+        """Return logits of shape (batch, classes) for features of shape (batch, features)."""
         x = self.relu(self.fc1(x))
         x = self.relu(self.fc2(x))
         logits: Tensor = self.fc3(x)
@@ -32,12 +33,12 @@ class SimpleModel(nn.Module):
 
 
 def build(size: str) -> nn.Module:
-    """Return the model: 67,210 parameters in the small size, 71,218,152 in the full size."""
+    """Return the model, which has 67,210 parameters in the small size and 71,218,152 in the full size."""
     return SimpleModel(WIDTHS[size])
 
 
 def batch(n: int, seed: int, size: str) -> tuple[Tensor, Tensor]:
-    """Return normally distributed inputs of shape (n, features) and n class labels."""
+    """Return (inputs, target) of n random samples: normal values of shape (n, features), and n class labels."""
     generator = torch.Generator().manual_seed(seed)
     features, *_, classes = WIDTHS[size]
     return (

@@ -1,8 +1,8 @@
 """ResNet-18: convolutions with BatchNorm, whose running statistics are buffers that are copied to every replica.
 
 Topology: K. He et al., "Deep Residual Learning for Image Recognition", 2015, the 18-layer column of table 1, with
-projection shortcuts where the shape changes. The small size is the same network for 24x24 images: a 3x3 stem of stride
-1, no max-pooling, narrow stages.
+projection shortcuts where the shape changes. The small size is the same network for images of 24x24 pixels, with a 3x3
+stem of stride 1, no max-pooling, and fewer channels.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from torch import Tensor, nn
 
 
 class Dims(NamedTuple):
-    """The dimensions of a size; `width` is the channel count of the first stage."""
+    """The dimensions of the model in one size; `width` is the number of channels of the first stage.
+
+    `pixels` is the side of an image. `large_stem` selects the stem of the paper, for large images.
+    """
 
     pixels: int
     width: int
@@ -32,7 +35,10 @@ BLOCKS_PER_STAGE = 2
 
 
 class Block(nn.Module):
-    """Two 3x3 convolutions in parallel with a shortcut; with stride 2, the block halves each side of the image."""
+    """Two successive 3x3 convolutions; a shortcut adds the block's input to their output.
+
+    With stride 2, the block halves each side of the image.
+    """
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -44,14 +50,14 @@ class Block(nn.Module):
         self.shortcut = nn.Identity() if same_shape else _projection(inputs, outputs, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (batch, inputs, h, w) to (batch, outputs, h / stride, w / stride)."""
+        """Return the output of shape (batch, outputs, h / stride, w / stride) for x of shape (batch, inputs, h, w)."""
         y = F.relu(self.norm1(self.conv1(x)))
         y = self.norm2(self.conv2(y))
         return F.relu(y + self.shortcut(x))
 
 
 class ResNet18(nn.Module):
-    """Stem, four stages of two blocks, global mean, one linear layer."""
+    """The stem, four stages of two blocks, the mean over the image, and one linear layer."""
 
     def __init__(self, dims: Dims) -> None:
         super().__init__()
@@ -70,14 +76,14 @@ class ResNet18(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (batch, 3, pixels, pixels) to (batch, classes) logits."""
+        """Return logits of shape (batch, classes) for images of shape (batch, 3, pixels, pixels)."""
         x = self.blocks(self.stem(x))
         logits: Tensor = self.head(x.mean(dim=(2, 3)))
         return logits
 
 
 def _projection(inputs: int, outputs: int, stride: int) -> nn.Module:
-    """Return the shortcut for a block whose input and output have different shapes."""
+    """Return the shortcut of a block whose input and output have different shapes: a 1x1 convolution with BatchNorm."""
     return nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
 
 
@@ -95,12 +101,12 @@ def _stem(dims: Dims) -> nn.Module:
 
 
 def build(size: str) -> nn.Module:
-    """Return the model: 176,402 parameters in the small size, 11,689,512 in the full size."""
+    """Return the model, which has 176,402 parameters in the small size and 11,689,512 in the full size."""
     return ResNet18(DIMS[size])
 
 
 def batch(n: int, seed: int, size: str) -> tuple[Tensor, Tensor]:
-    """Return n images of shape (3, pixels, pixels) with normally distributed values, and n class labels."""
+    """Return (inputs, target) of n random samples: images of shape (3, pixels, pixels), and n class labels."""
     generator = torch.Generator().manual_seed(seed)
     dims = DIMS[size]
     return (

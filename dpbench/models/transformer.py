@@ -1,7 +1,7 @@
 """A transformer encoder that classifies token sequences: many equal layers, many small parameter tensors.
 
-The full size has the widths of BERT-base (J. Devlin et al., "BERT", 2018: 12 layers, width 768, 12 heads, vocabulary
-30,522, 512 positions) without its segment table and pooling layer. Dropout is 0.
+The full size has the dimensions of BERT-base (J. Devlin et al., "BERT", 2018: 12 layers, width 768, 12 heads,
+vocabulary 30,522, 512 positions), but no segment table and no pooling layer. Dropout is 0.
 """
 
 from __future__ import annotations
@@ -14,7 +14,11 @@ from torch import Tensor, nn
 
 
 class Dims(NamedTuple):
-    """The dimensions of a size; `tokens` is the length of the sequences in a batch."""
+    """The dimensions of the model in one size.
+
+    `positions` is the maximum length of a sequence, and `tokens` is the length of the sequences in a batch. `width` is
+    the size of an embedding, and `hidden` is the size of a feed-forward layer.
+    """
 
     vocabulary: int
     positions: int
@@ -33,7 +37,7 @@ DIMS = {
 
 
 class Transformer(nn.Module):
-    """Token and position tables, encoder layers, mean over the sequence, one linear layer."""
+    """Token and position embeddings, encoder layers, the mean over the sequence, and one linear layer."""
 
     def __init__(self, dims: Dims) -> None:
         super().__init__()
@@ -51,19 +55,19 @@ class Transformer(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Map (batch, tokens) token ids to (batch, classes) logits."""
+        """Return logits of shape (batch, classes) for token ids of shape (batch, tokens)."""
         x = self.norm(self.tokens(tokens) + self.positions[: tokens.size(1)])
         logits: Tensor = self.head(self.encoder(x).mean(dim=1))
         return logits
 
 
 def build(size: str) -> nn.Module:
-    """Return the model: 166,794 parameters in the small size, 109,659,112 in the full size."""
+    """Return the model, which has 166,794 parameters in the small size and 109,659,112 in the full size."""
     return Transformer(DIMS[size])
 
 
 def batch(n: int, seed: int, size: str) -> tuple[Tensor, Tensor]:
-    """Return token ids of shape (n, tokens) and n class labels."""
+    """Return (inputs, target) of n random samples: token ids of shape (n, tokens), and n class labels."""
     generator = torch.Generator().manual_seed(seed)
     dims = DIMS[size]
     return (

@@ -1,9 +1,9 @@
-"""VGG-16 without BatchNorm: most parameters are in the fully connected head, the worst case for replicate.
+"""VGG-16 without BatchNorm: most parameters are in the fully connected head, the worst case for `replicate`.
 
 Layers: K. Simonyan, A. Zisserman, "Very Deep Convolutional Networks for Large-Scale Image Recognition", 2014,
-configuration D, without its dropout. In the full size the head has 89 % of the parameters and does 0.8 % of the forward
-arithmetic: `replicate` and `reduce` move weights with hardly any computation to hide the transfer. In the small size
-the head has 91 % of the parameters and does 33 % of the arithmetic.
+configuration D, without its dropout. In the full size, the head has 89 % of the parameters but does only 0.8 % of the
+forward arithmetic, so there is hardly any computation that could hide the transfers of `replicate` and `reduce`. In the
+small size, the head has 91 % of the parameters and does 33 % of the arithmetic.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from torch import Tensor, nn
 
 
 class Dims(NamedTuple):
-    """The dimensions of a size; `width` is the channel count of the first stage, `hidden` the width of the head."""
+    """The dimensions of the model in one size.
+
+    `pixels` is the side of an image, `width` the number of channels of the first stage, `hidden` the width of the head.
+    """
 
     pixels: int
     width: int
@@ -29,11 +32,11 @@ DIMS = {
     "full": Dims(pixels=224, width=64, hidden=4096, classes=1000),
 }
 STAGES = ((1, 2), (2, 2), (4, 3), (8, 3), (8, 3))
-"""For each stage: channels as a multiple of `width`, and number of convolutions. Each stage halves the image sides."""
+"""(channels as a multiple of `width`, number of convolutions) of each stage. A stage halves both sides of the image."""
 
 
 class VGG16(nn.Module):
-    """Thirteen 3x3 convolutions in five stages, then three linear layers."""
+    """Thirteen 3x3 convolutions in five stages, followed by three linear layers, the head."""
 
     def __init__(self, dims: Dims) -> None:
         super().__init__()
@@ -61,18 +64,18 @@ class VGG16(nn.Module):
                 nn.init.zeros_(module.bias)  # type: ignore[arg-type]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (batch, 3, pixels, pixels) to (batch, classes) logits."""
+        """Return logits of shape (batch, classes) for images of shape (batch, 3, pixels, pixels)."""
         logits: Tensor = self.head(self.features(x))
         return logits
 
 
 def build(size: str) -> nn.Module:
-    """Return the model: 2,706,610 parameters in the small size, 138,357,544 in the full size."""
+    """Return the model, which has 2,706,610 parameters in the small size and 138,357,544 in the full size."""
     return VGG16(DIMS[size])
 
 
 def batch(n: int, seed: int, size: str) -> tuple[Tensor, Tensor]:
-    """Return n images of shape (3, pixels, pixels) with normally distributed values, and n class labels."""
+    """Return (inputs, target) of n random samples: images of shape (3, pixels, pixels), and n class labels."""
     generator = torch.Generator().manual_seed(seed)
     dims = DIMS[size]
     return (

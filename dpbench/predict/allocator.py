@@ -1,7 +1,7 @@
 """Allocator: a model of the CUDA caching allocator, which computes the reserved memory from a list of allocations.
 
-The rules and constants are those of PyTorch's `c10/cuda/CUDACachingAllocator.cpp` and `c10/core/AllocatorConfig.h`
-with default settings:
+The rules and constants are those of PyTorch's `c10/cuda/CUDACachingAllocator.cpp` and `c10/core/AllocatorConfig.h` with
+default settings:
 
 - Sizes are rounded up to 512 bytes.
 - Blocks of up to 1 MiB come from segments of 2 MiB, and blocks below 10 MiB from segments of 20 MiB. A larger block
@@ -9,7 +9,8 @@ with default settings:
 - The allocator takes the smallest free block that fits, and splits it. It merges a freed block with free neighbours.
 - When the device is full, the allocator releases all segments that are completely free, then tries once more.
 
-The replay has one stream. It does not model blocks that cannot be reused yet because another stream still uses them.
+The model has a single stream. It therefore contains no blocks whose reuse must wait until another stream has ended its
+work on them.
 """
 
 from __future__ import annotations
@@ -31,12 +32,16 @@ SEGMENT_ROUNDING_BYTES = 2 * MIB
 
 
 class OutOfDeviceMemory(RuntimeError):
-    """An allocation does not fit the memory of a device."""
+    """The error of an allocation that does not fit in the memory of a device."""
 
 
 @dataclass(eq=False)
 class MemoryBlock:
-    """A part of a segment, in use or free, with links to its two neighbours in the segment."""
+    """A part of a segment, in use or free, with links to its two neighbours in the segment.
+
+    `segment` is the number of the segment. `offset`, `size` and `asked` (the size that was requested) are in bytes.
+    `small` is True in a segment for blocks of up to 1 MiB.
+    """
 
     segment: int
     offset: int
@@ -59,7 +64,7 @@ class Allocator:
 
     `capacity_bytes` limits the memory that the process may reserve; None sets no limit. `requested_bytes` is the sum of
     the sizes requested, `allocated_bytes` the sum of the blocks in use, and `reserved_bytes` the sum of the segments.
-    `rounding_bytes` is the multiple to which sizes are rounded up; 1 counts bytes as emulated devices do.
+    `rounding_bytes` is the multiple to which sizes are rounded up; with 1, sizes are exact, as on emulated devices.
     """
 
     capacity_bytes: int | None = None
@@ -76,9 +81,12 @@ class Allocator:
     )
 
     def take(self, size_bytes: int) -> MemoryBlock:
-        """Return a block of at least `size_bytes`. Raises OutOfDeviceMemory if the block does not fit the device."""
+        """Allocate a block of at least `size_bytes` and return it. Raises OutOfDeviceMemory if the device is full."""
         if size_bytes < 1:
-            raise ValueError(f"a block needs at least 1 byte, got {size_bytes}; empty tensors take no memory")
+            raise ValueError(
+                f"cannot allocate {size_bytes} bytes: a block needs at least 1 byte; do not allocate memory for "
+                "empty tensors"
+            )
         size = -(-size_bytes // self.rounding_bytes) * self.rounding_bytes
         small = size <= SMALL_BYTES
         block = self._fitting(size, small) or self._segment(size, small)
@@ -92,7 +100,7 @@ class Allocator:
         return block
 
     def give(self, block: MemoryBlock) -> None:
-        """Free a block and merge it with free neighbours."""
+        """Free a block and merge it with its free neighbours in the segment."""
         self.requested_bytes -= block.asked
         self.allocated_bytes -= block.size
         block.free, block.asked = True, 0
@@ -106,13 +114,19 @@ class Allocator:
         bisect.insort(self._free[block.small], (block.key, block))
 
     def _fitting(self, size: int, small: bool) -> MemoryBlock | None:
-        """Remove the smallest free block of at least `size` bytes from its pool and return it; None if none fits."""
+        """Remove the smallest free block of at least `size` bytes from its pool and return it, or None if none fits.
+
+        `small` selects the pool of small blocks.
+        """
         pool = self._free[small]
         at = bisect.bisect_left(pool, ((size, -1, -1),))
         return pool.pop(at)[1] if at < len(pool) else None
 
     def _segment(self, size: int, small: bool) -> MemoryBlock:
-        """Return a new segment as one block; release free segments first if the device is full."""
+        """Return a new segment as one block of at least `size` bytes.
+
+        If the device is full, free segments are released first. Raises OutOfDeviceMemory if that is not enough.
+        """
         length = SMALL_SEGMENT_BYTES if small else LARGE_SEGMENT_BYTES
         if size >= OWN_SEGMENT_BYTES:
             length = -(-size // SEGMENT_ROUNDING_BYTES) * SEGMENT_ROUNDING_BYTES
@@ -120,8 +134,9 @@ class Allocator:
             self._release()
             if self.reserved_bytes + length > self.capacity_bytes:
                 raise OutOfDeviceMemory(
-                    f"cannot allocate {size} bytes: {self.allocated_bytes} bytes are allocated, and "
-                    f"{self.reserved_bytes} of {self.capacity_bytes} bytes are reserved"
+                    f"cannot allocate {size} bytes: of the {self.capacity_bytes} bytes of the device, "
+                    f"{self.reserved_bytes} bytes are already reserved, and {self.allocated_bytes} of these are "
+                    "allocated; reduce the batch size"
                 )
         self.reserved_bytes += length
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
@@ -130,7 +145,7 @@ class Allocator:
         return MemoryBlock(self._made, 0, length, small)
 
     def _release(self) -> None:
-        """Release every segment that consists of one free block."""
+        """Return to the device every segment that consists of one free block."""
         for small, pool in self._free.items():
             whole = [block for _, block in pool if block.before is None and block.after is None]
             self._free[small] = [entry for entry in pool if entry[1] not in whole]
@@ -138,7 +153,7 @@ class Allocator:
             self.reserved_bytes -= sum(block.size for block in whole)
 
     def _split(self, block: MemoryBlock, size: int) -> None:
-        """Shrink a block to `size` bytes and make the rest a free block."""
+        """Shrink a block to `size` bytes and turn the remaining bytes into a free block."""
         rest = MemoryBlock(
             block.segment,
             block.offset + size,
@@ -158,25 +173,28 @@ class Allocator:
         self._absorb(block, after)
 
     def _absorb(self, block: MemoryBlock, after: MemoryBlock) -> None:
-        """Extend a block over its right neighbour."""
+        """Extend `block` by the block `after`, its right neighbour."""
         block.size += after.size
         block.after = after.after
         if after.after is not None:
             after.after.before = block
 
     def _remove(self, block: MemoryBlock) -> None:
-        """Remove a free block from its pool."""
+        """Remove a block from its pool of free blocks."""
         pool = self._free[block.small]
         pool.pop(bisect.bisect_left(pool, (block.key,)))
 
 
 Names = dict[int, int]
-"""For each storage of a trace, the number of its allocation on a tape (its holding)."""
+"""A mapping from storages of a trace to holdings: from a storage's number to the number of its allocation on a tape."""
 
 
 @dataclass(frozen=True)
 class MemoryChange:
-    """One allocation on a device, or its release if `taken` is False; `holding` identifies the allocation on a tape."""
+    """An allocation on a device, or the release of an allocation if `taken` is False.
+
+    `holding` is the number of the allocation on its tape, `kind` the kind of tensor, and `stage` the part of the step.
+    """
 
     device: int
     holding: int
@@ -190,7 +208,8 @@ class MemoryChange:
 class Peak:
     """The peak memory of one device: requested, allocated in blocks, and reserved in segments, in bytes.
 
-    `kinds` (bytes by kind of tensor) and `stage` describe the moment of the peak of `allocated_bytes`.
+    At the moment of the peak of `allocated_bytes`, `stage` is the part of the step, and `kinds` are the requested bytes
+    by kind of tensor.
     """
 
     requested_bytes: int
@@ -203,7 +222,7 @@ class Peak:
 class Tape:
     """A sequence of allocations and releases on several devices, in chronological order.
 
-    The number of an allocation is called its holding.
+    An allocation is identified by a number, which is called its holding.
     """
 
     def __init__(self) -> None:
@@ -212,7 +231,7 @@ class Tape:
         self._live: dict[int, MemoryChange] = {}
 
     def take(self, device: int, size_bytes: int, kind: str) -> list[int]:
-        """Allocate one tensor; return a list with its holding, or an empty list for an empty tensor."""
+        """Add the allocation of one tensor; return a list with its holding, or an empty list for an empty tensor."""
         if not size_bytes:
             return []
         change = MemoryChange(device, len(self.changes), size_bytes, kind, self.stage, taken=True)
@@ -221,11 +240,11 @@ class Tape:
         return [change.holding]
 
     def take_all(self, device: int, sizes_bytes: Iterable[int], kind: str) -> list[int]:
-        """Allocate tensors of these sizes and return their holdings."""
+        """Add the allocations of tensors of these sizes; return their holdings. An empty tensor has no holding."""
         return [holding for size in sizes_bytes for holding in self.take(device, size, kind)]
 
     def give(self, holdings: Iterable[int]) -> None:
-        """Release holdings; a holding that is already released is ignored."""
+        """Add the releases of the allocations with these holdings; a holding that is already released is ignored."""
         for holding in holdings:
             if change := self._live.pop(holding, None):
                 self.changes.append(
@@ -237,8 +256,9 @@ class Tape:
     ) -> None:
         """Add the allocations and releases of a trace's ops on a device.
 
-        The kind of a storage is the one in `kinds`, or `kind` for a storage that is not in `kinds`. `names` is updated
-        to the storages that the ops leave allocated. A release of a storage that is not in `names` is ignored.
+        `kinds` maps storages to kinds of tensors; a storage that is not in `kinds` is of the kind `kind`. `names` maps
+        the allocated storages to their holdings and is updated. The release of a storage that is not in `names` is
+        ignored.
         """
         kinds = kinds or {}
         for op in ops:
@@ -253,7 +273,8 @@ class Tape:
 def replay(tape: Tape, device: int, *, capacity_bytes: int | None = None, rounding_bytes: int | None = None) -> Peak:
     """Return the memory peaks of one device, from a replay of its allocations and releases.
 
-    Raises OutOfDeviceMemory, with a note on the stage and the kind of tensor, if the memory of the device is exceeded.
+    `capacity_bytes` and `rounding_bytes` are those of `Allocator`; None selects their defaults. Raises
+    OutOfDeviceMemory, with a note on the part of the step and the kind of tensor, if `capacity_bytes` is exceeded.
     """
     allocator = Allocator(capacity_bytes) if rounding_bytes is None else Allocator(capacity_bytes, rounding_bytes)
     blocks: dict[int, MemoryBlock] = {}
@@ -270,7 +291,10 @@ def replay(tape: Tape, device: int, *, capacity_bytes: int | None = None, roundi
         try:
             blocks[change.holding] = allocator.take(change.size_bytes)
         except OutOfDeviceMemory as error:
-            error.add_note(f"on device {device} in {change.stage}, for {change.kind}")
+            error.add_note(
+                f"on device {device} in the stage {change.stage}, the allocation of a tensor of the kind {change.kind} "
+                "failed"
+            )
             raise
         now[change.kind] += change.size_bytes
         requested = max(requested, allocator.requested_bytes)

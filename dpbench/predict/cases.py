@@ -1,7 +1,8 @@
-"""Cases: predictions of the cases of a plan on a described machine, with 80 % intervals, as trials of a run.
+"""Cases: predictions of cases on a described machine, with 80 % intervals, which are stored as the trials of a run.
 
-A need states the memory that a case takes on each device, whether it fits, and the largest batch that fits. A what-if
-is the prediction of a changed case: another schedule or strategy, faster links, a faster host, or a larger batch.
+A need states the memory that a case takes on each device, whether the case fits, and the largest batch that fits. A
+what-if is the prediction of a step after one change: another schedule or strategy, faster links, a faster host, or a
+larger batch.
 """
 
 from __future__ import annotations
@@ -26,15 +27,17 @@ from dpbench.records import Case, Memory, Profile, Source, Span, Status, Step, T
 from dpbench.records.machine import Machine, UnknownMachine
 from dpbench.records.registry import Role
 
-UNTRACED = "unknown: only dpbench's models and models given by --model can be traced"
+UNTRACED = "unknown: only dpbench's models and models given by --model can be traced to calculate the memory"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """The memory that a case needs on each device: the allocator's peaks, and the totals that the driver would show.
+    """The memory that a case needs on each device.
 
-    `fits` is None if the machine file does not state the memory of a GPU. `largest` is the largest batch that fits: 0
-    if no batch fits, None if there was no search. `reason` explains why the memory is not known.
+    `memory` contains the peaks of the allocator, and `process_bytes` the totals per device that the driver would show;
+    both are empty if the memory is not known, and `reason` then explains why. `fits` is None if the memory of the case
+    or of the GPU is not known. `failed_device` is the first device whose memory is too small. `largest` is the largest
+    batch size that fits: 0 if no batch fits, None if there was no search.
     """
 
     case: Case
@@ -47,16 +50,19 @@ class Need:
 
     @property
     def status(self) -> Status:
-        """Return the status of a trial of the case: OOM if the case does not fit, else OK."""
+        """Return the status of a trial of the case: OOM if the case is known not to fit, else OK."""
         return Status.OOM if self.fits is False else Status.OK
 
     def peaks(self, kind: str) -> list[int]:
-        """Return the peak bytes of one kind ("allocated" or "reserved") for each device."""
+        """Return the peak of the memory of one kind ("allocated" or "reserved") in bytes, for each device."""
         return [one.peak_bytes for one in self.memory if one.kind == kind]
 
 
 def needs(cases: Sequence[Case], machine: Machine, *, largest: bool = False) -> Iterator[Need]:
-    """Yield the memory of each case. Tracing takes a second or more for each distinct number of rows per device."""
+    """Yield the memory that each case needs; with `largest`, also search for the largest batch that fits.
+
+    The models are traced, which takes a second or more for each distinct number of rows per device.
+    """
     from dpbench.predict.memory import Traces, traces_of
 
     kept: dict[Case, Traces] = {}
@@ -73,7 +79,11 @@ def needs(cases: Sequence[Case], machine: Machine, *, largest: bool = False) -> 
 
 
 def _need(case: Case, traces: object, capacity_bytes: int, largest: bool) -> Need:
-    """Return the memory of one case, from a replay of its devices' allocations."""
+    """Return the memory that one case needs, from a replay of the allocations on its devices.
+
+    `traces` are the traces of the case's model. `capacity_bytes` is the memory of a GPU, 0 if unknown. `largest`
+    requests the search for the largest batch that fits.
+    """
     from dpbench.predict import memory
 
     found = memory.needed(case, traces)  # type: ignore[arg-type]
@@ -94,12 +104,16 @@ def _need(case: Case, traces: object, capacity_bytes: int, largest: bool) -> Nee
 
 PRICED = ("traced", "counted")
 LAUNCHES = (HOST_FACTOR, "launch_s")
-"""The priors that a traced or counted profile depends on, because launches limit a net of many small kernels."""
+"""The priors on which traced and counted profiles depend, because launches limit a net of many small kernels."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The prediction of one case: the duration of a step in seconds, its 80 % interval, and the spans of one step."""
+    """The prediction of one case: the duration of a step in seconds, its 80 % interval, and the spans of the step.
+
+    `profile` is the source of the profile ("measured", "given", "traced" or "counted"), `machine` the machine's name,
+    and `need` the memory that the case needs, None if the memory was not predicted.
+    """
 
     case: Case
     seconds: float
@@ -111,7 +125,10 @@ class Prediction:
     need: Need | None = None
 
     def trial(self) -> Trial:
-        """Return the prediction as a trial, for reports and results files."""
+        """Return the prediction as a trial, for reports and results files.
+
+        If the case does not fit the memory of the devices, the trial has the status OOM and no steps.
+        """
         facts = {"machine": self.machine, "profile": self.profile, "interval_80_s": [self.low_s, self.high_s]}
         memory = self.need.memory if self.need else ()
         step = Step(self.seconds, False, self.seconds)
@@ -121,7 +138,7 @@ class Prediction:
         )  # fmt: skip
         if self.need is None or self.need.status is Status.OK:
             return found
-        lacking = f"predicted for {self.machine}: out of memory on device {self.need.failed_device}"
+        lacking = f"predicted for the machine {self.machine}: out of memory on device {self.need.failed_device}"
         return replace(
             found, status=Status.OOM, reason=lacking, failed_device=self.need.failed_device, steps=(), spans=()
         )
@@ -129,17 +146,21 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Predictor:
-    """The inputs of predictions on one machine. `given` is a known step on one device, as (seconds, samples)."""
+    """The inputs of predictions on one machine.
+
+    `given` is a known step on one device as (seconds, samples), or None. With `by_formula`, predictions use formulas
+    instead of the simulation and have no spans.
+    """
 
     machine: Machine
     constants: Constants = DEFAULT
     given: tuple[float, int] | None = None
     by_formula: bool = False
     measured: Mapping[counts.Key, Profile] = field(default_factory=dict)
-    """Profiles measured on a device of this kind."""
+    """Profiles that were measured on one device, by model, size and precision."""
 
     def predict(self, case: Case) -> Prediction:
-        """Return the prediction of one case. Raises UnknownMachine if the machine file lacks a required number."""
+        """Return the prediction of one case. Raises UnknownMachine if the machine file lacks a value that is needed."""
         if self.machine.logical:
             return self._on_host(case)
         simulation.check(case, self.machine)
@@ -172,8 +193,8 @@ class Predictor:
         profile = self.measured.get(counts.key(case))
         if profile is None:
             raise UnknownMachine(
-                f"{case.label}: {self.machine.name} has logical CPU devices; a prediction for these needs a measured "
-                f"step on one device, from --from FILE; {stored.way_out(case)}"
+                f"{case.label}: a prediction for the logical CPU devices of {self.machine.name} needs a measured step "
+                f"on one device; use --from FILE to give a results file with such a step; {stored.way_out(case)}"
             )
         phases = cpu_model.step(case, profile, cpu_model.ProbedHost(self.machine.probe))
         seconds = sum(phases.values())
@@ -187,7 +208,11 @@ class Predictor:
         return simulation.step(case, profile, machine, constants).seconds
 
     def profile(self, case: Case) -> Profile:
-        """Return the profile of a case's model: measured, from the known step, or from FLOP and bytes."""
+        """Return the profile of a case's model.
+
+        If there is no measured profile for this model, the timings are calculated from the known step `given`, or if
+        this is None, from FLOP and bytes.
+        """
         if measured := self.measured.get(counts.key(case)):
             return measured
         if self.given:
@@ -199,7 +224,11 @@ class Predictor:
 
 
 def sweep(models: Sequence[str], device_kind: str = "cuda", **axes: object) -> list[Case]:
-    """Return the product of the axes as cases; `models` may include models that are known by name only."""
+    """Return a case for each combination of a model and values of the axes.
+
+    `axes` are further arguments of `plan.sweep`, such as strategies and batch sizes. `models` may include models that
+    are known by name only, which `plan.sweep` rejects.
+    """
     found: list[Case] = []
     for model in models:
         stand_in = registry.names("models")[0] if counts.named(model) else model
@@ -209,21 +238,22 @@ def sweep(models: Sequence[str], device_kind: str = "cuda", **axes: object) -> l
 
 
 def strategies(machine: Machine) -> tuple[str, ...]:
-    """Return the default strategies of a prediction; torch.nn.DataParallel is left out on logical CPU devices."""
+    """Return the default strategies of a prediction; on logical CPU devices, torch.nn.DataParallel is left out."""
     roles = (Role.BASELINE, Role.WRAPPER, Role.ENGINE, Role.CONTROL)
     return tuple(registry.of_role(role) for role in roles if not (machine.logical and role is Role.WRAPPER))
 
 
 def most_devices(machine: Machine) -> int:
-    """Return the largest device count for which predictions on a machine exist."""
+    """Return the largest number of devices of a machine for which steps can be predicted."""
     return min(machine.devices, cpu_model.MOST) if machine.logical else machine.devices
 
 
 def speedup(one: Prediction, others: Sequence[Prediction]) -> tuple[float, str]:
-    """Return the speed-up of `one` over a single device, and the kind of scaling.
+    """Return the speed-up of the prediction `one` over a single device in samples per second, and the kind of scaling.
 
-    The kind is "strong" (equal total batch) or "weak" (equal batch per device). If `others` contain no prediction for
-    one device to compare with, return 0 and "".
+    The prediction for a single device is one of `others`. The kind of scaling is "strong" if the single device has the
+    total batch of `one`, and "weak" if the single device has the batch per device of `one`. If `others` contain no such
+    prediction, return 0 and "".
     """
     case = one.case
     for scaling, batch in (("strong", case.batch_size), ("weak", case.batch_size / case.devices)):
@@ -257,7 +287,7 @@ def keep(path: Path, predictions: Sequence[Prediction], machine: Machine) -> str
 
 
 FASTER = 4.0
-"""The factor of the what-if with faster links.
+"""The factor by which bus bandwidths are multiplied in the what-if with faster links.
 
 The next PCIe generation gives a factor of 2, and NVLink instead of PCIe gives more.
 """
@@ -265,9 +295,10 @@ The next PCIe generation gives a factor of 2, and NVLink instead of PCIe gives m
 
 @dataclass(frozen=True)
 class WhatIf:
-    """A change of a case, with the duration of the changed step in seconds.
+    """A change of a case or of its machine, with the predicted duration of the changed step in seconds.
 
-    `gain` is the throughput in samples per second with the change, divided by that without.
+    `change` describes the change; `devices` and `batch` are those of the changed case. `gain` is the throughput in
+    samples per second with the change, divided by the throughput without the change.
     """
 
     model: str
@@ -279,9 +310,10 @@ class WhatIf:
 
 
 def what_ifs(predictor: Predictor, cases: Sequence[Case]) -> list[WhatIf]:
-    """Return the what-ifs for one case of each model, in descending order of gain within a model.
+    """Return the what-ifs for one case of each model; the what-ifs of a model are in descending order of gain.
 
-    The case is the one with the most devices on one node.
+    For each model, the case with the most devices on one node is selected. A model without a case on two or more
+    devices of one node has no what-ifs.
     """
     found = []
     for model in dict.fromkeys(case.model for case in cases):
@@ -296,8 +328,8 @@ def what_ifs(predictor: Predictor, cases: Sequence[Case]) -> list[WhatIf]:
 def _of(predictor: Predictor, case: Case) -> Iterator[WhatIf]:
     """Yield the what-ifs of one case.
 
-    The first is the unchanged case: the engine with the schedule of torch.nn.DataParallel. All gains are relative to
-    it.
+    The first what-if is the unchanged case: the engine with the schedule of torch.nn.DataParallel. All gains are
+    relative to this case.
     """
     now = replace(case, strategy=registry.of_role(Role.ENGINE), schedule=schedule.REFERENCE, options=())
     profile, machine, constants = predictor.profile(now), predictor.machine, predictor.constants
@@ -311,7 +343,7 @@ def _of(predictor: Predictor, case: Case) -> Iterator[WhatIf]:
         gain = before / seconds * other.batch_size / now.batch_size
         return WhatIf(case.model, other.devices, other.batch_size, change, seconds, gain)
 
-    yield what_if("unchanged: DataParallel as torch runs it", now, before)
+    yield what_if("unchanged: the schedule of torch.nn.DataParallel", now, before)
     for name in schedule.climb(schedule.TRAIN_STEP)[1:]:
         other = replace(now, schedule=name)
         yield what_if(f"dpbench's schedule {name}", other, step(other))

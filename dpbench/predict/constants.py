@@ -1,12 +1,14 @@
 """Constants: the costs of host operations and messages, each with its source, and the uncertainty that they cause.
 
-The durations of host operations are for a host factor of 1: torch 2.13 on a virtual machine with an AMD EPYC processor.
-Constants marked "fitted" were fitted to published step times of several machines at once, with a prior close to the
-microbenchmark of each; `benchmarks/scripts/fit_constants.py` repeats the fit.
+The durations of host operations were measured with torch 2.13 on a virtual machine with an AMD EPYC processor. The host
+factor of another machine is the duration of its host operations relative to these. Constants marked "fitted" were
+fitted together to published step times of several machines, with a prior for each constant around its microbenchmark;
+`benchmarks/scripts/fit_constants.py` repeats the fit.
 
-The interval of a prediction covers the constants that were not measured. The duration of the step is calculated one
-standard deviation above and below the centre of each prior. Each of 200 random draws then combines these responses by
-adding their logarithms. The interval contains the middle 80 % of the draws.
+The interval of a prediction expresses the uncertainty of the constants. Each constant has a prior: a standard deviation
+of its logarithm. The duration of the step is calculated with each constant one standard deviation above and below its
+value. The response to a constant is the change of the logarithm of the duration. Each of 200 random draws adds up the
+responses with random weights. The interval contains the middle 80 % of the draws.
 """
 
 from __future__ import annotations
@@ -24,50 +26,59 @@ from dpbench.records.registry import Parallelism
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    """Numbers that are the same on all machines: seconds, bytes per second, or ratios."""
+    """The constants of predictions, which are the same for all machines.
+
+    The ends of the names state the units: seconds (`_s`), bytes (`_bytes`) or bytes per second (`_bytes_per_s`). Only
+    `root_s` is in square roots of seconds. The other constants are ratios.
+    """
 
     launch_s: float = 10e-6
-    """The launch of one forward kernel from Python: 9-12 us for a call of nn.Module on the CPU; fitted."""
+    """The host's time to launch one forward kernel from Python: 9-12 us for a call of nn.Module on the CPU; fitted."""
     backward_launch_s: float = 6e-6
-    """The launch of one backward kernel from autograd's C++ threads, which do not hold the interpreter lock: 2-6 us."""
+    """The host's time to launch one backward kernel from autograd's C++ threads, which do not hold the interpreter
+    lock: 2-6 us."""
     module_s: float = 16.3e-6
-    """The copy of one module for one replica: 13.7-19.7 us on torch 2.13; fitted."""
+    """The host's time to copy one module object for one replica: 13.7-19.7 us on torch 2.13; fitted."""
     tensor_s: float = 1.34e-6
-    """The host's cost of joining one tensor into a message and splitting it off again: 0.4 + 1.0 us on torch 2.13;
-    fitted."""
+    """The host's time to join one tensor into a message (0.4 us on torch 2.13) and to split the tensor off again (1.0
+    us); fitted."""
     thread_s: float = 80e-6
-    """The start and the join of one Python thread: 60-100 us."""
+    """The host's time to start and join one Python thread: 60-100 us."""
     wake_s: float = 8e-6
-    """The wake-up of one thread of a pool."""
+    """The host's time to wake up one thread of a pool."""
     update_s: float = 1.0e-6
-    """The host's cost per parameter in a multi-tensor (foreach) optimizer."""
+    """The host's time per parameter tensor in a step of a multi-tensor (foreach) optimizer."""
     hand_off: float = 0.017
-    """The relative extra cost of a launch for each other thread that competes for the interpreter lock; fitted."""
+    """The relative increase in the duration of a host operation for each other thread that competes for the interpreter
+    lock; fitted."""
     contention: float = 0.03
-    """The relative extra cost of a backward launch for each other device that runs backward at the same time."""
+    """The relative increase in the duration of a backward launch for each other device on which the same process runs
+    backward at the same time."""
     forward_share: float = 0.24
-    """The share of forward in forward plus backward if only their sum is known; fitted, 0.33 by FLOP."""
+    """The share of forward in the total duration of forward and backward, used if only the total is known; fitted. In
+    FLOP, the share of forward is 0.33."""
     host_share: float = 0.9
-    """The largest share of a phase's known duration that its launches may take."""
+    """The largest share of a phase's known duration that the launches of its kernels may take."""
     call_s: float = 28e-6
-    """The start of one message from a process that drives all devices (torch.cuda.nccl); fitted."""
+    """The time to start one collective from a process that drives all devices (torch.cuda.nccl); fitted."""
     start_s: float = 38e-6
-    """The start of a collective between processes on one node: fitted to NCCL all-reduce curves of A100x8
+    """The time to start a collective between processes on one node: fitted to NCCL all-reduce curves of A100x8
     (superbench-results) and H200x8 (ml-engineering)."""
     root_s: float = 4.5e-3
     """The factor g of the term g * sqrt(W) in the duration of a collective, where W is the time on the wire: 4.5
     sqrt(us), from the same fit as `start_s`."""
     hop_s: float = 30e-6
-    """Half of the increase of a collective's start for each doubling of the node count."""
+    """Half of the time that each doubling of the number of nodes adds to the start of a collective."""
     bus_scale: float = 1.0
-    """A factor on every bus bandwidth: 1 except in the draws of an interval and on calibrated machines."""
+    """The factor by which every bus bandwidth is multiplied. It is 1 except in intervals, in calibrations and in the
+    what-if with faster links."""
     peer_efficiency: float = 0.85
     """The share of a PCIe path's rate that a collective reaches with peer access."""
     nvlink_efficiency: float = 0.98
     """The share of NVLink's rate, as NCCL's table gives it (20 GB/s per link for Volta and Ampere), that a collective
     reaches."""
     network_efficiency: float = 0.8
-    """The share of a network card's rate that a collective reaches: 0.74 on EFA, 0.85 on its first version
+    """The share of a network card's rate that a collective reaches: 0.74 on EFA, and 0.85 on the first version of EFA
     (ml-engineering)."""
     staged_bytes_per_s: float = 6.5e9
     """The maximum bus bandwidth of an all-reduce that NCCL stages through host memory, for GPUs without peer access."""
@@ -75,19 +86,20 @@ class Constants:
     """The maximum bus bandwidth of a staged broadcast or reduction, which sends data in one direction only, relative to
     `staged_bytes_per_s`; fitted."""
     socket_efficiency: float = 0.32
-    """The share of the links between two processors that peer-to-peer writes of GPUs reach."""
+    """The share of the rate of the links between two processors that peer-to-peer writes of GPUs reach."""
     pageable_bytes_per_s: float = 4.2e9
-    """The rate of a copy from pageable memory: 3-6 GB/s, and the calling thread waits; fitted."""
+    """The rate of a copy from pageable memory to a GPU, during which the calling thread waits: 3-6 GB/s; fitted."""
     copy_s: float = 10e-6
-    """The start of one copy."""
+    """The time to start one copy between two devices, or between the host and a device."""
     slowdown: float = 0.06
-    """The slowdown of backward by DDP's hooks, copies into buckets and concurrent collectives, as a ratio:
-    0.05-0.10."""
+    """The relative increase in the duration of backward due to DDP's hooks, copies into buckets and concurrent
+    collectives: 0.05-0.10."""
     staged_slowdown: float = 0.19
-    """The additional slowdown of kernels while a collective is staged through host memory, as a ratio: the mean of the
-    literature for collectives of any kind, whose worst value is 0.40 (arXiv 2507.03114)."""
+    """The additional relative increase in the duration of kernels while a collective is staged through host memory. The
+    value is the mean in the literature for collectives of any kind; the largest is 0.40 (arXiv 2507.03114)."""
     variation: float = 0.005
-    """The relative standard deviation of a rank's step: 0.001-0.006 for CNNs on 39 H100 hosts."""
+    """The standard deviation of the durations of the ranks' steps, relative to their mean: 0.001-0.006 for CNNs on 39
+    H100 hosts."""
     chunk_bytes: float = 10.5e6
     """The maximum size of the messages into which torch joins tensors: 10 MiB."""
     memory_bytes_per_s: float = 500e9
@@ -101,10 +113,12 @@ class Constants:
         return hash(tuple(getattr(self, f.name) for f in fields(self)))
 
     def changed(self, **values: Any) -> Constants:
-        """Return the constants with some of them replaced. Raises ValueError for an unknown name."""
+        """Return a copy of the constants with new `values`, by name. Raises ValueError for an unknown name."""
         known = {f.name for f in fields(self)}
         if unknown := sorted(set(values) - known):
-            raise ValueError(f"unknown constants {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+            raise ValueError(
+                f"unknown constants {', '.join(unknown)}; the known constants are {', '.join(sorted(known))}"
+            )
         return replace(self, **values)
 
 
@@ -114,42 +128,45 @@ DEFAULT = Constants()
 DRAWS = 200
 LOW, HIGH = 0.1, 0.9
 HOST_FACTOR = "host"
-"""The name of the prior that scales a machine's host factor instead of a constant."""
+"""The name of the prior that applies to a machine's host factor; all other priors apply to constants."""
 STATED = {
     HOST_FACTOR: 0.25, "bus_scale": 0.2, "forward_share": 0.2, "pageable_bytes_per_s": 0.3, "slowdown": 0.7,
     "variation": 0.7, "launch_s": 0.3,
 }  # fmt: skip
-"""For a machine that is fully described: the standard deviation of each constant's logarithm, by name."""
+"""The priors for a machine that is fully described: the standard deviation of each constant's logarithm, by name."""
 APART = {
     Parallelism.RANKS: ("launch_s",),
     Parallelism.THREADS: ("slowdown", "variation"),
     Parallelism.NONE: (),
     Parallelism.LAYERS: (),
 }
-"""For each kind of parallelism, the priors that have little or no effect on the duration of a step."""
+"""For each kind of parallelism, the names of the priors that are ignored, because they have little or no effect on the
+duration of a step."""
 ASSUMED = {"bus_scale": 0.6}
-"""Standard deviations that replace those in `STATED` for a published measurement whose machine is partly assumed."""
+"""Priors that replace those in `STATED` for a published measurement whose machine is partly assumed."""
 ESTIMATED = {"features": 0.6}
-"""Additional standard deviations for a model whose counts are estimated from its number of parameters."""
+"""An additional prior for a model whose counts are estimated from its number of parameters: the standard deviation of
+the logarithm of a common factor on these counts."""
 RESIDUAL = {"measured": 0.02, "given": 0.03, "traced": 0.3, "counted": 0.6}
 """The standard deviation of the logarithm of the duration of a step on one device, by the source of the profile.
 
-Durations from traces are within 34 % for four published steps. Durations from counts were compared with 161 published
-steps: half of them are off by more than a factor of two (light nets on hosts of 2019-21, predicted too fast). Of the 33
-steps that keep a GPU busy, a fifth are off by more than 32 %.
+Durations predicted from traces differ by at most 34 % from four published steps. Durations predicted from counts were
+compared with 161 published steps. For half of these steps, the prediction is off by more than a factor of two: the nets
+are light, the hosts are from 2019-21, and the predicted step is too fast. Of the 33 steps that keep a GPU busy, a fifth
+are predicted with an error of more than 32 %.
 """
 
 ON_HOST = 0.2
 """The standard deviation of the logarithm of the duration of a step on logical CPU devices.
 
-For the nine steps in reports/cpu-truth, the median of the predictions from ten probes is off by 8 % at most. The
-prediction from a single probe is off by less than 20 % in four of five cases, and by 65 % at worst.
+For each of the nine steps in reports/cpu-truth, the median of the predictions from ten probes is off by 8 % at most.
+The prediction from a single probe is off by less than 20 % in four of five cases, and by 65 % at worst.
 """
 
 
 @lru_cache(maxsize=8)
 def _normal(columns: int) -> tuple[tuple[float, ...], ...]:
-    """Return `DRAWS` rows of standard normal numbers, the same at every call."""
+    """Return `DRAWS` rows of `columns` random numbers from the standard normal distribution, the same at every call."""
     source = random.Random(20250607)
     return tuple(tuple(source.gauss(0.0, 1.0) for _ in range(columns)) for _ in range(DRAWS))
 
@@ -157,11 +174,11 @@ def _normal(columns: int) -> tuple[tuple[float, ...], ...]:
 def interval(
     step_s: float, evaluate: Callable[[str, float], float], priors: Mapping[str, float], residual: float
 ) -> tuple[float, float]:
-    """Return the 80 % interval of the duration of a step, in seconds.
+    """Return the lower and the upper end of the 80 % interval of a step's duration, in seconds.
 
-    `evaluate(name, factor)` returns the duration of the step with one constant multiplied by `factor`. `priors` maps
-    the names of constants to the standard deviations of their logarithms. `residual` is the standard deviation of the
-    duration's logarithm from all other causes.
+    `step_s` is the predicted duration. `evaluate(name, factor)` returns the duration with the constant `name`
+    multiplied by `factor`. `priors` maps the names of constants to the standard deviations of their logarithms.
+    `residual` is the standard deviation of the duration's logarithm due to all other causes.
     """
     responses = []
     for name, deviation in priors.items():
@@ -180,7 +197,10 @@ def interval(
 
 
 def priors_of(case: Case) -> dict[str, float]:
-    """Return the priors that affect the duration of a case's step."""
+    """Return the priors of the constants that affect the duration of a case's step.
+
+    A prior is the standard deviation of a constant's logarithm; the keys are the names of the constants.
+    """
     apart = APART[case.traits.parallelism]
     return {name: deviation for name, deviation in STATED.items() if name not in apart}
 
@@ -188,7 +208,8 @@ def priors_of(case: Case) -> dict[str, float]:
 def scaled(constants: Constants, name: str, factor: float) -> Constants:
     """Return the constants with the constant `name` multiplied by `factor`.
 
-    The result is limited to 0.9 if `name` ends in "_share". `slowdown` and `staged_slowdown` are scaled together.
+    The product is limited to 0.9 if `name` ends in "_share". If `name` is "slowdown", the constant `staged_slowdown` is
+    multiplied by `factor`, too.
     """
     if name == "slowdown":
         return constants.changed(

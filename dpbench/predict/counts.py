@@ -1,10 +1,12 @@
 """Counts: the parameters, modules, FLOP and bytes of a model, and the durations of its ops on a described GPU.
 
 dpbench's models and those of users are traced op by op, which loads torch. A model that cannot be traced, for example
-because shapes depend on values, is counted as a whole in a real step of two samples. Other models are looked up by the
-name that published tables use. The counts of torchvision's and Hugging Face's models are traced without weights
-(tests/data/trace_models.py); those of other models come from public figures. The counts of an unknown model are
-estimated from its number of parameters, and marked as estimated.
+because shapes depend on values, is counted as a whole in a real step of two samples.
+
+All other models are looked up by the names that published tables use. The stored counts of torchvision's and Hugging
+Face's models were traced without weights (tests/data/trace_models.py); the stored counts of the remaining models come
+from public figures. The counts of a model that is not stored are estimated from its number of parameters, and marked as
+estimated.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 
 DATA = Path(__file__).parent / "data"
 PARAMETERS = 30e6
-"""The assumed number of parameters of an unknown model for which a table gives none."""
+"""The assumed number of parameters of an unknown model if the published table does not state the number."""
 TENSORS, MODULES, LAUNCHES, BACKWARD = 160, 1.2, 1.5, 1.0
 """Medians over the traced models: parameter tensors, modules per tensor, forward kernels per tensor, and backward
 kernels per forward kernel."""
@@ -36,16 +38,17 @@ kernels per forward kernel."""
 
 @dataclass(frozen=True)
 class Features:
-    """A model's counts, as a profile without timings. `known` is their origin: traced, public or estimated."""
+    """The counts of a model, as a profile without timings; `known` is their origin: traced, public or estimated."""
 
     profile: Profile
     known: str
     tokens: float = 0.0
     """The number of tokens in one sample, for throughputs in tokens per second; 0 for a model without tokens."""
     overlap: bool = False
-    """Whether the model's well-known training script overlaps the reduction of gradients with backward."""
+    """Whether the model's script in NVIDIA's DeepLearningExamples overlaps the gradients' reduction with backward."""
     update_samples: int = 0
-    """The samples of one update in that script if it accumulates gradients over several backward passes; else 0."""
+    """The number of samples per optimizer step in the script in DeepLearningExamples if the script accumulates
+    gradients over several backward passes; else 0."""
 
 
 @lru_cache(maxsize=1)
@@ -59,22 +62,25 @@ def _table() -> dict[str, dict[str, Any]]:
 
 @lru_cache(maxsize=1)
 def _aliases() -> list[tuple[str, str]]:
-    """Return pairs of a pattern and the name of a model; the first pattern that matches applies."""
+    """Return pairs of a regular expression and the name of a stored model.
+
+    The first expression that matches a model's name determines the stored model.
+    """
     return [(pattern, name) for pattern, name in json.loads((DATA / "aliases.json").read_text())]
 
 
 def plain(name: str) -> str:
-    """Return a name in lower case without hyphens, underscores, dots and spaces."""
+    """Return a name in lower case and without all characters that are not letters or digits."""
     return re.sub(r"[^a-z0-9]+", "", name.lower())
 
 
 def names() -> list[str]:
-    """Return the names of all models whose counts are known."""
+    """Return the names of all models whose counts are stored."""
     return [key for name in ("models.json", "figures.json") for key in json.loads((DATA / name).read_text())]
 
 
 def exact(name: str) -> bool:
-    """Return whether a model is known by exactly this name, not by a pattern."""
+    """Return whether counts are stored under this name, regardless of case and punctuation; aliases do not count."""
     return plain(name) in _table()
 
 
@@ -82,8 +88,9 @@ def exact(name: str) -> bool:
 def find(name: str, parameters: float | None = None, precision: str = "fp32") -> Features:
     """Return the features of the model with this name.
 
-    `parameters` is the published number of parameters. A known model with a very different number is not used; the
-    counts of an unknown model are estimated from this number.
+    `parameters` is the published number of parameters, or None if it was not published. If no model is stored under
+    this name, or the stored model has a very different number of parameters, the counts are estimated from
+    `parameters`, or from `PARAMETERS` if `parameters` is None. `precision` determines the number of bytes per value.
     """
     table, key = _table(), plain(name)
     row = table.get(key)
@@ -125,14 +132,14 @@ def _profile(name: str, row: dict[str, Any], parameters: float | None, precision
 
 
 def value_bytes(precision: str) -> int:
-    """Return the bytes of one gradient element: 2 in a model converted to half precision, else 4."""
+    """Return the number of bytes of one gradient element: 2 if `precision` converts the model to 16 bits, else 4."""
     return 2 if re.search(r"pure|\.half|^fp16|^bf16|^half", precision.lower()) else 4
 
 
 log = logging.getLogger(__name__)
 
 ROWS = (8, 64)
-"""The two batch sizes to trace; durations at other sizes lie on the line through the durations at these two."""
+"""The two batch sizes to trace; durations at other sizes are interpolated or extrapolated linearly from these two."""
 
 
 Key = tuple[str, str, str]
@@ -140,23 +147,27 @@ Key = tuple[str, str, str]
 
 
 def key(case: Case) -> Key:
-    """Return the key of a case's profile."""
+    """Return the key of a case's profile: model, size and precision."""
     return case.model, case.size, case.precision
 
 
 def named(model: str) -> bool:
-    """Return whether a model is known by name only, so that it cannot be built and run."""
+    """Return whether only the name of a model is known, so that dpbench cannot build and run it.
+
+    dpbench can build and run its own models, and models that are given as package.module:name.
+    """
     return ":" not in model and model not in registry.names("models")
 
 
 def of(case: Case) -> Profile:
-    """Return the counts of a case's model, without timings. Raises LookupError for an unknown name."""
+    """Return the counts of a case's model as a profile without timings. Raises LookupError for an unknown model."""
     if named(case.model):
         found = find(case.model, None, case.precision)
         if found.known == "estimated" or not exact(case.model):
             known = sorted({*registry.names("models"), *names()})
             raise LookupError(
-                f"{registry.unknown('model', case.model, known)}; for your own model give --model package.module:name"
+                f"{registry.unknown('model', case.model, known)}; to use your own model, give --model "
+                "package.module:name"
             )
         return found.profile
     traces = _traces(case.model, case.size, case.precision, case.optimizer)
@@ -164,9 +175,10 @@ def of(case: Case) -> Profile:
 
 
 def priced(case: Case, machine: Machine, constants: Constants = DEFAULT) -> Profile:
-    """Return the profile of a case's model with timings on a machine's GPU: per op if traceable, else per phase.
+    """Return the profile of a case's model with timings on a machine's GPU.
 
-    Raises UnknownMachine if the machine file lacks the peaks that the timings depend on.
+    If the model can be traced, the timings are calculated for each op, otherwise for each phase as a whole. Raises
+    UnknownMachine if the machine file lacks the peak FLOP/s or the memory bandwidth.
     """
     traces = None if named(case.model) else _traces(case.model, case.size, case.precision, case.optimizer)
     if traces is None:
@@ -193,14 +205,22 @@ def _traces(model: str, size: str, precision: str, optimizer: str) -> tuple[Trac
     try:
         few, many = (traces.of(rows) for rows in ROWS)
     except Exception as error:  # a user's model may fail on fake tensors in any way
-        log.info("%s: ops cannot be traced, so FLOP and bytes are counted per phase: %s", model, error)
+        log.info(
+            "model %s cannot be traced op by op, so its FLOP and bytes are counted for each phase as a whole; "
+            "the trace failed with: %s",
+            model,
+            error,
+        )
         return None
     return few, many
 
 
 @lru_cache(maxsize=64)
 def _counted(model: str, size: str) -> Profile:
-    """Return the counts of a model from a real step; two kernels per layer are assumed in forward and in backward."""
+    """Return the counts of a model from a real step, as a profile without timings.
+
+    Two kernels per layer are assumed in forward, and two in backward.
+    """
     from dpbench import models
 
     loaded = models.load(model, size, 0)

@@ -1,11 +1,11 @@
-"""Logical CPU devices: the phases of a step from the profile of one device and the probe's figures of the host.
+"""Logical CPU devices: the phases of a step, from the profile of one device and the measurements of `dpbench probe`.
 
 EXPERIMENTAL: this model was checked on one kind of host only. On that host, a step predicted from a single probe is
 within 20 % of the measured step in four of five cases, and the largest error is 65 %.
 
-On the host, each phase starts when the previous phase has ended. Within a phase, the replicas run one after the other,
-or concurrently with one thread each. The duration of a step is therefore the sum of the durations of its phases.
-Concurrent replicas are slower by a ratio that the probe measured on nets of the same kind.
+Each phase starts when the previous phase has ended. The duration of a step is therefore the sum of the durations of its
+phases. Within a phase, the replicas run one after the other, or concurrently with one thread each. Concurrent replicas
+are slower by a ratio that the probe measured on nets of the same kind.
 
 The model covers the strategies single, ddp (on gloo), and dp under the schedules `reference` and `fastest`.
 """
@@ -24,52 +24,57 @@ from dpbench.records.work import bucket_sizes
 
 KIB = 2**10
 MOST = 2
-"""The largest number of devices, because the probe measures the slowdown of two concurrent replicas only."""
+"""The largest number of devices in a prediction, because the probe measures at most two concurrent replicas."""
 CHAIN_MODULES = 3
-"""The number of modules in each of the probe's chains in addition to the layers, which have two parameters each."""
-LONG_S = 2e-3
-"""The duration of a replica's forward and backward from which its kernels count as long.
+"""The number of modules in each of the probe's nets (chains of layers) that are not layers.
 
-Ranks that wait for long kernels go to sleep, and take longer to wake up.
+Each layer has two parameters."""
+LONG_S = 2e-3
+"""The total duration in seconds of a replica's forward and backward above which its kernels count as long.
+
+Ranks that wait for long kernels go to sleep and take longer to wake up, so the reduction of ddp takes longer.
 """
 OTHERS = "resnet18"
-"""The net whose ratios are used for models that the probe did not measure."""
+"""The net whose slowdown ratios are used for models that the probe did not measure."""
 
 
 @dataclass(frozen=True)
 class ProbedHost:
-    """The figures of `dpbench probe` in a machine file, by name."""
+    """The values that `dpbench probe` measured on a host and wrote to a machine file, by name."""
 
     figures: Mapping[str, float]
 
     def __getitem__(self, name: str) -> float:
         if name not in self.figures:
             raise UnknownMachine(
-                f"the machine file has no [probe.{name}]; write it again: dpbench probe --output FILE.toml"
+                f"the machine file has no section [probe.{name}], which this prediction needs; write the file again: "
+                "dpbench probe --output FILE.toml"
             )
         return self.figures[name]
 
     def beside(self, model: str, what: str) -> float:
-        """Return the slowdown of a replica while another one runs, as a ratio of at least 1.
+        """Return the slowdown of a replica's work by a second replica that runs concurrently.
 
-        `what` is the phase and the kind of workers, for example "forward_2_threads".
+        The slowdown is the duration with the second replica divided by the duration without it, and at least 1. `what`
+        is the kind of work and of workers, for example "forward_2_threads". For a model that the probe did not measure,
+        the ratio of `OTHERS` is used.
         """
         name = f"{model}_{what}_ratio"
         return max(1.0, self[name if name in self.figures else f"{OTHERS}_{what}_ratio"])
 
     def engine_s(self, schedule: str, phase: str, tensors: int) -> float:
-        """Return the duration in seconds of the engine's own work in a phase, for a module of `tensors` parameters."""
+        """Return the seconds of the engine's own work in a phase under a schedule, for `tensors` parameter tensors."""
         return self[f"{schedule}_{phase}_s"] + tensors * self[f"{schedule}_{phase}_tensor_s"]
 
     def copy_s(self, tensors: int, size_bytes: float) -> float:
-        """Return the duration in seconds of copies of `tensors` tensors with `size_bytes` bytes in total."""
+        """Return the duration in seconds of copying `tensors` tensors with `size_bytes` bytes in total, one by one."""
         return tensors * self["tensor_copy_s"] + self.move_s(size_bytes)
 
     def move_s(self, size_bytes: float) -> float:
-        """Return the duration in seconds of a copy without its fixed cost.
+        """Return the duration in seconds of a copy of `size_bytes` bytes, without the fixed cost of a copy.
 
-        The rate is that of the next larger measured size, or of the largest. Small copies are faster per byte, because
-        they stay in caches.
+        The rate depends on the size, because small copies stay in caches. The rate is that of the smallest measured
+        size that is not below `size_bytes`; for a copy above all measured sizes, that of the largest measured size.
         """
         sizes = sorted(
             int(name.split("_")[1]) * KIB for name in self.figures if name.startswith("copy_") and "_kib_" in name
@@ -78,14 +83,14 @@ class ProbedHost:
         return size_bytes / self[f"copy_{sizes[at] // KIB}_kib_bytes_per_s"]
 
     def moves_s(self, sizes: Iterable[float]) -> float:
-        """Return the duration in seconds of copies of these sizes in bytes, one after the other."""
+        """Return the total duration in seconds of copies of these sizes in bytes, without the fixed costs of copies."""
         return sum(self.move_s(size) for size in sizes)
 
     def all_reduce_s(self, size_bytes: float) -> float:
         """Return the duration of an all-reduce in seconds, interpolated linearly between the measured sizes.
 
-        If a size took longer than a larger size, its measurement was disturbed. It then gets the duration of the larger
-        size.
+        If the measured duration of one size exceeds that of a larger size, the measurement was disturbed. The duration
+        of the larger size is then used for both sizes.
         """
         measured = sorted(
             (int(name.split("_")[2]) * KIB, value)
@@ -99,13 +104,14 @@ class ProbedHost:
 
 
 def step(case: Case, profile: Profile, host: ProbedHost) -> dict[str, float]:
-    """Return the seconds of each phase of one step, and the unattributed seconds, which are outside all phases.
+    """Return the seconds of one step of a case by name of the phase, including unattributed time outside all phases.
 
-    Raises ValueError for a case that the model does not cover.
+    Raises ValueError for a case that this model does not cover.
     """
     if case.device_kind != "cpu" or case.devices > MOST:
         raise ValueError(
-            f"{case.label}: only one or two logical CPU devices can be predicted, because the probe measures pairs only"
+            f"{case.label}: only steps on one or two logical CPU devices can be predicted, because dpbench probe "
+            "measures one replica and two concurrent replicas only; give --devices 1,2"
         )
     role = case.traits.role
     if role is Role.BASELINE or (role is Role.ENGINE and len(case.rows) == 1):
@@ -118,11 +124,17 @@ def step(case: Case, profile: Profile, host: ProbedHost) -> dict[str, float]:
         return _reference(case, profile, host)
     if role is Role.ENGINE and case.schedule == FASTEST:
         return _fastest(case, profile, host)
-    raise ValueError(f"{case.label}: only single, ddp, and dp under {REFERENCE} or {FASTEST} can be predicted")
+    raise ValueError(
+        f"{case.label}: on logical CPU devices, only the strategies single, ddp, and dp under the schedule {REFERENCE} "
+        f"or {FASTEST} can be predicted"
+    )
 
 
 def spans(phases: Mapping[str, float]) -> Iterator[Span]:
-    """Yield a span for each phase, one after the other; unattributed time, which follows the last span, has no span."""
+    """Yield a span for each phase with a duration above 0; each span begins at the end of the previous span.
+
+    `phases` maps names of phases to seconds. Unattributed time has no span.
+    """
     at_s = 0.0
     for phase in Phase:
         if seconds := phases.get(phase.value, 0.0):
@@ -132,12 +144,15 @@ def spans(phases: Mapping[str, float]) -> Iterator[Span]:
 
 def _at(cost: Cost | None, rows: float) -> float:
     if cost is None:
-        raise ValueError("the profile has no timing for one of the phases; measure the model with --strategies single")
+        raise ValueError(
+            "the profile has no duration for one of the phases of a step; measure the model with dpbench run "
+            "--strategies single"
+        )
     return cost.at(rows)
 
 
 def _engine(case: Case, profile: Profile, host: ProbedHost, schedule: str) -> dict[str, float]:
-    """Return the duration of the engine's own work by phase in seconds, including the copies of inputs and buffers."""
+    """Return the seconds of the engine's own work under a schedule by phase, with the copies of inputs and buffers."""
     found = {phase: host.engine_s(schedule, phase, profile.parameter_tensors) for phase in ENGINE}
     # the engine manages and frees replicas in unattributed time, which therefore grows with the number of modules
     modules = max(profile.parameter_tensors, 2 * (profile.modules - CHAIN_MODULES))
@@ -156,7 +171,7 @@ ENGINE = (
 
 
 def _reference(case: Case, profile: Profile, host: ProbedHost) -> dict[str, float]:
-    """Return the seconds per phase of `reference`.
+    """Return the seconds of each phase of a step under the schedule `reference`.
 
     Forward runs in one new thread per replica. The backward passes of all replicas run in the calling thread.
     """
@@ -178,18 +193,20 @@ def _reference(case: Case, profile: Profile, host: ProbedHost) -> dict[str, floa
 
 
 def _fastest(case: Case, profile: Profile, host: ProbedHost) -> dict[str, float]:
-    """Return the seconds per phase of `fastest`.
+    """Return the seconds of each phase of a step under the schedule `fastest`.
 
-    Each replica runs in a persistent thread, or all replicas run in one thread, whichever is faster.
+    Either each replica runs in a persistent thread, or all replicas run in one thread; the faster of the two is
+    returned.
     """
     ways = [_kept(case, profile, host, pool=True), _kept(case, profile, host, pool=False)]
     return min(ways, key=lambda phases: sum(phases.values()))
 
 
 def _kept(case: Case, profile: Profile, host: ProbedHost, *, pool: bool) -> dict[str, float]:
-    """Return the seconds per phase of a schedule with persistent replicas, each updating its share of one flat buffer.
+    """Return the seconds of each phase of a step under the schedule `fastest` with one kind of workers.
 
-    With `pool` the replicas run concurrently in persistent threads, otherwise one after another in one thread.
+    With `pool`, the replicas run concurrently in persistent threads, and each updates a share of the weights, which are
+    in a flat buffer. Without `pool`, the replicas run one after another in one thread, which updates all weights.
     """
     rows, schedule = case.rows, "fastest_pool" if pool else "fastest_serial"
     share = profile.parameter_bytes / (len(rows) if pool else 1)
@@ -217,7 +234,7 @@ def _kept(case: Case, profile: Profile, host: ProbedHost, *, pool: bool) -> dict
 
 
 def _pieces(profile: Profile, owners: int) -> list[int]:
-    """Return the number of parameters that lie, at least partly, in each owner's share of the flat buffer."""
+    """Return, for each of `owners` equal shares of the flat buffer, the number of parameters at least partly in it."""
     counts, at = [0] * owners, 0.0
     share = max(1.0, profile.parameter_bytes / owners)
     for size in profile.gradient_sizes:
@@ -229,14 +246,14 @@ def _pieces(profile: Profile, owners: int) -> list[int]:
 
 
 OPTIMIZER_PASSES = {"sgd": 8, "adam": 18}
-"""The number of times that an update on the host reads or writes the bytes of the weights.
+"""For each optimizer: the number of times that a step on the host reads or writes as many bytes as the weights have.
 
-SGD with momentum has three ops, Adam has seven.
+A step of SGD with momentum consists of three ops, and a step of Adam of seven.
 """
 
 
 def _ddp(case: Case, profile: Profile, host: ProbedHost) -> dict[str, float]:
-    """Return the seconds per phase of DistributedDataParallel on gloo, with one process per rank.
+    """Return the seconds of each phase of a step with DistributedDataParallel on gloo, with one process per rank.
 
     `backward` contains the copies of gradients into buckets. `reduce` contains the part of the reduction that continues
     after backward has ended, and the copies of the sums back into the gradients.
@@ -268,5 +285,5 @@ def _ddp(case: Case, profile: Profile, host: ProbedHost) -> dict[str, float]:
 
 
 def _last_bucket(profile: Profile) -> float:
-    """Return the bytes of the last bucket, whose all-reduce starts when backward ends and is therefore not hidden."""
+    """Return the bytes of the last bucket, whose all-reduce starts only when backward ends."""
     return sum(bucket_sizes(profile.gradient_sizes)[-1])

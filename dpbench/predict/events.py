@@ -1,9 +1,9 @@
-"""Events: simulate jobs on resources, and return when each begins and ends.
+"""Events: a simulation of jobs on resources, which calculates when each job begins and ends.
 
 A job waits for the end of the jobs in `after` and for the start of the jobs in `overlap`, and never ends before the
-jobs in `overlap`. It first occupies, for its `seconds`, a resource that serves one job at a time (a stream, a thread).
-The job then moves its `amount` as a flow over resources that all flows share fairly (links, the interpreter lock). The
-simulation keeps the jobs' end times in one heap, and recalculates all flow rates when a flow begins or ends.
+jobs in `overlap`. From its start to its end, a job occupies a resource that serves one job at a time (a stream, a
+thread). The job first works for its `seconds`. The job then moves its `amount` as a flow over resources that all flows
+share fairly (links, the interpreter lock). The simulation recalculates all flow rates when a flow begins or ends.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ from typing import TypeVar
 
 @dataclass(frozen=True)
 class SimulatedJob:
-    """A job that occupies `resource` for `seconds`, then moves `amount` over the shared resources `way`.
+    """A job that works for `seconds` and then moves `amount` over the shared resources in `way`.
 
-    A `resource` of "" means that the job occupies none. `after` and `overlap` are indices into the list of jobs.
+    From its start to its end, the job occupies `resource`, which serves one job at a time; if it is "", the job
+    occupies none. The unit of `amount` depends on the shared resources: bytes on links, seconds on the interpreter
+    lock. `after` and `overlap` are indices into the list of jobs: the job waits for the end of those in `after` and for
+    the start of those in `overlap`, and does not end before those in `overlap`.
     """
 
     seconds: float
@@ -32,16 +35,23 @@ class SimulatedJob:
 
 
 def simulate(jobs: Sequence[SimulatedJob], capacity: Mapping[object, float]) -> list[tuple[float, float]]:
-    """Return (start, end) of each job in seconds. Raises ValueError if jobs wait for each other in a cycle."""
+    """Return (start, end) of each job, in seconds from the start of the simulation.
+
+    `capacity` maps each shared resource to the amount that it can move per second. Raises ValueError if jobs wait for
+    each other in a cycle.
+    """
     run = _Run(jobs, capacity)
     run.go()
     if left := [number for number, (_, end) in enumerate(run.times) if math.isnan(end)]:
-        raise ValueError(f"jobs {left[:5]} of {len(jobs)} wait for each other and never end")
+        raise ValueError(
+            f"jobs {left[:5]} of {len(jobs)} wait for each other in a cycle, so they never end; remove one of the "
+            "dependencies in their `after` and `overlap`"
+        )
     return run.times
 
 
 class _Run:
-    """One simulation in progress."""
+    """The state of one simulation."""
 
     def __init__(self, jobs: Sequence[SimulatedJob], capacity: Mapping[object, float]) -> None:
         self._jobs, self._capacity = jobs, capacity
@@ -79,7 +89,10 @@ class _Run:
                 self._done(flow)
 
     def _next_flow(self) -> tuple[int, float]:
-        """Return the flow that ends next and the time of its end in seconds; (-1, inf) without flows."""
+        """Return the index of the job whose flow ends next, and the time of this end in seconds.
+
+        Return (-1, inf) if there are no flows.
+        """
         if not self._left:
             return -1, math.inf
         if not self._rates:
@@ -88,13 +101,13 @@ class _Run:
         return flow, self._now + self._left[flow] / self._rates[flow]
 
     def _advance(self, now: float) -> None:
-        """Advance all flows to `now`."""
+        """Set the time to `now`, in seconds, and subtract from each flow the amount that was moved until then."""
         for number in self._left:
             self._left[number] = max(0.0, self._left[number] - self._rates[number] * (now - self._now))
         self._now = now
 
     def _ready(self, number: int) -> None:
-        """Start a job, or queue it if its resource is busy."""
+        """Start the job with this index, or queue it if its resource is busy."""
         resource = self._jobs[number].resource
         if resource in self._busy:
             self._queues.setdefault(resource, deque()).append(number)
@@ -111,13 +124,16 @@ class _Run:
             self._release(other)
 
     def _release(self, number: int) -> None:
-        """Remove one dependency of a job; start or queue the job when none is left."""
+        """Remove one dependency of the job with this index; start or queue the job if no dependency is left."""
         self._waits[number] -= 1
         if not self._waits[number]:
             self._ready(number)
 
     def _served(self, number: int) -> None:
-        """End a job's seconds on its resource, and start its flow if it has one."""
+        """Start the flow of the job with this index, because its `seconds` have passed.
+
+        If the job has no flow, its work is done.
+        """
         job = self._jobs[number]
         if job.amount > 0 and job.way:
             self._left[number] = job.amount
@@ -126,7 +142,7 @@ class _Run:
             self._done(number)
 
     def _done(self, number: int) -> None:
-        """End the work of a job; the job itself ends when all jobs in its `overlap` have ended."""
+        """Record that the job with this index has done its work; end it once all jobs in its `overlap` have ended."""
         self._worked[number] = True
         if not self._beside[number]:
             self._end(number)
@@ -151,10 +167,11 @@ Resource = TypeVar("Resource", bound=Hashable)
 
 
 def rates(flows: Mapping[Flow, Sequence[Resource]], capacity: Mapping[Resource, float]) -> dict[Flow, float]:
-    """Return the max-min fair rate of each flow: no rate can rise unless a rate that is not higher falls.
+    """Return the max-min fair rate of each flow: no rate can rise unless an equal or smaller rate falls.
 
-    The method is progressive filling: all rates grow together until a resource is full. The rates of the flows over
-    that resource are then fixed, and the other rates continue to grow.
+    `flows` maps each flow to the resources that it uses, and `capacity` maps each resource to its total rate. The
+    method is progressive filling: all rates grow together until a resource is full. The rates of the flows over that
+    resource are then fixed, and the rates of the remaining flows continue to grow.
     """
     left = dict(capacity)
     crossing: dict[Resource, set[Flow]] = {}

@@ -1,9 +1,9 @@
 """Memory: the memory that each device needs for a case, whether it fits, and the largest batch that fits.
 
-torch.nn.DataParallel needs the memory of the engine's schedule `reference`, with two differences. First, torch frees
-replicas and outputs when its forward returns. From then on, weights, inputs and outputs live as long as the autograd
-graph needs them: backward frees the weights of a layer after their last use. Second, gradients are joined into buffers
-on every device before they are summed, with or without NCCL.
+torch.nn.DataParallel needs the same memory as the engine's schedule `reference`, with two differences. First, torch
+releases its references to the replicas and outputs at the end of forward. From then on, the autograd graph alone keeps
+weights, inputs and outputs allocated, and backward frees the copied weights of a layer after their last use. Second,
+torch joins gradients into buffers on every device before they are summed, with or without NCCL.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from dpbench.records.work import COALESCED_BYTES, chunks
 from dpbench.strategies import optimizer_of, precision_of
 
 Release = tuple[int, list[int]]
-"""A number of backward ops, and the holdings that are released after this number of ops."""
+"""A number of backward ops, and the holdings (numbers of allocations) that are released after this number of ops."""
 
 
 class WrapperMemory(EngineMemory):
@@ -81,10 +81,10 @@ class WrapperMemory(EngineMemory):
         tape.give([*losses, *target, *gathered])
 
     def _copied(self, sizes: Sequence[int], first: int) -> list[list[tuple[list[int], list[int]]]]:
-        """Add the copies of tensors to the tape; return, for each device, pairs of (tensor indices, holdings).
+        """Add the copies of tensors of these sizes to the tape; return, for each device, pairs of (indices, holdings).
 
-        The holdings contain the copies of the tensors with these indices. `first` is the index of the first tensor.
-        Device 0 has no copies.
+        The holdings of a pair are the allocations that contain the copies of the tensors with these indices. `first` is
+        the index of the first tensor. The list of device 0 is empty, because it has no copies.
         """
         tape, found = self._tape, []
         runs = chunks(sizes, COALESCED_BYTES) if self._collective else [[size] for size in sizes]
@@ -103,7 +103,10 @@ class WrapperMemory(EngineMemory):
     def _releases(
         self, i: int, part: Trace, copies: Sequence[tuple[list[int], list[int]]], inputs: Sequence[int], names: Names
     ) -> list[Release]:
-        """Return the releases of the copies, inputs and outputs of device i; remove these outputs from `names`."""
+        """Return the releases of the copies, inputs and outputs of device i during backward.
+
+        `copies` is the device's list from `_copied`. The released outputs are removed from `names`.
+        """
         at = part.released_at
         found = [(max(at[n] for n in numbers), holdings) for numbers, holdings in copies]
         begin = len(part.parameters.sizes_bytes) + len(part.buffers.sizes_bytes)
@@ -116,10 +119,10 @@ class WrapperMemory(EngineMemory):
         return found
 
     def _sums(self) -> list[int]:
-        """Add the reduction to the tape: gradients are joined on every device, and the buffers summed on device 0.
+        """Add the reduction to the tape and return the holdings of the summed gradients.
 
-        Return the holdings of the sums. The buffers of one iteration are freed in the next iteration, because torch's
-        loop variables keep them alive.
+        Gradients are joined into buffers on every device, and the buffers are summed on device 0. The buffers of one
+        iteration of torch's loop are freed in the next iteration, because loop variables keep them alive.
         """
         tape, others = self._tape, list(self._devices[1:])
         sums: list[int] = []
@@ -142,7 +145,7 @@ class WrapperMemory(EngineMemory):
 
 
 STEPS = 3
-"""The number of replayed steps.
+"""The number of training steps that a replay contains.
 
 The first step creates the optimizer's state, the second starts with that state, and the third repeats the second.
 """
@@ -156,13 +159,13 @@ A context takes 0.47 to 0.55 GB at its start with lazily loaded kernels, and up 
 NCCL_BYTES = 1450 * 2**20
 """The assumed memory of NCCL's buffers on every GPU after the first collective, in bytes.
 
-The source of `CONTEXT_BYTES` gives 1 to 2 GB, and 1.45 GB in its example. The value is a prior, too.
+The source of `CONTEXT_BYTES` gives 1 to 2 GB, and 1.45 GB in an example. The value is a prior, not a measurement.
 """
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """The memory of one device: the allocator's peaks, and the priors for context and NCCL, in bytes."""
+    """The memory of one device: the allocator's peaks, and the assumed bytes of the CUDA context and of NCCL."""
 
     device: int
     peak: Peak
@@ -171,15 +174,19 @@ class DeviceMemory:
 
     @property
     def process_bytes(self) -> int:
-        """Return the total bytes that the driver would show: segments, context and NCCL."""
+        """Return the total bytes that the driver would show: reserved segments, CUDA context and NCCL."""
         return self.peak.reserved_bytes + self.context_bytes + self.nccl_bytes
 
 
 class Traces:
-    """The traces of one model with one optimizer, made on first use and cached."""
+    """The traces of one model with one optimizer, made on first use and cached.
+
+    `of(rows)` returns the trace at a batch size. `optimizer(sizes)` returns the ops of the first and of a later
+    optimizer step for tensors of these sizes in bytes.
+    """
 
     def __init__(self, build: Build, optimizer_fn: OptimizerFactory, *, device: str = "cpu", **how: Any) -> None:
-        """Store the arguments of `trace`; `how` contains further keyword arguments of `trace`."""
+        """Prepare the traces; the arguments are those of the function `trace`, and `how` contains its other options."""
         self.of = lru_cache(maxsize=64)(lambda rows: trace(build, rows, optimizer_fn, device=device, **how))
         self.optimizer = lru_cache(maxsize=64)(lambda sizes: trace_optimizer(optimizer_fn, sizes, device=device))
 
@@ -187,8 +194,9 @@ class Traces:
 def traces_of(case: Case, *, fake_only: bool = False) -> Traces:
     """Return the traces of a case's model.
 
-    For a GPU, the optimizer uses its multi-tensor (foreach) implementation, torch's default on GPUs. With `fake_only`,
-    tracing raises an error for a model that fails on fake tensors, instead of running the model on real tensors.
+    For a case on GPUs, the optimizer uses its multi-tensor (foreach) implementation, which is torch's default on GPUs.
+    With `fake_only`, tracing raises an error for a model that fails on fake tensors, instead of running the model on
+    real tensors.
     """
     factory = optimizer_of(case)
 
@@ -210,7 +218,7 @@ def traces_of(case: Case, *, fake_only: bool = False) -> Traces:
 
 
 def fake_device(case: Case) -> str:
-    """Return the device of the fake tensors: "lazy:0" for emulated devices, which run attention unfused, else "cpu"."""
+    """Return the device of a case's fake tensors: "lazy:0" (unfused attention) for emulated devices, else "cpu"."""
     return "lazy:0" if case.device_kind == "emulated" else "cpu"
 
 
@@ -236,12 +244,14 @@ def tape_of(case: Case, traces: Traces, steps: int = STEPS) -> Tape:
         kind(tape, shards, schedule, collective=collective).run(steps)
     else:
         known = ", ".join(registry.of_role(one) for one in Role if one is not Role.OTHER)
-        raise ValueError(f"the memory of strategy {case.strategy!r} is not known; known: {known}")
+        raise ValueError(
+            f"the memory of the strategy {case.strategy!r} is not known; use one of these strategies: {known}"
+        )
     return tape
 
 
 def _schedule(case: Case) -> Schedule:
-    """Return the schedule of a case: `reference` if the case has none, and the best exact schedule for `fastest`."""
+    """Return the schedule of a case: `reference` if the case names none, and the best exact schedule for `fastest`."""
     if not case.schedule:
         return parse(REFERENCE)
     if case.schedule == "fastest":
@@ -252,10 +262,11 @@ def _schedule(case: Case) -> Schedule:
 
 
 def needed(case: Case, traces: Traces | None = None, *, capacity_bytes: int | None = None) -> list[DeviceMemory]:
-    """Return the memory of each device. Raises OutOfDeviceMemory if a device needs more than `capacity_bytes`.
+    """Return the memory that a case needs on each device, from a replay of its allocations.
 
-    `capacity_bytes` is the memory of the whole device. The priors for context and NCCL are subtracted from it before
-    the replay.
+    `traces` are by default those of the case's model. `capacity_bytes` is the total memory of a device, None for no
+    limit; the CUDA context and NCCL take an assumed part of this memory. Raises OutOfDeviceMemory if a device needs
+    more.
     """
     tape = tape_of(case, traces or traces_of(case))
     on_gpu = case.device_kind == "cuda"
@@ -264,7 +275,10 @@ def needed(case: Case, traces: Traces | None = None, *, capacity_bytes: int | No
     rounding = None if on_gpu else 1
     left = None if capacity_bytes is None else capacity_bytes - context - nccl
     if left is not None and left < 0:
-        raise OutOfDeviceMemory(f"context and NCCL alone take {context + nccl} of {capacity_bytes} bytes")
+        raise OutOfDeviceMemory(
+            f"the device has {capacity_bytes} bytes, but the CUDA context and NCCL alone take {context + nccl} bytes; "
+            "choose a device with more memory"
+        )
     return [
         DeviceMemory(i, replay(tape, i, capacity_bytes=left, rounding_bytes=rounding), context, nccl)
         for i in range(len(case.rows))
@@ -272,9 +286,10 @@ def needed(case: Case, traces: Traces | None = None, *, capacity_bytes: int | No
 
 
 def largest_batch(case_of: Callable[[int], Case], capacity_bytes: int, *, limit: int = 2**20) -> int:
-    """Return the largest batch size whose case fits every device; 0 if a batch of 1 does not fit.
+    """Return the largest batch size whose case fits on every device; 0 if a batch of 1 does not fit.
 
-    The search doubles the batch size up to `limit` and then bisects. Each batch size is checked by a replay.
+    `case_of(batch_size)` returns the case to check, and `capacity_bytes` is the memory of each device. The search
+    doubles the batch size up to `limit` and then bisects. Each batch size is checked by a replay.
     """
     traces = traces_of(case_of(1))
 

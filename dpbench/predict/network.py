@@ -1,4 +1,4 @@
-"""Network: the links of a machine as a graph, the routes between its nodes, and the bandwidth of collectives."""
+"""Network: the links of a machine as a graph, the routes between GPUs and processors, and the speed of collectives."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ Direction = tuple[str, str]
 def route(machine: Machine, source: str, target: str) -> tuple[Direction, ...]:
     """Return the directed links of the route with the fewest hops; a route over NVLink is preferred to any other.
 
-    The end "host" is the memory of the processor nearest to the other end. Two GPUs without NVLink between them and
-    without peer access communicate through host memory. Raises UnknownMachine if no route exists.
+    `source` and `target` are names such as "gpu0"; "host" is the memory of the processor that is nearest to the other
+    end of the route. Two GPUs without NVLink between them and without peer access communicate through host memory.
+    Raises UnknownMachine if no route exists.
     """
     links = machine.links
     if "host" not in (source, target):
@@ -33,7 +34,8 @@ def route(machine: Machine, source: str, target: str) -> tuple[Direction, ...]:
     found = _shortest(links, source, target)
     if not found and source != target:
         raise UnknownMachine(
-            f"machine {machine.name}: no route from {source} to {target}; its links are {_listed(machine)}"
+            f"machine {machine.name}: no route from {source} to {target}; the machine file has the links "
+            f"{_listed(machine)}; add the links that are missing"
         )
     return found
 
@@ -43,7 +45,7 @@ def _listed(machine: Machine) -> str:
 
 
 def _shortest(links: tuple[Link, ...] | list[Link], source: str, target: str) -> tuple[Direction, ...]:
-    """Return the directed links of the route with the fewest hops; () if there is none."""
+    """Return the directed links of the route with the fewest hops over `links`; () if no route exists."""
     beside: dict[str, list[str]] = {}
     for link in links:
         beside.setdefault(link.a, []).append(link.b)
@@ -69,7 +71,7 @@ def _shortest(links: tuple[Link, ...] | list[Link], source: str, target: str) ->
 
 @lru_cache(maxsize=1024)
 def capacities(machine: Machine) -> dict[Direction, float]:
-    """Return the bytes per second of each directed link; parallel links add up."""
+    """Return the bytes per second of each directed link; the rates of parallel links are added."""
     found: dict[Direction, float] = {}
     for link in machine.links:
         for way in ((link.a, link.b), (link.b, link.a)):
@@ -82,7 +84,7 @@ def nvlink_cut(machine: Machine, count: int) -> float:
     """Return the minimum cut between the first `count` GPUs over NVLink only; 0 if NVLink does not connect all of them.
 
     The unit is bytes per second in each direction. The rings of a collective cross every cut, so the minimum cut limits
-    their bandwidth.
+    the bandwidth of the rings.
     """
     gpus = [f"gpu{i}" for i in range(count)]
     return _tightest([link for link in machine.links if link.kind == "nvlink" and _inside(link, gpus)], gpus)
@@ -90,10 +92,12 @@ def nvlink_cut(machine: Machine, count: int) -> float:
 
 @lru_cache(maxsize=1024)
 def ring(machine: Machine, count: int, *, closed: bool) -> tuple[float, str]:
-    """Return the bandwidth of a ring over the first `count` GPUs, and the slowest kind of hop: peer, staged or socket.
+    """Return the bandwidth in bytes per second of a ring over the first `count` GPUs, and its slowest kind of hop.
 
-    The bandwidth is that of the slowest hop, in bytes per second, when all hops are busy and share links fairly.
-    If `closed` is False, the last hop back to the first GPU is left out, as in the chain of a broadcast.
+    The bandwidth of the ring is that of its slowest hop while all hops are busy and share links fairly. The kind is
+    "staged" if GPUs without peer access communicate through host memory, "socket" if a hop leads from one processor to
+    another, else "peer". If `closed` is False, the last hop back to the first GPU is left out, as in the chain of a
+    broadcast.
     """
     hops = [(f"gpu{i}", f"gpu{(i + 1) % count}") for i in range(count if closed else count - 1)]
     ways = {hop: route(machine, *hop) for hop in hops}
@@ -105,24 +109,27 @@ def ring(machine: Machine, count: int, *, closed: bool) -> tuple[float, str]:
 
 
 def _processors(way: tuple[Direction, ...]) -> set[str]:
-    """Return the processors on a route."""
+    """Return the names of the processors on a route."""
     return {end for direction in way for end in direction if end.startswith(HOST_NODE)}
 
 
 def _inside(link: Link, gpus: list[str]) -> bool:
-    """Return whether both ends of a link are among these GPUs or are switches or processors of the same node."""
+    """Return whether each end of a link is one of these GPUs, or a switch or processor of the same node."""
     return link.kind != "network" and all(not end.startswith("gpu") or end in gpus for end in (link.a, link.b))
 
 
 def _tightest(links: list[Link], gpus: list[str]) -> float:
-    """Return the minimum cut, in bytes per second, that separates any two of the GPUs."""
+    """Return the smallest of the minimum cuts between two of the GPUs, in bytes per second.
+
+    For a single GPU, return the total bytes per second of the links of this GPU.
+    """
     if len(gpus) < 2:
         return sum(link.bytes_per_s for link in links if gpus[0] in (link.a, link.b))
     return min(_flow(links, gpus[0], other) for other in gpus[1:])
 
 
 def _flow(links: list[Link], source: str, target: str) -> float:
-    """Return the maximum flow from one node to another, by augmenting shortest paths."""
+    """Return the maximum flow from `source` to `target` in bytes per second, by augmenting shortest paths."""
     room: dict[str, dict[str, float]] = {}
     for link in links:
         for a, b in ((link.a, link.b), (link.b, link.a)):
@@ -157,13 +164,14 @@ TRAFFIC: dict[str, Callable[[int], float]] = {
     "reduce_scatter": lambda n: (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,
 }
-"""For each collective: the bytes on each link of a ring per byte of the message, given the number of devices."""
+"""For each collective: a function of the number of devices that returns the bytes on each link of a ring per byte of
+the message."""
 ONE_WAY = ("broadcast", "reduce")
 
 
 @dataclass(frozen=True)
 class Bus:
-    """The saturated bus bandwidth between devices, and the kind of link that limits it."""
+    """The bus bandwidth between devices for large messages, and the kind of link that limits the bandwidth."""
 
     bytes_per_s: float
     kind: str  # "nvlink" | "peer" | "staged" | "socket" | "network" | "measured" | "alone"
@@ -171,9 +179,10 @@ class Bus:
 
 @lru_cache(maxsize=4096)
 def bus(machine: Machine, devices: int, constants: Constants, *, one_way: bool = False) -> Bus:
-    """Return the bus bandwidth between the first `devices` GPUs; on several nodes, all GPUs of each node are used.
+    """Return the bus bandwidth between `devices` GPUs, which occupy all GPUs of one node before the next node.
 
-    With `one_way`, return the bandwidth of a broadcast or a reduction, which uses links in one direction only.
+    With `one_way`, return the bandwidth of a broadcast or a reduction to one device, which use links in one direction
+    only.
     """
     found = _bus(machine, devices, constants, one_way)
     return Bus(found.bytes_per_s * constants.bus_scale, found.kind)
@@ -193,7 +202,7 @@ def _bus(machine: Machine, devices: int, constants: Constants, one_way: bool) ->
 
 
 def _within_node(machine: Machine, count: int, c: Constants, one_way: bool) -> Bus:
-    """Return the bus bandwidth within one node."""
+    """Return the bus bandwidth between `count` GPUs of one node; `one_way` has the same meaning as in `bus`."""
     if count < 2:
         return Bus(math.inf, "alone")
     if cut := nvlink_cut(machine, count):
@@ -211,7 +220,7 @@ def _within_node(machine: Machine, count: int, c: Constants, one_way: bool) -> B
 
 @dataclass(frozen=True)
 class DeviceGroup:
-    """The devices of a case that exchange messages, on one machine and with one set of constants."""
+    """The devices of a case, which exchange messages in collectives; the methods return durations of collectives."""
 
     machine: Machine
     devices: int
@@ -225,14 +234,15 @@ class DeviceGroup:
     def coalesced_s(self, kind: str, size: float) -> float:
         """Return the duration in seconds of a collective over many tensors, joined into messages of at most 10 MiB.
 
-        `kind` is the collective, and `size` the total size of the tensors in bytes.
+        `kind` is the name of the collective, such as "broadcast", and `size` the total size of the tensors in bytes.
+        One process drives all devices.
         """
         if self.devices < 2 or size <= 0:
             return 0.0
         return math.ceil(size / self.constants.chunk_bytes) * self.constants.call_s + self._wire(kind, size)
 
     def one_s(self, kind: str, size: float) -> float:
-        """Return the duration in seconds of one collective `kind` of `size` bytes between processes."""
+        """Return the duration in seconds of one collective, such as "all_reduce", of `size` bytes between processes."""
         if self.devices < 2 or size <= 0:
             return 0.0
         measured = self.machine.collective
@@ -240,9 +250,9 @@ class DeviceGroup:
         return start + 2 * self.constants.hop_s * math.log2(self.nodes) + self._wire(kind, size)
 
     def beside_s(self, seconds: float, size: float) -> float:
-        """Return the duration in seconds of kernels that run during an all-reduce of `size` bytes.
+        """Return the duration in seconds of kernels that run concurrently with an all-reduce of `size` bytes.
 
-        Without the all-reduce, the kernels take `seconds`.
+        `seconds` is the duration of these kernels without the all-reduce.
         """
         slower = seconds * (1 + self.constants.slowdown)
         if bus(self.machine, self.devices, self.constants).kind == "staged":

@@ -1,10 +1,12 @@
 """Profiles: the durations of a model's phases on one device, from a known step or from FLOP and bytes.
 
 `given` splits a known step on one device into phases. `counted` derives the durations of whole phases from their FLOP
-and bytes on a described GPU; `profile` does the same op by op for a traced model. An op takes the longest of three
-durations: its computation, its memory traffic, and the minimum duration of a kernel. Both rates saturate: an op with
-`half_flop` FLOP or `half_bytes` bytes reaches half of the best rate. This is equivalent to adding this work to every op
-and running at the best rate.
+and bytes on a described GPU; `profile` does the same op by op for a traced model.
+
+The duration of an op is the longest of three durations: that of its computation, that of its memory traffic, and the
+minimum duration of a kernel. Small ops do not reach the best rates: an op with `half_flop` FLOP computes at half of the
+best FLOP rate, and an op with `half_bytes` bytes reads and writes at half of the best memory rate. The model therefore
+adds `half_flop` and `half_bytes` to the work of every op, and divides by the best rates.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ FOREACH_TENSORS = (770, 448, 336, 252, 210)
 
 These are `depth_to_max_tensors` in torch 2.13's `ATen/native/cuda/MultiTensorApply.cuh` for CUDA 13. The same file
 gives `FOREACH_BLOCKS`, the maximum number of blocks in a launch, and `FOREACH_ELEMENTS`, the elements of a block. With
-CUDA 12 the limits are a seventh of these.
+CUDA 12, the limits are a seventh of these.
 """
 FOREACH_BLOCKS, FOREACH_ELEMENTS = 2240, 65_536
 
@@ -39,9 +41,11 @@ class Speed:
 
     `flop_share` is the share of the dense peak that the best bf16 matrix product reaches: A100 SXM 0.87, A100 PCIe
     0.81, H100 0.80, B200 0.78, MI300X 0.51 (S. Bekman, "Machine Learning Engineering Open Book", MAMF table).
-    `half_flop` and `half_bytes` are fitted to the efficiency tables of Calculon: 0.6 at 1 GFLOP; 0.75 at 10 MB and 0.9
-    at 100 MB. dpbench measured none of these. `convolution_flop_per_s` is the peak for convolutions: cuDNN runs them in
-    TF32 on GPUs that have it (`torch.backends.cudnn.allow_tf32` is on by default; for matrix products it is off).
+    `bytes_share` is the attainable share of the memory bandwidth. An op with `half_flop` FLOP or `half_bytes` bytes
+    reaches half of the attainable rate. These two values are fitted to the efficiency tables of Calculon: 60 % at 1
+    GFLOP, 75 % at 10 MB and 90 % at 100 MB. dpbench measured none of the shares. `least_s` is the minimum duration of a
+    kernel. `convolution_flop_per_s` is the peak for convolutions, which cuDNN runs in TF32 by default on GPUs with
+    TF32; 0 means that convolutions have no separate peak.
     """
 
     flop_per_s: float
@@ -59,7 +63,10 @@ class Speed:
         return self.seconds(op.flop, op.bytes, max(faster, self.flop_per_s))
 
     def seconds(self, flop: float, size_bytes: float, flop_per_s: float | None = None) -> float:
-        """Return the duration in seconds of one kernel with this work; `flop_per_s` overrides the GPU's peak."""
+        """Return the duration in seconds of one kernel with this FLOP and traffic; 0 if `size_bytes` is 0.
+
+        `flop_per_s` is the peak to use; None selects the peak of this object.
+        """
         if not size_bytes:
             return 0.0
         compute = (flop + self.half_flop) / (self.flop_share * (flop_per_s or self.flop_per_s)) if flop else 0.0
@@ -69,7 +76,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class Pass:
-    """One multi-tensor op of an optimizer: its number of tensor lists, and its reads plus writes per element."""
+    """One multi-tensor op of an optimizer: the number of its tensor lists, and of its reads and writes per element."""
 
     lists: int
     passes: int
@@ -82,17 +89,19 @@ UPDATES: dict[str, tuple[Pass, ...]] = {
     "Adam": (Pass(2, 3), Pass(1, 2), Pass(2, 3), Pass(2, 2), Pass(1, 2), Pass(1, 2), Pass(3, 4)),
 }
 UPDATES["AdamW"] = (Pass(1, 2), *UPDATES["Adam"])  # p *= 1 - lr * decay
-"""The multi-tensor ops of one step of each optimizer in `torch.optim` (2.13, foreach); SGD has momentum."""
+"""The multi-tensor ops of one step of each optimizer in `torch.optim` (2.13, foreach); SGD is used with momentum."""
 
 
 def optimizer_s(name: str, sizes_bytes: Sequence[int], speed: Speed) -> tuple[float, int]:
-    """Return the duration in seconds and the number of launches of an optimizer step over parameters of these sizes.
+    """Return the duration in seconds and the number of launches of an optimizer step for parameters of these sizes.
 
-    The sizes are in bytes. The results are calculated from `UPDATES`, because traces are made on the host, where torch
-    splits multi-tensor ops into single-tensor ops. Raises LookupError for an optimizer whose ops are not known.
+    The results are calculated from `UPDATES` and not from a trace, because traces are made on the host, where torch
+    splits multi-tensor ops into single-tensor ops. Raises LookupError for an optimizer that is not in `UPDATES`.
     """
     if name not in UPDATES:
-        raise LookupError(f"the kernels of optimizer {name} are not known; known: {', '.join(UPDATES)}")
+        raise LookupError(
+            f"the kernels of the optimizer {name} are not known; use one of these optimizers: {', '.join(UPDATES)}"
+        )
     total, blocks = sum(sizes_bytes), sum(math.ceil(size / 4 / FOREACH_ELEMENTS) for size in sizes_bytes)
     seconds, count = 0.0, 0
     for one in UPDATES[name]:
@@ -103,7 +112,7 @@ def optimizer_s(name: str, sizes_bytes: Sequence[int], speed: Speed) -> tuple[fl
 
 
 def phase_s(trace: Trace, phase: Phase, speed: Speed) -> float:
-    """Return the duration in seconds of a phase's kernels, run one after the other."""
+    """Return the total duration in seconds of the kernels in a phase of a trace, which run one after the other."""
     if phase is Phase.OPTIMIZER:
         return optimizer_s(trace.optimizer_name, trace.parameters.sizes_bytes, speed)[0]
     return sum(speed.op_s(op) for op in trace.ops if op.phase is phase)
@@ -129,13 +138,14 @@ def of_trace(trace: Trace) -> Profile:
 
 
 def profile(low: Trace, high: Trace, speed: Speed) -> Profile:
-    """Return a model's profile on a described GPU, with durations linear in the batch size, from two traces.
+    """Return a model's profile on a described GPU, with durations that are linear in the batch size, from two traces.
 
     Raises ValueError unless `high` has the larger batch.
     """
     if low.rows >= high.rows:
         raise ValueError(
-            f"a profile needs traces of two batch sizes, the smaller one first; got {low.rows} and {high.rows} rows"
+            f"a profile needs traces of two batch sizes, the smaller one first; the traces have {low.rows} and "
+            f"{high.rows} rows"
         )
 
     def cost(phase: Phase) -> Cost:
@@ -150,16 +160,16 @@ def profile(low: Trace, high: Trace, speed: Speed) -> Profile:
 
 
 DTYPES = {"fp32": ("fp32",), "tf32": ("tf32", "fp32"), "bf16": ("bf16", "fp16", "fp32"), "fp16": ("fp16", "fp32")}
-"""The names of the peaks that apply to each precision; the first that the machine file states is used."""
+"""For each precision: the names of peaks that can apply. The first of them that the machine file states is used."""
 COMPUTE_EFFICIENCY, MEMORY_EFFICIENCY = 0.55, 0.75
-"""The shares of a GPU's peaks that whole networks reach.
+"""The assumed shares of a GPU's peak FLOP/s and of its peak memory bandwidth that whole networks reach.
 
-Large matrix products reach 0.78-0.87 of the FLOP peak (ml-engineering).
+Large matrix products reach 0.78-0.87 of the peak FLOP/s (ml-engineering).
 """
 KERNEL_S = 3e-6
-"""The fixed duration of each kernel in seconds, in a profile from counts."""
+"""The duration in seconds that a profile from counts adds for each kernel."""
 FIXED_SHARE = 0.1
-"""The assumed share of a step that does not depend on the batch size, if only one batch size was measured."""
+"""The assumed share of a step's duration that does not depend on the batch size, if only one size was measured."""
 
 
 def given(
@@ -175,12 +185,13 @@ def given(
 ) -> Profile:
     """Return `profile` with timings such that a step on one device with `samples` samples takes `step_s` seconds.
 
-    `other` is a second step as (seconds, samples), which determines the part that does not depend on the batch size.
-    The calculated durations of copies, loss and optimizer are subtracted from the step, unless they exceed half of it.
-    The rest is split between forward and backward.
+    `phases` are the phases that `step_s` includes. `other` is a known step at another batch size as (seconds, samples),
+    which determines the part that does not depend on the batch size. The calculated durations of copies, loss and
+    optimizer are subtracted from `step_s`, unless they exceed half of `step_s`. The difference is split between forward
+    and backward. Raises ValueError unless `step_s` is positive.
     """
     if step_s <= 0:
-        raise ValueError(f"the step on one device must take more than 0 s, got {step_s} s")
+        raise ValueError(f"the duration of the step on one device must be more than 0 s, but {step_s} s was given")
     fixed = _fixed_share(step_s, samples, other)
     case = plan.baseline(model=profile.model, batch_size=samples, optimizer=optimizer)
     idle = replace(profile, forward=Cost(), backward=Cost(), source="given")
@@ -204,7 +215,10 @@ def given(
 
 
 def _fixed_share(step_s: float, samples: int, other: tuple[float, int] | None) -> float:
-    """Return the share of a step's duration that does not depend on the batch size."""
+    """Return the share of a step's duration that does not depend on the batch size.
+
+    `other` is a step at another batch size as (seconds, samples). Without it, the share is `FIXED_SHARE`.
+    """
     if other is None or other[1] == samples:
         return FIXED_SHARE
     slope = (step_s - other[0]) / (samples - other[1])
@@ -218,24 +232,25 @@ def _cost(seconds: float, samples: int, fixed: float) -> Cost:
 def peaks(machine: Machine, precision: str) -> tuple[float, float]:
     """Return the peak FLOP/s of a GPU in a precision, and the peak bytes/s of its memory.
 
-    Raises UnknownMachine if the machine file lacks one of them.
+    Raises UnknownMachine if the machine file lacks one of these two values.
     """
     gpu = machine.gpu
     peak = next((gpu.flop_per_s[d] for d in DTYPES.get(precision, (precision,)) if d in gpu.flop_per_s), 0.0)
     if not peak or not gpu.memory_bytes_per_s:
         raise UnknownMachine(
-            f"machine {machine.name}: [gpu] needs both a peak for {precision} in flop_per_s (it has: "
-            f"{', '.join(gpu.flop_per_s) or 'none'}) and memory_bytes_per_s (it has: "
-            f"{gpu.memory_bytes_per_s or 'none'}); or give the duration of a step on one device: --step-s SECONDS"
+            f"machine {machine.name}: the section [gpu] of the machine file must state both a peak for {precision} in "
+            f"flop_per_s (stated for: {', '.join(gpu.flop_per_s) or 'none'}) and memory_bytes_per_s (stated: "
+            f"{gpu.memory_bytes_per_s or 'none'}); add the missing values, or give the duration of a step on one "
+            "device with --step-s SECONDS"
         )
     return peak, gpu.memory_bytes_per_s
 
 
 def counted(profile: Profile, machine: Machine, precision: str = "fp32", constants: Constants = DEFAULT) -> Profile:
-    """Return a profile with timings from FLOP and bytes.
+    """Return `profile` with timings of forward and backward on a machine's GPU, calculated from FLOP and bytes.
 
     Forward and backward each take the longer of computation and memory traffic, plus `KERNEL_S` for each kernel. Raises
-    UnknownMachine if the machine file lacks a peak.
+    UnknownMachine if the machine file lacks the peak FLOP/s or the memory bandwidth.
     """
     peak, bytes_per_s = peaks(machine, precision)
 
@@ -253,7 +268,10 @@ def counted(profile: Profile, machine: Machine, precision: str = "fp32", constan
 
 
 def launched(profile: Profile, machine: Machine, constants: Constants = DEFAULT) -> Profile:
-    """Return a profile whose phases take at least as long as the host needs to launch their kernels."""
+    """Return `profile` with lower bounds on the durations of forward, backward and optimizer.
+
+    The lower bound of a phase is the time that the host needs to launch the phase's kernels.
+    """
     host, c = machine.host, constants
 
     def least(cost: Cost | None, launches: int, each_s: float) -> Cost | None:

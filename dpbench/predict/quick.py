@@ -1,7 +1,7 @@
 """Quick: the duration of a step by formula, calculated within microseconds.
 
 The formulas describe the same mechanisms as the simulation, but were written independently, with sums and maxima
-instead of events. They give first estimates, check the simulation in tests, and are fast enough for fitting the
+instead of events. They are used for first estimates, for checks of the simulation in tests, and for fits of the
 constants.
 """
 
@@ -21,7 +21,7 @@ from dpbench.records.schedule import REFERENCE
 from dpbench.strategies._tasks import PASSES, buckets
 
 KNOWN = (Role.BASELINE, Role.WRAPPER, Role.ENGINE, Role.CONTROL)
-"""The roles of strategies with a formula; for the engine, only the schedule `reference` has one."""
+"""The roles of the strategies that have a formula; of the engine's schedules, only `reference` has a formula."""
 
 
 def seconds(
@@ -35,15 +35,18 @@ def seconds(
 ) -> float:
     """Return the duration of a step in seconds, calculated by formula.
 
-    There are formulas for one device, torch.nn.DataParallel (and the engine's `reference`), and
-    DistributedDataParallel.
+    There are formulas for one device, for torch.nn.DataParallel (also used for the engine's schedule `reference`), and
+    for DistributedDataParallel.
 
     `phases` and `loop` have the same meaning as in `simulation.step`. Raises ValueError for a case without a formula.
     """
     traits = case.traits
     if traits.role not in KNOWN or case.schedule not in ("", REFERENCE):
         known = ", ".join(map(registry.of_role, KNOWN))
-        raise ValueError(f"no formula for {case.label}; formulas exist for {known}: leave out --quick")
+        raise ValueError(
+            f"--quick has no formula for {case.label}; formulas exist for the strategies {known} under the schedule "
+            "reference only; leave out --quick to simulate the step"
+        )
     terms = _Terms(case, profile, machine, constants, phases, loop)
     if case.devices == 1 or traits.one_device:
         return terms.alone()
@@ -51,7 +54,7 @@ def seconds(
 
 
 class _Terms:
-    """The terms that add up to the duration of a step, in seconds."""
+    """The terms that add up to the duration of a case's step, each in seconds; phases that are not timed count 0."""
 
     def __init__(
         self, case: Case, profile: Profile, machine: Machine, constants: Constants, phases: Collection[Phase],
@@ -64,7 +67,7 @@ class _Terms:
         self.memory = machine.gpu.memory_bytes_per_s or constants.memory_bytes_per_s
 
     def on(self, phase: Phase, seconds: float) -> float:
-        """Return `seconds`, or 0 if the phase is not timed."""
+        """Return `seconds` if `phase` is one of the phases to time, else 0."""
         return seconds if phase in self.phases else 0.0
 
     def alone(self) -> float:
@@ -104,13 +107,13 @@ class _Terms:
         return step * (1 + self.c.variation * math.sqrt(2 * math.log(self.case.devices)))
 
     def pageable(self, rows: int) -> float:
-        """Return the duration in seconds of copying the inputs of `rows` samples from pageable memory."""
+        """Return the duration in seconds of copying the inputs of `rows` samples from pageable memory to one device."""
         size = rows * self.p.input_bytes
         rate = self.machine.host.pageable_bytes_per_s or self.c.pageable_bytes_per_s
         return self.c.copy_s + size / rate if size else 0.0
 
     def scatter(self) -> float:
-        """Return the duration in seconds of copying the inputs of the batch to all devices."""
+        """Return the duration in seconds of copying the inputs of the batch from the host to all devices."""
         if self.loop.batch_first:
             return self.pageable(sum(self.case.rows)) + self.moved(self.p.input_bytes)
         return sum(self.pageable(rows) for rows in self.case.rows)
@@ -118,7 +121,7 @@ class _Terms:
     def moved(self, size: float) -> float:
         """Return the duration in seconds of copies between device 0 and each of the other devices, one after another.
 
-        `size` is the number of bytes per sample.
+        Each copy contains the samples of one device, and `size` is the number of bytes per sample.
         """
         if not size:
             return 0.0
@@ -135,9 +138,10 @@ class _Terms:
         return self.on(Phase.FORWARD, max(known, crowded, started))
 
     def backward(self, others: int, *, overlapped: bool = False) -> float:
-        """Return the duration in seconds of backward while `others` more devices of the same process also run backward.
+        """Return the duration in seconds of backward on one device.
 
-        With `overlapped`, gradients are reduced at the same time.
+        Meanwhile, `others` further devices of the same process run backward. With `overlapped`, gradients are reduced
+        during backward, which slows down the kernels of backward.
         """
         known = _at(self.p.backward, self.rows)
         launches = min(self.s * self.c.backward_launch_s * self.p.backward_launches, self.c.host_share * known)
@@ -145,13 +149,13 @@ class _Terms:
         return self.on(Phase.BACKWARD, max(kernels, launches * (1 + self.c.contention * others)))
 
     def loss(self, rows: int) -> float:
-        """Return the duration in seconds of the loss of `rows` samples."""
+        """Return the duration in seconds of the loss of `rows` samples on one device."""
         if self.p.loss is not None:
             return self.on(Phase.LOSS, self.p.loss.at(rows))
         return self.on(Phase.LOSS, rows * self.p.output_bytes / self.memory)
 
     def optimizer(self) -> float:
-        """Return the duration in seconds of the optimizer's update."""
+        """Return the duration in seconds of the optimizer step on one device."""
         if self.p.optimizer is not None:
             return self.on(Phase.OPTIMIZER, self.p.optimizer.at(self.rows))
         moved = PASSES.get(self.case.optimizer, 5) * self.p.parameter_bytes / self.memory

@@ -23,14 +23,14 @@ FREE = {
     aten.lift_fresh,
     aten._unsafe_view,
 }
-"""Ops that start no kernel, in addition to all views."""
+"""Ops that start no kernel. Views start no kernel either, but are not listed."""
 SILENT = {torch.ops.prim.device.default, aten.detach.default}
-"""Ops that are not recorded: they do no work, and their number varies (hooks on saved tensors add some)."""
+"""Ops that are not recorded, because they do no work and their number varies: hooks on saved tensors add some."""
 PASSES = {
     aten.native_batch_norm: 1, aten.cudnn_batch_norm: 1, aten._batch_norm_with_update: 1,
     aten.native_batch_norm_backward: 2, aten.cudnn_batch_norm_backward: 2, aten.batch_norm_backward: 2,
 }  # fmt: skip
-"""The number of times that an op reads its first argument again, after the first time.
+"""The number of times that an op reads its first argument in addition to the first time.
 
 For example, BatchNorm reads its input once for the statistics and again for the normalisation.
 """
@@ -38,7 +38,7 @@ For example, BatchNorm reads its input once for the statistics and again for the
 
 @dataclass(frozen=True)
 class Event:
-    """The allocation or release of a storage: its number, and its size in bytes, which is negative for a release."""
+    """The allocation or release of a storage: the storage's number, and its size in bytes, negative for a release."""
 
     storage: int
     size_bytes: int
@@ -46,9 +46,10 @@ class Event:
 
 @dataclass(frozen=True)
 class Op:
-    """One operator call: its phase, its work, and the allocations and releases until the next call.
+    """One operator call: its phase, its work, and the allocations and releases until the next operator call.
 
-    `bytes` is the number of bytes that the kernel reads and writes in memory, without fusion with other ops.
+    `bytes` is the number of bytes that the op's kernel reads and writes in memory if it is not fused with other
+    kernels; 0 for an op without a kernel. `events` are the allocations and releases in chronological order.
     """
 
     phase: Phase
@@ -74,16 +75,16 @@ class OpRecorder(TorchDispatchMode):
         self._count = 0
 
     def part(self, name: str, phase: Phase) -> OpPart:
-        """Return a context manager under which ops are recorded as a part of the step."""
+        """Return a context manager under which ops are recorded in the part `name` of the step, with this phase."""
         return OpPart(self, name, phase)
 
     def enter(self, name: str, phase: Phase | None) -> None:
-        """Record the ops that follow as a part of the step; with a `phase` of None, ignore them."""
+        """Record all following ops in the part `name` of the step, with this phase; ignore them if `phase` is None."""
         self._phase, self._ops, self._events = phase, self._parts.setdefault(name, []), []
 
     @property
     def at(self) -> int:
-        """Return the number of ops that have been recorded in the current part."""
+        """Return the number of ops that have been recorded in the current part of the step."""
         return len(self._ops)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -102,7 +103,7 @@ class OpRecorder(TorchDispatchMode):
         return result
 
     def storage(self, tensor: torch.Tensor) -> int:
-        """Return the number of a tensor's storage; assign one and record the allocation if the storage is new."""
+        """Return the number of a tensor's storage; if the storage is new, assign a number and record the allocation."""
         storage = dense(tensor)[0].untyped_storage()
         if storage not in self._known:
             self._count += 1
@@ -117,11 +118,14 @@ class OpRecorder(TorchDispatchMode):
         self._events.append((number, -size))
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Exclude the storages of these tensors, which are in host memory, from the trace."""
+        """Remove the storages of these tensors from the record, because the tensors are in host memory."""
         self._forgotten |= {self.storage(tensor) for tensor in tensors}
 
     def ops(self, *parts: str) -> Mapping[str, tuple[Op, ...]]:
-        """Return the ops of these parts, without the releases of storages that were allocated outside these parts."""
+        """Return the ops of these parts of the step, by the name of the part.
+
+        Releases of storages that were allocated outside these parts are left out.
+        """
         rows = {part: self._parts.get(part, []) for part in parts}
         taken = {number for ops in rows.values() for *_, events in ops for number, size in events if size > 0}
         taken -= self._forgotten
@@ -148,7 +152,7 @@ class OpPart:
 
 
 def _traffic(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """Return the bytes that an op's kernel reads and writes; 0 for an op without a kernel."""
+    """Return the number of bytes that an op's kernel reads and writes; 0 for an op without a kernel."""
     packet = func._overloadpacket
     if func.is_view or packet in FREE:
         return 0
@@ -163,17 +167,17 @@ def _traffic(func: Any, args: Any, kwargs: Any, result: Any) -> int:
 
 
 def _touched(tensor: torch.Tensor) -> int:
-    """Return the bytes of a tensor's elements; the repeated elements of an expanded tensor count once."""
+    """Return the number of bytes of a tensor's elements; the repeated elements of an expanded tensor count once."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
 def _strided(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a nested structure; a sparse tensor yields its values and indices."""
+    """Yield the dense tensors in a nested structure; in place of a sparse tensor, yield its values and its indices."""
     for leaf in tree_flatten(value)[0]:
         if isinstance(leaf, torch.Tensor):
             yield from dense(leaf)
 
 
 def dense(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Return the tensors with storages: the tensor itself, or the values and indices of a sparse one."""
+    """Return the dense tensors with a tensor's data: the tensor itself, or a sparse tensor's values and indices."""
     return (tensor._values(), tensor._indices()) if tensor.layout == torch.sparse_coo else (tensor,)

@@ -1,7 +1,7 @@
 """Simulation: the timeline of one step of a case on a described machine, from the costs of its tasks.
 
-A task is a part of a strategy's step; a job is a task with its cost on this machine. A collective is one job,
-regardless of the number of devices that take part in it.
+A task is a part of a strategy's step. A job is a task with its cost on the described machine. A collective is a single
+job, regardless of the number of devices that take part in the collective.
 """
 
 from __future__ import annotations
@@ -22,13 +22,16 @@ from dpbench.strategies._tasks import PASSES
 
 GIL = "gil"
 LOCAL = "local"
-"""The resource of copies within one device."""
+"""The name of the shared resource for copies within one device: the memory of the device."""
 
 
 def jobs_of(
     tasks: Sequence[Task], case: Case, profile: Profile, machine: Machine, constants: Constants
 ) -> tuple[list[SimulatedJob], list[int], dict[object, float]]:
-    """Return the jobs of a step, the index of each task's job, and the capacity of each shared resource."""
+    """Return the jobs of a step, the index of the job for each task, and the capacity of each shared resource.
+
+    The capacity of a link or of device memory is in bytes per second; that of the interpreter lock is 1.
+    """
     overlapped = case.traits.ranks and any(
         (task.phase is Phase.REDUCE and task.overlap) or task.resource.startswith("reduce_scatter:") for task in tasks
     )
@@ -67,7 +70,7 @@ COLLECTIVES = tuple(
 
 
 class _Prices:
-    """The cost of each unit of work in one case."""
+    """The costs of the tasks of one case on one machine, from a profile, the machine and the constants."""
 
     def __init__(
         self, case: Case, profile: Profile, machine: Machine, constants: Constants, *, overlapped: bool
@@ -95,7 +98,7 @@ class _Prices:
         return self._units.get(task.unit, self._host)(task)
 
     def _host(self, task: Task) -> SimulatedJob:
-        """Return the job of a task that a host thread performs item by item."""
+        """Return the job of a task whose amount is a number of host operations (such as launches) or of seconds."""
         spent = task.amount * self._each_s[task.unit]
         others = len(self._rows) - 1
         if task.unit == "launches":
@@ -108,8 +111,9 @@ class _Prices:
     def _launches(self, task: Task, spent: float) -> float:
         """Return the duration in seconds of a task's launches.
 
-        The launches of forward and backward take at most `host_share` of the known duration of the phase. Contention
-        between the threads of one process adds to those of backward.
+        `spent` is the number of launches multiplied by the duration of one launch. The launches of forward and backward
+        take at most `host_share` of the known duration of the phase. The launches of backward are slowed down by
+        contention between the threads of one process.
         """
         profile, rows = self._profile, self._rows[max(0, task.device)]
         factor = self._machine.host.factor
@@ -126,7 +130,7 @@ class _Prices:
         return spent
 
     def _flop(self, task: Task) -> SimulatedJob:
-        """Return the job of forward or backward kernels, with the duration from the profile."""
+        """Return the job of a task whose amount is FLOP of forward or backward, with the duration from the profile."""
         profile = self._profile
         cost, flop = (
             (profile.forward, profile.forward_flop)
@@ -135,7 +139,8 @@ class _Prices:
         )
         if cost is None:
             raise ValueError(
-                f"the profile of {profile.model} has no timing for {task.phase}; dpbench.predict.profiles adds timings"
+                f"the profile of {profile.model} has no duration of the phase {task.phase}; add durations with "
+                "dpbench.predict.profiles.given or dpbench.predict.profiles.counted"
             )
         rows = self._rows[task.device]
         part = task.amount / (rows * flop) if flop else 1.0
@@ -145,9 +150,9 @@ class _Prices:
         return SimulatedJob(spent, task.resource)
 
     def _bytes(self, task: Task) -> SimulatedJob:
-        """Return the simulated job for a task that moves bytes.
+        """Return the job of a task whose amount is in bytes.
 
-        The bytes move over links, in a collective, or through device memory.
+        The bytes are moved over links, in a collective, or within device memory.
         """
         kind, _, rest = task.resource.partition(":")
         if kind == "copy":
@@ -163,7 +168,10 @@ class _Prices:
         return SimulatedJob(scale * task.amount / self.memory_bytes_per_s, task.resource)
 
     def _update_scale(self) -> float:
-        """Return the factor that scales the optimizer's bytes and launches to the known duration of its step."""
+        """Return the factor that scales the calculated duration of the optimizer step to the known duration.
+
+        Return 1 if the profile has no duration of the optimizer.
+        """
         profile = self._profile
         if profile.optimizer is None:
             return 1.0
@@ -172,7 +180,10 @@ class _Prices:
         return profile.optimizer.at(self._rows[0]) / max(moved, launches)
 
     def _copy(self, task: Task, source: str, target: str) -> SimulatedJob:
-        """Return the job of a copy between two devices over links, or from the host's pageable memory to a device."""
+        """Return the job of a copy between two devices over links, or from the host's pageable memory to a device.
+
+        `source` and `target` are indices of devices as text, or "host".
+        """
         if task.amount <= 0 or source == target:
             return SimulatedJob(0.0)
         node = self._machine.gpu.count
@@ -191,33 +202,36 @@ def _or(measured: float | None, constant: float) -> float:
 
 
 def _capped(spent: float, known: Cost | None, rows: int, share: float) -> float:
-    """Return the duration of launches in seconds, limited to a share of the known duration of their phase."""
+    """Return `spent`, a duration of launches in seconds, limited to a share of the known duration of their phase.
+
+    `known` is the cost of the phase, and `rows` the number of samples; without a known cost, there is no limit.
+    """
     return min(spent, share * known.at(rows)) if known else spent
 
 
 EXCHANGEABLE = 9
-"""From this rank count on, only one representative rank is simulated, because all ranks do the same work."""
+"""The number of ranks from which on only one of them is simulated, because all ranks do the same work."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loop:
     """The differences between a training loop and the strategy's own step.
 
-    With `batch_first`, the whole batch is copied to device 0, and from device 0 to the other devices. With
-    `late_reduction`, each rank starts its reduction when its backward has ended.
+    With `batch_first`, the whole batch is first copied to device 0, and then its parts from device 0 to the other
+    devices. With `late_reduction`, each rank reduces gradients only after its whole backward has ended.
     """
 
     batch_first: bool = False
     late_reduction: bool = False
 
     def changed(self, tasks: Sequence[Task]) -> list[Task]:
-        """Return the tasks of a step in this loop, given those of the strategy's own step."""
+        """Return the tasks of a step in this training loop; `tasks` are the tasks of the strategy's own step."""
         found = _batch_first(tasks) if self.batch_first else list(tasks)
         return _late_reduction(found) if self.late_reduction else found
 
 
 PLAIN = Loop()
-"""A training loop without differences from the strategy's own step."""
+"""The training loop that runs the strategy's own step without changes."""
 
 
 @dataclass(frozen=True)
@@ -233,7 +247,10 @@ class Timeline:
         return max((end for _, end in self.times), default=0.0)
 
     def spans(self, step: int = 0, start_s: float = 0.0) -> list[Span]:
-        """Return a span for each task with a duration above 0, as a measured trace of the step would have them."""
+        """Return a span for each task with a duration above 0.
+
+        `step` is the index of the step in its trial, and `start_s` the time in seconds at which the step starts.
+        """
         return [
             Span(step, task.phase, task.device, "predicted", start_s + begin, start_s + end)
             for task, (begin, end) in zip(self.tasks, self.times, strict=True)
@@ -244,18 +261,19 @@ class Timeline:
 def check(case: Case, machine: Machine) -> None:
     """Raise UnknownMachine if a machine has too few devices for a case.
 
-    A strategy that drives all devices from one process needs them on one node.
+    A strategy that drives all devices from one process needs all of the case's devices on one node.
     """
     if case.devices > machine.devices:
         raise UnknownMachine(
-            f"{case.label}: {machine.name} has {machine.devices} GPUs ({machine.nodes} nodes of {machine.gpu.count}), "
-            f"but the case needs {case.devices}; give --devices up to {machine.devices}, or a machine with more nodes"
+            f"{case.label}: the machine {machine.name} has {machine.devices} GPUs ({machine.nodes} nodes with "
+            f"{machine.gpu.count} GPUs each), but the case needs {case.devices}; give --devices up to "
+            f"{machine.devices}, or choose a machine with more nodes"
         )
     if case.traits.threads and case.devices > machine.gpu.count:
         raise UnknownMachine(
-            f"{case.label}: {case.strategy} drives all devices from one process on one node, and a node of "
-            f"{machine.name} has {machine.gpu.count} GPUs; give --devices up to {machine.gpu.count}, or "
-            "--strategies ddp"
+            f"{case.label}: the strategy {case.strategy} drives all devices from one process on one node, but the case "
+            f"has {case.devices} devices and a node of {machine.name} has {machine.gpu.count} GPUs; give --devices up "
+            f"to {machine.gpu.count}, or --strategies ddp"
         )
 
 
@@ -270,8 +288,8 @@ def step(
 ) -> Timeline:
     """Return the simulated timeline of one step of a case.
 
-    `phases` are the phases to simulate; a published figure may leave some out. `loop` describes how the training loop
-    differs from the strategy's own step.
+    `phases` are the phases to simulate; published measurements do not always include all phases. `loop` describes how
+    the training loop differs from the strategy's own step.
 
     Raises UnknownMachine if the machine has fewer devices than the case needs, or no route between two of them.
     """
@@ -285,21 +303,24 @@ def step(
 
 @lru_cache(maxsize=64)
 def _tasks(case: Case, profile: Profile) -> list[Task]:
-    """Return the tasks of the strategy's own step; from `EXCHANGEABLE` ranks on, only those of one rank."""
+    """Return the tasks of the strategy's own step; with `EXCHANGEABLE` or more ranks, only the tasks of one rank."""
     strategy = load(case.strategy)
     many = case.traits.ranks and case.devices >= EXCHANGEABLE
     return strategy.one_rank(case, profile) if many else strategy.tasks(case, profile)
 
 
 def _straggling(case: Case, constants: Constants) -> float:
-    """Return the expected duration of the slowest rank's step, relative to the mean of all ranks."""
+    """Return the expected duration of the slowest rank's step as a ratio to the mean over all ranks; 1 for one rank."""
     if not case.traits.ranks or case.devices < 2:
         return 1.0
     return 1 + constants.variation * math.sqrt(2 * math.log(case.devices))
 
 
 def only(tasks: Sequence[Task], phases: Collection[Phase]) -> list[Task]:
-    """Return the tasks of some phases; a task that depends on a removed task inherits that task's dependencies."""
+    """Return the tasks of these phases; the tasks of all other phases are removed.
+
+    A task that depends on a removed task inherits the dependencies of the removed task.
+    """
     if set(phases) >= set(Phase):
         return list(tasks)
     kept: list[Task] = []

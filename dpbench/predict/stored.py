@@ -1,6 +1,6 @@
 """Stored: profiles of one device, from the measured trials of the strategy `single` in a results file.
 
-The duration of each phase is a line over the batch size, fitted to the trials.
+The duration of each phase is a linear function of the batch size, which is fitted to the trials.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from dpbench.store import Store
 
 
 def of_trials(counted: Profile, trials: Sequence[Trial]) -> Profile:
-    """Return `counted` with timings from stored trials of the strategy `single` at one or more batch sizes.
+    """Return `counted`, a profile without timings, with timings from trials of the strategy `single`.
 
-    The duration of a phase at one batch size is the median over the trials; each trial contributes its typical
-    duration. On a GPU, time outside all phases is time in which the GPU waits for launches. This time is therefore
-    spread over the phases in proportion to their durations.
+    The trials have one or more batch sizes. The duration of a phase at one batch size is the median over the trials;
+    each trial contributes the phase's duration in a typical step. On a GPU, time outside all phases is time in which
+    the GPU waits for launches; it is distributed over the phases in proportion to their durations. On a processor, time
+    outside all phases becomes the profile's `rest`, together with the duration of scatter.
     """
     steps: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for trial in trials:
@@ -44,7 +45,7 @@ def of_trials(counted: Profile, trials: Sequence[Trial]) -> Profile:
 
 
 def fit_profile(counted: Profile, phases: Mapping[int, Mapping[Phase, float]]) -> Profile:
-    """Return `counted` with timings fitted to measured ones; `phases` maps a batch size to seconds by phase."""
+    """Return `counted` with timings fitted to `phases`, which maps each measured batch size to the seconds by phase."""
     rows = sorted(phases)
 
     def fit(phase: Phase) -> Cost:
@@ -57,8 +58,9 @@ def fit_profile(counted: Profile, phases: Mapping[int, Mapping[Phase, float]]) -
 
 
 def fit_cost(rows: Sequence[int], seconds: Sequence[float]) -> Cost:
-    """Fit seconds = fixed + sample * rows with the least sum of squared relative errors; neither term is negative.
+    """Return the cost of a phase, fitted to its duration in `seconds` at each batch size in `rows`.
 
+    The fit is seconds = fixed + sample * rows with the least sum of squared relative errors; neither term is negative.
     A single batch size cannot separate the two terms: `FIXED_SHARE` of the duration is then assumed to be fixed.
     """
     import numpy as np
@@ -88,20 +90,21 @@ class Stored:
 
     @property
     def words(self) -> str:
-        """Return the origin of the profile as text, with a warning if the measured device is not the machine's."""
+        """Return the origin of the profile as text, with a warning if the described machine has another device."""
         sizes = ", ".join(map(str, self.batches))
-        said = f"{self.profile.model}: one device's step MEASURED on {self.device}, batch {sizes}"
+        said = f"{self.profile.model}: the step on one device was MEASURED on {self.device} at batch sizes {sizes}"
         # the first word with a digit identifies a GPU: 3090, A100, T4
         mark = next((word for word in self.wanted.split() if any(c.isdigit() for c in word)), self.wanted)
         other = mark.lower() not in self.device.lower()
-        return f"{said}; the machine has {self.wanted}, so the prediction may be far off" if other else said
+        return f"{said}; the described machine has {self.wanted}, so the prediction may be far off" if other else said
 
 
 def read(path: Path, cases: Sequence[Case], machine: Machine) -> dict[counts.Key, Stored]:
-    """Return the profile for each case's settings, from the newest run of a results file that measured these settings.
+    """Return the measured profile for the settings of each case, by the key of the profile.
 
-    The settings are model, size, precision, optimizer and kind of device. Raises UnknownMachine if the file has no
-    steps with these settings; the message gives the command that measures them.
+    The settings are model, size, precision, optimizer and kind of device. The profile comes from the newest run in the
+    results file that measured these settings on one device. Raises UnknownMachine if no run measured them; the message
+    then gives the command that measures them.
     """
     wanted = {counts.key(case): case for case in reversed(cases)}
     found: dict[counts.Key, Stored] = {}
@@ -117,41 +120,44 @@ def read(path: Path, cases: Sequence[Case], machine: Machine) -> dict[counts.Key
                 return found
     missing = next(case for key, case in wanted.items() if key not in found)
     raise UnknownMachine(
-        f"a prediction for {machine.name} needs a measured one-device step of {_setting(missing)}, and {path} has none "
-        f"(it has: {', '.join(sorted(known)) or 'no steps of the strategy single'}); {way_out(missing, path)}"
+        f"{path} has no measured step on one device of {_setting(missing)}, which a prediction for {machine.name} "
+        f"needs (the file has: {', '.join(sorted(known)) or 'no steps of the strategy single'}); "
+        f"{way_out(missing, path)}"
     )
 
 
 def way_out(case: Case, path: Path | str = "FILE") -> str:
-    """Return instructions for measuring the step on one device that a case needs.
+    """Return instructions for measuring the step on one device that the prediction of a case needs.
 
-    A model that is known by name only cannot be measured; the instructions then give alternatives.
+    `path` is the results file to write. A model that is known by name only cannot be measured; the instructions then
+    give alternatives.
     """
     if counts.named(case.model):
         step = "" if case.device_kind == "cpu" else "--step-s SECONDS, or "  # for GPUs only
         return (
-            f"dpbench knows {case.model} by name only and cannot measure it: give {step}your own model as --model "
-            "package.module:name"
+            f"dpbench knows the model {case.model} by name only and cannot measure it: give {step}your own model as "
+            "--model package.module:name"
         )
     flag = "--model" if ":" in case.model else "--models"
     precision = "" if case.precision == "fp32" else f" --precision {case.precision}"
     rows = max(case.rows)
     batches = ",".join(map(str, sorted({max(1, rows // 2), rows})))
     return (
-        f"measure it: dpbench run {flag} {case.model} --size {case.size}{precision} --device-kind {case.device_kind} "
-        f"--strategies {registry.of_role(Role.BASELINE)} --batch-sizes {batches} --store {path}"
+        f"measure the step with: dpbench run {flag} {case.model} --size {case.size}{precision} "
+        f"--device-kind {case.device_kind} --strategies {registry.of_role(Role.BASELINE)} --batch-sizes {batches} "
+        f"--store {path}"
     )
 
 
 def _usable(trial: Trial) -> bool:
-    """Return whether a trial is a trusted measurement of an ordinary step on one device."""
+    """Return whether a trial is a successful and trusted measurement of the strategy `single` without options."""
     case = trial.case
     measured = trial.source is Source.MEASURED and trial.status is Status.OK and trial.trusted
     return measured and case.traits.role is Role.BASELINE and not case.options
 
 
 def _setting(case: Case) -> str:
-    """Return the model and the settings that a profile applies to, as text."""
+    """Return the model and the settings of a case on which its profile depends, as text."""
     return f"{case.model} ({case.size}, {case.precision}, {case.optimizer}, {case.device_kind})"
 
 
@@ -163,7 +169,7 @@ def _stored(case: Case, trials: Sequence[Trial], device: str, machine: Machine) 
 
 
 def _device(facts: Mapping[str, Any], case: Case) -> str:
-    """Return the name of the device on which a run was measured."""
+    """Return the name of the GPU or processor on which a run was measured, from the run's provenance `facts`."""
     if case.device_kind == "cuda":
         return str(next((gpu.get("name") for gpu in (facts.get("gpus") or {}).get("gpus") or ()), "a GPU"))
     return str((facts.get("host") or {}).get("cpu") or "a processor")

@@ -1,8 +1,9 @@
 """Strategy memory: the allocations of each strategy on several devices, assembled from traces of one device.
 
-With respect to memory, this module follows the code of the strategies and of the engine line by line: a tensor that a
-variable or an autograd graph keeps alive in that code stays allocated here for as long. Forward and backward come from
-traces with the rows of each device. The loss of a gathered output comes from a trace with the whole batch.
+With respect to memory, this module follows the code of the strategies and of the engine line by line: a tensor stays
+allocated on the tape for as long as a variable or an autograd graph keeps it alive in that code. The allocations of
+forward and backward come from traces with the rows of each device. The allocations of the loss of a gathered output
+come from a trace with the whole batch.
 """
 
 from __future__ import annotations
@@ -19,16 +20,19 @@ from dpbench.records.work import COALESCED_BYTES, DDP_SYNC_BYTES, bucket_sizes, 
 
 @dataclass(frozen=True)
 class Shards:
-    """The traces from which a step on several devices is assembled: of the whole batch, and of each replica's rows."""
+    """The traces from which a step on several devices is assembled.
+
+    `whole` is the trace of the whole batch, and `parts` are the traces of the rows of each replica.
+    """
 
     whole: Trace
     parts: tuple[Trace, ...]
     optimizer: Callable[[tuple[int, ...]], tuple[Sequence[Op], Sequence[Op]]]
-    """A function that returns the ops of a first and of a later optimizer step over tensors of these sizes in bytes."""
+    """A function of tensors' sizes in bytes that returns the ops of the first and of a later optimizer step."""
 
 
 def single(tape: Tape, trace: Trace, steps: int, device: int = 0) -> None:
-    """Add `steps` training steps of the strategy `single` to the tape."""
+    """Add the setup and `steps` training steps of the strategy `single` to the tape."""
     _settle(tape, device, trace)
     state: Names = {}
     gradients: list[int] = []
@@ -43,7 +47,8 @@ def single(tape: Tape, trace: Trace, steps: int, device: int = 0) -> None:
 def _play_step(tape: Tape, device: int, trace: Trace, state: Names, batch: Sequence[int], *, first: bool) -> list[int]:
     """Add forward, loss, backward and optimizer step on one device to the tape.
 
-    Return the holdings of the gradients, which are still allocated.
+    Return the holdings of the gradients, which stay allocated. `state` maps the storages of the optimizer's state to
+    holdings, and `batch` contains the holdings of inputs and target, which are released.
     """
     names: Names = {}
     play_forward(tape, device, trace, names)
@@ -58,7 +63,7 @@ def _play_step(tape: Tape, device: int, trace: Trace, state: Names, batch: Seque
 
 
 def ddp(tape: Tape, trace: Trace, steps: int, device: int) -> None:
-    """Add `steps` training steps of one rank of DistributedDataParallel, on its device, to the tape."""
+    """Add the setup and `steps` training steps of one rank of DistributedDataParallel, on its device, to the tape."""
     _settle(tape, device, trace)
     trainable = [size for size, wants in zip(trace.parameters.sizes_bytes, trace.trainable, strict=True) if wants]
     for chunk in chunks([*trace.parameters.sizes_bytes, *trace.buffers.sizes_bytes], DDP_SYNC_BYTES):
@@ -84,8 +89,9 @@ def ddp(tape: Tape, trace: Trace, steps: int, device: int) -> None:
 class EngineMemory:
     """The allocations of training on several devices under one of the engine's schedules.
 
-    `collective` is True for distinct GPUs: collectives then move weights, buffers and gradients between them, coalesced
-    into larger messages. Each method adds the allocations and releases of one part of a step to the tape.
+    `collective` is True if the devices are distinct GPUs: collectives then transfer weights, buffers and gradients,
+    which are coalesced into larger messages. Each method adds the allocations and releases of one part of a step to the
+    tape. In the methods, `names` maps, for each device, the allocated storages of the device's trace to their holdings.
     """
 
     def __init__(self, tape: Tape, shards: Shards, schedule: Schedule, *, collective: bool) -> None:
@@ -105,9 +111,10 @@ class EngineMemory:
             self._step(step)
 
     def _setup(self) -> None:
-        """Allocate the module on device 0, and with persistent replicas, the other replicas and the summed gradients.
+        """Add the allocations before the first step to the tape.
 
-        Summed gradients are on the devices that run the optimizer: on device 0 alone for `update=root`, else on all.
+        These are the module on device 0, and if replicas are persistent, also the other replicas and the tensors for
+        summed gradients. Each device that runs an optimizer step has tensors for the sums of its parameters' gradients.
         """
         tape, whole = self._tape, self._shards.whole
         _settle(tape, 0, whole)
@@ -119,7 +126,7 @@ class EngineMemory:
             tape.take_all(i, [self._sizes[n] for n in self._owned(i)], "reduced")
 
     def _owners(self) -> range:
-        """Return the devices that run an optimizer step."""
+        """Return the indices of the devices that run an optimizer step: device 0 for `update=root`, otherwise all."""
         return self._devices[:1] if self._schedule.update == "root" else self._devices
 
     def _owned(self, i: int) -> list[int]:
@@ -134,7 +141,7 @@ class EngineMemory:
         return sorted(n for n, owner in zip(self._trainable, assigned, strict=True) if owner == i)
 
     def _step(self, step: int) -> None:
-        """Add one training step to the tape."""
+        """Add the training step with the index `step` to the tape."""
         tape, parts, schedule = self._tape, self._shards.parts, self._schedule
         tape.stage = "optimizer"
         tape.give(self._gradients)
@@ -172,7 +179,10 @@ class EngineMemory:
         tape.give([*found, *losses])
 
     def _replicate(self) -> None:
-        """Copy the module's buffers to the other devices, and also its weights unless replicas are persistent."""
+        """Add the copies of the module's buffers on the other devices to the tape.
+
+        Unless replicas are persistent, also add the copies of the module's weights.
+        """
         tape, whole = self._tape, self._shards.whole
         tape.stage = "replicate"
         former, self._copies = self._copies, []
@@ -182,7 +192,11 @@ class EngineMemory:
         tape.give(former)
 
     def _broadcast(self, sizes: Sequence[int], *, flat: bool = False) -> None:
-        """Copy tensors of device 0 to the other devices: in a flat buffer, coalesced by collectives, or one by one."""
+        """Add the copies of tensors of device 0 on the other devices to the tape.
+
+        With `flat`, the copies are in one flat buffer per device. Otherwise, collectives copy coalesced tensors;
+        without collectives, the tensors are copied one by one.
+        """
         tape, others = self._tape, self._devices[1:]
         if flat:
             for i in others:
@@ -198,7 +212,10 @@ class EngineMemory:
                 tape.give(joined)
 
     def _gather(self) -> list[int]:
-        """Copy the outputs to device 0 and concatenate them there; return the holdings of the concatenated outputs."""
+        """Add the gather to the tape: the outputs are copied to device 0 and concatenated there.
+
+        Return the holdings of the concatenated outputs; an empty list for a single device.
+        """
         tape, whole, parts = self._tape, self._shards.whole, self._shards.parts
         tape.stage = "gather"
         if len(parts) == 1:
@@ -211,7 +228,10 @@ class EngineMemory:
         return gathered
 
     def _hand_out(self, whole: Names, names: Sequence[Names]) -> None:
-        """Replay the backward of the loss of the gathered output, and then the scatter of that output's gradient."""
+        """Add the backward of the gathered output's loss to the tape, and then the scatter of the output's gradient.
+
+        `whole` maps the allocated storages of the trace of the whole batch to holdings.
+        """
         tape, parts = self._tape, self._shards.parts
         tape.stage = "backward"
         tape.play(0, self._shards.whole.loss_backward, whole, "loss")
@@ -227,10 +247,10 @@ class EngineMemory:
             tape.give([whole.pop(number, -1)])
 
     def _local_loss(self, names: Sequence[Names], *, first: bool) -> None:
-        """Replay the loss of each replica's rows, and the backward of these losses.
+        """Add the loss of each replica's rows and the backward of these losses to the tape.
 
-        In the first step, also replay the loss of the whole batch: the engine compares the sum of the replicas' losses
-        with it.
+        In the first step (`first`), also add the loss of the whole batch, because the engine compares this loss with
+        the sum of the replicas' losses.
         """
         tape, parts = self._tape, self._shards.parts
         for i, trace in enumerate(parts):
@@ -248,7 +268,10 @@ class EngineMemory:
             tape.play(i, trace.loss_backward, names[i], "loss")
 
     def _backward(self, names: Sequence[Names]) -> None:
-        """Replay the backward of all replicas; if the reduction overlaps, reduce each bucket when it is ready."""
+        """Add the backward of all replicas to the tape.
+
+        If the reduction overlaps, also add the reduction of each bucket as soon as its gradients are complete.
+        """
         tape, parts = self._tape, self._shards.parts
         self._reduced: set[int] = set()
         at = [0] * len(parts)
@@ -264,7 +287,10 @@ class EngineMemory:
             play_backward(tape, i, trace, names[i], at[i])
 
     def _buckets(self) -> list[list[int]]:
-        """Return the parameter indices of each bucket that can be reduced during backward, in the order they fill."""
+        """Return the indices of the parameters in each bucket that can be reduced during backward.
+
+        The buckets are in the order in which their gradients are complete.
+        """
         wanted = self._trainable[::-1] if self._kept else self._trainable
         runs = [[wanted[k] for k in run] for run in buckets([self._sizes[n] for n in wanted])]
         ready = {n: k for k, n in enumerate(self._shards.whole.ready)}
@@ -272,7 +298,7 @@ class EngineMemory:
         return sorted(full, key=lambda run: max(ready[n] for n in run))
 
     def _reduce(self, numbers: Sequence[int], names: Sequence[Names]) -> None:
-        """Replay the reduction of the gradients of some parameters, given by index, over the replicas."""
+        """Add the reduction of gradients over the replicas to the tape; `numbers` are the indices of the parameters."""
         self._tape.stage = "reduce"
         self._reduced.update(numbers)
         if self._kept:
@@ -281,7 +307,11 @@ class EngineMemory:
             self._sum(numbers, names)
 
     def _sum(self, numbers: Sequence[int], names: Sequence[Names]) -> None:
-        """Sum gradients on device 0 into new tensors, coalesced by collectives or one by one; release the summands."""
+        """Add the sums of gradients on device 0, which are new tensors, to the tape; release the replicas' gradients.
+
+        Collectives sum coalesced gradients; without collectives, gradients are summed one by one. `numbers` are the
+        indices of the parameters.
+        """
         tape, parts, count = self._tape, self._shards.parts, len(self._devices)
         found = [h for trace, held in zip(parts, names, strict=True) for h in gradients_of(trace, held, numbers)]
         if count == 1:
@@ -308,9 +338,10 @@ class EngineMemory:
         tape.give(found)
 
     def _collect(self, numbers: Sequence[int]) -> None:
-        """Sum gradients into the persistent tensors of each owner.
+        """Add the reduction of gradients into persistent tensors to the tape.
 
-        Only the copies of gradients from other devices are allocated, and released again.
+        Each device that updates parameters allocates copies of their gradients from the other devices, adds the copies
+        to its persistent tensors, and releases the copies. `numbers` are the indices of the parameters.
         """
         tape, wanted = self._tape, set(numbers)
         for i in self._owners():
@@ -319,13 +350,13 @@ class EngineMemory:
                     tape.give([h for _ in self._devices[1:] for h in tape.take(i, self._sizes[n], "reduced")])
 
     def _optimize(self, step: int) -> None:
-        """Replay the optimizer step on every device that has one."""
+        """Add the optimizer step with the index `step` to the tape, on each device that updates parameters."""
         for i in self._owners():
             first, later = self._shards.optimizer(self._units(i))
             play_optimizer(self._tape, i, later if step else first, self._state[i])
 
     def _units(self, i: int) -> tuple[int, ...]:
-        """Return the sizes in bytes of the tensors that device i's optimizer updates."""
+        """Return the sizes in bytes of the tensors that the optimizer on device i updates."""
         if self._schedule.optimizer != "flat":
             return tuple(self._sizes[n] for n in self._owned(i))
         size = flat_bytes([self._sizes[n] for n in self._trainable])
@@ -333,7 +364,7 @@ class EngineMemory:
 
 
 def _settle(tape: Tape, device: int, trace: Trace) -> None:
-    """Allocate the module's parameters and buffers on a device."""
+    """Add the allocations of the module's parameters and buffers on a device to the tape."""
     tape.stage = "setup"
     tape.take_all(device, trace.parameters.sizes_bytes, "parameters")
     tape.take_all(device, trace.buffers.sizes_bytes, "buffers")
@@ -344,30 +375,36 @@ def _take_batch(tape: Tape, device: int, trace: Trace) -> list[int]:
 
 
 def play_forward(tape: Tape, device: int, trace: Trace, names: Names) -> None:
-    """Add the forward of a trace to the tape."""
+    """Add the forward of a trace on a device to the tape; update `names`, which maps allocated storages to holdings."""
     tape.stage = "forward"
     tape.play(device, trace.forward, names, "activations", dict.fromkeys(trace.outputs, "outputs"))
 
 
 def play_loss(tape: Tape, device: int, trace: Trace, names: Names) -> None:
-    """Add the loss of a trace to the tape."""
+    """Add the loss of a trace on a device to the tape; update `names`, which maps allocated storages to holdings."""
     tape.stage = "loss"
     tape.play(device, trace.loss, names, "loss")
 
 
 def play_backward(tape: Tape, device: int, trace: Trace, names: Names, start: int = 0, stop: int | None = None) -> None:
-    """Add the backward ops of a trace from `start` to `stop` (default: all) to the tape."""
+    """Add the backward ops of a trace from `start` up to, but not including, `stop` (None: the end) to the tape.
+
+    `names` maps allocated storages to holdings and is updated.
+    """
     kinds = dict.fromkeys(trace.gradients, "gradients")
     tape.play(device, trace.backward[start:stop], names, "backward", kinds)
 
 
 def gradients_of(trace: Trace, names: Names, numbers: Sequence[int] | None = None) -> list[int]:
-    """Remove the gradients of some parameters (default: all) from `names`; return the holdings of these gradients."""
+    """Remove the gradients of some parameters from `names`; return the holdings of these gradients.
+
+    `numbers` are the indices of the parameters; None stands for all parameters.
+    """
     wanted = trace.gradients if numbers is None else [trace.gradients[n] for n in numbers]
     return [names.pop(storage) for storage in wanted if storage is not None and storage in names]
 
 
 def play_optimizer(tape: Tape, device: int, ops: Sequence[Op], state: Names) -> None:
-    """Add the ops of an optimizer step to the tape."""
+    """Add the ops of an optimizer step on a device to the tape; update `state`, which maps storages to holdings."""
     tape.stage = "optimizer"
     tape.play(device, ops, state, "optimizer")

@@ -1,8 +1,8 @@
 """Trace: one training step on one device as lists of ops, with their work, allocations and releases.
 
 The step runs on fake tensors, which have shapes but no values. A model is therefore traced at any batch size within
-about a second, and without its hardware. A model whose shapes depend on values (packed sequences) is traced on real
-tensors instead.
+about a second, without the device that the model is meant for. A model whose shapes depend on values (packed sequences)
+is traced on real tensors instead.
 
 The step is split into parts, from which steps on several devices can be assembled: forward, loss, the backward of the
 loss, the backward of the module, the optimizer's first step (which creates its state), and a later optimizer step.
@@ -31,7 +31,7 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Precision = Callable[[], AbstractContextManager[Any]]
 
 FEW = 3
-"""The number of samples in the batch from which shapes are taken.
+"""The number of samples in the batch from which the shapes of inputs and target are taken.
 
 A tensor with this number of rows is assumed to have one row per sample.
 """
@@ -45,7 +45,7 @@ class Tensors:
 
     @property
     def bytes(self) -> int:
-        """Return the sum of the sizes."""
+        """Return the sum of the sizes in bytes."""
         return sum(self.sizes_bytes)
 
 
@@ -53,10 +53,12 @@ class Tensors:
 class Trace:
     """One step of one model on `rows` samples on one device.
 
-    `parameters` has the order of the module. `ready` lists the indices of the parameters in the order in which backward
-    completes their gradients. In the same order, `ready_at` lists the number of backward ops after which each gradient
-    is complete. `outputs`, `output_gradients`, `gradients` and `losses` identify storages by number; None stands for a
-    missing gradient.
+    `forward` to `optimizer` are the ops of the parts of the step; `optimizer_first` belongs to the first step, which
+    creates the optimizer's state. `parameters` and `trainable` have the order of `module.parameters()`. `ready` lists
+    the indices of the parameters in the order in which backward completes their gradients. In the same order,
+    `ready_at` lists the number of backward ops after which each gradient is complete. `outputs`, `output_gradients`,
+    `gradients` and `losses` are the numbers of these tensors' storages; a missing gradient is None. `fake` is False if
+    the model was traced on real tensors.
     """
 
     model: str
@@ -81,21 +83,22 @@ class Trace:
     gradients: tuple[int | None, ...]
     losses: tuple[int, ...]
     released_at: tuple[int, ...]
-    """For each parameter, buffer, input and output: the number of backward ops after which the graph releases it."""
+    """For each parameter, buffer, input and output: the number of backward ops after which autograd's graph releases
+    the tensor."""
     optimizer_name: str
     fake: bool
 
     @property
     def ops(self) -> tuple[Op, ...]:
-        """Return the ops of one step after the first, in the order of execution."""
+        """Return the ops of one complete step other than the first step, in the order of execution."""
         return (*self.forward, *self.loss, *self.loss_backward, *self.backward, *self.optimizer)
 
     def flop(self, *phases: Phase) -> float:
-        """Return the FLOP of the ops in the given phases; without phases, of all ops."""
+        """Return the total FLOP of the ops in the given phases; if no phases are given, of all ops."""
         return sum(op.flop for op in self.ops if not phases or op.phase in phases)
 
     def launches(self, *phases: Phase) -> int:
-        """Return the number of ops in the given phases that start a kernel; without phases, of all such ops."""
+        """Return the number of ops that start a kernel in the given phases; if no phases are given, in all phases."""
         return sum(op.bytes > 0 for op in self.ops if not phases or op.phase in phases)
 
 
@@ -114,8 +117,8 @@ def trace(
     everywhere, "lazy:0" selects the same operators as emulated devices (unfused attention), and "cuda:0" needs a CUDA
     build of torch and a GPU. Forward and loss run in the context `precision()`.
 
-    Errors of the model propagate. A model may also fail on fake tensors only, because it reads values or hides tensors
-    from torch. Such a model is traced on real tensors on the CPU; with `fake_only`, the error propagates instead.
+    A model that fails on fake tensors, because it reads values or hides tensors from torch, is traced on real tensors
+    on the CPU; with `fake_only`, the error propagates instead. An error on real tensors always propagates.
     """
     try:
         model = _shapes(build)
@@ -136,7 +139,10 @@ def trace(
 def trace_optimizer(
     optimizer_fn: OptimizerFactory, sizes_bytes: Sequence[int], *, device: str = "cpu"
 ) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
-    """Return the ops of the first and of a later optimizer step over fp32 vectors of these sizes in bytes."""
+    """Return the ops of the first and of a later optimizer step for parameters that are fp32 vectors of these sizes.
+
+    `device` is the device of the fake tensors, as in `trace`.
+    """
     with FakeTensorMode():
         parameters = [nn.Parameter(torch.empty(size // 4, device=device)) for size in sizes_bytes]
         for parameter in parameters:
@@ -152,7 +158,7 @@ def trace_optimizer(
 
 
 def _shapes(build: Build) -> Model:
-    """Build the model on fake tensors, or on real tensors if its construction needs the values of its weights."""
+    """Return the model, built on the meta device, or on the CPU if its construction needs the values of tensors."""
     try:
         with torch.device("meta"):
             return build()
@@ -161,7 +167,7 @@ def _shapes(build: Build) -> Model:
 
 
 class _TracedStep:
-    """A model, a batch and an optimizer, and the recorder of two training steps."""
+    """A model, a batch, an optimizer, and the recorder under which two training steps are traced."""
 
     def __init__(
         self, model: Model, rows: int, batch: Sequence[Any], device: torch.device, optimizer_fn: OptimizerFactory,
@@ -176,10 +182,10 @@ class _TracedStep:
         self._recorder = OpRecorder(device)
 
     def trace(self) -> Trace:
-        """Run two steps and return their trace.
+        """Run two training steps and return their combined trace.
 
         The first step provides the ops of the optimizer's first step and the releases of saved tensors. The second step
-        provides everything else.
+        provides all other fields of the trace.
         """
         number = {id(parameter): n for n, parameter in enumerate(self._parameters)}
         hooks = [
@@ -207,7 +213,11 @@ class _TracedStep:
         )  # fmt: skip
 
     def _step(self, name: str) -> dict[str, Any]:
-        """Run one step; return the fields of `Trace` that describe its storages."""
+        """Run one step under the recorder; return the fields of `Trace` that describe the step's storages, by name.
+
+        `name` is "first" for the first step, in which the releases of saved tensors are recorded, and "" for a later
+        step.
+        """
         record = self._recorder
         self._optimizer.zero_grad(set_to_none=True)
         self._ready.clear()
@@ -254,7 +264,7 @@ PARTS = ("forward", "loss", "loss_backward", "backward", "optimizer_first", "opt
 class _Edge(Function):
     """The boundary between the module and the loss.
 
-    Its backward passes the loss's gradients to the module's backward and keeps no references to them.
+    In backward, this function passes the gradients of the loss to the module and keeps no references to them.
     """
 
     @staticmethod
@@ -271,32 +281,35 @@ class _Edge(Function):
 
 
 class _Saved:
-    """Hooks on the tensors that forward saves for backward, which record when each tensor is released."""
+    """Hooks for the tensors that forward saves for backward; the hooks record when each tensor is released."""
 
     def __init__(self, recorder: OpRecorder) -> None:
         self._recorder = recorder
         self._at: dict[int, int] = {}
 
     def pack(self, tensor: torch.Tensor) -> _Held:
-        """Save a tensor in a separate object, whose finalizer records the release."""
+        """Return a new object that contains the tensor; the object's finalizer records the release of the tensor."""
         held = _Held(tensor)
         weakref.finalize(held, self._released, self._recorder.storage(tensor)).atexit = False
         return held
 
     def unpack(self, held: _Held) -> torch.Tensor:
-        """Return the saved tensor."""
+        """Return the tensor that `pack` saved in `held`."""
         return held.tensor
 
     def _released(self, storage: int) -> None:
         self._at[storage] = self._recorder.at
 
     def at(self, tensor: torch.Tensor) -> int:
-        """Return the number of ops after which the last saved reference to a tensor was released; 0 if never saved."""
+        """Return the number of ops after which the last saved reference to a tensor was released.
+
+        Return 0 if the tensor was never saved.
+        """
         return self._at.get(self._recorder.storage(tensor), 0)
 
 
 class _Held:
-    """A saved tensor."""
+    """An object that contains one tensor that autograd saved for backward."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -307,7 +320,10 @@ def _sizes(values: Iterable[Any]) -> Tensors:
 
 
 def _rows_of(value: Any, rows: int, device: torch.device) -> Any:
-    """Return fake tensors like `value` on a device, with `rows` rows instead of `FEW`, in an active FakeTensorMode."""
+    """Return the nested structure `value` with fake tensors on a device, which have `rows` rows instead of `FEW`.
+
+    The caller must have activated a FakeTensorMode.
+    """
     leaves, form = tree_flatten(value)
     made = [
         torch.empty((rows, *x.shape[1:]) if x.dim() and x.shape[0] == FEW else x.shape, dtype=x.dtype, device=device)
@@ -336,7 +352,10 @@ def _place(module: nn.Module, device: torch.device) -> None:
 
 
 def _host_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the optimizer's step counters, which torch keeps on the host if the parameters are on another device."""
+    """Return the optimizer's step counters that torch keeps in host memory.
+
+    Return an empty list for an optimizer that is capturable or fused, because its counters are on the device.
+    """
     capturable = any(group.get("capturable") or group.get("fused") for group in optimizer.param_groups)
     state = [] if capturable else [v for own in optimizer.state.values() for v in own.values()]
     return [v for v in state if isinstance(v, torch.Tensor) and v.dim() == 0]

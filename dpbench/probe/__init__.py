@@ -1,7 +1,8 @@
 """Probe: measure the costs and rates of this machine, and write them as a machine file.
 
-A figure is one measured number. All figures are measured several times, each time in a fresh process. The contention of
-two threads for the interpreter lock differs from process to process, and the load of the machine changes over time.
+A figure is one measured number. A pass measures all figures once, in a fresh process. The probe makes several passes,
+because the contention of two threads for the interpreter lock differs from process to process, and the load of the
+machine changes over time.
 """
 
 from __future__ import annotations
@@ -26,18 +27,26 @@ from dpbench.probe import collective, engine, gpu, host
 from dpbench.probe.figures import Figure, over_passes
 
 PASSES, BUDGET_S = 3, 58.0
-"""The planned number of passes, and the time budget in seconds.
+"""The planned number of passes of the probe, and the time budget in seconds for all passes together.
 
-A pass that would exceed the budget if it took as long as the last pass is not started.
+Another pass is started only if it would end within the budget, assuming that it takes as long as the last pass.
 """
 Say = Callable[[str], None]
 MODULE_S = 16e-6
-"""The duration in seconds of copying one module for a replica at a host factor of 1; it defines the host factor."""
+"""The seconds to copy one module for a replica on a host with a factor of 1.
+
+The factor of a measured host is its own number of seconds, divided by this constant.
+"""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A probed machine and its figures."""
+    """The result of a probe: the measured machine and its figures.
+
+    `name` is the name of the processor, `cores` the number of its logical cores, and `memory_bytes` the size of the
+    host's memory. `gpus` are the names of the GPUs, and `gpu_memory_bytes` is the memory of GPU 0, or 0 without a GPU.
+    `seconds` is the duration of the probe.
+    """
 
     name: str
     cores: int
@@ -47,32 +56,32 @@ class Probe:
     figures: tuple[Figure, ...]
     seconds: float
     load: foreign_load.Measured
-    """The highest load of other processes on the cores, before the probe and during its passes."""
+    """The highest load of other processes on the cores, among the measurements before the probe and in each pass."""
 
     def __getitem__(self, name: str) -> float:
-        """Return the value of a figure. Raises LookupError for an unknown name."""
+        """Return the value of the figure with this name. Raises LookupError if no figure has it."""
         for one in self.figures:
             if one.name == name:
                 return one.value
-        raise LookupError(f"no figure {name!r}; known: {', '.join(one.name for one in self.figures)}")
+        raise LookupError(f"no figure is named {name!r}; known figures: {', '.join(one.name for one in self.figures)}")
 
 
 class Busy(RuntimeError):
-    """The load of other processes is too high for a probe."""
+    """The error that the machine is not probed, because the load of other processes is too high."""
 
 
 def probe(say: Say = lambda _: None, *, patience_s: float | None = None, anyway: bool = False) -> Probe:
-    """Measure this machine, including its GPUs, and return the figures; `say` gets a line for each part.
+    """Measure this machine, including its GPUs, and return the figures.
 
-    On a busy machine, wait up to `patience_s` seconds; None means the value of the environment or the default. Raises
-    Busy if the machine stays busy, unless `anyway` is True. Raises RuntimeError, with the end of the output, if a pass
-    fails.
+    `say` is called with each line of progress and each warning. If other processes keep the cores busy, the probe first
+    waits up to `patience_s` seconds; None means the value of DPBENCH_PATIENCE or the default. Raises Busy if the cores
+    are still busy then, unless `anyway` is True. Raises RuntimeError if a pass fails.
     """
     loads = [foreign_load.wait(foreign_load.patience(patience_s), say)]
     if foreign_load.busy(loads[0]) and not anyway:
         raise Busy(
-            f"busy machine: {loads[0]}; end the other processes, wait longer (--patience SECONDS), or measure "
-            f"nevertheless and label the file {foreign_load.NOISY} (--anyway)"
+            f"the machine is too busy for a probe: {loads[0]}; end the other processes, wait longer "
+            f"(--patience SECONDS), or measure anyway and label the machine file {foreign_load.NOISY} (--anyway)"
         )
     begin = time.perf_counter()
     passes: list[list[Figure]] = []
@@ -94,9 +103,9 @@ def probe(say: Say = lambda _: None, *, patience_s: float | None = None, anyway:
 
 
 def _worst(loads: Sequence[foreign_load.Measured]) -> foreign_load.Measured:
-    """Return the highest load, or an unknown load if there is one and no known load is too high.
+    """Return the highest known load if it is too high or if all loads are known, else one of the unknown loads.
 
-    A machine with an unknown load must not count as quiet.
+    A machine thus counts as quiet only if all loads are known and none of them is too high.
     """
     known = [load for load in loads if isinstance(load, foreign_load.Load)]
     unknown = [load for load in loads if isinstance(load, foreign_load.UnknownLoad)]
@@ -105,19 +114,19 @@ def _worst(loads: Sequence[foreign_load.Measured]) -> foreign_load.Measured:
 
 
 def _endings(found: Probe) -> Iterator[str]:
-    """Yield one line for each limitation of the figures: fewer passes than planned, and noise."""
+    """Yield the warnings about a probe: one if figures are from fewer passes than planned, and those of `_noise`."""
     for passes in range(1, PASSES):
         early = [one for one in found.figures if one.passes == passes]
         if early:
             yield (
                 f"stopped early: {len(early)} of {len(found.figures)} figures are from {passes} of {PASSES} passes, "
-                f"because another pass would have exceeded {BUDGET_S:.0f} s"
+                f"because another pass would have exceeded the probe's budget of {BUDGET_S:.0f} s"
             )
     yield from _noise(found.load)
 
 
 def _noise(load: foreign_load.Measured) -> Iterator[str]:
-    """Yield a line if the figures are NOISY, or if the load is unknown."""
+    """Yield a warning if the load was too high, so that the figures are NOISY, or if the load is unknown."""
     if foreign_load.busy(load):
         yield f"{foreign_load.NOISY}: {load}"
     elif isinstance(load, foreign_load.UnknownLoad):
@@ -125,7 +134,11 @@ def _noise(load: foreign_load.Measured) -> Iterator[str]:
 
 
 def _pass(name: str, say: Say) -> list[Figure]:
-    """Measure all figures once, in a fresh process with one thread per operation, as in the workers."""
+    """Run one pass of the probe in a fresh process, and return its figures.
+
+    `name` is the name of the pass in the lines of progress, with which `say` is called. As in a worker, torch uses one
+    thread per operation.
+    """
     command = [sys.executable, "-m", "dpbench.probe", str(os.getpid())]
     figures: list[Figure] = []
     with (
@@ -142,13 +155,14 @@ def _pass(name: str, say: Say) -> list[Figure]:
         if process.wait():
             errors.seek(0)
             raise RuntimeError(
-                f"a pass of the probe ended with exit status {process.returncode}: {errors.read()[-500:]}"
+                f"a pass of the probe ended with exit status {process.returncode}; its error output ends with: "
+                f"{errors.read()[-500:]}"
             )
     return figures
 
 
 def measure() -> Iterator[str | Figure]:
-    """Measure all figures in this process; yield the name of each part before its figures."""
+    """Measure all figures in this process; yield the name of each part of the probe, then the figures of that part."""
     torch.set_num_threads(1)
     processes.keep()
     for what, part in _on_the_host():
@@ -166,11 +180,11 @@ def measure_toml(say: Say = lambda _: None, *, patience_s: float | None = None, 
 
 
 Parts = Iterator[tuple[str, Callable[[], Iterator[Figure]]]]
-"""Pairs of (name of a part, function that measures the part)."""
+"""Parts of the probe, as pairs of the part's name and the function that measures and yields its figures."""
 
 
 def _on_the_host() -> Parts:
-    """Yield the parts that are measured on the host."""
+    """Yield the parts of the probe that run on the host, as pairs of name and function."""
     yield "operations and the interpreter lock", host.calls
     yield "modules and tensors", host.replication
     yield "threads", host.threads
@@ -184,7 +198,10 @@ def _on_the_host() -> Parts:
 
 
 def _on_gpus() -> Parts:
-    """Yield the parts that are measured on GPUs; as in the workers, the measuring threads are not pinned to cores."""
+    """Yield the parts of the probe that run on GPUs, as pairs of name and function.
+
+    As in the workers, the threads that measure GPUs are not pinned to cores.
+    """
     count = torch.cuda.device_count()
     if count:
         yield "GPU 0", gpu.figures
@@ -193,7 +210,7 @@ def _on_gpus() -> Parts:
 
 
 def _processor() -> str:
-    """Return the processor's name."""
+    """Return the name of this machine's processor, or its architecture if the name is unknown."""
     for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
@@ -201,11 +218,12 @@ def _processor() -> str:
 
 
 def to_toml(found: Probe) -> str:
-    """Return the text of a machine file: the fields that predictions read, then every figure with its method.
+    """Return the text of a machine file: the description of the machine, then a table for each figure.
 
-    The probe does not measure links between GPUs. For several GPUs, a comment in the file says how to add them.
+    The probe does not measure links between GPUs. If there are several GPUs, a comment in the file says how to add the
+    links.
     """
-    how = f"measured by dpbench probe in {found.seconds:.0f} s, torch {torch.__version__}"
+    how = f"measured by dpbench probe in {found.seconds:.0f} s with torch {torch.__version__}"
     how = "; ".join([how, *_noise(found.load)])
     noisy = f" ({foreign_load.NOISY})" if foreign_load.busy(found.load) else ""
     logical = not found.gpus
@@ -238,7 +256,8 @@ def to_toml(found: Probe) -> str:
         f"bytes_per_s = {_number(found['copy_16384_kib_bytes_per_s' if logical else 'pinned_to_device_bytes_per_s'])}",
     ]
     if not logical and len(found.gpus) > 1:
-        lines.append("# add links between GPUs and correct peer_access: `nvidia-smi topo -m`, `nvidia-smi topo -p2p r`")
+        lines.append("# Add the links between GPUs, which `nvidia-smi topo -m` shows. Set peer_access to true if")
+        lines.append("# `nvidia-smi topo -p2p r` shows that the GPUs can access each other's memory.")
     lines += [
         "",
         "[collective]",
@@ -261,7 +280,7 @@ def _table(one: Figure) -> Iterator[str]:
 
 
 def _number(value: float) -> str:
-    """Return a number as TOML; floats have at least four significant digits, more than the precision of any figure."""
+    """Return a number as the text of a TOML value; floats are rounded to four or five significant digits."""
     return str(value) if isinstance(value, int) else f"{value:.4g}" if abs(value) < 1e4 else f"{value:.4e}"
 
 

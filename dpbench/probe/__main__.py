@@ -1,4 +1,4 @@
-"""One pass of the probe in a separate process, which prints a JSON line at the start of each part and per figure."""
+"""One pass of the probe in a separate process, which prints the name of each part and each figure as a line of JSON."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Collectives: the probe's figures of several processes: all-reduces, and the slowdown of concurrent training.
+"""Collectives: the probe's figures that need several processes.
 
-The ranks are forked from a fresh process, because a process that has run tensor operations must not fork.
+They are the duration of all-reduces, the slowdown of nets that train in several processes at once, and the host's cost
+of DistributedDataParallel. A fresh process forks the ranks, because a process that has run tensor operations must not
+fork.
 """
 
 from __future__ import annotations
@@ -40,9 +42,10 @@ LIMIT_S = 60.0
 
 
 def figures(rows: Mapping[str, int], sizes: Sequence[int] = SIZES, ranks: int = 2) -> Iterator[Figure]:
-    """Yield all figures of several processes on the host; the ranks are started once for all figures.
+    """Yield all figures that need several processes on the host; the ranks are started once for all figures.
 
-    `rows` maps the name of a net to its rows per rank. Without `sizes`, no all-reduce is measured.
+    `rows` maps the name of each net to its number of samples per rank. `sizes` are the bytes of the all-reduces; if it
+    is empty, no all-reduce is measured.
     """
     found = _measured(ranks, "gloo", {"nets": dict(rows), "chains": engine.LAYERS, "reduce": sizes})
     yield from _of_nets(found["nets"], rows, ranks)
@@ -52,43 +55,50 @@ def figures(rows: Mapping[str, int], sizes: Sequence[int] = SIZES, ranks: int = 
 
 
 def all_reduce(ranks: int = 2, backend: str = "gloo", sizes: Sequence[int] = SIZES) -> Iterator[Figure]:
-    """Yield the duration of an all-reduce of each size, and the start and the rate of a line fitted to the durations.
+    """Yield the seconds of an all-reduce of each size, and the start-up time and bandwidth of a line fitted to them.
 
-    `sizes` are in bytes.
+    `sizes` are in bytes. `backend` is the backend of torch.distributed: "gloo" or "nccl".
     """
     yield from _of_reductions(_measured(ranks, backend, {"reduce": sizes})["reduce"], ranks, backend)
 
 
 def _of_reductions(found: Sequence[tuple[int, Mapping[str, float]]], ranks: int, backend: str) -> Iterator[Figure]:
-    """Yield the duration of an all-reduce of each size, and the start and the rate of a line fitted to the durations.
+    """Yield the figures of `all_reduce` from measurements: pairs of a size in bytes and the fields of its `Timing`.
 
-    The line is over the number of bytes that a ring sends on each link: 2 (n - 1) / n of the size for n ranks.
+    The line is fitted to the seconds as a function of the bytes that each rank sends in a ring all-reduce, which are
+    2 (n - 1) / n of the size for n ranks.
     """
     timed = [(size, Timing(**seconds)) for size, seconds in found]
     for size, spent in timed:
-        how = f"all_reduce of {size // KIB} KiB, {ranks} ranks, {backend}, after {COMPUTED_S * 1e3:g} ms of computation"
+        how = f"all_reduce of {size // KIB} KiB between {ranks} ranks with {backend}, after {COMPUTED_S * 1e3:g} ms of "
+        how += "computation"
         yield figure(f"all_reduce_{size // KIB}_kib_s", spent, how)
     sent = 2 * (ranks - 1) / ranks
     starts_s, per_bytes = host.lines([(sent * size, spent) for size, spent in timed])
-    yield spread("all_reduce_start_s", starts_s, "the intercept of a line fitted to the seconds of all sizes")
+    line = "a line fitted to the seconds of an all_reduce as a function of the bytes that each rank sends"
+    yield spread("all_reduce_start_s", starts_s, f"the intercept of {line}")
     rates = [1 / per_byte for per_byte in per_bytes]
-    yield spread(
-        "all_reduce_bytes_per_s", rates, "the inverse slope of that line: bytes that each rank sends per second"
-    )
+    yield spread("all_reduce_bytes_per_s", rates, f"the inverse slope of {line}")
 
 
 def _of_nets(found: Mapping[str, Any], rows: Mapping[str, int], ranks: int) -> Iterator[Figure]:
-    """Yield, for each net, the slowdown of forward and of training while other ranks do the same."""
+    """Yield, for each net, the slowdown of its forward and of its training when all ranks run it at the same time.
+
+    `found` has, by the net's name, the timings in one rank alone and in all ranks at once, as `_nets` returns them.
+    """
     for name, (alone, together) in found.items():
-        how = f"of {name} on {rows[name]} rows in all ranks at once, until the last rank has ended, relative to one"
+        how = f"of {name} on {rows[name]} rows in all ranks at once, until the last has ended, relative to one alone"
         for what, whole, one in zip(("forward", "training"), together, alone, strict=True):
-            said = {"forward": "forward, in a step,", "training": "forward and backward"}[what]
+            said = {"forward": "the forward of a step", "training": "forward and backward"}[what]
             label = f"{name}_{what}_{ranks}_processes_ratio"
             yield ratio(label, Timing(**whole), Timing(**one), f"{said} {how}")
 
 
 def _of_chains(found: Sequence[tuple[int, Mapping[str, engine.Phases]]], ranks: int) -> Iterator[Figure]:
-    """Yield the host's cost of DistributedDataParallel by phase, from tiny chains, without the cost of the chains."""
+    """Yield the host's cost of DistributedDataParallel in each phase, measured on chains of tiny layers.
+
+    The time that the chains themselves take in a phase is subtracted. `found` is the result of `_chains`.
+    """
     alone, beside, joint, joint_long = (
         {layers: sides[side] for layers, sides in found} for side in ("alone", "beside", "ddp", "ddp_long")
     )
@@ -102,7 +112,10 @@ def _of_chains(found: Sequence[tuple[int, Mapping[str, engine.Phases]]], ranks: 
 
 
 def _measured(ranks: int, backend: str, wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Start the ranks from a fresh process; return rank 0's measurements. Raises RuntimeError if a rank fails."""
+    """Start a fresh process that forks the ranks; return the measurements of rank 0, by the names in `wanted`.
+
+    `wanted` maps the name of each measurement to its argument. Raises RuntimeError if a rank fails.
+    """
     processes.roam()  # each rank is pinned to another core
     with tempfile.TemporaryDirectory(prefix="dpbench-") as folder:
         command = [sys.executable, "-m", "dpbench.probe.collective", str(os.getpid()), folder, str(ranks), backend]
@@ -110,20 +123,26 @@ def _measured(ranks: int, backend: str, wanted: Mapping[str, Any]) -> dict[str, 
             [*command, json.dumps(wanted)], timeout=LIMIT_S, capture_output=True, text=True, check=False
         )
     if done.returncode:
-        raise RuntimeError(f"the probe's ranks ended with exit status {done.returncode}: {done.stderr[-500:]}")
+        raise RuntimeError(
+            f"the probe's ranks ended with exit status {done.returncode}; their error output ends with: "
+            f"{done.stderr[-500:]}"
+        )
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
 def _start(parent: int, folder: Path, ranks: int, backend: str, wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Start the ranks from this process and return rank 0's measurements; this process ends together with `parent`."""
+    """Fork the ranks from this process, and return the measurements of rank 0, by the names in `wanted`.
+
+    This process ends when the process with the id `parent` ends.
+    """
     processes.die_with_parent(parent)
     measured: dict[str, Any] = run(partial(_rank, backend, wanted), ranks, folder, backend)[0]
     return measured
 
 
 def _rank(backend: str, wanted: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    """Return the measurements of one rank, by the names in `wanted`."""
+    """Return the measurements of one rank, by name; `wanted` maps the name of each measurement to its argument."""
     torch.set_num_threads(1)
     processes.keep()
     device = torch.device("cpu")
@@ -138,10 +157,11 @@ def _rank(backend: str, wanted: Mapping[str, Any], rank: int) -> dict[str, Any]:
 
 
 def _reduce(sizes: Sequence[int], device: torch.device) -> list[tuple[int, dict[str, float]]]:
-    """Return the timing of an all-reduce of each size, repeated after some computation.
+    """Return, for each size in bytes, a pair of the size and the fields of the `Timing` of an all-reduce.
 
     As in a step, each all-reduce follows a computation, because an idle or waiting core takes longer to respond than a
-    busy one. The time is measured from the start of the last rank to the end of the last rank.
+    busy one. An all-reduce lasts from the time at which the last rank starts it to the time at which the last rank
+    finishes it.
     """
     found = []
     for size in sizes:
@@ -161,7 +181,12 @@ def _reduce(sizes: Sequence[int], device: torch.device) -> list[tuple[int, dict[
 
 
 def _nets(rows: Mapping[str, int]) -> dict[str, Any]:
-    """Return the timings of each net's forward and step: in rank 0 while the others wait, and in all ranks at once."""
+    """Return, by the net's name, the timings in rank 0 while the other ranks wait, and those in all ranks at once.
+
+    The value of a net has two items, one for each of these two situations. Each item has two timings, of forward and of
+    the whole step, as dictionaries of the fields of `Timing`. In all ranks except rank 0, the first item is None.
+    `rows` maps the name of a net to its samples per rank.
+    """
     found = {}
     for name, count in rows.items():
         step, times = host.timed_training(name, count), _agreed(host.repeats(name, count))
@@ -188,21 +213,26 @@ def _compute() -> None:
 
 
 def _agreed(count: int) -> int:
-    """Return rank 0's value of `count` on all ranks."""
+    """Return the value that rank 0 passes as `count`; all ranks must call this function."""
     number = torch.tensor(count)
     dist.broadcast(number, 0)
     return int(number)
 
 
 def _gathered(mine: Any) -> list[Any]:
-    """Return the objects of all ranks, by rank."""
+    """Return the objects that all ranks pass as `mine`, in the order of the ranks."""
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, mine)
     return every
 
 
 def _chains(lengths: Sequence[int]) -> list[Any]:
-    """Return each chain's seconds by phase: in rank 0 alone, in all ranks at once, and with DistributedDataParallel."""
+    """Return pairs of a number of layers and the chain's seconds by phase in each setting.
+
+    The settings are `alone` (rank 0 runs the chain while the other ranks wait; only in the result of rank 0), `beside`
+    (all ranks run it at once, without communication), and `ddp` and `ddp_long` (DistributedDataParallel with kernels
+    that are short or take milliseconds).
+    """
     ranks, rank, found = dist.get_world_size(), dist.get_rank(), []
     devices = open_devices("cpu", ranks)[rank : rank + 1]
     for layers in lengths:
@@ -218,7 +248,10 @@ def _chains(lengths: Sequence[int]) -> list[Any]:
 
 
 def _alone(layers: int, devices: Sequence[Device], ranks: int, before: Callable[[], Any] = tuple) -> Trial:
-    """Run a chain's steps without the other ranks; `before` is called before each step, for example a barrier."""
+    """Run a chain's steps without DistributedDataParallel, and return the trial.
+
+    `before` is called before each step; it may be a barrier that all ranks enter.
+    """
     case, clock = plan.baseline(model="chain", batch_size=engine.ROWS // ranks), HostClock()
     with single.STRATEGY.start(case, engine.chain(layers), devices, clock.mark) as step:
 
@@ -230,7 +263,10 @@ def _alone(layers: int, devices: Sequence[Device], ranks: int, before: Callable[
 
 
 def _joint(layers: int, swept: int, devices: Sequence[Device], ranks: int) -> Trial:
-    """Run a chain's steps with DistributedDataParallel."""
+    """Run a chain's steps with DistributedDataParallel in all ranks, and return the trial of this rank.
+
+    `swept` is the number of bytes that the chain reads at the end of forward and of backward.
+    """
     case, clock = (
         Case(model="chain", strategy=registry.of_role(Role.CONTROL), devices=ranks, batch_size=engine.ROWS),
         HostClock(),
@@ -240,7 +276,7 @@ def _joint(layers: int, swept: int, devices: Sequence[Device], ranks: int) -> Tr
 
 
 def _together(mine: Trial) -> engine.Phases:
-    """Return the seconds by phase; the steps of all ranks are joined as in the ledger."""
+    """Return the typical seconds by phase of a step of all ranks together, from the trial that each rank passes."""
     steps, spans = ledger.joined(_gathered(mine))
     return engine.seconds_of(replace(mine, steps=steps, spans=spans))
 

@@ -1,7 +1,7 @@
 """Engine: the host's cost of the engine itself, measured on nets that compute almost nothing.
 
-A short and a long chain of tiny layers give a fixed cost and a cost per parameter for each phase. The costs that depend
-on the bytes of a real net are measured separately.
+For each phase, the steps of a short and a long chain of tiny layers give a fixed cost and a cost per parameter tensor.
+Costs that depend on the bytes of a net's tensors are measured in other parts of the probe.
 """
 
 from __future__ import annotations
@@ -25,38 +25,44 @@ from dpbench.records.schedule import REFERENCE, Schedule
 LAYERS = (6, 48)
 ROWS = 8
 SHORT, LONG = 2**21, 2**25
-"""The bytes that a chain's sweep reads.
+"""The bytes of memory that a short and a long sweep read; a chain makes a sweep in forward and another in backward.
 
-The short sweep is about the size of a core's private cache. The long sweep takes milliseconds: a core whose replica
-ends early falls asleep, and takes longer to wake up.
+A short sweep is about the size of a core's private cache. A long sweep takes milliseconds, so that a core whose replica
+ends early enters a sleep state, from which it takes longer to respond.
 """
-OF_LONG = ", kernels of milliseconds"
+OF_LONG = ", with kernels that take milliseconds"
 WARMUP_STEPS, STEPS = 5, 40
 OWN = (
     Phase.SCATTER.value, Phase.REPLICATE.value, Phase.GATHER.value, Phase.REDUCE.value, Phase.OPTIMIZER.value,
     UNATTRIBUTED,
 )  # fmt: skip
-"""The engine's phases: all except forward, loss and backward, which belong to the net."""
+"""The phases whose whole time is the engine's own cost, and the unattributed time.
+
+The other phases, which are forward, loss and backward, also contain the time of the net itself.
+"""
 BLOCKS = 4
-"""The number of blocks into which a chain's steps are split; the range over the blocks is the spread of a figure."""
+"""The number of blocks into which a chain's timed steps are split; a figure's range is its range over the blocks."""
 Phases = Sequence[Mapping[str, float]]
-"""Seconds by phase: first over all timed steps, then over each block of steps."""
+"""The typical seconds of a step by phase: the first item is over all timed steps, each further item over one block."""
 Found = Mapping[int, Phases]
-"""Seconds by phase for each number of layers."""
+"""The typical seconds of a chain's step by phase, for each number of layers; see `Phases`."""
 SCHEDULES = {
     REFERENCE: (Schedule(), SHORT),
     "fastest_pool": (BEST, LONG),
     "fastest_serial": (replace(BEST, workers="serial"), SHORT),
 }
-"""The measured schedules with their sweeps.
+"""The schedules to measure by name, each with the number of bytes that a sweep reads.
 
-`fastest` runs replicas in threads for nets with long kernels and serially for nets with short kernels. Both variants
-are measured.
+The schedule `fastest` runs replicas in threads if a net has long kernels, and one after the other if it has short
+kernels. Both variants are measured.
 """
 
 
 def figures(devices: int = 2) -> Iterator[Figure]:
-    """Yield the cost of each phase under each schedule in seconds: a fixed part per step, and a part per parameter."""
+    """Yield, for each schedule and phase, the engine's fixed seconds per step and its seconds per parameter tensor.
+
+    `devices` is the number of logical CPU devices.
+    """
     singles = {
         swept: {layers: _phases(Schedule(), layers, swept, 1, ROWS // devices) for layers in LAYERS}
         for swept in (SHORT, LONG)
@@ -69,14 +75,16 @@ def figures(devices: int = 2) -> Iterator[Figure]:
             times[Phase.OPTIMIZER.value] = 1
         else:
             times[Phase.LOSS.value] = times[Phase.BACKWARD.value]
-        how = f"dpbench's {name.replace('_', ' with workers=')}, {devices} devices{OF_LONG if swept == LONG else ''}"
+        long = OF_LONG if swept == LONG else ""
+        how = f"dpbench's schedule {name.replace('_', ' with workers=')} on {devices} devices{long}"
         yield from of_chains(name, found, OWN, beyond(found, singles[swept], times), how)
 
 
 def beyond(found: Found, alone: Found, times: Mapping[str, int]) -> Found:
-    """Return the seconds of each phase in `times`, minus `times[phase]` times the seconds of that phase in `alone`.
+    """Return the seconds that each phase in `times` takes in addition to those of the same chain on one device.
 
-    `alone` has the seconds of the same chains on one device.
+    `found` has the seconds of the chains, and `alone` those on one device. The latter are multiplied by `times[phase]`
+    and subtracted.
     """
     return {
         layers: [
@@ -88,33 +96,40 @@ def beyond(found: Found, alone: Found, times: Mapping[str, int]) -> Found:
 
 
 def of_chains(name: str, found: Found, phases: Sequence[str], more: Found, how: str) -> Iterator[Figure]:
-    """Yield the fixed cost and the cost per parameter of each phase in `phases`, and of each additional cost in `more`.
+    """Yield, for each phase, a figure of the fixed seconds per step and one of the seconds per parameter tensor.
 
-    `found` has the seconds of all phases. `more` has the seconds that some phases take in addition to those on one
-    device.
+    `found` has the seconds of all phases; those in `phases` become figures. `more` has, for other phases, only the
+    seconds that they take in addition to those on one device; all of these become figures. Each figure's name begins
+    with `name`, and its description with `how`.
     """
-    how = f"{how}, SGD: chains of {LAYERS[0]} and {LAYERS[1]} Linear(4, 4)"
+    how = f"{how}, with SGD, on chains of {LAYERS[0]} and {LAYERS[1]} Linear(4, 4) layers"
     tables = [(phase, phase, found, how) for phase in phases]
     tables += [
-        (f"{phase}_more", phase, more, f"{how}: minus the seconds of the same chain on one device")
+        (f"{phase}_more", phase, more, f"{how}: the seconds in addition to those of the same chain on one device")
         for phase in next((blocks[0] for blocks in more.values()), ())
     ]
     for label, phase, table, said in tables:
         blocks = zip(*(table[layers] for layers in LAYERS), strict=True)
         parts = [_two_parts({2 * n: one[phase] for n, one in zip(LAYERS, block, strict=True)}) for block in blocks]
-        yield spread(f"{name}_{label}_s", [start_s for start_s, _ in parts], f"{said}: a step's fixed part")
-        yield spread(f"{name}_{label}_tensor_s", [each_s for _, each_s in parts], f"{said}: for each parameter")
+        yield spread(f"{name}_{label}_s", [start_s for start_s, _ in parts], f"{said}: the fixed part of a step")
+        yield spread(
+            f"{name}_{label}_tensor_s", [each_s for _, each_s in parts], f"{said}: the part per parameter tensor"
+        )
 
 
 def _two_parts(seconds: Mapping[int, float]) -> tuple[float, float]:
-    """Return the intercept and the slope, both at least 0, of the line through the seconds at two parameter counts."""
+    """Return the fixed seconds of a step and its seconds per parameter tensor, both at least 0.
+
+    `seconds` has the seconds of a step at two numbers of parameter tensors. The results are the intercept and the slope
+    of the line through these two points.
+    """
     (few, low), (many, high) = ((count, max(0.0, s)) for count, s in sorted(seconds.items()))
     slope = max(0.0, (high - low) / (many - few))
     return max(0.0, low - slope * few), slope
 
 
 class _Read(torch.autograd.Function):
-    """Return the tensor unchanged; read one block of memory in forward and another in backward."""
+    """An autograd function that returns its input; it reads one block of memory in forward, another in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, there: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
@@ -129,7 +144,7 @@ class _Read(torch.autograd.Function):
 
 
 class _Sweep(nn.Module):
-    """A layer that evicts the interpreter's data from a core's private cache by reading memory, as real nets do."""
+    """A layer that reads blocks of memory and so evicts the interpreter's data from a core's cache, as real nets do."""
 
     def __init__(self, there_bytes: int = 0, back_bytes: int = 0) -> None:
         super().__init__()
@@ -137,13 +152,13 @@ class _Sweep(nn.Module):
         self.blocks = [torch.ones(size // 4) for size in (there_bytes, back_bytes)]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `x` unchanged, after reading one block; backward reads the other block."""
+        """Read the block of memory for forward and return `x` unchanged; backward reads another block."""
         found: torch.Tensor = _Read.apply(x, *self.blocks)  # type: ignore[no-untyped-call]
         return found
 
 
 def chain(layers: int, swept: int = SHORT) -> Model:
-    """Return a chain of `layers` tiny layers, with a sweep of `swept` bytes at the end of forward and of backward."""
+    """Return a model of `layers` tiny layers, which reads `swept` bytes at the end of forward and of backward."""
 
     def batch(rows: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.randn(rows, 4), torch.zeros(rows, dtype=torch.int64)
@@ -155,9 +170,10 @@ def chain(layers: int, swept: int = SHORT) -> Model:
 
 
 def trial_of(step: Callable[..., Any], clock: HostClock, rows: int, observe: Callable[[], Any] = tuple) -> Trial:
-    """Return the trial of a chain's warm-up and timed steps.
+    """Run warm-up and timed steps of a chain on a batch of `rows` samples, and return them as a trial.
 
-    `observe` returns those spans of the last step that only a library's timer records.
+    `step` runs one step and marks its phases on `clock`. After each step, `observe` returns the spans of that step that
+    `clock` has not recorded, such as those from the timer of DistributedDataParallel.
     """
     batch = chain(1).batch(rows, 0)
     for i in range(WARMUP_STEPS + STEPS):
@@ -170,13 +186,13 @@ def trial_of(step: Callable[..., Any], clock: HostClock, rows: int, observe: Cal
 
 
 def seconds_of(trial: Trial) -> Phases:
-    """Return a trial's typical seconds by phase: first over all timed steps, then over each block of steps."""
+    """Return the typical seconds of a step by phase, first over all timed steps of a trial, then over each block."""
     every = dict.fromkeys([*(phase.value for phase in Phase), UNATTRIBUTED], 0.0)
     return [every | ledger.typical(part) for part in (trial, *(_block(trial, i) for i in range(BLOCKS)))]
 
 
 def _block(trial: Trial, number: int) -> Trial:
-    """Return the trial with all steps outside one block marked as warm-up."""
+    """Return the trial with only the timed steps of block `number`; all other steps are marked as warm-up."""
     timed = [i for i, step in enumerate(trial.steps) if not step.warmup]
     size = len(timed) // BLOCKS
     kept = timed[number * size : (number + 1) * size]
@@ -184,7 +200,7 @@ def _block(trial: Trial, number: int) -> Trial:
 
 
 def _phases(schedule: Schedule, layers: int, swept: int, devices: int, rows: int) -> Phases:
-    """Return a chain's seconds by phase under a schedule."""
+    """Run a chain under a schedule on `devices` logical CPU devices, and return its typical seconds by phase."""
     clock, model = HostClock(), chain(layers, swept)
 
     def momentum(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:

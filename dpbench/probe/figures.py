@@ -1,4 +1,4 @@
-"""Figures: the measured numbers of a probe with their methods and spreads, and the timing of short calls."""
+"""Figures: the numbers that a probe measures, each with its range and method, and the timing of short calls."""
 
 from __future__ import annotations
 
@@ -19,21 +19,24 @@ Work = Callable[[], object]
 After = Callable[[list[Any]], object]
 Step = Callable[[], tuple[float, float, float]]
 Setting = Callable[[], AbstractContextManager[Any]]
-"""A context that each thread enters before its work, because state such as the grad mode is per thread."""
+"""A function that returns a context manager, which each thread enters before its work.
+
+States such as the grad mode are per thread.
+"""
 REPEATS = 9
-"""The repetitions of a call in each pass."""
+"""The number of timed repetitions of a call in each pass of the probe."""
 WARM = 3
-"""The warm-up steps before the timed ones."""
+"""The number of warm-up steps before the timed steps."""
 LOOP_S = 4e-3
 """The minimum duration of a repetition in seconds.
 
-Shorter work is repeated within one repetition, so that the cost of reading the clock is negligible.
+A repetition of a shorter call consists of several calls, so that the cost of reading the clock is negligible.
 """
 
 
 @dataclass(frozen=True)
 class Timing:
-    """The duration of one call in seconds: typical, and the 10th and 90th percentile over all repetitions."""
+    """The duration of one call in seconds: the typical one, and the 10th and 90th percentiles of all repetitions."""
 
     seconds: float
     low_s: float
@@ -42,11 +45,11 @@ class Timing:
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured number. `name` ends with the unit, and `how` describes the measurement.
+    """One measured number of a machine. `name` ends with the unit, and `how` describes the measurement.
 
-    `value` is the median over the probe's `passes`. For a figure with repetitions, `low` is the lowest 10th percentile
-    over the passes, and `high` the highest 90th percentile. For other figures they are the lowest and the highest value
-    of several passes, or None after a single pass.
+    `value` is the median of the values from `passes` passes of the probe. `low` and `high` are the smallest and the
+    largest value of all passes, including the range within each pass if it was measured (10th to 90th percentile of the
+    repetitions). They are None for a single pass in which no range was measured.
     """
 
     name: str
@@ -58,7 +61,7 @@ class Figure:
 
 
 def over_passes(passes: Sequence[Sequence[Figure]]) -> tuple[Figure, ...]:
-    """Return the figures of all passes; figures with the same name are joined into one."""
+    """Return one figure per name, which joins the figures with this name from all passes."""
     found: dict[str, list[Figure]] = {}
     for figures in passes:
         for one in figures:
@@ -67,7 +70,7 @@ def over_passes(passes: Sequence[Sequence[Figure]]) -> tuple[Figure, ...]:
 
 
 def _joined(each: Sequence[Figure]) -> Figure:
-    """Return the values of one figure in several passes as one figure."""
+    """Return one figure from `each`, the same figure in several passes: its median and its range over all passes."""
     first, count = each[0], len(each)
     if count == 1:
         return first
@@ -77,45 +80,53 @@ def _joined(each: Sequence[Figure]) -> Figure:
 
 
 def figure(name: str, spent: Timing, how: str, *, per: float = 1.0) -> Figure:
-    """Return a figure of the duration of one operation in seconds, from a call that performs `per` operations."""
+    """Return a figure of the seconds per operation, from the timing of a call that performs `per` operations."""
     return spread(name, [seconds / per for seconds in astuple(spent)], how)
 
 
 def rate(name: str, spent: Timing, how: str, *, amount: float) -> Figure:
-    """Return a figure of a rate per second, from a call that processes `amount`."""
+    """Return a figure of a rate per second, from the timing of a call that processes `amount` bytes or FLOP."""
     return spread(name, [amount / seconds for seconds in astuple(spent)], how)
 
 
 def ratio(name: str, beside: Timing, alone: Timing, how: str, *, share: float = 1.0) -> Figure:
-    """Return a figure of a slowdown: the duration of concurrent calls over that of one call, divided by `share`."""
+    """Return a figure of a slowdown: the time `beside` of concurrent calls, divided by the time `alone` of one call.
+
+    The quotient is also divided by `share`. If `share` is the number of calls, a slowdown of 1 means that the calls
+    take turns without a loss of time.
+    """
     pairs = ((beside.seconds, alone.seconds), (beside.low_s, alone.high_s), (beside.high_s, alone.low_s))
     return spread(name, [one / other / share for one, other in pairs], how)
 
 
 def spread(name: str, values: Sequence[float], how: str) -> Figure:
-    """Return a Figure whose value is the first of `values` and whose range is their minimum and maximum.
+    """Return a figure whose value is the first of `values`, and whose range is from the smallest to the largest value.
 
-    The other values come from percentiles or from parts of the data.
+    The first value is the typical one. The others are percentiles, or come from parts of the data.
     """
     return Figure(name, values[0], how, min(values), max(values))
 
 
 def timing(seconds: Sequence[float]) -> Timing:
-    """Return the typical duration and the 10th and 90th percentile of repetitions."""
+    """Return the timing of repetitions that took `seconds`: the typical duration, and the 10th and 90th percentiles."""
     low_s, high_s = np.percentile(seconds, [10, 90])
     usual_s = typical(seconds)
     return Timing(usual_s, min(usual_s, float(low_s)), max(usual_s, float(high_s)))
 
 
 def time_call(work: Work, repeats: int = REPEATS, *, setting: Setting = nullcontext) -> Timing:
-    """Return the timing of a call that may be short; the first calls warm up and are not timed."""
+    """Return the timing of a call of `work` in the calling thread, in the context that `setting` returns.
+
+    The first calls are warm-up and are not counted. The call may be short; see `LOOP_S`.
+    """
     return time_together([work], repeats, setting=setting)
 
 
 def time_together(works: Sequence[Work], repeats: int = REPEATS, *, setting: Setting = nullcontext) -> Timing:
-    """Return the timing of concurrent calls under `setting`, from the first start to the last end.
+    """Return the timing of concurrent calls of all functions in `works`, from the first start to the last end.
 
-    Each call has a separate thread; a single call runs in the calling thread.
+    Each function runs in a separate thread, which first enters the context that `setting` returns. A single function
+    runs in the calling thread.
     """
     loops = 1
     while (spent := _round(works, loops, setting)) < LOOP_S and loops < 1_000_000:
@@ -127,7 +138,8 @@ def time_together(works: Sequence[Work], repeats: int = REPEATS, *, setting: Set
 def time_steps(steps: Sequence[Step], repeats: int) -> tuple[Timing, Timing]:
     """Return the timings of forward and of the whole step, for steps that run concurrently in persistent threads.
 
-    A barrier starts each step in all threads at the same time. See `makespans` for the timings.
+    Each function in `steps` runs in a separate thread, and a barrier starts each repetition in all threads at the same
+    time. `makespans` defines the timings.
     """
     barrier = threading.Barrier(len(steps))
     found: list[list[tuple[float, float, float]]] = [[] for _ in steps]
@@ -149,8 +161,8 @@ def time_steps(steps: Sequence[Step], repeats: int) -> tuple[Timing, Timing]:
 def makespans(found: Sequence[Sequence[tuple[float, float, float]]]) -> tuple[Timing, Timing]:
     """Return the timings of forward and of the whole step, for steps that several workers ran concurrently.
 
-    `found` has, for each worker and step, the times at which the step began, its forward ended, and the step ended. As
-    in the ledger, a duration lasts from the first worker's start to the last worker's end.
+    `found` has, for each worker and step, the times at which the step began, its forward ended, and the step ended. A
+    duration lasts from the start of the first worker to the end of the last worker. The warm-up steps are left out.
     """
     begins, forwards, ends = zip(*(zip(*together, strict=True) for together in zip(*found, strict=True)), strict=True)
     forward_s, whole_s = (
@@ -160,9 +172,10 @@ def makespans(found: Sequence[Sequence[tuple[float, float, float]]]) -> tuple[Ti
 
 
 def time_new_threads(works: Sequence[Work], repeats: int = REPEATS, after: After = lambda results: None) -> Timing:
-    """Return the timing of calls that run concurrently, each in a thread that is started for that call.
+    """Return the timing of concurrent calls of all functions in `works`, each in a thread that is started for the call.
 
-    `after` receives the results outside the timed region, before the next call. Until then, the results stay in memory.
+    The time includes the start of the threads. After each repetition, `after` is called with the results, which stay in
+    memory until then; this call is not timed.
     """
 
     def once() -> float:
@@ -187,7 +200,10 @@ def time_new_threads(works: Sequence[Work], repeats: int = REPEATS, after: After
 
 
 def time_before(work: Work, repeats: int, after: After) -> Timing:
-    """Return the timing of a call in this thread; `after` receives its result outside the timed region."""
+    """Return the timing of a call of `work` in the calling thread.
+
+    After each repetition, `after` is called with a list that contains the result; this call is not timed.
+    """
 
     def once() -> float:
         begin = time.perf_counter()
@@ -201,12 +217,12 @@ def time_before(work: Work, repeats: int, after: After) -> Timing:
 
 
 def typical(seconds: Sequence[float]) -> float:
-    """Return the mean of the middle half of durations, which outliers hardly affect."""
+    """Return the mean of the middle half of the durations, on which outliers have almost no effect."""
     return statistics.mean(middle_half(sorted(seconds)))
 
 
 def _round(works: Sequence[Work], loops: int, setting: Setting) -> float:
-    """Return the duration in seconds of `loops` calls of each function in `works`, in concurrent threads."""
+    """Return the seconds of `loops` calls of each function in concurrent threads, from first start to last end."""
     if len(works) == 1:
         with setting():
             begin = time.perf_counter()

@@ -1,7 +1,7 @@
-"""GPU: the figures of one GPU for matrix products, copies, launches and transfers, and the memory of its context.
+"""GPU: the figures of one GPU for matrix products, copies, launches and transfers, and for the memory of its context.
 
-Device times are measured by CUDA events around many kernels in a row. The host's time of a launch is measured by the
-host's clock, without waiting for the device.
+Times on the device are measured by CUDA events around many kernels in a row. The time that the host needs to launch a
+kernel is measured by the host's clock, without waiting for the device.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ REPEATS, EMPTY = 20, 10_000
 
 
 def figures(ordinal: int = 0) -> Iterator[Figure]:
-    """Yield all figures of one GPU."""
+    """Yield all figures of the GPU with the index `ordinal`."""
     yield context(ordinal)
     with torch.cuda.device(ordinal):
         yield from _arithmetic()
@@ -32,17 +32,21 @@ def figures(ordinal: int = 0) -> Iterator[Figure]:
 
 
 def context(ordinal: int) -> Figure:
-    """Return the memory of the CUDA context: the memory in use after CUDA has started, without the allocator's."""
+    """Return the bytes in use on a GPU after CUDA has started, without those of torch's allocator.
+
+    They are the memory of the CUDA context and of other processes on the GPU.
+    """
     torch.cuda.init()
     free, total = torch.cuda.mem_get_info(ordinal)
     return Figure(
         "context_bytes", float(total - free - torch.cuda.memory_reserved(ordinal)),
-        "memory in use after CUDA has started, without the allocator's; it includes other processes on the GPU",
+        "the memory in use on the GPU after CUDA has started, including that of other processes, but without that of "
+        "torch's allocator",
     )  # fmt: skip
 
 
 def _seconds(work: Callable[[], object], repeats: int = REPEATS) -> float:
-    """Return the duration of one call on the device in seconds, measured by events around `repeats` calls."""
+    """Return the mean seconds that a call of `work` takes on the device, measured by events around `repeats` calls."""
     for _ in range(3):
         work()
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -63,10 +67,9 @@ def _arithmetic() -> Iterator[Figure]:
         start_s, per_flop = line(points)
         best = max(work / seconds for work, seconds in points)
         how = f"{name} products of square matrices with {SIDES[0]} to {SIDES[-1]} rows"
-        yield Figure(f"{name}_flop_per_s", best, f"{how}: the best rate")
-        yield Figure(
-            f"{name}_half_flop", start_s / per_flop, f"{how}: the FLOP at which half of the fitted rate is reached"
-        )
+        yield Figure(f"{name}_flop_per_s", best, f"the best rate of {how}")
+        half = f"the FLOP of a product that reaches half of the fitted rate of {how}"
+        yield Figure(f"{name}_half_flop", start_s / per_flop, half)
 
 
 def _memory() -> Iterator[Figure]:
@@ -77,20 +80,22 @@ def _memory() -> Iterator[Figure]:
         points.append((2.0 * size, _seconds(lambda s=source, t=target: t.copy_(s))))  # type: ignore[misc]
     start_s, per_byte = line(points)
     best = max(work / seconds for work, seconds in points)
-    yield Figure("gpu_memory_bytes_per_s", best, "copies of 64 KiB to 256 MiB: bytes read and written")
-    yield Figure("gpu_half_bytes", start_s / per_byte, "the bytes at which half of the fitted rate is reached")
+    how = "copies of 64 KiB to 256 MiB on the GPU, counting both the bytes read and the bytes written"
+    yield Figure("gpu_memory_bytes_per_s", best, f"the best rate of {how}")
+    yield Figure("gpu_half_bytes", start_s / per_byte, f"the bytes that reach half of the fitted rate of {how}")
 
 
 def _launches() -> Iterator[Figure]:
     x = torch.zeros(1, device="cuda")
-    yield Figure("kernel_s", _seconds(lambda: x.add_(1), EMPTY), f"{EMPTY} one-element kernels in a row, by events")
+    how = f"a kernel that adds to one element, in a row of {EMPTY} such kernels between two CUDA events"
+    yield Figure("kernel_s", _seconds(lambda: x.add_(1), EMPTY), how)
     torch.cuda.synchronize()
     begin = time.perf_counter()
     for _ in range(500):  # fewer launches than the queue holds, so that the host never waits
         x.add_(1)
     spent = time.perf_counter() - begin
     torch.cuda.synchronize()
-    yield Figure("launch_s", spent / 500, "the launch of one operation, by the host's clock")
+    yield Figure("launch_s", spent / 500, "the host's time to launch one operation, without waiting for the device")
 
 
 def _transfers() -> Iterator[Figure]:
@@ -100,5 +105,5 @@ def _transfers() -> Iterator[Figure]:
         here = torch.zeros(size // 4, pin_memory=pinned)
         up = _seconds(lambda h=here: there.copy_(h, non_blocking=True))  # type: ignore[misc]
         down = _seconds(lambda h=here: h.copy_(there, non_blocking=True))  # type: ignore[misc]
-        yield Figure(f"{name}_to_device_bytes_per_s", size / up, f"copies of 64 MiB from {name} memory")
-        yield Figure(f"{name}_to_host_bytes_per_s", size / down, f"copies of 64 MiB to {name} memory")
+        yield Figure(f"{name}_to_device_bytes_per_s", size / up, f"copies of 64 MiB from {name} host memory")
+        yield Figure(f"{name}_to_host_bytes_per_s", size / down, f"copies of 64 MiB to {name} host memory")

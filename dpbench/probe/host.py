@@ -1,4 +1,4 @@
-"""Host: the costs of calls, modules, threads and the interpreter lock, and the rates of arithmetic and memory."""
+"""Host: the probe's figures of the processor, which are seconds of operations and rates of arithmetic and copies."""
 
 from __future__ import annotations
 
@@ -39,39 +39,44 @@ from dpbench.probe.figures import (
 KIB, MIB = 2**10, 2**20
 THREADS = (2, 4)
 NETS = {"mlp": 32, "resnet18": 32, "transformer": 32}
-"""Nets with short matrix products, with convolutions, and with many small operations; and the rows per replica."""
+"""The measured nets with their numbers of samples per replica.
+
+One net has short matrix products, one has convolutions, and one has many small operations.
+"""
 SIDES = (64, 128, 256, 512, 1024)
 COPIES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 POOL = 16 * MIB
-"""The bytes of the pool of blocks that are copied in turn.
+"""The size in bytes of a pool of blocks, of which each call copies the next block.
 
-As in a step, a block is then not in a core's private cache.
+The block to copy is then not in a core's private cache, as in a training step.
 """
 SMALL, LARGE = 256 * KIB, 64 * MIB
-"""A block that fits a core's private cache, and one that is larger than all caches."""
+"""The size in bytes of a block that fits into a core's private cache, and of one that is larger than all caches."""
 
 
 def calls() -> Iterator[Figure]:
-    """Yield the costs of single operations, alone and while several threads compete for the interpreter lock."""
+    """Yield the seconds of single operations, and their slowdown when threads compete for the interpreter lock."""
     x = torch.ones(8)
     quiet = torch.inference_mode
     alone = time_call(lambda: torch.add(x, 1.0), setting=quiet)
-    yield figure("op_s", alone, "torch.add of 8 elements, no graph, one thread")
+    yield figure("op_s", alone, "torch.add of 8 elements without an autograd graph, in one thread")
     w = torch.ones(8, requires_grad=True)
-    yield figure("op_graph_s", time_call(lambda: torch.add(w, 1.0)), "torch.add of 8 elements into a graph")
+    how = "torch.add of 8 elements, recorded in an autograd graph"
+    yield figure("op_graph_s", time_call(lambda: torch.add(w, 1.0)), how)
     for name, value in (("short", x), ("long", torch.ones(4096))):
         one = time_call(_adder(value), setting=quiet)
         for count in THREADS:
             several = time_together([_adder(value.clone()) for _ in range(count)], setting=quiet)
             yield ratio(
                 f"{name}_ops_{count}_threads_ratio", several, one,
-                f"torch.add of {value.numel()} elements in {count} threads, relative to the same number of calls "
-                "in one thread: the cost of handing over the interpreter lock",
+                f"torch.add of {value.numel()} elements in {count} threads, relative to the same total number of calls "
+                "in one thread: the cost of passing the interpreter lock between threads",
                 share=count,
             )  # fmt: skip
     depth = 100
     chain = nn.Sequential(*(nn.Identity() for _ in range(depth)))
-    yield figure("module_call_s", time_call(lambda: chain(x)), f"a chain of {depth} nn.Identity", per=depth)
+    how = f"one module in a call of a chain of {depth} nn.Identity modules"
+    yield figure("module_call_s", time_call(lambda: chain(x)), how, per=depth)
 
 
 def _adder(x: torch.Tensor) -> Work:
@@ -79,32 +84,36 @@ def _adder(x: torch.Tensor) -> Work:
 
 
 def nets() -> Iterator[Figure]:
-    """Yield the slowdown of two concurrent replicas, in persistent and in new threads, for several kinds of nets.
+    """Yield, for several nets, the slowdown of two concurrent replicas in persistent threads and in new threads.
 
-    New threads are measured separately, because they lack the thread-local caches of libraries and of the allocator.
+    New threads are measured separately, because the thread-local caches of libraries and of the allocator are empty in
+    them.
     """
     for name, rows in NETS.items():
         count = repeats(name, rows)
         (forward, whole), (forwards, wholes) = (
             time_steps([timed_training(name, rows) for _ in range(threads)], count) for threads in (1, 2)
         )
-        how = f"of {name} on {rows} rows in two threads, started together for each step, relative to one thread"
+        how = f"of {name} on {rows} rows in each of two threads, which start a step together, relative to one thread"
         yield ratio(
             f"{name}_forward_2_threads_ratio", forwards, forward,
-            f"forward, in a step, {how}: 1 if they share nothing, 2 if they take turns",
+            f"the forward of a step {how}: 1 if the threads share nothing, 2 if they take turns",
         )  # fmt: skip
         yield ratio(f"{name}_training_2_threads_ratio", wholes, whole, f"forward and backward {how}")
         works = [_forward(name, rows), _forward(name, rows)]
         yield ratio(
             f"{name}_forward_2_new_threads_ratio", time_new_threads(works, count, _backward),
             time_before(works[0], count, _backward),
-            "forward in two new threads, including their start, relative to one call in an existing thread; an untimed "
-            "backward follows each forward, so that activations live as long as in a step",
+            "forward in two new threads, including the start of the threads, relative to one call in an existing "
+            "thread; an untimed backward follows each forward, so that activations are kept as long as in a step",
         )  # fmt: skip
 
 
 def repeats(name: str, rows: int) -> int:
-    """Return the number of timed steps of a net: larger for short steps, because their durations vary more."""
+    """Return the number of steps to time for a net on `rows` samples: 20 to 80, and more the shorter a step is.
+
+    The durations of short steps vary more.
+    """
     step = timed_training(name, rows)
     step()
     began_s, _, ended_s = step()
@@ -112,7 +121,7 @@ def repeats(name: str, rows: int) -> int:
 
 
 def _backward(outputs: list[torch.Tensor]) -> None:
-    """Run the backward of all replicas in the calling thread, which frees the activations."""
+    """Run backward from the outputs of all replicas in the calling thread, which frees their activations."""
     torch.autograd.backward([output.sum() for output in outputs])
 
 
@@ -123,7 +132,10 @@ def _forward(name: str, rows: int) -> Work:
 
 
 def timed_training(name: str, rows: int) -> Step:
-    """Return a step of forward and backward; the step returns when it began, when forward ended, and when it ended."""
+    """Return a function that runs forward and backward of a net on `rows` samples.
+
+    The function returns three times in seconds: when the step began, when its forward ended, and when the step ended.
+    """
     model = models.load(name, "small", 0)
     inputs, target = model.batch(rows, 0)
     arguments = models.positional(inputs)
@@ -139,36 +151,39 @@ def timed_training(name: str, rows: int) -> Step:
 
 
 def replication() -> Iterator[Figure]:
-    """Yield the host's costs of copying a tree of modules, and of joining, copying and adding many small tensors."""
+    """Yield the seconds to copy a module for a replica, and the seconds to join, copy and add small tensors."""
     module = models.load("resnet18", "small", 0).module
     modules = sum(1 for _ in module.modules())
     table = {id(t): t.detach() for t in (*module.parameters(), *module.buffers())}
     yield figure(
         "module_replica_s", time_call(lambda: rebuild(module, table)),
-        f"dpbench's rebuild of a ResNet-18's {modules} modules for one replica, tensors not copied", per=modules,
+        f"one module when dpbench rebuilds the {modules} modules of a ResNet-18 for a replica, without copying tensors",
+        per=modules,
     )  # fmt: skip
     count = 200
     tensors = [torch.zeros(16) for _ in range(count)]
     flat = _flatten_dense_tensors(tensors)
     joined = time_call(lambda: _unflatten_dense_tensors(_flatten_dense_tensors(tensors), tensors))
-    yield figure("tensor_s", joined, f"{count} tensors of 64 bytes joined into one and split again", per=count)
+    how = f"one tensor when {count} tensors of 64 bytes are joined into one tensor and split again"
+    yield figure("tensor_s", joined, how, per=count)
     del flat
     root, other = resolve(["cpu", "cpu"])
-    yield figure("tensor_copy_s", time_call(lambda: other.clone(tensors)), "a tensor of 64 bytes copied", per=count)
+    how = f"one tensor when {count} tensors of 64 bytes are copied"
+    yield figure("tensor_copy_s", time_call(lambda: other.clone(tensors)), how, per=count)
     pairs = [tensors, [t.clone() for t in tensors]]
     added = time_call(lambda: reduce(pairs, [root, other]), setting=torch.no_grad)
-    yield figure("tensor_reduce_s", added, "two gradients of 64 bytes added by dpbench's reduce", per=count)
+    yield figure("tensor_reduce_s", added, "the addition of two gradients of 64 bytes by dpbench's reduce", per=count)
 
 
 def threads() -> Iterator[Figure]:
-    """Yield the costs of starting a thread and of waking a persistent one."""
+    """Yield the seconds to start and join a new thread, and those to wake a persistent thread and get its answer."""
 
     def start() -> None:
         thread = threading.Thread(target=processes.stay, args=(1,))
         thread.start()
         thread.join()
 
-    yield figure("thread_s", time_call(start), "a Python thread started, on another core, and joined")
+    yield figure("thread_s", time_call(start), "the start and the join of a Python thread on another core")
     inbox: SimpleQueue[object] = SimpleQueue()
     outbox: SimpleQueue[object] = SimpleQueue()
 
@@ -184,28 +199,32 @@ def threads() -> Iterator[Figure]:
         inbox.put(1)
         outbox.get()
 
-    yield figure("wake_s", time_call(wake), "a persistent thread woken through a queue, and its answer awaited")
+    how = "waking a persistent thread on another core through a queue, and waiting for its answer"
+    yield figure("wake_s", time_call(wake), how)
     inbox.put(None)
     server.join()
 
 
 def arithmetic() -> Iterator[Figure]:
-    """Yield the rates of matrix products, the work at half of the best rate, and the slowdown in two threads."""
+    """Yield the rates of matrix products, the FLOP that reach half of the fitted rate, and the slowdown by threads."""
     times: list[tuple[float, Timing]] = []
     for side in SIDES:
         spent = time_call(_product(side), setting=torch.inference_mode)
         times.append((2.0 * side**3, spent))
         yield rate(
-            f"gemm_{side}_flop_per_s", spent, f"a {side} x {side} product, fp32, one thread", amount=2.0 * side**3
-        )
+            f"gemm_{side}_flop_per_s", spent, f"a product of two {side} x {side} matrices, fp32, in one thread",
+            amount=2.0 * side**3,
+        )  # fmt: skip
     starts_s, per_flops = lines(times)
-    how = "the inverse slope of a line fitted to seconds over FLOP for all products, one thread"
+    how = "the inverse slope of a line fitted to the seconds of products of all sizes as a function of FLOP, one thread"
     yield spread("flop_per_s", [1 / per_flop for per_flop in per_flops], how)
     halves = [start_s / per_flop for start_s, per_flop in zip(starts_s, per_flops, strict=True)]
-    yield spread("half_flop", halves, "the FLOP at which half of that rate is reached, from the same line")
+    how = "the FLOP of a product that reaches half of the fitted rate flop_per_s, from the same line"
+    yield spread("half_flop", halves, how)
     alone = time_call(_product(512), setting=torch.inference_mode)
     both = time_together([_product(512), _product(512)], setting=torch.inference_mode)
-    yield ratio("gemm_2_threads_ratio", both, alone, "a 512 x 512 product in two concurrent threads, relative to one")
+    how = "a product of two 512 x 512 matrices in each of two concurrent threads, relative to one thread"
+    yield ratio("gemm_2_threads_ratio", both, alone, how)
 
 
 def _product(side: int) -> Work:
@@ -214,20 +233,21 @@ def _product(side: int) -> Work:
 
 
 def memory() -> Iterator[Figure]:
-    """Yield the rates of copies and additions, and the slowdown of copies in two concurrent threads."""
+    """Yield the bytes per second of copies and additions, and the slowdown of copies in two concurrent threads."""
     for size in COPIES:
         spent = time_call(_copy(size, POOL))
-        how = f"copy_ of {size // KIB} KiB, blocks in turn from {max(size, POOL) // MIB} MiB, one thread: "
-        how += "bytes copied, each read and written"
+        how = f"copy_ of blocks of {size // KIB} KiB, in turn from a pool of {max(size, POOL) // MIB} MiB, one thread; "
+        how += "each copied byte is read and written but counts once"
         yield rate(f"copy_{size // KIB}_kib_bytes_per_s", spent, how, amount=size)
     for name, size in (("cache", SMALL), ("memory", LARGE)):
         alone, both = time_call(_copy(size)), time_together([_copy(size), _copy(size)])
         yield ratio(
             f"{name}_2_threads_ratio", both, alone,
-            f"copy_ of {size // KIB} KiB in two concurrent threads, relative to one thread: "
-            "1 if they share nothing, 2 if they take turns",
+            f"copy_ of {size // KIB} KiB in each of two concurrent threads, relative to one thread: "
+            "1 if the threads share nothing, 2 if they take turns",
         )  # fmt: skip
-    yield rate("memory_bytes_per_s", _add(LARGE), "torch.add of two tensors of 64 MiB: 3 x 64 MiB", amount=3 * LARGE)
+    how = "torch.add of two tensors of 64 MiB, counting the bytes of both inputs and of the output"
+    yield rate("memory_bytes_per_s", _add(LARGE), how, amount=3 * LARGE)
 
 
 def _copy(size: int, pool: int = 0) -> Work:
@@ -251,9 +271,10 @@ def _add(size: int) -> Timing:
 
 
 def lines(points: Sequence[tuple[float, Timing]]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the intercepts and the slopes of three fitted lines.
+    """Return the three intercepts and the three slopes of lines fitted to the typical, the low and the high durations.
 
-    `points` are pairs of work and duration. The lines are fitted to the typical, the low and the high durations.
+    `points` are pairs of an amount of work, such as FLOP or bytes, and the timing of this work. Intercepts are in
+    seconds, slopes in seconds per unit of work.
     """
     edges = zip(*(astuple(spent) for _, spent in points), strict=True)
     found = [line([(work, seconds) for (work, _), seconds in zip(points, edge, strict=True)]) for edge in edges]
@@ -262,9 +283,9 @@ def lines(points: Sequence[tuple[float, Timing]]) -> tuple[tuple[float, ...], tu
 
 
 def line(points: list[tuple[float, float]]) -> tuple[float, float]:
-    """Return (intercept, slope), both at least 0, of the line fitted to `points` by least squared relative errors.
+    """Return the intercept and the slope, both at least 0, of the line with the least squared relative errors.
 
-    `points` are pairs of (work, seconds).
+    The line is fitted to `points`, which are pairs of an amount of work and its seconds.
     """
     design = np.array([[1 / seconds, work / seconds] for work, seconds in points])
     scale = np.abs(design).max(axis=0)

@@ -1,6 +1,6 @@
 """Records: the data types of dpbench, for cases, trials and estimates.
 
-All of them are frozen. The package imports only the standard library.
+All of them are immutable. The package imports only the standard library and, for machine files, msgspec.
 """
 
 from dpbench.records.case import CASE_FIELDS, HOST, UNATTRIBUTED, Case, Effort, Mark, Phase, no_mark

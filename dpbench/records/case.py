@@ -1,4 +1,4 @@
-"""Case: one point of a sweep, the phases of its training step, and the effort of measuring it."""
+"""Case: one point of a sweep, the phases of a training step, and the limits for measuring a case."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dpbench.records import registry
 from dpbench.records.registry import Traits
 
 HOST = -1
-"""The device index of events on the host."""
+"""The device index that stands for the host."""
 
 
 class Phase(StrEnum):
@@ -35,12 +35,12 @@ class Phase(StrEnum):
 
 
 MOVING = (Phase.SCATTER, Phase.REPLICATE, Phase.GATHER, Phase.REDUCE)
-"""The phases that move data rather than compute."""
+"""The phases that mainly move data between devices, in contrast to the phases that compute."""
 UNATTRIBUTED = "unattributed"
 """The name under which a ledger lists the time that no phase covers."""
 
 Mark = Callable[[Phase, int], AbstractContextManager[Any]]
-"""`with mark(phase, device):` marks a phase on a device; the engine does not depend on how marks are recorded."""
+"""A function for `with mark(phase, device):`, which records when the phase starts and ends on the device."""
 
 
 def no_mark(phase: Phase, device: int) -> AbstractContextManager[Any]:
@@ -50,11 +50,12 @@ def no_mark(phase: Phase, device: int) -> AbstractContextManager[Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One point of a sweep: the work and its devices, without anything about timing.
+    """One point of a sweep: a model, a strategy, a batch and devices. `Effort` has the limits for measuring it.
 
-    `batch_size` is the global batch size. `device_ids` are the ordinals of the accelerators to use, in order; empty
-    means the first ones. `options` belong to the strategy: a sorted tuple of (name, value) pairs.
-    `device_memory_bytes` limits the memory of each emulated device; 0 means no limit.
+    `batch_size` is the global batch size, and `devices` the number of devices. `device_ids` are the indices of the GPUs
+    to use, in order; empty means the first GPUs. `schedule` is empty unless the strategy is the engine. `placement` is
+    "spread" (one replica per device) or "colocated" (all replicas on one GPU). `options` are sorted (name, value) pairs
+    for the strategy. `device_memory_bytes` limits the memory of each emulated device; 0 means no limit.
     """
 
     model: str
@@ -72,34 +73,38 @@ class Case:
     options: tuple[tuple[str, str], ...] = ()
     device_memory_bytes: int = 0
     inputs: str = "pinned"
-    """Where the batch is before a step: in "pageable" or "pinned" memory of the host, or on "device" 0.
+    """The place of the batch before a step: "pageable" or "pinned" host memory, or "device" for device 0.
 
-    With ranks, "device" puts the whole batch on the device of each rank, and peaks of memory include it.
+    If a strategy has one process per device, "device" puts the whole batch on each device, and memory peaks include it.
     """
     read_loss: int = 0
-    """The loop reads the loss as a number in every step whose index is a multiple of this; 0 means never."""
+    """The training loop reads the loss as a number in every step whose index is a multiple of this; 0 means never."""
     declared: Traits | None = field(default=None, compare=False, repr=False)
-    """The traits of an external strategy, stored with the case so that they are known without the strategy's code."""
+    """The traits of an external strategy, stored so that they are known without its code; else None."""
 
     @property
     def traits(self) -> Traits:
-        """Return the traits of the case's strategy."""
+        """Return the traits of the case's strategy; those of an external strategy may be stored in the case."""
         if self.declared and self.declared.strategy == self.strategy:
             return self.declared
         return registry.traits(self.strategy)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields that differ from their defaults, so that new fields do not change old records."""
+        """Return, by name, the fields that differ from their defaults, so that new fields do not change old records."""
         found = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         return found | ({"declared": self.declared.to_dict()} if self.declared else {})
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Case:
-        """Return the case that `to_dict` wrote, also after JSON. Raises ValueError for unknown fields."""
+        """Return the case with the fields that `to_dict` returned, also after a conversion to JSON and back.
+
+        Raises ValueError for an unknown field.
+        """
         known = {f.name for f in fields(cls)}
         unknown = sorted(set(data) - known)
         if unknown:
-            raise ValueError(f"unknown fields of a case: {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+            expected = ", ".join(sorted(known))
+            raise ValueError(f"unknown fields of a case: {', '.join(unknown)}; known fields: {expected}")
         values = dict(data)
         values["device_ids"] = tuple(values.get("device_ids", ()))
         values["options"] = tuple((str(k), str(v)) for k, v in values.get("options", ()))
@@ -109,21 +114,24 @@ class Case:
 
     @property
     def fingerprint(self) -> str:
-        """Return the permanent identity of this case: the SHA-256 of its canonical JSON without default values."""
+        """Return the permanent id of this case: the SHA-256 of its fields that differ from their defaults, as JSON."""
         asked = {name: value for name, value in self.to_dict().items() if name != "declared"}
         text = json.dumps(asked, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Return the number of samples of each replica, as `torch.chunk` splits the batch; a device may get none."""
+        """Return the number of samples of each replica, as `torch.chunk` splits the batch.
+
+        Devices that get no samples are left out, so there may be fewer numbers than devices.
+        """
         piece = -(-self.batch_size // self.devices)
         full, rest = divmod(self.batch_size, piece)
         return (piece,) * full + ((rest,) if rest else ())
 
     @property
     def habits(self) -> tuple[str, ...]:
-        """Return the habits of the training loop that differ from the default, as short texts."""
+        """Return short texts on the place of the inputs and on reading the loss, if they differ from the default."""
         found = [] if self.inputs == "pinned" else [f"inputs {self.inputs}"]
         if self.read_loss:
             found.append("loss read" if self.read_loss == 1 else f"loss read every {self.read_loss}")
@@ -144,22 +152,22 @@ class Case:
 
 
 CASE_FIELDS = tuple(one for one in fields(Case) if one.compare)
-"""The fields that define the work of a case."""
+"""The fields that identify a case, which are all except `declared`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """The limits on the steps and the time of one trial, and its additional measurements."""
+    """The limits on the number and the time of a trial's steps, and the additional measurements of the trial."""
 
     budget_s: float = 1.5
-    """The total duration of timed steps, in seconds, after which a trial stops even if its median is not precise."""
+    """The total seconds of timed steps after which a trial stops, even if its median step is not yet precise."""
     warmup_steps: int = 5
-    """The least number of steps that count as warm-up; the series of step times decides whether more count."""
+    """The least number of steps that count as warm-up. More count if the step times become steady only later."""
     min_steps: int = 10
     max_steps: int = 300
     block_steps: int = 10
-    """The number of steps between two checks of the conditions for stopping; all ranks stop together."""
+    """The number of steps after which the trial checks again whether to stop; all ranks stop at the same step."""
     trace: str = ""
-    """The file for a Chrome trace of one additional step, profiled after all measurements; empty for no trace."""
+    """The file for a Chrome trace of one additional step, which is profiled after the timed steps; empty: no trace."""
     memory_by_phase: bool = True
-    """Whether two additional steps measure each device's memory by phase."""
+    """Whether two additional steps measure each device's memory peak in each phase, after the timed steps."""

@@ -1,8 +1,8 @@
-"""Ledger: split the time of a step into phases that sum to the whole step.
+"""Ledger: the split of a step's time into phases, which sum to the whole step.
 
-The algorithm goes backwards from the end of the step: the span that ended last is charged with the time back to its
-start, and the algorithm continues from there. Time that no span covers is `unattributed`. The same algorithm finds this
-time without a subtraction, so it is never negative.
+The algorithm goes back in time from the end of the step. It charges the span that ended last with the time back to the
+start of this span, and continues from there. Time that no span covers is charged as `unattributed`. It is not computed
+as a difference, so it is never negative.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ Value = TypeVar("Value")
 
 
 class Ledger:
-    """The ledger of one trial, whose parts are computed on first use and then kept."""
+    """The ledger of one trial; each property is computed on first use and then kept."""
 
     def __init__(self, steps: Sequence[Step], spans: Sequence[Span]) -> None:
         self._steps, self._spans = steps, spans
 
     @cached_property
     def charged(self) -> tuple[Mapping[tuple[str, int], float], ...]:
-        """Return the result of `charge` for every step, warm-up included."""
+        """Return the seconds by (phase, device) of every step, including warm-up, as `charge` computes them."""
         rows = by_step(self._spans, len(self._steps))
         return tuple(charge(step, spans) for step, spans in zip(self._steps, rows, strict=True))
 
     @cached_property
     def phases(self) -> tuple[dict[str, float], ...]:
-        """Return the seconds by phase of every step, warm-up included, in the order of `Phase`, then `UNATTRIBUTED`."""
+        """Return the seconds by phase of every step, including warm-up, as the function `phases` computes them."""
         return tuple(_by_phase(charged) for charged in self.charged)
 
     @cached_property
     def occupied(self) -> Mapping[int, list[float]]:
-        """Return, by device and for each timed step, the seconds in which the device had at least one span open."""
+        """Return, by device, the seconds of each timed step during which at least one span was open on the device."""
         found: dict[int, list[float]] = {}
         used = sorted({span.device for span in self._spans} - {HOST})
         for step, spans in zip(self._steps, by_step(self._spans, len(self._steps)), strict=True):
@@ -52,9 +52,10 @@ class Ledger:
 
     @cached_property
     def concurrency(self) -> Mapping[Phase, tuple[float, float]]:
-        """For each phase, return two durations in seconds over the timed steps.
+        """Return, by phase, two totals in seconds over all timed steps: the sum and the union of the phase's spans.
 
-        They are the sum of the durations of its device spans, and the length of their union (overlaps counted once).
+        The sum counts the time in which spans of several devices overlap once per span, the union only once. Spans of
+        the host are left out.
         """
         return {phase: self._concurrency(phase) for phase in {span.phase for span in self._spans}}
 
@@ -68,17 +69,18 @@ class Ledger:
         return sum(span.end_s - span.start_s for span in spans), union
 
     def close(self) -> Ledger:
-        """Compute every part, release the spans, and return the ledger."""
+        """Compute all properties, release the spans, and return this ledger."""
         _ = self.phases, self.occupied, self.concurrency
         self._spans = ()
         return self
 
 
 def charge(step: Step, spans: Iterable[Span]) -> dict[tuple[str, int], float]:
-    """Return seconds by (phase, device); they sum to the duration of the step.
+    """Return a step's seconds by (phase, device); they sum to the duration of the step.
 
-    Uncovered time has the key (UNATTRIBUTED, -1). Where several spans cover a moment, the span that ends first takes
-    precedence, and among equal ends the span that began last.
+    Time that no span covers has the key (UNATTRIBUTED, -1). The algorithm goes back in time from the end of the step
+    and charges one span after the other, each back to its start. If several spans are open at the time that it has
+    reached, it charges the one that ends first, or among equal ends the one that began last.
     """
     charged: dict[tuple[str, int], float] = {}
     pending = [span for span in spans if max(span.start_s, step.start_s) < min(span.end_s, step.end_s)]
@@ -102,7 +104,7 @@ def _add(charged: dict[tuple[str, int], float], key: tuple[str, int], seconds: f
 
 
 def by_step(spans: Iterable[Span], steps: int) -> list[list[Span]]:
-    """Return the spans of each step, by the step's index."""
+    """Return a list with the spans of each step, in the order of the steps; `steps` is the number of steps."""
     rows: list[list[Span]] = [[] for _ in range(steps)]
     for span in spans:
         if 0 <= span.step < steps:
@@ -111,7 +113,10 @@ def by_step(spans: Iterable[Span], steps: int) -> list[list[Span]]:
 
 
 def phases(step: Step, spans: Sequence[Span]) -> dict[str, float]:
-    """Return a step's seconds by phase, in the order of `Phase`, with unattributed time last; they sum to the step."""
+    """Return a step's seconds by phase in the order of `Phase`, with unattributed time last; they sum to the step.
+
+    Phases without time are left out.
+    """
     return _by_phase(charge(step, spans))
 
 
@@ -123,15 +128,16 @@ def _by_phase(charged: Mapping[tuple[str, int], float]) -> dict[str, float]:
 
 
 def of_trial(trial: Trial) -> list[dict[str, float]]:
-    """Return the result of `phases` for every step of a trial, warm-up included."""
+    """Return the seconds by phase of every step of a trial, including warm-up, as the function `phases` does."""
     return list(trial.ledger.phases)
 
 
 def joined(parts: Sequence[Trial]) -> tuple[tuple[Step, ...], tuple[Span, ...]]:
-    """Return the merged steps and spans of all ranks; each step is taken from the rank that finished it last.
+    """Return the steps and the spans of all ranks, merged as if they came from one process.
 
-    A reduction starts only when the last rank arrives. Each rank's reduce span is therefore cut to begin at that time,
-    so that waiting for the last rank counts towards the phase which that rank was still in.
+    `parts` are the trials of the ranks. Each step is that of the rank which finished it last. A reduction starts only
+    when the last rank arrives, so each rank's reduce span is cut to begin at that time. The time that other ranks wait
+    for the last rank thus counts as the phase in which the last rank still is.
     """
     steps = tuple(max(row, key=lambda step: step.end_s) for row in zip(*(part.steps for part in parts), strict=False))
     spans = [span for part in parts for span in part.spans]
@@ -148,7 +154,8 @@ def joined(parts: Sequence[Trial]) -> tuple[tuple[Step, ...], tuple[Span, ...]]:
 def typical(trial: Trial) -> dict[str, float]:
     """Return the seconds of each phase in a typical step: the means over the middle half of the timed steps.
 
-    Unlike the medians of the phases, these means sum to a step. Disturbed steps are left out, as in a median.
+    The fastest and the slowest quarter of the steps are left out, because they may have been disturbed. These means sum
+    to the mean step; the medians of the phases would not sum to the median step.
     """
     rows = middle(trial)
     names = dict.fromkeys(name for row in rows for name in row)
@@ -156,12 +163,15 @@ def typical(trial: Trial) -> dict[str, float]:
 
 
 def middle(trial: Trial) -> list[dict[str, float]]:
-    """Return the result of `phases` for the middle half of a trial's timed steps, sorted by duration."""
+    """Return the seconds by phase of the middle half of a trial's timed steps, sorted by the duration of the step."""
     timed = [(step.seconds, parts) for step, parts in zip(trial.steps, of_trial(trial), strict=True) if not step.warmup]
     return [parts for _, parts in middle_half(sorted(timed, key=lambda one: one[0]))]
 
 
 def middle_half(ordered: Sequence[Value]) -> Sequence[Value]:
-    """Return a sorted series without its lowest and highest quarter; fewer than four values are returned unchanged."""
+    """Return a sorted series without its lowest quarter and its highest quarter, rounded down to whole values.
+
+    A series of fewer than four values is returned unchanged.
+    """
     aside = len(ordered) // 4
     return ordered[aside : len(ordered) - aside]

@@ -1,7 +1,8 @@
-"""Machines: descriptions of GPUs, host, and links as a graph, read from TOML, for predictions without the machine.
+"""Machines: descriptions of the GPUs, the host and the links of a machine, from which its steps are predicted.
 
-Every value has a `source`. A missing value is an error and is never guessed from a GPU's name, because most of a
-prediction depends on whether GPUs can access each other's memory, and over which links.
+Descriptions are TOML files, whose tables name the `source` of their values. A missing value is an error and is never
+guessed from a GPU's name, because a prediction depends mainly on whether GPUs can access each other's memory, and over
+which links.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ import msgspec
 
 FOLDER = Path(__file__).parents[1] / "machines"
 KINDS = ("nvlink", "pcie", "socket", "network", "memory")
-"""The kinds of links: `socket` joins processors, `network` joins nodes, `memory` joins a logical device and RAM."""
+"""The kinds of links. `socket` joins processors, `network` joins nodes, `memory` joins a logical device and RAM."""
 HOST_NODE = "cpu"
-"""The prefix of the names of processors, which are the nodes with host memory."""
+"""The prefix of the processors' names, such as cpu0; as the end of a link, a processor stands for its host memory."""
 
 Record = TypeVar("Record")
 
 
 class UnknownMachine(ValueError):
-    """A description lacks a value that a prediction needs, or has an unknown or invalid one."""
+    """The error that a value in a machine's description is missing, unknown or invalid."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One kind of GPU: the number per node, peak FLOP per second by dtype, memory size and memory bandwidth."""
+    """The GPUs of one node: their number, and for each GPU the memory and the peak FLOP per second by dtype."""
 
     name: str
     count: int
@@ -43,7 +44,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Link:
-    """A link between two nodes, with its bytes per second in each direction."""
+    """A link between the devices or processors `a` and `b`, with its bytes per second in each direction."""
 
     a: str
     b: str
@@ -53,18 +54,19 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """The costs of operations on the processor.
+    """The costs of operations on the host's processor.
 
-    They are relative to the predictor's constants, which were measured on another machine. An operation takes `factor`
-    times as long as its constant. Durations of single operations that were measured on this machine replace the
-    constants.
+    The predictor has a constant for the duration of each operation, which was measured on another machine. On this
+    host, an operation takes `factor` times as long. A field such as `launch_s` is the duration of one operation that
+    was measured on this host; it replaces the constant of the operation. `hand_off` is the fraction by which each
+    additional thread slows down the interpreter. None, and 0 for a rate, mean that a value is unknown.
     """
 
     factor: float = 1.0
     cores: int = 0
     pageable_bytes_per_s: float = 0.0
     staged_bytes_per_s: float = 0.0
-    """The bytes per second that all GPUs together move through host memory; 0 if unknown."""
+    """The total bytes per second of all GPUs' transfers through host memory; 0 if unknown."""
     launch_s: float | None = None
     module_s: float | None = None
     tensor_s: float | None = None
@@ -74,7 +76,10 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """The measured seconds of an all-reduce over all devices: start_s + w + root_s * sqrt(w), w = bytes/bytes_per_s."""
+    """The measured duration of an all-reduce over all devices: start_s + w + root_s * sqrt(w) seconds.
+
+    w is the number of bytes that each device sends, divided by `bytes_per_s`.
+    """
 
     bytes_per_s: float
     start_s: float
@@ -83,7 +88,10 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """One or more nodes of one kind, each with the same GPUs and links."""
+    """A machine of one or more equal nodes; `gpu` and `links` describe one node.
+
+    `peer_access` is whether GPUs can access each other's memory. `sources` has the origin of the values by table.
+    """
 
     name: str
     description: str
@@ -94,22 +102,22 @@ class Machine:
     nodes: int = 1
     collective: Collective | None = None
     probe: Mapping[str, float] = field(default_factory=dict, compare=False)
-    """The values that `dpbench probe` measured, by name."""
+    """The value of each figure that `dpbench probe` measured, by the figure's name."""
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def devices(self) -> int:
-        """Return the total number of GPUs of all nodes."""
+        """Return the total number of GPUs, or of logical CPU devices, in all nodes."""
         return self.gpu.count * self.nodes
 
     @property
     def logical(self) -> bool:
-        """Return whether the devices are logical devices on a processor."""
+        """Return whether the devices are logical CPU devices, and not GPUs."""
         return any(link.kind == "memory" for link in self.links)
 
     @property
     def socket_bytes_per_s(self) -> float:
-        """Return the total bytes per second of the links between processors."""
+        """Return the total bytes per second of all links between processors."""
         return sum(link.bytes_per_s for link in self.links if link.kind == "socket")
 
     def __hash__(self) -> int:
@@ -126,7 +134,7 @@ def names() -> list[str]:
 
 
 def load(name: str) -> Machine:
-    """Return a machine by its name or from a TOML file.
+    """Return the machine with the name `name`, or the one that the TOML file with the path `name` describes.
 
     Raises LookupError for an unknown name, and UnknownMachine for an incomplete or invalid description.
     """
@@ -145,7 +153,7 @@ def load(name: str) -> Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class _File:
-    """The tables of a TOML file."""
+    """The keys and tables at the top level of a machine's TOML file."""
 
     peer_access: bool
     gpu: dict[str, Any]
@@ -171,18 +179,21 @@ class _Figure:
 
 
 def read(data: Mapping[str, Any], name: str) -> Machine:
-    """Return the machine that the tables of a TOML file describe.
+    """Return the machine that `data`, the content of a TOML file, describes; `name` becomes the machine's name.
 
-    Raises UnknownMachine for keys that are missing or unknown, and for values of another type.
+    Raises UnknownMachine for keys that are missing or unknown, and for values of a wrong type.
     """
     for key, why in (
-        ("peer_access", "whether GPUs access each other's memory (true or false); see `nvidia-smi topo -p2p r`"),
-        ("gpu", "the table [gpu] with name and count"),
-        ("link", "the links, as [[link]] with between, kind and bytes_per_s; see `nvidia-smi topo -m`"),
+        ("peer_access", "true if GPUs can access each other's memory, else false; see `nvidia-smi topo -p2p r`"),
+        ("gpu", "the table [gpu] with the keys name and count"),
+        ("link", "a table [[link]] for each link, with between, kind and bytes_per_s; see `nvidia-smi topo -m`"),
     ):
         if key not in data:
             _known(data, name, [f.name for f in fields(_File)])
-            raise UnknownMachine(f"machine {name}: `{key}` is missing ({why}); it is not guessed from the GPU's name")
+            raise UnknownMachine(
+                f"machine {name}: `{key}` is missing, and it is not guessed from the GPU's name; add it to the "
+                f"description: {why}"
+            )
     file = _record(_File, data, name)
     machine = Machine(
         name=name, description=file.description, peer_access=file.peer_access, nodes=file.nodes,
@@ -196,7 +207,7 @@ def read(data: Mapping[str, Any], name: str) -> Machine:
 
 
 def _links(table: Mapping[str, Any], name: str) -> Iterator[Link]:
-    """Yield the links that one table describes; a name such as `gpu0-3` means each of four nodes."""
+    """Yield the links that one [[link]] table describes; an end such as `gpu0-3` stands for four GPUs."""
     where = f"{name}: [[link]] {table.get('between', '')}"
     row = _record(_LinkRow, table, where)
     if row.kind not in KINDS:
@@ -210,7 +221,7 @@ def _links(table: Mapping[str, Any], name: str) -> Iterator[Link]:
 
 
 def _each(text: str) -> list[str]:
-    """Return the nodes that a name means: `gpu0-3` is gpu0, gpu1, gpu2, gpu3."""
+    """Return the names for which the end of a link stands: `gpu0-3` stands for gpu0, gpu1, gpu2 and gpu3."""
     match = re.fullmatch(r"(\D+)(\d+)-(\d+)", text)
     if not match:
         return [text]
@@ -218,18 +229,25 @@ def _each(text: str) -> list[str]:
 
 
 def _figure(row: Any, where: str) -> float:
-    """Return one value of the table [probe]. Raises UnknownMachine if it is missing or has an old format."""
+    """Return the value of one figure in the table [probe]. Raises UnknownMachine if it is missing or in an old format.
+
+    `where` names the figure's table in messages.
+    """
     if not isinstance(row, Mapping) or "value" not in row:
-        raise UnknownMachine(f"machine {where}: expected a table with the key `value`; got {row!r}")
+        raise UnknownMachine(f"machine {where}: expected a table with the key `value`, but got {row!r}")
     if "median" in row:
         raise UnknownMachine(
-            f"machine {where}: this file was written by an older probe; measure again: dpbench probe --output FILE.toml"
+            f"machine {where}: the machine file was written by an older probe; measure again: dpbench probe --output "
+            "FILE.toml"
         )
     return _converted(_Figure, row, where).value
 
 
 def _record(kind: type[Record], data: Mapping[str, Any], where: str) -> Record:
-    """Return a table as a record. Raises UnknownMachine for unknown, missing and mistyped values."""
+    """Return a TOML table as an instance of the class `kind`; `where` names the table in messages.
+
+    Raises UnknownMachine for an unknown or missing key, and for a value of a wrong type.
+    """
     _known(data, where, [*(f.name for f in fields(kind)), "source"])  # type: ignore[arg-type]
     return _converted(kind, data, where)
 
@@ -242,20 +260,20 @@ def _converted(kind: type[Record], data: Mapping[str, Any], where: str) -> Recor
 
 
 def _known(data: Mapping[str, Any], where: str, known: list[str]) -> None:
-    """Check the keys of a table. Raises UnknownMachine for a key that is not defined."""
+    """Raise UnknownMachine if a table has a key that is not in `known`; `where` names the table in the message."""
     for key in data:
         if key not in known:
             raise UnknownMachine(f"machine {where}: {_unknown('key', key, sorted(known))}")
 
 
 def _unknown(kind: str, name: str, known: list[str]) -> str:
-    """Return the message for an unknown name, with the known names and the closest of them."""
+    """Return the message for an unknown name, which lists the known names and suggests the most similar one."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"unknown {kind} {name!r}; known: {', '.join(known)}" + (f"; did you mean {near[0]!r}?" if near else "")
 
 
 def _sources(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the name and the source of each table."""
+    """Yield the name and the source of each table of a machine file that states a source."""
     for key, value in data.items():
         if key == "source":
             yield "machine", str(value)
@@ -266,19 +284,21 @@ def _sources(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _check(machine: Machine) -> None:
-    """Check a machine. Raises UnknownMachine for counts below one, GPUs without a link, and nodes without a network."""
+    """Raise UnknownMachine for a count below one, a GPU without a link, and several nodes without a network."""
     if machine.gpu.count < 1 or machine.nodes < 1:
         raise UnknownMachine(
-            f"machine {machine.name}: {machine.gpu.count} GPUs on {machine.nodes} nodes; both must be at least 1"
+            f"machine {machine.name}: {machine.gpu.count} GPUs per node on {machine.nodes} nodes; both numbers must be "
+            "at least 1"
         )
     ends = {end for link in machine.links for end in (link.a, link.b)}
     lost = [f"gpu{i}" for i in range(machine.gpu.count) if f"gpu{i}" not in ends]
     if lost:
         raise UnknownMachine(
-            f"machine {machine.name}: no link leads to {', '.join(lost)}; add [[link]] between = ['{lost[0]}', ...]"
+            f"machine {machine.name}: no link leads to {', '.join(lost)}; add a table [[link]] with between = "
+            f"['{lost[0]}', ...]"
         )
     if machine.nodes > 1 and not any(link.kind == "network" for link in machine.links):
         raise UnknownMachine(
-            f"machine {machine.name}: {machine.nodes} nodes and no link of kind 'network'; "
-            "add [[link]] between = ['cpu0', 'network'] with the network card's bytes_per_s"
+            f"machine {machine.name}: it has {machine.nodes} nodes and no link of kind 'network'; "
+            "add a table [[link]] with between = ['cpu0', 'network'] and the network card's bytes_per_s"
         )

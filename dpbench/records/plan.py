@@ -1,4 +1,4 @@
-"""Plan: turn the axes of a sweep into cases, without duplicates, each normalised and checked."""
+"""Plan: turn the axes of a sweep into cases, which are checked, normalised and free of duplicates."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ PRECISIONS = ("fp32", "bf16")
 SIZES = ("small", "full")
 INPUTS = ("pageable", "pinned", "device")
 LIMIT = (("role", "limit"),)
-"""The options of the limit: `single` on one device's share of the batch, a lower bound of every schedule's step time.
+"""The options that mark a case as the limit: the strategy `single` on one device's share of the batch.
 
-These options make the limit a separate case, which other comparisons do not use as a baseline.
+The limit's step time is a lower bound for the step time of every schedule. Without these options, other comparisons
+would use this case as their baseline.
 """
 
 
@@ -41,14 +42,15 @@ def sweep(
     inputs: Sequence[str] = ("pinned",),
     read_loss: Sequence[int] = (0,),
 ) -> list[Case]:
-    """Return the product of the axes as cases.
+    """Return a case for each combination of values of the axes, which are the arguments with several values.
 
-    Exactly one of `batch_sizes` and `batch_per_device` must be given: `batch_sizes` are global (strong scaling),
-    `batch_per_device` is multiplied by the number of devices (weak scaling). `device_memory_bytes` limits the memory of
-    an emulated device. Raises LookupError for unknown names, and ValueError for other values that cannot be run.
+    Exactly one of `batch_sizes` and `batch_per_device` must be given: `batch_sizes` are global batch sizes (strong
+    scaling), those in `batch_per_device` are multiplied by the number of devices (weak scaling). `device_memory_bytes`
+    limits the memory of each emulated device. Raises LookupError for unknown names, and ValueError for other values
+    that cannot be run.
     """
     if bool(batch_sizes) == bool(batch_per_device):
-        raise ValueError("give either batch sizes (strong scaling) or a batch per device (weak scaling), but not both")
+        raise ValueError("give either batch sizes (strong scaling) or a batch per device (weak scaling), and not both")
     _check(models, strategies, devices, [*batch_sizes, *batch_per_device])
     schedules = [_schedule(text, device_kind) for text in schedules]
     _check_placement(devices, device_kind, device_ids, placement)
@@ -71,9 +73,10 @@ def sweep(
 
 
 def ladder(*, devices: Sequence[int], device_kind: str = "cpu", **axes: Any) -> list[Case]:
-    """Return the cases of the ladder: every rung, the ablations of the best rung, the other strategies, and the limits.
+    """Return the cases of a ladder: every rung, the ablations of the best rung, the default strategies, and the limits.
 
-    The axes are those of `sweep`. Raises ValueError if no number of devices is above one.
+    The axes are those of `sweep`, except strategies and schedules. Raises ValueError if no number of devices is above
+    one.
     """
     several = [count for count in devices if count != 1]
     if not several:
@@ -88,9 +91,9 @@ def ladder(*, devices: Sequence[int], device_kind: str = "cpu", **axes: Any) -> 
 
 
 def limit(case: Case) -> Case | None:
-    """Return the case of one device's share of the work, run on one device.
+    """Return the limit of a case: the case in which a device runs its share of the batch alone and without a wrapper.
 
-    Return None if the shares are unequal, or if the devices share one GPU or are emulated.
+    Return None if the devices' shares are unequal, or if the devices share one GPU or are emulated.
     """
     share, rest = divmod(case.batch_size, case.devices)
     if rest or case.placement == "colocated" or case.device_kind == "emulated":
@@ -99,7 +102,7 @@ def limit(case: Case) -> Case | None:
 
 
 def alone(case: Case, batch_size: int) -> Case:
-    """Return the case that runs `batch_size` samples on one device without a wrapper; other fields do not change."""
+    """Return a copy of a case that runs `batch_size` samples on one device without a wrapper."""
     baseline = registry.of_role(Role.BASELINE)
     return replace(
         case, strategy=baseline, schedule="", devices=1, batch_size=batch_size, placement="spread", options=()
@@ -107,14 +110,14 @@ def alone(case: Case, batch_size: int) -> Case:
 
 
 def baseline(**axes: Any) -> Case:
-    """Return a case of one device without a wrapper; `axes` are its other fields."""
+    """Return a case on one device without a wrapper; `axes` are the other fields of the case by name."""
     return Case(strategy=registry.of_role(Role.BASELINE), devices=1, **axes)
 
 
 def model_check(case: Case) -> Case:
-    """Return the case that checks a case's model before a run: one device and one row, equal for all cases of a model.
+    """Return the case that is run to check the model of `case` before a run: one sample on one device.
 
-    For emulated devices, the check runs on the CPU.
+    It is the same for all cases with the same model and model settings. For emulated devices, it runs on the CPU.
     """
     return baseline(
         model=case.model, batch_size=1, size=case.size, precision=case.precision, seed=case.seed,
@@ -124,9 +127,11 @@ def model_check(case: Case) -> Case:
 
 
 def normalise(case: Case, *, weak_batches: Sequence[int] = ()) -> Case:
-    """Return the normal form of a case, so that equal work has equal cases.
+    """Return the normal form of a case, so that two cases with equal work are equal.
 
-    A one-device strategy has one device, and only the engine has a schedule.
+    A strategy for one device gets one device, one device gets the default placement, and only the engine keeps its
+    schedule. `weak_batches` are the batch sizes per device; if there are any, a strategy for one device gets one
+    device's share of the batch.
     """
     if case.traits.one_device and case.devices > 1:
         # in weak scaling, the baseline is one device with its share of the batch
@@ -140,9 +145,10 @@ def normalise(case: Case, *, weak_batches: Sequence[int] = ()) -> Case:
 def groups(cases: Sequence[Case], number: int, *, paired: bool) -> list[tuple[Case, ...]]:
     """Return the cases of round `number` in groups, each of which one worker measures with alternating blocks of steps.
 
-    With `paired`, these are the groups of `side_by_side`. Otherwise, on emulated devices, the engine's `reference` and
-    torch.nn.DataParallel on equal work form a group, in an order that changes with every round; each other case is
-    alone. Emulated devices show host time only, whose ratio varies too much between processes.
+    If `paired` is True, the groups are those of `side_by_side`. If it is False, each case is a group by itself, except
+    on emulated devices: there, the engine's `reference` and torch.nn.DataParallel on equal work form a group, whose
+    order changes with every round. Emulated devices show host time only, and the ratio of host times varies too much
+    between processes.
     """
     if paired:
         return side_by_side(cases)
@@ -156,7 +162,10 @@ def groups(cases: Sequence[Case], number: int, *, paired: bool) -> list[tuple[Ca
 
 
 def wrapped_as(case: Case) -> Case | None:
-    """Return the case of torch.nn.DataParallel on the same work and devices; None unless `case` is `reference`."""
+    """Return the case of torch.nn.DataParallel with the same work and devices as `case`.
+
+    Return None if `case` does not run the engine's schedule `reference`.
+    """
     if case.traits.role is not Role.ENGINE or case.schedule != schedule.REFERENCE:
         return None
     return replace(case, strategy=registry.of_role(Role.WRAPPER), schedule="", options=())
@@ -165,8 +174,9 @@ def wrapped_as(case: Case) -> Case | None:
 def engine_cost(*, devices: Sequence[int], batch_sizes: Sequence[int] = (), **axes: Any) -> list[Case]:
     """Return the cases that compare the engine with torch.nn.DataParallel on emulated devices.
 
-    The axes are those of `sweep`, of which the most devices and the first batch size are used. Return no cases for one
-    device, without a global batch size, and for other precisions than fp32.
+    The axes are those of `sweep`; of the devices and the batch sizes, only the largest number of devices and the first
+    batch size are used. Return no cases for one device, without a global batch size, and for other precisions than
+    fp32.
     """
     count = max(devices)
     if count == 1 or not batch_sizes or axes.get("precision", "fp32") != "fp32":
@@ -177,9 +187,10 @@ def engine_cost(*, devices: Sequence[int], batch_sizes: Sequence[int] = (), **ax
 
 
 def side_by_side(cases: Sequence[Case]) -> list[tuple[Case, ...]]:
-    """Return the cases in groups that one worker can measure together: the same model, settings and kind of devices.
+    """Return the cases in groups that one worker can measure together: cases of the same model, settings and devices.
 
-    Models from the same user module count as variants of one model.
+    Models from the same user module count as one model. A case whose strategy needs a separate worker is a group by
+    itself.
     """
     groups: dict[tuple[object, ...], list[Case]] = {}
     for case in cases:
@@ -197,13 +208,13 @@ def side_by_side(cases: Sequence[Case]) -> list[tuple[Case, ...]]:
 
 
 def plan_hash(cases: Iterable[Case], rounds: object, *how: str) -> str:
-    """Return the hash of a plan, which depends on the set of cases, the rounds and the way to measure."""
+    """Return a hash that identifies a plan: the set of its cases, the rounds, and the settings `how` of measuring."""
     text = json.dumps([rounds, sorted(case.fingerprint for case in cases), *how])
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _check(models: Sequence[str], strategies: Sequence[str], devices: Sequence[int], batches: Sequence[int]) -> None:
-    """Check the axes. Raises LookupError for unknown names, and ValueError for empty axes and for values below one."""
+    """Raise LookupError for an unknown model or strategy, and ValueError for an empty axis or a number below one."""
     for model in models:
         if ":" not in model:
             try:
@@ -212,10 +223,10 @@ def _check(models: Sequence[str], strategies: Sequence[str], devices: Sequence[i
                 raise LookupError(f"{error}; for your own model, give --model package.module:name") from None
     for strategy in strategies:
         registry.check("strategies", strategy)
-    for kind, values in (("devices", devices), ("batch size", batches)):
+    for kind, values in (("number of devices", devices), ("batch size", batches)):
         for value in values:
             if value < 1:
-                raise ValueError(f"{kind} must be at least 1, got {value}")
+                raise ValueError(f"each {kind} of a sweep must be at least 1, got {value}")
     if not models:
         raise ValueError(f"no model given; --models takes any of: {', '.join(registry.names('models'))}")
     if not strategies:
@@ -225,9 +236,9 @@ def _check(models: Sequence[str], strategies: Sequence[str], devices: Sequence[i
 
 
 def split_schedules(text: str) -> list[str]:
-    """Return the schedules in a comma-separated list.
+    """Return the schedules that a comma-separated list contains.
 
-    Neighbouring switches, such as workers=pool,replicas=cached, form one schedule; a `;` ends it.
+    Adjacent switches, such as workers=pool,replicas=cached, form one schedule; a `;` separates two schedules.
     """
     found: list[str] = []
     for group in text.split(";"):
@@ -247,41 +258,44 @@ def _together(switches: Sequence[str]) -> str:
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice:
         raise ValueError(
-            f"--schedules sets {twice} twice in {','.join(switches)!r}; put a ';' between two schedules, "
+            f"--schedules sets the switch {twice} twice in {','.join(switches)!r}; put a ';' between two schedules, "
             "or give the option twice"
         )
     return ",".join(switches)
 
 
 def conditions(device_kind: str) -> tuple[str, ...]:
-    """Return the conditions for `Schedule.needs` that hold on a kind of device: TRAIN_STEP, and on GPUs also CUDA."""
+    """Return the conditions, as for `Schedule.needs`, of runs on a kind of device: TRAIN_STEP, and CUDA on GPUs."""
     return (schedule.TRAIN_STEP, schedule.CUDA) if device_kind == "cuda" else (schedule.TRAIN_STEP,)
 
 
 def _schedule(text: str, device_kind: str) -> str:
-    """Return the canonical text of a schedule. Raises ValueError if it cannot run on this kind of device."""
+    """Return the canonical text of a schedule. Raises ValueError if the schedule cannot run on this kind of device."""
     return text if text == schedule.FASTEST else str(schedule.parse(text).check(*conditions(device_kind)))
 
 
 def _check_placement(devices: Sequence[int], kind: str, ids: Sequence[int], placement: str) -> None:
-    """Check placement and ids. Raises ValueError if this kind of device does not support them."""
+    """Raise ValueError if the placement or the device ids do not suit the kind and the number of the devices."""
     _one_of("device kind", kind, DEVICE_KINDS)
     _one_of("placement", placement, PLACEMENTS)
     others = {"cpu": "logical CPU devices", "emulated": "emulated devices"}.get(kind)
     if others and ids:
-        raise ValueError(f"--device-ids chooses GPUs, and {others} have no ids: leave out --device-ids")
+        raise ValueError(f"--device-ids selects GPUs, but {others} have no ids: leave out --device-ids")
     if others and placement == "colocated":
-        raise ValueError(f"--placement colocated puts all replicas on one GPU; {others} need --placement spread")
+        raise ValueError(f"--placement colocated puts all replicas on one GPU: for {others}, give --placement spread")
     if len(set(ids)) < len(ids):
         raise ValueError(
             f"--device-ids names a GPU twice: {list(ids)}; to put all replicas on one GPU, give --placement colocated"
         )
     if ids and placement == "spread" and max(devices) > len(ids):
-        raise ValueError(f"{max(devices)} devices requested, but --device-ids names {len(ids)}: {list(ids)}")
+        raise ValueError(
+            f"{max(devices)} devices are requested, but --device-ids names {len(ids)} GPUs: {list(ids)}; give more ids "
+            "or fewer devices"
+        )
 
 
 def _check_memory(kind: str, size: int) -> None:
-    """Check the memory limit. Raises ValueError if it is negative, or if the devices are not emulated."""
+    """Raise ValueError if the memory limit `size` is negative, or if it is given for devices that are not emulated."""
     if size < 0:
         raise ValueError(f"--device-memory must be at least 1 byte, got {size}")
     if size and kind == "cpu":
@@ -296,12 +310,13 @@ def _check_memory(kind: str, size: int) -> None:
 
 
 def _check_habits(inputs: Sequence[str], read_loss: Sequence[int], kind: str) -> None:
-    """Check the habits of the training loop. Raises ValueError for unknown ones, and for those without effect."""
+    """Raise ValueError if a habit of the training loop is unknown, or has no effect on this kind of device."""
     for where in inputs:
         _one_of("place of the inputs", where, INPUTS)
         if kind == "cpu" and where != "pinned":
             raise ValueError(
-                f"--inputs {where} has no effect on logical CPU devices, which read the host's memory: leave it out"
+                f"--inputs {where} has no effect on logical CPU devices, which read the host's memory: leave out "
+                "--inputs"
             )
         if kind == "emulated" and where == "pageable":
             raise ValueError("--inputs pageable has no effect on emulated devices: give --inputs pinned or device")
@@ -316,7 +331,7 @@ def _one_of(kind: str, value: str, known: Sequence[str]) -> None:
 
 
 def default_strategies(device_kind: str) -> tuple[str, ...]:
-    """Return the strategies that are run by default on a kind of device."""
+    """Return the names of the strategies that are run by default on a kind of device."""
     known = {
         "cpu": ("single", "single_all_cores", "dp", "ddp"),
         "cuda": ("single", "dp", "torch_dp", "ddp"),
@@ -326,12 +341,12 @@ def default_strategies(device_kind: str) -> tuple[str, ...]:
 
 
 def default_devices(available: int, placement: str) -> tuple[int, ...]:
-    """Return the default device counts of a sweep: powers of two up to `available`, at most eight."""
+    """Return the default numbers of devices of a sweep: 1, 2, 4 and 8, up to `available`; colocated: 1 and 2."""
     if placement == "colocated":
         return (1, 2)
     return tuple(count for count in (1, 2, 4, 8) if count <= available) or (1,)
 
 
 def place(text: str) -> tuple[int, str]:
-    """Return the sort key of a schedule: rungs in ladder order, then all other schedules."""
+    """Return the sort key of a schedule's text, which puts the rungs in ladder order before all other schedules."""
     return ([*schedule.RUNGS].index(text), "") if text in schedule.RUNGS else (len(schedule.RUNGS), text)

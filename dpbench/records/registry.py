@@ -1,10 +1,10 @@
 """Registry: plug-ins (models, strategies, samplers) by name, and the traits that a strategy declares.
 
-A plug-in is a file in one of dpbench's packages; its name is the file's name. A strategy may also come from outside:
-from a file (`file.py:name`), from an importable module (`package.module:name`), or from an installed distribution that
-has an entry point in the group `dpbench.strategies`.
+A plug-in of dpbench is a file in one of its packages, and is named after this file. An external strategy comes from a
+file (`file.py:name`), from an importable module (`package.module:name`), or from an installed distribution that has an
+entry point in the group `dpbench.strategies`.
 
-Plans, predictions and reports depend on a strategy's traits, never on its name.
+Plans, predictions and reports depend on the traits of a strategy, never on the strategy's name.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class Role(StrEnum):
     """
 
     BASELINE = "baseline"
-    """One device without a wrapper: speed-ups are relative to it."""
+    """Training on one device without a wrapper; speed-ups are relative to this strategy."""
     ALL_CORES = "all cores"
-    """One CPU device that uses all cores: the gain without data parallelism."""
+    """Training on one CPU device that uses all cores, which shows the gain from more cores without data parallelism."""
     WRAPPER = "wrapper"
     """torch.nn.DataParallel itself."""
     ENGINE = "engine"
-    """dpbench's engine, which runs on a schedule."""
+    """dpbench's engine, whose steps follow a schedule."""
     CONTROL = "control"
     """DistributedDataParallel: its ranks do equal work, so differences between its devices are due to the machine."""
     OTHER = "other"
@@ -56,67 +56,71 @@ class Parallelism(StrEnum):
 
 
 class Reduction(StrEnum):
-    """The phase whose spans contain the time of adding the gradients."""
+    """The phase that contains the time in which the gradients of all devices are added."""
 
     SEPARATE = "separate"
-    """The `reduce` phase contains all of this time."""
+    """The `reduce` phase contains all the time in which gradients are added."""
     IN_BACKWARD = "in backward"
-    """The `backward` phase contains all of this time."""
+    """The `backward` phase contains all the time in which gradients are added."""
     OVERLAPPED = "overlapped"
-    """Gradients are added during backward; the `reduce` phase contains only the time that backward does not cover."""
+    """Gradients are added during backward; the `reduce` phase contains only the adding that outlasts backward."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traits:
-    """The traits of one strategy. `strategy` is the strategy's name in cases; the registry sets it."""
+    """The properties of one strategy on which plans, predictions and reports depend.
+
+    `needs_accelerator` is whether the strategy needs GPUs. `strategy` is the strategy's name in cases, which the
+    registry sets.
+    """
 
     parallelism: Parallelism = Parallelism.THREADS
     reduction: Reduction = Reduction.SEPARATE
     role: Role = Role.OTHER
     needs_accelerator: bool = False
     shared_stream: bool = False
-    """Whether replicas that share a GPU also share its stream."""
+    """Whether replicas that share a GPU also share one CUDA stream."""
     rounds_gradients: bool = False
-    """Whether gradients are rounded to 16 bits for the transfer; verification then permits larger errors."""
+    """Whether gradients are rounded to 16 bits for transfers; if so, verification permits larger errors."""
     strategy: str = ""
 
     @property
     def one_device(self) -> bool:
-        """Return whether the strategy uses one device, whatever the number of devices in a sweep."""
+        """Return whether the strategy uses only one device, even if a sweep asks for more devices."""
         return self.parallelism is Parallelism.NONE
 
     @property
     def ranks(self) -> bool:
-        """Return whether each device has a separate process."""
+        """Return whether the strategy runs each device in a separate process."""
         return self.parallelism is Parallelism.RANKS
 
     @property
     def threads(self) -> bool:
-        """Return whether one process runs all devices."""
+        """Return whether the strategy runs a replica on each device in one process, coordinated by device 0."""
         return self.parallelism is Parallelism.THREADS
 
     @property
     def all_cores(self) -> bool:
-        """Return whether each operator uses all cores of the CPU, instead of one core per device."""
+        """Return whether each operator uses all cores of the CPU and not only one core."""
         return self.role is Role.ALL_CORES
 
     @property
     def scheduled(self) -> bool:
-        """Return whether the strategy runs on one of the engine's schedules."""
+        """Return whether the strategy's steps follow one of the engine's schedules."""
         return self.role is Role.ENGINE
 
     @property
     def alone(self) -> bool:
-        """Return whether the strategy must be measured in a separate worker, without other cases."""
+        """Return whether a case of the strategy must be measured in a worker that measures no other case."""
         return self.ranks or self.all_cores
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
+        """Return the traits as plain data for JSON."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Return the traits that `to_dict` wrote."""
+        """Return the traits from the data that `to_dict` returned, also after a conversion to JSON and back."""
         enums = {
             "parallelism": Parallelism(data["parallelism"]), "reduction": Reduction(data["reduction"]),
             "role": Role(data["role"]),
@@ -126,38 +130,38 @@ class Traits:
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = {"models": "models", "strategies": "strategies", "samplers": "hardware.samplers"}
-"""The package under `dpbench` that contains each kind of plug-in."""
+"""The package under `dpbench` that contains the plug-ins of each kind."""
 GROUP = "dpbench.strategies"
-"""The group of entry points for strategies."""
+"""The group of entry points with which installed distributions offer strategies."""
 STRATEGY = "STRATEGY"
-"""The name of the strategy object in a module of dpbench's own strategies."""
+"""The name of the variable that holds the strategy in each of dpbench's own strategy modules."""
 
 
 def folder_of(kind: str) -> Path:
-    """Return the folder whose files are the plug-ins of a kind."""
+    """Return the folder whose files are dpbench's own plug-ins of a kind, such as "models"."""
     return ROOT.joinpath(*PACKAGES[kind].split("."))
 
 
 def names(kind: str) -> list[str]:
-    """Return the sorted names of all plug-ins of a kind. Files whose names begin with `_` are not plug-ins."""
+    """Return the sorted names of all plug-ins of a kind: dpbench's own and installed strategies."""
     return sorted({*own(kind), *(_installed() if kind == "strategies" else ())})
 
 
 def own(kind: str) -> list[str]:
-    """Return the sorted names of dpbench's own plug-ins of a kind."""
+    """Return the sorted names of dpbench's own plug-ins of a kind. A file whose name begins with `_` is none."""
     return sorted(m.name for m in pkgutil.iter_modules([str(folder_of(kind))]) if not m.name.startswith("_"))
 
 
 def load(kind: str, name: str) -> Any:
-    """Import a plug-in of dpbench and return its module. Raises LookupError, with the known names, for another name."""
+    """Import one of dpbench's own plug-ins and return its module. Raises LookupError for an unknown name."""
     check(kind, name)
     return importlib.import_module(f"dpbench.{PACKAGES[kind]}.{name}")
 
 
 def check(kind: str, name: str) -> None:
-    """Check that `name` is a plug-in of a kind; only modules of external strategies are imported.
+    """Raise LookupError, with the known names, if no plug-in of a kind has the name `name`.
 
-    Raises LookupError otherwise, with the known names.
+    Nothing is imported, except for a strategy named `file.py:name` or `package.module:name`.
     """
     if kind == "strategies" and ":" in name:
         strategy(name)
@@ -169,9 +173,9 @@ def check(kind: str, name: str) -> None:
 
 
 def strategy(name: str) -> Any:
-    """Return the strategy with the name `name`: an object with the interface of `dpbench.strategies.Strategy`.
+    """Return the strategy with the name `name`, an object with the interface of `dpbench.strategies.Strategy`.
 
-    Raises LookupError if the strategy is unknown, or if the object lacks a part of the interface.
+    Raises LookupError if no strategy has this name, or if the object lacks a part of the interface.
     """
     if ":" not in name:
         check("strategies", name)
@@ -179,8 +183,8 @@ def strategy(name: str) -> Any:
     missing = [part for part, there in _parts(found) if not there]
     if missing:
         raise LookupError(
-            f"strategy {name}: {type(found).__name__} has no {' and no '.join(missing)}; subclass "
-            "dpbench.strategies.Strategy and give the name of an instance of the class"
+            f"strategy {name}: this {type(found).__name__} has no {' and no '.join(missing)}; write a subclass of "
+            "dpbench.strategies.Strategy and give the name of an instance of that class"
         )
     return found
 
@@ -200,7 +204,7 @@ def _named(name: str) -> Any:
 
 @lru_cache(maxsize=1)
 def _installed() -> dict[str, Any]:
-    """Return the entry points of installed strategies by name."""
+    """Return the entry points of strategies from installed distributions, by the strategy's name."""
     from importlib.metadata import entry_points  # imported late, because it takes 30 ms
 
     return {one.name: one for one in entry_points(group=GROUP)}
@@ -208,7 +212,11 @@ def _installed() -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def _outside(name: str) -> Any:
-    """Return the object that `file.py:name` or `package.module:name` names; Python's path includes this folder."""
+    """Return the object that `name` denotes in the form `file.py:name` or `package.module:name`.
+
+    Modules are also searched for in the current folder. Raises LookupError if the file or module cannot be imported, or
+    has no such object.
+    """
     place, _, attribute = name.rpartition(":")
     here = str(Path.cwd())
     try:
@@ -220,15 +228,18 @@ def _outside(name: str) -> Any:
             module = importlib.import_module(place)
     except Exception as error:  # the user's code may raise any error
         told = f"{type(error).__name__}: {error}"
-        raise LookupError(f"strategy {name}: cannot import {place} in {here}: {told}") from error
+        raise LookupError(f"strategy {name}: cannot import {place} in the folder {here}: {told}") from error
     found = getattr(module, attribute, None)
     if found is None:
-        raise LookupError(f"strategy {name}: {place} has no {attribute!r}; give file.py:name")
+        raise LookupError(f"strategy {name}: {place} has no object {attribute!r}; give file.py:name")
     return found
 
 
 def _executed(path: Path) -> Any:
-    """Execute a file and return its module; the name is unique to the path. Raises FileNotFoundError without a file."""
+    """Execute the Python file `path` and return it as a module, with a name that is unique to the path.
+
+    Raises FileNotFoundError if the file does not exist.
+    """
     if not path.is_file():
         raise FileNotFoundError(f"the file {path} does not exist")
     digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]
@@ -243,9 +254,9 @@ def _executed(path: Path) -> Any:
 
 @lru_cache(maxsize=256)
 def traits(name: str) -> Traits:
-    """Return the traits of a strategy; default traits if it cannot be loaded.
+    """Return the traits of the strategy with the name `name`, or default traits if the strategy cannot be loaded.
 
-    Stored cases of external strategies have their traits in the record; see `Case.traits`.
+    Stored cases of external strategies contain the traits of their strategy; see `Case.traits`.
     """
     try:
         declared: Traits = strategy(name).traits
@@ -255,7 +266,7 @@ def traits(name: str) -> Traits:
 
 
 def declared(name: str) -> Traits | None:
-    """Return the traits to store with the cases of an external strategy; None for dpbench's own strategies."""
+    """Return the traits to store in the cases of an external strategy; None for one of dpbench's own strategies."""
     return None if name in own("strategies") else traits(name)
 
 
@@ -266,14 +277,20 @@ def of_role(role: Role) -> str:
 
 
 def check_module(name: str) -> None:
-    """Check, without imports, that the module of `package.module:object` exists. Raises LookupError otherwise."""
+    """Raise LookupError if the top-level module of a model named `package.module:object` cannot be found.
+
+    Nothing is imported.
+    """
     top, here = name.partition(":")[0].partition(".")[0], str(Path.cwd())
     if importlib.machinery.PathFinder.find_spec(top, [here, *sys.path]) is None:
-        raise LookupError(f"--model {name}: cannot find the module {top!r} in {here} or on Python's path")
+        raise LookupError(f"--model {name}: cannot find the module {top!r} in the folder {here} or on Python's path")
 
 
 def unknown(kind: str, name: str, known: list[str]) -> str:
-    """Return the message for an unknown name, with the known names and the closest of them."""
+    """Return the message for an unknown name, which lists the known names and suggests the most similar one.
+
+    `kind` is the kind of the named thing in words, such as "model".
+    """
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"unknown {kind} {name!r}; known: {', '.join(known)}{hint}"

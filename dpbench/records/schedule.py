@@ -1,7 +1,8 @@
-"""Schedules: the engine's ways to run one step, as ten switches; each rung of the ladder turns one of them.
+"""Schedules: the ways in which the engine can run a step; a schedule is a combination of positions of ten switches.
 
-A schedule is written as the name of a rung (`"cached"`), which includes the switches of all rungs below, or switch by
-switch (`"workers=pool,replicas=cached"`). The table `RULES` defines the permitted combinations.
+The ladder is a series of named schedules, which are its rungs: each rung changes one more switch than the rung below. A
+schedule is written as the name of a rung (`"cached"`) or as switches with positions (`"workers=pool,replicas=cached"`).
+The table `RULES` defines the permitted combinations.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ SWITCHES: dict[str, tuple[str, ...]] = {
     "graphs": ("off", "on"),
     "comm_dtype": ("none", "bf16"),
 }
-"""The positions of each switch. The rung `reference`, which does the same as torch, has the first of each."""
+"""The positions of each switch. The first positions form the rung `reference`, which works as torch's DataParallel."""
 
 LADDER: dict[str, tuple[str, str]] = {
     "pool": ("workers", "pool"),
@@ -36,11 +37,11 @@ LADDER: dict[str, tuple[str, str]] = {
     "graphs": ("graphs", "on"),
     "bf16_comm": ("comm_dtype", "bf16"),
 }
-"""The switch and position that each rung above `reference` adds, in ladder order."""
+"""The switch that each rung above `reference` changes, and the new position of this switch, in ladder order."""
 
 REFERENCE = "reference"
 FASTEST = "fastest"
-"""The name for the schedule that TrainStep itself chooses from the exact schedules."""
+"""The name that stands for the schedule which TrainStep selects from the exact schedules."""
 
 TRAIN_STEP, CUDA = "TrainStep", "cuda"
 RULES: tuple[tuple[str, str, str], ...] = (
@@ -56,19 +57,20 @@ RULES: tuple[tuple[str, str, str], ...] = (
     ("graphs", "on", "backward=local"),
     ("graphs", "on", "reduce=after"),
 )
-"""(switch, position, need); a need is a position of another switch, TrainStep, or a kind of device.
+"""Rules as (switch, position, need): the switch may have this position only if the need is met.
 
-Persistent replicas need TrainStep, because DataParallel does not see the optimizer's step: the replicas' weights would
-be stale, or would be overwritten between a forward and its backward.
+A need is a position of another switch, the use of TrainStep, or CUDA devices. Persistent replicas need TrainStep,
+because DataParallel cannot detect the optimizer's step: the weights of the replicas would be outdated, or would be
+overwritten between a forward and its backward.
 """
 
 TOLERANCE = (("comm_dtype", "bf16"),)
-"""The positions whose results equal `reference` within a tolerance only."""
+"""The (switch, position) pairs with which results equal those of `reference` only within a tolerance."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """One position for each switch; `parse` reads the text that `str()` returns."""
+    """A way to run a step: one position for each switch. `parse` reads the text that `str()` returns."""
 
     workers: str = "spawn"
     replicas: str = "rebuilt"
@@ -84,30 +86,32 @@ class Schedule:
     def __post_init__(self) -> None:
         for switch, positions in SWITCHES.items():
             if getattr(self, switch) not in positions:
-                raise ValueError(f"{switch} must be one of {', '.join(positions)}, not {getattr(self, switch)!r}")
+                raise ValueError(
+                    f"the switch {switch} must be one of {', '.join(positions)}, not {getattr(self, switch)!r}"
+                )
 
     def __str__(self) -> str:
         name = next((name for name, schedule in RUNGS.items() if schedule == self), "")
         return name or ",".join(f"{switch}={position}" for switch, position in self.turned().items())
 
     def turned(self) -> dict[str, str]:
-        """Return the switches whose positions differ from `reference`, with their positions."""
+        """Return, by switch, the positions that differ from those of `reference`."""
         return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
 
     @property
     def exact(self) -> bool:
-        """Return whether weights stay bitwise equal to those of `reference` if gradients are added in replica order.
+        """Return whether weights stay bitwise equal to those under `reference` if gradients are added in replica order.
 
         Gradients are added in replica order except on several distinct GPUs, where NCCL chooses the order. There,
-        `reference` uses torch's coalesced reduction (as torch.nn.DataParallel does), and replicas that are kept between
-        steps use another collective, so results agree only within the rounding of their dtype.
+        `reference` uses torch's coalesced reduction, as torch.nn.DataParallel does, but schedules that keep replicas
+        between steps use another collective. Their results agree only within the rounding of their dtype.
         """
         return not any(getattr(self, switch) == position for switch, position in TOLERANCE)
 
     def needs(self, *conditions: str) -> list[tuple[str, str]]:
-        """Return pairs (`switch=position`, need) for the needs that neither the schedule nor `conditions` meet.
+        """Return the unmet needs of this schedule, as pairs of (`switch=position`, need).
 
-        `conditions` may include TRAIN_STEP and CUDA.
+        A need is met by another switch of the schedule or by `conditions`, which may include TRAIN_STEP and CUDA.
         """
         found = []
         for switch, position, need in RULES:
@@ -119,22 +123,22 @@ class Schedule:
         return found
 
     def missing(self, *conditions: str) -> list[str]:
-        """Return the needs that are not met under `conditions`, as text."""
+        """Return a text for each need of this schedule that is not met under `conditions`."""
         return [f"{turned} needs {need}" for turned, need in self.needs(*conditions)]
 
     def check(self, *conditions: str) -> Schedule:
-        """Return the schedule unchanged. Raises ValueError, with a list of the needs, if any need is not met."""
+        """Return the schedule unchanged. Raises ValueError if one of its needs is not met under `conditions`."""
         if missing := self.missing(*conditions):
-            raise ValueError(f"schedule {str(self)!r} cannot run here: {'; '.join(missing)}")
+            raise ValueError(f"the schedule {str(self)!r} cannot run, because it has unmet needs: {'; '.join(missing)}")
         return self
 
 
 def _climb() -> dict[str, Schedule]:
-    """Return the schedule of every rung; each turns one switch more than the rung below.
+    """Return the schedule of every rung, by name; each rung changes one more switch than the rung below.
 
-    The rung `graphs` is an exception, because most machines cannot run it: the rung after it continues from the rung
-    before it. A graph contains a whole backward, with which no reduction can overlap. Therefore `graphs` also sets
-    reduce=after.
+    The rung `graphs` is an exception. Most machines cannot run it, so the rung above `graphs` is built on the rung
+    below it. A CUDA graph contains a whole backward, so a reduction cannot overlap with a part of backward. Therefore
+    `graphs` also sets reduce=after.
     """
     below = Schedule()
     rungs = {REFERENCE: below}
@@ -152,9 +156,10 @@ RUNGS.update(_climb())
 
 
 def parse(text: str | Schedule) -> Schedule:
-    """Return the schedule that `text` describes: a rung's name, or switches as `switch=position,...`.
+    """Return the schedule that `text` describes: the name of a rung, or switches as `switch=position,...`.
 
-    Raises ValueError for unknown names, with the known ones, and for `fastest`, which only TrainStep can resolve.
+    A `Schedule` is returned unchanged. Raises ValueError for an unknown name, and for `fastest`, because only TrainStep
+    can select that schedule.
     """
     if isinstance(text, Schedule):
         return text
@@ -163,13 +168,13 @@ def parse(text: str | Schedule) -> Schedule:
     if "=" not in text:
         known = ", ".join((*RUNGS, FASTEST))
         raise ValueError(
-            f"unknown schedule {text!r}; known: {known}; or switches, such as workers=pool,replicas=cached"
+            f"unknown schedule {text!r}; give one of {known}, or switches, such as workers=pool,replicas=cached"
         )
     given: dict[str, str] = {}
     for part in text.split(","):
         switch, _, position = part.strip().partition("=")
         if switch not in SWITCHES:
-            raise ValueError(f"unknown switch {switch!r} in schedule {text!r}; known: {', '.join(SWITCHES)}")
+            raise ValueError(f"unknown switch {switch!r} in schedule {text!r}; known switches: {', '.join(SWITCHES)}")
         if switch in given:
             raise ValueError(f"schedule {text!r} sets {switch} twice")
         given[switch] = position
@@ -177,16 +182,19 @@ def parse(text: str | Schedule) -> Schedule:
 
 
 def climb(*conditions: str) -> list[str]:
-    """Return the names of the rungs that can run under `conditions` (TRAIN_STEP, CUDA), in ladder order."""
+    """Return the names of the rungs whose needs are met under `conditions` (TRAIN_STEP, CUDA), in ladder order."""
     return [name for name, schedule in RUNGS.items() if not schedule.missing(*conditions)]
 
 
 def best(*conditions: str) -> Schedule:
-    """Return the schedule that the ablations start from: the highest runnable rung that is exact and without graphs."""
+    """Return the schedule in which ablations set back switches: the highest exact rung without graphs that can run."""
     return [RUNGS[name] for name in climb(*conditions) if RUNGS[name].exact and RUNGS[name].graphs == "off"][-1]
 
 
 def ablations(best: Schedule, *conditions: str) -> dict[str, Schedule]:
-    """Return, by switch, the permitted schedule that differs from `best` only in that switch, which is set back."""
+    """Return, by switch, the schedule that equals `best` except that this switch is set back to its first position.
+
+    Schedules that cannot run under `conditions` are left out.
+    """
     back = {switch: replace(best, **{switch: SWITCHES[switch][0]}) for switch in best.turned()}
     return {switch: schedule for switch, schedule in back.items() if not schedule.missing(*conditions)}

@@ -1,7 +1,7 @@
-"""Trial: the measurements of one case, and estimates from them: numbers with intervals.
+"""Trial: the data types for the measurements of one case, and for estimates, which are numbers with intervals.
 
-Times are seconds on the machine's monotonic clock; sizes are bytes. Schema history of `Trial`: 1 (first); 2 (memory by
-phase and kind, the device that failed).
+Times are seconds on the machine's monotonic clock; sizes are bytes. The schema of `Trial` has version 2. This version
+added the memory by phase and by kind, and the device that failed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dpbench.records.ledger import Ledger
 
 
 class Doubt(StrEnum):
-    """The reason why an estimate is not shown as a result."""
+    """The reason why an estimate is in doubt, so that it is not shown as a result."""
 
     ROUNDS = "too few rounds"
     WIDTH = "interval too wide"
@@ -27,10 +27,10 @@ class Doubt(StrEnum):
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number with its 95 % interval and the number of rounds that it was estimated from.
+    """A number with the low and the high end of its 95 % interval, and the number `n` of rounds behind the number.
 
-    A prediction has no rounds: its `n` is 0, and its interval is the stated prediction interval. A `signed` estimate
-    is a difference. It may be 0 or negative, so the ratio of the ends of its interval has no meaning.
+    For a prediction, `n` is 0 and the interval is the 80 % interval of the predictor. A `signed` estimate is a
+    difference. It may be 0 or negative, so the ratio of its interval's ends has no meaning.
     """
 
     value: float
@@ -39,9 +39,9 @@ class Estimate:
     n: int
     signed: bool = False
     ROUNDS: ClassVar[int] = 3
-    """The least number of rounds of an estimate that is shown: two rounds do not show how rounds differ."""
+    """The least number of rounds for which an estimate is shown: two rounds do not show how much rounds differ."""
     WIDEST: ClassVar[float] = 4.0
-    """The largest ratio of the high to the low end of an interval that is shown."""
+    """The largest ratio of the interval's high end to its low end with which an estimate is shown."""
 
     @property
     def doubt(self) -> Doubt | None:
@@ -58,14 +58,15 @@ SCHEMA = 2
 
 
 DISPATCHED = "dispatched"
-"""The name under which a trial's provenance has the counts of one step on emulated devices.
+"""The key of a trial's provenance for the counts of one step on emulated devices.
 
-The counts are `operators`, the `copies` among them between two devices, and `copied_bytes`.
+The counts are `operators` (all dispatched operators), `copies` (the operators that copy a tensor between two devices)
+and `copied_bytes` (the bytes of these copies).
 """
 
 
 class Source(StrEnum):
-    """The origin of a trial."""
+    """The origin of a trial: a measurement or a prediction."""
 
     MEASURED = "measured"
     PREDICTED = "predicted"
@@ -91,7 +92,10 @@ class Fault(StrEnum):
 
 
 class Verified(StrEnum):
-    """The result of comparing a step's gradients with the chunked reference, best first."""
+    """The result of comparing a step's gradients with the chunked reference; the best result is the first member.
+
+    The chunked reference runs copies of the model on the chunks of the batch, one after the other.
+    """
 
     BITWISE = "bitwise"
     WITHIN_TOLERANCE = "within_tolerance"
@@ -101,7 +105,11 @@ class Verified(StrEnum):
 
 @dataclass(frozen=True)
 class Span:
-    """One phase on one device during one step; the times of all clocks are converted to one time base."""
+    """The start and the end of one phase on one device in the step with the index `step`.
+
+    `device` is -1 for the host. `clock` names the clock that measured the times. All times are converted to the
+    machine's monotonic clock.
+    """
 
     step: int
     phase: Phase
@@ -113,7 +121,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Sample:
-    """One reading of one metric; the metric's name carries its unit."""
+    """One reading of one metric of a device; the name of the metric ends with the unit of the value."""
 
     time_s: float
     device: int
@@ -123,7 +131,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Step:
-    """One training step: the interval that ends at `end_s`."""
+    """One training step: its duration, whether it was warm-up, and the time at which it ended."""
 
     seconds: float
     warmup: bool
@@ -137,10 +145,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Memory:
-    """The peak of one device's memory; `source` is allocator, rss or ledger.
+    """The peak memory of one device, in one phase or, if `phase` is empty, in whole steps.
 
-    `phase` is empty for the peak of whole steps. `kind` is allocated (by tensors, or by the process) or reserved (by
-    the allocator from the driver).
+    `source` is allocator (torch's statistics), rss (the resident memory of the process) or ledger (the byte count of
+    emulated devices). `kind` is allocated (by tensors, or by the process) or reserved (by the allocator from the
+    driver).
     """
 
     device: int
@@ -152,11 +161,12 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One measurement (or prediction) of a case: everything that was recorded, and nothing derived.
+    """One measurement or prediction of a case: all recorded data, without values that are computed from them.
 
-    `setup` maps the stages of the trial, such as verification, to their durations in seconds. `provenance` has the
-    facts about host and torch that are needed to reproduce the numbers. `failed_device` is the index of the device that
-    failed first, if any.
+    `round` is the index of the round. `reason` is a text that explains a status other than `ok`. `setup` maps the
+    stages of the trial, such as verification, to their durations in seconds. `provenance` has the facts about host and
+    torch that are needed to reproduce the numbers. `failed_device` is the index of the device that failed first, if
+    any.
     """
 
     case: Case
@@ -178,7 +188,7 @@ class Trial:
 
     @cached_property
     def ledger(self) -> Ledger:
-        """Return the trial's ledger, which is computed once."""
+        """Return the trial's ledger, which is computed on first use."""
         return Ledger(self.steps, self.spans)
 
     def summary(self) -> Trial:
@@ -191,7 +201,10 @@ class Trial:
         return found
 
     def readings(self, metric: str, *, timed: bool = False) -> dict[int, list[float]]:
-        """Return the values of a metric by device, in order of time; with `timed`, without those of warm-up steps."""
+        """Return the values of a metric by device, in the order of the readings.
+
+        If `timed` is True, readings that were taken before the end of warm-up are left out.
+        """
         warm_s = max((step.end_s for step in self.steps if timed and step.warmup), default=float("-inf"))
         found: dict[int, list[float]] = {}
         for sample in self.samples:
@@ -207,7 +220,10 @@ class Trial:
 
     @property
     def fault(self) -> Fault | None:
-        """Return the reason why a trial of status `ok` has no usable step times, else None."""
+        """Return the reason why a trial of status `ok` has no usable step times.
+
+        Return None if the trial has usable step times, or if it has another status.
+        """
         if self.status is not Status.OK:
             return None
         if self.verified is Verified.NO:
@@ -218,27 +234,31 @@ class Trial:
 
     @property
     def refusal(self) -> str:
-        """Return, as text, the reason why the trial has no usable step times; empty if it has them."""
+        """Return, as text, the reason why the trial has no usable step times; an empty text if it has them."""
         if self.status is Status.OK and self.fault is None:
             return ""
         said = {
-            Fault.CLOCK: f"the clock is wrong: a timed step took {self._impossible_s} s; it must be above 0 and finite",
+            Fault.CLOCK: f"the clock is wrong: a timed step took {self._impossible_s} s; a duration must be above 0 "
+            "and finite",
             Fault.UNTIMED: "no step was timed",
         }
         return said.get(self.fault or Fault.UNVERIFIED) or self.reason or "no reason given"
 
     @property
     def _impossible_s(self) -> float | None:
-        """Return the first impossible duration of a timed step: not finite, or not above 0; None if there is none."""
+        """Return the first duration of a timed step that is not finite or not above 0; None if there is none."""
         return next((seconds for seconds in self.timed if not (math.isfinite(seconds) and seconds > 0)), None)
 
     @property
     def trusted(self) -> bool:
-        """Return whether the numbers may be shown; a trial without timed steps may still have other numbers."""
+        """Return whether the trial's numbers may be shown.
+
+        A trial without timed steps is trusted too, because it may have other numbers, such as memory peaks.
+        """
         return self.status is Status.OK and self.fault in (None, Fault.UNTIMED)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON; long series are stored as columns instead of rows."""
+        """Return the trial as plain data for JSON; series of steps, spans, samples and memory are stored by column."""
         plain = {f.name: getattr(self, f.name) for f in fields(self)}
         plain["case"] = self.case.to_dict()
         plain["setup"], plain["provenance"] = dict(self.setup), dict(self.provenance)
@@ -249,11 +269,14 @@ class Trial:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Trial:
-        """Return the trial that `to_dict` wrote, also after JSON. Raises ValueError for a newer schema."""
+        """Return the trial from the data that `to_dict` returned, also after a conversion to JSON and back.
+
+        Raises ValueError if the data have a newer schema than this version of dpbench.
+        """
         if data.get("schema", SCHEMA) > SCHEMA:
             raise ValueError(
-                f"the trial has schema {data['schema']}, but this version of dpbench reads only up to {SCHEMA}: "
-                "update dpbench"
+                f"the trial has schema {data['schema']}, but this version of dpbench reads only schemas up to "
+                f"{SCHEMA}: update dpbench"
             )
         values = dict(data)
         values["case"] = Case.from_dict(values["case"])
@@ -271,21 +294,21 @@ class Trial:
 
 
 _PHASES = {phase.value: phase for phase in Phase}
-"""The phases by value: a trial has thousands of spans, and a look-up is ten times as fast as `Phase(value)`."""
+"""The phases by value. A trial has thousands of spans, and a look-up here is ten times as fast as `Phase(value)`."""
 _SERIES: dict[str, Any] = {"steps": Step, "spans": Span, "samples": Sample, "memory": Memory}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """The record of a failure of a case, or of one of its ranks.
+    """The record of the failure of a case, or of one rank of the case.
 
-    `reason` is text for the user; no decision depends on it. `device` is the index of the device that failed first
-    among the case's devices, if it is known. `rank` is the rank that failed. `verified` is NO if the gradients were
-    wrong. `at_s` is the time at which the rank raised the exception, or at which its process was found dead, in seconds
-    on the clock of `time.perf_counter`. `exception` is the name of the exception's class, empty if the process ended
-    without raising. `traceback` is Python's text. `exit_status` is the status of a process that ended without raising;
-    it is negative for a signal. `perhaps_secondary` is True for a RuntimeError other than lack of memory, because torch
-    also raises this type in a rank whose peer has died.
+    `reason` is a message for the user; no decision depends on its text. `device` is the index of the case's device that
+    failed first, or None if it is unknown. `rank` is the rank that failed. `verified` is NO if the gradients were
+    wrong. `at_s` is the time at which the rank raised an exception, or at which its process was found dead, in seconds
+    on the clock of `time.perf_counter`. `exception` is the name of the exception's class, and `traceback` is Python's
+    traceback; both are empty if the process ended without an exception. `exit_status` is then the exit status of the
+    process, which is negative for a signal. `perhaps_secondary` is True for a RuntimeError other than lack of memory:
+    torch raises this type also in a rank whose peer has died.
     """
 
     status: Status
@@ -300,11 +323,11 @@ class Failure:
     exit_status: int | None = None
 
     def to_json(self) -> str:
-        """Return the record as a line of JSON."""
+        """Return this record as one line of JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Return the record that `to_json` wrote."""
+        """Return the record from the text that `to_json` returned."""
         fields = json.loads(text)
         return cls(**fields | {"status": Status(fields["status"]), "verified": Verified(fields["verified"])})

@@ -1,7 +1,7 @@
 """Words: format numbers as text for terminals, pages and messages.
 
-This is the only module that rounds, scales or chooses units for the reader. Numbers have three significant digits,
-unless a function states otherwise, and never an exponent.
+This is the only module that rounds numbers, scales them or chooses their units for a reader. Numbers have three
+significant digits, unless a function states another precision, and are never written with an exponent.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from dpbench.records.trial import Doubt, Estimate
 
 MISSING = "–"
 NOT_ENOUGH = "not enough rounds"
-"""The text that replaces an estimate that may not be shown."""
+"""The text that is shown in place of an estimate that is in doubt."""
 REMEDY = "more rounds (--rounds N, or --rounds auto) and a machine without other work"
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
 _TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Return a number as text with three significant digits; numbers of 1,000 or more have no decimals."""
+    """Return a number as text with `digits` significant digits, but at least all digits of its integer part.
+
+    For None, NaN and infinity, return `MISSING`.
+    """
     if value is None or not math.isfinite(value):
         return MISSING
     if value == 0:
@@ -38,22 +41,22 @@ def exact(value: float) -> str:
 
 
 def signed(value: float, digits: int = 3) -> str:
-    """Return a number as text with its sign."""
+    """Return a number as text with a plus or minus sign and `digits` significant digits."""
     return f"{'−' if value < 0 else '+'}{number(abs(value), digits)}"
 
 
 def count(number: int, noun: str, plural: str = "") -> str:
-    """Return a count with its noun as text; the plural is the noun with an s unless it is given."""
+    """Return a count and its noun as text, such as "3 cases"; without `plural`, the plural is the noun with an s."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 def verb(number: int, one: str, several: str) -> str:
-    """Return the form of a verb that agrees with a count."""
+    """Return the form of a verb that agrees with a count: `one` for a count of 1, else `several`."""
     return one if number == 1 else several
 
 
 def percent(share: float) -> str:
-    """Return a fraction as a percentage, with one decimal below 10 %."""
+    """Return a fraction as a percentage in text; percentages below 10 % have one decimal, larger ones none."""
     if not math.isfinite(share):
         return MISSING
     return f"{share:.1%}" if abs(share) < 0.0995 else f"{share:.0%}"
@@ -71,43 +74,43 @@ def signed_time(value: float) -> str:
 
 
 def time_unit(value: float) -> tuple[float, str]:
-    """Return the length in seconds and the name of the largest unit in which a rounded duration is at least 1.
+    """Return the unit of time in which to show a duration in seconds, as (seconds per unit, name of the unit).
 
-    The unit is ns for durations below 1 ns, but ms for 0.
+    It is the largest unit in which the rounded duration is at least 1; ns for shorter durations, and ms for 0.
     """
     rounded = float(f"{abs(value):.3g}") if value else 1e-3
     return next((pair for pair in _TIMES if rounded >= pair[0]), _TIMES[-1])
 
 
 def size(number_of_bytes: float) -> str:
-    """Return a number of bytes as text in binary units; below 1 KiB, without decimals."""
+    """Return a number of bytes as text in a binary unit, such as "1.50 MiB"; numbers of B have no decimals."""
     unit, scale = binary(number_of_bytes)
     return f"{number_of_bytes:,.0f} B" if scale == 1 else f"{number(number_of_bytes / scale)} {unit}"
 
 
 def binary(most: float) -> tuple[str, float]:
-    """Return the name and the size in bytes of the binary unit that suits a number of bytes."""
+    """Return the largest binary unit that is not larger than `most` bytes, or B, as (name, bytes per unit)."""
     power = next((p for p in range(len(_BINARY) - 1, 0, -1) if most >= 1024**p), 0)
     return _BINARY[power], 1024.0**power
 
 
 INTERVALS = (
-    "Intervals of measurements are 95% intervals by Student's t over the rounds; their spread comes from a "
-    "hierarchical bootstrap, which resamples rounds and then the steps in each."
+    "Intervals of measurements are 95% intervals by Student's t over rounds; their standard error comes from a "
+    "hierarchical bootstrap, which resamples the rounds and then the steps in each round."
 )
 WITHHELD = (
     f"An estimate from fewer than {Estimate.ROUNDS} rounds, or with an interval that spans more than a factor of "
-    f"{Estimate.WIDEST:.0f}, is replaced by “{NOT_ENOUGH}” and not drawn; {REMEDY} would help."
+    f"{Estimate.WIDEST:.0f}, is replaced by “{NOT_ENOUGH}” and not drawn. To get this estimate, use {REMEDY}."
 )
 
 
 def interval(estimate: Estimate, scale: float = 1.0) -> str:
-    """Return the interval as text, from its low to its high end."""
+    """Return the low and the high end of an estimate's interval, both multiplied by `scale`, as text."""
     return f"{number(estimate.low * scale)}–{number(estimate.high * scale)}"
 
 
 def duration(estimate: Estimate) -> str:
-    """Return a duration in seconds and its interval as text in one unit, or `NOT_ENOUGH` if it is in doubt."""
+    """Return an estimated duration in seconds and its interval as text in one unit; `NOT_ENOUGH` if it is in doubt."""
     if estimate.doubt:
         return NOT_ENOUGH
     scale, unit = time_unit(estimate.value)
@@ -115,28 +118,28 @@ def duration(estimate: Estimate) -> str:
 
 
 def ms(estimate: Estimate) -> str:
-    """Return a duration in seconds and its interval as text in milliseconds, or `NOT_ENOUGH` if it is in doubt."""
+    """Return an estimated duration in seconds and its interval as text in ms; `NOT_ENOUGH` if it is in doubt."""
     return NOT_ENOUGH if estimate.doubt else f"{number(estimate.value * 1e3)} ms ({interval(estimate, 1e3)})"
 
 
 def times(estimate: Estimate) -> str:
-    """Return a ratio and its interval as text, or `NOT_ENOUGH` if it is in doubt."""
+    """Return an estimated ratio and its interval as text; `NOT_ENOUGH` if it is in doubt."""
     return NOT_ENOUGH if estimate.doubt else f"{number(estimate.value)}× ({interval(estimate)})"
 
 
 def doubt(estimate: Estimate) -> str:
-    """Return, as text, the reason why an estimate is not shown; empty if it is shown."""
+    """Return, as text, the reason why an estimate is in doubt and not shown; an empty text if it is shown."""
     if estimate.doubt is Doubt.ROUNDS:
-        return f"{count(estimate.n, 'round')}, but at least {Estimate.ROUNDS} are needed to see how rounds differ"
+        return f"{count(estimate.n, 'round')}, but at least {Estimate.ROUNDS} are needed to show how rounds differ"
     if estimate.doubt is Doubt.WIDTH:
-        return f"its interval spans more than a factor of {exact(Estimate.WIDEST)}"
+        return f"the estimate's interval spans more than a factor of {exact(Estimate.WIDEST)}"
     return ""
 
 
 def aligned(lines: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:
-    """Return the lines of a text table with a rule below the first line.
+    """Return rows of cells as the lines of a text table, with a rule below the first line.
 
-    The columns with the indices in `left` are left-aligned, the others right-aligned.
+    The columns with the indices in `left` are left-aligned, all other columns are right-aligned.
     """
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
 
@@ -148,7 +151,10 @@ def aligned(lines: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:
 
 
 def dumps(value: object, *, default: type[str] | None = None, separators: tuple[str, str] | None = None) -> str:
-    """Return plain data as JSON with null for NaN and Infinity; `default` converts types that JSON lacks."""
+    """Return plain data as JSON text, with null for NaN and infinity.
+
+    `default`, such as `str`, converts values of types that JSON lacks.
+    """
     return json.dumps(_finite(value), allow_nan=False, default=default, separators=separators)
 
 

@@ -1,6 +1,6 @@
-"""Work: the cost of a model on a device, a step as a graph of tasks for predictions, and the bytes that a step moves.
+"""Work: data types for the cost of a model on a device, for the tasks of a step, and for the bytes that a step moves.
 
-The functions for buckets compute, from the sizes of tensors, how torch and the engine join them into messages.
+The functions compute, from the sizes of tensors, how torch and dpbench's engine group the tensors for transfers.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from dpbench.records.case import Phase
 Size = TypeVar("Size", int, float)
 
 COALESCED_BYTES = 10 * 2**20
-"""The size limit of the flat buffers in which torch.nn.parallel.comm copies tensors."""
+"""The size limit in bytes of the flat buffers in which torch.nn.parallel.comm copies tensors."""
 DDP_SYNC_BYTES = 250 * 2**20
-"""The size limit of the buffers in which DistributedDataParallel broadcasts weights and buffers."""
+"""The size limit in bytes of the messages in which DistributedDataParallel broadcasts weights and buffers."""
 BUCKET_BYTES, FIRST_BUCKET_BYTES = 25 * 2**20, 2**20
-"""The size of DistributedDataParallel's buckets, and of its first bucket.
+"""The size in bytes at which a bucket of DistributedDataParallel is full, and the size for its first bucket.
 
-The engine's `overlap` uses 25 MiB for every bucket.
+The engine's schedules with reduce=overlap use 25 MiB for every bucket, including the first.
 """
 SLOT_BYTES = 64
-"""The alignment of parameters in a flat buffer."""
+"""The alignment in bytes of each tensor in a flat buffer."""
 
 
 def chunks(sizes_bytes: Sequence[int], limit_bytes: int) -> list[list[int]]:
-    """Return the sizes in consecutive runs of at most `limit_bytes`, as torch's `take_tensors` forms them.
+    """Split a list of tensor sizes into consecutive groups of at most `limit_bytes`, as torch's `take_tensors` does.
 
-    A single tensor above the limit is a run by itself.
+    A tensor that is larger than the limit forms a group alone.
     """
     runs: list[list[int]] = [[]]
     for size in sizes_bytes:
@@ -40,9 +40,10 @@ def chunks(sizes_bytes: Sequence[int], limit_bytes: int) -> list[list[int]]:
 
 
 def buckets(sizes: Sequence[float], limit: float = BUCKET_BYTES, first: float | None = None) -> list[range]:
-    """Return consecutive runs of indices; a run ends with the element at which the sum of its sizes reaches `limit`.
+    """Split tensors into consecutive buckets, and return the indices of each bucket's tensors.
 
-    `first` is the limit of the first run, by default `limit`.
+    `sizes` are the bytes of the tensors. A bucket ends with the tensor with which the bucket's size reaches `limit`.
+    `first` is the limit of the first bucket; None means `limit`.
     """
     runs, start, total, full = [], 0, 0.0, limit if first is None else first
     for i, size in enumerate(sizes):
@@ -54,12 +55,18 @@ def buckets(sizes: Sequence[float], limit: float = BUCKET_BYTES, first: float | 
 
 
 def bucket_sizes(sizes: Sequence[Size]) -> list[list[Size]]:
-    """Return the gradients' sizes by bucket of DistributedDataParallel; `sizes` is in the order of readiness."""
+    """Return the sizes of the gradients in each bucket of DistributedDataParallel.
+
+    `sizes` has the bytes of the gradients in the order in which backward finishes them.
+    """
     return [[sizes[i] for i in run] for run in buckets(sizes, first=FIRST_BUCKET_BYTES)]
 
 
 def owners(sizes: Sequence[int], devices: int) -> list[int]:
-    """Return the owner of each tensor: the largest is assigned first, each to the device with the smallest load."""
+    """Return the index of the device that owns each tensor.
+
+    The tensors are assigned in descending order of size, each to the device with the fewest bytes so far.
+    """
     load, owner = [0] * devices, [0] * len(sizes)
     for n in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
         owner[n] = load.index(min(load))
@@ -68,31 +75,31 @@ def owners(sizes: Sequence[int], devices: int) -> list[int]:
 
 
 def flat_bytes(sizes_bytes: Sequence[int]) -> int:
-    """Return the size of a flat buffer that holds all tensors, each aligned to `SLOT_BYTES`."""
+    """Return the bytes of a flat buffer that holds all tensors, each aligned to `SLOT_BYTES`."""
     return sum(-(-size // SLOT_BYTES) * SLOT_BYTES for size in sizes_bytes)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The duration of work on one device, in seconds: a fixed part, a part per sample, and a lower bound."""
+    """The seconds of work on one device: a fixed part plus a part per sample, but at least `least_s`."""
 
     fixed_s: float = 0.0
     sample_s: float = 0.0
     least_s: float = 0.0
 
     def at(self, samples: float) -> float:
-        """Return the duration in seconds of the work on a number of samples."""
+        """Return the seconds that the work takes for a number of samples."""
         return max(self.least_s, self.fixed_s + self.sample_s * samples)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """The cost of one model on one device; values that are proportional to the batch are per sample.
+    """The sizes, operation counts and costs of one model for training on one device.
 
-    Counts describe the model alone. Costs in seconds apply to one device and precision; those that are None are
-    computed from FLOP and bytes. Fields named `*_launches` count the operations that the host submits to the device.
-    `gradient_bytes` are the sizes of the parameters in the order in which backward finishes their gradients, empty if
-    the order is unknown.
+    The FLOP and bytes of inputs, outputs, forward and backward are per sample. Fields named `*_launches` count the
+    operations that the host submits to the device. `gradient_bytes` are the sizes of the parameters in the order in
+    which backward finishes their gradients; empty if the order is unknown. Fields of type `Cost` are in seconds for one
+    kind of device and one precision; a cost of None is computed from FLOP and bytes.
     """
 
     model: str
@@ -116,13 +123,13 @@ class Profile:
     backward: Cost | None = None
     optimizer: Cost | None = None
     rest: Cost | None = None
-    """The cost of the rest of a step on the host: copies of the batch, and time that no phase covers."""
+    """The cost of copying the batch on the host, and of the time of a step that no phase covers."""
 
     @property
     def gradient_sizes(self) -> tuple[float, ...]:
         """Return the bytes of the gradients in the order in which backward finishes them.
 
-        If the order is unknown, return equal sizes.
+        If the order is unknown, return equal sizes with the same sum.
         """
         count = max(1, self.parameter_tensors)
         return self.gradient_bytes or (self.parameter_bytes / count,) * count
@@ -130,18 +137,19 @@ class Profile:
 
 @dataclass(frozen=True)
 class Task:
-    """One part of a step's work: the amount with its unit, the resource that does it, and the tasks that it waits for.
+    """One part of a step's work: its amount and unit, the resource that does it, and the tasks for which it waits.
 
-    `after` and `overlap` are indices into the list of tasks. The task waits for the end of those in `after`, and for
-    the start of those in `overlap`, with which it may run concurrently. Units are flop, bytes, s, and the counts of
-    the host's operations: launches, modules, tensors, threads, wakes. Resources:
+    `after` and `overlap` are indices into the list of the step's tasks. The task starts when all tasks in `after` have
+    ended and all tasks in `overlap` have started. A unit is flop, bytes, s, or a count of operations of the host, which
+    are launches, modules, tensors, threads and wakes. A resource is one of these:
 
-        device:i                    the stream of device i: kernels, one after the other
-        host, host:i                the main thread; the thread that serves device i
-        gil                         the interpreter, shared by the threads of one process
-        copy:a:b                    a copy from a to b, each a device's index or `host`
-        all_reduce:k ...            the k-th collective; its tasks (one per device) begin and end together. Kinds:
-                                    broadcast, reduce, all_reduce, reduce_scatter, all_gather
+        device:i                    the stream of device i, which runs one kernel after the other
+        host                        the main thread
+        host:i                      the thread that serves device i
+        gil                         the interpreter lock, shared by the threads of one process
+        copy:a:b                    the link for a copy from a to b, each of which is a device's index or `host`
+        all_reduce:k                the k-th collective; its tasks, one per device, start and end together. Its kind is
+                                    broadcast, reduce, all_reduce, reduce_scatter or all_gather
     """
 
     phase: Phase
@@ -159,7 +167,10 @@ FACT = "model"
 
 @dataclass(frozen=True, kw_only=True)
 class Shapes:
-    """The bytes of a model's tensors: parameters and buffers in total; inputs, target and output per sample."""
+    """The sizes of a model's tensors: total bytes of parameters and buffers, bytes per sample of the other tensors.
+
+    `parameter_tensors` is the number of parameters. `trainable_bytes` are the bytes of parameters with gradients.
+    """
 
     parameter_tensors: int
     parameter_bytes: int
@@ -171,7 +182,7 @@ class Shapes:
 
     @classmethod
     def of(cls, provenance: Mapping[str, Any]) -> Self | None:
-        """Return the shapes that a worker stored; None if any of them is missing."""
+        """Return the sizes that a worker stored in a trial's provenance; None if any of them is missing."""
         found = provenance.get(FACT) or {}
         names = [f.name for f in fields(cls)]
         return cls(**{name: found[name] for name in names}) if all(name in found for name in names) else None
@@ -179,7 +190,7 @@ class Shapes:
 
 @dataclass(frozen=True)
 class Move:
-    """The bytes that one phase of one step moves from one device to another (-1: the host)."""
+    """The bytes that one phase of a step moves from the device `source` to the device `target`; -1 is the host."""
 
     phase: Phase
     source: int
@@ -188,10 +199,10 @@ class Move:
 
 
 def received(moves: Iterable[Move], device: int) -> float:
-    """Return the bytes that a device receives."""
+    """Return the total bytes that the moves bring to a device."""
     return sum(move.bytes for move in moves if move.target == device)
 
 
 def sent(moves: Iterable[Move], device: int) -> float:
-    """Return the bytes that a device sends."""
+    """Return the total bytes that the moves take from a device."""
     return sum(move.bytes for move in moves if move.source == device)

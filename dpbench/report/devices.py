@@ -1,4 +1,4 @@
-"""Devices: tables that compare device 0 with the other devices in imbalance, memory by phase and transferred bytes."""
+"""Devices: tables that compare device 0 with the other devices: imbalance, memory by phase, and transferred bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dpbench.report import naming, small_multiples
 from dpbench.report.table import Cell, Table
 
 OPEN = 24
-"""The page collapses tables with more lines than this."""
+"""The largest number of lines of a table that is expanded when the page opens."""
 SAID: Mapping[str, Callable[[float], str]] = {
     "s": words.time,
     "bytes": words.size,
@@ -24,7 +24,10 @@ SAID: Mapping[str, Callable[[float], str]] = {
 
 
 class TableSection(NamedTuple):
-    """A section of the page: a table, its lead text and its labels; `open` is whether it is expanded initially."""
+    """A section of a report: a table with the text before it (`lead`) and the labels of its cases.
+
+    `open` is whether the table is expanded when the page opens.
+    """
 
     id: str
     title: str
@@ -35,7 +38,7 @@ class TableSection(NamedTuple):
 
 
 def parts(report: Report) -> list[TableSection]:
-    """Return the sections whose tables have at least one line."""
+    """Return the sections on imbalance, memory and transfers, without those whose tables are empty."""
     found = replace(report, trials=sorted(report.trials, key=lambda trial: _place(trial.case)))
     labels = report.labels
     tables = [
@@ -52,19 +55,23 @@ def parts(report: Report) -> list[TableSection]:
 
 
 IMBALANCE = (
-    "The ratio of device 0 to the mean of the others, and of the largest device to the mean of all; 1 is balanced. "
-    "DDP is the control, because its ranks all do the same work: an index is above the control if its whole 95% "
-    "interval is above the control's."
+    "Each quantity has two ratios: device 0 to the mean of the other devices, and the largest device to the mean of "
+    "all devices; 1 means balanced. DDP is the control, because all its ranks do the same work. The verdict is “above "
+    "the control” if the whole 95% interval of the first ratio is above the interval of the control."
 )
 MEMORY = (
-    "Device 0's peak memory in each phase of one untimed step; below it, in small type, the mean of the other devices. "
+    "Device 0's peak memory in each phase of one untimed step; in small type, the mean peak of the other devices. "
     "The excess is device 0's highest peak minus the mean of the other devices' highest peaks."
 )
 LINKS = (
-    "The bytes that a step must transfer, computed from the shapes of its tensors, divided by the phase's seconds in "
-    "the ledger. These seconds include launching, adding and waiting, so the link's bandwidth is higher than the rate."
+    "A rate is the number of bytes that a step must transfer in a phase, computed from the shapes of tensors, divided "
+    "by the phase's seconds in the ledger. These seconds also include launching, adding and waiting, so the bandwidth "
+    "of the link is higher than the rate."
 )
-COUNTERS = "The bytes per step in the GPUs' own counters during timed steps, next to the bytes computed from shapes."
+COUNTERS = (
+    "The bytes per step that the GPUs' own counters show during timed steps, next to the bytes computed from the "
+    "shapes of tensors."
+)
 
 
 def _union(labels: object) -> tuple[str, ...]:
@@ -76,7 +83,7 @@ def _place(case: Case) -> tuple[object, ...]:
 
 
 def _case(case: Case) -> Cell:
-    """Return the cell that names a case: its strategy and devices, and in small type its work."""
+    """Return the cell that names a case: its strategy and devices, and in small type its model, settings and batch."""
     placed = "" if case.placement == "spread" else f" {case.placement}"
     kind = "" if case.device_kind == "cpu" else f", {case.device_kind}"
     work = f"{naming.plain(case.model)} ({', '.join(naming.setting(case))}){kind}, batch {case.batch_size}"
@@ -162,7 +169,7 @@ def _flow(flow: Flow) -> tuple[Cell, ...]:
 
 
 def _ways(flow: Flow) -> str:
-    """Return the direction of a flow as text, such as "host → each", "0 → each" or "a ring"."""
+    """Return the direction in which a flow's bytes move, such as "host → each", "0 → each" or "a ring"."""
     sources, targets = {move.source for move in flow.moves}, {move.target for move in flow.moves}
     if sources == {HOST}:
         return "host → each" if len(targets) > 1 else "host → 0"

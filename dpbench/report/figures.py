@@ -1,4 +1,4 @@
-"""Figures: the panels on throughput, phases and the ladder, and the list of all sections with drawings."""
+"""Figures: the sections on throughput, phases and the ladder, and the list of all sections with drawings."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ from dpbench.report import naming, small_multiples, speedup, svg, table, timelin
 from dpbench.report.svg import Panel, Section
 
 COLOURS = {"faster": svg.GAIN, "slower": svg.LOSS}
-"""The colours of decided verdicts; "undecided" and "same" are grey."""
+"""The colour of a bar by the verdict on its change; bars with other verdicts are grey."""
 BEYOND = 1.5
-"""A rival that is slower than the slowest rung by more than this factor is not drawn, because it would make all bars
-short. The caption states the step time of `ddp` instead."""
+"""The line of `ddp` or of the limit is drawn only up to this multiple of the slowest rung's step time.
+
+A line farther to the right would make all bars short. If `ddp` has no line, the caption states the step time of `ddp`.
+"""
 
 
 def section(ladders: Sequence[Ladder]) -> Section:
-    """Draw each ladder, with its tables."""
+    """Return the section on ladders, with a panel and tables for each ladder."""
     panels = [_panel(ladder, f"ladder{i}") for i, ladder in enumerate(ladders[: small_multiples.PANELS])]
     left_out = len(ladders) - len(panels)
     ladders_ = f"{words.count(left_out, 'more ladder')} {words.verb(left_out, 'is', 'are')}"
@@ -56,22 +58,26 @@ def _panel(ladder: Ladder, key: str) -> Panel:
 
 
 def _drawable(rung: Rung, steps: dict[str, float]) -> bool:
-    """Return whether a rung, and the rung that it is compared with, may be shown."""
+    """Return whether a rung can be drawn: its step time, and that of the rung below it if any, must not be in doubt.
+
+    `steps` has the step times of the rungs that are not in doubt, in milliseconds.
+    """
     over = rung.change is None or (rung.change.over in steps and not rung.change.ratio.doubt)
     return rung.name in steps and over
 
 
 def _name(rung: Rung) -> str:
-    """Return a rung's name with its gain or loss and its verdict, so that the panel is readable without colours."""
+    """Return a rung's name with the change of its step time and the verdict, so that the panel needs no colours."""
     if not rung.change or rung.change.ratio.doubt or rung.change.gain_s.doubt:
         return rung.name
     return f"{rung.name}: {words.signed(-rung.change.gain_s.value * 1e3)} ms, {table.VERDICTS[rung.change.verdict]}"
 
 
 def _bar(axes: Axes, rung: Rung, steps: dict[str, float], y: float) -> float:
-    """Draw the whole step of the lowest rung, or another rung's difference from the rung that it is compared with.
+    """Draw the bar of a rung at height `y`, and return the upper end of its whisker in milliseconds.
 
-    Return the upper end of the whisker in milliseconds.
+    The bar of the lowest rung is its step time. The bar of another rung is the difference from the rung below it.
+    `steps` has the step times of rungs in milliseconds.
     """
     if rung.change is None:
         axes.barh(y, steps[rung.name], height=13, facecolor=svg.MUTED, edgecolor=svg.MUTED, alpha=0.55)
@@ -95,7 +101,10 @@ def _colour(change: RungGain) -> str:
 
 
 def _rivals(ladder: Ladder) -> list[tuple[str, float, dict[str, Any]]]:
-    """Return the reference lines as (name, milliseconds, style), without rivals that are far slower than all rungs."""
+    """Return the vertical lines for `ddp` and the limit, as (name, milliseconds, style).
+
+    A line is left out if its step time is far longer than that of the slowest rung; see `BEYOND`.
+    """
     slowest = max((rung.step.value for rung in ladder.rungs if not rung.step.doubt), default=0.0)
     looks = (
         ("ddp", ladder.ddp, {"color": svg.ROLES[Role.CONTROL], "linestyle": (0, (5, 2))}),
@@ -109,7 +118,7 @@ def _rivals(ladder: Ladder) -> list[tuple[str, float, dict[str, Any]]]:
 
 
 def _handles(ladder: Ladder) -> Iterator[Patch | Line2D]:
-    """Yield the legend's handles."""
+    """Yield the handles of the legend of a ladder's panel."""
     seen = {rung.change.verdict for rung in ladder.rungs if rung.change}
     for verdict, colour in COLOURS.items():
         if verdict in seen:
@@ -121,14 +130,14 @@ def _handles(ladder: Ladder) -> Iterator[Patch | Line2D]:
 
 
 def _caption(ladder: Ladder) -> str:
-    """Return the caption: the rounds, the meaning of the lines, and a rival that is not drawn."""
+    """Return the caption of a ladder's panel: the rounds, the meaning of the limit, and `ddp` if it is not drawn."""
     said = [naming.rounds([rung.row for rung in ladder.rungs])]
     if ladder.limit:
         share = f"single at batch {ladder.limit.case.batch_size}"
-        said.append(f"Limit: the compute time of one device's share of the batch, {share}.")
+        said.append(f"The limit is the step time of one device's share of the batch, measured as {share}.")
     drawn = {name for name, _, _ in _rivals(ladder)}
     if ladder.ddp and ladder.ddp.step and "ddp" not in drawn:
-        said.append(f"ddp takes {words.ms(ladder.ddp.step)}, which is beyond the axis.")
+        said.append(f"A step of ddp takes {words.ms(ladder.ddp.step)}, which is beyond the end of the axis.")
     if ladder.case.device_kind == "emulated":
         said.append("Host cost only, no speed-up.")
     return " ".join(said)
@@ -145,19 +154,19 @@ PHASES: Mapping[str, tuple[str, str]] = {
     Phase.OPTIMIZER: ("#009e73", "#000000"),
     UNATTRIBUTED: ("none", svg.FOREGROUND),
 }
-"""The fill of each phase and the colour of text on this fill; unattributed time is not filled."""
+"""The fill colour of each phase, and the colour of text on this fill; unattributed time is not filled."""
 
 ENDS = (
-    "Of each ladder, only the reference, the best rung and the schedule that TrainStep chose are drawn; the table "
-    "below has the other schedules."
+    "Of each ladder, only the rung `reference`, the best rung and the schedule that TrainStep selected are drawn; the "
+    "table below has the other schedules."
 )
 
 
 def sections(report: Report) -> list[Section]:
     """Return every section with drawings, in the order of the page.
 
-    For each ladder, the sections on the ladder and on phases show all rungs; the other sections show only the lowest
-    rung, the best one, and the schedule that TrainStep chose.
+    The sections on the ladder and on phases show all rungs of each ladder. The other sections show only the lowest
+    rung, the best rung, and the schedule that TrainStep selected.
     """
     ladders, drawable = report.ladders, notable(report.rows, report.ladders)
     climbed = {row.case for row in (*drawable, *(rung.row for found in ladders for rung in found.rungs))}
@@ -175,7 +184,7 @@ def sections(report: Report) -> list[Section]:
 
 
 def throughput(rows: Sequence[Row]) -> Section:
-    """Draw samples per second, one bar per case."""
+    """Return the section on throughput, which shows the samples per second of each case as a bar."""
     panels, left_out = small_multiples.split([row for row in rows if naming.drawable(row.throughput)], per=12)
     left_out = " ".join(filter(None, (left_out, naming.withheld(row.throughput for row in rows))))
     return Section(
@@ -203,14 +212,14 @@ def _throughput(facet: small_multiples.Facet, key: str) -> Panel:
 
 
 def phases(rows: Sequence[Row]) -> Section:
-    """Draw the time of each phase of a step; the parts of a bar add up to the step."""
+    """Return the section on phases, which shows a bar for the step of each case, with the phases as its parts."""
     drawn = [row for row in rows if row.phases and row.step and naming.drawable(row.step)]
     panels, left_out = small_multiples.split(drawn, per=16)  # enough for a whole ladder
     left_out = " ".join(filter(None, (left_out, naming.withheld(row.step for row in rows if row.phases))))
     return Section(
         "phases", "Step time by phase",
         "Milliseconds of one step by phase. The ledger charges each moment of the step to one phase, so the phases add "
-        "up to the step. Hollow parts are time outside all phases.",
+        "up to the step. Hollow parts are time that no phase covers.",
         [_phases(facet, f"phases{i}") for i, facet in enumerate(panels)],
         left_out or ("" if panels else "No case has phases."),
     )  # fmt: skip
@@ -231,11 +240,14 @@ def _phases(facet: small_multiples.Facet, key: str) -> Panel:
         for name, row in zip(facet.names, facet.rows, strict=True)
     )
     drawing = svg.render(figure, key=key, title=f"Step time by phase: {facet.title}", description=said)
-    return Panel(facet.title, drawing, "Each bar is the median step; its parts add up to it.", facet.labels)
+    return Panel(facet.title, drawing, "Each bar is the median step time, and its parts add up to it.", facet.labels)
 
 
 def _stack(axes: Axes, row: Row, present: Sequence[str], y: float, widest: float) -> None:
-    """Draw the phases of one case next to each other, with their names if they fit."""
+    """Draw the phases of one case as the parts of a bar at height `y`, with the names of phases that fit.
+
+    `present` has the names of the phases to draw, and `widest` is the longest bar of the panel in milliseconds.
+    """
     left = 0.0
     for name in present:
         width = row.phases.get(name, 0.0) * 1e3

@@ -13,11 +13,11 @@ from dpbench.records import words
 from dpbench.report import devices, naming, table
 
 REASON = 160
-"""The largest width of a reason, in columns; the HTML page shows reasons in full."""
+"""The number of columns after which the reason of a problem is cut off; the HTML page shows reasons in full."""
 
 
 def render(report: Report) -> str:
-    """Return the report in GitHub's Markdown."""
+    """Return the report as a text in GitHub's Markdown."""
     rows = report.rows
     lines = table.lines(rows, report.trials)
     parts = [
@@ -44,7 +44,7 @@ def render(report: Report) -> str:
 
 
 def _said(text: str, columns: int = 1000) -> str:
-    """Return the text as one line in which Markdown markup, mentions and links are escaped."""
+    """Return the text as one line of at most `columns` columns, with Markdown markup, mentions and links escaped."""
     escaped = re.sub(r"([\\`*_\[\]#|~])", r"\\\1", naming.clip(text, columns))
     escaped = escaped.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return escaped.replace("@", "@\u200b").replace("://", ":\u200b//")
@@ -60,7 +60,7 @@ def _cell(cell: table.Cell) -> str:
 
 
 def _diagnosis(one: Diagnosis) -> Iterator[str]:
-    """Yield the answer of a diagnosis, then its findings as a list."""
+    """Yield the Markdown of a diagnosis: its answer, then a list of its findings."""
     yield f"**Explained**{_labels(one.row.labels)} {_said(one.answer, 2000)}"
     lines = []
     for finding in one.findings:
@@ -73,7 +73,7 @@ def _diagnosis(one: Diagnosis) -> Iterator[str]:
 
 
 def _ladder(ladder: Ladder) -> Iterator[str]:
-    """Yield a ladder's heading and tables, with the labels of the measured rows."""
+    """Yield the Markdown of a ladder: a heading with the labels of its rows, then its tables with their notes."""
     yield f"### {table.TITLE}: {_said(table.title(ladder))}{_labels(naming.labels(ladder.rows))}"
     for found in reversed(table.tables(ladder)):
         yield f"**{_said(found.title)}**"
@@ -89,7 +89,7 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], text: Sequence
 
 
 def _notes(lines: Iterable[table.TableLine]) -> Iterator[str]:
-    """Yield one list item for each problem of a case, with the reason."""
+    """Yield one list item for each problem of each case, with the name of the case and the reason."""
     for line in lines:
         model, strategy, devices, batch = (cell for cell in line.cells[:4])
         for what, reason in line.notes:
@@ -104,7 +104,7 @@ def _phases(rows: Sequence[Row]) -> str:
 
 
 def _part(part: devices.TableSection) -> str:
-    """Return one of the tables that compare device 0 with the other devices."""
+    """Return the Markdown of a section with a table that compares device 0 with the other devices."""
     cells = [[_cell(cell) for cell in line] for line in part.table.lines]
     body = _table(part.table.columns, cells, part.table.columns[: part.table.text])
     return _details(part.title, f"{_said(part.lead)}{_labels(part.labels)}\n\n{body}")

@@ -1,4 +1,4 @@
-"""Naming: the texts that the page and Markdown share: names of cases and panels, labels, facts and environment."""
+"""Naming: texts that the HTML page and the Markdown report share, such as names of cases, labels and facts on a run."""
 
 from __future__ import annotations
 
@@ -20,27 +20,30 @@ _PLAIN = Case(model="", strategy="", batch_size=0)
 
 
 def drawable(estimate: Estimate | None) -> bool:
-    """Return whether an estimate may be drawn: it exists, may be shown, and its value and interval are finite."""
+    """Return whether an estimate may be drawn: it is not None, is not in doubt, and has only finite numbers."""
     finite = estimate and all(map(math.isfinite, (estimate.value, estimate.low, estimate.high)))
     return bool(estimate and finite and not estimate.doubt)
 
 
 def withheld(estimates: Iterable[Estimate | None]) -> str:
-    """Return a sentence on the number of cases that are not drawn because their estimates are in doubt, or ""."""
+    """Return a sentence with the number of cases that are not drawn because their estimates are in doubt.
+
+    Return an empty text if no estimate is in doubt.
+    """
     number = sum(1 for estimate in estimates if estimate and estimate.doubt)
     verb = "is" if number == 1 else "are"
     return f"{words.count(number, 'case')} {verb} not drawn: {words.NOT_ENOUGH}." if number else ""
 
 
 def strategy(case: Case) -> str:
-    """Return a strategy's name with its schedule."""
+    """Return the name of a case's strategy, followed by its schedule in brackets if it has one."""
     if case.traits.all_cores:
         return "single, all cores"
     return f"{case.strategy}[{short(case.schedule)}]" if case.schedule else case.strategy
 
 
 def setting(case: Case) -> list[str]:
-    """Return the settings of a model in a case: its size, and every setting that differs from the default."""
+    """Return the settings of a case as texts: the model's size, and every other setting that is not the default."""
     extra = [getattr(case, name) for name in ("precision", "optimizer")]
     usual = [getattr(_PLAIN, name) for name in ("precision", "optimizer")]
     bound = [f"within {words.size(case.device_memory_bytes)}"] if case.device_memory_bytes else []
@@ -53,27 +56,27 @@ def setting(case: Case) -> list[str]:
 
 
 def labels(rows: Iterable[Row]) -> tuple[str, ...]:
-    """Return the labels of all rows, each one once, in order of appearance."""
+    """Return the labels of all rows without duplicates, in the order in which they first occur."""
     return tuple(dict.fromkeys(label for row in rows for label in row.labels))
 
 
 def rounds(rows: Sequence[Row]) -> str:
-    """Return the number of rounds behind the numbers, as a sentence."""
+    """Return a sentence with the number of rounds from which the rows are estimated, or that they are predicted."""
     counts = sorted({row.rounds for row in rows if row.source is Source.MEASURED})
     if not counts:
-        return "Predicted, not measured; intervals are 80% intervals."
+        return "The numbers are predicted, not measured; intervals are 80% intervals."
     least = f"{counts[0]}–" if len(counts) > 1 else ""
     return f"Medians with 95% intervals over {least}{words.count(counts[-1], 'round')}."
 
 
 def plain(text: str) -> str:
-    """Return the text as one line without control characters, which SVG does not allow."""
+    """Return the text as one line without the characters that SVG does not allow, such as control characters."""
     spaced = " ".join(text.split())
     return "".join(c for c in spaced if unicodedata.category(c) not in ("Cc", "Cs", "Cn", "Co"))
 
 
 def clip(text: str, columns: int) -> str:
-    """Return the text as one line of at most `columns` columns; a wide character takes two."""
+    """Return the text as one line of at most `columns` columns, cut off with "…"; wide characters take two columns."""
     text, used = plain(text), 0
     for index, character in enumerate(text):
         used += _columns(character)
@@ -87,7 +90,7 @@ def _columns(character: str) -> int:
 
 
 def facts(report: Report) -> list[tuple[str, str]]:
-    """Return the facts on the run, the machine and the code as (name, value)."""
+    """Return facts on the run, the machine and the code, as pairs of a name and a value."""
     provenance = report.provenance
     host, packages = provenance.get("host") or {}, provenance.get("packages") or {}
     cores = f", {words.count(host['cores'], 'core')}" if "cores" in host else ""
@@ -103,27 +106,30 @@ def facts(report: Report) -> list[tuple[str, str]]:
 
 
 def _gpus(found: Mapping[str, Any]) -> str:
-    """Return the number of GPUs of each model, and the driver, as text."""
+    """Return a text with the number of GPUs of each model and the driver's version; "none" without GPUs."""
     models = Counter(str(gpu.get("name", "unknown")) for gpu in found.get("gpus") or ())
     driver = f", driver {found['driver']}" if "driver" in found else ""
     return ", ".join(f"{count} × {name}" for name, count in models.items()) + driver if models else "none"
 
 
 def _code(code: Mapping[str, Any]) -> str:
-    """Return a version and its commit as text."""
+    """Return a text with a version, its commit, and "dirty" if the code had uncommitted changes."""
     commit = f"commit {code['commit'][:12]}" if code.get("commit") else ""
     dirty = "dirty" if code.get("dirty") else ""
     return " ".join(filter(None, (str(code.get("version", "")), commit, dirty))) or "unknown"
 
 
 def badges(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """Return each label of the run with the number of cases that have it, as text; "" if all cases have it."""
+    """Return pairs of a label and a text such as "2 of 8 cases", which is empty if all cases have the label."""
     counts = Counter(label for row in rows for label in row.labels)
     return [(label, "" if n == len(rows) else f"{n} of {len(rows)} cases") for label, n in counts.items()]
 
 
 def environment(provenance: Mapping[str, Any], trials: Sequence[Trial]) -> list[tuple[str, str]]:
-    """Return the facts on the run and its workers as (name, value); commas separate differing values of workers."""
+    """Return facts on the environment of the run and of its workers, as pairs of a name and a value.
+
+    If workers have different values, commas separate the values.
+    """
     # the page shows the self-check's results in a separate section
     found = list(_flat({name: value for name, value in provenance.items() if name != "self_check"}, ""))
     workers: dict[str, dict[str, None]] = {}
@@ -136,7 +142,7 @@ def environment(provenance: Mapping[str, Any], trials: Sequence[Trial]) -> list[
 
 
 def _flat(value: Any, prefix: str) -> Iterator[tuple[str, str]]:
-    """Yield nested facts with dotted names."""
+    """Yield nested facts as pairs of a name with dots, such as "host.cpu", and a text."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _flat(inner, f"{prefix}{name}.")

@@ -14,7 +14,7 @@ from dpbench.report import devices, figures, naming, table
 
 
 def render(report: Report) -> str:
-    """Return the page as HTML."""
+    """Return the HTML text of the page."""
     jinja = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,

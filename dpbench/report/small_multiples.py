@@ -1,4 +1,4 @@
-"""Small multiples: the cases of each panel, their order, and the number of cases that do not fit."""
+"""Small multiples: the distribution of cases to panels, and the order and the names of the cases in each panel."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from dpbench.records.registry import Role
 from dpbench.report import naming
 
 PANELS = 12
-"""The largest number of panels of a section; only the table shows the remaining cases."""
+"""The largest number of panels in a section; cases in further panels are shown only in the table."""
 _SETTING = ("model", "size", "precision", "optimizer", "device_kind", "inputs", "read_loss")
 
 
 @dataclass(frozen=True)
 class Facet:
-    """The cases of one panel, each with a name that is unique within it."""
+    """The cases of one panel, each with a name that is unique within the panel."""
 
     title: str
     rows: tuple[Row, ...]
@@ -26,23 +26,23 @@ class Facet:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Return the labels that the panel must show."""
+        """Return the labels of the panel's cases, without duplicates."""
         return naming.labels(self.rows)
 
 
 def order(rows: Iterable[Row]) -> list[Row]:
-    """Sort cases by model, batch and devices, then by the role of their strategies, the baseline first."""
+    """Return the rows sorted by setting, batch size and number of devices, then as `rank` sorts their cases."""
     return sorted(rows, key=lambda row: (setting(row.case), row.case.batch_size, row.case.devices, *rank(row.case)))
 
 
 def rank(case: Case) -> tuple[Hashable, ...]:
-    """Return a sort key for cases of equal work: baselines, DataParallel, the engine, DDP, others."""
+    """Return a sort key for cases of equal work: first the baselines, then DataParallel, the engine, DDP, others."""
     role = [*Role].index(case.traits.role)
     return (role, case.strategy, plan.place(case.schedule), case.placement, case.options, case.seed)
 
 
 def setting(case: Case) -> tuple[str, ...]:
-    """Return the settings that all cases of a panel have in common."""
+    """Return the settings of a case that must be equal for all cases of a panel."""
     return tuple(str(getattr(case, name)) for name in _SETTING)
 
 
@@ -53,9 +53,10 @@ def split(
     key: Callable[[Row], Hashable] = lambda row: None,
     unit: Callable[[Row], Hashable] = lambda row: row.case,
 ) -> tuple[list[Facet], str]:
-    """Return panels of cases with equal settings and equal keys, and a sentence on the cases that are left out.
+    """Return the panels of a section, and a sentence with the number of cases left out, or an empty text.
 
-    A panel has at most `per` units; rows for which `unit` returns the same value are one unit and stay together.
+    The cases of a panel have equal settings and equal results of `key`. A panel has at most `per` units: rows for which
+    `unit` returns the same value are one unit and stay together.
     """
     groups: dict[Hashable, list[Row]] = {}
     for row in order(rows):
@@ -67,7 +68,7 @@ def split(
 
 
 def _parts(group: Sequence[Row], per: int, unit: Callable[[Row], Hashable]) -> list[Facet]:
-    """Split one group into panels of nearly equal length."""
+    """Split a group of cases into panels of nearly equal length, each with at most `per` units; see `split`."""
     both = list(zip(group, named(group), strict=True))
     units = list(dict.fromkeys(unit(row) for row in group))
     count = -(-len(units) // per)
@@ -81,7 +82,7 @@ def _parts(group: Sequence[Row], per: int, unit: Callable[[Row], Hashable]) -> l
 
 
 def heading(group: Sequence[Row]) -> str:
-    """Return a panel's title: the settings that its cases have in common."""
+    """Return the title of a panel: the model, settings and batch size that all cases of the group have in common."""
     case = group[0].case
     batches = {row.case.batch_size for row in group}
     batch = [f"batch {case.batch_size}"] if len(batches) == 1 else []
@@ -90,7 +91,7 @@ def heading(group: Sequence[Row]) -> str:
 
 
 def named(group: Sequence[Row]) -> tuple[str, ...]:
-    """Return a name for each case: its strategy, its devices, and every other setting that differs within the group."""
+    """Return a name for each case of a group: its strategy, its devices, and the settings in which the cases differ."""
     differ = {
         name for name in ("batch_size", "seed", "options", "habits") if len({getattr(r.case, name) for r in group}) > 1
     }

@@ -1,4 +1,4 @@
-"""Speed-up: one line per strategy and schedule over the number of devices, next to the ideal."""
+"""Speed-up: panels with the speed-up over the number of devices, one line per strategy and schedule, and the ideal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dpbench.report import naming, small_multiples, svg
 from dpbench.report.svg import Panel, Section
 
 LINES = 8
-"""The largest number of lines in one panel."""
+"""The largest number of lines in one panel of speed-ups."""
 MARKERS = {Role.WRAPPER: "^", Role.ENGINE: "o", Role.CONTROL: "s"}
 MORE_MARKERS = ("P", "X", "v", "<", ">", "p", "h")
 DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
@@ -28,7 +28,7 @@ Points = Sequence[tuple[Row, Estimate]]
 
 
 def section(rows: Sequence[Row]) -> Section:
-    """Draw speed-up over the number of devices, one panel per model and amount of work."""
+    """Return the section on speed-up over the number of devices, with one panel per model and amount of work."""
     drawn = _both_ways([row for row in rows if naming.drawable(row.speedup)])
     levels = [row for row in drawn if row.case.traits.all_cores]
     lines = [row for row in drawn if not row.case.traits.all_cores] or levels
@@ -37,22 +37,22 @@ def section(rows: Sequence[Row]) -> Section:
     missing = "" if panels or left_out else "No case was compared with the strategy single at equal work."
     return Section(
         "speedup", "Speed-up against ideal",
-        "The step time on one device divided by that on several, at equal work. The dotted line is ideal; bars are 95% "
-        "intervals.",
+        "The step time on one device divided by the step time on several devices, for equal work. The dotted line is "
+        "the ideal speed-up, and bars are 95% intervals.",
         [_panel(facet, _beside(facet, levels), f"speedup{i}") for i, facet in enumerate(panels)], missing or left_out,
     )  # fmt: skip
 
 
 def _identity(row: Row) -> tuple[Hashable, ...]:
-    """Return the key of the line that a row belongs to."""
+    """Return the key of the line to which a row belongs; rows with equal keys form one line of a panel."""
     return (*small_multiples.rank(row.case), row.source)
 
 
 def _both_ways(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows, including the start of each line of weak scaling.
+    """Return the rows with the starts of all lines: one-device rows for strong scaling, for weak scaling, or for both.
 
-    Strong and weak scaling are equal on one device. A one-device row that starts a line of each kind is therefore
-    returned twice; one that starts only a line of weak scaling is returned as weak.
+    On one device, strong and weak scaling are the same. A one-device row at which lines of both kinds start is
+    therefore returned twice. One at which only lines of weak scaling start is returned once, marked as weak.
     """
     weak = {_place(row) for row in rows if row.scaling == "weak"}
     strong = {_place(row) for row in rows if row.scaling != "weak" and row.case.devices > 1}
@@ -68,23 +68,23 @@ def _both_ways(rows: Sequence[Row]) -> list[Row]:
 
 
 def _place(row: Row) -> tuple[object, ...]:
-    """Return the key of the panel that a row belongs to."""
+    """Return the key of the panel to which a row belongs."""
     return (small_multiples.setting(row.case), *_work(row))
 
 
 def _work(row: Row) -> tuple[str, int]:
-    """Return the work that is constant along a line: the kind of scaling, and the batch size, global or per device."""
+    """Return the kind of scaling and the constant batch size, which is per device for weak scaling, else global."""
     weak = row.scaling == "weak"
     return row.scaling, row.case.batch_size // row.case.devices if weak else row.case.batch_size
 
 
 def _beside(facet: small_multiples.Facet, levels: Iterable[Row]) -> list[Row]:
-    """Return the rows of `levels` (one device with all cores) that belong in a panel and are not among its rows."""
+    """Return the rows of `levels` (one device with all cores) that belong to a panel but are not among its rows."""
     return [row for row in levels if _place(row) == _place(facet.rows[0]) and row not in facet.rows]
 
 
 def _panel(facet: small_multiples.Facet, levels: Sequence[Row], key: str) -> Panel:
-    """Draw one panel; its legend has the values, so that no two numbers overlap."""
+    """Return a panel of speed-ups; the values are in the legend, so that they cannot overlap in the plot."""
     rows = [*levels, *facet.rows]
     lines: dict[tuple[object, ...], list[tuple[Row, Estimate]]] = {}
     for row in rows:
@@ -108,7 +108,10 @@ def _panel(facet: small_multiples.Facet, levels: Sequence[Row], key: str) -> Pan
 
 
 def _frame(most: int, top: float, lines: int) -> tuple[Figure, Axes, list[Line2D]]:
-    """Return an empty panel that has the ideal line and the baseline, and their legend handles."""
+    """Return a figure and axes with only the ideal line and the baseline, and the legend's handles for these two.
+
+    `most` is the largest number of devices, `top` the largest speed-up, and `lines` the number of lines to be drawn.
+    """
     bottom = svg.below(lines + 2)
     figure, axes = svg.canvas(234 + bottom, left=32, bottom=bottom, top=26)
     axes.set(xlim=(0.75, most + 0.25), ylim=(0, top), xlabel="devices")
@@ -122,7 +125,7 @@ def _frame(most: int, top: float, lines: int) -> tuple[Figure, Axes, list[Line2D
 
 
 def _name(case: Case, labels: Iterable[str], value: str) -> str:
-    """Return a line's name for the legend: its strategy, schedule and options, its unusual labels, and its value."""
+    """Return a line's name in the legend: its labels from `svg.ODD`, its strategy, schedule and options, its value."""
     options = " ".join(f"{name}={value}" for name, value in case.options)
     odd = " ".join(label for label in labels if label in svg.ODD)
     name = " ".join(filter(None, (odd, naming.strategy(case), options)))
@@ -130,7 +133,10 @@ def _name(case: Case, labels: Iterable[str], value: str) -> str:
 
 
 def _level(axes: Axes, line: Points) -> Line2D:
-    """Draw the speed-up of one device with all cores as a horizontal line over its interval."""
+    """Draw the speed-up of one device with all cores as a horizontal line in a band for its interval.
+
+    Return the handle of the legend.
+    """
     row, last = line[-1]
     colour = svg.ROLES[Role.ALL_CORES]
     axes.axhspan(last.low, last.high, color=colour, alpha=0.15, linewidth=0)
@@ -139,7 +145,10 @@ def _level(axes: Axes, line: Points) -> Line2D:
 
 
 def _line(axes: Axes, line: Points, nth: int, shift: float) -> Line2D:
-    """Draw the `nth` line of its strategy, shifted by `shift` devices so that intervals do not overlap."""
+    """Draw the `nth` line of a strategy, shifted to the right by `shift` devices so that intervals do not overlap.
+
+    Return the handle of the legend.
+    """
     row, last = line[-1]
     first = MARKERS.get(row.case.traits.role, "P")
     look = {

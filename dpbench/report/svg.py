@@ -1,7 +1,7 @@
 """SVG: matplotlib figures as small inline drawings that follow the page's theme.
 
-Sentinel colours are replaced by CSS variables, and text uses the page's font. Equal figures give equal bytes. A drawing
-refers to no external resource.
+Placeholder colours are replaced by CSS variables, and text uses the page's font. Equal figures give drawings with equal
+bytes. A drawing does not refer to external resources.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ VARIABLES = {
     "#020306": "--other-a", "#020307": "--other-b", GAIN: "--gain", LOSS: "--loss",
 }  # fmt: skip
 ODD = ("PREDICTED", "COLOCATED", "EMULATED")
-"""The labels that a case's name shows in a drawing if not all cases have them."""
+"""The labels that are shown with the name of a line in the legend of a speed-up panel."""
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none", "svg.hashsalt": "dpbench", "path.simplify": False, "text.parse_math": False,
     "font.family": "DejaVu Sans", "font.size": TEXT, "axes.labelsize": SMALL, "xtick.labelsize": SMALL,
@@ -60,7 +60,7 @@ _XLINK = "{http://www.w3.org/1999/xlink}href"
 
 @dataclass(frozen=True)
 class Panel:
-    """One drawing with its title, caption and labels; `tables` give more detail than the drawing."""
+    """One drawing with its title, its caption and the labels of its cases; `tables` have the numbers in more detail."""
 
     title: str
     svg: str
@@ -71,7 +71,10 @@ class Panel:
 
 @dataclass(frozen=True)
 class Section:
-    """The panels that answer one question; `note` gives the number of cases without a panel, and the reason."""
+    """A section of the page: panels on one question, a text before them (`lead`), and a text after them (`note`).
+
+    The note gives the number of cases that are not drawn, and the reason.
+    """
 
     id: str
     title: str
@@ -81,13 +84,13 @@ class Section:
 
 
 def colour(case: Case) -> str:
-    """Return the colour of a case's strategy, the same in every panel."""
+    """Return the colour of a case's strategy, which is the same in every panel."""
     return ROLES.get(case.traits.role) or OTHERS[sum(map(ord, case.strategy)) % len(OTHERS)]
 
 
 @contextmanager
 def theme() -> Iterator[None]:
-    """Apply the report's style, whatever the user's matplotlib settings are."""
+    """Return a context in which matplotlib uses the style of the report and ignores the user's settings."""
     with mpl.rc_context(), warnings.catch_warnings():
         mpl.rcdefaults()
         mpl.rcParams.update(_STYLE)
@@ -99,7 +102,7 @@ def theme() -> Iterator[None]:
 def canvas(
     height: float, *, left: float = 12, right: float = 18, top: float = 4, bottom: float = 42
 ) -> tuple[Figure, Axes]:
-    """Return a figure of the common width, and its axes; height and margins are in SVG units (1/72 inch)."""
+    """Return a figure that is `WIDTH` wide, and its axes; the height and the margins are in SVG units (1/72 inch)."""
     figure = Figure(figsize=(WIDTH / 72, height / 72), facecolor="none")
     box = (left / WIDTH, bottom / height, (WIDTH - left - right) / WIDTH, (height - bottom - top) / height)
     axes = figure.add_axes(box, facecolor="none")
@@ -112,7 +115,7 @@ def lanes(
     """Return a figure with one horizontal lane per case, its axes, and the position of each lane's top edge.
 
     Heights and positions are in SVG units; positions are measured from the top of the axes. The first 16 units of a
-    lane show the case's name and its value as text.
+    lane show the name of the case and its value as text. `keys` is the number of rows of the legend.
     """
     tops = [0, *accumulate(heights)]
     figure, axes = canvas(tops[-1] + below(keys) + 4, bottom=below(keys))
@@ -130,7 +133,7 @@ def lanes(
 
 
 def amounts(axis: Axis, ticks: int = 5) -> None:
-    """Label an axis at round values; abbreviate thousands, millions and billions as k, M and G."""
+    """Label an axis at up to `ticks` round values; thousands, millions and billions are abbreviated as k, M and G."""
 
     def said(value: float, _: int) -> str:
         for scale, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -143,12 +146,12 @@ def amounts(axis: Axis, ticks: int = 5) -> None:
 
 
 def below(keys: int) -> float:
-    """Return the margin below an axis, in SVG units, for the axis's label and `keys` rows of the legend."""
+    """Return the margin in SVG units that the label of the axis and `keys` rows of the legend need below the axes."""
     return 42 + 14.5 * keys
 
 
 def legend(figure: Figure, handles: Sequence[Any], columns: int) -> None:
-    """Draw the legend below the plot, in the order of its rows."""
+    """Draw a legend with `columns` columns below the plot, and fill it row by row."""
     rows = -(-len(handles) // columns)
     by_column = [
         handles[r * columns + c] for c in range(columns) for r in range(rows) if r * columns + c < len(handles)
@@ -160,7 +163,7 @@ def legend(figure: Figure, handles: Sequence[Any], columns: int) -> None:
 
 
 def render(figure: Figure, *, key: str, title: str, description: str) -> str:
-    """Return the figure as an inline SVG element; `key` makes its ids unique on the page."""
+    """Return the figure as the text of an SVG element; `key` makes the ids in it unique on the page."""
     buffer = io.StringIO()
     for artist in figure.findobj():
         artist.set_clip_on(False)  # all artists are inside the axes: clip paths would only add bytes
@@ -179,7 +182,10 @@ def render(figure: Figure, *, key: str, title: str, description: str) -> str:
 
 
 def _cleaned(source: ElementTree.Element, referred: set[str], key: str) -> ElementTree.Element:
-    """Copy an element without namespaces, metadata, style sheets, unused ids and superfluous digits."""
+    """Return a copy of an SVG element without namespaces, metadata, style sheets and superfluous digits.
+
+    Only the ids in `referred` are kept, with `key` as a prefix.
+    """
     target = ElementTree.Element(source.tag.rpartition("}")[2])
     target.text, target.tail = (text if text and text.strip() else None for text in (source.text, source.tail))
     for name, value in source.attrib.items():
@@ -199,13 +205,13 @@ def _cleaned(source: ElementTree.Element, referred: set[str], key: str) -> Eleme
 
 
 def _shortened(value: str) -> str:
-    """Round coordinates to two decimals, and abbreviate vertical strokes."""
+    """Return the value of an attribute with coordinates rounded to two decimals and vertical lines abbreviated."""
     value = re.sub(r"-?\d+\.\d{3,}", lambda match: f"{float(match[0]):.2f}", value)
     return re.sub(r"M (\S+) (\S+)\s+L \1 (\S+)\s*", r"M\1 \2V\3", value)
 
 
 def _styled(style: str) -> str:
-    """Replace sentinel colours by CSS variables, and drop matplotlib's font so that the page's font applies."""
+    """Return a style with CSS variables as colours and without matplotlib's font, so that the page's font applies."""
     style = re.sub(r"#0[12]0[0-9a-f]{3}", lambda m: f"var({VARIABLES[m[0]]})" if m[0] in VARIABLES else m[0], style)
     # matplotlib writes the font as one property or, in newer versions, as several
     style = re.sub(r"font: (?:(\d+) )?([\d.]+px) [^;]*", r"font-size: \2; font-weight: \1", style)

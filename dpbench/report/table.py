@@ -22,7 +22,7 @@ PHASE_COLUMNS = (*(phase.value for phase in Phase), "unattributed")
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell's text, a second text in small type below it, and the value by which the page sorts it."""
+    """A cell of a table: its text, a second text in small type, and the value by which the page sorts the column."""
 
     text: str
     small: str = ""
@@ -31,7 +31,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class TableLine:
-    """One case: its cells, and its problems as (headline, text)."""
+    """The line of one case: its cells, its status, and its problems (`notes`) as pairs of a headline and a text."""
 
     cells: tuple[Cell, ...]
     status: str
@@ -40,7 +40,7 @@ class TableLine:
 
 @dataclass(frozen=True)
 class Table:
-    """A small table of the page or of a drawing; its first `text` columns are text, and the others are numbers."""
+    """A small table with a title and a note; its first `text` columns contain text, the other columns numbers."""
 
     title: str
     columns: tuple[str, ...]
@@ -50,7 +50,10 @@ class Table:
 
 
 def lines(rows: Iterable[Row], trials: Sequence[Trial]) -> list[TableLine]:
-    """Return one line per case, including the cases without a result."""
+    """Return one line of the table of all cases per row, including the cases without a result.
+
+    `trials` are the trials of all cases, from which the lines get the problems.
+    """
     groups: dict[tuple[Case, Source], list[Trial]] = {}
     for trial in trials:
         groups.setdefault((trial.case, trial.source), []).append(trial)
@@ -95,7 +98,7 @@ def _efficiency(estimate: Estimate | None) -> Cell:
 
 
 def _speedup(row: Row) -> Cell:
-    """Return the speed-up with the kind of scaling; for the baseline itself, "1×"."""
+    """Return the cell with the speed-up and the kind of scaling; "1×" for the baseline, and empty if it is unknown."""
     if row.case.options == plan.LIMIT:
         return Cell("", "limit")
     if row.speedup is None:
@@ -105,7 +108,7 @@ def _speedup(row: Row) -> Cell:
 
 
 def _memory(row: Row) -> Cell:
-    """Return the highest peak of all devices, or the host's peak if the memory of single devices is unknown."""
+    """Return the cell with the highest memory peak of all devices, or with the host's peak if the former is unknown."""
     if row.memory:
         device = max(row.memory, key=lambda d: row.memory[d])
         peak = row.memory[device]
@@ -115,7 +118,7 @@ def _memory(row: Row) -> Cell:
 
 
 def _notes(row: Row, trials: Sequence[Trial]) -> tuple[tuple[str, str], ...]:
-    """Return each distinct problem of a case with the rounds in which it occurred."""
+    """Return each distinct problem of a case as a headline with the rounds in which it occurred, and the reason."""
     found: dict[tuple[str, str], list[int]] = {}
     for trial in trials:
         if trial.refusal:
@@ -129,7 +132,7 @@ def _notes(row: Row, trials: Sequence[Trial]) -> tuple[tuple[str, str], ...]:
 
 
 def phase_lines(rows: Iterable[Row]) -> list[tuple[str, list[str]]]:
-    """Return, for each case, its name and the milliseconds of each phase and of the step as text."""
+    """Return, for each measured case, its name and texts with the milliseconds of each phase and of the whole step."""
     measured = [row for row in small_multiples.order(rows) if row.step and row.phases and not row.doubt]
     return [
         (
@@ -142,7 +145,7 @@ def phase_lines(rows: Iterable[Row]) -> list[tuple[str, list[str]]]:
 
 
 def as_json(rows: Sequence[Row]) -> str:
-    """Return the rows' numbers as JSON that is safe inside a script element."""
+    """Return the numbers of all rows as JSON text that is safe inside an HTML script element."""
     records = frame(small_multiples.order(rows)).to_dict("records")
     text = words.dumps(records, default=str, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
@@ -150,15 +153,16 @@ def as_json(rows: Sequence[Row]) -> str:
 
 TITLE = "The ladder"
 LEAD = (
-    "Each rung changes one more switch of the engine's schedule. Its bar is the time that this change saves or adds, "
-    "and starts at the step time of the rung below it. A whisker is the 95% interval of the difference, from the "
-    "rounds that both rungs have; if it includes the start of the bar, the difference is undecided and the bar is grey."
+    "Each rung changes one more switch of the engine's schedule than the rung below it. The bar of a rung starts at "
+    "the step time of the rung below it, and its length is the time that the change saves or adds. The whisker is the "
+    "95% interval of this time, from the rounds that both rungs have. If the whisker includes the start of the bar, "
+    "the difference is undecided and the bar is grey."
 )
 VERDICTS = {"faster": "faster", "slower": "slower", "same": "the same", "undecided": "undecided"}
 
 
 def title(ladder: Ladder) -> str:
-    """Return a ladder's name: the model, the devices, the settings and the batch."""
+    """Return the title of a ladder: its model, number of devices, settings and batch size."""
     case = ladder.case
     kind = [] if case.device_kind == "cpu" else [case.device_kind]
     parts = [f"{case.model} ×{case.devices}", *naming.setting(case), *kind, f"batch {case.batch_size}"]
@@ -166,7 +170,7 @@ def title(ladder: Ladder) -> str:
 
 
 def climb(ladder: Ladder) -> Table:
-    """Return the table of rungs, one line per rung."""
+    """Return the table of a ladder's rungs, with one line per rung and a note on the rungs without a result."""
     columns = (
         "rung",
         "verdict",
@@ -199,12 +203,15 @@ def _rung(rung: Rung, best: bool) -> tuple[Cell, ...]:
 
 
 def ablation(ladder: Ladder) -> Table | None:
-    """Return the table of each switch's gain over the schedule without that switch; None without ablations."""
+    """Return the table of the gain of each switch over the same schedule with this switch set back.
+
+    Return None if the ladder has no ablations.
+    """
     if not ladder.ablations:
         return None
     columns = ("switch set back", "verdict", "its gain", "saves, ms", "phase that changed most")
     lines = tuple(_switch(change) for change in ladder.ablations)
-    note = f"Cannot be set back alone: {'. '.join(ladder.fixed)}." if ladder.fixed else ""
+    note = f"Switches that are not set back alone, with the reason: {'. '.join(ladder.fixed)}." if ladder.fixed else ""
     return Table(f"{short(ladder.base)} without one of its switches", columns, lines, text=2, note=note)
 
 
@@ -220,7 +227,7 @@ def _switch(change: RungGain) -> tuple[Cell, ...]:
 
 
 def tables(ladder: Ladder) -> Sequence[Table]:
-    """Return the ladder's tables; the ablations come first, because their table is short."""
+    """Return the tables of a ladder: the ablations, whose table is short, if there are any; then the rungs."""
     return [table for table in (ablation(ladder), climb(ladder)) if table]
 
 
@@ -231,7 +238,7 @@ def _rung_estimate(estimate: Estimate, scale: float = 1.0, unit: str = "") -> Ce
 
 
 def _saved(change: RungGain) -> Cell:
-    """Return the milliseconds that a change saves; the number is negative if the change adds time."""
+    """Return the cell with the milliseconds that a change saves, which are negative if the change adds time."""
     gain_s = change.gain_s
     if gain_s.doubt or change.ratio.doubt:
         return Cell(words.NOT_ENOUGH)

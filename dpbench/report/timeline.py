@@ -1,4 +1,4 @@
-"""Timeline: panels that compare device 0 with the other devices, all timed steps, and utilisation over time."""
+"""Timeline: the sections on device 0 against the other devices, on all timed steps, and on utilisation over time."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from dpbench.report import naming, small_multiples, svg
 from dpbench.report.svg import Panel, Section
 
 COLUMNS = 200
-"""The number of points in time drawn per round."""
+"""The number of points in time at which the utilisation in a round is drawn."""
 DEVICES = 16
-"""The largest number of devices or cores drawn per case."""
+"""The largest number of GPUs or cores for which utilisation is drawn per case."""
 PAUSE = 0.15
-"""The gap between two rounds on the time axis, as a share of the longest round."""
+"""The gap between two rounds on the time axis, as a fraction of the longest round."""
 _CORE = re.compile(r"core(\d+)_utilization_ratio")
 
 Place = tuple[str, int]
-"""The kind of a device, "GPU" or "core", and its index."""
+"""The kind of a device, which is "GPU" or "core", and the index of the device."""
 Series = dict[Place, list[tuple[float, float]]]
-"""The readings (seconds, ratio) of each device or core."""
+"""The readings of the utilisation of each GPU or core, as pairs of a time in seconds and a ratio from 0 to 1."""
 
 
 def utilisation(rows: Sequence[Row], trials: Sequence[Trial]) -> Section:
-    """Draw the utilisation of GPUs if it was sampled, otherwise of CPU cores."""
+    """Return the section on utilisation over time: of GPUs if GPUs were sampled, else of CPU cores."""
     by_case: dict[Case, list[Series]] = {}
     for trial in trials:
         if trial.source is Source.MEASURED and (series := _series(trial)):
@@ -47,15 +47,15 @@ def utilisation(rows: Sequence[Row], trials: Sequence[Trial]) -> Section:
     panels, left_out = small_multiples.split(drawn, per=12)
     return Section(
         "utilisation", "Utilisation over time",
-        "One row per GPU, or per CPU core on machines without GPUs; the rounds follow one another. "
-        "A gap is time without samples.",
+        "One row per GPU, or per CPU core on machines without GPUs. The rounds of a case are drawn one after another. "
+        "A gap is time without readings.",
         [_strips(facet, by_case, f"heat{i}") for i, facet in enumerate(panels)],
         left_out if panels else "Utilisation was not sampled.",
     )  # fmt: skip
 
 
 def _series(trial: Trial) -> Series:
-    """Return a trial's utilisation of each GPU, or of each core if no GPU was sampled."""
+    """Return the readings of the utilisation of each GPU in a trial, or of each core if no GPU was sampled."""
     gpus: Series = {}
     cores: Series = {}
     for sample in trial.samples:
@@ -76,7 +76,7 @@ def _strips(facet: small_multiples.Facet, by_case: dict[Case, list[Series]], key
     ends = [
         _case(axes, group, rows, top + 17, thick, pause) for group, rows, top in zip(groups, devices, tops, strict=True)
     ]
-    axes.set(xlim=(0, max(ends) * 1.01 or 1), xlabel="seconds sampled, rounds in a row", aspect="auto")
+    axes.set(xlim=(0, max(ends) * 1.01 or 1), xlabel="seconds, one round after another", aspect="auto")
     axes.set_ylim(sum(heights), 0)  # imshow has changed the limits
     svg.amounts(axes.xaxis)
     axes.grid(False)
@@ -85,7 +85,7 @@ def _strips(facet: small_multiples.Facet, by_case: dict[Case, list[Series]], key
     said = f"Utilisation of each {kind} over time for " + ", ".join(facet.names)
     drawing = svg.render(figure, key=key, title=f"Utilisation: {facet.title}", description=said)
     more = any(len({d for series in group for d in series}) > DEVICES for group in groups)
-    caption = f"One row per {kind}, number 0 on top." + (f" Only the first {DEVICES} are drawn." if more else "")
+    caption = f"One row per {kind}, with number 0 on top." + (f" Only the first {DEVICES} are drawn." if more else "")
     return Panel(facet.title, drawing, caption, facet.labels)
 
 
@@ -95,7 +95,10 @@ def _length(series: Series) -> float:
 
 
 def _case(axes: Axes, group: Iterable[Series], devices: Sequence[Place], y: float, thick: float, pause: float) -> float:
-    """Draw the rounds of one case one after another; return the end of the last one on the time axis."""
+    """Draw the utilisation in the rounds of one case, one after another; return the end of the last round in seconds.
+
+    `y` is the top edge of the drawing, `thick` the height of one device's row, and `pause` the gap between two rounds.
+    """
     left = 0.0
     for series in group:
         image, width = _image(series, devices)
@@ -105,9 +108,9 @@ def _case(axes: Axes, group: Iterable[Series], devices: Sequence[Place], y: floa
 
 
 def _image(series: Series, devices: Sequence[Place]) -> tuple[NDArray[np.uint8], float]:
-    """Return one round's strip as pixels, transparent in gaps, and its duration in seconds.
+    """Return the pixels of the utilisation in one round, transparent in gaps, and the seconds that they cover.
 
-    Each reading covers the time since the previous one, but no more than three typical sampling intervals.
+    A reading covers the time since the previous reading, but no more than three typical sampling intervals.
     """
     begin = min(readings[0][0] for readings in series.values())
     apart = np.diff([time for readings in series.values() for time, _ in readings])
@@ -127,7 +130,7 @@ def _image(series: Series, devices: Sequence[Place]) -> tuple[NDArray[np.uint8],
 
 
 def _colour_scale(figure: Figure) -> None:
-    """Draw the legend of the colours below the plot."""
+    """Draw the legend of the utilisation's colours below the plot."""
     height = figure.get_figheight() * 72
     axes = figure.add_axes((84 / svg.WIDTH, 4 / height, 120 / svg.WIDTH, 9 / height))
     axes.imshow(np.linspace(0, 1, 64)[None], cmap="cividis", aspect="auto", interpolation="none")
@@ -137,13 +140,13 @@ def _colour_scale(figure: Figure) -> None:
 
 
 TICKS = 80
-"""The largest number of steps drawn per round."""
+"""The largest number of timed steps drawn per round."""
 ROUNDS = 5
 """The largest number of rounds drawn per case."""
 
 
 def imbalance(rows: Sequence[Row]) -> Section:
-    """Draw device 0 and the other devices: busy time, and memory if it is known per device."""
+    """Return the section that compares device 0 with the other devices in busy time, and in memory if it is known."""
     panels, notes = [], []
     for kind, draw in (("busy", _busy), ("memory", _memory)):
         drawn = [row for row in rows if len(getattr(row, kind)) > 1]
@@ -156,14 +159,14 @@ def imbalance(rows: Sequence[Row]) -> Section:
         notes = ["No case with several devices has busy time or memory per device."]
     return Section(
         "imbalance", "Device 0 against the others",
-        "DataParallel gathers on device 0. The filled mark is device 0, hollow marks are the other devices; the ratio "
-        "is device 0 over the mean of the others.",
+        "DataParallel gathers outputs on device 0. A filled mark is device 0, and hollow marks are the other devices. "
+        "The number of a case is the ratio of device 0 to the mean of the other devices.",
         panels, " ".join(filter(None, notes)),
     )  # fmt: skip
 
 
 def _busy(facet: small_multiples.Facet, key: str) -> Panel:
-    """Draw each device's busy time and, below, the time during which at least one phase was open on the device."""
+    """Return the panel with each device's busy time and, below it, the time in which a phase was open on the device."""
     values = [words.times(row.imbalance) if row.imbalance else "" for row in facet.rows]
     figure, axes, tops = svg.lanes(facet.names, values, [46] * len(values), keys=2)
     for row, top in zip(facet.rows, tops, strict=True):
@@ -181,12 +184,13 @@ def _busy(facet: small_multiples.Facet, key: str) -> Panel:
     said = "; ".join(f"{name}: busy time {value}" for name, value in zip(facet.names, values, strict=True))
     drawing = svg.render(figure, key=key, title=f"Busy time of device 0: {facet.title}", description=said)
     sources = ", ".join(sorted({row.busy_source for row in facet.rows if row.busy_source}))
-    caption = f"Busy: {sources or 'source unknown'}. Occupied: a phase was open on the device, which worked or waited."
+    caption = f"Source of busy time: {sources or 'unknown'}. A device is occupied while a phase is open on it, even if "
+    caption += "the device waits."
     return Panel(f"Busy time, {facet.title}", drawing, caption, facet.labels)
 
 
 def _memory(facet: small_multiples.Facet, key: str) -> Panel:
-    """Draw each device's peak memory."""
+    """Return the panel with each device's peak memory."""
     ratios = [row.memory_imbalance for row in facet.rows]
     values = [f"{words.number(ratio)}×" if ratio is not None else "" for ratio in ratios]
     figure, axes, tops = svg.lanes(facet.names, values, [38] * len(values), keys=1)
@@ -205,7 +209,10 @@ def _memory(facet: small_multiples.Facet, key: str) -> Panel:
 
 
 def _dumbbell(axes: Axes, values: Mapping[int, float], y: float, marker: str, colour: str) -> None:
-    """Draw the devices' values on one line; device 0 is filled and on top."""
+    """Draw the values of all devices as marks on one horizontal line; the mark of device 0 is filled and on top.
+
+    `values` has the value of each device by its index.
+    """
     if not values:
         return
     axes.plot([min(values.values()), max(values.values())], [y, y], color=colour, linewidth=1.6)
@@ -221,7 +228,7 @@ def _mark(marker: str, colour: str, filled: bool, label: str) -> Line2D:
 
 
 def steps(rows: Sequence[Row], trials: Sequence[Trial]) -> Section:
-    """Draw all steps of each case, one line of ticks per round; warm-up steps have a different mark."""
+    """Return the section that shows all steps of each case, one line of ticks per round; warm-up steps are circles."""
     series: dict[Case, list[Trial]] = {}
     for trial in trials:
         if trial.trusted and trial.source is Source.MEASURED and trial.timed:
@@ -230,8 +237,8 @@ def steps(rows: Sequence[Row], trials: Sequence[Trial]) -> Section:
     panels, left_out = small_multiples.split([row for row in measured if row.step], per=12)
     return Section(
         "steps", "All timed steps",
-        "One tick per step and one line of ticks per round (a fresh process). The band is the 95% interval of the "
-        "median; open circles are warm-up steps, which do not count.",
+        "One tick per timed step, and one line of ticks per round (a fresh process). The band is the 95% interval of "
+        "the median step. Open circles are warm-up steps, which do not count.",
         [_steps(facet, series, f"steps{i}") for i, facet in enumerate(panels)],
         left_out if panels else "No steps were recorded.",
     )  # fmt: skip
@@ -256,14 +263,17 @@ def _steps(facet: small_multiples.Facet, series: Mapping[Case, Sequence[Trial]],
 
 
 def _interval(axes: Axes, step: Estimate, top: float, bottom: float) -> None:
-    """Draw the median as a line, and its interval as a band."""
+    """Draw the median step as a vertical line and its interval as a band, from `top` to `bottom`."""
     colour = svg.ROLES[Role.WRAPPER]
     axes.fill_betweenx([top, bottom], step.low * 1e3, step.high * 1e3, color=colour, alpha=0.35, linewidth=0)
     axes.plot([step.value * 1e3] * 2, [top, bottom], color=colour, linewidth=1.6)
 
 
 def _scale(axes: Axes, low: float, high: float) -> tuple[float, float]:
-    """Set the axis to the range of timed steps, on a log scale if it spans more than a factor of 6; return its ends."""
+    """Set the time axis to the range from `low` to `high` with some room, and return the ends of the axis.
+
+    The axis has a log scale if the range spans more than a factor of 6.
+    """
     if low > 0 and high / low > 6:
         edges = low / 1.1, high * 1.1
         decades = range(math.floor(math.log10(edges[0])), math.ceil(math.log10(edges[1])) + 1)
@@ -281,7 +291,10 @@ def _scale(axes: Axes, low: float, high: float) -> tuple[float, float]:
 
 
 def _round(axes: Axes, trial: Trial, y: float, low: float, high: float) -> None:
-    """Draw one round as a path, and its warm-up steps as circles, or as arrows if they are beyond the axis."""
+    """Draw the timed steps of one round as ticks, and its warm-up steps as circles, or as arrows beyond the axis.
+
+    `y` is the top edge of the ticks; `low` and `high` are the ends of the axis in milliseconds.
+    """
     timed = sorted(seconds * 1e3 for seconds in trial.timed)
     count = min(TICKS, len(timed))
     chosen = [timed[round(i * (len(timed) - 1) / max(1, count - 1))] for i in range(count)]
@@ -314,11 +327,14 @@ def _step_keys() -> list[Line2D]:
 
 
 def _thinned(facet: small_multiples.Facet, series: Mapping[Case, Sequence[Trial]]) -> str:
-    """Return a note on the steps and rounds that are not drawn."""
+    """Return a caption that states which steps and rounds are drawn, if not all are."""
     groups = [series[row.case] for row in facet.rows]
     said = []
     if any(len(trial.timed) > TICKS for group in groups for trial in group):
-        said.append(f"Of longer rounds, {TICKS} steps are drawn: the fastest, the slowest, and evenly chosen others.")
+        said.append(
+            f"Of a round with more than {TICKS} timed steps, {TICKS} are drawn: the fastest, the slowest, and evenly "
+            "chosen others."
+        )
     if any(len(group) > ROUNDS for group in groups):
-        said.append(f"Only the first {words.count(ROUNDS, 'round')} are drawn.")
+        said.append(f"Only the first {words.count(ROUNDS, 'round')} of a case are drawn.")
     return " ".join(said) or "All timed steps."

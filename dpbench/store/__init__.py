@@ -1,8 +1,8 @@
 """Store: keep runs and trials in one SQLite file that stays consistent if the process is killed at any moment.
 
-Writers commit one trial at a time; readers open the file read-only. The row of a trial is written, as `running`, before
-its worker starts. When a run is resumed, rows that are still `running` are marked as `killed`, and their trials are
-repeated.
+Writers commit one trial at a time; readers open the file read-only. The row of a trial is written before its worker
+starts, with the status `running`. When a run is resumed, trials that still have this status are marked as `killed` and
+are repeated.
 """
 
 from __future__ import annotations
@@ -30,17 +30,21 @@ __all__ = ["FINAL", "FINISHED", "StoredRun", "Store", "StoreError"]
 RUNNING = "running"
 FINISHED = "finished"
 FINAL = frozenset({Status.OK, Status.OOM, Status.FAILED, Status.TIMEOUT, Status.SKIPPED})
-"""The statuses of trials that a resumed run does not repeat."""
+"""The statuses of trials that are not repeated when a run is resumed."""
 _RANKED = (
     "SELECT *, row_number() OVER (PARTITION BY run_id, fingerprint, round ORDER BY "
     "status IN ('running', 'killed'), status='ok' AND verified<>'no' DESC, id DESC) AS place FROM trial"
 )
-"""The query for all trials, each with its place among the trials of the same case and round; place 1 counts."""
+"""The query for all trials, each with its rank `place` in its run, case and round; only trials with place 1 count."""
 
 
 @dataclass(frozen=True)
 class StoredRun:
-    """One stored run, without its trials; `started` is in seconds since the epoch."""
+    """One stored run, without its trials.
+
+    `status` is `running`, `finished` or `interrupted`. `started` is in seconds since the epoch. `rounds` is the number
+    of planned rounds.
+    """
 
     id: str
     status: str
@@ -50,7 +54,7 @@ class StoredRun:
 
 
 class Store:
-    """An open store; a context manager. `Store.create` writes, `Store.read` only reads."""
+    """An open store, which is a context manager; use `Store.create` for writing, and `Store.read` for reading only."""
 
     def __init__(self, path: Path, connection: sqlite3.Connection, *, writes: bool) -> None:
         self.path, self._db, self._writes = path, connection, writes
@@ -59,13 +63,13 @@ class Store:
     def create(cls, path: Path) -> Store:
         """Return the store at `path`, opened for writing; create or migrate the file if necessary.
 
-        Raises StoreError for a file that is not a store, or that a newer version of dpbench has written.
+        Raises StoreError if the file is not a store, or if a newer version of dpbench has written it.
         """
         return cls(path, file.open_to_write(path), writes=True)
 
     @classmethod
     def read(cls, path: Path) -> Store:
-        """Return the store at `path`, opened read-only. Raises StoreError if it is missing or not a readable store."""
+        """Return the store at `path`, opened read-only. Raises StoreError if the file is missing or is not a store."""
         return cls(path, file.open_to_read(path), writes=False)
 
     def __enter__(self) -> Self:
@@ -83,8 +87,9 @@ class Store:
     ) -> tuple[str, bool]:
         """Return the id of the run to add trials to, and whether it is an earlier run that is resumed.
 
-        An unfinished run of the same plan, host and code is resumed; with `reopen`, so is a finished one. Its
-        `running` trials become `killed`. Raises StoreError if another living process is adding trials to that run.
+        The latest unfinished run with the same plan, host and code is resumed; with `reopen`, a finished run can be
+        resumed too. Otherwise a new run is added. Trials of the resumed run that are still `running` become `killed`.
+        Raises StoreError if another living process is adding trials to this run.
         """
         with file.transaction(self._db):
             row = self._db.execute(
@@ -94,7 +99,8 @@ class Store:
             ).fetchone()
             if row and _alive(row[1], row[2]) and row[1] != os.getpid():
                 raise StoreError(
-                    f"process {row[1]} is adding to the same run in {self.path}; wait for that process, or end it"
+                    f"process {row[1]} is already adding trials to this run in the store {self.path}; wait until the "
+                    "process ends, or end it"
                 )
             me = (os.getpid(), _born(os.getpid()))
             if row:
@@ -109,13 +115,16 @@ class Store:
             return run_id, False
 
     def end_run(self, run_id: str, status: str = FINISHED) -> None:
-        """Set the final status of a run; a run that is not `finished` can be resumed."""
+        """Set the final status of a run; a run whose status is not `finished` can be resumed.
+
+        Trials of the run that are still `running` become `killed`.
+        """
         with file.transaction(self._db):
             self._kill_running(run_id)
             self._db.execute("UPDATE run SET status=?, ended=? WHERE id=?", (status, time.time(), run_id))
 
     def annotate(self, run_id: str, name: str, facts: Mapping[str, Any]) -> None:
-        """Add facts to a run's provenance under a name; earlier facts under that name are replaced."""
+        """Add `facts` to a run's provenance under the key `name`; earlier facts under this key are replaced."""
         with file.transaction(self._db):
             (known,) = self._db.execute("SELECT provenance FROM run WHERE id=?", (run_id,)).fetchone()
             added = json.dumps({**json.loads(known), name: facts})
@@ -137,14 +146,17 @@ class Store:
     # -- trials
 
     def done(self, run_id: str, *, retry: Iterable[str] = ()) -> set[tuple[str, int]]:
-        """Return the (fingerprint, round) slots that have a trial with a final status that is not in `retry`."""
+        """Return (fingerprint of the case, round) of each trial of a run that has a final status not in `retry`.
+
+        When the run is resumed, these cases are not measured again in these rounds.
+        """
         final = sorted(FINAL - set(retry))
         marks = ",".join("?" * len(final))
         query = f"SELECT fingerprint, round FROM trial WHERE run_id=? AND status IN ({marks})"
         return {(fingerprint, number) for fingerprint, number in self._db.execute(query, (run_id, *final))}
 
     def counts(self, run_id: str) -> dict[str, int]:
-        """Return the number of a run's slots by status; if a slot has several trials, only one of them counts."""
+        """Return the number of a run's trials by status; of several trials of one case and round, only one counts."""
         query = f"SELECT status, count(*) FROM ({_RANKED}) WHERE run_id=? AND place=1 GROUP BY status"
         return dict(self._db.execute(query, (run_id,)).fetchall())
 
@@ -154,7 +166,7 @@ class Store:
         return int(self._db.execute(query, (run_id,)).fetchone()[0])
 
     def begin_trial(self, run_id: str, case: Case, number: int) -> int:
-        """Add a `running` trial, which is about to start; return its id."""
+        """Add a trial of `case` in round `number`, with the status `running`; return the id of the trial."""
         with file.transaction(self._db):
             cursor = self._db.execute(
                 "INSERT INTO trial (run_id, fingerprint, round, case_json, status, started) VALUES (?,?,?,?,?,?)",
@@ -164,7 +176,7 @@ class Store:
         return cursor.lastrowid
 
     def end_trial(self, trial_id: int, trial: Trial) -> None:
-        """Store the results of a trial in one transaction."""
+        """Store the results of the trial with this id in one transaction."""
         with file.transaction(self._db):
             self._db.execute(
                 "UPDATE trial SET status=?, reason=?, verified=?, source=?, schema=?, setup=?, provenance=?, "
@@ -194,15 +206,18 @@ class Store:
             self._db.execute("PRAGMA wal_checkpoint(PASSIVE)")
 
     def trials(self, run_id: str | None = None, *, superseded: bool = False) -> list[Trial]:
-        """Return the ended trials of one run, or of all runs, in the order in which they started.
+        """Return the ended trials of the run `run_id` in the order in which they started; None means all runs.
 
-        If a slot was measured repeatedly, its last trusted trial counts, or else its last trial. With `superseded`, the
-        other trials are returned too.
+        Of several trials of one case and round, only the last trusted trial is returned, or the last trial if none is
+        trusted. With `superseded`, all of them are returned. Killed trials are always left out.
         """
         return list(self._each(run_id, superseded=superseded))
 
     def summaries(self, run_id: str) -> list[Trial]:
-        """Return the ended trials of one run without spans; only one trial has its spans in memory at a time."""
+        """Return the ended trials of one run without spans, but with the times by phase that follow from the spans.
+
+        The spans of only one trial are in memory at a time.
+        """
         return [trial.summary() for trial in self._each(run_id, superseded=False)]
 
     def _each(self, run_id: str | None, *, superseded: bool) -> Iterator[Trial]:
@@ -244,12 +259,12 @@ class Store:
 
 
 def _valid(text: str) -> str:
-    """Return the text with invalid Unicode, which error messages may contain, replaced."""
+    """Return the text with invalid Unicode, which error messages may contain, replaced by question marks."""
     return text.encode("utf-8", "replace").decode()
 
 
 def _series(trial_id: int, samples: Sequence[Sample]) -> list[tuple[Any, ...]]:
-    """Return the rows of the table `series`, one per device and metric."""
+    """Return the rows of the table `series`, one per device and metric; NaN and infinite values are left out."""
     groups: dict[tuple[int, str], tuple[array[float], array[float]]] = {}
     for sample in samples:
         if not math.isfinite(sample.value):
@@ -274,7 +289,10 @@ def _unpack(blob: bytes) -> array[float]:
 
 
 def _born(pid: int) -> float:
-    """Return the start time of a process, which distinguishes it from others with the same pid; 0 if it has ended."""
+    """Return the start time of a process, which distinguishes it from later processes with the same id.
+
+    The time is in seconds since the epoch; it is 0 if the process does not exist.
+    """
     import psutil
 
     try:

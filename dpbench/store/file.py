@@ -1,4 +1,4 @@
-"""Store file: open, identify and migrate the SQLite file, and merge its write-ahead log into it on closing.
+"""Store file: open, identify and migrate the SQLite file; merge its write-ahead log into the file on closing.
 
 Schema history (`PRAGMA user_version`): 1 (first); 2 (memory by phase and kind, the device that failed).
 """
@@ -58,11 +58,11 @@ MIGRATIONS = (
 
 
 class StoreError(RuntimeError):
-    """The store cannot be used; the message gives the reason and the remedy."""
+    """The error of a store that cannot be used; the message gives the reason and the remedy."""
 
 
 def open_to_write(path: Path) -> sqlite3.Connection:
-    """Return a connection for writing; create or migrate the file if necessary. Raises StoreError if that fails."""
+    """Return a connection for writing; create or migrate the file if necessary. Raises StoreError on failure."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if _check_header(path):  # check read-only first, because opening for writing would already change the WAL
@@ -83,7 +83,7 @@ def open_to_write(path: Path) -> sqlite3.Connection:
 
 
 def open_to_read(path: Path) -> sqlite3.Connection:
-    """Return a read-only connection. Raises StoreError unless `path` is a readable store."""
+    """Return a read-only connection. Raises StoreError if the file is missing or is not a valid store."""
     if not path.exists():
         raise StoreError(f"there is no store at {path}; run `dpbench run` first, or give another file with --store")
     try:
@@ -101,12 +101,18 @@ def open_to_read(path: Path) -> sqlite3.Connection:
 
 
 def columns_of(db: sqlite3.Connection, table: str) -> list[str]:
-    """Return the names of a table's columns, which depend on the file's schema: reading does not migrate a file."""
+    """Return the names of a table's columns.
+
+    The columns depend on the version of dpbench that wrote the file, because files that are only read are not migrated.
+    """
     return [name for _, name, *_ in db.execute(f"PRAGMA table_info({table})")]
 
 
 def fold(db: sqlite3.Connection) -> None:
-    """Merge the write-ahead log into the file, so that it can be copied and can be read on a read-only file system."""
+    """Merge the write-ahead log into the file, so that the file alone can be copied, or read on a read-only disk.
+
+    If that fails, for example because another process uses the file, the log remains, and no error is raised.
+    """
     with suppress(sqlite3.OperationalError):  # another process has the file open and will merge it, or the disk is full
         db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         db.execute("PRAGMA journal_mode=DELETE")
@@ -114,7 +120,7 @@ def fold(db: sqlite3.Connection) -> None:
 
 @contextmanager
 def transaction(db: sqlite3.Connection) -> Iterator[None]:
-    """Run the statements inside this context in one transaction; wait for other writers at its beginning.
+    """Run the statements inside this context in one transaction; wait for other writers when it begins.
 
     Raises StoreError if the file cannot be written.
     """
@@ -129,7 +135,9 @@ def transaction(db: sqlite3.Connection) -> Iterator[None]:
             raise
     except sqlite3.OperationalError as error:
         (_, _, path) = db.execute("PRAGMA database_list").fetchone()
-        raise StoreError(f"cannot write to the store {path}: {error}; its contents are unchanged") from error
+        raise StoreError(
+            f"cannot write to the store {path}: {error}; the store is unchanged. Remove the cause, and try again"
+        ) from error
 
 
 def _connect_read_only(path: Path) -> sqlite3.Connection:
@@ -138,7 +146,10 @@ def _connect_read_only(path: Path) -> sqlite3.Connection:
 
 
 def _migrate(db: sqlite3.Connection) -> None:
-    """Migrate the file to the newest schema; each step is a transaction, because another process may migrate too."""
+    """Migrate the file to the newest schema.
+
+    Each migration is a transaction, because another process may migrate the same file at the same time.
+    """
     for number, script in enumerate(MIGRATIONS, start=1):
         with transaction(db):
             (version,) = db.execute("PRAGMA user_version").fetchone()
@@ -150,9 +161,10 @@ def _migrate(db: sqlite3.Connection) -> None:
 
 
 def _check_header(path: Path) -> bool:
-    """Return whether the file has the header of a store; False if the file is missing or empty.
+    """Return whether the file exists and is not empty, after a check of its first bytes.
 
-    The file is not opened as a database and not changed. Raises StoreError for a file of another kind or a newer store.
+    The file is not opened as a database and not changed. Raises StoreError for a directory, for a file that is not a
+    store, and for a store that a newer version of dpbench has written.
     """
     if path.is_dir():
         raise StoreError(f"{path} is a directory; give a file with --store")
@@ -161,37 +173,44 @@ def _check_header(path: Path) -> bool:
     with path.open("rb") as file:
         header = file.read(100)
     if len(header) < 100 or not header.startswith(MAGIC):
-        raise StoreError(f"{path} is not a store of dpbench (not an SQLite file); give another file with --store")
+        raise StoreError(f"{path} is not a store of dpbench, but another kind of file; give another file with --store")
     version, application = (int.from_bytes(header[at : at + 4], "big", signed=True) for at in (60, 68))
     _refuse_newer(path, version)
     if application not in (0, APPLICATION_ID):  # 0: a store being created or another database; see _check_version
-        raise StoreError(f"{path} is a database of another program; give another file with --store")
+        raise StoreError(
+            f"{path} is not a store of dpbench, but another SQLite database; give another file with --store"
+        )
     return True
 
 
 def _check_version(path: Path, db: sqlite3.Connection) -> None:
-    """Check the version and the application id that the database reports, which takes its write-ahead log into account.
+    """Raise StoreError if the database belongs to another program, or if a newer version of dpbench has written it.
 
-    Raises StoreError for a newer store and for a database of another program.
+    Unlike the first bytes of the file, the database also includes changes that are still in its write-ahead log.
     """
     (version,) = db.execute("PRAGMA user_version").fetchone()
     (application,) = db.execute("PRAGMA application_id").fetchone()
     (tables,) = db.execute("SELECT count(*) FROM sqlite_master").fetchone()
     _refuse_newer(path, version)
     if tables and application != APPLICATION_ID:
-        raise StoreError(f"{path} is a database of another program; give another file with --store")
+        raise StoreError(
+            f"{path} is not a store of dpbench, but another SQLite database; give another file with --store"
+        )
 
 
 def _refuse_newer(path: Path, version: int) -> None:
     if version > len(MIGRATIONS):
         raise StoreError(
-            f"{path} has schema {version}, but this dpbench supports schemas up to {len(MIGRATIONS)}: update dpbench, "
-            "or give another file with --store"
+            f"the store {path} has schema version {version}, but this version of dpbench supports only versions up to "
+            f"{len(MIGRATIONS)}; update dpbench, or give another file with --store"
         )
 
 
 def _patiently(action: Callable[[], object]) -> None:
-    """Repeat an action while the file is locked; SQLite's busy timeout does not cover a change of the journal mode."""
+    """Call `action` again as long as the file is locked, for at most `PATIENCE_S` seconds.
+
+    SQLite's own waiting for locks does not apply to a change of the journal mode.
+    """
     deadline = time.monotonic() + PATIENCE_S
     while True:
         try:

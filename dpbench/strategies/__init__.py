@@ -1,8 +1,8 @@
 """Strategies: ways to train on one or several devices, one file each.
 
-A strategy is an instance of a subclass of `Strategy`. Plans, verification, reports and predictions depend on a
-strategy's methods and traits only; no other package uses a strategy's name. Users run their strategies with `--strategy
-file.py:name`, or by the name of an entry point in the group `dpbench.strategies`.
+A strategy is an instance of a subclass of `Strategy`. Plans, verification, reports and predictions depend only on a
+strategy's methods and traits; no other package uses a strategy's name. Users run strategies that they have written with
+`--strategy file.py:name`, or by the name of an entry point in the group `dpbench.strategies`.
 """
 
 from __future__ import annotations
@@ -28,71 +28,82 @@ __all__ = [
 ]  # fmt: skip
 
 Step = Callable[[Any, Any], "torch.Tensor"]
-"""One training step: (inputs, target) -> the loss, a 0-dim tensor.
+"""One training step: a function of (inputs, target) that returns the loss as a 0-dim tensor.
 
-If the step has a method `observe()`, the timer calls it after each step, outside the timed region. It returns the spans
-that only a library's internal timers record, as a list of (phase, device, start_s, end_s).
+If the function is an object with a method `observe()`, the timer calls this method after each step, outside the timed
+region. `observe()` returns the spans that only a library's internal timers record, as a list of
+(phase, device, start_s, end_s).
 """
 
 
 class Unpredictable(ValueError):
-    """A strategy cannot be predicted, because it does not describe its step as tasks."""
+    """The step time of a strategy cannot be predicted, because the strategy does not describe its step as tasks."""
 
 
 class Strategy(Protocol):
-    """One way to train. Subclasses set `traits` and define `start`; the other methods have defaults."""
+    """The base class of strategies. Subclasses set `traits` and define `start`; the other methods have defaults."""
 
     traits: Traits = Traits()
 
     def start(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> AbstractContextManager[Step]:
         """Return a context manager that yields the training step of a case.
 
-        `devices` are the case's devices; in a strategy with ranks, only the device of this rank. The step enters
-        `mark(phase, index)` around each phase that it runs on a device. On exit the model's module must have the
-        trained weights.
+        `devices` has the devices of the case; in a strategy with ranks, it has only the device of this rank. The step
+        runs each phase on a device inside `mark(phase, index)`, where `index` is the index of the device. When the
+        context manager exits, the module of `model` must have the trained weights.
         """
         ...
 
     def skip(self, case: Case) -> str:
         """Return the reason why this strategy cannot run a case; an empty string if it can."""
         if self.traits.needs_accelerator and case.device_kind != "cuda":
-            return f"{case.strategy} needs an accelerator, not {case.device_kind} devices"
+            return f"the strategy {case.strategy} needs an accelerator and cannot run on {case.device_kind} devices"
         if self.traits.ranks and case.device_kind == "emulated":
-            return f"{case.strategy} runs one process per rank, and emulated devices exist in one process only"
+            return f"{case.strategy} runs one process per rank, but emulated devices exist in one process only"
         return ""
 
     def backend(self, case: Case) -> str:
-        """Return torch's name of the backend with which ranks communicate."""
+        """Return torch's name of the backend with which the ranks of a case communicate."""
         return rank_backend(case)
 
     def compares_buffers(self, case: Case) -> bool:
-        """Return whether verification compares buffers as well as gradients."""
+        """Return whether verification of a case compares the module's buffers in addition to the gradients."""
         return True
 
     def tasks(self, case: Case, profile: Profile) -> list[Task]:
-        """Return one step as a graph of tasks, for the predictor. Raises Unpredictable if the step is not described."""
+        """Return one step of a case as a graph of tasks, from which the predictor computes the step time.
+
+        `profile` has the cost of the model on a device. Raises Unpredictable if the strategy does not describe its
+        step.
+        """
         raise Unpredictable(
             f"the strategy {case.strategy} cannot be predicted, because it does not describe its step as tasks; "
             "measure the strategy instead"
         )
 
     def one_rank(self, case: Case, profile: Profile) -> list[Task]:
-        """Return the tasks of one representative rank, for predictions of many ranks."""
+        """Return the tasks of one representative rank in one step, from which a step of many ranks is predicted.
+
+        By default, return the tasks of the whole step.
+        """
         return self.tasks(case, profile)
 
     def moves(self, case: Case, shapes: Shapes) -> Iterable[Move]:
-        """Return the transfers between devices in one step; empty if they are not known."""
+        """Return the transfers of bytes between devices in one step; empty if the strategy does not know them.
+
+        `shapes` has the sizes of the model's tensors.
+        """
         return ()
 
 
 def load(name: str) -> Strategy:
-    """Return the strategy with the name `name`. Raises LookupError for an unknown name."""
+    """Return the strategy with the given name. Raises LookupError for an unknown name."""
     found: Strategy = registry.strategy(name)
     return found
 
 
 def rank_backend(case: Case) -> str:
-    """Return the backend for the ranks of a case: NCCL between distinct GPUs, gloo otherwise."""
+    """Return torch's name of the backend for the ranks of a case: NCCL between distinct GPUs, otherwise gloo."""
     # NCCL refuses two ranks on one GPU; gloo reduces through the host, which works for colocated ranks
     spread = case.device_kind == "cuda" and case.placement == "spread"
     return "cpu:gloo,cuda:nccl" if spread else "gloo"
@@ -114,14 +125,17 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]]
 
 
 def optimizer_of(case: Case) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
-    """Return the function that creates the case's optimizer from parameters. Raises LookupError for an unknown name."""
+    """Return the function that creates the case's optimizer from parameters.
+
+    Raises LookupError if the name of the case's optimizer is unknown.
+    """
     if case.optimizer not in OPTIMIZERS:
-        raise LookupError(f"unknown optimizer {case.optimizer!r}; known: {', '.join(sorted(OPTIMIZERS))}")
+        raise LookupError(f"unknown optimizer {case.optimizer!r}; known optimizers: {', '.join(sorted(OPTIMIZERS))}")
     return OPTIMIZERS[case.optimizer]
 
 
 def precision_of(case: Case) -> AbstractContextManager[Any]:
-    """Return the context manager for the case's forward: autocast for bf16, a context without effect for fp32."""
+    """Return the context manager for the case's forward: autocast for bf16; for fp32, one without effect."""
     if case.precision == "fp32":
         return nullcontext()
     import torch

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class RankStep:
-    """One rank's training step on its rows of the global batch, with the module that `wrap` returns."""
+    """The training step of one rank, which trains the module that `wrap` returns on this rank's rows of the batch."""
 
     def __init__(
         self, case: Case, model: Model, device: Device, mark: Mark, wrap: Callable[[nn.Module, Device], nn.Module]
@@ -34,10 +34,13 @@ class RankStep:
         self.wrapped: Any = wrap(model.module.to(device.torch_device), device)
         self._optimizer = optimizer_of(case)(self.wrapped.parameters())
         self.returned_s = 0.0
-        """The time at which the last backward returned, on the clock of `time.perf_counter`."""
+        """The time at which the last backward returned, in seconds on the clock of `time.perf_counter`."""
 
     def __call__(self, inputs: Any, target: Any) -> torch.Tensor:
-        """Train on this rank's chunk, with the loss scaled so that the ranks' mean is the global batch's gradient."""
+        """Train on this rank's chunk of the batch and return the loss.
+
+        The loss is scaled so that the mean of the ranks' gradients is the gradient of the global batch.
+        """
         from dpbench.models import positional
 
         device, mark, i = self._device, self._mark, self._device.index
@@ -59,7 +62,10 @@ class RankStep:
         return loss.detach()
 
     def _chunk(self, value: Any) -> tuple[Any, int]:
-        """Return this rank's rows of a tensor, and the tensor's number of rows; (value, 1) for other values."""
+        """Return this rank's rows of a tensor and the number of rows of the whole tensor.
+
+        Return (value, 1) if `value` is not a tensor.
+        """
         import torch
 
         if not isinstance(value, torch.Tensor):

@@ -1,7 +1,7 @@
-"""Tasks: steps as graphs of work, for the predictor.
+"""Tasks: describe training steps as graphs of tasks, from which the predictor computes step times.
 
 `Graph` builds a list of tasks. `Chain` makes the tasks of a process that drives several devices under a schedule.
-`scheduled` yields the bytes that one step under a schedule must move, by phase, source and target.
+`scheduled` yields the transfers of one step under a schedule, with their phase, source, target and bytes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dpbench.records.work import BUCKET_BYTES, FIRST_BUCKET_BYTES, Move, Shapes
 
 
 def scheduled(case: Case, shapes: Shapes) -> Iterator[Move]:
-    """Yield the moves of one step of the engine under the case's schedule."""
+    """Yield the transfers between devices in one step of dpbench's engine under the case's schedule."""
     schedule, rows = parse(case.schedule or "reference"), case.rows
     yield from batch(case, shapes, local=schedule.loss == "local")
     if case.devices == 1:
@@ -26,7 +26,7 @@ def scheduled(case: Case, shapes: Shapes) -> Iterator[Move]:
 
 
 def batch(case: Case, shapes: Shapes, *, local: bool) -> Iterator[Move]:
-    """Yield the moves of the inputs and the target.
+    """Yield the transfers of the inputs and the target of a batch to the devices.
 
     If `local`, the rows of the target move to their replicas; otherwise the whole target moves to device 0.
     """
@@ -43,9 +43,10 @@ def batch(case: Case, shapes: Shapes, *, local: bool) -> Iterator[Move]:
 
 
 def _weights(schedule: Schedule, shapes: Shapes, count: int) -> Iterator[Move]:
-    """Yield the moves of weights and buffers to the replicas.
+    """Yield the transfers of weights and buffers from device 0 to the other `count - 1` devices.
 
-    Persistent replicas that update their weights receive only the buffers and, with `update=sharded`, other shards.
+    Persistent replicas that update their weights themselves receive only the buffers. With `update=sharded`, they also
+    receive the shards that other devices have updated.
     """
     kept = schedule.replicas == "persistent" and schedule.update != "root"
     for device in range(1, count):
@@ -55,14 +56,18 @@ def _weights(schedule: Schedule, shapes: Shapes, count: int) -> Iterator[Move]:
 
 
 def _outputs(case: Case, shapes: Shapes) -> Iterator[Move]:
-    """Yield the moves of the outputs to device 0, and of their gradients back in the `backward` phase."""
+    """Yield the transfers of the outputs to device 0, and of the outputs' gradients back in the phase `backward`."""
     for device, rows in enumerate(case.rows[1:], start=1):
         yield Move(Phase.GATHER, device, 0, rows * shapes.output_bytes)
         yield Move(Phase.BACKWARD, 0, device, rows * shapes.output_bytes)
 
 
 def _gradients(schedule: Schedule, shapes: Shapes, count: int) -> Iterator[Move]:
-    """Yield the moves of the gradients to the devices that update weights: all gradients, or one shard for each."""
+    """Yield the transfers of the gradients between `count` devices, to the devices that update weights.
+
+    With `update=sharded`, each device receives only its shard of the gradients. Otherwise, each device that updates
+    weights receives all gradients.
+    """
     each = shapes.trainable_bytes / (2 if schedule.comm_dtype == "bf16" else 1)  # for fp32 parameters
     if schedule.update == "root":
         for device in range(1, count):
@@ -72,7 +77,7 @@ def _gradients(schedule: Schedule, shapes: Shapes, count: int) -> Iterator[Move]
 
 
 def _exchanged(phase: Phase, each: float, count: int) -> Iterator[Move]:
-    """Yield a move of `each` bytes from every device to every other device."""
+    """Yield a transfer of `each` bytes from every one of `count` devices to every other device."""
     for source in range(count):
         for target in range(count):
             if source != target:
@@ -80,11 +85,11 @@ def _exchanged(phase: Phase, each: float, count: int) -> Iterator[Move]:
 
 
 PASSES = {"sgd": 5, "adam": 7}
-"""The bytes that an optimizer's step reads and writes (weight, gradient, state), per byte of the parameters."""
+"""The bytes that an optimizer's step reads and writes (weights, gradients, state), per byte of the parameters."""
 
 
 class Graph:
-    """A builder of a list of tasks."""
+    """A builder of the list `tasks`, in which tasks refer to each other by index."""
 
     def __init__(self) -> None:
         self.tasks: list[Task] = []
@@ -93,7 +98,7 @@ class Graph:
         self, phase: Phase, device: int, resource: str, amount: float, unit: str,
         after: Iterable[int] = (), overlap: Iterable[int] = (),
     ) -> int:  # fmt: skip
-        """Append a task and return its index."""
+        """Append a task with the given fields of `Task`, and return its index."""
         self.tasks.append(Task(phase, device, resource, amount, unit, tuple(after), tuple(overlap)))
         return len(self.tasks) - 1
 
@@ -101,9 +106,10 @@ class Graph:
         self, phase: Phase, device: int, host: str, launches: float, kernels: tuple[float, str],
         after: Iterable[int] = (), overlap: Iterable[int] = (),
     ) -> int:  # fmt: skip
-        """Append the host's launches and the kernels, and return the index of the kernels.
+        """Append the task of the host's launches and the task of the kernels; return the index of the kernels' task.
 
-        The kernels run concurrently with the launches, but never end before them.
+        `host` is the resource that makes the launches, and `kernels` is the amount of the kernels' work with its unit.
+        The kernels run at the same time as the launches, but never end before them.
         """
         before = tuple(after)
         handed = self.add(phase, device, host, launches, "launches", before, overlap)
@@ -114,30 +120,40 @@ class Graph:
         self, phase: Phase, devices: Sequence[int], collective: str, amount: float,
         after: Callable[[int], Iterable[int]], overlap: Callable[[int], Iterable[int]] = lambda i: (),
     ) -> list[int]:  # fmt: skip
-        """Append one collective as one task per device; return the indices of the tasks."""
+        """Append one collective of `amount` bytes as one task per device; return the indices of these tasks.
+
+        Called with a device, `after` and `overlap` return the fields of the same name of this device's task.
+        """
         return [self.add(phase, i, collective, amount, "bytes", after(i), overlap(i)) for i in devices]
 
     def update(
         self, case: Case, profile: Profile, device: int, host: str, after: Iterable[int],
         *, flat: bool = False, share: float = 1.0,
     ) -> int:  # fmt: skip
-        """Append the optimizer's step, which reads gradients and state, and rewrites the weights."""
+        """Append the optimizer's step on a device, as tasks for launches and kernels; return the index of the kernels.
+
+        `host` is the resource that makes the launches. With `flat`, the step is one launch for all parameters. `share`
+        is the fraction of the parameters that the device updates.
+        """
         launches = 1 if flat else profile.parameter_tensors
         moved = PASSES.get(case.optimizer, 5) * profile.parameter_bytes * share
         return self.launch(Phase.OPTIMIZER, device, host, launches * share, (moved, "bytes"), after)
 
 
 def buckets(profile: Profile, first: int = FIRST_BUCKET_BYTES) -> list[float]:
-    """Return the bytes of each bucket of gradients, in the order in which backward fills them."""
+    """Return the bytes of each bucket of gradients, in the order in which backward fills the buckets.
+
+    `first` is the size limit of the first bucket in bytes.
+    """
     sizes = profile.gradient_sizes
     return [float(sum(sizes[i] for i in run)) for run in work.buckets(sizes, first=first)]
 
 
 class Chain:
-    """The tasks of one process that drives several devices.
+    """A builder of the tasks of one step, for one process that drives several devices.
 
-    If `threads_marked`, the start of threads belongs to the host, else to device 0. `reduction` is the phase that
-    contains the addition of the gradients.
+    Without `schedule`, the schedule is `reference`. If `threads_marked`, the start of threads counts as time of the
+    host, otherwise as time of device 0. `reduction` is the phase in which the gradients are added.
     """
 
     def __init__(
@@ -168,7 +184,10 @@ class Chain:
         return self._graph.tasks
 
     def _scatter(self) -> list[int]:
-        """Append the copies of each replica's rows from the host, in sequence, because one thread makes them."""
+        """Append the copies of each replica's rows from the host, one after the other; return their indices.
+
+        The copies do not overlap, because one thread makes them.
+        """
         graph, size = self._graph, self._profile.input_bytes
         found: list[int] = []
         for i, rows in enumerate(self._rows):
@@ -176,7 +195,10 @@ class Chain:
         return found
 
     def _replicate(self, scattered: list[int]) -> list[int]:
-        """Append the transfers of weights and buffers to all devices; return the tasks that every forward waits for."""
+        """Append the transfers of weights and buffers to all devices; return the tasks that every forward waits for.
+
+        Tasks are given by their indices. The transfers wait for the tasks `scattered`.
+        """
         graph, profile, schedule = self._graph, self._profile, self._schedule
         weights = schedule.replicas != "persistent" or schedule.update == "root"
         sent = profile.buffer_bytes + (profile.parameter_bytes if weights else 0)
@@ -189,7 +211,11 @@ class Chain:
         return [*wire, *trees]
 
     def _forward(self, copied: list[int]) -> list[int]:
-        """Append every replica's forward; replicas that run in threads share one interpreter lock."""
+        """Append every replica's forward, and return the indices of the kernels' tasks.
+
+        `copied` has the indices of the tasks that every forward waits for. Replicas that run in threads share one
+        interpreter lock.
+        """
         graph, profile, schedule = self._graph, self._profile, self._schedule
         serial = schedule.workers == "serial"
         started: list[int] = []
@@ -208,7 +234,7 @@ class Chain:
         return found
 
     def _gathered_loss(self, forwards: list[int]) -> int:
-        """Append the gather of all outputs on device 0, and the loss there."""
+        """Append the gather of all outputs on device 0 and the loss there; return the index of the loss."""
         graph, size = self._graph, self._profile.output_bytes
         gathered = [
             graph.add(Phase.GATHER, 0, f"copy:{i}:0", self._rows[i] * size, "bytes", forwards) for i in self._devices
@@ -216,10 +242,11 @@ class Chain:
         return graph.add(Phase.LOSS, 0, "device:0", sum(self._rows) * size, "bytes", gathered)
 
     def _local_loss(self, forwards: list[int]) -> list[list[int]]:
-        """Append each replica's loss on its device; return, for each device, the tasks that its backward waits for.
+        """Append each replica's loss on its device; return, per device, the tasks that its backward waits for.
 
-        The sum of the losses is appended on device 0, except with backward=local on CPU devices, where no backward
-        waits for it. With backward=local, one further host task per replica precedes its backward.
+        Tasks are given by their indices. The sum of the losses is appended on device 0, except with backward=local on
+        CPU devices, where no backward waits for the sum. With backward=local, one further host task per replica
+        precedes the replica's backward.
         """
         graph, size = self._graph, self._profile.output_bytes
         own = [
@@ -235,7 +262,10 @@ class Chain:
         return [[graph.add(Phase.LOSS, i, "gil", 1, "launches", [own[i], total])] for i in self._devices]
 
     def _backward(self, losses: list[list[int]]) -> list[int]:
-        """Append each replica's backward; return the tasks that the update waits for."""
+        """Append each replica's backward and the reductions; return the indices of the tasks that the update waits for.
+
+        `losses` has, per device, the indices of the tasks that its backward waits for.
+        """
         pieces = [float(self._bytes)]
         if self._schedule.reduce == "overlap":
             scale = self._bytes / self._profile.parameter_bytes if self._profile.parameter_bytes else 0.0
@@ -252,7 +282,10 @@ class Chain:
         return reduced
 
     def _segments(self, device: int, after: list[int], count: int) -> list[int]:
-        """Append one device's backward in `count` equal parts, one per bucket; return their indices."""
+        """Append one device's backward in `count` equal parts, one per bucket of gradients; return their indices.
+
+        The first part waits for the tasks `after`.
+        """
         found, profile = [], self._profile
         work, launches = self._rows[device] * profile.backward_flop / count, profile.backward_launches / count
         for _ in range(count):
@@ -262,7 +295,11 @@ class Chain:
         return found
 
     def _reduce(self, size: float, ready: list[int], overlap: list[int]) -> list[int]:
-        """Append the reduction of one message of gradients, to device 0 or to all devices that update."""
+        """Append the reduction of one message of gradients to the devices that update weights; return the indices.
+
+        `size` is the size of the message in bytes. The reduction waits for the end of the tasks `ready`, and may run at
+        the same time as the tasks `overlap`.
+        """
         schedule, graph = self._schedule, self._graph
         share = size / self._bytes if self._bytes else 0.0
         tensors = 1.0 if schedule.storage == "flat" else self._profile.parameter_tensors * share * len(self._rows)
@@ -275,7 +312,10 @@ class Chain:
         return graph.each(self._reduction, owners, name, size, lambda i: [joined[i]], lambda i: overlap)
 
     def _update(self, after: list[int]) -> None:
-        """Append the optimizer's step on device 0, on every device, or on every device for its shard."""
+        """Append the optimizer's step on device 0, on every device, or on every device for its shard of the weights.
+
+        With shards, also append the all-gather of the updated weights. The steps wait for the tasks `after`.
+        """
         schedule, graph, profile = self._schedule, self._graph, self._profile
         owners = self._owners
         share = 1 / len(owners) if schedule.update == "sharded" else 1.0
@@ -286,7 +326,10 @@ class Chain:
             graph.each(Phase.REPLICATE, owners, name, profile.parameter_bytes, lambda i: stepped)
 
     def _collective(self, kind: str) -> str:
-        """Return the name of the next collective. Without flat storage, torch joins tensors into messages of 10 MiB."""
+        """Return the name of the resource for the next collective of a kind, such as "all_reduce:3".
+
+        Without flat storage, `_coalesced` is appended to the kind, because torch joins tensors into messages of 10 MiB.
+        """
         self._collectives += 1
         joined = "" if self._schedule.storage == "flat" else "_coalesced"
         return f"{kind}{joined}:{self._collectives}"

@@ -1,11 +1,13 @@
 """torch.nn.DataParallel with marks, on GPUs and on emulated devices.
 
-On emulated devices, the Python code of torch.nn.parallel runs unchanged, including its threads. The adapter replaces
-only the functions that CUDA builds of torch implement in C++ (written after `torch/csrc/cuda/comm.cpp`), and
-`torch.accelerator`: four modules of torch get an object that forwards every other name to `torch`.
+On emulated devices, the Python code of torch.nn.parallel runs unchanged, including its threads. This module replaces
+the functions that CUDA builds of torch implement in C++, and some functions that torch uses to query devices and
+precisions. The replacements of C++ functions follow `torch/csrc/cuda/comm.cpp`. In three modules of torch, the name
+`torch` refers to an object that provides the replacements and takes every other attribute from torch.
 
-The adapter differs from `comm.cpp` in one respect. `comm.cpp` copies weights in flat buffers, in which a copy may start
-at any address. Here each copy is one allocation, because on a CPU `linear` rounds differently at other alignments.
+The replacements differ from `comm.cpp` in one respect. `comm.cpp` copies weights in flat buffers, in which a copy may
+start at any address. This module allocates each copy separately, because on a CPU `linear` rounds differently at other
+alignments.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ PACKAGE = "torch.nn.parallel"
 
 
 class Marked(nn.DataParallel):  # type: ignore[type-arg]
-    """DataParallel with each of its four methods marked on every device that it uses."""
+    """torch.nn.DataParallel with marks around its methods scatter, replicate, parallel_apply and gather."""
 
     def __init__(self, module: nn.Module, ids: list[int], mark: Mark) -> None:
         super().__init__(module, ids)
@@ -67,7 +69,10 @@ class Marked(nn.DataParallel):  # type: ignore[type-arg]
 
 @contextmanager
 def on_emulated_devices(count: int) -> Iterator[None]:
-    """Let torch.nn.DataParallel accept the emulated devices 0 to `count - 1` as device ids, in the whole process."""
+    """Inside this context, let torch.nn.DataParallel accept the emulated devices 0 to `count - 1` as device ids.
+
+    The context affects the whole process.
+    """
     install()
     primitives = _Overlay(
         torch._C, _broadcast=_broadcast, _broadcast_coalesced=_broadcast_coalesced, _scatter=_scatter, _gather=_gather
@@ -92,7 +97,7 @@ def on_emulated_devices(count: int) -> Iterator[None]:
 
 
 def emulated(index: int) -> torch.device:
-    """Return the torch.device of an emulated device; -1 is torch's index of the host."""
+    """Return the torch.device of the emulated device `index`, or the CPU for -1, torch's index of the host."""
     return torch.device("cpu") if index == -1 else torch.device("lazy", index)
 
 
@@ -102,7 +107,7 @@ def _broadcast(tensor: Tensor, devices: Sequence[int]) -> list[Tensor]:
 
 def _broadcast_coalesced(tensors: Sequence[Tensor], devices: Sequence[int], buffer_size: int) -> list[list[Tensor]]:
     if any(tensor.get_device() != devices[0] for tensor in tensors):
-        raise RuntimeError(f"All tensors must be on devices[0]: {devices[0]}")
+        raise RuntimeError(f"All tensors must be on the first device, devices[0], whose index is {devices[0]}")
     return [list(tensors), *([tensor.detach().to(emulated(i), copy=True) for tensor in tensors] for i in devices[1:])]
 
 
@@ -119,7 +124,7 @@ def _gather(tensors: Sequence[Tensor], dim: int, destination: int | None) -> Ten
         if tensor.dim() != len(expected):
             raise RuntimeError(
                 "Expected all input tensors to have the same number of dimensions, but tensor at index "
-                f"{i}has {tensor.dim()} dimensions, (expected {len(expected)})"
+                f"{i} has {tensor.dim()} dimensions (expected {len(expected)})"
             )
         expected[dim] = tensor.size(dim)
         if list(tensor.shape) != expected:
@@ -130,7 +135,7 @@ def _gather(tensors: Sequence[Tensor], dim: int, destination: int | None) -> Ten
 
 
 class _Overlay:
-    """An object with some attributes of its own, which forwards all other attributes to `below`."""
+    """An object that has the attributes `own` and takes all other attributes from the object `below`."""
 
     def __init__(self, below: Any, **own: Any) -> None:
         self.__dict__.update(own, _below=below)
@@ -140,7 +145,10 @@ class _Overlay:
 
 
 def _accelerator(*, available: bool) -> Any:
-    """Return an accelerator without streams, of the type "cuda", for which torch looks up autocast's settings."""
+    """Return a replacement of `torch.accelerator` without streams, whose `is_available` returns `available`.
+
+    Its current accelerator is "cuda", for which torch then looks up the settings of autocast.
+    """
     return SimpleNamespace(
         is_available=lambda: available,
         current_accelerator=lambda: torch.device("cuda"),

@@ -1,10 +1,11 @@
 """torch's DistributedDataParallel: one process per device, with an all-reduce that overlaps with backward.
 
 The ranks are forked processes on this machine, which connect over the loopback interface only. The strategy `ddp`
-installs no communication hook, because a hook would change the measurement. The end of backward's compute comes from
-the private DDP logger (`_set_ddp_runtime_logging_sample_rate`, `_get_ddp_logging_data`,
-`logger.set_runtime_stats_and_log`), which only this file uses. The rest of backward is the exposed part of the
-reduction. DDP synchronises buffers inside its forward; the `forward` phase therefore includes this time.
+installs no communication hook, because a hook would change the measurement. torch's private DDP logger reports the time
+at which the compute of backward ended. Only this file uses this logger (`_set_ddp_runtime_logging_sample_rate`,
+`_get_ddp_logging_data`, `logger.set_runtime_stats_and_log`). The time from then until backward returns is the exposed
+part of the reduction, which no compute hides. DDP synchronises buffers inside its forward; the `forward` phase
+therefore includes the time of this synchronisation.
 """
 
 from __future__ import annotations
@@ -28,12 +29,16 @@ if TYPE_CHECKING:
 
 
 class DistributedDataParallel(Strategy):
-    """torch.nn.parallel.DistributedDataParallel with one rank per device."""
+    """The strategy that trains with torch.nn.parallel.DistributedDataParallel, with one rank per device."""
 
     def __init__(
         self, role: Role = Role.OTHER, *, hook: str = "", rounds_gradients: bool = False, **options: Any
     ) -> None:
-        """Pass `options` to torch's class; `hook` is the name of a function in `ddp_comm_hooks.default_hooks`."""
+        """Set the strategy's traits from `role` and `rounds_gradients`; `options` are passed to torch's class.
+
+        `hook` is the name of a communication hook in `ddp_comm_hooks.default_hooks`; empty for no hook.
+        `rounds_gradients` is True if the hook rounds the gradients to 16 bits for the all-reduce.
+        """
         self.traits = Traits(
             parallelism=Parallelism.RANKS, reduction=Reduction.OVERLAPPED, role=role, shared_stream=True,
             rounds_gradients=rounds_gradients,
@@ -42,11 +47,11 @@ class DistributedDataParallel(Strategy):
 
     @contextmanager
     def start(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[_Step]:
-        """Yield this rank's step; `devices` has only the device of this rank."""
+        """Yield this rank's training step; `devices` has only the device of this rank."""
         yield _Step(case, model, devices[0], mark, self)
 
     def wrap(self, module: nn.Module, device: Device) -> nn.Module:
-        """Return torch's wrapper of this rank's module."""
+        """Return this rank's module wrapped in torch's DistributedDataParallel, with the communication hook if any."""
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
         from torch.nn.parallel import DistributedDataParallel
 
@@ -57,11 +62,11 @@ class DistributedDataParallel(Strategy):
         return wrapped
 
     def tasks(self, case: Case, profile: Profile) -> list[Task]:
-        """Return the tasks of all ranks, with each bucket reduced as soon as backward has filled it."""
+        """Return the tasks of all ranks in one step, with each bucket reduced as soon as backward has filled it."""
         return self._tasks(case, profile, range(len(case.rows)))
 
     def one_rank(self, case: Case, profile: Profile) -> list[Task]:
-        """Return the tasks of rank 0 and its part of the collectives."""
+        """Return the tasks of rank 0 in one step, including its part of each collective."""
         return self._tasks(case, profile, [0])
 
     def _tasks(self, case: Case, profile: Profile, ranks: Iterable[int]) -> list[Task]:
@@ -83,7 +88,7 @@ class DistributedDataParallel(Strategy):
         return graph.tasks
 
     def moves(self, case: Case, shapes: Shapes) -> Iterable[Move]:
-        """Yield the moves of each rank's rows, of rank 0's buffers in forward, and of a ring all-reduce."""
+        """Yield the transfers in one step: each rank's rows, rank 0's buffers in forward, and a ring all-reduce."""
         yield from batch(case, shapes, local=True)
         count = len(case.rows)
         for rank in range(1, count):
@@ -94,7 +99,7 @@ class DistributedDataParallel(Strategy):
 
 
 class _Step(RankStep):
-    """One rank's training step, with the exposed part of the reduction."""
+    """The training step of one rank, which also reports the exposed part of the reduction."""
 
     def __init__(self, case: Case, model: Model, device: Device, mark: Mark, strategy: DistributedDataParallel) -> None:
         super().__init__(case, model, device, mark, strategy.wrap)
@@ -103,7 +108,10 @@ class _Step(RankStep):
             self.wrapped._set_ddp_runtime_logging_sample_rate(1)
 
     def observe(self) -> list[tuple[Phase, int, float, float]]:
-        """Return the exposed reduction of the last step: from the end of backward's compute to its return."""
+        """Return a list with the span of the exposed reduction in the last step, as (phase, device, start_s, end_s).
+
+        The span lasts from the end of backward's compute to the return of backward. The list is empty on GPUs.
+        """
         if not self._on_host:
             return []  # the logger's CUDA times do not use the host's clock
         self.wrapped.logger.set_runtime_stats_and_log()
@@ -114,14 +122,17 @@ class _Step(RankStep):
 
 
 class _Rank:
-    """The tasks of one rank, which is a process with a separate interpreter."""
+    """A builder of the tasks of one rank, which is a process with a separate interpreter."""
 
     def __init__(self, graph: Graph, case: Case, profile: Profile, rank: int) -> None:
         self._graph, self._profile, self._rank = graph, profile, rank
         self._rows, self._host = case.rows[rank], f"host:{rank}"
 
     def backward(self, count: int) -> list[int]:
-        """Append all tasks up to the gradients; return the task that each of `count` buckets waits for."""
+        """Append this rank's tasks up to backward; return the index of the task that each bucket waits for.
+
+        `count` is the number of buckets of gradients.
+        """
         graph, profile, i, rows = self._graph, self._profile, self._rank, self._rows
         at = graph.add(Phase.SCATTER, i, f"copy:host:{i}", rows * profile.input_bytes, "bytes")
         forward = (rows * profile.forward_flop, "flop")

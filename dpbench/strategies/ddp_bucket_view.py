@@ -1,4 +1,4 @@
-"""DistributedDataParallel with gradients as views of the communication buckets, which saves a copy of each gradient."""
+"""DistributedDataParallel whose gradients are views of the communication buckets, which saves one copy per gradient."""
 
 from dpbench.strategies.ddp import DistributedDataParallel
 

@@ -1,4 +1,4 @@
-"""DistributedDataParallel whose gradients are rounded to fp16 for the all-reduce, by torch's communication hook."""
+"""DistributedDataParallel with torch's communication hook that rounds gradients to fp16 for the all-reduce."""
 
 from dpbench.strategies.ddp import DistributedDataParallel
 

@@ -1,4 +1,4 @@
-"""DistributedDataParallel with `static_graph`: torch assumes that every step uses the same parameters."""
+"""DistributedDataParallel with `static_graph=True`: torch assumes that every step uses the same parameters."""
 
 from dpbench.strategies.ddp import DistributedDataParallel
 

@@ -1,4 +1,4 @@
-"""dpbench's own data-parallel engine, `TrainStep`, under any schedule."""
+"""dpbench's data-parallel engine, `TrainStep`, under the schedule of the case."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ if TYPE_CHECKING:
 
 
 class Engine(Strategy):
-    """dpbench's explicit DataParallel, under the schedule of the case."""
+    """The strategy that trains with dpbench's data-parallel engine under the schedule of the case."""
 
     traits = Traits(role=Role.ENGINE)
 
     def skip(self, case: Case) -> str:
-        """Return the reason to skip flat storage on emulated devices, where it is not possible; otherwise ""."""
+        """Return the reason why this strategy cannot run a case (flat storage on emulated devices); "" if it can."""
         flat = case.schedule not in ("", FASTEST) and parse(case.schedule).storage == "flat"
         if case.device_kind == "emulated" and flat:
-            return "storage=flat needs CPU or CUDA devices: emulated parameters cannot be views of one buffer"
+            return (
+                "storage=flat needs CPU or CUDA devices: parameters on emulated devices cannot be views of one buffer"
+            )
         return ""
 
     @contextmanager
@@ -49,18 +51,24 @@ class Engine(Strategy):
             yield step
 
     def tasks(self, case: Case, profile: Profile) -> list[Task]:
-        """Return the tasks of the case's schedule; for `fastest`, those of the best schedule that is bitwise exact."""
+        """Return the tasks of one step under the case's schedule.
+
+        For `fastest`, these are the tasks of the highest rung of the ladder that is exact.
+        """
         if case.devices == 1:
             return single.STRATEGY.tasks(case, profile)
         return Chain(case, profile, schedule_of(case)).tasks()
 
     def moves(self, case: Case, shapes: Shapes) -> Iterable[Move]:
-        """Return the moves of the schedule; empty for `fastest`, whose schedule is chosen at run time."""
+        """Return the transfers of one step under the case's schedule.
+
+        The result is empty for `fastest`, because the engine chooses its schedule at run time.
+        """
         return () if case.schedule == FASTEST else _tasks.scheduled(case, shapes)
 
 
 def schedule_of(case: Case) -> Schedule:
-    """Return the switches of a case's schedule."""
+    """Return the schedule of a case; for `fastest`, the highest rung of the ladder that is exact."""
     return best(TRAIN_STEP) if case.schedule == FASTEST else parse(case.schedule or REFERENCE)
 
 

@@ -2,7 +2,7 @@
 
 The module's children with parameters are sharded one by one, then the module itself. An all-gather therefore precedes
 the forward and the backward of each child, and a reduce-scatter follows its backward. The phases `forward` and
-`backward` contain these collectives: torch has no interface that tells the part which is not hidden by compute.
+`backward` include the time of these collectives, because torch does not report which part of it is exposed.
 """
 
 from __future__ import annotations
@@ -26,26 +26,33 @@ if TYPE_CHECKING:
 
 
 class FullyShardedDataParallel(Strategy):
-    """torch.distributed.fsdp.fully_shard with one rank per device."""
+    """The strategy that trains with torch.distributed.fsdp.fully_shard, with one rank per device."""
 
     traits = Traits(parallelism=Parallelism.RANKS, reduction=Reduction.IN_BACKWARD, shared_stream=True)
 
     @contextmanager
     def start(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[RankStep]:
-        """Yield this rank's step; at the end, put whole weights and gradients back into the module."""
+        """Yield this rank's training step; on exit, put whole weights and gradients back into the module."""
         yield RankStep(case, model, devices[0], mark, _shard)
         _restore(model.module)
 
     def tasks(self, case: Case, profile: Profile) -> list[Task]:
-        """Return the tasks of all ranks, with all-gathers of weights and reduce-scatters of gradients by unit."""
+        """Return the tasks of all ranks in one step.
+
+        The collectives are all-gathers of weights and reduce-scatters of gradients, with each unit gathered in forward
+        and again in backward.
+        """
         return _tasks(case, profile, range(len(case.rows)))
 
     def one_rank(self, case: Case, profile: Profile) -> list[Task]:
-        """Return the tasks of rank 0 and its part of the collectives."""
+        """Return the tasks of rank 0 in one step, including its part of each collective."""
         return _tasks(case, profile, [0])
 
     def moves(self, case: Case, shapes: Shapes) -> Iterable[Move]:
-        """Yield the moves of each rank's rows, of two rings of weights, and of one ring of gradients."""
+        """Yield the transfers in one step: each rank's rows, and the messages of collectives along a ring of ranks.
+
+        The weights are gathered twice, in forward and in backward, and the gradients are reduced once.
+        """
         yield from batch(case, shapes, local=True)
         size = len(case.rows)
         for rank in range(size if size > 1 else 0):
@@ -55,7 +62,7 @@ class FullyShardedDataParallel(Strategy):
 
 
 def _shard(module: nn.Module, device: Device) -> nn.Module:
-    """Shard the module in place, child by child, over all ranks."""
+    """Shard the module in place over all ranks, first its children and then the module itself, and return it."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -69,7 +76,10 @@ def _shard(module: nn.Module, device: Device) -> nn.Module:
 
 
 def _restore(module: nn.Module) -> None:
-    """Replace each sharded parameter by the whole one, with its whole gradient; collective over the ranks."""
+    """Replace each sharded parameter by the whole parameter with its whole gradient.
+
+    All ranks must call this function.
+    """
     from torch import nn
     from torch.distributed.tensor import DTensor
 
@@ -83,9 +93,10 @@ def _restore(module: nn.Module) -> None:
 
 
 def _tasks(case: Case, profile: Profile, ranks: Iterable[int]) -> list[Task]:
-    """Return the tasks of `ranks`, in which the collectives of a unit run during the compute of its neighbours.
+    """Return the tasks of `ranks` in one step; the collectives of a unit run during the compute of other units.
 
-    The units are as large as DDP's buckets, because a profile does not know the module's children.
+    A unit is a group of parameters that one collective gathers. The units are assumed to be as large as DDP's buckets,
+    because a profile does not describe the module's children.
     """
     graph, found = Graph(), list(ranks)
     sizes = buckets(profile) if len(case.rows) > 1 else []

@@ -1,10 +1,11 @@
 """Model parallelism: the module's layers are spread over the devices, and the whole batch passes through all of them.
 
-The layers are the module's children with parameters or buffers; the children of an `nn.Sequential` count in its place.
-They are assigned in order, in contiguous groups of about equal bytes of parameters. Other children compute where their
-inputs are, and parameters of the module itself are on device 0. A hook of each layer copies the layer's tensors to its
-device. The activations therefore move between two devices in the `forward` phase, and their gradients in `backward`.
-The target and the loss are on the device of the last layer. Only one device computes at a time.
+The layers are the module's children that have parameters or buffers. A child that is an `nn.Sequential` is replaced by
+its children. The layers are divided, in order, into contiguous groups with about equal bytes of parameters, one group
+per device. Children without parameters and buffers compute where their inputs are, and parameters of the module itself
+are on device 0. A hook of each layer copies the layer's inputs to the layer's device. Activations therefore move
+between two devices in the `forward` phase, and their gradients move back in `backward`. The loss is computed on the
+device of the last layer, to which the target is copied. Only one device computes at a time.
 """
 
 from __future__ import annotations
@@ -27,13 +28,16 @@ if TYPE_CHECKING:
 
 
 class ModelParallel(Strategy):
-    """One process with contiguous groups of the module's layers on several devices."""
+    """The strategy that trains in one process, with contiguous groups of the module's layers on several devices."""
 
     traits = Traits(parallelism=Parallelism.LAYERS)
 
     @contextmanager
     def start(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Step]:
-        """Yield a training step; the module's hooks are removed at the end."""
+        """Place the layers on the devices and yield the training step; on exit, remove the hooks from the module.
+
+        Raises ValueError if the module has fewer layers than devices.
+        """
         from dpbench.models import positional
 
         module, root = model.module, devices[0]
@@ -41,8 +45,8 @@ class ModelParallel(Strategy):
         layers = [child for child in children if any(True for _ in (*child.parameters(), *child.buffers()))]
         if len(layers) < len(devices):
             raise ValueError(
-                f"model_parallel needs a layer per device, but {model.name} has {len(layers)} layer(s) for "
-                f"{len(devices)} devices: give --devices {len(layers)} or fewer"
+                f"model_parallel needs at least one layer per device, but the model {model.name} has {len(layers)} "
+                f"layer(s) for {len(devices)} devices: give --devices {len(layers)} or fewer"
             )
         module.to(root.torch_device)
         placed = assign([sum(p.nbytes for p in layer.parameters()) for layer in layers], len(devices))
@@ -78,9 +82,10 @@ class ModelParallel(Strategy):
             yield step
 
     def tasks(self, case: Case, profile: Profile) -> list[Task]:
-        """Return the tasks of one device after the other, each with an equal part of the work and of the weights.
+        """Return the tasks of one step, in which one device after the other does an equal part of the work.
 
-        A profile does not know the activations: each copy between two devices is taken to be as large as the output.
+        A profile does not have the sizes of activations. Each copy between two devices is assumed to be as large as the
+        output.
         """
         graph, count, rows = Graph(), case.devices, case.batch_size
         moved = rows * profile.output_bytes
@@ -102,7 +107,10 @@ class ModelParallel(Strategy):
 
 
 def assign(sizes: Sequence[int], count: int) -> list[int]:
-    """Return a device for each size: contiguous groups whose sums are about equal; as many groups as possible."""
+    """Return the device number of each layer, given the layers' sizes: each device gets a contiguous group of layers.
+
+    The sums of the groups' sizes are about equal. All `count` devices get a layer if there are enough layers.
+    """
     total, before = sum(sizes) or 1, 0.0
     found: list[int] = []
     for position, size in enumerate(sizes):
@@ -117,7 +125,7 @@ def assign(sizes: Sequence[int], count: int) -> list[int]:
 
 
 def _children(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the module's children in order, with the children of an nn.Sequential in its place."""
+    """Yield the module's children in order; each nn.Sequential is replaced by its children."""
     from torch import nn
 
     for child in module.children():
@@ -128,7 +136,7 @@ def _children(module: nn.Module) -> Iterator[nn.Module]:
 
 
 class _Flow:
-    """The device at which the step has arrived, and the open mark of its phase."""
+    """The progress of a step through the devices: the current device, and the open mark, if any."""
 
     def __init__(self, mark: Mark) -> None:
         self._mark = mark
@@ -136,7 +144,7 @@ class _Flow:
         self.device = 0
 
     def enter(self, phase: Phase, device: int) -> None:
-        """Close the open mark, if any, and open the mark of a phase on a device."""
+        """Close the open mark, if any, and open a mark of `phase` on the device with the index `device`."""
         self.leave()
         self._open = self._mark(phase, device)
         self._open.__enter__()
@@ -149,9 +157,9 @@ class _Flow:
 
 
 def _hook(child: nn.Module, device: Device | None, flow: _Flow, hooks: ExitStack) -> None:
-    """Register hooks that copy a layer's arguments to its device, and that mark forward and backward there.
+    """Move a child module to `device`, and register hooks that copy its inputs there and mark forward and backward.
 
-    With None for `device`, the child computes where its inputs are.
+    If `device` is None, the child computes where its inputs are. Closing `hooks` removes the hooks.
     """
     import torch
     from torch.nn.utils.rnn import PackedSequence

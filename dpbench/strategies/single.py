@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 class Single(Strategy):
-    """A plain training loop on one device."""
+    """The strategy that trains on one device in a plain training loop."""
 
     traits = Traits(parallelism=Parallelism.NONE, role=Role.BASELINE)
 
     @contextmanager
     def start(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Step]:
-        """Yield a plain training step on the first device, written as in tutorials."""
+        """Yield the training step of a plain training loop, as in torch's tutorials, on the first device."""
         from dpbench.models import positional
 
         device = devices[0]
@@ -51,7 +51,7 @@ class Single(Strategy):
         yield step
 
     def tasks(self, case: Case, profile: Profile) -> list[Task]:
-        """Return the tasks of scatter, forward, loss, backward and optimizer, in sequence."""
+        """Return the tasks of one step: scatter, forward, loss, backward and optimizer, one after the other."""
         graph, rows = Graph(), case.batch_size
         forward, backward = (rows * profile.forward_flop, "flop"), (rows * profile.backward_flop, "flop")
         at = graph.add(Phase.SCATTER, 0, "copy:host:0", rows * profile.input_bytes, "bytes")
@@ -62,14 +62,14 @@ class Single(Strategy):
         return graph.tasks
 
     def moves(self, case: Case, shapes: Shapes) -> Iterable[Move]:
-        """Yield the move of the batch from the host to the device."""
+        """Yield the transfer of the batch from the host to the device, unless the device has it before the step."""
         if case.inputs == "device":
             return
         yield Move(Phase.SCATTER, HOST, 0, case.batch_size * (shapes.input_bytes + shapes.target_bytes))
 
 
 def put_all(arguments: Sequence[Any], device: Device) -> list[Any]:
-    """Return the arguments, with tensors copied to the device, except those that are on the accelerator already."""
+    """Return the arguments with all tensors copied to `device`, except tensors that are already on this accelerator."""
     import torch
 
     def placed(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """One device that uses every core: the performance of a CPU without data parallelism.
 
-Logical CPU devices have one thread each, so that device counts are compared at equal resources. A speed-up on a CPU is
-a gain for the whole machine only if it exceeds the speed-up of this strategy.
+With other strategies, each logical CPU device has one thread, so that comparisons of device counts are fair. A speed-up
+on a CPU is a gain for the whole machine only if it exceeds the speed-up of this strategy.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dpbench.strategies.single import Single
 
 
 class SingleAllCores(Single):
-    """A plain training loop on the CPU, with one intra-op thread per core."""
+    """The strategy that trains on the CPU in a plain training loop, with one intra-op thread per core."""
 
     traits = Traits(parallelism=Parallelism.NONE, role=Role.ALL_CORES)
 
     def skip(self, case: Case) -> str:
-        """Return the reason to skip a case whose devices are not logical CPU devices; otherwise ""."""
-        return "" if case.device_kind == "cpu" else "single_all_cores needs CPU devices; elsewhere, use single"
+        """Return the reason why this strategy cannot run a case (its devices are not logical CPU devices), or ""."""
+        return "" if case.device_kind == "cpu" else "single_all_cores needs CPU devices; on other devices, use single"
 
 
 STRATEGY = SingleAllCores()

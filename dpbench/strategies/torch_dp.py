@@ -1,7 +1,7 @@
-"""torch.nn.DataParallel itself, marked in the four methods that subclasses may override.
+"""torch.nn.DataParallel, with marks in the four methods that subclasses may override.
 
-The reduction runs inside autograd, where no mark can be set. The phase backward therefore contains the reduction, and
-comparisons use the sum of backward and reduce on both sides.
+The reduction runs inside autograd, where no mark can be set. The phase `backward` therefore includes the reduction.
+When phases are compared with those of other strategies, the sums of `backward` and `reduce` are compared.
 """
 
 from __future__ import annotations
@@ -24,28 +24,31 @@ if TYPE_CHECKING:
 
 
 class TorchDataParallel(Strategy):
-    """The training loop of the tutorials, with torch.nn.DataParallel."""
+    """The strategy that trains with torch.nn.DataParallel in the training loop of torch's tutorials."""
 
     traits = Traits(role=Role.WRAPPER, reduction=Reduction.IN_BACKWARD, shared_stream=True)
 
     def skip(self, case: Case) -> str:
-        """Return the reason to skip a case: on logical CPU devices, or in bf16 on several devices."""
+        """Return the reason why this strategy cannot run a case, or "" if it can.
+
+        The strategy runs neither on logical CPU devices nor in bf16 on several devices.
+        """
         if case.device_kind == "cpu":
             return (
-                "torch.nn.DataParallel needs an accelerator; on the CPU it passes its input through to the module; "
-                "--device-kind emulated runs it on emulated devices"
+                "torch.nn.DataParallel needs an accelerator, because on the CPU it only calls the module; "
+                "to run it on emulated devices, give --device-kind emulated"
             )
         if case.precision == "bf16" and case.devices > 1:
-            return "torch.nn.DataParallel does not forward autocast's dtype to its threads: bf16 would run as fp16"
+            return "torch.nn.DataParallel does not pass autocast's dtype to its threads, so bf16 would run as fp16"
         return ""
 
     def compares_buffers(self, case: Case) -> bool:
-        """Return False where replicas share a GPU, because torch's replicas then share buffers, with races."""
+        """Return False if the replicas share one GPU: torch's replicas then share buffers, which all of them update."""
         return case.placement != "colocated"
 
     @contextmanager
     def start(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Step]:
-        """Yield the training loop of the tutorials, with torch.nn.DataParallel."""
+        """Yield the training step of torch's tutorials, with the module wrapped in torch.nn.DataParallel."""
         from dpbench.models import positional
         from dpbench.strategies._torch_parallel import Marked, on_emulated_devices
 
@@ -76,13 +79,13 @@ class TorchDataParallel(Strategy):
             yield step
 
     def tasks(self, case: Case, profile: Profile) -> list[Task]:
-        """Return the tasks of the reference schedule, with the reduction as part of backward on device 0."""
+        """Return the tasks of one step under the schedule `reference`, with the reduction in the phase `backward`."""
         if case.devices == 1:
             return single.STRATEGY.tasks(case, profile)
         return Chain(case, profile, threads_marked=False, reduction=Phase.BACKWARD).tasks()
 
     def moves(self, case: Case, shapes: Shapes) -> Iterable[Move]:
-        """Yield the moves of the reference schedule, with those of reduce in backward."""
+        """Yield the transfers of one step under the schedule `reference`; those of `reduce` count in `backward`."""
         for move in _tasks.scheduled(case, shapes):
             yield Move(Phase.BACKWARD, move.source, move.target, move.bytes) if move.phase is Phase.REDUCE else move
 

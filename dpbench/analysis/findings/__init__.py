@@ -1,8 +1,9 @@
 """Findings: explain the gain from data parallelism, where the time goes, and which changes would help.
 
-The rules are data, in phases.py and scale.py. Each rule examines one case, by preference DataParallel's on the most
-devices, and compares it with the other cases of the run. Findings are ranked by their cost in seconds per step. Each
-finding shows the gain of its remedy if the same run measured that gain.
+The rules are listed in phases.py and scale.py. Each rule examines one case, preferably that of torch.nn.DataParallel on
+the most devices, and compares it with the other cases of the run. A finding is a problem that a rule found. Findings
+are sorted by their cost in seconds per step, the largest first. If the run also measured the remedy of a problem, the
+finding states the gain of the remedy.
 """
 
 from __future__ import annotations
@@ -34,7 +35,11 @@ RULES: tuple[FindingRule, ...] = (*scale.RULES, *phases.RULES)
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """The explanation of one case: the answer in a paragraph, the findings by size, and the questions left open."""
+    """The explanation of one case, the diagnosed case, whose results are in `row`.
+
+    `answer` is a paragraph on the gain, the lost time and the best changes. `findings` are sorted by their cost, the
+    largest first. `unjudged` has one text for each question that the measurements of the run cannot answer.
+    """
 
     row: Row
     answer: str
@@ -43,9 +48,11 @@ class Diagnosis:
 
 
 def diagnose(rows: Sequence[Row], trials: Sequence[Trial], cores: int) -> list[Diagnosis]:
-    """Return one diagnosis for each setting and batch size that was measured on several devices.
+    """Return the diagnoses of a run.
 
-    `cores` is the number of cores that the run may use, 0 for unknown.
+    There is one for each setting and each batch size that ran on the setting's largest number of devices. A setting is
+    a case without its strategy, schedule, number of devices and batch size. The list is empty if no case on several
+    devices has a result. `cores` is the number of cores that the run may use, 0 for unknown.
     """
     return [_diagnosis(context) for context in contexts(rows, trials, cores)]
 
@@ -63,17 +70,17 @@ def _diagnosis(context: CaseContext) -> Diagnosis:
 
 
 def _doubtful(judged: Sequence[tuple[FindingRule, Judgement]]) -> Iterator[str]:
-    """Yield one line with the rules whose time is in doubt and the way to get enough rounds, if there are any."""
+    """Yield one text that names all rules whose finding needs more rounds; yield nothing if there are none."""
     names = [rule.name for rule, seen in judged if isinstance(seen, Evidence) and seen.size_s and seen.size_s.doubt]
     if names:
-        yield f"{', '.join(names)} ({words.NOT_ENOUGH}: {words.REMEDY} would help)"
+        yield f"the cost of {', '.join(names)} ({words.NOT_ENOUGH}: {words.REMEDY} would help)"
 
 
 def _worth(context: CaseContext, seen: Evidence) -> bool:
-    """Return whether a finding is worth showing.
+    """Return whether the finding with the evidence `seen` is shown.
 
-    A finding is worth showing if its time and the step's time are trusted, the whole interval of its time is above 0,
-    and its time is at least 2 % of the step. A finding about memory has no time and is always shown.
+    It is shown if its cost and the step time have enough rounds, the whole interval of its cost is above 0, and its
+    cost is at least 2 % of the step. A finding about memory costs no time and is always shown.
     """
     size = seen.size_s
     if size is None:
@@ -89,7 +96,7 @@ def _finding(context: CaseContext, rule: FindingRule, seen: Evidence) -> Finding
 
 
 def cures(context: CaseContext, rule: FindingRule) -> tuple[Cure, ...]:
-    """Return the measured cases of the same work that apply a rule's remedy, the fastest first."""
+    """Return the measured cases of the same work that apply the rule's remedy, with their gains, the fastest first."""
     found = []
     candidates = [*context.rivals(), context.all_cores()]
     for row in candidates:
@@ -101,9 +108,9 @@ def cures(context: CaseContext, rule: FindingRule) -> tuple[Cure, ...]:
 
 
 def _applies(row: Row, rule: FindingRule) -> bool:
-    """Return whether a case applies a rule's remedy.
+    """Return whether the case of `row` applies the remedy of `rule`, by its strategy's role or its schedule's switches.
 
-    A schedule that TrainStep chose itself applies the remedy of every rule that advises switches.
+    A schedule that TrainStep chose itself counts as the remedy of every rule that recommends switches.
     """
     case = row.case
     if not case.traits.scheduled:

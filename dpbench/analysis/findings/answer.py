@@ -1,4 +1,4 @@
-"""Answer: one paragraph with the gain from the devices, the phases that lose time, and the best changes."""
+"""Answer: write the paragraph of a diagnosis: the gain from several devices, the lost time, and the best changes."""
 
 from __future__ import annotations
 
@@ -13,27 +13,30 @@ from dpbench.records.registry import Role
 from dpbench.records.trial import Estimate
 from dpbench.records.words import NOT_ENOUGH, REMEDY, count, doubt, exact, percent, time, times
 
-_REMEDY = f"To decide it, use {REMEDY}."
+_REMEDY = f"Use {REMEDY}."
 LARGEST = 3
-"""The largest number of phases, and of changes, that the paragraph names."""
+"""The paragraph names at most this number of phases, and at most this number of changes."""
 
 
 def answer(context: CaseContext, findings: Sequence[Finding]) -> str:
-    """Return the answer for one diagnosed case as a paragraph."""
+    """Return the answer of a diagnosis: one paragraph about the diagnosed case.
+
+    If there are not enough rounds for its step time, the paragraph says only this.
+    """
     if context.row.step and context.row.step.doubt:
         return f"{_subject(context)}: {NOT_ENOUGH} for the time of a step ({doubt(context.row.step)}). {_REMEDY}"
     return " ".join(filter(None, (_gives(context), _steps(context), _where(context), _fix(context, findings))))
 
 
 def _gives(context: CaseContext) -> str:
-    """Return sentences on the speed-up, the ideal, and the limits of this machine."""
+    """Return sentences on the speed-up over one device, the ideal, and limits of the machine (cores, a shared GPU)."""
     case, row = context.case, context.row
     subject = _subject(context)
     if row.speedup is None:
         why = (
             "emulated devices show host cost only"
             if case.device_kind == "emulated"
-            else "the strategy single was not measured at equal work"
+            else "the strategy single was not measured on the same work"
         )
         said = f"{subject} take {time(context.step_s)} per step; the gain over one device is unknown, because {why}."
     elif row.speedup.doubt:
@@ -42,7 +45,7 @@ def _gives(context: CaseContext) -> str:
             f"({doubt(row.speedup)}). {_REMEDY}"
         )
     else:
-        unsure = {"undecided": ", undecided whether faster or slower", "same": ", no gain"}
+        unsure = {"undecided": ", but it is undecided whether this is a gain", "same": ", without a gain"}
         verdict = unsure.get(stats.verdict(row.speedup), "")
         weak = " (weak scaling)" if row.scaling == "weak" else ""
         ideal = "" if case.placement == "colocated" else f" (ideal: {case.devices}×)"
@@ -50,22 +53,25 @@ def _gives(context: CaseContext) -> str:
     if context.oversubscribed:
         said += (
             f" But {len(case.rows)} devices share {count(context.cores, 'core')} (oversubscribed): at most "
-            f"{context.cores}× was possible here."
+            f"{context.cores}× was possible on this machine."
         )
     if case.placement == "colocated":
-        said += " They share one GPU: the result shows host cost only, and no speed-up was possible."
+        said += " The replicas share one GPU: the result shows host cost only, and no speed-up was possible."
     return said
 
 
 def _subject(context: CaseContext) -> str:
-    """Return the subject of the paragraph: model, batch, devices and strategy."""
+    """Return the first sentence's subject: model, batch size, habits of the training loop, devices and strategy."""
     case = context.case
     habits = "".join(f", {habit}" for habit in case.habits)
     return f"{case.model} at batch {case.batch_size}{habits}: {devices(case)} under {strategy(case)}"
 
 
 def _steps(context: CaseContext) -> str:
-    """Return a sentence on the gain over the next smaller number of devices; empty if it is unknown or in doubt."""
+    """Return a sentence on the speed-up over the next smaller measured number of devices.
+
+    Return "" if there is none, or if there are not enough rounds.
+    """
     fewer = context.fewer()
     if fewer is None:
         return ""
@@ -80,9 +86,10 @@ def _steps(context: CaseContext) -> str:
 
 
 def _where(context: CaseContext) -> str:
-    """Return sentences on the time lost against perfect scaling, by phase.
+    """Return sentences on the step time in excess of perfect scaling, and on the phases with the largest excess.
 
-    In each of the two cases the phases sum to the step, so their differences sum to the time lost.
+    The phases of a case sum to its step time, so the excesses of all phases sum to the time lost. If the step time with
+    perfect scaling is unknown, return a sentence on the longest phases instead.
     """
     found = context.ideal()
     if found is None or found[0].doubt:
@@ -92,7 +99,9 @@ def _where(context: CaseContext) -> str:
     ideal_s = alone.step.value / divisor
     lost_s = context.step_s - ideal_s
     if lost_s <= 0:
-        return f"A step takes {time(context.step_s)}, no more than the {time(ideal_s)} of perfect scaling."
+        return (
+            f"A step takes {time(context.step_s)}; with perfect scaling it would take {time(ideal_s)}: no time is lost."
+        )
     names = {*context.row.phases, *alone.phases}
     lost = {n: context.row.phases.get(n, 0.0) - alone.phases.get(n, 0.0) / divisor for n in names}
     return (
@@ -102,12 +111,15 @@ def _where(context: CaseContext) -> str:
 
 
 def _largest(context: CaseContext) -> str:
-    """Return a sentence on the largest phases, for cases without a baseline."""
+    """Return a sentence on the longest phases, for a case whose step time with perfect scaling is unknown."""
     return f"Of a step of {time(context.step_s)}, {_shares(context.row.phases, context.step_s)}."
 
 
 def _shares(seconds: Mapping[str, float], whole_s: float) -> str:
-    """Return the largest parts of a whole as text; parts below 1 % are left out."""
+    """Return a clause with the (at most three) longest phases in `seconds` and their shares of `whole_s`.
+
+    Phases whose share is below 1 % are left out.
+    """
     top = sorted((name for name in seconds if seconds[name] >= 0.01 * whole_s), key=lambda name: -seconds[name])[
         :LARGEST
     ]
@@ -120,7 +132,11 @@ def _shares(seconds: Mapping[str, float], whole_s: float) -> str:
 
 
 def _fix(context: CaseContext, findings: Sequence[Finding]) -> str:
-    """Return sentences on the measured changes that help most, and the speed-up with the best of them."""
+    """Return sentences on the fastest measured cases of the same work, and on the speed-up of the best of them.
+
+    If none of them is faster than the diagnosed case, recommend the remedy of the largest finding instead. A last
+    sentence follows if one device is faster.
+    """
     better = _faster(context, context.rivals())
     if not better:
         return f"{_unmeasured(context, findings)}{_alone(context)}"
@@ -132,9 +148,10 @@ def _fix(context: CaseContext, findings: Sequence[Finding]) -> str:
 
 
 def _alone(context: CaseContext) -> str:
-    """Return a sentence if one device is decidedly faster than the diagnosed case, else an empty string.
+    """Return a sentence on the speed of one device if it is decidedly faster than the diagnosed case, else "".
 
-    The sentence also states if one device is faster than every case that was measured on several devices.
+    One device means `single`, or one CPU device that uses all cores, whichever is faster. The sentence adds if one
+    device is also faster than every measured case of the same work on several devices.
     """
     if context.case.placement == "colocated" or context.case.device_kind == "emulated":
         return ""
@@ -145,19 +162,22 @@ def _alone(context: CaseContext) -> str:
     row, ratio = found[0]
     name = "one device" if row.case.traits.role is Role.BASELINE else strategy(row.case)
     several = [rival for rival in context.rivals() if stats.verdict(stats.ratio(row.series, rival.series)) != "slower"]
-    beaten = "" if several else ", and faster than everything measured on several devices: it is the better choice here"
+    beaten = "" if several else ", and faster than every measured case on several devices: use one device here"
     return f" Without data parallelism, {name} is {times(ratio)} as fast{beaten}."
 
 
 def _faster(context: CaseContext, others: Sequence[Row]) -> list[tuple[Row, Estimate]]:
-    """Return the rows that are decidedly faster than the diagnosed case, with their speed ratio, the fastest first."""
+    """Return, fastest first, the rows of `others` that are decidedly faster than the diagnosed case.
+
+    Each row comes with the ratio of the diagnosed case's step time to its step time.
+    """
     found = [(row, stats.ratio(context.row.series, row.series)) for row in others]
     decided = [pair for pair in found if stats.verdict(pair[1]) == "faster"]
     return sorted(decided, key=lambda pair: -pair[1].value)
 
 
 def _name(row: Row) -> str:
-    """Return the name of a row's strategy or schedule."""
+    """Return the name of a row's strategy; for a case of the engine, "the schedule" and the schedule's name."""
     if not row.case.traits.scheduled:
         return strategy(row.case)
     chosen = " (chosen by TrainStep itself)" if row.case.schedule == schedule.FASTEST else ""
@@ -165,7 +185,10 @@ def _name(row: Row) -> str:
 
 
 def _unmeasured(context: CaseContext, findings: Sequence[Finding]) -> str:
-    """Return sentences on the most promising remedy, for a run in which no measured change is decidedly faster."""
+    """Return sentences for a run in which no other case of the same work is decidedly faster.
+
+    The sentences name the other cases, and recommend the remedy of the largest finding whose gain was not measured.
+    """
     tried = context.rivals()
     nothing = (
         f"No measured alternative is decidedly faster on the same work ({', '.join(strategy(r.case) for r in tried)})."

@@ -1,4 +1,4 @@
-"""Phases: findings in the phases of DataParallel's step: moving data, the update, compute, and unattributed time."""
+"""Phases: the rules about single phases of DataParallel's step: moving data, optimizer, compute, unattributed time."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ from dpbench.records.trial import Estimate
 from dpbench.records.words import count, percent, size, time, verb
 
 SERIAL = 1.25
-"""Devices count as taking turns if the mean number of them that run a phase concurrently is below this."""
+"""Devices count as taking turns in a phase if, on average, fewer than this number of them run it concurrently."""
 
 
 def _heavy(phase: Phase, detail: Callable[[CaseContext, Estimate], str]) -> Callable[[CaseContext], Judgement]:
-    """Return a rule's condition: DataParallel spends time in this phase; `detail` formats its breakdown."""
+    """Return the function `when` of a rule whose evidence is the time that DataParallel's step spends in `phase`.
+
+    `when` returns None for cases without this phase, or with one process per device. `detail` takes the context and the
+    time in seconds, and returns a breakdown of this time as text.
+    """
 
     def when(context: CaseContext) -> Judgement:
         if not context.engine or not context.row.phases.get(phase.value):
@@ -28,7 +32,10 @@ def _heavy(phase: Phase, detail: Callable[[CaseContext, Estimate], str]) -> Call
 
 
 def _per_tensor(context: CaseContext, seconds: Estimate) -> str:
-    """Return the time per parameter tensor as text, because the cost depends mainly on the number of tensors."""
+    """Return the time of replication as text: in total, per parameter tensor and per module, with the bytes copied.
+
+    The time depends mainly on the number of tensors. If this number is unknown, the text has only the total.
+    """
     model = context.model
     if not model.get("parameter_tensors"):
         return time(seconds.value)
@@ -57,7 +64,10 @@ def _tensors(model: Mapping[str, float]) -> str:
 
 
 def _of_batch(name: str) -> Callable[[CaseContext, Estimate], str]:
-    """Return a function that formats a phase's time and the bytes of the batch that it moves."""
+    """Return a function that formats a phase's time, the bytes that the phase moves, and the number of pieces.
+
+    `name` is the model's fact that has the bytes per sample: "input_bytes" or "output_bytes".
+    """
 
     def detail(context: CaseContext, seconds: Estimate) -> str:
         sample = context.model.get(name)
@@ -68,7 +78,7 @@ def _of_batch(name: str) -> Callable[[CaseContext, Estimate], str]:
 
 
 def _optimizer(context: CaseContext) -> Judgement:
-    """Find that device 0 updates all weights alone, although each device could update its share."""
+    """Return evidence if device 0 alone updates all weights, with the time that equal shares would save; else None."""
     if not context.schedule or context.schedule.update != "root" or not context.row.phases.get(Phase.OPTIMIZER.value):
         return None
     seconds, idle = context.phase(Phase.OPTIMIZER.value), len(context.case.rows) - 1
@@ -91,7 +101,11 @@ def _unattributed(context: CaseContext) -> Judgement:
 
 
 def _serial(phase: Phase) -> Callable[[CaseContext], Judgement]:
-    """Return a rule's condition: a phase takes longer on n devices than 1/n of its time on one device."""
+    """Return the function `when` of a rule whose evidence is the time of `phase` in excess of perfect scaling.
+
+    `when` returns `Missing` if one device was not measured. It returns None for emulated devices, for cases with one
+    process per device, and for a backward that includes the reduction.
+    """
 
     def when(context: CaseContext) -> Judgement:
         # torch's backward includes the reduction, which has no counterpart on one device
@@ -100,13 +114,13 @@ def _serial(phase: Phase) -> Callable[[CaseContext], Judgement]:
             return None
         lost, ideal = context.excess(phase.value), context.ideal()
         if lost is None or ideal is None:
-            return Missing("whether devices compute concurrently (needs the strategy single at the same batch)")
+            return Missing("whether devices compute concurrently (needs the strategy single at the same batch size)")
         at_once = overlap(context.trials, phase)
         took, alone = context.row.phases.get(phase.value, 0.0), ideal[0].phases.get(phase.value, 0.0) / ideal[1]
         devices = count(len(context.case.rows), "device")
         return Evidence(
-            says=f"{phase.value} takes {time(took)} on {devices}; run concurrently, it would take {time(alone)}",
-            numbers=f"one device's share would take {time(alone)}; {_cause(context, at_once)}",
+            says=f"{phase.value} takes {time(took)} on {devices}; with perfect scaling, it would take {time(alone)}",
+            numbers=f"one device would take {time(alone)} for its share of the batch; {_cause(context, at_once)}",
             size_s=lost,
         )
 
@@ -128,22 +142,22 @@ def _cause(context: CaseContext, at_once: float) -> str:
 RULES = (
     FindingRule(
         name="replicate", when=_heavy(Phase.REPLICATE, _per_tensor),
-        remedy="keep the replicas between steps: cached keeps their module trees, flat_storage copies one buffer "
-        "instead of many tensors, persistent keeps the weights too; ddp never replicates",
+        remedy="keep the replicas between steps: the schedule cached keeps their module trees, and persistent also "
+        "keeps their weights; flat_storage copies one buffer instead of many tensors; ddp never replicates",
         switches={"replicas": ("cached", "persistent"), "storage": ("flat",)}, roles=(Role.CONTROL,),
         needs="--schedules cached,flat_storage,persistent --strategies dp,ddp",
     ),
     FindingRule(
         name="reduce", when=_heavy(Phase.REDUCE, _per_gradient),
-        remedy="add the gradients in one buffer (flat_storage), while backward still runs (overlap, ddp), or one share "
+        remedy="add the gradients in one buffer (flat_storage), during backward (overlap, ddp), or in shares, one "
         "on each device (zero1)",
         switches={"storage": ("flat",), "reduce": ("overlap",), "update": ("each", "sharded")}, roles=(Role.CONTROL,),
         needs="--schedules flat_storage,overlap,zero1 --strategies dp,ddp",
     ),
     FindingRule(
         name="scatter", when=_heavy(Phase.SCATTER, _of_batch("input_bytes")),
-        remedy="send fewer bytes (smaller types, augmentation on the device), from pinned memory and before they are "
-        "needed; ddp's ranks each load their own rows",
+        remedy="send fewer bytes (smaller data types, augmentation on the device), use pinned memory, and send the "
+        "bytes before the step needs them; with ddp, each rank loads its own rows",
         roles=(Role.CONTROL,), needs="--strategies dp,ddp",
     ),
     FindingRule(
@@ -160,13 +174,13 @@ RULES = (
     ),
     FindingRule(
         name="unattributed", when=_unattributed,
-        remedy="profile the step in Python: hooks, the loss, logging and other code run between the phases that "
-        "dpbench marks",
+        remedy="profile the Python code of the step: hooks, logging and other code run between the phases that dpbench "
+        "marks",
     ),
     FindingRule(
         name="serial forward", when=_serial(Phase.FORWARD),
-        remedy="give each device more work at once (a bigger batch, fewer and larger operators), or one process per "
-        "device (ddp)",
+        remedy="give each device more work at once (a bigger batch, fewer and larger operators), or use one process "
+        "per device (ddp)",
         switches={"workers": ("pool",)}, roles=(Role.CONTROL,), needs="--schedules pool --strategies dp,ddp",
     ),
     FindingRule(

@@ -1,7 +1,7 @@
-"""Rule: the types of a diagnosis, and the context of the case that it examines.
+"""Rule: the types of a diagnosis, and the context that a rule examines.
 
-A rule examines one case, together with the other cases of the run that it is compared with. It returns evidence, from
-which a finding is made.
+A rule examines one case (the diagnosed case) and compares it with other cases of the run. The result is evidence of a
+problem, from which a finding is made; or a question that the run cannot answer; or None.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from dpbench.records.trial import Estimate
 PhaseSeconds = list[dict[str, float]]
 """For each timed step, the duration of each phase in seconds."""
 COMPUTE = (Phase.FORWARD.value, Phase.BACKWARD.value)
-"""The phases whose time more devices should shorten."""
+"""The phases that should become shorter with more devices."""
 
 
 @dataclass(frozen=True)
 class CaseContext:
-    """The row of the diagnosed case, and all rows and trials of the run by case.
+    """The diagnosed case, and the cases of the run with which it is compared.
 
+    `row` is the row of the diagnosed case. `rows` has all measured rows of the run and `trials_of` all trials, by case.
     `cores` is the number of cores that the run may use, 0 for unknown.
     """
 
@@ -46,23 +47,26 @@ class CaseContext:
 
     @property
     def step_s(self) -> float:
-        """Return the median duration of a step in seconds; every diagnosed case has one."""
+        """Return the diagnosed case's median step time in seconds."""
         assert self.row.step is not None
         return self.row.step.value
 
     @property
     def engine(self) -> bool:
-        """Return whether one process runs all devices, as in DataParallel."""
+        """Return whether one process runs all devices and device 0 coordinates them, as in torch.nn.DataParallel."""
         return self.case.traits.threads
 
     @property
     def oversubscribed(self) -> bool:
-        """Return whether the devices must take turns on the cores."""
+        """Return whether there are more logical CPU devices than cores, so that the devices must take turns."""
         return bool(self.cores) and self.case.device_kind == "cpu" and len(self.case.rows) > self.cores
 
     @cached_property
     def schedule(self) -> schedule.Schedule | None:
-        """Return the schedule of the case; None if TrainStep chose it or if the strategy has no schedule."""
+        """Return the diagnosed case's schedule; None if TrainStep chose it, or if the strategy has no schedule.
+
+        For torch.nn.DataParallel, return the schedule `reference`, which does the same work in the same way.
+        """
         if self.case.traits.role is Role.WRAPPER:
             return schedule.Schedule()
         if not self.case.traits.scheduled or self.case.schedule == schedule.FASTEST:
@@ -71,35 +75,36 @@ class CaseContext:
 
     @property
     def model(self) -> Mapping[str, float]:
-        """Return the stored facts about the model, in counts and bytes; empty for trials of early versions."""
+        """Return the model's stored facts by name, in counts and bytes; empty if an early version stored the trials."""
         return next((t.provenance["model"] for t in self.trials if t.provenance.get("model")), {})
 
     # -- other rows
 
     def other(self, **changes: object) -> Row | None:
-        """Return the row of the case with these fields changed; None if that case was not measured."""
+        """Return the row of the diagnosed case with the fields in `changes` replaced; None if it was not measured."""
         found = self.rows.get(replace(self.case, **changes))  # type: ignore[arg-type]
         return found if found and found.step and found.series else None
 
     def single(self, batch: int = 0) -> Row | None:
-        """Return the row of one device at the batch size `batch`, by default the case's; None if it was not measured.
+        """Return the row of `single` (one device without a wrapper) at batch size `batch`; None if it was not measured.
 
-        If `single` was not measured at this batch size, the row of a ladder's limit at this batch size is used.
+        A `batch` of 0 means the batch size of the diagnosed case. If `single` was measured at this batch size only as
+        the limit of a ladder, return the row of this limit.
         """
         alone = plan.alone(self.case, batch or self.case.batch_size)
         found = self.rows.get(alone) or self.rows.get(replace(alone, options=plan.LIMIT))
         return found if found and found.step and found.series else None
 
     def all_cores(self) -> Row | None:
-        """Return the row of one device with all cores at the same batch size; None if it was not measured."""
+        """Return the row of one CPU device that uses all cores, at the same batch size; None if it was not measured."""
         return self.other(strategy=registry.of_role(Role.ALL_CORES), schedule="", devices=1)
 
     def ideal(self) -> tuple[Row, float] | None:
-        """Return a one-device row and a divisor: with perfect scaling, a step takes the row's time over the divisor.
+        """Return a one-device row, and the divisor of its step time that gives the step time with perfect scaling.
 
-        If one device was measured at equal global work, the divisor is the number of devices, or 1 for replicas that
-        share a GPU. Otherwise the row is that of one device's share of the batch, and the divisor is 1. Return None if
-        neither was measured, and for emulated devices, which show host cost only.
+        If one device was measured on the whole batch, the row is that of this case, and the divisor is the number of
+        devices, or 1 for replicas that share a GPU. Otherwise the row is that of one device on its share of the batch,
+        and the divisor is 1. Return None if neither was measured, and for emulated devices, which show host cost only.
         """
         if self.case.device_kind == "emulated":
             return None
@@ -110,7 +115,7 @@ class CaseContext:
         return (alone, 1.0) if alone else None
 
     def rivals(self) -> list[Row]:
-        """Return the other rows that were measured on the same devices with the same work."""
+        """Return the rows of other strategies and schedules that were measured on the same work and devices."""
         mine = replace(self.case, strategy="", schedule="")
         return [
             row
@@ -119,9 +124,11 @@ class CaseContext:
         ]
 
     def fewer(self) -> Row | None:
-        """Return the row with the next smaller number of devices, at least two, at equal work in total or per device.
+        """Return the row with the next smaller measured number of devices, at least two; other fields do not change.
 
-        Return None if there is none, or if more devices cannot be faster because they share a GPU or are emulated.
+        If the row with the same global batch size was not measured, return the row with the same batch size per device.
+        Return None if there is neither, and for replicas that share a GPU and emulated devices, which cannot gain
+        speed.
         """
         if self.case.placement == "colocated" or self.case.device_kind == "emulated":
             return None
@@ -136,12 +143,12 @@ class CaseContext:
     # -- seconds
 
     def phase(self, *names: str) -> Estimate:
-        """Return the seconds per step that the ledger charges to these phases, with an interval over the rounds."""
+        """Return the seconds per step that the ledger charges to the phases `names` together, with an interval."""
         value = sum(self.row.phases.get(name, 0.0) for name in names)
         return around(value, stats.median(self._series(self.case, names)))
 
     def excess(self, name: str) -> Estimate | None:
-        """Return the seconds per step that a phase takes beyond perfect scaling; None if perfect scaling is unknown."""
+        """Return the seconds per step that the phase `name` takes in excess of perfect scaling; None if unknown."""
         found = self.ideal()
         if found is None:
             return None
@@ -151,7 +158,7 @@ class CaseContext:
         return around(value, stats.difference(mine, alone)) if mine and alone else None
 
     def _series(self, case: Case, names: Sequence[str]) -> dict[int, list[float]]:
-        """Return the seconds that these phases take in each timed step of a case, by round."""
+        """Return, by round, the seconds that the phases `names` take together in each timed step of `case`."""
         timed = {trial.round: _timed(trial) for trial in self.trials_of.get(case, ()) if trial.trusted}
         return {
             number: [sum(phases.get(name, 0.0) for name in names) for phases in steps]
@@ -161,39 +168,45 @@ class CaseContext:
 
 
 def _timed(trial: Trial) -> PhaseSeconds:
-    """Return the seconds by phase of each timed step."""
+    """Return, for each timed step of a trial, the seconds of each phase."""
     return [phases for step, phases in zip(trial.steps, ledger.of_trial(trial), strict=True) if not step.warmup]
 
 
 def around(value: float, rough: Estimate) -> Estimate:
-    """Return an estimate of `value` with the interval of `rough`, extended if it does not contain the value.
+    """Return an estimate of `value` with the interval of `rough`, extended if it does not contain `value`.
 
-    The value comes from the ledger, the interval from medians over rounds.
+    The two may differ slightly, because `value` comes from a row's phases, and `rough` from medians over rounds.
     """
     return replace(rough, value=value, low=min(rough.low, value), high=max(rough.high, value))
 
 
 def share_of(seconds: Estimate, share: float) -> Estimate:
-    """Return an estimate multiplied by a fraction, with its interval."""
+    """Return the estimate `seconds` with its value and interval multiplied by the fraction `share`."""
     return replace(seconds, value=seconds.value * share, low=seconds.low * share, high=seconds.high * share)
 
 
 def overlap(trials: Iterable[Trial], phase: Phase) -> float:
-    """Return the mean number of devices that run a phase concurrently, while at least one runs it; 0 without spans."""
+    """Return the mean number of devices that run `phase`, over the time in which at least one does; 0 without spans."""
     found = [trial.ledger.concurrency.get(phase, (0.0, 0.0)) for trial in trials]
     apart, together = (sum(column) for column in zip(*found, strict=True)) if found else (0.0, 0.0)
     return apart / together if together else 0.0
 
 
 def scaled(series: stats.Rounds, factor: float) -> dict[int, list[float]]:
-    """Return a series with every value multiplied by a factor."""
+    """Return the series with every duration multiplied by `factor`."""
     return {number: [one * factor for one in steps] for number, steps in series.items()}
 
 
 def contexts(rows: Sequence[Row], trials: Sequence[Trial], cores: int) -> list[CaseContext]:
-    """Return the cases to diagnose: per setting and batch size, one on the most devices, by preference DataParallel."""
+    """Return the contexts of the cases to diagnose.
+
+    There is one for each setting and each batch size that ran on the setting's largest number of devices. A setting is
+    a case without its strategy, schedule, number of devices and batch size. Of the cases with the same batch size, that
+    of torch.nn.DataParallel is preferred, then that of the engine's lowest schedule. `cores` is the number of cores
+    that the run may use, 0 for unknown.
+    """
     measured = [row for row in rows if row.step and row.series and row.source is Source.MEASURED]
-    # beside other devices, emulated ones only compare the engine with torch's DataParallel
+    # if other devices were measured too, the emulated ones only compare the engine with torch's DataParallel
     measured = [row for row in measured if row.case.device_kind != "emulated"] or measured
     by_case = {row.case: row for row in measured}
     of_case: dict[Case, list[Trial]] = {}
@@ -216,12 +229,12 @@ def contexts(rows: Sequence[Row], trials: Sequence[Trial], cores: int) -> list[C
 
 
 def _setting(case: Case) -> Case:
-    """Return the case after a reset of every field that may differ between the cases of one setting."""
+    """Return the setting of a case: the case with fixed values of strategy, schedule, devices and batch size."""
     return replace(case, strategy="", schedule="", devices=1, batch_size=1)
 
 
 def _rank(row: Row) -> tuple[int, tuple[int, str]]:
-    """Return the sort key of a candidate: torch's DataParallel first, then the engine's schedules, then the rest."""
+    """Return the sort key that puts torch.nn.DataParallel first, then the engine's schedules, then other strategies."""
     case = row.case
     roles = [Role.WRAPPER, Role.ENGINE]
     role = case.traits.role
@@ -229,16 +242,16 @@ def _rank(row: Row) -> tuple[int, tuple[int, str]]:
 
 
 SMALLEST = 0.02
-"""The fraction of a step below which a finding is not shown."""
+"""The least cost of a finding that is shown, as a fraction of the step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """The evidence of a rule: a clause that states the problem, the numbers behind it, and the cost of the problem.
+    """The evidence of a problem that a rule found.
 
-    `size_s` is in seconds per step. If `measured`, `size_s` is the measured gain of a change. Otherwise it is an upper
-    bound: the total cost of the problem, which is the most that a remedy can save. `size_s` is None if the problem
-    costs memory but no time.
+    `says` is a clause that states the problem, `numbers` a text with the figures behind it. `size_s` is the cost of the
+    problem in seconds per step; it is None if the problem costs memory but no time. If `measured`, the cost is the
+    measured gain of another case. Otherwise it is an upper bound of the time that a remedy can save.
     """
 
     says: str
@@ -249,7 +262,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Missing:
-    """A question that a rule could not answer, with the options that would answer it."""
+    """A question that a rule could not answer, as text with the command-line options that would answer it."""
 
     what: str
 
@@ -259,10 +272,12 @@ Judgement = Evidence | Missing | None
 
 @dataclass(frozen=True, kw_only=True)
 class FindingRule:
-    """One cause of lost time in data parallelism, and its remedy.
+    """The rule for one problem of data parallelism, and its remedy.
 
-    `switches` (switch -> positions) and `roles` (of strategies) identify the cases of the same work that apply the
-    remedy. If such cases were measured, their gain is shown; otherwise `needs` gives the options that measure them.
+    `when` returns evidence if a case has the problem, `Missing` if the run lacks measurements, and otherwise None.
+    `switches` maps the switches of schedules to the positions that apply the remedy. `roles` has the roles of the
+    strategies that apply it. If such cases were measured on the same work, a finding shows their gain. Otherwise it
+    shows `needs`, the command-line options that measure them.
     """
 
     name: str
@@ -275,7 +290,10 @@ class FindingRule:
 
 @dataclass(frozen=True, kw_only=True)
 class Cure:
-    """A case that applies a remedy, compared with the diagnosed case: speed ratio, seconds saved, and verdict."""
+    """A measured case that applies a remedy, compared with the diagnosed case.
+
+    `ratio` is the speed ratio, above 1 if this case is faster. `gain_s` is the time saved in seconds per step.
+    """
 
     row: Row
     ratio: Estimate
@@ -285,7 +303,11 @@ class Cure:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A problem that a rule found: its evidence, its size as a fraction of the step, and its measured remedies."""
+    """A problem that a rule found in the diagnosed case.
+
+    `row` is the row of this case, with its `labels`. `share` is the cost of the problem as a fraction of the step, 0 if
+    it costs no time. `cures` are the measured cases that apply the rule's remedy, the fastest first.
+    """
 
     rule: FindingRule
     row: Row

@@ -1,4 +1,4 @@
-"""Scale: findings about imbalance, the number of devices, the size and split of the batch, and faster alternatives."""
+"""Scale: the rules about imbalance, the number of devices, the size and split of the batch, and faster cases."""
 
 from __future__ import annotations
 
@@ -21,11 +21,15 @@ from dpbench.records.trial import Estimate
 from dpbench.records.words import NOT_ENOUGH, REMEDY, count, duration, exact, number, percent, size, time, times, verb
 
 LEVEL = 1.1
-"""The ratio of device 0's memory to the others' up to which the devices count as balanced."""
+"""The largest ratio of device 0's memory to the other devices' mean at which the devices count as balanced."""
 
 
 def _busy(context: CaseContext) -> Judgement:
-    """Find that device 0 is busy longer than the others."""
+    """Return evidence on the additional busy time of device 0; None if the busy times of the devices are unknown.
+
+    The cost is the time that an equal split of this additional work over all devices would save. Return `Missing` if
+    there are not enough rounds.
+    """
     row = context.row
     if row.imbalance is None or len(row.busy) < 2:
         return None
@@ -38,14 +42,15 @@ def _busy(context: CaseContext) -> Judgement:
         return _doubted("whether device 0 is busier than the others")
     value, low, high = ((ratio - 1) * rest * factor for ratio in (e.value, e.low, e.high))
     return Evidence(
-        says=f"device 0 is busy {times(row.imbalance)} as long as the others",
-        numbers=f"{time(row.busy.get(0, 0.0))} per step against {time(rest)} ({row.busy_source})",
+        says=f"device 0 is busy {times(row.imbalance)} as long as the others on average",
+        numbers=f"device 0 is busy for {time(row.busy.get(0, 0.0))} per step, the others for {time(rest)} on average "
+        f"({row.busy_source})",
         size_s=Estimate(value, low, high, e.n, signed=True),
     )
 
 
 def _memory(context: CaseContext) -> Judgement:
-    """Find that device 0 needs the most memory: this costs no time but limits the batch size."""
+    """Return evidence if device 0 uses clearly more memory than the others, which limits the batch size; else None."""
     row = context.row
     if row.memory_imbalance is None or row.memory_imbalance <= LEVEL:
         return None
@@ -55,16 +60,17 @@ def _memory(context: CaseContext) -> Judgement:
         for one in context.rivals()
         if one.memory_imbalance is not None and one.memory_imbalance < row.memory_imbalance - 0.05
     ]
-    measured = f"; measured here: {', '.join(lighter)}" if lighter else ""
+    measured = f"; lower ratios measured in this run: {', '.join(lighter)}" if lighter else ""
     return Evidence(
         says=f"device 0 uses {number(row.memory_imbalance)}× the memory of the others, so it runs out of memory first",
-        numbers=f"{size(row.memory[0])} against {size(sum(others) / len(others))} ({row.memory_source}){measured}",
+        numbers=f"{size(row.memory[0])} on device 0, {size(sum(others) / len(others))} on average on the others "
+        f"({row.memory_source}){measured}",
         size_s=None,
     )
 
 
 def _oversubscribed(context: CaseContext) -> Judgement:
-    """Find that there are more logical devices than cores, so that devices take turns."""
+    """Return evidence if there are more logical CPU devices than cores, so that devices take turns; else None."""
     if not context.oversubscribed:
         return None
     most = len(context.case.rows)
@@ -78,30 +84,36 @@ def _oversubscribed(context: CaseContext) -> Judgement:
 
 
 def _all_cores(context: CaseContext) -> Judgement:
-    """Find that one device with all cores does the same work faster."""
+    """Return the gain of one CPU device that uses all cores on the same work, as evidence.
+
+    Return `Missing` if this gain was not measured well enough, and None if the devices are not CPU devices.
+    """
     if context.case.device_kind != "cpu":
         return None
     rival = context.all_cores()
     if rival is None:
-        return Missing("whether one device with all cores is faster (--strategies single_all_cores)")
+        return Missing("whether one device with all cores is faster (measure it with --strategies single_all_cores)")
     return _against(context, rival, "without data parallelism, one device with all cores")
 
 
 def _doubted(question: str) -> Missing:
-    """Return a question that is left open because there are not enough rounds."""
+    """Return the question, such as "whether ddp is faster", as one that needs more rounds for an answer."""
     return Missing(f"{question} ({NOT_ENOUGH}: {REMEDY} would help)")
 
 
 def _against(context: CaseContext, rival: Row, name: str) -> Evidence | Missing:
-    """Return the measured gain of another case of the same work as evidence."""
+    """Return the measured gain of `rival` over the diagnosed case as evidence; the text calls the rival `name`.
+
+    Return `Missing` if there are not enough rounds.
+    """
     assert rival.step is not None
     ratio = stats.ratio(context.row.series, rival.series)
     if ratio.doubt or rival.step.doubt:
         return _doubted(f"whether {name} is faster")
-    speedup = f"; {times(rival.speedup)} over one device" if rival.speedup else ""
+    speedup = f"; its speed-up over one device is {times(rival.speedup)}" if rival.speedup else ""
     return Evidence(
         says=f"{name} is {times(ratio)} as fast",
-        numbers=f"{duration(rival.step)} per step against {time(context.step_s)}{speedup}",
+        numbers=f"{duration(rival.step)} per step instead of {time(context.step_s)}{speedup}",
         size_s=stats.difference(context.row.series, rival.series),
         measured=True,
     )
@@ -112,17 +124,20 @@ def _ddp(context: CaseContext) -> Judgement:
         return None
     rival = next((row for row in context.rivals() if row.case.traits.role is Role.CONTROL), None)
     if rival is None:
-        return Missing("whether DistributedDataParallel is faster (--strategies ddp)")
+        return Missing("whether DistributedDataParallel is faster (measure it with --strategies ddp)")
     return _against(context, rival, "DistributedDataParallel")
 
 
 def _schedules(context: CaseContext) -> Judgement:
-    """Find the gain of the fastest schedule that is verified without a tolerance."""
+    """Return the gain of the fastest measured schedule that is verified without a tolerance, as evidence.
+
+    Return `Missing` if this gain was not measured well enough, and None for strategies with one process per device.
+    """
     if not context.engine:
         return None
     rivals = [row for row in context.rivals() if row.case.traits.scheduled and _exact(row.case.schedule)]
     if not rivals:
-        return Missing("whether another schedule is faster (--schedules fastest, or --ladder)")
+        return Missing("whether another schedule is faster (measure with --schedules fastest, or --ladder)")
     best = min(rivals, key=lambda row: (row.doubt is not None, row.step.value if row.step else 0.0))
     return _against(context, best, f"the schedule {strategy(best.case)}")
 
@@ -132,10 +147,11 @@ def _exact(text: str) -> bool:
 
 
 def _small(context: CaseContext) -> Judgement:
-    """Find that one device's share of the batch is too small.
+    """Return evidence on whether one device's share of the batch is too small to use the device well.
 
-    The share is too small if one device takes longer for it than 1/n of its step for the whole batch, where n is the
-    number of devices.
+    With n devices, the cost is the step time of one device on its share, minus 1/n of its step time on the whole batch.
+    Return `Missing` if one of these times was not measured. Return None if the batch does not split evenly, or if the
+    replicas share a GPU.
     """
     share, rest = divmod(context.case.batch_size, context.case.devices)
     whole, part = context.single(), None if rest else context.single(share)
@@ -144,7 +160,7 @@ def _small(context: CaseContext) -> Judgement:
     if whole is None or part is None or whole.step is None or part.step is None:
         lacking = context.case.batch_size if whole is None else share
         few = f"{count(share, 'sample')} per device {verb(share, 'is', 'are')} too few"
-        return Missing(f"whether {few} (--strategies single --batch-sizes {lacking})")
+        return Missing(f"whether {few} (measure it with --strategies single --batch-sizes {lacking})")
     most = context.case.devices
     ideal = whole.step.value / most
     if whole.step.doubt or part.step.doubt:
@@ -152,7 +168,7 @@ def _small(context: CaseContext) -> Judgement:
     samples = f"{count(share, 'sample')} per device {verb(share, 'is', 'are')} too few"
     return Evidence(
         says=f"{samples}: one device takes {time(part.step.value)} for {verb(share, 'it', 'them')}; "
-        f"ideal scaling would take {time(ideal)}",
+        f"with perfect scaling it would take {time(ideal)}",
         numbers=f"one device takes {time(whole.step.value)} for {count(context.case.batch_size, 'sample')}; with "
         f"1/{most} of the batch, its step is faster by a factor of only "
         f"{number(whole.step.value / part.step.value)}",
@@ -161,14 +177,19 @@ def _small(context: CaseContext) -> Judgement:
 
 
 def _bigger(context: CaseContext) -> Judgement:
-    """Find that a bigger batch on the same devices takes less time per sample."""
+    """Return evidence on the time per sample with the best bigger batch on the same devices.
+
+    Return `Missing` if no bigger batch was measured, or if there are not enough rounds.
+    """
     others = [
         row
         for row in context.rows.values()
         if row.case.batch_size > context.case.batch_size and row is context.other(batch_size=row.case.batch_size)
     ]
     if not others:
-        return Missing("whether a bigger batch scales better (--batch-per-device, or more --batch-sizes)")
+        return Missing(
+            "whether a bigger batch scales better (measure it with --batch-per-device, or with more --batch-sizes)"
+        )
     best = max(others, key=lambda row: row.throughput.value if row.throughput else 0.0)
     assert best.step is not None
     if best.step.doubt:
@@ -178,15 +199,15 @@ def _bigger(context: CaseContext) -> Judgement:
     return Evidence(
         says=f"with a batch of {best.case.batch_size}, the time per {count(context.case.batch_size, 'sample')} is "
         f"{time(best.step.value * work)}",
-        numbers=f"against {time(context.step_s)}; the speed-up over one device is {its} at batch "
-        f"{best.case.batch_size}, {mine} at batch {context.case.batch_size}",
+        numbers=f"with a batch of {context.case.batch_size}, a step takes {time(context.step_s)}; the speed-up over "
+        f"one device is {its} at batch {best.case.batch_size} and {mine} at batch {context.case.batch_size}",
         size_s=stats.difference(context.row.series, scaled(best.series, work)),
         measured=True,
     )
 
 
 def _uneven(context: CaseContext) -> Judgement:
-    """Find that the batch does not split evenly, so that all devices wait for the one with the most samples."""
+    """Return evidence if the devices' shares of the batch differ, so that all wait for the largest share; else None."""
     rows, most, batch = context.case.rows, context.case.devices, context.case.batch_size
     if len(rows) == most and len(set(rows)) == 1:
         return None
@@ -204,22 +225,26 @@ def _uneven(context: CaseContext) -> Judgement:
 
 
 def _diminishing(context: CaseContext) -> Judgement:
-    """Find that the devices added last gave less than the ideal gain."""
+    """Return evidence on the gain of the devices added last, compared with the ideal gain.
+
+    The cost is the step time minus the step time that the ideal gain would give. Return `Missing` if the gain was not
+    measured well enough. Return None for up to two devices, replicas that share a GPU, and emulated devices.
+    """
     if context.case.devices <= 2 or context.case.placement == "colocated" or context.case.device_kind == "emulated":
         return None
     fewer = context.fewer()
     if fewer is None or fewer.step is None:
-        return Missing("the gain from the last devices (--devices 2,4 and so on)")
+        return Missing("the gain from the devices added last (measure it with --devices 2,4 and so on)")
     most, before = context.case.devices, fewer.case.devices
     work = context.case.batch_size / fewer.case.batch_size
     gained = stats.ratio(scaled(fewer.series, work), context.row.series)
     if gained.doubt:
-        return _doubted(f"the gain from the devices beyond {before}")
+        return _doubted(f"the gain from more than {before} devices")
     serial = sum(seconds for name, seconds in context.row.phases.items() if name not in COMPUTE)
     single = context.single()
     bound = (
-        f"; even if forward and backward took no time, {devices(context.case)} would give "
-        f"{number(single.step.value / serial)}×"
+        f"; even if forward and backward took no time, {devices(context.case)} would give only "
+        f"{number(single.step.value / serial)}× over one device"
         if single and single.step and not single.step.doubt and serial
         else ""
     )
@@ -234,8 +259,8 @@ def _diminishing(context: CaseContext) -> Judgement:
 RULES = (
     FindingRule(
         name="imbalance", when=_busy,
-        remedy="take work off device 0: the loss (local_loss), the update (zero1), or rows of the batch (TrainStep's "
-        "chunk_sizes)",
+        remedy="move work from device 0 to the others: the loss (local_loss), the update (zero1), or rows of the batch "
+        "(TrainStep's chunk_sizes)",
         switches={"loss": ("local",), "update": ("each", "sharded")}, roles=(Role.CONTROL,),
         needs="--schedules local_loss,zero1 --strategies dp,ddp",
     ),
@@ -256,7 +281,7 @@ RULES = (
         name="small share", when=_small, remedy="give each device more samples: a bigger batch, or fewer devices",
         needs="--batch-per-device",
     ),
-    FindingRule(name="bigger batch", when=_bigger, remedy="train with the bigger batch, if the training allows it"),
+    FindingRule(name="bigger batch", when=_bigger, remedy="use the bigger batch, if the training converges with it"),
     FindingRule(name="uneven", when=_uneven, remedy="choose a batch size that is a multiple of the number of devices"),
     FindingRule(
         name="diminishing", when=_diminishing,

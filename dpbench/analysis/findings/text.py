@@ -1,4 +1,4 @@
-"""Text: render a diagnosis as plain text: the answer, the findings by size, then the questions left open."""
+"""Text: render a diagnosis as plain text: the answer, the findings from largest to smallest, and open questions."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ if TYPE_CHECKING:
 
 WIDTH = 100
 CURES = 2
-"""The number of measured cases that a finding names, the fastest first."""
+"""The largest number of measured cases that a finding names as remedies, the fastest first."""
 NOTHING = "Nothing to explain: no case with several devices has a verified result in this run."
 NOTE = (
-    "Sizes are seconds per step with 95% intervals. 'At most' marks the total cost of a problem; such bounds overlap "
-    "and do not add up. Findings below 2% of the step, and those whose interval includes 0, are left out."
+    "Sizes are seconds per step with 95% intervals. 'Costs at most' marks an upper bound, the total cost of a "
+    "problem; these bounds overlap and do not add up. Findings below 2% of the step, and those whose interval "
+    "includes 0, are left out."
 )
 
 
 def render(diagnoses: Sequence[Diagnosis], rows: Sequence[Row] = ()) -> str:
-    """Return all diagnoses as text, followed by the cases of the run without a result, each with the reason."""
+    """Return all diagnoses as text, followed by the cases in `rows` that have no result, each with the reason."""
     explained = ["\n".join(_lines(one)) for one in diagnoses] or [NOTHING]
     lost = [f"No result: {label(row.case)}: {_lost(row)}" for row in rows if row.step is None]
     return "\n\n".join([*explained, *([textwrap.fill(NOTE, WIDTH)] if diagnoses else []), *lost])
@@ -57,7 +58,7 @@ def _filled(start: str, text: str, hang: int = 0) -> str:
 
 
 def headline(finding: Finding) -> str:
-    """Return a finding and its size as one clause."""
+    """Return one clause with the problem of a finding and its cost, in seconds and as a share of the step."""
     size = finding.evidence.size_s
     if size is None:
         return f"{finding.evidence.says} (costs memory, not time)"
@@ -66,7 +67,11 @@ def headline(finding: Finding) -> str:
 
 
 def parts(finding: Finding) -> list[tuple[str, str]]:
-    """Return the evidence, the remedy and the remedy's measured gain as pairs of a title and a text."""
+    """Return pairs (title, text): the evidence, the remedy, and the remedy's measured gain or how to measure it.
+
+    The last pair is left out if the evidence itself is a measured gain, or if the rule names no case that applies the
+    remedy.
+    """
     found = [("evidence", finding.evidence.numbers), ("remedy", finding.rule.remedy)]
     if finding.evidence.measured or not (finding.rule.switches or finding.rule.roles):
         return found
@@ -77,7 +82,7 @@ def parts(finding: Finding) -> list[tuple[str, str]]:
 
 
 def _cure(cure: Cure) -> str:
-    """Return the gain of a case with the remedy as text; that case may also differ in other ways."""
+    """Return, as text, the name of a case that applies the remedy and its speed relative to the diagnosed case."""
     name = strategy(cure.row.case)
     if cure.ratio.doubt:
         return f"{name}: {NOT_ENOUGH}"
@@ -88,14 +93,14 @@ def _cure(cure: Cure) -> str:
 
 
 def strategy(case: Case) -> str:
-    """Return the name of a case's strategy, with its schedule."""
+    """Return the name of a case's strategy, with the short name of its schedule in brackets if it has one."""
     if case.traits.all_cores:
         return "one device with all cores"
     return f"{case.strategy}[{short(case.schedule)}]" if case.schedule else case.strategy
 
 
 def devices(case: Case) -> str:
-    """Return the number and the kind of a case's devices as text."""
+    """Return the number and the kind of a case's devices as text, such as "4 GPUs"."""
     if case.placement == "colocated":
         return f"{words.count(case.devices, 'replica')} sharing one GPU"
     noun = {"cpu": "logical CPU device", "cuda": "GPU"}.get(case.device_kind, f"{case.device_kind} device")

@@ -1,4 +1,7 @@
-"""Devices: return the devices for users' ids, which are torch's ids, "cpu" repeated, or "emulated:0", "emulated:1"."""
+"""Devices: convert the device ids of users to devices.
+
+Ids are torch's ids of GPUs, "cpu" once for each logical CPU device, or "emulated:0", "emulated:1" and so on.
+"""
 
 from __future__ import annotations
 
@@ -14,24 +17,24 @@ from dpbench.hardware.devices.host import CpuDevice, EmulatedDevice
 
 DeviceId = int | str | torch.device
 Devices = Sequence[Device | DeviceId]
-"""The argument type of the engine's functions: devices, or ids for `resolve`."""
+"""The type of the argument `devices` of the engine's functions: devices, or ids that `resolve` accepts."""
 
 
 def as_devices(devices: Devices) -> list[Device]:
-    """Return the devices unchanged, or the devices for the ids."""
+    """Return `devices` as a list; if they are ids, `resolve` converts them to devices."""
     given: list[Any] = list(devices)
     return given if given and hasattr(given[0], "put") else resolve(given)
 
 
 def resolve(device_ids: Sequence[DeviceId] | None) -> list[Device]:
-    """Return one device per id; None means every GPU, and gives an empty list without GPUs.
+    """Return one device per id; None means all GPUs, so the list is empty on a machine without a GPU.
 
-    An id is the index of a GPU, a torch.device, or the name of a device. A GPU that is listed twice runs colocated
-    replicas. "cpu" may be repeated any number of times. "emulated:1" is the device of tensors on "lazy:1". Ids of other
-    kinds, or of several kinds, raise ValueError.
+    An id is the index of a GPU, a torch.device, or the name of a device. If a GPU is listed several times, its replicas
+    are colocated. Each "cpu" is one logical CPU device. "emulated:1" is the emulated device whose tensors report the
+    device "lazy:1". Raises ValueError for ids of an unknown kind, ids of different kinds, and GPUs that do not exist.
     """
     if isinstance(device_ids, DeviceId):
-        raise ValueError(f"device_ids must be a list such as [{device_ids!r}], got {device_ids!r}")
+        raise ValueError(f"device_ids must be a list of ids, but is {device_ids!r}; give [{device_ids!r}]")
     if device_ids is None:
         device_ids = range(torch.cuda.device_count())
     parsed = [_parse(i) for i in device_ids]
@@ -49,7 +52,7 @@ def resolve(device_ids: Sequence[DeviceId] | None) -> list[Device]:
 
 
 def _parse(device_id: DeviceId) -> torch.device:
-    """Return the torch.device of an id; an integer is the index of a GPU."""
+    """Return the torch.device of an id: an integer is the index of a GPU, and "emulated:1" means "lazy:1"."""
     if isinstance(device_id, int):
         return torch.device("cuda", device_id)
     name = str(device_id)
@@ -57,7 +60,7 @@ def _parse(device_id: DeviceId) -> torch.device:
 
 
 def _emulated(ordinals: Sequence[int]) -> list[Device]:
-    """Return emulated devices; devices with the same ordinal share one memory."""
+    """Return one emulated device per ordinal; devices with the same ordinal share one memory."""
     return [
         cast(Device, EmulatedDevice(index, ordinal, shares_memory=ordinal in ordinals[:index]))
         for index, ordinal in enumerate(ordinals)
@@ -65,21 +68,28 @@ def _emulated(ordinals: Sequence[int]) -> list[Device]:
 
 
 def _ordinal(device: torch.device) -> int:
-    """Return a GPU's index; for "cuda", that of the current GPU. Raises ValueError for a GPU that does not exist."""
+    """Return the index of the GPU `device`; "cuda" without an index means the current GPU.
+
+    Raises ValueError if this GPU does not exist.
+    """
     count = torch.cuda.device_count()
     if count == 0:
-        raise ValueError(f"device_ids names {device}, but torch sees no GPU here; use 'cpu' for logical CPU devices")
+        raise ValueError(
+            f"device_ids contains {device}, but torch finds no GPU on this machine; use 'cpu' for logical CPU devices"
+        )
     ordinal = torch.cuda.current_device() if device.index is None else device.index
     if not 0 <= ordinal < count:
-        raise ValueError(f"device_ids names cuda:{ordinal}, but torch sees {count} GPU(s): 0 to {count - 1}")
+        raise ValueError(
+            f"device_ids contains cuda:{ordinal}, but torch finds {count} GPU(s); use indices from 0 to {count - 1}"
+        )
     return ordinal
 
 
 def _cuda(ordinals: Sequence[int], *, shared_stream: bool = False, own_processes: bool = False) -> list[Device]:
-    """Return a device per replica.
+    """Return one CUDA device per replica; replica i uses the GPU `ordinals[i]`.
 
-    A replica that is not the first on its GPU has its own stream, unless `shared_stream` is true. `own_processes` means
-    that each device is used in a separate process, with a separate allocator.
+    A replica that is not the first on its GPU has its own stream, unless `shared_stream` is True. `own_processes` means
+    that each device is used in a separate process, with a separate memory allocator.
     """
     devices = []
     for index, ordinal in enumerate(ordinals):
@@ -99,24 +109,25 @@ def open_devices(
     shared_stream: bool = False,
     own_processes: bool = False,
 ) -> list[Device]:
-    """Return `count` devices of a kind; the threads of each logical CPU device are bound to one core.
+    """Return `count` devices of `kind`, which is "cpu", "cuda" or "emulated".
 
-    Placement "spread" takes the first `count` of `ids` (or of all GPUs); "colocated" puts all replicas on the first.
-    `own_processes` means that each device is used in a separate process. Raises ValueError if this machine has fewer
-    devices.
+    Each logical CPU device has one core, to which its threads are bound. Placement "spread" uses the first `count` of
+    `ids`, or of all devices if `ids` is empty. Placement "colocated" puts all replicas on one GPU or emulated device.
+    With `shared_stream`, colocated replicas share one stream. `own_processes` means that each device is used in a
+    separate process. Raises ValueError for an unknown kind, or if there are too few GPUs.
     """
     if kind == "cpu":
         return [cast(Device, CpuDevice(index, core=index)) for index in range(count)]
     if kind == "emulated":
         return _emulated([0] * count if placement == "colocated" else list(ids[:count]) or list(range(count)))
     if kind != "cuda":
-        raise ValueError(f"unknown device kind {kind!r}; known: cpu, cuda, emulated")
+        raise ValueError(f"unknown device kind {kind!r}; the known kinds are cpu, cuda and emulated")
     available = list(ids) or list(range(torch.cuda.device_count()))
     wanted = available[:1] * count if placement == "colocated" else available[:count]
     if len(wanted) < count:
         raise ValueError(
-            f"{count} devices are required, but there are {len(available)} GPU(s)"
-            + ("; --placement colocated lets replicas share one" if available else "; use --device-kind cpu")
+            f"{count} devices are required, but only {len(available)} GPU(s) are available"
+            + ("; use --placement colocated to put all replicas on one GPU" if available else "; use --device-kind cpu")
         )
     return _cuda(
         [_ordinal(torch.device("cuda", i)) for i in wanted], shared_stream=shared_stream, own_processes=own_processes

@@ -1,9 +1,9 @@
 """Emulated tensors: wrappers of ordinary tensors that report the device `lazy:i`, and whose bytes are counted.
 
-torch's lazy backend has a device type, but no kernels until it is started. The kernels registered here, two that
-allocate and one that copies, suffice for factories, `.to("lazy:0")` and ops that allocate, in every thread and without
-any mode. All other ops have an EmulatedTensor among their arguments, so that torch calls `_dispatch`, which checks
-devices as CUDA would, and runs the op on the wrapped tensors.
+torch has a device type for its lazy backend, but no kernels until the backend is started. This module registers three
+kernels, two that allocate and one that copies. They suffice for factories, `.to("lazy:0")` and ops that allocate, in
+every thread and without a context manager. All other ops have an EmulatedTensor among their arguments. For these ops,
+torch calls `_dispatch`, which checks devices as CUDA would, and runs the op on the wrapped tensors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 LAZY = "lazy"
-"""The device type that emulated tensors report. For it, as for the CPU, autograd runs in the calling thread."""
+"""The device type that emulated tensors report. For this type, as for the CPU, backward runs in the calling thread."""
 
 aten = torch.ops.aten
 ANY_DEVICE = {aten.copy_.default, aten._to_copy.default}
@@ -34,14 +34,17 @@ HOST_ARGUMENTS = {
     aten._pack_padded_sequence.default,
     aten._pack_padded_sequence_backward.default,
 }
-"""Ops that accept indices or lengths on the host, as on a GPU."""
+"""Ops that, as on a GPU, accept indices or lengths on the host although their other tensors are on a device."""
 
 
 SPARSE = torch._C.DispatchKeySet(torch._C.DispatchKey.SparseCPU)
 
 
 class EmulatedTensor(torch.Tensor):
-    """A tensor on `lazy:i`; `held` is the wrapped tensor: on the host, or on `meta`, which stores no values."""
+    """A tensor that reports the device `lazy:i` and wraps the tensor `held`.
+
+    `held` is on the host, or on the device `meta`, which stores no values.
+    """
 
     held: torch.Tensor
     __torch_function__: Any = torch._C._disabled_torch_function_impl  # do not convert results to the subclass
@@ -50,7 +53,10 @@ class EmulatedTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run an op on the wrapped tensors. In inference mode composite ops arrive here too, and are decomposed."""
+        """Run an op on the wrapped tensors.
+
+        In inference mode, torch passes composite ops to this method too; they are decomposed into other ops first.
+        """
         if torch.is_inference_mode_enabled():
             result = func.decompose(*args, **(kwargs or {}))
             if result is not NotImplemented:
@@ -59,22 +65,26 @@ class EmulatedTensor(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """Return the tensor without its autograd history, as torch does."""
+        """Return a tensor that shares the values but has no autograd history, as `torch.Tensor.data` does."""
         return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        """Set shape and values; torch alone would set the shape but not the values."""
+        """Replace the shape and the wrapped tensor by those of `value`; torch's setter would replace only the shape."""
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         self.held = _held(value)
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.device]:
-        """Mark the class as a wrapper: `module.to` then swaps tensors, which preserves tied weights and optimizers."""
+        """Return the name of the attribute with the wrapped tensor, and the device.
+
+        torch treats a class with this method as a wrapper: `module.to` then swaps tensors, which keeps tied weights
+        tied and optimizers valid.
+        """
         return ["held"], self.device
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, torch.Tensor], device: Any, size: Any, stride: Any) -> EmulatedTensor:
-        """Undo `__tensor_flatten__`."""
+        """Return the emulated tensor from the parts that `__tensor_flatten__` names; `size` and `stride` are unused."""
         return wrap(inner["held"], device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EmulatedTensor:
@@ -97,19 +107,25 @@ class EmulatedTensor(torch.Tensor):
         return f"Parameter containing:\n{text}" if isinstance(self, torch.nn.Parameter) else text
 
     def type(self, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
-        """Return the type's name, or cast. The name of a sparse type is composed here, because torch has none."""
+        """Return the name of the tensor's type if `dtype` is None; otherwise return the tensor converted to `dtype`.
+
+        This method composes the name of a sparse type, because torch has no name for sparse tensors on this device.
+        """
         if dtype is None and self.is_sparse:
             return self.held.type().replace("torch.", f"torch.{LAZY}.")
         return super().type(dtype, non_blocking, **kwargs)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """With `force`, return a copy on the host. Otherwise raises TypeError, as for a tensor on a GPU."""
+        """Return a numpy array with a copy of the values if `force` is True.
+
+        Raises TypeError if `force` is False, as for a tensor on a GPU.
+        """
         if force:
             return self.detach().cpu().numpy()
         raise TypeError(f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy it first.")
 
     def tolist(self) -> Any:
-        """Return the values as nested lists."""
+        """Return the values as nested lists; for a 0-dim tensor, return the number."""
         return self.detach().cpu().tolist()
 
     def __format__(self, spec: str) -> str:
@@ -117,7 +133,7 @@ class EmulatedTensor(torch.Tensor):
 
 
 def wrap(inner: torch.Tensor, device: torch.device) -> EmulatedTensor:
-    """Return an emulated tensor on `device` that wraps `inner`, whose memory counts for the device from now on."""
+    """Return an emulated tensor on `device` that wraps `inner`; the bytes of `inner` then count for `device`."""
     if inner.is_conj() or inner.is_neg():  # torch cannot see these bits of a tensor inside a wrapper
         inner = inner.resolve_conj().resolve_neg()
     geometry: dict[str, Any]
@@ -137,7 +153,7 @@ def wrap(inner: torch.Tensor, device: torch.device) -> EmulatedTensor:
 
 
 def _rebuild(inner: torch.Tensor, device: torch.device, requires_grad: bool, rest: dict[str, Any]) -> EmulatedTensor:
-    """Return the tensor from its pickled parts."""
+    """Return an emulated tensor from its pickled parts; `rest` has the other attributes by name."""
     install()
     tensor = wrap(inner, device)
     tensor.__dict__.update(rest)
@@ -150,7 +166,7 @@ _counters: list[list[int]] = []
 
 
 def set_home(device: torch.device) -> torch.device:
-    """Make new emulated tensors wrap tensors of `device` (cpu or meta); return the device used before."""
+    """Make emulated tensors created from now on wrap tensors on `device`, cpu or meta; return the previous device."""
     global _home
     before, _home = _home, device
     return before
@@ -158,7 +174,10 @@ def set_home(device: torch.device) -> torch.device:
 
 @functools.cache
 def install() -> torch.library.Library:
-    """Register kernels for the lazy backend, until the process ends; return their library."""
+    """Register the kernels for the lazy backend until the process ends; return the library that contains them.
+
+    Only the first call registers the kernels; later calls return the same library.
+    """
     library = torch.library.Library("aten", "IMPL")
     library.impl("empty.memory_format", _empty, LAZY.capitalize())
     library.impl("empty_strided", _empty_strided, LAZY.capitalize())
@@ -167,24 +186,27 @@ def install() -> torch.library.Library:
 
 
 def _empty(size: Any, *, device: Any, dtype: Any = None, memory_format: Any = None, **_: Any) -> torch.Tensor:
-    """Return a new tensor on an emulated device."""
+    """Return a new emulated tensor with undefined values: the kernel of aten::empty."""
     kept = {} if memory_format is None else {"memory_format": memory_format}
     return wrap(torch.empty(size, dtype=dtype, device=_home, **kept), _numbered(device))
 
 
 def _empty_strided(size: Any, stride: Any, *, device: Any, dtype: Any = None, **_: Any) -> torch.Tensor:
-    """Return a new tensor with these strides on an emulated device."""
+    """Return a new emulated tensor with these strides and undefined values: the kernel of aten::empty_strided."""
     return wrap(torch.empty_strided(size, stride, dtype=dtype, device=_home), _numbered(device))
 
 
 def _copy_from(source: torch.Tensor, target: EmulatedTensor, non_blocking: bool = False) -> torch.Tensor:
-    """Copy for `torch.tensor`, in which torch has disabled tensor subclasses."""
+    """Copy `source` into `target`, and return `target`: the kernel of aten::_copy_from.
+
+    torch calls this kernel within `torch.tensor`, where tensor subclasses are disabled.
+    """
     _held(target).copy_(_held(source))
     return target
 
 
 def _numbered(device: Any) -> torch.device:
-    """Return the device with an index; a device without an index gets index 0."""
+    """Return `device` with an index; the index is 0 if `device` has none."""
     device = torch.device(device)
     return device if device.index is not None else torch.device(device.type, 0)
 
@@ -193,7 +215,7 @@ def _numbered(device: Any) -> torch.device:
 def counting() -> Iterator[list[int]]:
     """Yield a list to which each operator on emulated tensors, in any thread, appends the bytes that it copies.
 
-    The bytes are those copied between two devices; 0 for every operator that is not such a copy.
+    Only bytes copied between two devices count: an operator that does not copy between devices appends 0.
     """
     found: list[int] = []
     _counters.append(found)
@@ -204,7 +226,7 @@ def counting() -> Iterator[list[int]]:
 
 
 def _copied_bytes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
-    """Return the bytes that an operator copies between two devices."""
+    """Return the bytes that an operator copies between two devices; 0 if it does not copy between devices."""
     if func is aten._to_copy.default:
         (source,), target = args, kwargs.get("device")
         return _bytes(source) if target is not None and _numbered(target) != source.device else 0
@@ -216,7 +238,7 @@ def _copied_bytes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> int
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of a tensor's values; of a sparse tensor, those of its indices and values."""
+    """Return the bytes of a tensor's values; for a sparse tensor, the bytes of its indices and values."""
     if tensor.layout is not torch.sparse_coo:
         return tensor.nbytes
     held = _held(tensor)
@@ -224,7 +246,7 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 def _dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Check the devices, run `func` on the wrapped tensors, and wrap new results."""
+    """Check the devices of the arguments, run `func` on the wrapped tensors, and wrap the tensors that it returns."""
     for counter in _counters if func.namespace != "prim" else ():  # prim's functions read a tensor's properties
         counter.append(_copied_bytes(func, args, kwargs))
     tensors = list(_tensors((*args, *kwargs.values())))
@@ -254,7 +276,11 @@ def _dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _check_devices(func: Any, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
-    """Raises RuntimeError if tensors are on different devices; 0-dim host tensors may be used with any device."""
+    """Raise RuntimeError if one of `tensors` is not on `device`.
+
+    0-dim tensors on the host are allowed with any device, as are host tensors in the ops of `HOST_ARGUMENTS`. The
+    copying ops of `ANY_DEVICE` are not checked.
+    """
     if func in ANY_DEVICE:
         return
     for tensor in tensors:
@@ -267,14 +293,18 @@ def _check_devices(func: Any, tensors: Sequence[torch.Tensor], device: torch.dev
 
 
 def _check_positions(func: Any, args: Sequence[Any]) -> None:
-    """Check a multi-tensor op: at each position of its lists, all tensors must be on the same device."""
+    """Raise RuntimeError if, at one position of the lists of a multi-tensor op, tensors are on different devices."""
     lists = [value for value in args if isinstance(value, list | tuple)]
     for tensors in zip(*(each for each in lists if isinstance(each[0], torch.Tensor)), strict=True):
         _check_devices(func, tensors, tensors[0].device)
 
 
 def _outside(tensor: torch.Tensor, known: dict[int, torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return the emulated tensor of an op's result: the argument that the op wrote to, or a new tensor."""
+    """Return the emulated tensor for a result of an op: the argument that the op wrote to, or a new tensor.
+
+    `tensor` is the result of running the op on wrapped tensors. `known` maps the id of each wrapped argument to the
+    argument.
+    """
     found = known.get(id(tensor))
     if found is None:
         return wrap(tensor, device)
@@ -284,12 +314,15 @@ def _outside(tensor: torch.Tensor, known: dict[int, torch.Tensor], device: torch
 
 
 def _held(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor on which an op runs: the wrapped tensor, or an ordinary tensor itself."""
+    """Return the wrapped tensor of an emulated tensor; return any other tensor unchanged."""
     return tensor.held if isinstance(tensor, EmulatedTensor) else tensor
 
 
 def _map(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Return a structure with `change` applied to the tensors among an op's arguments or results."""
+    """Return `value`, an argument or a result of an op, with `change` applied to every tensor in it.
+
+    `value` may be a nested list or tuple.
+    """
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, list | tuple):
@@ -298,7 +331,7 @@ def _map(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors among an op's arguments."""
+    """Yield the tensors in `value`, the arguments of an op, including those in nested lists and tuples."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple):
@@ -307,13 +340,13 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 class DeviceFull(torch.OutOfMemoryError):
-    """An emulated device would exceed its bound in bytes. `ordinal` is the device's number."""
+    """The error of an allocation that would exceed the limit of an emulated device; `ordinal` is the device's index."""
 
     ordinal: int | None = None
 
 
 class Ledger:
-    """Counts the bytes of the storages that exist on each device. All methods are thread-safe."""
+    """A count of the bytes of the tensor storages on each emulated device. All methods are thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # reentrant: a finalizer may run within any of these methods
@@ -323,9 +356,10 @@ class Ledger:
         self._bound: dict[torch.device, int] = {}
 
     def own(self, storage: torch.UntypedStorage, device: torch.device) -> None:
-        """Count a storage until it is freed; if it is already counted, update its size.
+        """Count the bytes of `storage` as bytes of `device` until the storage is freed.
 
-        Raises torch.OutOfMemoryError, and counts nothing, if the device would exceed its bound.
+        If the storage is counted already, update its size. Raises DeviceFull, a torch.OutOfMemoryError, and leaves the
+        count unchanged, if the device would exceed its limit.
         """
         key, size = id(storage), storage.nbytes()
         with self._lock:
@@ -334,7 +368,7 @@ class Ledger:
             if bound is not None and self._now[device] + size - (before or 0) > bound:
                 full = DeviceFull(
                     f"emulated device {device.index} has a total capacity of {bound} bytes, of which "
-                    f"{self._now[device]} are in use; tried to allocate {size - (before or 0)}"
+                    f"{self._now[device]} are in use; tried to allocate {size - (before or 0)} more bytes"
                 )
                 full.ordinal = device.index
                 raise full
@@ -346,7 +380,7 @@ class Ledger:
                 self._peak[device] = max(self._peak[device], self._now[device])
 
     def _free(self, key: int) -> None:
-        """Subtract a storage that was freed."""
+        """Subtract the bytes of a storage that was freed; `key` is the id of the storage."""
         with self._lock:
             device, size = self._owned.pop(key)
             self._now[device] -= size
@@ -357,19 +391,19 @@ class Ledger:
             return self._now[device]
 
     def peak(self, device: torch.device) -> int:
-        """Return the peak of bytes on `device` since the last `reset` or `take`."""
+        """Return the peak of the bytes allocated on `device` since the last `reset` or `take`."""
         with self._lock:
             return self._peak[device]
 
     def take(self, device: torch.device) -> int:
-        """Return the peak and reset it, in one atomic operation."""
+        """Return the peak of the bytes allocated on `device`, and reset the peak, in one atomic operation."""
         with self._lock:
             peak = self._peak[device]
             self._peak[device] = self._now[device]
             return peak
 
     def bind(self, device: torch.device, size: int | None) -> None:
-        """Limit the device to `size` bytes; None removes the limit."""
+        """Limit the bytes allocated on `device` to `size`; None removes the limit."""
         with self._lock:
             if size is None:
                 self._bound.pop(device, None)
@@ -377,10 +411,10 @@ class Ledger:
                 self._bound[device] = size
 
     def reset(self, device: torch.device) -> None:
-        """Reset the peak to the bytes that are allocated now."""
+        """Reset the peak of `device` to the bytes that are allocated now."""
         with self._lock:
             self._peak[device] = self._now[device]
 
 
 ledger = Ledger()
-"""The process has a single ledger, because storages may outlive the device objects that created them."""
+"""The ledger of all emulated devices; the process has only one, because storages may outlive device objects."""

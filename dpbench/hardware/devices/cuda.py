@@ -1,7 +1,7 @@
-"""CUDA devices: a GPU and a stream. The engine calls `torch.cuda` only through this package.
+"""CUDA devices: each is a GPU and a stream. The engine calls `torch.cuda` only through this package.
 
-Spread replicas use their GPU's current stream, as torch.nn.DataParallel does. Colocated replicas share one GPU and have
-separate streams, so that their kernels may overlap as far as the GPU allows.
+Spread replicas, one per GPU, use the current stream of their GPU, as torch.nn.DataParallel does. Colocated replicas
+share one GPU and by default have separate streams, so that their kernels may overlap as far as the GPU allows.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from dpbench.hardware.devices._many import copy_all
 class CudaDevice:
     """A GPU, or one stream of a GPU that several replicas share.
 
-    `ordinal` is the GPU's number in CUDA. `own_stream` gives the replica a separate stream. `shares_memory` is True if
-    a replica with a lower index already reports the memory of this GPU.
+    `ordinal` is the GPU's number in CUDA. `own_stream` gives the replica a new stream; without it, the replica uses the
+    current stream of the GPU. `shares_memory` is True if a replica with a lower index already reports the memory of
+    this GPU.
     """
 
     def __init__(self, index: int, ordinal: int, *, own_stream: bool = False, shares_memory: bool = False) -> None:
@@ -35,11 +36,14 @@ class CudaDevice:
 
     @property
     def stream(self) -> torch.cuda.Stream:
-        """Return this replica's own stream, or the stream that is current on its GPU in this thread."""
+        """Return this replica's own stream; if it has none, the stream that is current on its GPU in this thread."""
         return self._own or torch.cuda.current_stream(self.ordinal)
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy on this device's stream, after the work that is queued on the current stream of the source's GPU."""
+        """Return a new copy of `tensor` on this GPU, made on this device's stream.
+
+        The copy starts after the work that is queued on the current stream of the GPU that `tensor` is on.
+        """
         self._follow([tensor])
         with self.guard():
             copy = tensor.to(self.torch_device, non_blocking=True, copy=True)
@@ -47,7 +51,7 @@ class CudaDevice:
         return copy
 
     def clone(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copy all tensors, in one multi-tensor launch if source and copy are on the same GPU."""
+        """Return copies of `tensors` on this GPU, made in one kernel launch if `tensors` are already on this GPU."""
         self._follow(tensors)
         with self.guard():
             copies = [torch.empty_like(tensor, device=self.torch_device) for tensor in tensors]
@@ -56,7 +60,7 @@ class CudaDevice:
         return copies
 
     def guard(self) -> AbstractContextManager[Any]:
-        """Return a context manager that makes GPU and stream current.
+        """Return a context manager that makes this GPU and this device's stream current in the thread that enters it.
 
         The stream is looked up here, in the calling thread: in a new thread, the current stream is the default stream,
         not that of the thread which started the new one.
@@ -66,36 +70,42 @@ class CudaDevice:
         return _Entered(stack, (device, stream))
 
     def settle(self) -> None:
-        """Do nothing: a GPU has no core of the host to which threads could be bound."""
+        """Do nothing: no CPU core is assigned to a GPU."""
 
     def wait(self, other: Device) -> None:
-        """Make this device's stream wait for the other device's stream."""
+        """Make this device's stream wait for the stream of `other`, if `other` has a different stream."""
         stream = getattr(other, "stream", None)
         if stream is not None and stream != self.stream:
             self.stream.wait_stream(stream)
 
     def borrow(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Register this stream as a reader of the tensors, so that the allocator does not reuse their memory early."""
+        """Register this device's stream as a reader of `tensors`.
+
+        torch's allocator then does not reuse their memory before the work queued on this stream is done.
+        """
         for tensor in tensors:
             if tensor.is_cuda:
                 tensor.record_stream(self.stream)
 
     def event(self) -> Any:
-        """Queue a timing event on this device's stream."""
+        """Queue a timing event on this device's stream, and return the event."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(self.stream)
         return event
 
     def synchronize(self) -> None:
-        """Block the host until the whole GPU has finished."""
+        """Block the host until this GPU has finished the work on all its streams."""
         torch.cuda.synchronize(self.ordinal)
 
     def memory(self) -> int | None:
-        """Return the allocator's peak in bytes, or None if another replica already reports this GPU's memory."""
+        """Return the peak of allocated bytes, or None if another replica already reports this GPU's memory."""
         return None if self._shares_memory else torch.cuda.max_memory_allocated(self.ordinal)
 
     def take_peaks(self) -> dict[str, int]:
-        """Return the allocator's peaks since the last call, and reset them."""
+        """Return the peaks of allocated and reserved bytes since the last reset, and reset them.
+
+        The dict is empty if another replica already reports this GPU's memory.
+        """
         if self._shares_memory:
             return {}
         found = torch.cuda.memory_stats(self.ordinal)
@@ -103,7 +113,7 @@ class CudaDevice:
         return {kind: int(found.get(f"{kind}_bytes.all.peak", 0)) for kind in ("allocated", "reserved")}
 
     def reset_memory(self) -> None:
-        """Empty the allocator's cache and reset its peak."""
+        """Wait until the GPU has finished its work, empty torch's memory cache, and reset the memory peaks."""
         torch.cuda.synchronize(self.ordinal)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.ordinal)
@@ -114,7 +124,10 @@ class CudaDevice:
         return None not in ordinals and len(set(ordinals)) == len(ordinals) > 1
 
     def broadcast(self, tensors: Sequence[torch.Tensor], devices: Sequence[Device]) -> list[list[torch.Tensor]]:
-        """Copy to all GPUs in 10 MiB buffers, by NCCL where torch has it, as torch.nn.DataParallel does."""
+        """Return, for each of `devices`, the list of `tensors` on its GPU, copied as torch.nn.DataParallel does.
+
+        The tensors are copied in buffers of 10 MiB, by NCCL if torch has NCCL.
+        """
         copies = comm.broadcast_coalesced(list(tensors), [d.torch_device.index for d in devices])
         # torch's collectives return a complex tensor as pairs of reals
         return [
@@ -124,13 +137,16 @@ class CudaDevice:
         ]  # fmt: skip
 
     def reduce_add(self, tensors: Sequence[Sequence[torch.Tensor]], devices: Sequence[Device]) -> list[torch.Tensor]:
-        """Sum onto this GPU in 10 MiB buffers, by NCCL where torch has it."""
+        """Return the sums on this GPU: item k is the sum of `tensors[i][k]` over all devices i.
+
+        The tensors are summed in buffers of 10 MiB, by NCCL if torch has NCCL.
+        """
         real = [[torch.view_as_real(t) if t.is_complex() else t for t in one] for one in tensors]
         sums = comm.reduce_add_coalesced(real, self.ordinal)
         return [torch.view_as_complex(s) if t.is_complex() else s for s, t in zip(sums, tensors[0], strict=True)]
 
     def collectives(self, devices: Sequence[Device]) -> Collectives | None:
-        """Return NCCL's collectives on distinct GPUs, if torch has NCCL; otherwise None."""
+        """Return NCCL's collectives over `devices`; None if these are not distinct GPUs, or if torch has no NCCL."""
         if not self.can_collect(devices):
             return None
         with warnings.catch_warnings():  # is_available warns if torch is built without NCCL
@@ -139,11 +155,11 @@ class CudaDevice:
             return Nccl(devices) if nccl.is_available(probe) else None
 
     def recorder(self) -> Recorder | None:
-        """Return a recorder of CUDA graphs, which has its own memory pool."""
+        """Return a new recorder of CUDA graphs, which has a separate memory pool."""
         return GraphRecorder(self)
 
     def _follow(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Make this device's stream wait for the current streams of the GPUs that the tensors are on."""
+        """Make this device's stream wait for the current streams of the GPUs that `tensors` are on."""
         for ordinal in {tensor.device.index for tensor in tensors if tensor.is_cuda}:
             source = torch.cuda.current_stream(ordinal)
             if source != self.stream:
@@ -151,10 +167,10 @@ class CudaDevice:
 
 
 class Nccl:
-    """NCCL from one process, over distinct GPUs, on separate streams, so that backward can continue concurrently.
+    """NCCL's collectives over distinct GPUs that are used by one process.
 
-    Every call is one NCCL group over all the GPUs. The caller must ensure that no other thread makes calls at the same
-    time.
+    They run on separate streams, so that backward can continue concurrently. Every call is one NCCL group over all the
+    GPUs. The caller must ensure that no two threads make calls at the same time.
     """
 
     def __init__(self, devices: Sequence[Device]) -> None:
@@ -162,31 +178,39 @@ class Nccl:
         self._streams = [torch.cuda.Stream(ordinal) for ordinal in self._ordinals]
 
     def follow(self, i: int) -> None:
-        """Make later collectives wait for the GPU's stream that is current in this thread."""
+        """Make later collectives wait for the work on this thread's current stream on the GPU of device i."""
         self._streams[i].wait_stream(torch.cuda.current_stream(self._ordinals[i]))
 
     def lead(self, i: int) -> None:
-        """Make this thread's current stream on GPU `i` wait for all collectives queued on that GPU so far."""
+        """Make this thread's current stream on the GPU of device i wait for all collectives queued so far."""
         torch.cuda.current_stream(self._ordinals[i]).wait_stream(self._streams[i])
 
     def reduce(self, tensors: Sequence[torch.Tensor], root: int) -> None:
-        """Sum onto the root, in place."""
+        """Write the sum of all tensors into `tensors[root]`."""
         nccl.reduce(tensors, root=root, streams=self._streams)
 
     def all_reduce(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Sum onto all GPUs, in place."""
+        """Write the sum of all tensors into every tensor."""
         nccl.all_reduce(tensors, streams=self._streams)
 
     def reduce_scatter(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Sum each part onto its owner, in place: NCCL accepts the owner's part of the input as the output."""
+        """Write the sum of the parts i of all tensors to part i of `tensors[i]`, for each device i.
+
+        Each tensor consists of one equal part per device. NCCL accepts a part of the input as the output, so no other
+        memory is needed.
+        """
         nccl.reduce_scatter(tensors, self._parts(tensors), streams=self._streams)
 
     def all_gather(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy each owner's part to all GPUs, in place: NCCL accepts the owner's part of the output as the input."""
+        """Copy part i of `tensors[i]` to part i of every other tensor, for each device i.
+
+        Each tensor consists of one equal part per device. NCCL accepts a part of the output as the input, so no other
+        memory is needed.
+        """
         nccl.all_gather(self._parts(tensors), tensors, streams=self._streams)
 
     def broadcast(self, tensors: Sequence[torch.Tensor], root: int) -> None:
-        """Copy the root's tensor to all GPUs."""
+        """Copy the values of `tensors[root]` to all other tensors."""
         nccl.broadcast(tensors, root=root, streams=self._streams)
 
     def _parts(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -194,9 +218,10 @@ class Nccl:
 
 
 class GraphRecorder:
-    """Records CUDA graphs of one replica, on a side stream, in a memory pool that only this replica's graphs share.
+    """A recorder of the CUDA graphs of one replica, which captures the work on a side stream.
 
-    All graphs are replayed on the current stream, never two at the same time; they may therefore reuse the same memory.
+    The graphs of the replica share one memory pool. All graphs are replayed on the current stream, never two at the
+    same time; they may therefore reuse the same memory.
     """
 
     def __init__(self, device: CudaDevice) -> None:
@@ -205,7 +230,10 @@ class GraphRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self, work: Callable[[], object]) -> None:
-        """Run the work three times on the side stream, as torch's documentation of graphs requires."""
+        """Call `work` three times on the side stream, as torch's documentation of CUDA graphs requires.
+
+        The state of the GPU's random generator is restored afterwards.
+        """
         current, random = torch.cuda.current_stream(self._ordinal), torch.cuda.get_rng_state(self._ordinal)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -218,7 +246,10 @@ class GraphRecorder:
         torch.cuda.set_rng_state(random, self._ordinal)
 
     def record(self, work: Callable[[], Result]) -> tuple[Result, Callable[[], None]]:
-        """Capture the work. Only calls of this thread can invalidate the capture; other replicas' threads continue."""
+        """Capture `work` in a CUDA graph; return the results of `work`, and the function that replays the graph.
+
+        Calls in other threads do not invalidate the capture, so the threads of other replicas can continue.
+        """
         graph, first = torch.cuda.CUDAGraph(), None
         try:
             # a capture that fails leaves its stream current
@@ -239,7 +270,7 @@ class GraphRecorder:
 
 
 class _Entered:
-    """Context managers created in one thread and entered, together, in another."""
+    """A context manager that enters several contexts; it may be created in one thread and entered in another."""
 
     def __init__(self, stack: ExitStack, contexts: Sequence[AbstractContextManager[Any]]) -> None:
         self._stack, self._contexts = stack, contexts

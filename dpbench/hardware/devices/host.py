@@ -1,13 +1,14 @@
 """Devices on the host, where work is done when its call returns: logical CPU devices and emulated devices.
 
-Logical CPU devices have separate tensors, so that every schedule runs, and is tested, without a GPU. Emulated devices
-add real placement errors and an exact count of bytes per device.
+Logical CPU devices have separate tensors, so that every schedule can run and be tested without a GPU. Emulated devices
+also raise an error if tensors of different devices are combined, as GPUs do, and count the bytes on each device
+exactly.
 
-Once an emulated device has been created (or `install` called), `module.to("lazy:0")`, `x.to("lazy:1")`, `torch.zeros(3,
-device="lazy:0")` and `.cpu()` work in every thread, and tensors of two devices cannot be combined. Values are computed
-on the host. They are bitwise equal to those of logical CPU devices, except for two operations, whose results are equal
-within rounding. For attention, torch uses another kernel on logical CPU devices (to compare, choose `SDPBackend.MATH`
-on both). For RNNs on emulated devices, torch multiplies the input step by step, as on a GPU.
+After an emulated device has been created, or `install` has been called, `module.to("lazy:0")`, `x.to("lazy:1")`,
+`torch.zeros(3, device="lazy:0")` and `.cpu()` work in every thread. Values are computed on the host. They are bitwise
+equal to those of logical CPU devices, except for attention and RNNs, whose results are equal within rounding. For
+attention, torch uses another kernel on logical CPU devices (to compare, choose `SDPBackend.MATH` on both). For RNNs on
+emulated devices, torch multiplies the input step by step, as on a GPU.
 """
 
 from __future__ import annotations
@@ -24,65 +25,71 @@ from dpbench.hardware.processes import stay
 
 
 class HostDevice:
-    """A device whose tensors are in the host's memory, whatever device they report."""
+    """The base class of devices whose tensors are in the host's memory, whatever device the tensors report."""
 
     index: int
     name: str
     torch_device: torch.device
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a new copy. New storage is aligned to 64 bytes; other alignments change the rounding of `linear`."""
+        """Return a new copy of `tensor`, in new storage, which torch aligns to 64 bytes.
+
+        With other alignments, the results of `linear` are rounded differently.
+        """
         return tensor.to(self.torch_device, copy=True)
 
     def clone(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copy tensor by tensor, because in one flat copy all tensors except the first would lose their alignment."""
+        """Return copies of `tensors`, made one by one, so that each copy is aligned to 64 bytes.
+
+        In one flat copy, all tensors except the first would lose their alignment.
+        """
         return [self.put(tensor) for tensor in tensors]
 
     def guard(self) -> AbstractContextManager[Any]:
-        """Do nothing: the host is always current, and has no streams."""
+        """Return a context manager that does nothing: the host is always current, and has no streams."""
         return nullcontext()
 
     def settle(self) -> None:
         """Do nothing: no core is assigned to this device."""
 
     def wait(self, other: Device) -> None:
-        """Do nothing: host work is done when its call returns."""
+        """Do nothing: the work of every host device is done when its call returns."""
 
     def borrow(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Do nothing: the host has no streams."""
+        """Do nothing: the host has no streams, so memory is never reused while queued work reads it."""
 
     def event(self) -> Any:
-        """Return None: the host's clock measures this device's work."""
+        """Return None, because the host's clock times the work of this device."""
         return None
 
     def synchronize(self) -> None:
-        """Do nothing: host work is done when its call returns."""
+        """Do nothing: the work of this device is done when its call returns."""
 
     def can_collect(self, devices: Sequence[Device]) -> bool:
         """Return False: the host has no collectives within a process."""
         return False
 
     def broadcast(self, tensors: Sequence[torch.Tensor], devices: Sequence[Device]) -> list[list[torch.Tensor]]:
-        """Raises RuntimeError; see `can_collect`."""
+        """Raise RuntimeError: the host has no collectives within a process."""
         raise RuntimeError(f"{self.name} has no collectives")
 
     def reduce_add(self, tensors: Sequence[Sequence[torch.Tensor]], devices: Sequence[Device]) -> list[torch.Tensor]:
-        """Raises RuntimeError; see `can_collect`."""
+        """Raise RuntimeError: the host has no collectives within a process."""
         raise RuntimeError(f"{self.name} has no collectives")
 
     def collectives(self, devices: Sequence[Device]) -> Collectives | None:
-        """Return None; see `can_collect`."""
+        """Return None: the host has no collectives within a process."""
         return None
 
     def recorder(self) -> Recorder | None:
-        """Return None: the host cannot replay work without Python."""
+        """Return None: work on the host cannot be replayed without Python."""
         return None
 
 
 class CpuDevice(HostDevice):
     """A logical device on the host, with separate tensors and, optionally, an assigned core.
 
-    `core` is a position in `processes.CORES`; threads that work for the device are bound to this core.
+    `core` is a position in `processes.CORES`, or None; threads that work for the device are bound to this core.
     """
 
     def __init__(self, index: int, core: int | None = None) -> None:
@@ -92,7 +99,7 @@ class CpuDevice(HostDevice):
         self.torch_device = torch.device("cpu")
 
     def settle(self) -> None:
-        """Bind the calling thread to the device's core, if one is assigned."""
+        """Bind the calling thread to the device's core, if a core is assigned."""
         if self._core is not None:
             stay(self._core)
 
@@ -101,7 +108,7 @@ class CpuDevice(HostDevice):
         return None
 
     def take_peaks(self) -> dict[str, int]:
-        """Return an empty dict; see `memory`."""
+        """Return an empty dict: the host's memory cannot be attributed to a logical device."""
         return {}
 
     def reset_memory(self) -> None:
@@ -114,8 +121,8 @@ __all__ = ["EmulatedDevice", "bounded", "bytes_only", "counting", "install"]
 class EmulatedDevice(HostDevice):
     """An emulated device, as used by one replica.
 
-    `ordinal` is its index among the emulated devices. `shares_memory` is True if a replica with a lower index already
-    reports the memory of this device.
+    `ordinal` is the number i in the device `lazy:i` of its tensors; it defaults to `index`. `shares_memory` is True if
+    a replica with a lower index already reports the memory of this device.
     """
 
     def __init__(self, index: int, ordinal: int | None = None, *, shares_memory: bool = False) -> None:
@@ -127,11 +134,14 @@ class EmulatedDevice(HostDevice):
         self._shares_memory = shares_memory
 
     def memory(self) -> int | None:
-        """Return the peak in bytes, or None if another replica already reports this device's memory."""
+        """Return the peak of allocated bytes, or None if another replica already reports this device's memory."""
         return None if self._shares_memory else ledger.peak(self.torch_device)
 
     def take_peaks(self) -> dict[str, int]:
-        """Return the peak in bytes since the last call, and reset it."""
+        """Return the peak of allocated bytes since the last reset, under the key `allocated`, and reset it.
+
+        The dict is empty if another replica already reports this device's memory.
+        """
         return {} if self._shares_memory else {"allocated": ledger.take(self.torch_device)}
 
     def allocated(self) -> int:
@@ -139,13 +149,13 @@ class EmulatedDevice(HostDevice):
         return ledger.now(self.torch_device)
 
     def reset_memory(self) -> None:
-        """Reset the peak to the bytes that are allocated now."""
+        """Reset the peak of allocated bytes to the bytes that are allocated now."""
         ledger.reset(self.torch_device)
 
 
 @contextmanager
 def bytes_only() -> Iterator[None]:
-    """Inside the context, in any thread, create emulated tensors without values, so that models need no memory."""
+    """Inside the context, in any thread, create emulated tensors that store no values, so that they use no memory."""
     before = set_home(torch.device("meta"))
     try:
         yield
@@ -155,7 +165,10 @@ def bytes_only() -> Iterator[None]:
 
 @contextmanager
 def bounded(count: int, size: int) -> Iterator[None]:
-    """Limit the first `count` emulated devices to `size` bytes each; exceeding it raises torch.OutOfMemoryError."""
+    """Limit the first `count` emulated devices to `size` bytes each inside the context.
+
+    An allocation that would exceed the limit raises torch.OutOfMemoryError.
+    """
     devices = [torch.device(LAZY, ordinal) for ordinal in range(count)]
     for device in devices:
         ledger.bind(device, size)

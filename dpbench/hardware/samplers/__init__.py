@@ -1,10 +1,11 @@
 """Samplers: read the counters of GPUs and host during a run, in a separate process.
 
-A sampling thread inside the run would compete with DataParallel's threads for the GIL. Each plug in this folder
-provides `start(devices, interval_s)`, a context manager that yields a growing list of samples; the caller may remove
-samples from the front of the list. `sampling` runs all plugs in a separate process; `Series.cut` returns the samples of
-a period. Times are those of time.perf_counter(), which is the same in all processes of a machine. `every` calls an
-action at fixed intervals, in a thread:
+A sampling thread inside the run would compete with DataParallel's threads for the GIL. Each sampler is a plug: a module
+in this folder with `start(devices, interval_s)`, a context manager that yields a growing list of samples. The caller
+may remove samples from the front of the list. `sampling` runs all samplers in a separate process; `Series.cut` returns
+the samples of a period. Times are those of time.perf_counter(), which is the same in all processes of a machine.
+`every` calls an action at fixed intervals, in a thread. If an action takes longer than an interval, the calls that it
+delays are skipped:
 
 start     +1 interval     +2            +3            +4
   |action|    .   |action, late ........|.|action|     |action|      tick 3 keeps its time, tick 2 is skipped
@@ -31,9 +32,9 @@ from dpbench.records import Sample
 def ticks(
     interval_s: float, wait: Callable[[float], bool], now: Callable[[], float] = time.perf_counter
 ) -> Iterator[int]:
-    """Yield k at the time start + k * interval; skip ticks whose time has passed.
+    """Yield k = 0, 1, 2, ... at k * `interval_s` seconds after the start; skip each k whose time has passed.
 
-    Stop when `wait(seconds)` returns true.
+    `wait(seconds)` waits for the next time; the iteration stops when it returns True. `now` is the clock, in seconds.
     """
     start_s = now()
     k = 0
@@ -44,7 +45,10 @@ def ticks(
 
 @contextmanager
 def every(interval_s: float, action: Callable[[], None]) -> Iterator[None]:
-    """Call `action` every `interval_s` seconds in a separate thread until the `with` ends."""
+    """Call `action` every `interval_s` seconds in a separate thread until the `with` block ends.
+
+    An exception in `action` is logged and ends the calls. Raises ValueError if `interval_s` is not positive.
+    """
     if not interval_s > 0:
         raise ValueError(f"interval_s must be positive, not {interval_s}")
     stop = threading.Event()
@@ -54,7 +58,7 @@ def every(interval_s: float, action: Callable[[], None]) -> Iterator[None]:
             for _ in ticks(interval_s, stop.wait):
                 action()
         except Exception:  # an error ends this series, but not the run
-            log.exception("a series of samples ended early")
+            log.exception("a series of samples ended early, because its sampler raised an error")
 
     # a daemon thread, so that a driver call that never returns cannot keep the sampler process alive
     thread = threading.Thread(target=run, daemon=True)
@@ -75,7 +79,7 @@ STOP_TIMEOUT_S = 2.0
 
 
 class Series:
-    """The samples of a sampler process, read from its file on demand."""
+    """The samples of a sampler process, read on demand from the file that the process writes."""
 
     def __init__(self, output: Path, offset: int, process: subprocess.Popen[bytes] | None) -> None:
         self._output = output
@@ -86,11 +90,11 @@ class Series:
 
     @property
     def pid(self) -> int | None:
-        """Return the process id of the sampler; None if no sampler was started."""
+        """Return the process id of the sampler; None if it was not started, or is known to have ended."""
         return self._process.pid if self._process else None
 
     def cut(self, start_s: float, end_s: float, settle_s: float = 1.0) -> tuple[Sample, ...]:
-        """Return the samples of [start_s, end_s] in chronological order, and discard earlier ones.
+        """Return the samples from `start_s` to `end_s` in chronological order, and discard those before `start_s`.
 
         The sampler process is first asked to write its buffered samples, which takes about a millisecond. `settle_s` is
         the maximum wait for the answer, in seconds; 0 skips the request.
@@ -102,14 +106,17 @@ class Series:
         return tuple(sorted(within, key=lambda sample: sample.time_s))
 
     def _settle(self, timeout_s: float) -> None:
-        """Make the sampler write its buffered samples; if its process has ended, warn once and do not try again."""
+        """Make the sampler write its buffered samples, and wait up to `timeout_s` seconds for its answer.
+
+        If the sampler process has ended, warn once and do not ask again.
+        """
         if self._process is None or _closed(self._process):
             return
         self._requests += 1
         try:
             _ask(self._process, b"%d" % self._requests, timeout_s)
         except (EOFError, OSError) as error:
-            log.warning("the sampler process has ended; this run gets no more samples: %s", error)
+            log.warning("the sampler process has ended, so this run gets no more samples: %s", error)
             self._process = None
 
     def _read(self) -> list[Sample]:
@@ -132,11 +139,12 @@ class Series:
 def sampling(
     devices: Sequence[int], output: Path, interval_s: float = 0.1, root_pid: int | None = None
 ) -> Iterator[Series]:
-    """Sample the host and the GPUs with these CUDA ordinals, in a separate process.
+    """Sample the host and the GPUs with the CUDA ordinals `devices` in a separate process, until the `with` block ends.
 
-    If that process fails, samples are lost, but the run continues. `root_pid` is the root of the process tree to watch,
-    by default this process. Linux ends the sampler when the *thread* that entered the context ends: enter it from a
-    thread that lives as long as the run.
+    The process reads the counters every `interval_s` seconds, slow counters less often, and appends the samples to the
+    file `output`. If the process fails, samples are lost, but the run continues. `root_pid` is the root of the process
+    tree to watch, by default this process. Linux ends the sampler when the *thread* that entered the context ends:
+    enter it from a thread that lives as long as the run.
     """
     offset = output.stat().st_size if output.exists() else 0
     process = _start(devices, output, interval_s, os.getpid() if root_pid is None else root_pid)
@@ -148,7 +156,7 @@ def sampling(
 
 
 def _start(devices: Sequence[int], output: Path, interval_s: float, root_pid: int) -> subprocess.Popen[bytes] | None:
-    """Start the process and wait until it samples; return None, after a warning, if it fails."""
+    """Start the sampler process and wait until it takes samples; return None, after a warning, if it fails."""
     command = [sys.executable, "-P", "-m", "dpbench.hardware.samplers._process", "--parent-pid", str(os.getpid())]
     command += ["--root-pid", str(root_pid), "--interval", str(interval_s), "--output", str(output)]
     command += ["--devices", ",".join(map(str, devices))]
@@ -158,24 +166,24 @@ def _start(devices: Sequence[int], output: Path, interval_s: float, root_pid: in
     try:
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, bufsize=0, env={**os.environ, "PYTHONPATH": path})
     except OSError as error:
-        log.warning("the sampler process did not start; this run has no samples: %s", error)
+        log.warning("the sampler process did not start, so this run has no samples: %s", error)
         return None
     try:
         if _hears(process, b"ready", START_TIMEOUT_S):
             return process
-        why = f"did not answer within {START_TIMEOUT_S:g} s"
+        why = f"the process did not answer within {START_TIMEOUT_S:g} s"
     except EOFError:
-        why = "ended at once"
-    log.warning("the sampler process did not start; this run has no samples: the process %s", why)
+        why = "the process ended at once"
+    log.warning("the sampler process did not start, so this run has no samples: %s", why)
     _end(process)
     return None
 
 
 def _ask(process: subprocess.Popen[bytes], line: bytes, timeout_s: float) -> bool:
-    """Send a line, and return whether the sampler answers within `timeout_s`.
+    """Send `line` to the sampler, and return whether the sampler answers within `timeout_s` seconds.
 
-    The sampler sends the line back after it has written its samples. Raises EOFError or OSError if its process has
-    ended.
+    The sampler sends the line back after it has written its samples. Raises EOFError or OSError if the sampler process
+    has ended.
     """
     assert process.stdin is not None
     process.stdin.write(line + b"\n")
@@ -183,7 +191,7 @@ def _ask(process: subprocess.Popen[bytes], line: bytes, timeout_s: float) -> boo
 
 
 def _hears(process: subprocess.Popen[bytes], line: bytes, timeout_s: float) -> bool:
-    """Return whether the sampler sends `line` within `timeout_s`. Raises EOFError if the sampler has ended."""
+    """Return whether the sampler sends `line` within `timeout_s` seconds. Raises EOFError if the sampler has ended."""
     assert process.stdout is not None
     deadline_s = time.perf_counter() + timeout_s
     heard = b""
@@ -193,7 +201,7 @@ def _hears(process: subprocess.Popen[bytes], line: bytes, timeout_s: float) -> b
             return False
         news = process.stdout.read(4096)
         if not news:
-            raise EOFError("its output is closed")
+            raise EOFError("the output of the sampler process is closed")
         heard += news
     return True
 
@@ -203,7 +211,7 @@ def _closed(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Close the process's stdin and wait for its end; if it does not end in time, terminate it, then kill it."""
+    """Close the stdin of the sampler process and wait for its end; if it does not end in time, terminate or kill it."""
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.close()

@@ -1,4 +1,4 @@
-"""Sampler process: starts all samplers, writes their samples, and ends with its parent. Never loads torch.
+"""Sampler process: starts all samplers, writes their samples to a file, and ends with its parent. Never loads torch.
 
 Protocol: the process prints `ready` on stdout when all samplers run. It answers each line on stdin with the same line,
 after writing all samples so far to the file. It ends at the end of stdin, on SIGTERM, or when its parent dies.
@@ -24,11 +24,14 @@ from dpbench.records import Sample, registry
 log = logging.getLogger(__name__)
 
 WRITE_INTERVAL_S = 1.0
-"""Seconds between writes without a request; they limit memory use, and the samples lost if the process is killed."""
+"""The maximum seconds between two writes to the file.
+
+Regular writes limit the memory use, and the number of samples that are lost if the process is killed.
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Sample until a stop is requested."""
+    """Write samples to the file until stdin or the parent process ends, or SIGTERM arrives; return exit status 0."""
     options = _parse(argv)
     logging.basicConfig(level=logging.WARNING, format="dpbench samplers: %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C, and then ends this process
@@ -50,8 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m dpbench.hardware.samplers._process", description=__doc__)
-    parser.add_argument("--root-pid", type=int, default=os.getppid(), help="watch this process id and its descendants")
-    parser.add_argument("--parent-pid", type=int, default=os.getppid(), help="end when this process id ends")
+    parser.add_argument(
+        "--root-pid", type=int, default=os.getppid(), help="watch the process with this id and its descendants"
+    )
+    parser.add_argument("--parent-pid", type=int, default=os.getppid(), help="end when the process with this id ends")
     parser.add_argument("--interval", type=float, default=0.1, help="seconds between readings")
     parser.add_argument("--devices", type=_numbers, default=(), help="CUDA ordinals to watch: 0,1")
     parser.add_argument("--output", required=True, help="append samples to this file, one JSON list per line")
@@ -72,7 +77,10 @@ def _stop_signal() -> int:
 
 
 def _start_all(samplers: ExitStack, devices: Sequence[int], interval_s: float) -> list[list[Sample]]:
-    """Start all plugs and return their series; a plug that cannot start has no series."""
+    """Start all samplers in the exit stack `samplers`, and return their growing lists of samples.
+
+    The failure of a sampler to start is logged; this sampler has no list.
+    """
     series = []
     for name in registry.names("samplers"):
         try:
@@ -83,7 +91,10 @@ def _start_all(samplers: ExitStack, devices: Sequence[int], interval_s: float) -
 
 
 def _requests(stopped: int) -> Iterator[bytes]:
-    """Yield each line from stdin as it arrives, and b"" at least every `WRITE_INTERVAL_S`, until the end."""
+    """Yield the data from stdin as it arrives, and b"" after each `WRITE_INTERVAL_S` seconds without data.
+
+    Stop at the end of stdin, or when the file descriptor `stopped` is readable.
+    """
     stdin = sys.stdin.fileno()
     while True:
         readable, _, _ = select.select([stdin, stopped], [], [], WRITE_INTERVAL_S)
@@ -96,7 +107,7 @@ def _requests(stopped: int) -> Iterator[bytes]:
 
 
 def _lines(series: Sequence[list[Sample]]) -> bytes:
-    """Remove the samples from all `series`, and return them as JSON lines [time_s, device, metric, value]."""
+    """Remove the samples from all lists, and return them as lines of JSON, each [time_s, device, metric, value]."""
     taken: list[Sample] = []
     for samples in series:
         count = len(samples)  # a sampler's thread may append at the same time, but only at the end

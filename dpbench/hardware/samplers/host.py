@@ -1,10 +1,10 @@
 """Host sampler: CPU and memory of the run's processes, the load of every core, and CPU use by other processes.
 
-All samples have device -1. Rates (`_ratio`) cover the time since the previous reading; the first reading therefore has
-no rates. A new process is added to the watched tree up to 0.5 s after its start; until then its CPU time counts as
-foreign. Memory pages that forked processes share are counted once for each process. Only the files of the watched
-processes are read, because reading all of /proc would use several percent of a core; Linux lists the children of each
-thread.
+All samples have device -1. Metrics named `*_ratio` are rates over the time since the previous reading; the first
+reading therefore does not have them. A new process is added to the watched tree up to 0.5 s after its start; until then
+its CPU time counts as foreign. Memory pages that forked processes share are counted once for each process. The watched
+processes are found by the lists of children that Linux keeps for each thread, and only the files of these processes are
+read, because reading all of /proc would use several percent of a core.
 """
 
 from __future__ import annotations
@@ -23,16 +23,22 @@ from dpbench.hardware.samplers import every
 from dpbench.records import HOST, Sample
 
 ROOT_PID = "DPBENCH_ROOT_PID"
-"""The environment variable with the process id of the watched tree's root."""
+"""The environment variable with the process id of the root of the watched process tree."""
 
 
 def root_pid() -> int:
-    """Return the process id of the watched tree's root: from the environment, or else the parent of this process."""
+    """Return the process id of the root of the watched tree.
+
+    The id is the value of the environment variable `ROOT_PID`, or, if it is not set, the id of this process's parent.
+    """
     return int(os.environ.get(ROOT_PID) or os.getppid())
 
 
 class ProcessTree:
-    """A process and its descendants, except for this process; read again at most every `refresh_s` seconds."""
+    """The process `root` and its descendants, without the sampler process.
+
+    The tree is read again only if the last reading is at least `refresh_s` seconds old. `now` is the clock, in seconds.
+    """
 
     def __init__(self, root: int, refresh_s: float = 0.5, now: Callable[[], float] = time.perf_counter) -> None:
         self.root = root
@@ -42,7 +48,7 @@ class ProcessTree:
         self._pids: frozenset[int] = frozenset()
 
     def pids(self) -> frozenset[int]:
-        """Return the tree's process ids, read at most `refresh_s` seconds ago; some processes may have ended since."""
+        """Return the process ids of the tree, read at most `refresh_s` seconds ago; some processes may have ended."""
         if self._now() - self._walked_s >= self.refresh_s:
             self._walked_s = self._now()
             self._pids = descendants(self.root) - {os.getpid()}
@@ -50,7 +56,7 @@ class ProcessTree:
 
 
 def descendants(root: int) -> frozenset[int]:
-    """Return `root` and all its descendants; empty if it has ended."""
+    """Return the process ids of `root` and all its descendants; empty if `root` has ended."""
     if not has_children_files():
         return _descendants_by_psutil(root)
     found: set[int] = set()
@@ -80,7 +86,7 @@ def read_file(path: str, most_bytes: int = 1 << 16) -> bytes:
 
 
 def _children(pid: int) -> list[int]:
-    """Return the process ids of a process's children, which the kernel lists by the thread that started them."""
+    """Return the process ids of the children of a process; the kernel lists them separately for each thread."""
     children: list[int] = []
     with os.scandir(f"/proc/{pid}/task") as threads:
         for thread in threads:
@@ -103,9 +109,12 @@ def _descendants_by_psutil(root: int) -> frozenset[int]:
 log = logging.getLogger(__name__)
 
 CLOCK_INTERVAL_S = 0.5
-"""The minimum interval for clock frequencies, because some kernels query each core when the file is read."""
+"""The minimum seconds between readings of clock frequencies, because on some kernels each reading queries each core."""
 SHORTEST_INTERVAL_S = 0.2
-"""The kernel counts a core's time in steps of 10 ms, whose rounding would dominate in a shorter interval."""
+"""The minimum seconds between readings of CPU times.
+
+The kernel counts the time of a core in steps of 10 ms, whose rounding would dominate in a shorter interval.
+"""
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 _CPU_CLOCK = 2  # CPUCLOCK_SCHED of the kernel's posix-timers.h, which clock_getcpuclockid(3) uses
@@ -113,13 +122,13 @@ _CPU_CLOCK = 2  # CPUCLOCK_SCHED of the kernel's posix-timers.h, which clock_get
 
 @contextmanager
 def start(devices: Sequence[int], interval_s: float, root: int | None = None) -> Iterator[list[Sample]]:
-    """Watch the host and the process tree below `root`; yield a list that grows until the `with` ends.
+    """Sample the host and the process tree of `root`; yield the list of samples, which grows until the `with` ends.
 
-    `root` defaults to the process id in the environment, or else to the parent process. `devices` is unused.
+    `root` defaults to `root_pid()`. `devices` is unused. The list stays empty on systems without /proc/stat.
     """
     samples: list[Sample] = []
     if sys.platform != "linux" or not Path("/proc/stat").exists():
-        log.info("no host samples: they need Linux's /proc")
+        log.info("this run has no samples of the host, because these need /proc/stat of Linux")
         yield samples
         return
     tree = ProcessTree(root_pid() if root is None else root)
@@ -157,9 +166,11 @@ def cpu_clock_hz(folder: str = "/sys/devices/system/cpu") -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """Cumulative CPU times at one moment: ticks by core, seconds by process id, and the sampler's own seconds.
+    """The cumulative CPU times at the moment `time_s`.
 
-    `rss_bytes` is the resident memory of the watched processes at that moment.
+    `core_ticks` are the kernel's ticks by core, `process_s` the seconds of each watched process by process id, and
+    `own_s` the seconds of the sampler process. `rss_bytes` is the resident memory of all watched processes at that
+    moment.
     """
 
     time_s: float
@@ -170,7 +181,7 @@ class Reading:
 
 
 def take_reading(pids: Collection[int]) -> Reading:
-    """Read the cores and these processes now; processes that have ended are left out."""
+    """Return the present reading of the cores and of the processes `pids`, without processes that have ended."""
     before_s = time.perf_counter()
     process_s: dict[int, float] = {}
     rss_bytes = 0
@@ -190,16 +201,19 @@ def take_reading(pids: Collection[int]) -> Reading:
 
 
 def levels(now: Reading) -> dict[str, float]:
-    """Return the metrics that need only one reading."""
+    """Return the values, by metric, that need only one reading: the system's load average and the resident memory.
+
+    The resident memory is left out if no watched process exists.
+    """
     load = {"load_1m": os.getloadavg()[0]}
     return {**load, "rss_bytes": float(now.rss_bytes)} if now.process_s else load
 
 
 def rates(before: Reading, now: Reading) -> dict[str, float]:
-    """Return the metrics of the interval between two readings.
+    """Return the values, by metric, of the interval between two readings: the CPU use of cores and processes.
 
     A process counts from the second reading that includes it, because its earlier CPU time belongs to no interval. The
-    CPU time of this sampler counts neither for the watched tree nor as foreign.
+    CPU time of the sampler process counts neither for the watched tree nor as foreign.
     """
     elapsed_s = now.time_s - before.time_s
     known = now.process_s.keys() & before.process_s.keys()

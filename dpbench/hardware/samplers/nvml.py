@@ -13,12 +13,12 @@ from dpbench.hardware.samplers.host import ProcessTree, root_pid
 from dpbench.records import Sample
 
 SLOW_INTERVAL_S = 0.2
-"""The minimum interval for the PCIe counters, because each of their calls blocks for 20 ms."""
+"""The minimum seconds between readings of the PCIe counters, because each reading of a counter blocks for 20 ms."""
 
 
 @contextmanager
 def start(devices: Sequence[int], interval_s: float, library: Library = None) -> Iterator[list[Sample]]:
-    """Watch the GPUs with these CUDA ordinals; yield a list that grows until the `with` ends.
+    """Sample the GPUs with the CUDA ordinals `devices`; yield the list of samples, which grows until the `with` ends.
 
     A separate thread reads the PCIe counters, so that they never delay other counters. `library` replaces pynvml in
     tests.
@@ -38,7 +38,10 @@ def start(devices: Sequence[int], interval_s: float, library: Library = None) ->
 
 
 def readings(gpus: Sequence[NvmlGpu], samples: list[Sample]) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Return two functions that append samples: one for counters that return at once, one for counters that block."""
+    """Return two functions that read counters of all GPUs once and append the readings to `samples`.
+
+    The first function reads the counters that return at once, the second those that block or are needed less often.
+    """
     tree = ProcessTree(root_pid())
 
     def fast() -> None:
@@ -59,7 +62,7 @@ def readings(gpus: Sequence[NvmlGpu], samples: list[Sample]) -> tuple[Callable[[
 
 
 def _sample(samples: list[Sample], device: int, metric: str, read: Callable[[], float | None]) -> None:
-    """Append one reading, with the time of the middle of the call; append nothing if `read` returns None."""
+    """Append the result of `read`, with the time of the middle of the call; append nothing if the result is None."""
     before_s = time.perf_counter()
     value = read()
     after_s = time.perf_counter()

@@ -1,5 +1,5 @@
-"""Worker: measure cases in a fresh process and return their trials.
+"""Worker: run trials in a fresh process and return them.
 
-This package has the only measuring loop. `python -m dpbench.measure.worker` runs the server from which worker processes
-are forked.
+This package has the only loop that times steps. `python -m dpbench.measure.worker` runs the server process, from which
+worker processes are forked.
 """

@@ -1,10 +1,12 @@
 """Server: a process that has imported torch and forks one fresh worker per request.
 
-Requests are JSON lines on stdin; see `measure.request`. The server answers each request on stdout with {"pid": n} and,
-after that worker has ended, {"exit": status}. The worker writes its trials to folder/trials.json, its output to
-folder/log and, on SIGUSR1, its Python stacks to folder/stacks.
+When the server is ready, it writes {"ready": torch's version} to stdout. Requests are lines of JSON on stdin; see
+`measure.request`. The server answers each request on stdout with {"pid": n} and, after the worker with this process id
+has ended, with {"exit": status}. The worker uses the folder that the request names. It writes its trials to the file
+`trials.json`, its output to `log` and, on SIGUSR1, its Python stacks to `stacks`.
 
-The server runs no tensor operation: after one multi-threaded operation, forked workers would hang.
+The server process runs no tensor operation, because workers that are forked after a multi-threaded operation would
+hang.
 """
 
 from __future__ import annotations
@@ -39,14 +41,20 @@ from dpbench.records import registry
 
 
 def serve() -> None:
-    """Answer requests until stdin ends. Raises RuntimeError if loading strategies and models initialised CUDA."""
+    """Load all strategies and models of dpbench, then answer requests until stdin ends.
+
+    Raises RuntimeError if loading them has initialised CUDA.
+    """
     processes.keep()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C, the parent ends this process
     for kind in ("strategies", "models"):
         for name in registry.own(kind):
             registry.load(kind, name)
     if torch.cuda.is_initialized():
-        raise RuntimeError("importing dpbench's strategies and models initialised CUDA, so workers cannot be forked")
+        raise RuntimeError(
+            "importing dpbench's strategies and models initialised CUDA, so workers cannot be forked; "
+            "no module may use CUDA when it is imported"
+        )
     gc.collect()
     gc.freeze()  # else collections in workers write to the shared pages, and each worker gets copies
     answers = os.dup(1)
@@ -69,7 +77,10 @@ def serve() -> None:
 
 
 def _work(request: Request, server: int) -> None:
-    """Run the request as the worker process, write its trials, and exit without cleanup, which could hang."""
+    """Run a request in this process, which is the forked worker: write its trials to the request's folder, and exit.
+
+    `server` is the process id of the server. The process exits without Python's cleanup, which could hang.
+    """
     born_s = time.perf_counter()
     folder = request.folder
     try:

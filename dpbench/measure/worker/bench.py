@@ -1,8 +1,9 @@
 """Case timer: run a prepared case in blocks of steps under a clock until its series of steps is long enough.
 
-After timing, one step is profiled to measure the busy time of GPUs, which is the union of the kernels' intervals. Event
-spans show how long a phase occupied a device, waiting included; kernels show when the device computed. Collective
-kernels are counted separately, because a kernel that waits for its peers counts as busy.
+After timing, one step is profiled to measure the busy time of GPUs, which is the length of the union of the kernels'
+intervals. The spans of a clock show how long a phase occupied a device, including waiting; kernels show when the device
+computed. Collective kernels are counted separately, because a collective kernel that waits for other ranks counts as
+busy.
 """
 
 from __future__ import annotations
@@ -35,7 +36,11 @@ COLLECTIVE = "collective_busy_s"
 
 
 def profiled(step: Callable[[], object], devices: Sequence[Device]) -> list[Sample]:
-    """Run one step under torch.profiler; return each GPU's busy seconds as samples of the GPU's first replica."""
+    """Run one step under torch.profiler and return the busy seconds of each GPU, as samples.
+
+    Collective kernels and other kernels have separate metrics. If several replicas share a GPU, its samples have the
+    device index of the first of these replicas.
+    """
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     for device in devices:
         device.synchronize()
@@ -72,7 +77,7 @@ def trace(step: Callable[[], object], devices: Sequence[Device], path: Path) -> 
 
 
 def union(intervals: Iterable[tuple[float, float]]) -> float:
-    """Return the length of the union of intervals."""
+    """Return the length of the union of intervals, each given as (start, end)."""
     total, reach = 0.0, float("-inf")
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, reach))
@@ -81,15 +86,19 @@ def union(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 SLOW = 10
-"""A case whose block would take more than this multiple of the budget is run in single steps, with one warm-up step."""
+"""The largest duration of a block of steps, as a multiple of the budget of a trial.
+
+If a case has longer blocks, its blocks are shortened to one step, and its warm-up to one step.
+"""
 SLOW_STEPS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedCase:
-    """A verified and built case, ready for timing, with the batches that its steps use in turn.
+    """A case that is ready for timing: its strategy is verified, and its model and batches are built.
 
-    `setup` maps each stage to its seconds. `facts` is the provenance to store with the trial.
+    The steps use the batches, which are pairs (inputs, target), in turn. `setup` maps each stage of the preparation to
+    its duration in seconds. `facts` is the provenance to store with the trial.
     """
 
     case: Case
@@ -104,7 +113,7 @@ class PreparedCase:
 
 @contextmanager
 def start_timer(prepared: PreparedCase, effort: Effort) -> Iterator[CaseTimer]:
-    """Start the strategy of a prepared case under the clock that suits its devices, and yield the case's timer."""
+    """Start the strategy of a prepared case with a clock for the case's devices, and yield the case's timer."""
     listener = clocks.choose(prepared.devices)
     with prepared.strategy.start(prepared.case, prepared.model, prepared.devices, listener.mark) as step:
         yield CaseTimer(prepared, effort, step, listener)
@@ -123,24 +132,27 @@ class CaseTimer:
         self._stopping = Stopping(effort.budget_s, effort.min_steps, effort.max_steps, least_warmup=effort.warmup_steps)
 
     def first(self) -> None:
-        """Take the first step; if blocks would take too long, switch to single steps with one warm-up step."""
+        """Take the first step and choose the length of the blocks.
+
+        If a block would take too long, the blocks have one step from then on, and only one warm-up step is required.
+        """
         first_s = self._block(1)
         if _agreed(first_s * self._effort.block_steps > SLOW * self._effort.budget_s):
             self._block_steps, self._stopping.least_warmup = 1, 1
             self._stopping.min_steps = min(self._effort.min_steps, SLOW_STEPS)
 
     def block(self) -> None:
-        """Take one block of steps, shortened if the maximum number of steps would be exceeded."""
+        """Take one block of steps, which is shortened if it would exceed the maximum number of steps."""
         left = self._effort.max_steps + self._stopping.least_warmup - len(self._listener.steps())
         self._block(max(1, min(self._block_steps, left)))
 
     @property
     def finished(self) -> bool:
-        """Return whether the series of this rank or of any other rank is long enough."""
+        """Return whether the series of steps of this rank, or of any other rank, is long enough."""
         return _agreed(self._stopping.finished())
 
     def _block(self, steps: int) -> float:
-        """Take `steps` steps back to back; return the duration of the last one in seconds."""
+        """Take `steps` steps back to back; return the duration of the last step in seconds."""
         at, batches, every = time.perf_counter(), self._prepared.batches, self._prepared.case.read_loss
         with self._listener.block():
             for i in range(steps):
@@ -159,18 +171,25 @@ class CaseTimer:
         return self._listener.steps()[-1].seconds
 
     def trial(self, memory: tuple[Memory, ...] = ()) -> Trial:
-        """Return the trial with everything that was recorded; steps of the warm-up are flagged."""
+        """Return the trial of the case: all recorded measurements, with the steps of the warm-up flagged.
+
+        `memory` is added to the trial. On GPUs and on emulated devices, one additional step is taken, which is not
+        timed.
+        """
         of, warm = self._prepared, self._stopping.warmup
         steps = tuple(replace(step, warmup=i < warm) for i, step in enumerate(self._listener.steps()))
         samples = [*self._listener.samples(), *_profiled(self._step, of.batches[0], of.devices, self._listener)]
         return Trial(
-            case=of.case, status=Status.OK, reason=self._stopping.reason or "agreed: another rank had measured enough",
+            case=of.case, status=Status.OK, reason=self._stopping.reason or "agreed: another rank had enough steps",
             verified=of.verified, steps=steps, spans=self._listener.spans(), samples=tuple(samples), memory=memory,
             setup={**of.setup, "steps_s": self._steps_s}, provenance={**of.facts, **self._dispatched()},
         )  # fmt: skip
 
     def _dispatched(self) -> dict[str, dict[str, int]]:
-        """Return the counts of the operators of one additional step, which only emulated devices provide."""
+        """Take one additional step on emulated devices, and return its counts of operators, copies and copied bytes.
+
+        On other devices, take no step and return an empty dictionary.
+        """
         if self._prepared.case.device_kind != "emulated":
             return {}
         with counting() as copied:
@@ -179,12 +198,15 @@ class CaseTimer:
         return {DISPATCHED: {"operators": len(copied), "copies": len(copies), "copied_bytes": sum(copies)}}
 
     def trace(self, path: str) -> None:
-        """Write a profile of one additional step to the file `path`."""
+        """Write a profile of one additional step to the file `path`, as a Chrome trace."""
         _trace(self._step, self._prepared.batches[0], self._prepared.devices, path)
 
 
 def run_timers(timers: Sequence[CaseTimer]) -> None:
-    """Run blocks of all timers in turn, reversing the order after each pass, until every series is long enough."""
+    """Run blocks of steps of all timers in turn until every series is long enough.
+
+    The order of the timers is reversed after each pass.
+    """
     gc.collect()
     freezes = not gc.get_freeze_count()  # a worker's server has frozen its large modules, which must stay frozen
     if freezes:
@@ -206,7 +228,10 @@ def run_timers(timers: Sequence[CaseTimer]) -> None:
 
 
 def _agreed(finished: bool) -> bool:
-    """Return whether any rank has finished, so that all ranks stop together; all ranks must call this function."""
+    """Return whether `finished` is True in any rank, so that all ranks stop together.
+
+    All ranks must call this function. Without ranks, it returns `finished`.
+    """
     if not dist.is_initialized():
         return finished
     flag = torch.tensor(int(finished))
@@ -217,9 +242,9 @@ def _agreed(finished: bool) -> bool:
 def _profiled(
     step: Callable[[Any, Any], Any], batch: tuple[Any, Any], devices: Sequence[Device], listener: clocks.Clock
 ) -> list[Sample]:
-    """Return the busy seconds of the GPUs in one additional profiled step.
+    """Return the busy seconds of the GPUs in one additional profiled step, as samples.
 
-    The list is empty if profiling is not permitted, and for CPU devices, whose busy time the host's clock measures.
+    The list is empty for CPU devices, whose busy time the host's clock measures, and if profiling is not permitted.
     """
     if not isinstance(listener, clocks.CudaClock):
         return []
@@ -230,7 +255,10 @@ def _profiled(
 
 
 def _trace(step: Callable[[Any, Any], Any], batch: tuple[Any, Any], devices: Sequence[Device], path: str) -> None:
-    """Write a profile of one additional step; errors are only logged, because the trial is valid without a profile."""
+    """Write a profile of one additional step to the file `path`.
+
+    Errors are only logged, because the trial is valid without a profile.
+    """
     try:
         trace(lambda: step(*batch), devices, Path(path))
     except (RuntimeError, OSError, TypeError) as error:  # TypeError: a torch that cannot profile all threads

@@ -21,18 +21,19 @@ from dpbench.strategies import Strategy
 def by_phase(
     case: Case, strategy: Strategy, model: Model, devices: Sequence[Device], batch: tuple[Any, Any]
 ) -> tuple[tuple[Memory, ...], str]:
-    """Return each device's memory peaks by phase and "", or no peaks and the reason why not; `model` is modified.
+    """Return each device's memory peaks by phase and "", or an empty tuple and the reason why the peaks are missing.
 
-    Logical CPU devices share the host's memory. Their steps are repeated on emulated devices, which count the bytes of
-    tensors, if possible without storing values.
+    `model` is modified. Logical CPU devices share the host's memory. Their steps are therefore repeated on emulated
+    devices, which count the bytes of tensors. The tensors on these devices store values only if an operator fails
+    without them.
     """
     on_host = case.device_kind == "cpu"
     if on_host:
         if case.precision != "fp32":
-            return (), f"emulated devices, which replace CPU devices here, do not support autocast to {case.precision}"
+            return (), f"memory by phase of CPU devices needs emulated devices, which do not support {case.precision}"
         emulated = replace(case, device_kind="emulated")
         if reason := strategy.skip(emulated):
-            return (), f"emulated devices, which replace CPU devices here, cannot run the case: {reason}"
+            return (), f"memory by phase of CPU devices needs emulated devices, which cannot run the case: {reason}"
         devices = open_devices("emulated", case.devices)
     source = "allocator" if case.device_kind == "cuda" else "ledger"
     attempts: list[AbstractContextManager[Any]] = [bytes_only(), nullcontext()] if on_host else [nullcontext()]
@@ -58,7 +59,7 @@ def by_phase(
 def _watch(
     case: Case, strategy: Strategy, model: Model, devices: Sequence[Device], batch: tuple[Any, Any], peaks: Peaks
 ) -> None:
-    """Take one step, which creates the optimizer's state, and record the peaks of the next one."""
+    """Take two steps: the first creates the optimizer's state, and `peaks` records the memory peaks of the second."""
     for parameter in model.module.parameters():
         parameter.grad = None
     gc.collect()
@@ -73,7 +74,7 @@ def _watch(
 
 @contextmanager
 def bound(case: Case) -> Iterator[None]:
-    """Limit the memory of emulated devices to that of the case, if the case limits it."""
+    """Inside this context, limit the memory of emulated devices to the limit of the case, if the case has one."""
     if case.device_kind != "emulated" or not case.device_memory_bytes:
         yield
         return
@@ -86,7 +87,7 @@ WHOLE = ""
 
 
 class Peaks:
-    """The memory peaks of one step, by device, phase and kind."""
+    """The memory peaks of one step in bytes, by device, phase and kind (allocated or reserved)."""
 
     def __init__(self, devices: Sequence[Device]) -> None:
         self._devices = devices
@@ -97,7 +98,10 @@ class Peaks:
 
     @contextmanager
     def mark(self, phase: Phase, device: int) -> Iterator[None]:
-        """Attribute the peaks inside this context to the phase; if several phases are open, to each of them."""
+        """Attribute the memory peaks of all devices inside this context to `phase`; `device` has no effect.
+
+        If the contexts of several phases overlap, the peaks are attributed to each of these phases.
+        """
         with self._lock:
             self._settle()
             self._open.append(phase)
@@ -110,7 +114,7 @@ class Peaks:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Record the peaks inside this context; outside it, marks have no effect."""
+        """Record the memory peaks inside this context, which encloses one step; outside it, no peaks are recorded."""
         for device in self._devices:
             device.take_peaks()
         self._listening = True
@@ -120,7 +124,10 @@ class Peaks:
             self._listening = False
 
     def _settle(self) -> None:
-        """Attribute the peaks since the last mark to the phases that have been open since then."""
+        """Attribute the peaks since the previous call to the whole step, and to the phases that were open since then.
+
+        If no phase was open, the peaks are attributed to `UNATTRIBUTED`.
+        """
         if not self._listening:
             return
         names = {WHOLE, *(phase.value for phase in self._open)} if self._open else {WHOLE, UNATTRIBUTED}
@@ -131,7 +138,10 @@ class Peaks:
                     self._most[key] = max(self._most.get(key, 0), peak)
 
     def memory(self, source: str) -> tuple[Memory, ...]:
-        """Return the peaks by device: first those of the whole step, then those of the phases in order."""
+        """Return the recorded peaks, sorted by device; for each device, first those of the whole step, then by phase.
+
+        `source` names the origin of the peaks, `allocator` or `ledger`, and is stored with each peak.
+        """
         order = [WHOLE, *(phase.value for phase in Phase), UNATTRIBUTED]
         found = sorted(self._most, key=lambda key: (key[0], order.index(key[1]), key[2]))
         return tuple(Memory(d, self._most[d, name, kind], source, name, kind) for d, name, kind in found)

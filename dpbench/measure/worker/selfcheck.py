@@ -1,12 +1,13 @@
-"""Self-check, worker side: time a case's step with and without one part of measuring, alternating in one process.
+"""Self-check, worker side: time a case's step with and without one component of measuring, alternately in one process.
 
     marks      pair 0: on off   pair 1: off on   pair 2: on off ...      each word is a block of back-to-back steps
     sampler    part 0: . . . x x . . . . . . x x . . . .                 x: the sampler ran in or right after this step
 
-Blocks with and without marks alternate, and the two blocks of a pair are compared, so that slow drift cancels. The
-sampler is never switched off. Its CPU clock shows in which steps it ran; the mean of all steps of a part is compared
-with the mean of the steps that the sampler cannot have slowed down. The trial has no steps. The seconds per step are
-stored as facts, in one list with the marks or sampler and one list without, each with one value per pair or part.
+For marks, blocks with and without marks alternate, and the two blocks of a pair are compared, so that slow drift
+cancels. The sampler is never switched off. The steps are divided into parts of equal duration, and the sampler's CPU
+clock shows in which steps it ran. In each part, the mean of all steps is compared with the mean of the steps that the
+sampler cannot have slowed down. The facts have two lists of seconds per step, with and without the component, each with
+one value per pair or part. The trial itself has no steps.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ from dpbench.strategies import load
 
 ARMS = {"on": True, "off": False}
 Seconds = tuple[float, float]
-"""The wall-clock seconds of a step, and the CPU seconds that all threads of the process used in it."""
+"""Two durations of a step in seconds: wall-clock time, and the CPU time of all threads of the process."""
 COLLECT = 20
-"""The number of pairs or parts between two garbage collections."""
+"""The number of pairs (marks) or parts (sampler) from one garbage collection to the next."""
 RunSteps = Callable[[int], None]
-"""A function that runs a number of steps and waits for their end."""
+"""A function that runs the given number of steps and waits until the devices have finished them."""
 _CPU_CLOCK = 2  # the low bits in the id of a process's CPU clock, as clock_getcpuclockid(3) returns it
 
 
 def measure(case: Case, effort: Effort, settings: SelfCheck) -> Trial:
-    """Time the case's step with and without one part of the measuring for about `effort.budget_s` seconds.
+    """Time the case's step with and without one component of measuring for about `effort.budget_s` seconds.
 
-    Return a trial without steps whose provenance has the facts under "self_check".
+    Return a trial without steps; its provenance has the measured facts under the key "self_check".
     """
     torch.set_num_threads(1)
     devices = open_devices(case.device_kind, case.devices, ids=case.device_ids, placement=case.placement)
@@ -89,14 +90,21 @@ def _garbage_kept() -> Iterator[None]:
 
 
 def _seconds(run: RunSteps, steps: int) -> Seconds:
-    """Return the mean wall-clock and CPU seconds per step of a block; unlike a median, a mean includes rare costs."""
+    """Run a block of `steps` steps; return the mean wall-clock seconds and the mean CPU seconds per step.
+
+    Unlike a median, a mean includes rare costs.
+    """
     began, spent = time.perf_counter(), time.process_time()
     run(steps)
     return (time.perf_counter() - began) / steps, (time.process_time() - spent) / steps
 
 
 def _pairs(run: RunSteps, marks: _Marks, count: int, steps: int) -> dict[str, Any]:
-    """Return the seconds per step of `count` pairs of blocks of `steps` steps; marks are on in one block of a pair."""
+    """Time `count` pairs of blocks, one with and one without marks; return lists of mean seconds per step.
+
+    Each block has `steps` steps, and each list has one value per pair. The keys are "on_s" and "off_s" for wall-clock
+    time with and without marks, and "on_cpu_s" and "off_cpu_s" for CPU time.
+    """
     found: dict[bool, list[Seconds]] = {True: [], False: []}
     for pair in range(max(2, count)):
         for on in (True, False) if pair % 2 == 0 else (False, True):
@@ -109,7 +117,12 @@ def _pairs(run: RunSteps, marks: _Marks, count: int, steps: int) -> dict[str, An
 
 
 def _parts(run: RunSteps, sampler: _Sampler, count: int, part_s: float) -> dict[str, Any]:
-    """Return the seconds per step of `count` parts: of all steps, and of those that the sampler did not affect."""
+    """Time `count` parts of `part_s` seconds each, and return the facts about the cost of the sampler.
+
+    "on_s" has the mean seconds of all steps of each part, and "off_s" those of the steps that the sampler did not
+    affect. "sampler_cpu_ratio" is the fraction of a core that the sampler used, and "steps_touched" is the number of
+    steps in which it ran. Raises RuntimeError if the sampler affected all steps of a part.
+    """
     on_s, off_s, touched = [], [], 0
     spent_s, began_s = sampler.spent_s(), time.perf_counter()
     for part in range(count):
@@ -120,7 +133,8 @@ def _parts(run: RunSteps, sampler: _Sampler, count: int, part_s: float) -> dict[
         alone = [s for (before, _), (at_work, s) in pairwise(((False, 0.0), *steps)) if not before and not at_work]
         if not alone:
             raise RuntimeError(
-                f"the sampler was running in or just before each of {len(steps)} steps, so its cost cannot be measured"
+                f"the sampler was running in or just before each of {len(steps)} steps, so its cost is unknown: these "
+                "steps cannot be compared with steps without the sampler"
             )
         on_s.append(statistics.fmean(seconds for _, seconds in steps))
         off_s.append(statistics.fmean(alone))
@@ -130,7 +144,7 @@ def _parts(run: RunSteps, sampler: _Sampler, count: int, part_s: float) -> dict[
 
 
 def _watched(run: RunSteps, sampler: _Sampler, seconds: float) -> list[tuple[bool, float]]:
-    """Run steps for `seconds`; return for each step whether the sampler ran in it, and its duration in seconds."""
+    """Run steps for `seconds` seconds; return, for each step, whether the sampler ran in it and the step's seconds."""
     steps = []
     spent_s, at_s = sampler.spent_s(), time.perf_counter()
     until_s = at_s + seconds
@@ -146,18 +160,18 @@ def _watched(run: RunSteps, sampler: _Sampler, seconds: float) -> list[tuple[boo
 
 
 class _Marks:
-    """The marks of a clock, which can be switched on and off; while they are off, a mark is the default `no_mark`."""
+    """The marks of a clock, which can be switched on and off; while off, a mark records nothing."""
 
     def __init__(self, listener: clocks.Clock) -> None:
         self._listener, self._on = listener, False
 
     def mark(self, phase: Phase, device: int) -> AbstractContextManager[Any]:
-        """Mark a phase with the clock if marks are on."""
+        """Return a context manager that marks a phase on a device; it records nothing while marks are off."""
         return self._listener.mark(phase, device) if self._on else no_mark(phase, device)
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Enclose one step; time it with the clock if marks are on."""
+        """Enclose one step in this context; the clock times the step if marks are on."""
         if not self._on:
             yield
             return
@@ -166,7 +180,7 @@ class _Marks:
 
     @contextmanager
     def switched(self, on: bool) -> Iterator[None]:
-        """Switch marks on or off inside this context, which encloses one block."""
+        """Switch marks on if `on` is True, else off, inside this context, which encloses one block of steps."""
         self._on = on
         if on:
             with self._listener.block():
@@ -176,19 +190,24 @@ class _Marks:
         self._on = False
 
     def per_step(self) -> float:
-        """Return the mean number of marks per step."""
+        """Return the mean number of marks per step that the clock has recorded."""
         return len(self._listener.spans()) / max(1, len(self._listener.steps()))
 
 
 class _Sampler:
-    """The CPU clock of the sampler process."""
+    """The CPU clock of the sampler process with the process id `pid`."""
 
     def __init__(self, pid: int) -> None:
         self._pid, self._clock = pid, (~pid << 3) | _CPU_CLOCK
 
     def spent_s(self) -> float:
-        """Return the CPU seconds that the process has spent so far, with nanosecond resolution, also while it runs."""
+        """Return the CPU seconds that the sampler process has used so far, with nanosecond resolution.
+
+        The value is up to date even while that process runs. Raises ProcessLookupError if that process has ended.
+        """
         try:
             return time.clock_gettime(self._clock)
         except OSError as error:
-            raise ProcessLookupError(f"the sampler process {self._pid} has ended") from error
+            raise ProcessLookupError(
+                f"the sampler process (process id {self._pid}) has ended, so its CPU time cannot be read"
+            ) from error

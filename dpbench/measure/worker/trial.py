@@ -1,6 +1,7 @@
 """Trial: run one case in the processes that its strategy needs, and merge their results into one trial.
 
-Each process verifies and builds the case, warms up, and runs blocks of steps until the series is long enough.
+Each of these processes verifies and builds the case, warms up, and runs blocks of steps until the series is long
+enough.
 """
 
 from __future__ import annotations
@@ -40,7 +41,11 @@ BATCHES = 4
 
 
 def measure(case: Case, effort: Effort, strategy: Strategy, rank: int | None = None) -> Trial:
-    """Verify and time one case in this process, and return its trial; with `rank`, only the part of that rank."""
+    """Verify and time one case in this process, and return its trial.
+
+    `rank` is the rank of this process; None for strategies without ranks. With a rank, the trial has only the
+    measurements of this rank.
+    """
     prepared = prepare(case, strategy, rank)
     with memory.bound(case):
         with start_timer(prepared, effort) as timer:
@@ -53,11 +58,11 @@ def measure(case: Case, effort: Effort, strategy: Strategy, rank: int | None = N
 
 
 def measure_together(prepared_cases: Sequence[PreparedCase], effort: Effort) -> list[Trial]:
-    """Time several cases in this process, which runs their blocks in turn; an error in any case ends all of them.
+    """Time several prepared cases in this process, with blocks of their steps in turn; return their trials in order.
 
-    All cases share the memory layout of the process, its cores and the load from other processes. Ratios between cases
-    therefore vary much less than if each case had a separate process. Memory is not measured, because it cannot be
-    separated by case.
+    An error in any case ends the timing of all cases. All cases share the memory layout of the process, its cores and
+    the load from other processes. Ratios between the cases therefore vary much less than if each case had a separate
+    process. Memory is not measured, because the memory of one case cannot be separated from that of the other cases.
     """
     with ExitStack() as stack:
         timers = [stack.enter_context(start_timer(prepared, effort)) for prepared in prepared_cases]
@@ -66,7 +71,7 @@ def measure_together(prepared_cases: Sequence[PreparedCase], effort: Effort) -> 
 
 
 def _with_memory(timed: Trial, prepared: PreparedCase) -> Trial:
-    """Return the trial with memory peaks by phase from two additional steps, or with the reason for their absence."""
+    """Take two additional steps; return the trial with memory peaks by phase, or with the reason for their absence."""
     at = time.perf_counter()
     by_phase, absent = memory.by_phase(
         prepared.case, prepared.strategy, prepared.model, prepared.devices, prepared.batches[0]
@@ -78,7 +83,10 @@ def _with_memory(timed: Trial, prepared: PreparedCase) -> Trial:
 
 
 def prepare(case: Case, strategy: Strategy, rank: int | None = None) -> PreparedCase:
-    """Verify and build a case for timing. Raises Unverified if its gradients are wrong."""
+    """Verify the strategy of a case, build the case's model and batches, and return everything that timing needs.
+
+    `rank` is the rank of this process; None for strategies without ranks. Raises Unverified if the gradients are wrong.
+    """
     threads = usable_cores() if strategy.traits.all_cores else 1
     torch.set_num_threads(threads)
     devices = _devices(case, strategy, rank)
@@ -100,7 +108,7 @@ def prepare(case: Case, strategy: Strategy, rank: int | None = None) -> Prepared
 
 
 def _devices(case: Case, strategy: Strategy, rank: int | None) -> list[Device]:
-    """Return the opened devices of the case; for a rank, only its device."""
+    """Open the devices of the case and return them; with `rank`, return only the device of this rank."""
     devices = open_devices(
         case.device_kind, case.devices, ids=case.device_ids, placement=case.placement,
         shared_stream=strategy.traits.shared_stream, own_processes=rank is not None,
@@ -109,7 +117,10 @@ def _devices(case: Case, strategy: Strategy, rank: int | None) -> list[Device]:
 
 
 def _verify(case: Case, strategy: Strategy, devices: Sequence[Device], rank: int | None) -> Verified:
-    """Return the result of verification. Raises Unverified if the gradients differ from the reference's."""
+    """Compare the strategy's gradients with those of the reference and return the result.
+
+    Raises Unverified if the gradients are wrong. Buffers are compared in one rank only.
+    """
     model = models.load(case.model, case.size, case.seed)
     verdict = verification.check(
         strategy.start,
@@ -125,7 +136,7 @@ def _verify(case: Case, strategy: Strategy, devices: Sequence[Device], rank: int
 
 
 def _forget(devices: Sequence[Device]) -> None:
-    """Release the memory that verification used, and reset all peaks."""
+    """Release the memory that verification used, and reset the memory peaks of the devices and of this process."""
     gc.collect()
     processes.release()
     for device in devices:
@@ -135,7 +146,7 @@ def _forget(devices: Sequence[Device]) -> None:
 
 
 def _memory(case: Case, devices: Sequence[Device]) -> tuple[Memory, ...]:
-    """Return the memory peaks since `_forget`: of each device that reports them, and of the host's resident set."""
+    """Return the memory peaks since the last call of `_forget`, of the devices that count them and of this process."""
     source = "ledger" if case.device_kind == "emulated" else "allocator"
     peaks = [Memory(d.index, peak, source, kind=kind) for d in devices for kind, peak in d.take_peaks().items()]
     return (*peaks, Memory(HOST, _resident_peak(), "rss"))
@@ -151,7 +162,10 @@ def _resident_peak() -> int:
 
 
 def _placed(batch: tuple[Any, Any], case: Case, device: Device) -> tuple[Any, Any]:
-    """Return the batch where the case's loop has it before a step: pinned, as DataLoaders do, or on the device."""
+    """Return the batch in the place where the case's training loop has it before a step, according to `case.inputs`.
+
+    The place is pageable or pinned memory of the host, or the memory of `device`.
+    """
     if case.device_kind == "cpu" or case.inputs == "pageable":
         return batch
 
@@ -168,10 +182,10 @@ def _placed(batch: tuple[Any, Any], case: Case, device: Device) -> tuple[Any, An
 
 
 def of_model(model: Model, batch: tuple[Any, Any]) -> dict[str, float]:
-    """Return the counts and bytes of a model's parts, and the bytes of inputs, target and output per sample.
+    """Return the numbers and bytes of a model's tensors, and the bytes of inputs, target and output per sample.
 
     A tensor that several modules share counts once, because replication copies it once. The output's bytes come from a
-    forward pass of two samples, and are left out if this pass fails.
+    forward pass of at most two samples, and are left out if this pass fails.
     """
     parameters, buffers = list(model.module.parameters()), list(model.module.buffers())
     inputs, target = positional(batch[0]), batch[1]
@@ -199,7 +213,7 @@ def of_model(model: Model, batch: tuple[Any, Any]) -> dict[str, float]:
 
 
 def torch_facts(case: Case, device: Device) -> dict[str, Any]:
-    """Return torch's version and settings, which are needed to reproduce the results."""
+    """Return the version and settings of torch, and on GPUs also facts about them, as needed to reproduce results."""
     facts: dict[str, Any] = {
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
@@ -213,7 +227,7 @@ def torch_facts(case: Case, device: Device) -> dict[str, Any]:
 
 
 def blocked_pairs(case: Case) -> list[list[int]] | None:
-    """Return the pairs of GPUs without peer access, by CUDA ordinal; None unless several GPUs are used."""
+    """Return the pairs of the case's GPUs without peer access, as CUDA ordinals; None for fewer than two GPUs."""
     if case.device_kind != "cuda" or case.placement != "spread" or case.devices == 1:
         return None
     ids = case.device_ids[: case.devices] or tuple(range(case.devices))
@@ -222,7 +236,7 @@ def blocked_pairs(case: Case) -> list[list[int]] | None:
 
 
 def work(request: Request) -> list[Trial]:
-    """Return the trials of a request; a failure is returned as a trial with its reason."""
+    """Do the job of a request and return one trial per case; if a trial fails, it has the reason."""
     if request.job is Job.MEASURE:
         return run_together(request.cases, request.effort, request.folder)
     (case,) = request.cases
@@ -234,12 +248,12 @@ def work(request: Request) -> list[Trial]:
 
 
 def run(case: Case, effort: Effort, folder: Path) -> Trial:
-    """Run one case and return its trial; `folder` is scratch space for this trial only."""
+    """Run one case and return its trial, even if the case fails; `folder` is a temporary folder for this trial."""
     return _caught(case, lambda: _run(case, effort, folder))
 
 
 def _caught(case: Case, do: Callable[[], Trial]) -> Trial:
-    """Return the trial that `do` returns, or a trial that records its failure."""
+    """Call `do` and return its trial; if `do` raises an exception, return a trial of `case` with the failure."""
     try:
         return do()
     except RanksFailed as failed:
@@ -267,7 +281,8 @@ def _run(case: Case, effort: Effort, folder: Path) -> Trial:
 def run_together(cases: Sequence[Case], effort: Effort, folder: Path) -> list[Trial]:
     """Run cases in this process, alternating between their blocks of steps, and return their trials in order.
 
-    A case that cannot be prepared fails alone; an error in a step of one case ends all cases.
+    If a case cannot be prepared, only its trial fails. If a step of one case raises an error, the trials of all
+    prepared cases fail. `folder` is a temporary folder for the trials.
     """
     if len(cases) == 1:
         return [run(cases[0], effort, folder)]
@@ -302,9 +317,11 @@ def _failed(case: Case, failure: Failure) -> Trial:
 
 
 def merge(parts: Sequence[Trial]) -> Trial:
-    """Return one trial from the trials of all ranks; `ledger.joined` merges steps and spans, and all samples are kept.
+    """Merge the trials of all ranks of a case into one trial and return it.
 
-    The host's memory is the sum of the ranks' resident sets.
+    `ledger.joined` merges the steps and the spans; all samples are kept. The host's memory is the sum of the ranks'
+    resident sets. The duration of each setup stage is that of the slowest rank, and the verification result is the
+    worst.
     """
     if len(parts) == 1:
         return parts[0]
@@ -325,13 +342,13 @@ def merge(parts: Sequence[Trial]) -> Trial:
 
 
 ROWS = 2
-"""The batch size of the model check's step: BatchNorm refuses a single row."""
+"""The batch size of the step in the check of a model; it is not 1, because BatchNorm refuses a single row."""
 
 
 def check(case: Case) -> Trial:
-    """Build the case's model, draw its batch, and take one step with `ROWS` rows on the case's only device.
+    """Check that the model of a case works: build it, draw the case's batch, and take one step on one device.
 
-    Return a trial without steps. Raises the model's errors unchanged.
+    The step uses a batch of `ROWS` samples. Return a trial without steps. Raises the model's errors unchanged.
     """
     torch.set_num_threads(1)
     model = models.load(case.model, case.size, case.seed)

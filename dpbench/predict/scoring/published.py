@@ -1,6 +1,6 @@
-"""Published measurements: match each row of a table with a baseline on one device, or exclude it with a reason.
+"""Published measurements: each row of a table is matched with a baseline on one device, or excluded with a reason.
 
-The columns are id, model, params_M, framework, strategy, gpu, n_gpu, interconnect, precision, batch_per_gpu,
+The columns of a table are id, model, params_M, framework, strategy, gpu, n_gpu, interconnect, precision, batch_per_gpu,
 batch_global, metric, value, timed, optimizer, repeats_of and notes. The group of a row is its id up to the last "-".
 """
 
@@ -19,7 +19,7 @@ import msgspec
 from dpbench.predict import counts
 
 TIMES = ("step_ms", "step_s", "samples_per_s", "epoch_s")
-"""The metrics from which the duration of a step follows."""
+"""The metrics from which the duration of a step can be calculated."""
 DISTRUSTED = ("SUSPECT", "LOW TRUST")
 NAMED = {
     "dp": "dp", "torch_dp": "dp", "dataparallel": "dp", "data_parallel": "dp", "nn.dataparallel": "dp",
@@ -29,14 +29,16 @@ NAMED = {
     "replicated_allreduce": "replicated", "replicated_nccl": "replicated", "replicated": "replicated",
     "parameter_server(cpu)": "server_cpu", "parameter_server": "server_gpu", "parameter_server(gpu)": "server_gpu",
 }  # fmt: skip
-"""For each name of a strategy in published tables, the strategy that is predicted."""
+"""For each name of a strategy in published tables: the kind of strategy that the name means."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedRow:
     """One published measurement.
 
-    `parameters` is the number of parameters. `batch` is the batch size per device, or 0 if the table does not state it.
+    `parameters` is the number of parameters of the model, and `batch` the batch size per device; both are 0 if the
+    table does not state them. `value` is in the unit of `metric`. `timed` describes the parts of the step that were
+    measured. `repeats` is the id of the row that this row repeats, "" if there is none.
     """
 
     id: str
@@ -59,15 +61,15 @@ class PublishedRow:
 
     @property
     def samples(self) -> float:
-        """Return the number of samples per step over all devices; without a batch size, one sample per device."""
+        """Return the number of samples per step on all devices; if the batch size is unknown, one sample per device."""
         return self.batch * self.devices if self.batch else float(self.devices)
 
     @property
     def step_s(self) -> float:
         """Return the duration of a step in seconds.
 
-        Some measurements give no absolute duration, for example an epoch without the number of its steps. The returned
-        value is then proportional to the duration.
+        Some measurements do not determine the absolute duration, for example the seconds of an epoch without the number
+        of its steps. The returned value is then proportional to the duration.
         """
         if self.metric == "samples_per_s":
             return self.samples * self.tokens / self.value
@@ -77,13 +79,13 @@ class PublishedRow:
 
     @property
     def steps(self) -> int:
-        """Return the number of steps in a measurement, from the notes; 0 if the notes do not state it."""
+        """Return the number of measured steps according to the notes; 0 if the notes do not state the number."""
         found = re.search(r"for (\d+) (?:optimizer )?(?:steps|iterations)", self.notes)
         return int(found[1]) if found else 0
 
     @property
     def tokens(self) -> float:
-        """Return the number of tokens per sample if the measurement counts tokens, else 1."""
+        """Return the number of tokens per sample if the metric of the measurement counts tokens, else 1."""
         if "token" not in self.notes.partition(";")[0].lower():
             return 1.0
         return counts.find(self.model).tokens or 64.0
@@ -93,8 +95,9 @@ class PublishedRow:
 class Matched:
     """A measurement on several devices with its baseline, a measured step on one device.
 
-    `one_s` and `one_samples` are the seconds and the samples of the baseline's step. `other` is a second baseline at
-    another batch size, as (seconds, samples), if the table has one.
+    `row` is the measurement on several devices. `one_s` and `one_samples` are the seconds and the samples of the
+    baseline's step. `other` is a second baseline at another batch size as (seconds, samples), None if the table has
+    none.
     """
 
     row: PublishedRow
@@ -104,13 +107,13 @@ class Matched:
 
     @property
     def extrapolated(self) -> bool:
-        """Return whether the step on one device must be extrapolated from a single other batch size."""
+        """Return whether the baseline has another batch size per device than the row, and no second baseline exists."""
         return self.other is None and self.row.batch > 0 and self.one_samples != self.row.batch
 
 
 @dataclass(frozen=True)
 class Excluded:
-    """The id of a row that is not scored, and the reason."""
+    """A row that is not scored: the id of the row in the table, and the reason for the exclusion."""
 
     id: str
     reason: str
@@ -118,9 +121,10 @@ class Excluded:
 
 @dataclass(frozen=True, kw_only=True)
 class _Line:
-    """The columns of one line.
+    """The cells of one line of a table, by column.
 
-    A number that is not given is 0. A line without a value in one of the first six columns is excluded.
+    A missing number is 0, and a missing text "". The first six fields are required: a line without a value in one of
+    these columns is excluded.
     """
 
     id: str
@@ -144,15 +148,21 @@ class _Line:
 
 REQUIRED = tuple(one.name for one in fields(_Line) if one.default is MISSING)
 OPTIONAL_NUMBERS = ("params_M", "batch_per_gpu", "batch_global")
-"""Columns in which published tables may have text, such as "n/a", for an unknown number."""
+"""The columns in which published tables may contain text, such as "n/a", in place of an unknown number."""
 
 
 def read(path: Path) -> tuple[list[PublishedRow], list[Excluded]]:
-    """Return the rows of a table, and the rows that cannot be parsed. Raises ValueError if a column is missing."""
+    """Return the rows of a table in CSV, and the rows that are excluded because they cannot be parsed.
+
+    Raises ValueError if a required column is missing.
+    """
     with path.open(newline="", encoding="utf-8") as file:
         table = csv.DictReader(file)
         if missing := set(REQUIRED) - set(table.fieldnames or ()):
-            raise ValueError(f"{path}: missing columns: {', '.join(sorted(missing))}; the table has {table.fieldnames}")
+            raise ValueError(
+                f"{path}: the columns {', '.join(sorted(missing))} are missing; the table has the columns "
+                f"{table.fieldnames}; add or rename columns"
+            )
         rows, excluded = [], []
         for number, line in enumerate(table):
             try:
@@ -163,7 +173,7 @@ def read(path: Path) -> tuple[list[PublishedRow], list[Excluded]]:
 
 
 def _line(cells: Mapping[str, str | None]) -> _Line:
-    """Return a line's cells, converted to their columns' types. Raises ValidationError for a cell of a wrong type."""
+    """Return the cells of a line, converted to the types of the columns. Raises ValidationError for a wrong type."""
     given = {key: cell.strip() for key, cell in cells.items() if isinstance(key, str) and isinstance(cell, str)}
     unknown = {key for key in OPTIONAL_NUMBERS if not _finite(given.get(key, ""))}
     known = {key: cell for key, cell in given.items() if (cell or key in REQUIRED) and key not in unknown}
@@ -183,7 +193,10 @@ def _row(line: _Line) -> PublishedRow:
     if not batch and devices:
         batch = line.batch_global / devices
     if not (math.isfinite(line.value) and line.value > 0 and devices > 0):
-        raise ValueError(f"value {line.value} must be positive and finite, and n_gpu {devices} must be positive")
+        raise ValueError(
+            f"the row has the value {line.value} and n_gpu {devices}, but the value must be positive and finite, and "
+            "n_gpu must be positive"
+        )
     return PublishedRow(
         id=line.id, group=line.id.rpartition("-")[0] or line.id, model=line.model, parameters=line.params_M * 1e6,
         framework=line.framework.lower(), strategy=line.strategy.lower(), gpu=line.gpu, devices=devices,
@@ -195,7 +208,7 @@ def _row(line: _Line) -> PublishedRow:
 def match(rows: Iterable[PublishedRow], *, all_rows: bool = False) -> tuple[list[Matched], list[Excluded]]:
     """Return the measurements on several devices with their baselines, and the excluded rows.
 
-    With `all_rows`, rows that repeat other rows or are not trusted are kept.
+    With `all_rows`, rows that repeat other rows or are not trusted are not excluded.
     """
     rows, matched, excluded = list(rows), [], []
     ones: dict[tuple[str, ...], list[PublishedRow]] = {}
@@ -209,7 +222,10 @@ def match(rows: Iterable[PublishedRow], *, all_rows: bool = False) -> tuple[list
             if found:
                 matched.append(found)
                 continue
-            reason = "no one-device row of this model, GPU and precision in its group"
+            reason = (
+                "the group of the row has no one-device row with the same framework, model, GPU, precision, metric and "
+                "timed parts"
+            )
         if reason:
             excluded.append(Excluded(row.id, reason))
     return matched, excluded
@@ -220,28 +236,29 @@ def _trusted(row: PublishedRow) -> bool:
 
 
 def _unfit(row: PublishedRow, all_rows: bool) -> str:
-    """Return the reason why a row is not scored; "" if it may be scored."""
+    """Return the reason for the exclusion of a row, or "" if the row can be scored."""
     if not all_rows and row.notes.startswith(DISTRUSTED):
-        return "suspect or low trust"
+        return "the notes mark the row as suspect or as of low trust"
     if not all_rows and row.repeats:
-        return "repeats another row"
+        return "the row repeats another row"
     if row.metric not in TIMES:
-        return f"metric {row.metric} is not the duration of a step"
+        return f"no duration of a step follows from the metric {row.metric}"
     if row.devices > 1 and row.strategy not in NAMED:
-        return f"strategy {row.strategy} is not predicted"
+        return f"the strategy {row.strategy} cannot be predicted"
     return ""
 
 
 def _setting(row: PublishedRow) -> tuple[str, ...]:
-    """Return the values that a row and its baseline must have in common."""
+    """Return the values that must be the same in a row and in its baseline."""
     return (row.group, row.framework, counts.plain(row.model), row.gpu.lower(), row.precision.lower(), row.metric,
             row.timed)  # fmt: skip
 
 
 def _baseline(row: PublishedRow, ones: Sequence[PublishedRow]) -> Matched | None:
-    """Return a row with its baseline, at the same or the nearest batch per device; None without one-device rows.
+    """Return a row with its baseline, which has the same or the nearest batch size per device.
 
-    Among several candidates, the median of those whose descriptions are most similar to the row's is used.
+    `ones` are the one-device rows with the same setting; if there are none, return None. If several of them have this
+    batch size, the baseline is the median of those whose interconnect and notes are most similar to the row's.
     """
     if not ones:
         return None
@@ -261,7 +278,11 @@ def _apart(a: float, b: float) -> float:
 
 
 def _alike(row: PublishedRow, one: PublishedRow) -> int:
-    """Return the similarity of two rows: the number of common words, plus 100 for the same interconnect."""
+    """Return a number that states how similar two rows are.
+
+    It is the number of words that occur in the interconnect or notes of both rows, plus 100 if the interconnect is the
+    same.
+    """
 
     def words(r: PublishedRow) -> set[str]:
         return set(re.split(r"[\s,;]+", f"{r.interconnect} {r.notes}".lower()))

@@ -1,8 +1,7 @@
-"""Rows: convert a published row with its baseline into a case, and predict the duration of its step.
+"""Rows: convert a published row with its baseline into a case, and predict the duration of the row's step.
 
-The machine of a row is derived from the free text in its columns. Properties that the text does not state get common
-values and are listed as assumed; any assumption widens the interval of the prediction. Machine files in TOML have no
-assumed properties.
+The machine of a row is derived from the free text in the row's columns. Properties that the text does not state get
+common values and are listed as assumed; any assumption widens the interval of the prediction.
 """
 
 from __future__ import annotations
@@ -26,32 +25,34 @@ from dpbench.records.registry import Role
 DATA = Path(__file__).parents[1] / "data"
 GB = 1e9
 PCIE_GB = {1: 3.0, 2: 6.0, 3: 12.0, 4: 24.0, 5: 48.0, 6: 96.0}
-"""GB/s per direction of 16 lanes, by PCIe generation, as in NCCL (graph/topo.h: PCI_BW is 12, for generation 3)."""
+"""The rate of 16 lanes in GB/s per direction, by PCIe generation, as in NCCL (graph/topo.h has 12 for generation 3)."""
 STAGED_GB = {4: 18.0}
-"""The rate in GB/s at which all GPUs together copy through host memory, by PCIe generation.
+"""The maximum rate in GB/s at which all GPUs together copy through host memory, by PCIe generation.
 
-In two independent tables, 8 GeForce GPUs are slower on hosts with two EPYC processors than on hosts with two Xeons.
+Generations that are not listed have no maximum. The reason for this limit: in two independent tables, 8 GeForce GPUs
+are slower on hosts with two EPYC processors (PCIe 4) than on hosts with two Xeon processors (PCIe 3).
 """
 SOCKET_GB = {1: 10.0, 2: 10.0, 3: 10.0, 4: 40.0, 5: 60.0, 6: 60.0}
 """The rate of the links between two processors in GB/s, by the PCIe generation of the same years.
 
-NCCL's topo.h has 10 for two Skylake, 16 for two Zen 2 and 22 for two Sapphire Rapids processors, independent of the
-number of links between the processors (two, three, and three or four).
+NCCL's topo.h has 10 GB/s for two Skylake, 16 GB/s for two Zen 2 and 22 GB/s for two Sapphire Rapids processors. These
+values do not depend on the number of links between the processors (two, three, and three or four).
 """
 DESKTOP = (3.7 / 4.3) ** 0.5
 """The host factor of a desktop processor, relative to the geometric mean of desktop and server processors."""
 MESH = ("0-1:1", "0-2:1", "0-3:2", "0-4:2", "1-2:2", "1-3:1", "1-5:2", "2-3:2", "2-6:1", "3-7:1",
         "4-5:1", "4-6:1", "4-7:2", "5-6:2", "5-7:1", "6-7:2")  # fmt: skip
-"""The hybrid cube mesh of eight V100: pairs of GPUs with the number of NVLinks (`nvidia-smi topo -m` of a DGX-1)."""
+"""The NVLinks of eight V100 in a DGX-1: pairs of GPUs, each with the number of links (from `nvidia-smi topo -m`)."""
 STATION = ("0-1:1", "0-2:1", "0-3:2", "1-2:2", "1-3:1", "2-3:1")
-"""The four V100 of a DGX Station, in which all pairs are linked: pairs of GPUs with the number of NVLinks."""
+"""The NVLinks of the four V100 in a DGX Station: pairs of GPUs, each with the number of links."""
 
 
 @dataclass(frozen=True)
 class Described:
     """The machine that a row's columns describe.
 
-    `assumed` lists the properties that the columns do not state; any assumption widens the interval.
+    `assumed` lists the assumptions about properties that the columns do not state. Any assumption widens the interval
+    of the prediction.
     """
 
     machine: Machine
@@ -65,7 +66,7 @@ def _gpus() -> dict[str, dict[str, Any]]:
 
 
 def _figures(text: str) -> dict[str, Any] | None:
-    """Return the data of the GPU that a text names, by the longest known name in it; None if there is none."""
+    """Return the data of the known GPU with the longest name that `text` contains; None if it names no known GPU."""
     words = re.sub(r"[-_]", " ", text.lower())
     names = sorted(_gpus(), key=len, reverse=True)
     return next((_gpus()[name] for name in names if re.search(rf"(?<![a-z0-9]){name}(?!\d)", words)), None)
@@ -75,12 +76,12 @@ def _figures(text: str) -> dict[str, Any] | None:
 def describe(gpu: str, interconnect: str, count: int, host_factor: float, *, one_node: bool = False) -> Described:
     """Return the machine that a row's columns `gpu`, `interconnect` and `n_gpu` describe.
 
-    Properties that these columns do not state are assumed. `one_node` puts all GPUs on one node regardless of the text,
-    for strategies with a single process.
+    `count` is the number of GPUs. Properties that these columns do not state are assumed. With `one_node`, all GPUs are
+    on one node regardless of the text, as strategies with a single process require.
     """
     text = f" {gpu} {interconnect} ".lower().replace("_", " ")
     figures = _figures(gpu) or _figures(interconnect)
-    assumed = [] if figures else [f"unknown GPU {gpu!r}: PCIe 4 assumed"]
+    assumed = [] if figures else [f"the GPU {gpu!r} is unknown, so PCIe 4 is assumed"]
     figures = figures or {"pcie": 4, "peer": True}
     node, nodes = (count, 1) if one_node else _nodes(text, count)
     nvlink = list(_nvlink(text, figures, node, assumed))
@@ -98,11 +99,11 @@ def describe(gpu: str, interconnect: str, count: int, host_factor: float, *, one
 
 
 def _clock(text: str) -> float:
-    """Return the correction of the host factor for a desktop or server processor, chosen by the thread count.
+    """Return the factor that corrects the host factor for a desktop or a server processor.
 
-    Without a thread count in the text, return 1. One thread of a desktop processor runs 1.16 times as fast as one of a
-    server processor of the same years: 4.3 GHz (Core i9-7920X, 24 threads) versus 3.7 GHz (two Xeon Platinum 8160, 96
-    threads), by Intel's tables of turbo clocks.
+    The kind of processor follows from the number of threads in the text; if the text states none, return 1. One thread
+    of a desktop processor runs 1.16 times as fast as one of a server processor of the same years: 4.3 GHz (Core
+    i9-7920X, 24 threads) and 3.7 GHz (two Xeon Platinum 8160, 96 threads) in Intel's tables of turbo clocks.
     """
     match = re.search(r"(\d+)[- ]threads?\b", text)
     if not match:
@@ -111,7 +112,7 @@ def _clock(text: str) -> float:
 
 
 def _nodes(text: str, count: int) -> tuple[int, int]:
-    """Return the number of GPUs per node and the number of nodes, from the text or by assumption."""
+    """Return the number of GPUs per node and the number of nodes for `count` GPUs, from the text or by assumption."""
     if match := re.search(r"(\d+) (?:gpus?|x) ?(?:/|per|a) ?node", text):
         node = int(match[1])
     elif match := re.search(r"\b(\d+) nodes", text):
@@ -127,26 +128,32 @@ def _networked(text: str) -> bool:
 
 
 def _network(interconnect: str, assumed: list[str]) -> float:
-    """Return the rate of all network cards of a node in bytes/s: 12 GB/s per 100 Gbit/s, as in NCCL."""
+    """Return the total rate of the network cards of a node in bytes per second: 12 GB/s per 100 Gbit/s, as in NCCL.
+
+    If the text states no rate, append an assumption to `assumed`.
+    """
     match = re.search(r"(?:(\d+) ?x ?)?(\d+) ?g(?:b|bit|bps|be|b/s|bit/s)?\b", interconnect.lower())
     if not match:
-        assumed.append("unknown network: 100 Gbit/s assumed")
+        assumed.append("the rate of the network is not stated, so 100 Gbit/s is assumed")
         return 12.0 * GB
     return int(match[1] or 1) * int(match[2]) * 0.12 * GB
 
 
 def _nvlink(text: str, figures: dict[str, Any], node: int, assumed: list[str]) -> Iterator[Link]:
-    """Yield the NVLinks of a node: to a switch, as a mesh, or as bridges between pairs of GPUs."""
+    """Yield the NVLinks of a node with `node` GPUs: to a switch, in a mesh, or as bridges between pairs of GPUs.
+
+    `figures` is the data of the GPU. Assumptions are appended to `assumed`.
+    """
     absent = re.search(r"no nvlink|without nvlink|nvlink (?:bridge )?unknown|bridge unknown|p2p disable", text)
     if "unknown" in text and not re.search("nvlink assumed|nvswitch", text):
-        assumed.append("links not stated")
+        assumed.append("the links are not stated")
     if absent:
         return
     named = re.search(r"nvlink|nvswitch|dgx|hgx|sxm|\bnv\d|nvl\b", text)
     if not named or node < 2:
         return
     if "assumed" in text or not re.search(r"nvlink|nvswitch|dgx|hgx|\bnv\d", text):
-        assumed.append("NVLink not stated for certain")
+        assumed.append("the row does not state NVLink explicitly, but NVLink is assumed")
     bridged = re.search(r"bridge|pairs|bonded", text) or ("switch" not in figures and "mesh" not in figures)
     if bridged:
         lanes = re.search(r"\bnv(\d+)\b", text)
@@ -165,10 +172,10 @@ def _nvlink(text: str, figures: dict[str, Any], node: int, assumed: list[str]) -
 
 
 def _pcie(text: str, figures: dict[str, Any], node: int) -> Iterator[Link]:
-    """Yield the PCIe links of a node.
+    """Yield the PCIe links of a node with `node` GPUs; `figures` is the data of the GPU.
 
-    Two GPUs share a PCIe switch, or four under a single root. A node with up to four GPUs has one processor, and no
-    switches unless the text names them; a larger node has two processors.
+    A node with up to four GPUs has one processor, and no PCIe switches unless the text names some. A larger node has
+    two processors and PCIe switches. A switch connects two GPUs, or four if the text states a single PCIe root.
     """
     generation = _generation(text, figures)
     rate = PCIE_GB[generation] * GB
@@ -191,40 +198,43 @@ def _pcie(text: str, figures: dict[str, Any], node: int) -> Iterator[Link]:
 
 
 def _generation(text: str, figures: dict[str, Any]) -> int:
-    """Return the PCIe generation that the text states; if it states none, the generation of the GPU."""
+    """Return the PCIe generation that the text states; if the text states none, the generation of the GPU."""
     match = re.search(r"(?:pcie|pci-e|gen) ?(?:gen ?)?(\d)", text)
     return int(match[1]) if match and int(match[1]) in PCIE_GB else int(figures["pcie"])
 
 
 def _peer(text: str, figures: dict[str, Any], nvlink: bool, assumed: list[str]) -> bool:
-    """Return whether GPUs have peer access over PCIe."""
+    """Return whether GPUs have peer access over PCIe; `nvlink` states whether the node has NVLinks.
+
+    Assumptions are appended to `assumed`.
+    """
     if not nvlink and re.search(r"unknown", text) and not re.search(r"bridge unknown|bridge\) unknown", text):
-        assumed.append("links unknown: no peer access assumed")
+        assumed.append("the links are unknown, so no peer access is assumed")
         return False
     if re.search(r"no p2p|without p2p|p2p disable|p2p off|no peer", text):
         return False
     if re.search(r"\bp2p\b|peer access|\bpix\b", text):
         return True
     if not nvlink:
-        assumed.append("peer access not stated: the default of this kind of GPU assumed")
+        assumed.append("peer access is not stated, so the default of this kind of GPU is assumed")
     return bool(figures.get("peer", True))
 
 
 PUBLISHED_HOST = 3.1
-"""The host factor assumed for published runs of 2019-21 with torch 1.4-1.7; three such machines have 2.8-3.6."""
+"""The assumed host factor of published runs of 2019-21 with torch 1.4-1.7; three such machines have 2.8 to 3.6."""
 LATE = ("replicated", "server_gpu", "server_cpu")
-"""Strategies that presumably move gradients only after backward has ended."""
+"""The strategies that are assumed to reduce gradients only after backward has ended."""
 BATCH = 32
 """The assumed number of samples per device if a table does not state the batch size."""
 
 
 EPOCH_STEP_S = 0.2
-"""The assumed duration of a step in seconds if a table gives seconds per epoch but not the number of steps."""
+"""The assumed duration in seconds of a one-device step if a table gives seconds per epoch but no number of steps."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A published row, converted into a case to simulate, with its profile, its machine and the timed phases."""
+    """A published row, converted into a case to predict, with the model's profile, the machine and the timed phases."""
 
     row: PublishedRow
     case: Case
@@ -232,18 +242,18 @@ class Question:
     machine: Described
     phases: frozenset[Phase]
     scale: float
-    """The factor that converts the duration of a predicted step in seconds to the unit of the table."""
+    """The factor that converts the predicted duration of a step in seconds to the unit of the row's `step_s`."""
     accumulated: float = 1.0
-    """The number of backward passes in one step; only the last one reduces gradients."""
+    """The number of backward passes per optimizer step; only the last backward pass reduces gradients."""
     known: str = "traced"
-    """The origin of the model's counts: traced, public or estimated."""
+    """The origin of the model's counts: "traced", "public" or "estimated"."""
     exact: bool = True
-    """Whether the baseline has the same batch per device as this row."""
+    """Whether the baseline has the same batch size per device as the row."""
     loop: Loop = PLAIN
 
 
 def timed(row: PublishedRow) -> frozenset[Phase]:
-    """Return the phases that a measurement includes, according to the columns `timed` and `optimizer`."""
+    """Return the phases that a published duration includes, according to the row's columns `timed` and `optimizer`."""
     phases = set(Phase)
     words = row.timed.lower()
     if words and "backward" not in words and "step" not in words and "forward" in words:
@@ -256,7 +266,7 @@ def timed(row: PublishedRow) -> frozenset[Phase]:
 
 
 def loop_of(row: PublishedRow, known: counts.Features) -> Loop:
-    """Return the training loop that the columns of a row describe."""
+    """Return the differences of a row's training loop from the strategy's own step; `known` are the model's counts."""
     kind = NAMED[row.strategy]
     return Loop(
         batch_first=kind == "dp" and "h2d" in row.timed.lower(),
@@ -265,7 +275,7 @@ def loop_of(row: PublishedRow, known: counts.Features) -> Loop:
 
 
 def question(matched: Matched, constants: Constants = DEFAULT, host: float = PUBLISHED_HOST) -> Question:
-    """Return a matched row as a case to simulate."""
+    """Return a published row with its baseline as a case to predict; `host` is the host factor of the row's machine."""
     row = matched.row
     known = counts.find(row.model, row.parameters or None, row.precision)
     each = max(1, round(row.batch or BATCH))
@@ -290,13 +300,16 @@ def question(matched: Matched, constants: Constants = DEFAULT, host: float = PUB
 
 
 def _accumulated(row: PublishedRow, known: counts.Features, each: int) -> float:
-    """Return the number of backward passes per update, for a script with a fixed number of samples per update."""
+    """Return the number of backward passes per optimizer step; `each` is the number of samples per device and pass.
+
+    It is 1 except for a training script with a fixed number of samples per optimizer step.
+    """
     update = known.update_samples if "DeepLearningExamples" in row.notes else 0
     return max(1.0, update / (each * row.devices))
 
 
 def predicted_s(asked: Question, constants: Constants = DEFAULT) -> float:
-    """Return the predicted duration of a row's step, in the unit of its table."""
+    """Return the duration of a row's step as the simulation predicts it, in the unit of `PublishedRow.step_s`."""
     machine = asked.machine.machine
     step = simulation.step(asked.case, asked.profile, machine, constants, phases=asked.phases, loop=asked.loop)
     if asked.accumulated == 1:
@@ -305,9 +318,9 @@ def predicted_s(asked: Question, constants: Constants = DEFAULT) -> float:
 
 
 def linear_s(asked: Question, constants: Constants = DEFAULT) -> float:
-    """Return the duration of a row's step under linear scaling, in the unit of its table.
+    """Return the duration of a row's step under linear scaling, in the unit of `PublishedRow.step_s`.
 
-    It is the duration of a step on one device alone with that device's share of the batch.
+    This is the duration of a step on a single device with one device's share of the batch.
     """
     case, machine = asked.case, asked.machine.machine
     alone = replace(case, strategy=registry.of_role(Role.BASELINE), devices=1, batch_size=case.rows[0])
@@ -325,7 +338,7 @@ def _sections() -> dict[str, dict[str, float]]:
 
 @lru_cache(maxsize=64)
 def without(group: str) -> tuple[Constants, float]:
-    """Return the constants and the host factor fitted without a group; the defaults if such a fit is missing."""
+    """Return the constants and the host factor fitted to all groups except `group`, or the defaults."""
     section = dict(_sections().get(group, {}))
     host = section.pop("host", PUBLISHED_HOST)
     return DEFAULT.changed(**section), host

@@ -1,9 +1,11 @@
 """Score: the errors of predictions against published measurements, compared with the errors of linear scaling.
 
-A calibration fits factors to the measured rows of some models on a machine. The rows of other models on that machine
+Linear scaling is the assumption that a step takes as long as a step on one device with one device's share of the batch.
+
+A calibration fits factors to the published rows of some models on a machine. The rows of other models on that machine
 are then predicted with these factors. For DataParallel, the host factor and the bus bandwidth are fitted, and each
 model is predicted from all other models. For DDP, the bus bandwidth is fitted to a single model, and all other models
-are predicted from it.
+are predicted from that model.
 """
 
 from __future__ import annotations
@@ -32,14 +34,14 @@ from dpbench.predict.scoring.published import NAMED, Excluded, Matched
 from dpbench.predict.scoring.rows import Question
 
 HOSTS = tuple(0.6 * 1.12**k for k in range(10))
-"""The host factors of the grid, as ratios to the factor of published runs."""
+"""The host factors that a calibration tries, as ratios to the assumed host factor of published runs."""
 BUSES = tuple(0.12 * 1.25**k for k in range(16))
-"""The bus bandwidths of the grid, as ratios to the bandwidths of the described machine."""
+"""The bus bandwidths that a calibration tries, as ratios to the bandwidths of the described machine."""
 FEW = 3
-"""The minimum number of models on a machine for a leave-one-out fit."""
+"""The minimum number of models on a machine for a calibration that predicts each model from all other models."""
 
 DOUBT = 0.002
-"""The penalty per unit of a factor's absolute logarithm: a factor without effect on the rows stays close to 1."""
+"""The penalty of a calibration per unit of a factor's absolute logarithm, which keeps a factor without effect at 1."""
 
 Point = tuple[float, float]
 
@@ -58,7 +60,7 @@ def calibrated_lines(matched: Sequence[Matched]) -> list[ScoreLine]:
 
 
 def _machines(matched: Sequence[Matched]) -> list[list[Matched]]:
-    """Return the rows of each machine and precision, over all device counts."""
+    """Return a list of rows for each combination of machine and precision, with rows of all device counts."""
     found: dict[tuple[str, str, str], list[Matched]] = {}
     for one in matched:
         found.setdefault((one.row.gpu, one.row.interconnect, one.row.precision), []).append(one)
@@ -66,7 +68,10 @@ def _machines(matched: Sequence[Matched]) -> list[list[Matched]]:
 
 
 def _left_out(matched: Sequence[Matched]) -> Iterator[Scored]:
-    """Yield the rows of each model, predicted with the factors that best fit the other models on the same machine."""
+    """Yield the rows of each model, predicted with the factors that best fit the other models on the same machine.
+
+    Machines with fewer than `FEW` models are left out.
+    """
     for machine in _machines(matched):
         models = list(dict.fromkeys(one.row.model for one in machine))
         if len(models) < FEW:
@@ -79,10 +84,11 @@ def _left_out(matched: Sequence[Matched]) -> Iterator[Scored]:
 
 
 def _one_for_all(matched: Sequence[Matched]) -> Iterator[Scored]:
-    """Yield predictions of rows, with the bus bandwidth that was fitted to another model on the same machine.
+    """Yield rows, predicted with the bus bandwidth that was fitted to another model on the same machine.
 
-    The bandwidth is fitted, for each machine and device count, to the model with the largest overhead; only the rows of
-    the other models are yielded. The bandwidth does not depend on the precision, so rows of all precisions are joined.
+    For each machine and device count, the bandwidth is fitted to the model with the largest overhead, and only the rows
+    of the other models are yielded. The bandwidth does not depend on the precision, so rows of all precisions are used
+    together.
     """
     machines: dict[tuple[str, str], list[Matched]] = {}
     for one in matched:
@@ -105,9 +111,9 @@ def _one_for_all(matched: Sequence[Matched]) -> Iterator[Scored]:
 
 
 def _best(table: Mapping[Point, Sequence[float]], rows_: Sequence[Matched], use: Sequence[int]) -> Point:
-    """Return the point of the grid with the lowest mean relative error over the rows whose indices are in `use`.
+    """Return the pair (host factor, bus bandwidth) with the lowest mean relative error, including the penalty `DOUBT`.
 
-    The error includes the penalty `DOUBT`.
+    `table` maps each pair to the predicted durations of all rows. The mean is over the rows whose indices are in `use`.
     """
 
     def missed(point: Point) -> float:
@@ -123,7 +129,10 @@ def _constants(one: Matched, host: float, bus: float) -> tuple[Constants, float]
 
 
 def _step_s(one: Matched, host: float, bus: float) -> float:
-    """Return the duration of a row's step in seconds, by formula, with scaled host factor and bus bandwidth."""
+    """Return the duration of a row's step by formula, in the unit of `PublishedRow.step_s`.
+
+    The host factor is multiplied by `host`, and the bus bandwidth by `bus`.
+    """
     constants, factor = _constants(one, host, bus)
     asked = rows.question(one, constants, factor)
     machine = asked.machine.machine
@@ -139,14 +148,15 @@ def _scored(one: Matched, seconds: float) -> Scored:
 
 
 HARD = 1.1
-"""A case counts as hard from this ratio of the measured step to the step under linear scaling."""
+"""The ratio of the measured step to the step under linear scaling from which on a case counts as hard."""
 
 
 @dataclass(frozen=True)
 class Scored:
-    """The duration of a row's step: measured, predicted with its interval, and under linear scaling.
+    """The duration of a row's step: measured, predicted, and under linear scaling.
 
-    All values are in the unit of `PublishedRow.step_s`.
+    `low_s` and `high_s` are the ends of the interval of the prediction, 0 without an interval. All durations are in the
+    unit of `PublishedRow.step_s`.
     """
 
     matched: Matched
@@ -158,17 +168,17 @@ class Scored:
 
     @property
     def error(self) -> float:
-        """Return the relative error of the prediction: predicted over measured, minus 1."""
+        """Return the relative error of the prediction: the predicted duration divided by the measured one, minus 1."""
         return self.predicted_s / self.measured_s - 1
 
     @property
     def linear_error(self) -> float:
-        """Return the relative error of linear scaling: linearly scaled over measured, minus 1."""
+        """Return the relative error of linear scaling: its predicted duration divided by the measured one, minus 1."""
         return self.linear_s / self.measured_s - 1
 
     @property
     def covered(self) -> bool:
-        """Return whether the interval contains the measured step."""
+        """Return whether the interval of the prediction contains the measured duration."""
         return self.low_s <= self.measured_s <= self.high_s
 
     @property
@@ -179,12 +189,14 @@ class Scored:
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreLine:
-    """One line of the scoreboard; ratios are fractions.
+    """One line of the scoreboard: the errors of the predictions of `n` rows, as fractions.
 
-    `mape` is the mean absolute relative error. `skill` is 1 minus the ratio of the MAPE to that of linear scaling.
-    `coverage` is the share of intervals that contain the measured step, None without intervals. `overhead` is the error
-    of the predicted overheads, summed over the rows and divided by the sum of the measured overheads. The overhead of a
-    row is the ratio of its step to the step under linear scaling, minus 1.
+    `mape`, `median` and `p90` are the mean, the median and the 90th percentile of the absolute relative errors; `bias`
+    is the mean of the signed relative errors. `skill` is 1 minus the ratio of `mape` to the same mean for linear
+    scaling. `coverage` is the share of intervals that contain the measured step, None without intervals. `excluded` is
+    the number of excluded rows of the group. The overhead of a row is the ratio of its step to the step under linear
+    scaling, minus 1; `overhead` is the sum of the errors of the predicted overheads, divided by the sum of the measured
+    overheads. `hard_n` and `hard_mape` are the number and the mean absolute relative error of hard rows.
     """
 
     group: str
@@ -204,7 +216,7 @@ class ScoreLine:
 
 
 def predict(matched: Matched, constants: Constants = DEFAULT, host: float = rows.PUBLISHED_HOST) -> Scored:
-    """Return the prediction of one row, by simulation, with its interval."""
+    """Return the prediction of one row by simulation, with its interval; `host` is the host factor of the machine."""
     asked = rows.question(matched, constants, host)
     seconds = rows.predicted_s(asked, constants)
     base = _quick(asked, constants)
@@ -234,7 +246,7 @@ def _quick(asked: Question, constants: Constants) -> float:
 
 
 def _scaled_counts(asked: Question, factor: float) -> Any:
-    """Return a row's profile with scaled numbers of modules, tensors and launches."""
+    """Return a row's profile with the numbers of modules, parameter tensors and launches multiplied by `factor`."""
     p = asked.profile
     return replace(
         p, modules=round(p.modules * factor), parameter_tensors=max(1, round(p.parameter_tensors * factor)),
@@ -243,7 +255,7 @@ def _scaled_counts(asked: Question, factor: float) -> Any:
 
 
 def priors(asked: Question) -> dict[str, float]:
-    """Return the standard deviation of the logarithm of each constant that a row depends on, by name."""
+    """Return the standard deviation of the logarithm of each constant on which the row's step depends, by name."""
     found = priors_of(asked.case)
     if asked.machine.assumed:
         found |= ASSUMED
@@ -253,14 +265,18 @@ def priors(asked: Question) -> dict[str, float]:
 
 
 def residual(asked: Question) -> float:
-    """Return the standard deviation of the logarithm of the duration of the baseline's step."""
+    """Return the standard deviation of the logarithm of the duration of the baseline's step.
+
+    It is three times as large if the baseline has another batch size per device than the row.
+    """
     return RESIDUAL["given"] * (1 if asked.exact else 3)
 
 
 def score(path: Path, *, all_rows: bool = False) -> tuple[list[Scored], list[Excluded]]:
     """Return the rows of a table with their predictions, and the excluded rows.
 
-    The prediction of a group never uses constants that were fitted to that group.
+    The rows of a group are never predicted with constants that were fitted to that group. `all_rows` also includes rows
+    that repeat other rows or are not trusted.
     """
     table, unread = published.read(path)
     matched, excluded = published.match(table, all_rows=all_rows)
@@ -268,9 +284,10 @@ def score(path: Path, *, all_rows: bool = False) -> tuple[list[Scored], list[Exc
 
 
 def lines(scored: Iterable[Scored], excluded: Sequence[Excluded] = ()) -> list[ScoreLine]:
-    """Return one line for each group, strategy and metric, in the order of the table.
+    """Return one scoreboard line for each group, strategy and metric, in the order of the rows.
 
-    Rows whose baseline has another batch size get a separate line, because the extrapolation adds to their error.
+    Rows whose baseline must be extrapolated from another batch size get a separate line, because the extrapolation adds
+    to their error. `excluded` rows are counted by group.
     """
     found: dict[tuple[str, str, str], list[Scored]] = {}
     for one in scored:
@@ -285,7 +302,10 @@ def lines(scored: Iterable[Scored], excluded: Sequence[Excluded] = ()) -> list[S
 
 
 def line(key: tuple[str, str, str], group: Sequence[Scored], excluded: int = 0) -> ScoreLine:
-    """Return the line for rows with the same `key`: group, strategy and metric."""
+    """Return the scoreboard line for rows with the same `key`: group, strategy and metric.
+
+    `excluded` is the number of excluded rows of the group.
+    """
     errors = sorted(abs(one.error) for one in group)
     linear = statistics.mean(abs(one.linear_error) for one in group)
     hard = [abs(one.error) for one in group if one.hard]
@@ -304,7 +324,7 @@ def line(key: tuple[str, str, str], group: Sequence[Scored], excluded: int = 0) 
 
 
 def quantile(ordered: Sequence[float], q: float) -> float:
-    """Return the quantile `q` of sorted values, interpolated linearly."""
+    """Return the quantile `q`, between 0 and 1, of values in ascending order, interpolated linearly."""
     at = q * (len(ordered) - 1)
     low = math.floor(at)
     high = min(low + 1, len(ordered) - 1)
@@ -312,7 +332,7 @@ def quantile(ordered: Sequence[float], q: float) -> float:
 
 
 def as_json(found: Iterable[ScoreLine]) -> list[dict[str, Any]]:
-    """Return lines as plain data for JSON, with ratios as fractions."""
+    """Return scoreboard lines as dictionaries for JSON, with floats rounded to six decimals."""
     return [
         {key: round(value, 6) if isinstance(value, float) else value for key, value in asdict(one).items()}
         for one in found
