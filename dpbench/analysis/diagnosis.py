@@ -35,9 +35,8 @@ def verdict(rows: Sequence[Row], ladders: Sequence[Ladder] = ()) -> str:
     """Return the verdict of a run as one or more sentences.
 
     The first sentence gives the speed-up of each strategy on the largest number of devices, and the ideal speed-up. If
-    no speed-up can be stated, it gives the reason instead. The lowest rung is the only rung of a ladder in this
-    sentence. Further sentences give each ladder's best rung, and name the cases whose speed-up is undecided or needs
-    more rounds.
+    no speed-up can be stated, it gives the reason instead. Of each ladder, it includes only the lowest rung. Further
+    sentences give each ladder's best rung, and name the cases whose speed-up is undecided or needs more rounds.
     """
     kept = [row for row in notable(rows, ladders) if not _inside(row, ladders)]
     several = [row for row in kept if row.speedup and row.case.devices > 1]
@@ -181,7 +180,10 @@ def _cause(rows: Sequence[Row]) -> str:
 
 
 def _all_cores(rows: Sequence[Row], top: Sequence[Row]) -> str:
-    """Return a clause with the speed-up of one CPU device that uses all cores, on the work in `top`; "" if unknown."""
+    """Return a clause with the speed-up of one CPU device that uses all cores; "" if unknown.
+
+    The clause covers the models and batch sizes in `top`.
+    """
     found = _of_all_cores(rows, top)
     found = [row for row in found if _shown(row.speedup)]
     return f"; without data parallelism, {_of_strategy('single, all cores,', found)}" if found else ""
@@ -214,7 +216,7 @@ def _decided(rows: Sequence[Row]) -> str:
 
 
 def tiles(rows: Sequence[Row], ladders: Sequence[Ladder] = ()) -> list[Tile]:
-    """Return four tiles on one case: speed-up, efficiency, imbalance of device 0, and the share of moving data.
+    """Return four tiles on one case: speed-up, efficiency, imbalance of device 0, share of the step that moves data.
 
     The candidates are the best rungs of the ladders; if there are none, the engine's cases on several devices; if there
     are none either, all cases on several devices. Only cases with a speed-up that may be shown are candidates. Of the

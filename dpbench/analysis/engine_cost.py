@@ -1,4 +1,7 @@
-"""Engine cost: compare the engine's step time under `reference` with torch.nn.DataParallel's on the same work."""
+"""Engine cost: compare the step time of the engine, dpbench's own DataParallel, with that of torch.nn.DataParallel.
+
+The engine runs under the schedule `reference`, which does the same work in the same way.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,12 @@ from dpbench.records import Case, Source, Trial, plan, words
 from dpbench.records.trial import DISPATCHED, Estimate
 
 GOAL = 1.03
-"""The goal: the largest ratio of the engine's step time to torch.nn.DataParallel's, for the ratio's whole interval."""
+"""The goal: the whole interval of the ratio (the engine's step time to torch.nn.DataParallel's) is at most this."""
 
 
 @dataclass(frozen=True)
 class Dispatched:
-    """The counts of one step: its operators, the copies between two devices among them, and the bytes of the copies."""
+    """The counts of one step: operators (copies included), copies between two devices, and bytes of these copies."""
 
     operators: int
     copies: int
@@ -74,8 +77,7 @@ def sentence(costs: Sequence[EngineCost]) -> str:
     parts = "; ".join(_of_model(cost, costs) for cost in costs)
     goal = f"with a goal of at most {GOAL}"
     return (
-        f"Ratio of the step time of the engine's schedule reference to that of torch.nn.DataParallel on {kind}, "
-        f"{goal}: {parts}."
+        f"Ratio of the engine's step time (dp[reference]) to that of torch.nn.DataParallel on {kind}, {goal}: {parts}."
     )
 
 
@@ -89,7 +91,7 @@ def _of_model(cost: EngineCost, costs: Sequence[EngineCost]) -> str:
 
 
 def counts(costs: Sequence[EngineCost]) -> list[str]:
-    """Return one line of text for each cost with counts: those of the engine and those of torch.nn.DataParallel."""
+    """Return one line of text for each cost that has counts; the line gives the counts of both sides."""
     return [
         f"one step on {cost.case.model}: {_said(cost.engine)} by the engine, "
         f"{_said(cost.torch)} by torch.nn.DataParallel"

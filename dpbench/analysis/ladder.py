@@ -185,8 +185,8 @@ def _ablated(steps: Mapping[str, Row], conditions: Sequence[str]) -> tuple[str, 
     """Return the schedule with the most measured ablations, its gain over each, and its switches without an ablation.
 
     An ablation is the schedule with one switch set back to its first position. Each switch without a measured ablation
-    is given with the reason. `steps` maps measured schedules to their rows; `conditions` are those of
-    `Schedule.missing`. A rung is often also an ablation of another rung. Therefore only ablations that are not rungs
+    is given with the reason. `steps` maps measured schedules to their rows; `conditions` are the arguments
+    of `Schedule.missing`. A rung is often also an ablation of another rung. Therefore only ablations that are not rungs
     count when the schedule is chosen. If no schedule has such ablations, return ("", (), ()).
     """
     found: dict[str, dict[str, str]] = {}
@@ -206,10 +206,10 @@ def _ablated(steps: Mapping[str, Row], conditions: Sequence[str]) -> tuple[str, 
 
 
 def notable(rows: Sequence[Row], found: Sequence[Ladder]) -> list[Row]:
-    """Return the rows for a short overview: without limits, and of each ladder only the notable schedules.
+    """Return the rows for a short overview, which leaves out limits and most schedules of each ladder.
 
-    The notable schedules are the reference, the fastest rung, and the schedule that TrainStep chose. A limit is the row
-    of `single` on one device's share of the batch. `found` has the ladders.
+    Of each ladder in `found`, only the reference, the fastest rung and the schedule that TrainStep chose are kept. A
+    limit is the row of `single` on one device's share of the batch.
     """
     kept = {schedule.REFERENCE, schedule.FASTEST, *(ladder.fastest.name for ladder in found)}
     climbed = {_setting(ladder.case) for ladder in found}

@@ -54,7 +54,8 @@ def ratio(numerator: Rounds, denominator: Rounds, *, paired: bool = True, seed: 
     If `paired`, each round's median is divided by that of the other side's same round; both sides must come from one
     run. The estimate is the Hodges-Lehmann centre of these ratios on a logarithmic scale. Disturbances that affect
     both sides of a round cancel, and an outlying round has little influence. If not `paired`, or if no round has both
-    sides, the estimate is the median of the ratios of all pairs of one round of each side.
+    sides, every round of one side is compared with every round of the other, and the estimate is the median of the
+    ratios.
     """
     generator = np.random.default_rng(seed)
     common = sorted(set(numerator) & set(denominator)) if paired else []

@@ -43,8 +43,8 @@ class Row:
     """The results of one case. Times are in seconds per step and sizes in bytes; mappings by device use its index.
 
     `rounds` and `steps` are the numbers of rounds with a result and of timed steps. `series` has the durations of the
-    timed steps, by round, and `step` is their median. `throughput` is in samples per second. `phases` has the time of
-    each phase from the ledger; these times sum to `step.value`. `speedup` compares with `single` at equal global work
+    timed steps, by round, and `step` is their median. `throughput` is in samples per second. `phases` divides
+    `step.value` among the phases and unattributed time. `speedup` compares with `single` at equal global work
     (`scaling` is "strong") or at equal work per device ("weak"); `efficiency` is the speed-up over the number of
     devices. `busy` has the time in which a device computes, `occupied` the time in which one of its spans is open.
     `memory` has the peaks of the devices, and `host_bytes` is the peak of the host's memory. `imbalance` and

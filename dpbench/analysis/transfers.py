@@ -1,6 +1,6 @@
 """Transfers: the bytes that one training step must move between devices, by phase, computed from tensor shapes.
 
-Only bytes that must cross a link are counted. Copies within a device, padding, losses and the weights of local losses
+Only bytes that must cross a link are counted. Copies within a device, padding, losses and the divisors of local losses
 (a few bytes each) are left out. Every all-reduce is counted as a ring all-reduce. docs/measuring.md lists the limits.
 """
 
@@ -36,9 +36,9 @@ LINKS = ("pcie", "nvlink")
 class Flow:
     """The moves of bytes between devices in one phase of one step of a case.
 
-    `seconds` has, by device, the time that the ledger charges to the phase: the median over rounds of the median over
-    each round's timed steps. `rate` is the total bytes divided by the sum of `seconds`, in bytes per second. If the
-    time of the moves cannot be separated from compute, `seconds` is empty and `rate` is None.
+    `seconds` has, by device, the step's seconds in the phase, as split by `dpbench.records.ledger`: the median over
+    rounds of the median over each round's timed steps. `rate` is the total bytes divided by the sum of `seconds`, in
+    bytes per second. If the time of the moves cannot be separated from compute, `seconds` is empty and `rate` is None.
     """
 
     case: Case
@@ -132,7 +132,7 @@ def _separable(case: Case, phase: Phase) -> bool:
 
 
 def _seconds(trials: Sequence[Trial], phase: Phase) -> dict[int, float]:
-    """Return the seconds per step that the ledger charges to `phase`, by device.
+    """Return, by device, the seconds per step in `phase`, as split by `dpbench.records.ledger`.
 
     They are the median over rounds of the median over each round's timed steps.
     """

@@ -56,7 +56,8 @@ class ValidityRule:
 
     `measure` takes a trial and the number of cores, and returns a value with further facts, or None if the trial has no
     data for it. `headline` describes the problem, and `item` returns the value of a check as text. The check fails if
-    the absolute value exceeds `limit`, unless `doubted` takes the facts and returns True for an insignificant value.
+    the absolute value exceeds `limit`. It does not fail if `doubted` returns True for the facts, because the value is
+    then insignificant.
     """
 
     name: str

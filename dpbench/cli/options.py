@@ -17,7 +17,7 @@ EXIT_CLOSED = 128 + signal.SIGPIPE
 
 
 def last_words(text: str) -> NoReturn:
-    """Print `text` to stderr if it is still open, discard all further output, and exit with the code for SIGPIPE."""
+    """Print `text` to stderr unless stderr is closed, discard further output, and exit with the code for SIGPIPE."""
     with suppress(OSError):
         click.echo(text, err=True)
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -76,7 +76,7 @@ class Schedules(click.ParamType[tuple[str, ...]]):
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         """Return the schedules in a text; fail for an empty list.
 
-        Commas separate rungs and switches; `;` separates two schedules that are given by switches.
+        Commas separate rungs and switches. Adjacent switches form one schedule; `;` separates two such schedules.
         """
         from dpbench.records import plan
 

@@ -137,7 +137,11 @@ DEVICES = (1, 2, 4, 8)
     "--from", "measured", type=click.Path(path_type=Path, exists=True),
     help="A results file with steps of the strategy `single` that were measured on one device of this machine.",
 )  # fmt: skip
-@click.option("--quick", is_flag=True, help="Predict by formulas, without phases; only for `reference`.")
+@click.option(
+    "--quick",
+    is_flag=True,
+    help="Predict the step time by formulas, without the times of its phases; only for the schedule `reference`.",
+)
 @click.option("--memory", is_flag=True, help="Also predict each device's peak memory; takes seconds per model.")
 @click.option("--max-batch", is_flag=True, help="Search for the largest batch that fits into memory.")
 @click.option(
@@ -152,8 +156,8 @@ DEVICES = (1, 2, 4, 8)
 def predict(table: Path | None, as_json: bool, all_rows: bool, **options: Any) -> None:
     """Predict steps on another machine, phase by phase, with 80 % intervals; or score predictions.
 
-    --score compares predictions with a CSV file of published measurements, in which each group of rows must include
-    a measurement on one device.
+    --score compares predictions with a CSV file of published measurements. Rows whose ids are equal up to the last "-"
+    form a group, which must include a measurement on one device.
     """
     if table:
         _score(table, as_json, all_rows)

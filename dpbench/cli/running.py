@@ -119,8 +119,8 @@ SELF_CHECK_SCALE = 1.0
 @click.option(
     "--self-check",
     is_flag=True,
-    help="Also measure the overhead of marks and samplers, and compare the engine with torch.nn.DataParallel; takes "
-    "about a minute longer.",
+    help="Also measure the overhead of timing phases (marks) and of the sampler process, and compare the engine with "
+    "torch.nn.DataParallel; takes about a minute longer.",
 )
 @store_option
 def run(store: Path, report: Path, **options: Any) -> None:
@@ -202,7 +202,11 @@ def _self_check(cases: Sequence[Case]) -> dict[str, Any]:
     from dpbench.measure import checks
     from dpbench.measure.run import ordinals
 
-    click.echo("self-check: measuring the overhead of marks and samplers; this takes about a minute", err=True)
+    click.echo(
+        "self-check: measuring the overhead of timing phases (marks) and of the sampler process; this takes about a "
+        "minute",
+        err=True,
+    )
     widest = max(cases, key=lambda case: case.devices)
     devices = widest.devices if widest.placement == "spread" else 1
     return checks.measure(widest.device_kind, devices, ordinals(cases), scale=SELF_CHECK_SCALE)

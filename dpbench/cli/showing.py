@@ -67,7 +67,7 @@ def print_table(report: Report) -> None:
 
 
 def print_verdict(report: Report) -> None:
-    """Print a report's verdict and self-check to stdout, and its warnings and its notes on rounds to stderr."""
+    """Print a report's verdict and self-check to stdout, its warnings and why each case's rounds ended to stderr."""
     for warning in report.warnings:
         click.echo(f"warning: {warning}", err=True)
     for case, ended in report.provenance.get("rounds", {}).items():

@@ -17,7 +17,7 @@ from dpbench.records.words import time as duration
 PAUSE, SKIP, BLOCK = 2, 1, 3
 """Numbers of updates: ignored at the start, ignored at the start of each block, and timed in each block."""
 PAIRS = range(4, 9)
-"""The numbers of pairs of blocks after which a choice may be made, from the minimum to the maximum."""
+"""The choice is made after a number of pairs of blocks in this range."""
 T95 = {4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}
 """Student's t for a two-sided 95 % confidence interval, by the number of pairs."""
 ALIKE = 0.02

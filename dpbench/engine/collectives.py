@@ -249,7 +249,7 @@ Copier = Callable[[Sequence[torch.Tensor], Sequence[Device], Mark], list[list[to
 """A function that copies tensors to all devices; it returns one list per device, the first with the originals."""
 
 FIRST = 2**63 - 1
-"""The sequence number of autograd nodes that run before all other ready nodes: autograd runs the highest first."""
+"""A sequence number for autograd nodes that must run first: of all ready nodes, autograd runs the highest number."""
 
 
 def broadcast(

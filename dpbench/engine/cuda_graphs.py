@@ -168,8 +168,8 @@ class Graphs:
             except Exception as error:
                 error.add_note(
                     f"graphs=on: the module cannot be recorded as a CUDA graph in replica {i} on device {device.name}; "
-                    "it may wait for the GPU, or have data-dependent shapes; use a schedule with graphs=off, such as "
-                    "schedule='zero1'"
+                    "it may synchronize with the GPU (as .item() does), or have data-dependent shapes; use a schedule "
+                    "with graphs=off, such as schedule='zero1'"
                 )
                 raise
             finally:  # the warm-up has run the module, which may have written its buffers

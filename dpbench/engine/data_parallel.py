@@ -120,7 +120,7 @@ def data_parallel(
 def output_of(devices: Sequence[Device], output_device: DeviceId | None) -> Device:
     """Return the device on which outputs are gathered: `output_device`, or the first of `devices` if it is None.
 
-    If `output_device` is not among `devices`, the returned device has the index after the last of them.
+    If `output_device` is not among `devices`, return it as an additional device, with index `len(devices)`.
     """
     if output_device is None:
         return devices[0]
@@ -159,8 +159,8 @@ class DataParallel(nn.Module):
     `gather`, as with torch.
 
     `compat` restores torch's behaviour in the cases in which torch silently gives a wrong result, whereas this engine
-    gives the right result or raises an error: see docs/contract.md. `schedule` is the name of a schedule, or its
-    switches; a schedule that needs TrainStep raises ValueError.
+    gives the right result or raises an error: see docs/contract.md. `schedule` is a Schedule, the name of one, or its
+    switches as text, such as "workers=pool,replicas=cached". A schedule that needs TrainStep raises ValueError.
     """
 
     def __init__(

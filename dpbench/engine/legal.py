@@ -116,7 +116,7 @@ BEST = Schedule(
     workers="pool", replicas="persistent", storage="flat", loss="local", backward="local", update="sharded",
     optimizer="flat",
 )  # fmt: skip
-"""The schedule of `fastest` if no switch is forbidden.
+"""The schedule that `fastest` selects if no switch is forbidden.
 
 It does not set reduce=overlap, which helps only if the link between the devices is idle during backward.
 """
@@ -128,7 +128,7 @@ FALLBACKS = {
 }
 """For each switch of `BEST` that may be forbidden, the positions of switches that `fastest` uses instead."""
 CACHED = Schedule(workers="pool", replicas="cached")
-"""The schedule of `fastest` if persistent replicas are forbidden."""
+"""The schedule that `fastest` selects if persistent replicas are forbidden."""
 EXACT_DTYPES = (torch.float32, torch.float64)
 """Dtypes for which elementwise kernels round an element independently of its position in a tensor."""
 
@@ -343,7 +343,7 @@ def check(schedule: Schedule, setup: TrainingSetup) -> None:
 
 
 def best_legal(setup: TrainingSetup) -> tuple[Schedule, list[str]]:
-    """Return the schedule of `fastest`, and the reasons why it differs from `BEST`.
+    """Return the schedule that `fastest` selects, and the reasons why it differs from `BEST`.
 
     The results of this schedule are bitwise equal to those of `reference`. With a single device it is `reference`
     itself, without reasons.

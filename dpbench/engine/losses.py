@@ -272,9 +272,9 @@ def check(loss: Loss, parts: torch.Tensor, output: Any, target: Any) -> bool:
 class LocalLoss:
     """The loss of one step, of which each replica computes the part over its own rows.
 
-    Call `forward` for each replica, `meet` once, then `backward` for each replica or `joint` once for all. If the
-    `weight` of all rows is known in advance, call `alone` for each replica, then `add` once, instead. The result is in
-    `loss`.
+    Call `forward` for each replica, `meet` once, then `backward` for each replica or `joint` once for all. `weight` is
+    the number by which the summed loss over all rows is divided. If it is known in advance, call `alone` for each
+    replica, then `add` once, instead of these methods. The result is in `loss`.
 
     `pieces` are (inputs, target) pairs. `scale` is applied to the loss from which backward starts. If `recorded` graphs
     are given, they are replayed instead of running the replicas. If rows of output and target do not correspond one to
@@ -354,7 +354,7 @@ class LocalLoss:
                 self._recorded[i].backward(total.grad, owned=len(self._pieces) == 1)
 
     def alone(self, i: int) -> None:
-        """Run replica i's forward and backward, with the known weight of all rows."""
+        """Run replica i's forward and backward; `weight` must be known."""
         (inputs, target), device, mark = self._pieces[i], self._devices[i], self._mark
         with mark(Phase.FORWARD, device.index):
             output = self._replicas[i](*inputs)

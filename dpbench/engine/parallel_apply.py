@@ -120,7 +120,7 @@ def _run(
 
 
 BETWEEN = -1
-"""The key of an error of `between` among the devices' errors.
+"""The key of an error that `between` has raised, in a dict of errors by device index.
 
 Such an error is raised unchanged, because it belongs to no replica.
 """

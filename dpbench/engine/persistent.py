@@ -162,7 +162,7 @@ class Overlap:
         self._complete = [0] * len(self._buckets)
 
     def rest(self) -> list[int]:
-        """End the reports; return the indices of the parameters in buckets for which `ready` was not called.
+        """Stop further calls of `ready`; return the indices of the parameters in buckets for which it was not called.
 
         If a gradient was computed more than once, return the parameters of all buckets, because `ready` may have been
         called too early.

@@ -219,7 +219,7 @@ class PersistentReplicas:
                 _accumulate(parameter, gradient)
 
     def update(self, workers: Workers, clip_norm: float | None, scaler: torch.amp.GradScaler | None) -> None:
-        """Reduce the gradients on the devices that step, run the optimizers there, and exchange the updated weights.
+        """On each device with an optimizer, reduce the gradients and step the weights; then exchange the weights.
 
         If some gradients cannot be represented in shards, the user's optimizer steps the module's own parameters.
         """
@@ -307,7 +307,7 @@ class PersistentReplicas:
 
 
 class _Everywhere:
-    """All devices' optimizers with the interface of one, for GradScaler, which decides whether to call `step`."""
+    """All devices' optimizers, with the interface of an optimizer; GradScaler decides whether to call `step`."""
 
     def __init__(self, replicas: PersistentReplicas, workers: Workers) -> None:
         self._replicas, self._workers = replicas, workers

@@ -104,7 +104,7 @@ class ReplicaCache:
 
 
 def _is_library(module: nn.Module) -> bool:
-    """Return whether a module's forward is torch's own code, which sets no attributes unless hooks do."""
+    """Return whether a module's forward is torch's own code, which sets no attributes; hooks may set some."""
     return type(module).__module__.startswith("torch.nn.modules.") and "forward" not in module.__dict__
 
 

@@ -154,13 +154,13 @@ def scatter(
 ) -> list[Any]:
     """Split `value` into one piece per device, or fewer if its tensors yield fewer chunks.
 
-    Tensors are cut along `dim` by `torch.chunk`, or into `chunk_sizes` rows, and copied to the devices. Tuples, lists,
-    dicts, and dataclass instances that contain tensors, are rebuilt around the pieces. All other values are shared by
-    all pieces. Without `chunk_sizes`, a tensor with exactly one row per piece is accepted together with tensors of
-    another length. In all other cases, tensors of different lengths raise ValueError, because torch would silently drop
-    rows or pair the wrong ones. Raises RuntimeError for 0-dimensional tensors. Raises TypeError for PackedSequences,
-    sparse tensors, and nested tensors that require gradients. With `compat`, tensors of different lengths are split as
-    in torch, which drops rows, and dataclass instances are shared.
+    Tensors are cut along `dim` by `torch.chunk`, or into `chunk_sizes` rows, and copied to the devices. Each piece gets
+    its own copy of every tuple, list and dict, and of every dataclass instance that contains tensors. All other values
+    are shared by all pieces. Without `chunk_sizes`, a tensor with exactly one row per piece is accepted together with
+    tensors of another length. In all other cases, tensors of different lengths raise ValueError, because torch would
+    silently drop rows or pair the wrong ones. Raises RuntimeError for 0-dimensional tensors. Raises TypeError for
+    PackedSequences, sparse tensors, and nested tensors that require gradients. With `compat`, tensors of different
+    lengths are split as in torch, which drops rows, and dataclass instances are shared.
     """
     devices = as_devices(devices)
     if not devices:
@@ -228,7 +228,7 @@ def _length(tensor: torch.Tensor, dim: int) -> int:
 
 
 def _agreed(lengths: set[int], devices: int, dim: int) -> int:
-    """Return the number of pieces into which all tensors are cut, whose lengths along `dim` are `lengths`.
+    """Return the number of pieces into which all tensors are cut; `lengths` are their lengths along `dim`.
 
     Raises ValueError if the tensors would give different numbers of pieces, or if their lengths do not match.
     """

@@ -32,7 +32,7 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 class _Marking:
-    """A mark that calls the mark of the present step, which changes while the autotuner or `Shares` times the steps."""
+    """A mark that calls `self.mark`, which TrainStep replaces while the autotuner or `Shares` times the steps."""
 
     def __init__(self, mark: Mark) -> None:
         self.mark = mark
@@ -49,21 +49,21 @@ class TrainStep:
     torch's own losses, or a pair of functions `(sum_fn, weight_fn)`, each replica can compute it over its own rows.
     `optimizer_fn(parameters)` is called once; its result is the attribute `optimizer`, to which schedulers attach.
     `device_ids` accepts the values that `DataParallel` accepts, or Device objects; None means all GPUs, or one CPU
-    device if there is no GPU. `schedule` is the name of a schedule, its switches, or "fastest". "fastest" selects the
-    best schedule that is bitwise exact; the selection ends within the first steps (see `step.schedule`). With
-    `graphs=on`, the first four batch shapes are recorded as CUDA graphs. Other shapes, inputs that require gradients,
-    and inputs with objects other than tensors, numbers and strings run without graphs.
+    device if there is no GPU. `schedule` is a Schedule, the name of one, its switches as text, or "fastest". "fastest"
+    selects the best schedule with results bitwise equal to those of "reference" (on distinct GPUs: equal within
+    rounding); the selection ends within the first steps (see `step.schedule`). With `graphs=on`, the first four batch
+    shapes are recorded as CUDA graphs. Other shapes, inputs that require gradients, and inputs with objects other than
+    tensors, numbers and strings run without graphs.
 
     The optimizer steps once in every `accumulate` calls, with the gradient of the average of their losses. `clip_norm`
     limits the gradient's total norm. `scaler` is a torch.amp.GradScaler. `chunk_sizes` has one weight per device; the
-    rows of a batch are divided in proportion to the weights. With "auto", the weights are determined by measurements in
-    the first steps.
+    rows of a batch are divided in proportion to the weights. With "auto", the weights are measured in the first steps.
 
     A tuple of inputs is passed as positional arguments. Inputs may be on any device. A target on the host is copied to
     the output's device; a target on another accelerator raises RuntimeError.
 
-    Between two steps the training loop may change anything: options, `requires_grad`, weights, hooks, the loss, the
-    optimizer's groups and state. The change takes effect in the next step, under every schedule. If the schedule cannot
+    Between two steps the training loop may change anything: weights, `requires_grad`, hooks, the loss, the optimizer's
+    options, groups and state. The change takes effect in the next step, under every schedule. If the schedule cannot
     run, or can no longer run, TrainStep raises `Refused` (a ValueError) with the reason. "fastest" switches to another
     schedule instead, and `note` gives the reason.
 
@@ -279,7 +279,7 @@ class TrainStep:
         elif summed.rule is not None and not isinstance(target, torch.Tensor):
             reason = f"loss=local: the target must be a tensor, but its type is {type(target).__name__}"
         elif self._has_history(arguments, target):
-            reason = "loss=local: an input or the target has an autograd history, which needs a joint backward"
+            reason = "loss=local: an input or the target has an autograd history, which allows only one backward"
         elif self._wanted is None and not summed.keeps_bits(powers=self._powers()):
             reason = (
                 "the loss is computed over the gathered batch, because the gradients of a sum of the replicas' losses "

@@ -165,9 +165,10 @@ class Update:
         return shards
 
     def _slices(self, flat: FlatWeights, i: int) -> list[ParamShard]:
-        """Return device i's shards if flat buffers are stepped: each flat buffer, or device i's slice of it.
+        """Return device i's shards if flat buffers are stepped.
 
-        A flat buffer whose parameters are not in the optimizer has no shard.
+        If the update is divided among the devices, a shard is device i's slice of a flat buffer; if not, it is the
+        whole buffer. A flat buffer whose parameters are not in the optimizer has no shard.
         """
         shards = []
         group_of = {n: group.number for group in self._groups for n in group.parameters}
@@ -197,7 +198,7 @@ class Update:
         return shards
 
     def collect(self, i: int, sources: Sources, numbers: Sequence[int] | None = None) -> None:
-        """Sum the gradients of all sources, in order, into the gradients of device i's shards.
+        """Sum the gradients of all replicas, in the order of `sources`, into the gradients of device i's shards.
 
         `numbers` are the indices of the parameters whose gradients are summed; None means all.
         """
@@ -259,7 +260,7 @@ class Update:
             parameter.grad = None
 
     def hide(self) -> None:
-        """Copy gradients that the user's code still references to separate memory, before a step overwrites them."""
+        """If the user's code still references a gradient, copy it to separate memory before a step overwrites it."""
         shown = self._shown
         for i in range(len(shown)):  # by index: a loop variable would be one more reference
             if sys.getrefcount(shown[i]) > HELD:

@@ -71,9 +71,9 @@ class Recorder(Protocol):
 class Device(Protocol):
     """A device on which a replica runs.
 
-    `index` is the position of the device's replica among the replicas, by which spans and other records refer to it.
-    `name` is the device's name in messages ("cuda:1", "cpu:1"). `torch_device` is the value of `.device` of its
-    tensors.
+    `index` is the number of the device's replica, counted from 0; spans and other records refer to the device by this
+    number. `name` is the device's name in messages ("cuda:1", "cpu:1"). `torch_device` is the value of `.device` of
+    its tensors.
     """
 
     index: int

@@ -126,7 +126,10 @@ def _to(before: Snapshot, now: Snapshot | UnknownLoad) -> Measured:
 
 
 def between(before: Snapshot, now: Snapshot) -> Measured:
-    """Return the foreign load between two snapshots; an unknown load if the time or the counts are too small."""
+    """Return the foreign load between two snapshots.
+
+    Return an unknown load if the time between them is below `SHORTEST_S`, or if the kernel counted too little of it.
+    """
     cores = before.ticks.keys() & now.ticks.keys()
     seconds = now.time_s - before.time_s
     capacity_s = len(cores) * seconds
@@ -171,7 +174,8 @@ def _quota() -> float | None:
 class Snapshot:
     """The cumulative CPU times at the moment `time_s` of the monotonic clock.
 
-    `ticks` are the kernel's counts by core, and `own_s` is the CPU time of this process tree in seconds.
+    `ticks` has the times of each core in kernel ticks of 1/`TICKS_PER_S` seconds. `own_s` is the CPU time of this
+    process tree in seconds.
     """
 
     time_s: float

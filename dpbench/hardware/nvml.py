@@ -147,9 +147,10 @@ class Nvml:
 
 @contextmanager
 def open_nvml(library: Library = None, environ: Mapping[str, str] = os.environ) -> Iterator[Nvml | None]:
-    """Open NVML until the `with` block ends; yield None if the library, the driver or a GPU is missing.
+    """Open NVML until the `with` block ends.
 
-    `environ` provides CUDA_VISIBLE_DEVICES.
+    Yield None if the library or the driver is missing, or if NVML reports no GPU. `environ` provides
+    CUDA_VISIBLE_DEVICES.
     """
     library = library or _import_library()
     if not library or not _tell(library, lambda: library.nvmlInit() or True):
@@ -165,7 +166,7 @@ def open_nvml(library: Library = None, environ: Mapping[str, str] = os.environ) 
 
 
 def describe(library: Library = None) -> dict[str, Any]:
-    """Return facts for provenance: the driver's versions, the number of physical GPUs, and each GPU that CUDA shows.
+    """Return facts for provenance: driver versions, the number of physical GPUs, and the GPUs that are visible to CUDA.
 
     `physical_gpus` is 0 if NVML reports no GPU.
     """
@@ -189,8 +190,9 @@ def cuda_visible(visible: str | None, uuids: Sequence[str]) -> tuple[int, ...]:
     """Return the positions in `uuids` of the GPUs that CUDA would show, in CUDA's order.
 
     `visible` is the value of CUDA_VISIBLE_DEVICES, or None if it is not set. The rules are those of CUDA and torch. The
-    first entry decides whether the list has numbers or UUIDs. Of a number, only the leading digits count. A UUID may be
-    abbreviated if the abbreviation is unique. An unknown entry ends the list; with a repeated entry, no GPU is visible.
+    first entry decides whether the list has numbers or UUIDs. Text after the digits of a number is ignored. A UUID may
+    be abbreviated if the abbreviation is unique. An unknown entry ends the list; with a repeated entry, no GPU is
+    visible.
     """
     if visible is None:
         return tuple(range(len(uuids)))

@@ -1,4 +1,4 @@
-"""Processes: bind threads to cores, keep freed memory, and end a process together with its parent."""
+"""Processes: bind threads to cores, make malloc keep freed memory, and end a process when its parent ends."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def staying(number: int) -> Iterator[None]:
 
 
 def parse_ticks(stat: bytes) -> dict[int, Ticks]:
-    """Return the ticks of each core, by core number, from the content of /proc/stat."""
+    """Return the times of each core in kernel ticks, by core number, from the content of /proc/stat."""
     cores: dict[int, Ticks] = {}
     for line in stat.splitlines()[1:]:  # the first line is the sum
         if not line.startswith(b"cpu"):
@@ -90,7 +90,7 @@ def parse_ticks(stat: bytes) -> dict[int, Ticks]:
 
 
 class Ticks(NamedTuple):
-    """The cumulative times of a core in kernel ticks.
+    """The cumulative times of a core in kernel ticks of 1/`TICKS_PER_S` seconds.
 
     `busy` excludes idle time, `steal` is the time in which a hypervisor ran other virtual machines, and `total` is the
     sum of busy, idle and steal time.

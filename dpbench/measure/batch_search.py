@@ -109,10 +109,9 @@ def run(
 
 
 def axes(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of the sweep, where `batch_sizes` has one value: the batch size at which the search starts.
+    """Return `options` with one value in `batch_sizes`, the batch size at which the search starts (default 1).
 
-    If `options` has no `batch_sizes`, the search starts at 1. Raises ValueError for an option that a search does not
-    support, and for several batch sizes.
+    Raises ValueError for an option that a search does not support, and for several batch sizes.
     """
     for axis in ("ladder", "batch_per_device", "budget", "retry"):
         if options[axis]:
@@ -132,7 +131,10 @@ class _Tries:
         self._known = {trial.case: trial for trial in store.trials(run_id) if trial.status in FINAL}
 
     def of(self, case: Case) -> Trial:
-        """Return the trial of a case; if the run has no final trial of it, run one in a fresh worker and store it."""
+        """Return the run's trial of a case.
+
+        If the run has none, or only one that must be repeated, run one in a fresh worker and store it.
+        """
         if case not in self._known:
             trial_id = self._store.begin_trial(self._run_id, case, 0)
             trial = self._server.run(case, EFFORT, 0, self._limit_s)

@@ -3,10 +3,11 @@
 A model that cannot be imported, built or run would fail in every trial, and each failure would cost the time of a
 trial. Each model is therefore checked once, in a worker that does not measure.
 
-The self-check answers three questions, each from pairs of measurements. How much time do recorded marks add to a step?
-How much throughput does the sampler process cost? What is the ratio of the step time of the engine's schedule
-`reference` to that of torch.nn.DataParallel? Both step times of each pair are stored. Ratios, intervals and their
-wording are computed when results are shown. This module does not import torch.
+The self-check answers three questions, each from pairs of measurements. How much time do recorded marks,
+which time the phases of a step, add to the step? How much throughput is lost to the sampler process, which reads the
+counters of GPUs and host? What is the ratio of the step time of the engine under the schedule `reference` to that of
+torch.nn.DataParallel? Both step times of each pair are stored. Ratios, intervals and their wording are computed when
+results are shown. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -75,9 +76,10 @@ ROUNDS = 5
 """The number of rounds of the comparison of the engine with torch.nn.DataParallel, each in a fresh process."""
 LIMIT_S = 300.0
 BUDGETS_S = {Arm.MARKS: (30.0, 0.01), Arm.SAMPLER: (20.0, 1.0)}
-"""For each component, two durations in seconds: of all steps, and of one block (marks) or one part (sampler).
+"""For each component, two durations in seconds: of all steps, and of one block of steps (marks) or one part (sampler).
 
-Short blocks cancel most drift. A part must be long enough for several readings of the sampler, which reads every 0.2 s.
+Blocks with and without marks alternate; they are short, so that slow drift affects both nearly equally. A part must be
+long enough for several readings of the sampler, which reads every 0.2 s.
 """
 GROUPS = 20
 """The largest number of groups into which the pairs are divided.
@@ -87,16 +89,16 @@ Neighbouring pairs are correlated. The bootstrap therefore resamples groups of n
 NAMES = {
     "marks": "recorded marks",
     "samplers": "the sampler process running during the steps",
-    "engine": "the engine's schedule reference compared with torch.nn.DataParallel, both in one process",
+    "engine": "the engine (schedule: reference) compared with torch.nn.DataParallel, both in one process",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuringCost:
-    """The cost of one component of measuring; `name` is `marks`, `samplers` or `engine`.
+    """The result for one part of the self-check; `name` is `marks`, `samplers` or `engine`.
 
-    `ratio` is the step time with the component divided by the step time without it, and `cost_s` is the difference in
-    seconds per step. For `engine`, these two step times are that of the engine and that of torch.nn.DataParallel. For
+    `ratio` is the step time with the component divided by the step time without it; for `engine`, it is the engine's
+    step time divided by that of torch.nn.DataParallel. `cost_s` is the difference of the two step times in seconds. For
     `marks` on devices whose work the host does, `cost_s` is a difference of CPU time, which other processes do not
     affect. `share` is the cost as a fraction: of a 10 ms step for `marks`, of the throughput for `samplers`, and None
     for `engine`, whose cost has no limit. `detail` is additional text. `reason` says why the numbers are missing; it is

@@ -91,7 +91,7 @@ class HostClock:
 
     @contextmanager
     def block(self) -> Iterator[None]:
-        """Do nothing inside this context, because this clock times each step separately."""
+        """Return a context manager without effect, because this clock times each step separately."""
         yield
 
     def step(self, *, warmup: bool) -> AbstractContextManager[None]:
@@ -226,7 +226,7 @@ class CudaClock:
 
     @contextmanager
     def mark(self, phase: Phase, device: int) -> Iterator[None]:
-        """Record a span with CUDA events on the device's stream, or with the host's clock if `device` is the host."""
+        """Record a span with CUDA events on the device's stream, or with the host's clock if `device` is `HOST`."""
         step = self._count
         if device == HOST:
             began = self._now()

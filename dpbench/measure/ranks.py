@@ -41,7 +41,7 @@ The closing of the rank's pipe is not a reliable sign of the rank's end, because
 the pipe open.
 """
 SETTLE_S = 0.5
-"""After a failure that the death of another rank may have caused, the seconds to wait for that death to be detected."""
+"""If the death of another rank may have caused a failure, the seconds that the parent waits to detect that death."""
 GRACE_S = 1.0
 """The seconds that a rank has to end after SIGTERM, before it is sent SIGKILL."""
 _FORK = get_context("fork")

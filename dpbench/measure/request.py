@@ -33,8 +33,8 @@ class SelfCheck:
     """The settings of a self-check of the component `arm`.
 
     `block_s` is the duration in seconds of one block of steps (for marks) or of one part of the steps (for the
-    sampler). For marks, CPU time is read in the same fraction of the steps as it would be if a step took `step_s`
-    seconds. `sampler_pid` is the process id of the sampler; 0 for marks.
+    sampler). `step_s` applies only to marks: the clock reads CPU time in as many of the steps as if each step took
+    `step_s` seconds. `sampler_pid` is the process id of the sampler; 0 for marks.
     """
 
     arm: Arm

@@ -71,7 +71,10 @@ Listener = Callable[[Started | Ended | Note], None]
 
 
 class RoundsRule(Protocol):
-    """The rule that decides which cases get another round; every trial is added, those of earlier sessions first."""
+    """The rule that decides which cases get another round.
+
+    The run adds every ended trial to the rule, first the trials of earlier sessions.
+    """
 
     @property
     def name(self) -> int | str:
@@ -140,10 +143,11 @@ def run(
 
     `budget_s` limits the total duration of the trials in seconds (None: no limit). The timed part of each trial is
     shortened to fit this budget. Trials that have not started when the budget is spent are stored as skipped. The
-    budget includes neither the checks of the models nor the wait for a low foreign load before the first trial.
-    `patience_s` is the longest duration of this wait in seconds (None: the environment variable DPBENCH_PATIENCE, or
-    the default). Trials during which other processes used too much of the cores are measured once more at the end, if
-    the budget permits; if `patience_s` is 0, they are only labelled as noisy.
+    budget does not include the checks of the models. The foreign load is the share of the cores' time that other
+    processes use. The wait before the first trial until the foreign load is low is not part of the budget;
+    `patience_s` is its longest duration in seconds (None: the environment variable DPBENCH_PATIENCE, or the default).
+    Trials during which the foreign load was too high are measured once more at the end, if the budget permits; if
+    `patience_s` is 0, they are only labelled as noisy.
 
     `limit_s` limits the duration of one trial in seconds. `retry` has names of statuses: trials that ended with one of
     these statuses are measured again, even if the latest run of this plan has finished. `traces` is a folder for
@@ -224,7 +228,7 @@ class _Session:
         self._models = checks.Models(limit_s)
         self._times: Counter[Slot] = Counter()
         self.noisy: set[Slot] = set()
-        """The slots whose last trusted trial ran under too much foreign load."""
+        """The slots whose last trusted trial (see `Trial.trusted`) ran under too much foreign load."""
 
     def measure(self, cases: Sequence[Case], done: set[tuple[str, int]], *, paired: bool) -> None:
         """Measure the rounds that the rule selects, except the pairs (case fingerprint, round) in `done`."""
@@ -285,7 +289,7 @@ class _Session:
             (self.noisy.add if foreign_load.noisy(trial) else self.noisy.discard)(slot)
 
     def _repeatable(self) -> list[Slot]:
-        """Return the slots whose only trusted trial ran under too much foreign load; empty if the budget is spent."""
+        """Return the slots in `noisy` that have only one trusted trial; empty if the budget is spent."""
         return [] if self._spent() else [slot for slot in self.noisy if self._times[slot] == 1]
 
     def _wait(self) -> None:
@@ -384,7 +388,7 @@ def _checked(trial: Trial) -> Trial:
 
 
 def _watched(series: samplers.Series, began: float, ended: float, trial: Trial) -> tuple[Sample, ...]:
-    """Return the samplers' readings during the trial's timed steps, or from `began` to `ended` if it has none."""
+    """Return the samplers' readings during the trial's timed steps, or from `began` to `ended` if no step is timed."""
     timed = [step for step in trial.steps if not step.warmup]
     if timed:
         began, ended = timed[0].start_s, timed[-1].end_s

@@ -17,7 +17,7 @@ from dpbench.records.words import count
 WINDOW = 64
 """The number of steps over which the noise of a series must stay nearly constant before the noise counts as known."""
 STABLE = 0.05
-"""The largest relative deviation of the noise from its median over the window at which it counts as constant."""
+"""The noise counts as constant if it deviates from its median over the window by at most this fraction."""
 
 
 def warmup(series: Sequence[float], *, least: int = 0) -> int:
@@ -196,9 +196,10 @@ class UntilPrecise:
 
 
 def _outlook(ratio: Estimate | None) -> str:
-    """Return text about a speed-up to append to a reason: its verdict, or the number of rounds that would decide it.
+    """Return the verdict on a speed-up (such as "faster" or "undecided") as text to append to a reason.
 
-    Return an empty string if `ratio` is None.
+    For "undecided", the text also has the number of further rounds that would decide the verdict, unless it is too
+    large. Return an empty string if `ratio` is None.
     """
     if ratio is None:
         return ""
@@ -206,7 +207,8 @@ def _outlook(ratio: Estimate | None) -> str:
     if said != "undecided":
         return f", {said}"
     more = stats.rounds_to_decide(ratio) - ratio.n
-    return f", undecided: about {count(more, 'more round')} would give a verdict" if more < MOST else ", undecided"
+    needed = f": about {count(more, 'more round')} would show whether it is faster, slower or the same"
+    return f", undecided{needed if more < MOST else ''}"
 
 
 def interval_half_width(estimate: Estimate) -> float:

@@ -1,6 +1,6 @@
 """Models: the reference models in two sizes (plain torch, seeded, dropout 0), and a loader for users' models.
 
-A model is a plug: a file of this folder, or a user's object given as `package.module:name`. It has three functions:
+A model is a file of this folder, or a user's object given as `package.module:name`. It has three functions:
 
     build(size) -> Module
     batch(n, seed, size) -> (inputs, target)      inputs: a tensor, or a tuple of positional arguments
@@ -70,9 +70,9 @@ def _shape(tensor: torch.Tensor) -> str:
 def load(name: str, size: str, seed: int) -> Model:
     """Build the model `name` in the size "small" or "full", with random weights drawn from `seed`.
 
-    `name` is the name of a plug, or `package.module:object`. The state of the random generator is restored, so that
-    building one model does not change the next one. Raises ValueError for an unknown size, and TypeError for an object
-    that is not a model.
+    `name` is the name of a file of this folder, or `package.module:object`. The state of the random generator is
+    restored, so that building one model does not change the next one. Raises ValueError for an unknown size, and
+    TypeError for an object that is not a model.
     """
     if size not in SIZES:
         raise ValueError(registry.unknown("size", size, list(SIZES)))
@@ -99,7 +99,7 @@ def _own(name: str) -> Any:
         for part in filter(None, attribute.split(".")):
             plug = getattr(plug, part)
     except (ImportError, AttributeError) as error:
-        error.add_note(f"while loading --model {name}, which has the form package.module:name, from {here} or sys.path")
+        error.add_note(f"while loading --model {name} from {here} or sys.path (it was read as package.module:name)")
         raise
     missing = [verb for verb in ("build", "batch", "loss") if not callable(getattr(plug, verb, None))]
     if missing:

@@ -9,8 +9,7 @@ default settings:
 - The allocator takes the smallest free block that fits, and splits it. It merges a freed block with free neighbours.
 - When the device is full, the allocator releases all segments that are completely free, then tries once more.
 
-The model has a single stream. It therefore contains no blocks whose reuse must wait until another stream has ended its
-work on them.
+The model has a single stream. It therefore needs no rule for freed blocks that another stream still uses.
 """
 
 from __future__ import annotations
@@ -186,14 +185,15 @@ class Allocator:
 
 
 Names = dict[int, int]
-"""A mapping from storages of a trace to holdings: from a storage's number to the number of its allocation on a tape."""
+"""A mapping from the number of a storage in a trace to the holding of its allocation on a tape (see `Tape`)."""
 
 
 @dataclass(frozen=True)
 class MemoryChange:
     """An allocation on a device, or the release of an allocation if `taken` is False.
 
-    `holding` is the number of the allocation on its tape, `kind` the kind of tensor, and `stage` the part of the step.
+    `holding` is the number that identifies the allocation on its tape, `kind` the kind of tensor, and `stage` the part
+    of the step.
     """
 
     device: int
@@ -220,9 +220,9 @@ class Peak:
 
 
 class Tape:
-    """A sequence of allocations and releases on several devices, in chronological order.
+    """The list of allocations and releases on several devices, in chronological order.
 
-    An allocation is identified by a number, which is called its holding.
+    The holding of an allocation is the number with which the tape later releases it.
     """
 
     def __init__(self) -> None:
@@ -231,7 +231,10 @@ class Tape:
         self._live: dict[int, MemoryChange] = {}
 
     def take(self, device: int, size_bytes: int, kind: str) -> list[int]:
-        """Add the allocation of one tensor; return a list with its holding, or an empty list for an empty tensor."""
+        """Add the allocation of one tensor; return a list with the number by which it is released later (its holding).
+
+        For an empty tensor, add no allocation and return an empty list.
+        """
         if not size_bytes:
             return []
         change = MemoryChange(device, len(self.changes), size_bytes, kind, self.stage, taken=True)

@@ -104,7 +104,7 @@ def _need(case: Case, traces: object, capacity_bytes: int, largest: bool) -> Nee
 
 PRICED = ("traced", "counted")
 LAUNCHES = (HOST_FACTOR, "launch_s")
-"""The priors on which traced and counted profiles depend, because launches limit a net of many small kernels."""
+"""The priors that change traced and counted profiles, because launches set lower bounds on their durations."""
 
 
 @dataclass(frozen=True)
@@ -328,8 +328,8 @@ def what_ifs(predictor: Predictor, cases: Sequence[Case]) -> list[WhatIf]:
 def _of(predictor: Predictor, case: Case) -> Iterator[WhatIf]:
     """Yield the what-ifs of one case.
 
-    The first what-if is the unchanged case: the engine with the schedule of torch.nn.DataParallel. All gains are
-    relative to this case.
+    The first what-if has no change: the engine runs the case with the schedule of torch.nn.DataParallel. All gains are
+    relative to this what-if.
     """
     now = replace(case, strategy=registry.of_role(Role.ENGINE), schedule=schedule.REFERENCE, options=())
     profile, machine, constants = predictor.profile(now), predictor.machine, predictor.constants

@@ -1,7 +1,7 @@
 """Counts: the parameters, modules, FLOP and bytes of a model, and the durations of its ops on a described GPU.
 
-dpbench's models and those of users are traced op by op, which loads torch. A model that cannot be traced, for example
-because shapes depend on values, is counted as a whole in a real step of two samples.
+dpbench's models and those of users are traced op by op, which loads torch. If a model cannot be traced, for example
+because shapes depend on values, only the totals of each phase are counted, in a real step of two samples.
 
 All other models are looked up by the names that published tables use. The stored counts of torchvision's and Hugging
 Face's models were traced without weights (tests/data/trace_models.py); the stored counts of the remaining models come

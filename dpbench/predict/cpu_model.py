@@ -26,9 +26,7 @@ KIB = 2**10
 MOST = 2
 """The largest number of devices in a prediction, because the probe measures at most two concurrent replicas."""
 CHAIN_MODULES = 3
-"""The number of modules in each of the probe's nets (chains of layers) that are not layers.
-
-Each layer has two parameters."""
+"""The number of modules that each of the probe's chains contains besides its layers; each layer has two parameters."""
 LONG_S = 2e-3
 """The total duration in seconds of a replica's forward and backward above which its kernels count as long.
 
@@ -152,7 +150,7 @@ def _at(cost: Cost | None, rows: float) -> float:
 
 
 def _engine(case: Case, profile: Profile, host: ProbedHost, schedule: str) -> dict[str, float]:
-    """Return the seconds of the engine's own work under a schedule by phase, with the copies of inputs and buffers."""
+    """Return the seconds of the engine's own work in each phase, including the copies of inputs and buffers."""
     found = {phase: host.engine_s(schedule, phase, profile.parameter_tensors) for phase in ENGINE}
     # the engine manages and frees replicas in unattributed time, which therefore grows with the number of modules
     modules = max(profile.parameter_tensors, 2 * (profile.modules - CHAIN_MODULES))
@@ -234,7 +232,10 @@ def _kept(case: Case, profile: Profile, host: ProbedHost, *, pool: bool) -> dict
 
 
 def _pieces(profile: Profile, owners: int) -> list[int]:
-    """Return, for each of `owners` equal shares of the flat buffer, the number of parameters at least partly in it."""
+    """Return the number of parameters in each share of the flat buffer, which is split into `owners` equal shares.
+
+    A parameter that extends over several shares counts in each of them.
+    """
     counts, at = [0] * owners, 0.0
     share = max(1.0, profile.parameter_bytes / owners)
     for size in profile.gradient_sizes:
@@ -246,7 +247,7 @@ def _pieces(profile: Profile, owners: int) -> list[int]:
 
 
 OPTIMIZER_PASSES = {"sgd": 8, "adam": 18}
-"""For each optimizer: the number of times that a step on the host reads or writes as many bytes as the weights have.
+"""For each optimizer: the bytes that a step on the host reads and writes, divided by the bytes of the weights.
 
 A step of SGD with momentum consists of three ops, and a step of Adam of seven.
 """

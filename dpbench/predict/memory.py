@@ -1,5 +1,8 @@
 """Memory: the memory that each device needs for a case, whether it fits, and the largest batch that fits.
 
+A tape is the list of all allocations and releases of a case, in order. A holding is the number with which the tape
+later releases an allocation.
+
 torch.nn.DataParallel needs the same memory as the engine's schedule `reference`, with two differences. First, torch
 releases its references to the replicas and outputs at the end of forward. From then on, the autograd graph alone keeps
 weights, inputs and outputs allocated, and backward frees the copied weights of a layer after their last use. Second,
@@ -34,7 +37,7 @@ from dpbench.records.work import COALESCED_BYTES, chunks
 from dpbench.strategies import optimizer_of, precision_of
 
 Release = tuple[int, list[int]]
-"""A number of backward ops, and the holdings (numbers of allocations) that are released after this number of ops."""
+"""A number of backward ops, and the holdings of the allocations that are released after this number of ops."""
 
 
 class WrapperMemory(EngineMemory):
@@ -83,8 +86,8 @@ class WrapperMemory(EngineMemory):
     def _copied(self, sizes: Sequence[int], first: int) -> list[list[tuple[list[int], list[int]]]]:
         """Add the copies of tensors of these sizes to the tape; return, for each device, pairs of (indices, holdings).
 
-        The holdings of a pair are the allocations that contain the copies of the tensors with these indices. `first` is
-        the index of the first tensor. The list of device 0 is empty, because it has no copies.
+        In each pair, `indices` are those of the copied tensors, and `holdings` are those of the allocations that
+        contain the copies. `first` is the index of the first tensor. Device 0 has no copies, so its list is empty.
         """
         tape, found = self._tape, []
         runs = chunks(sizes, COALESCED_BYTES) if self._collective else [[size] for size in sizes]
@@ -251,7 +254,7 @@ def tape_of(case: Case, traces: Traces, steps: int = STEPS) -> Tape:
 
 
 def _schedule(case: Case) -> Schedule:
-    """Return the schedule of a case: `reference` if the case names none, and the best exact schedule for `fastest`."""
+    """Return the schedule of a case: `reference` if the case names none, and the engine's `BEST` for `fastest`."""
     if not case.schedule:
         return parse(REFERENCE)
     if case.schedule == "fastest":

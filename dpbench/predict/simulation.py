@@ -210,7 +210,7 @@ def _capped(spent: float, known: Cost | None, rows: int, share: float) -> float:
 
 
 EXCHANGEABLE = 9
-"""The number of ranks from which on only one of them is simulated, because all ranks do the same work."""
+"""The minimum number of ranks for which only one rank is simulated, because all ranks do the same work."""
 
 
 @dataclass(frozen=True, kw_only=True)

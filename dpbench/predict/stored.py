@@ -150,7 +150,7 @@ def way_out(case: Case, path: Path | str = "FILE") -> str:
 
 
 def _usable(trial: Trial) -> bool:
-    """Return whether a trial is a successful and trusted measurement of the strategy `single` without options."""
+    """Return whether a trial is a successful and trusted measurement of a case of `single` with empty `options`."""
     case = trial.case
     measured = trial.source is Source.MEASURED and trial.status is Status.OK and trial.trusted
     return measured and case.traits.role is Role.BASELINE and not case.options

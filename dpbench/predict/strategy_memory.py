@@ -1,9 +1,12 @@
 """Strategy memory: the allocations of each strategy on several devices, assembled from traces of one device.
 
+A tape is the list of all allocations and releases, in order. A holding is the number with which the tape later releases
+an allocation.
+
 With respect to memory, this module follows the code of the strategies and of the engine line by line: a tensor stays
-allocated on the tape for as long as a variable or an autograd graph keeps it alive in that code. The allocations of
-forward and backward come from traces with the rows of each device. The allocations of the loss of a gathered output
-come from a trace with the whole batch.
+allocated for as long as a variable or an autograd graph keeps it alive in that code. The allocations of forward and
+backward come from traces with the rows of each device. The allocations of the loss of a gathered output come from a
+trace with the whole batch.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ def _play_step(tape: Tape, device: int, trace: Trace, state: Names, batch: Seque
     """Add forward, loss, backward and optimizer step on one device to the tape.
 
     Return the holdings of the gradients, which stay allocated. `state` maps the storages of the optimizer's state to
-    holdings, and `batch` contains the holdings of inputs and target, which are released.
+    holdings. `batch` contains the holdings of inputs and target; these allocations are released.
     """
     names: Names = {}
     play_forward(tape, device, trace, names)

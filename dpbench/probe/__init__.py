@@ -33,9 +33,9 @@ Another pass is started only if it would end within the budget, assuming that it
 """
 Say = Callable[[str], None]
 MODULE_S = 16e-6
-"""The seconds to copy one module for a replica on a host with a factor of 1.
+"""The seconds to copy one module for a replica on a host whose factor is 1.
 
-The factor of a measured host is its own number of seconds, divided by this constant.
+The factor of a measured host is the seconds measured on that host, divided by this constant.
 """
 
 
@@ -136,8 +136,8 @@ def _noise(load: foreign_load.Measured) -> Iterator[str]:
 def _pass(name: str, say: Say) -> list[Figure]:
     """Run one pass of the probe in a fresh process, and return its figures.
 
-    `name` is the name of the pass in the lines of progress, with which `say` is called. As in a worker, torch uses one
-    thread per operation.
+    `say` is called with each line of progress, which contains `name`, the name of the pass. As in a worker, torch uses
+    one thread per operation.
     """
     command = [sys.executable, "-m", "dpbench.probe", str(os.getpid())]
     figures: list[Figure] = []

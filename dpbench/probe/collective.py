@@ -87,7 +87,7 @@ def _of_nets(found: Mapping[str, Any], rows: Mapping[str, int], ranks: int) -> I
     `found` has, by the net's name, the timings in one rank alone and in all ranks at once, as `_nets` returns them.
     """
     for name, (alone, together) in found.items():
-        how = f"of {name} on {rows[name]} rows in all ranks at once, until the last has ended, relative to one alone"
+        how = f"of {name} on {rows[name]} rows in all ranks at once, until the last rank ends, relative to rank 0 alone"
         for what, whole, one in zip(("forward", "training"), together, alone, strict=True):
             said = {"forward": "the forward of a step", "training": "forward and backward"}[what]
             label = f"{name}_{what}_{ranks}_processes_ratio"
@@ -227,11 +227,11 @@ def _gathered(mine: Any) -> list[Any]:
 
 
 def _chains(lengths: Sequence[int]) -> list[Any]:
-    """Return pairs of a number of layers and the chain's seconds by phase in each setting.
+    """Return a pair for each number of layers in `lengths`: this number, and a chain's seconds by setting and phase.
 
-    The settings are `alone` (rank 0 runs the chain while the other ranks wait; only in the result of rank 0), `beside`
-    (all ranks run it at once, without communication), and `ddp` and `ddp_long` (DistributedDataParallel with kernels
-    that are short or take milliseconds).
+    A chain is a net of tiny layers; see `engine.chain`. The settings are `alone` (rank 0 runs the chain while the other
+    ranks wait; only in the result of rank 0), `beside` (all ranks run it at once, without communication), and `ddp` and
+    `ddp_long` (DistributedDataParallel with kernels that are short or take milliseconds).
     """
     ranks, rank, found = dist.get_world_size(), dist.get_rank(), []
     devices = open_devices("cpu", ranks)[rank : rank + 1]
@@ -276,7 +276,7 @@ def _joint(layers: int, swept: int, devices: Sequence[Device], ranks: int) -> Tr
 
 
 def _together(mine: Trial) -> engine.Phases:
-    """Return the typical seconds by phase of a step of all ranks together, from the trial that each rank passes."""
+    """Merge the trials that all ranks pass as `mine`, and return the typical seconds of a merged step by phase."""
     steps, spans = ledger.joined(_gathered(mine))
     return engine.seconds_of(replace(mine, steps=steps, spans=spans))
 

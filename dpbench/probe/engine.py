@@ -36,7 +36,7 @@ OWN = (
     Phase.SCATTER.value, Phase.REPLICATE.value, Phase.GATHER.value, Phase.REDUCE.value, Phase.OPTIMIZER.value,
     UNATTRIBUTED,
 )  # fmt: skip
-"""The phases whose whole time is the engine's own cost, and the unattributed time.
+"""The phases whose whole time is the engine's own cost, and the key of the time that no phase covers.
 
 The other phases, which are forward, loss and backward, also contain the time of the net itself.
 """
@@ -51,7 +51,7 @@ SCHEDULES = {
     "fastest_pool": (BEST, LONG),
     "fastest_serial": (replace(BEST, workers="serial"), SHORT),
 }
-"""The schedules to measure by name, each with the number of bytes that a sweep reads.
+"""The measured schedules by name, each with the number of bytes that a sweep reads.
 
 The schedule `fastest` runs replicas in threads if a net has long kernels, and one after the other if it has short
 kernels. Both variants are measured.
@@ -98,9 +98,9 @@ def beyond(found: Found, alone: Found, times: Mapping[str, int]) -> Found:
 def of_chains(name: str, found: Found, phases: Sequence[str], more: Found, how: str) -> Iterator[Figure]:
     """Yield, for each phase, a figure of the fixed seconds per step and one of the seconds per parameter tensor.
 
-    `found` has the seconds of all phases; those in `phases` become figures. `more` has, for other phases, only the
-    seconds that they take in addition to those on one device; all of these become figures. Each figure's name begins
-    with `name`, and its description with `how`.
+    The figures of the phases in `phases` come from `found`. The figures of other phases come from `more`, which has the
+    seconds that each of them takes in addition to those on one device. Each figure's name begins with `name`, and its
+    description with `how`.
     """
     how = f"{how}, with SGD, on chains of {LAYERS[0]} and {LAYERS[1]} Linear(4, 4) layers"
     tables = [(phase, phase, found, how) for phase in phases]

@@ -68,7 +68,7 @@ def _arithmetic() -> Iterator[Figure]:
         best = max(work / seconds for work, seconds in points)
         how = f"{name} products of square matrices with {SIDES[0]} to {SIDES[-1]} rows"
         yield Figure(f"{name}_flop_per_s", best, f"the best rate of {how}")
-        half = f"the FLOP of a product that reaches half of the fitted rate of {how}"
+        half = f"the FLOP of one product whose rate is half of the rate fitted to {how}"
         yield Figure(f"{name}_half_flop", start_s / per_flop, half)
 
 
@@ -82,12 +82,13 @@ def _memory() -> Iterator[Figure]:
     best = max(work / seconds for work, seconds in points)
     how = "copies of 64 KiB to 256 MiB on the GPU, counting both the bytes read and the bytes written"
     yield Figure("gpu_memory_bytes_per_s", best, f"the best rate of {how}")
-    yield Figure("gpu_half_bytes", start_s / per_byte, f"the bytes that reach half of the fitted rate of {how}")
+    half = f"the bytes of one copy whose rate is half of the rate fitted to {how}"
+    yield Figure("gpu_half_bytes", start_s / per_byte, half)
 
 
 def _launches() -> Iterator[Figure]:
     x = torch.zeros(1, device="cuda")
-    how = f"a kernel that adds to one element, in a row of {EMPTY} such kernels between two CUDA events"
+    how = f"a kernel that adds a number to one element: the mean of {EMPTY} such kernels between two CUDA events"
     yield Figure("kernel_s", _seconds(lambda: x.add_(1), EMPTY), how)
     torch.cuda.synchronize()
     begin = time.perf_counter()

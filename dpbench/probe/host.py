@@ -75,7 +75,7 @@ def calls() -> Iterator[Figure]:
             )  # fmt: skip
     depth = 100
     chain = nn.Sequential(*(nn.Identity() for _ in range(depth)))
-    how = f"one module in a call of a chain of {depth} nn.Identity modules"
+    how = f"each module, when a chain of {depth} nn.Identity modules is called"
     yield figure("module_call_s", time_call(lambda: chain(x)), how, per=depth)
 
 
@@ -110,7 +110,7 @@ def nets() -> Iterator[Figure]:
 
 
 def repeats(name: str, rows: int) -> int:
-    """Return the number of steps to time for a net on `rows` samples: 20 to 80, and more the shorter a step is.
+    """Return the number of steps to time for a net on `rows` samples: from 20 for long to 80 for short steps.
 
     The durations of short steps vary more.
     """
@@ -157,18 +157,18 @@ def replication() -> Iterator[Figure]:
     table = {id(t): t.detach() for t in (*module.parameters(), *module.buffers())}
     yield figure(
         "module_replica_s", time_call(lambda: rebuild(module, table)),
-        f"one module when dpbench rebuilds the {modules} modules of a ResNet-18 for a replica, without copying tensors",
+        f"each module, when dpbench rebuilds a ResNet-18 of {modules} modules for a replica, without copying tensors",
         per=modules,
     )  # fmt: skip
     count = 200
     tensors = [torch.zeros(16) for _ in range(count)]
     flat = _flatten_dense_tensors(tensors)
     joined = time_call(lambda: _unflatten_dense_tensors(_flatten_dense_tensors(tensors), tensors))
-    how = f"one tensor when {count} tensors of 64 bytes are joined into one tensor and split again"
+    how = f"each tensor, when {count} tensors of 64 bytes are joined and split again"
     yield figure("tensor_s", joined, how, per=count)
     del flat
     root, other = resolve(["cpu", "cpu"])
-    how = f"one tensor when {count} tensors of 64 bytes are copied"
+    how = f"each tensor, when {count} tensors of 64 bytes are copied"
     yield figure("tensor_copy_s", time_call(lambda: other.clone(tensors)), how, per=count)
     pairs = [tensors, [t.clone() for t in tensors]]
     added = time_call(lambda: reduce(pairs, [root, other]), setting=torch.no_grad)
@@ -206,7 +206,7 @@ def threads() -> Iterator[Figure]:
 
 
 def arithmetic() -> Iterator[Figure]:
-    """Yield the rates of matrix products, the FLOP that reach half of the fitted rate, and the slowdown by threads."""
+    """Yield the rates of matrix products, the size in FLOP at half of the fitted rate, and the slowdown by threads."""
     times: list[tuple[float, Timing]] = []
     for side in SIDES:
         spent = time_call(_product(side), setting=torch.inference_mode)
@@ -219,7 +219,7 @@ def arithmetic() -> Iterator[Figure]:
     how = "the inverse slope of a line fitted to the seconds of products of all sizes as a function of FLOP, one thread"
     yield spread("flop_per_s", [1 / per_flop for per_flop in per_flops], how)
     halves = [start_s / per_flop for start_s, per_flop in zip(starts_s, per_flops, strict=True)]
-    how = "the FLOP of a product that reaches half of the fitted rate flop_per_s, from the same line"
+    how = "the FLOP of a product whose rate is half of flop_per_s, from the same line"
     yield spread("half_flop", halves, how)
     alone = time_call(_product(512), setting=torch.inference_mode)
     both = time_together([_product(512), _product(512)], setting=torch.inference_mode)

@@ -131,7 +131,7 @@ class Case:
 
     @property
     def habits(self) -> tuple[str, ...]:
-        """Return short texts on the place of the inputs and on reading the loss, if they differ from the default."""
+        """Return short texts on where the inputs are and how often the loss is read, if these are not the defaults."""
         found = [] if self.inputs == "pinned" else [f"inputs {self.inputs}"]
         if self.read_loss:
             found.append("loss read" if self.read_loss == 1 else f"loss read every {self.read_loss}")

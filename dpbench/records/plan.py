@@ -174,9 +174,8 @@ def wrapped_as(case: Case) -> Case | None:
 def engine_cost(*, devices: Sequence[int], batch_sizes: Sequence[int] = (), **axes: Any) -> list[Case]:
     """Return the cases that compare the engine with torch.nn.DataParallel on emulated devices.
 
-    The axes are those of `sweep`; of the devices and the batch sizes, only the largest number of devices and the first
-    batch size are used. Return no cases for one device, without a global batch size, and for other precisions than
-    fp32.
+    The axes are those of `sweep`. Only the largest of `devices` and the first of `batch_sizes` are used. The list is
+    empty for one device, without `batch_sizes`, and for a precision other than fp32.
     """
     count = max(devices)
     if count == 1 or not batch_sizes or axes.get("precision", "fp32") != "fp32":
@@ -208,7 +207,7 @@ def side_by_side(cases: Sequence[Case]) -> list[tuple[Case, ...]]:
 
 
 def plan_hash(cases: Iterable[Case], rounds: object, *how: str) -> str:
-    """Return a hash that identifies a plan: the set of its cases, the rounds, and the settings `how` of measuring."""
+    """Return a hash that identifies a plan: the set of its cases, the rounds, and the measurement settings `how`."""
     text = json.dumps([rounds, sorted(case.fingerprint for case in cases), *how])
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -265,7 +264,7 @@ def _together(switches: Sequence[str]) -> str:
 
 
 def conditions(device_kind: str) -> tuple[str, ...]:
-    """Return the conditions, as for `Schedule.needs`, of runs on a kind of device: TRAIN_STEP, and CUDA on GPUs."""
+    """Return the `conditions` of `Schedule.needs` that a kind of device meets: TRAIN_STEP, and on GPUs also CUDA."""
     return (schedule.TRAIN_STEP, schedule.CUDA) if device_kind == "cuda" else (schedule.TRAIN_STEP,)
 
 

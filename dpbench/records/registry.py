@@ -148,7 +148,10 @@ def names(kind: str) -> list[str]:
 
 
 def own(kind: str) -> list[str]:
-    """Return the sorted names of dpbench's own plug-ins of a kind. A file whose name begins with `_` is none."""
+    """Return the sorted names of dpbench's own plug-ins of a kind.
+
+    A file whose name begins with `_` is not a plug-in.
+    """
     return sorted(m.name for m in pkgutil.iter_modules([str(folder_of(kind))]) if not m.name.startswith("_"))
 
 

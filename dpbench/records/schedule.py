@@ -187,7 +187,7 @@ def climb(*conditions: str) -> list[str]:
 
 
 def best(*conditions: str) -> Schedule:
-    """Return the schedule in which ablations set back switches: the highest exact rung without graphs that can run."""
+    """Return the highest exact rung without graphs that can run; each ablation sets back one of its switches."""
     return [RUNGS[name] for name in climb(*conditions) if RUNGS[name].exact and RUNGS[name].graphs == "off"][-1]
 
 

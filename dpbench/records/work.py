@@ -42,8 +42,8 @@ def chunks(sizes_bytes: Sequence[int], limit_bytes: int) -> list[list[int]]:
 def buckets(sizes: Sequence[float], limit: float = BUCKET_BYTES, first: float | None = None) -> list[range]:
     """Split tensors into consecutive buckets, and return the indices of each bucket's tensors.
 
-    `sizes` are the bytes of the tensors. A bucket ends with the tensor with which the bucket's size reaches `limit`.
-    `first` is the limit of the first bucket; None means `limit`.
+    `sizes` are the bytes of the tensors. Tensors are added to a bucket until its size is at least `limit`. `first` is
+    the limit of the first bucket; None means `limit`.
     """
     runs, start, total, full = [], 0, 0.0, limit if first is None else first
     for i, size in enumerate(sizes):
@@ -123,7 +123,7 @@ class Profile:
     backward: Cost | None = None
     optimizer: Cost | None = None
     rest: Cost | None = None
-    """The cost of copying the batch on the host, and of the time of a step that no phase covers."""
+    """The cost of copying the batch on the host, plus the time of a step that no phase covers."""
 
     @property
     def gradient_sizes(self) -> tuple[float, ...]:
@@ -140,8 +140,8 @@ class Task:
     """One part of a step's work: its amount and unit, the resource that does it, and the tasks for which it waits.
 
     `after` and `overlap` are indices into the list of the step's tasks. The task starts when all tasks in `after` have
-    ended and all tasks in `overlap` have started. A unit is flop, bytes, s, or a count of operations of the host, which
-    are launches, modules, tensors, threads and wakes. A resource is one of these:
+    ended and all tasks in `overlap` have started. Units are flop, bytes, s, and kinds of operations of the host:
+    launches, modules, tensors, threads and wakes. A resource is one of these:
 
         device:i                    the stream of device i, which runs one kernel after the other
         host                        the main thread
@@ -167,7 +167,7 @@ FACT = "model"
 
 @dataclass(frozen=True, kw_only=True)
 class Shapes:
-    """The sizes of a model's tensors: total bytes of parameters and buffers, bytes per sample of the other tensors.
+    """The sizes of a model's tensors: parameters and buffers in total bytes, all other tensors in bytes per sample.
 
     `parameter_tensors` is the number of parameters. `trainable_bytes` are the bytes of parameters with gradients.
     """

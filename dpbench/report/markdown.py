@@ -67,7 +67,7 @@ def _diagnosis(one: Diagnosis) -> Iterator[str]:
         detail = "; ".join(f"{name}: {said}" for name, said in text.parts(finding))
         lines.append(f"1. **{_said(text.headline(finding))}**<br><sub>{_said(detail)}</sub>")
     yield _details(
-        f"{words.count(len(lines), 'finding')} on {_said(one.row.case.model)}, largest time at stake first",
+        f"{words.count(len(lines), 'finding')} on {_said(one.row.case.model)}, the most costly first",
         "\n".join(lines),
     )
 

@@ -49,7 +49,7 @@ def _identity(row: Row) -> tuple[Hashable, ...]:
 
 
 def _both_ways(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows with the starts of all lines: one-device rows for strong scaling, for weak scaling, or for both.
+    """Return the rows, with each one-device row marked by the scaling of the lines that start at it.
 
     On one device, strong and weak scaling are the same. A one-device row at which lines of both kinds start is
     therefore returned twice. One at which only lines of weak scaling start is returned once, marked as weak.

@@ -211,7 +211,7 @@ def ablation(ladder: Ladder) -> Table | None:
         return None
     columns = ("switch set back", "verdict", "its gain", "saves, ms", "phase that changed most")
     lines = tuple(_switch(change) for change in ladder.ablations)
-    note = f"Switches that are not set back alone, with the reason: {'. '.join(ladder.fixed)}." if ladder.fixed else ""
+    note = f"Switches without a line in this table, with the reason: {'. '.join(ladder.fixed)}." if ladder.fixed else ""
     return Table(f"{short(ladder.base)} without one of its switches", columns, lines, text=2, note=note)
 
 

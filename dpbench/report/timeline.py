@@ -160,7 +160,7 @@ def imbalance(rows: Sequence[Row]) -> Section:
     return Section(
         "imbalance", "Device 0 against the others",
         "DataParallel gathers outputs on device 0. A filled mark is device 0, and hollow marks are the other devices. "
-        "The number of a case is the ratio of device 0 to the mean of the other devices.",
+        "The number next to a case's name is the ratio of device 0 to the mean of the other devices.",
         panels, " ".join(filter(None, notes)),
     )  # fmt: skip
 

@@ -35,7 +35,7 @@ _RANKED = (
     "SELECT *, row_number() OVER (PARTITION BY run_id, fingerprint, round ORDER BY "
     "status IN ('running', 'killed'), status='ok' AND verified<>'no' DESC, id DESC) AS place FROM trial"
 )
-"""The query for all trials, each with its rank `place` in its run, case and round; only trials with place 1 count."""
+"""The query for all trials. `place` numbers the trials of one run, case and round; only trials with place 1 count."""
 
 
 @dataclass(frozen=True)
@@ -208,8 +208,8 @@ class Store:
     def trials(self, run_id: str | None = None, *, superseded: bool = False) -> list[Trial]:
         """Return the ended trials of the run `run_id` in the order in which they started; None means all runs.
 
-        Of several trials of one case and round, only the last trusted trial is returned, or the last trial if none is
-        trusted. With `superseded`, all of them are returned. Killed trials are always left out.
+        Of several trials of one case and round, only the last trusted trial (see `Trial.trusted`) is returned, or the
+        last trial if none is trusted. With `superseded`, all of them are returned. Killed trials are always left out.
         """
         return list(self._each(run_id, superseded=superseded))
 

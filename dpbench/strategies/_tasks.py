@@ -122,7 +122,7 @@ class Graph:
     ) -> list[int]:  # fmt: skip
         """Append one collective of `amount` bytes as one task per device; return the indices of these tasks.
 
-        Called with a device, `after` and `overlap` return the fields of the same name of this device's task.
+        `after(device)` and `overlap(device)` return the fields `after` and `overlap` of this device's task.
         """
         return [self.add(phase, i, collective, amount, "bytes", after(i), overlap(i)) for i in devices]
 
@@ -152,8 +152,8 @@ def buckets(profile: Profile, first: int = FIRST_BUCKET_BYTES) -> list[float]:
 class Chain:
     """A builder of the tasks of one step, for one process that drives several devices.
 
-    Without `schedule`, the schedule is `reference`. If `threads_marked`, the start of threads counts as time of the
-    host, otherwise as time of device 0. `reduction` is the phase in which the gradients are added.
+    Without `schedule`, the schedule is `reference`. With `threads_marked`, the time to start the replicas' threads
+    counts for the host, otherwise for device 0. `reduction` is the phase in which the gradients are added.
     """
 
     def __init__(

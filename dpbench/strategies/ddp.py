@@ -1,11 +1,12 @@
 """torch's DistributedDataParallel: one process per device, with an all-reduce that overlaps with backward.
 
 The ranks are forked processes on this machine, which connect over the loopback interface only. The strategy `ddp`
-installs no communication hook, because a hook would change the measurement. torch's private DDP logger reports the time
-at which the compute of backward ended. Only this file uses this logger (`_set_ddp_runtime_logging_sample_rate`,
-`_get_ddp_logging_data`, `logger.set_runtime_stats_and_log`). The time from then until backward returns is the exposed
-part of the reduction, which no compute hides. DDP synchronises buffers inside its forward; the `forward` phase
-therefore includes the time of this synchronisation.
+installs no communication hook, because a hook would change the measurement. The exposed part of the reduction, which no
+compute hides, lasts from the end of backward's compute until backward returns. torch's private DDP logger reports the
+end of backward's compute. Only this file uses this logger (`_set_ddp_runtime_logging_sample_rate`,
+`_get_ddp_logging_data`, `logger.set_runtime_stats_and_log`).
+
+DDP synchronises buffers inside its forward; the `forward` phase therefore includes the time of this synchronisation.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ class _Rank:
         self._rows, self._host = case.rows[rank], f"host:{rank}"
 
     def backward(self, count: int) -> list[int]:
-        """Append this rank's tasks up to backward; return the index of the task that each bucket waits for.
+        """Append this rank's tasks up to backward; return, for each bucket, the index of the task it waits for.
 
         `count` is the number of buckets of gradients.
         """

@@ -53,7 +53,7 @@ class Engine(Strategy):
     def tasks(self, case: Case, profile: Profile) -> list[Task]:
         """Return the tasks of one step under the case's schedule.
 
-        For `fastest`, these are the tasks of the highest rung of the ladder that is exact.
+        For `fastest`, the schedule is that of `schedule_of`.
         """
         if case.devices == 1:
             return single.STRATEGY.tasks(case, profile)
@@ -68,7 +68,7 @@ class Engine(Strategy):
 
 
 def schedule_of(case: Case) -> Schedule:
-    """Return the schedule of a case; for `fastest`, the highest rung of the ladder that is exact."""
+    """Return the schedule of a case; for `fastest`, the highest exact rung of the ladder (see `records.schedule`)."""
     return best(TRAIN_STEP) if case.schedule == FASTEST else parse(case.schedule or REFERENCE)
 
 

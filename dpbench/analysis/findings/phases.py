@@ -15,9 +15,9 @@ SERIAL = 1.25
 
 
 def _heavy(phase: Phase, detail: Callable[[CaseContext, Estimate], str]) -> Callable[[CaseContext], Judgement]:
-    """Return the function `when` of a rule whose evidence is the time that DataParallel's step spends in `phase`.
+    """Return a `FindingRule.when` whose evidence is the time that DataParallel's step spends in `phase`.
 
-    `when` returns None for cases without this phase, or with one process per device. `detail` takes the context and the
+    It returns None for cases without this phase, or with one process per device. `detail` takes the context and the
     time in seconds, and returns a breakdown of this time as text.
     """
 
@@ -101,9 +101,9 @@ def _unattributed(context: CaseContext) -> Judgement:
 
 
 def _serial(phase: Phase) -> Callable[[CaseContext], Judgement]:
-    """Return the function `when` of a rule whose evidence is the time of `phase` in excess of perfect scaling.
+    """Return a `FindingRule.when` whose evidence is the time of `phase` in excess of perfect scaling.
 
-    `when` returns `Missing` if one device was not measured. It returns None for emulated devices, for cases with one
+    It returns `Missing` if one device was not measured. It returns None for emulated devices, for cases with one
     process per device, and for a backward that includes the reduction.
     """
 

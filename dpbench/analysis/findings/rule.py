@@ -89,7 +89,7 @@ class CaseContext:
         """Return the row of `single` (one device without a wrapper) at batch size `batch`; None if it was not measured.
 
         A `batch` of 0 means the batch size of the diagnosed case. If `single` was measured at this batch size only as
-        the limit of a ladder, return the row of this limit.
+        the limit of a ladder, which is one device's share of the ladder's batch, return the row of the limit.
         """
         alone = plan.alone(self.case, batch or self.case.batch_size)
         found = self.rows.get(alone) or self.rows.get(replace(alone, options=plan.LIMIT))
@@ -100,7 +100,7 @@ class CaseContext:
         return self.other(strategy=registry.of_role(Role.ALL_CORES), schedule="", devices=1)
 
     def ideal(self) -> tuple[Row, float] | None:
-        """Return a one-device row, and the divisor of its step time that gives the step time with perfect scaling.
+        """Return a one-device row and a divisor; its step time over the divisor is the step time with perfect scaling.
 
         If one device was measured on the whole batch, the row is that of this case, and the divisor is the number of
         devices, or 1 for replicas that share a GPU. Otherwise the row is that of one device on its share of the batch,
@@ -127,8 +127,8 @@ class CaseContext:
         """Return the row with the next smaller measured number of devices, at least two; other fields do not change.
 
         If the row with the same global batch size was not measured, return the row with the same batch size per device.
-        Return None if there is neither, and for replicas that share a GPU and emulated devices, which cannot gain
-        speed.
+        Return None if there is neither. Also return None for emulated devices and for replicas that share a GPU:
+        more of them cannot make a step faster.
         """
         if self.case.placement == "colocated" or self.case.device_kind == "emulated":
             return None
@@ -143,7 +143,7 @@ class CaseContext:
     # -- seconds
 
     def phase(self, *names: str) -> Estimate:
-        """Return the seconds per step that the ledger charges to the phases `names` together, with an interval."""
+        """Return the seconds per step that the phases `names` take together, with an interval."""
         value = sum(self.row.phases.get(name, 0.0) for name in names)
         return around(value, stats.median(self._series(self.case, names)))
 
@@ -202,7 +202,7 @@ def contexts(rows: Sequence[Row], trials: Sequence[Trial], cores: int) -> list[C
 
     There is one for each setting and each batch size that ran on the setting's largest number of devices. A setting is
     a case without its strategy, schedule, number of devices and batch size. Of the cases with the same batch size, that
-    of torch.nn.DataParallel is preferred, then that of the engine's lowest schedule. `cores` is the number of cores
+    of torch.nn.DataParallel is preferred, then that of the engine with the lowest rung. `cores` is the number of cores
     that the run may use, 0 for unknown.
     """
     measured = [row for row in rows if row.step and row.series and row.source is Source.MEASURED]
@@ -275,9 +275,9 @@ class FindingRule:
     """The rule for one problem of data parallelism, and its remedy.
 
     `when` returns evidence if a case has the problem, `Missing` if the run lacks measurements, and otherwise None.
-    `switches` maps the switches of schedules to the positions that apply the remedy. `roles` has the roles of the
-    strategies that apply it. If such cases were measured on the same work, a finding shows their gain. Otherwise it
-    shows `needs`, the command-line options that measure them.
+    A case applies the remedy if its schedule has one of the positions that `switches` lists by switch, or if the role
+    of its strategy is in `roles`, such as `Role.CONTROL` for ddp. If such cases were measured on the same work, a
+    finding shows their gain. Otherwise it shows `needs`, the command-line options that measure them.
     """
 
     name: str

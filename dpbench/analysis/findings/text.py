@@ -21,8 +21,8 @@ CURES = 2
 """The largest number of measured cases that a finding names as remedies, the fastest first."""
 NOTHING = "Nothing to explain: no case with several devices has a verified result in this run."
 NOTE = (
-    "Sizes are seconds per step with 95% intervals. 'Costs at most' marks an upper bound, the total cost of a "
-    "problem; these bounds overlap and do not add up. Findings below 2% of the step, and those whose interval "
+    "Sizes are seconds per step with 95% intervals. 'Costs at most' gives the total cost of a problem: no remedy can "
+    "save more. These costs overlap, so do not add them up. Findings below 2% of the step, and those whose interval "
     "includes 0, are left out."
 )
 

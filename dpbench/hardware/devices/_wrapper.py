@@ -166,7 +166,7 @@ _counters: list[list[int]] = []
 
 
 def set_home(device: torch.device) -> torch.device:
-    """Make emulated tensors created from now on wrap tensors on `device`, cpu or meta; return the previous device."""
+    """Set the device (cpu or meta) of the tensors that new emulated tensors wrap; return the previous device."""
     global _home
     before, _home = _home, device
     return before
@@ -293,7 +293,7 @@ def _check_devices(func: Any, tensors: Sequence[torch.Tensor], device: torch.dev
 
 
 def _check_positions(func: Any, args: Sequence[Any]) -> None:
-    """Raise RuntimeError if, at one position of the lists of a multi-tensor op, tensors are on different devices."""
+    """Raise RuntimeError if the lists of a multi-tensor op have, at one index, tensors on different devices."""
     lists = [value for value in args if isinstance(value, list | tuple)]
     for tensors in zip(*(each for each in lists if isinstance(each[0], torch.Tensor)), strict=True):
         _check_devices(func, tensors, tensors[0].device)

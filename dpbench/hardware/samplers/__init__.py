@@ -1,14 +1,14 @@
 """Samplers: read the counters of GPUs and host during a run, in a separate process.
 
-A sampling thread inside the run would compete with DataParallel's threads for the GIL. Each sampler is a plug: a module
-in this folder with `start(devices, interval_s)`, a context manager that yields a growing list of samples. The caller
-may remove samples from the front of the list. `sampling` runs all samplers in a separate process; `Series.cut` returns
-the samples of a period. Times are those of time.perf_counter(), which is the same in all processes of a machine.
-`every` calls an action at fixed intervals, in a thread. If an action takes longer than an interval, the calls that it
-delays are skipped:
+A sampling thread inside the run would compete with DataParallel's threads for the GIL. Each sampler is a plug-in: a
+module in this folder with `start(devices, interval_s)`, a context manager that yields a growing list of samples. The
+caller may remove samples from the front of the list. `sampling` runs all samplers in a separate process; `Series.cut`
+returns the samples of a period. Times are those of time.perf_counter(), which is the same in all processes of a
+machine. `every` calls an action at fixed intervals, in a thread. If an action takes longer than an interval, the calls
+that it delays are skipped:
 
-start     +1 interval     +2            +3            +4
-  |action|    .   |action, late ........|.|action|     |action|      tick 3 keeps its time, tick 2 is skipped
+intervals since the start   0         1         2         3         4
+calls of the action         |action|  |slow action .....| |action|  |action|     call 2 is skipped, call 3 on time
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def _stop_signal() -> int:
 def _start_all(samplers: ExitStack, devices: Sequence[int], interval_s: float) -> list[list[Sample]]:
     """Start all samplers in the exit stack `samplers`, and return their growing lists of samples.
 
-    The failure of a sampler to start is logged; this sampler has no list.
+    A sampler that fails to start is logged, and has no list.
     """
     series = []
     for name in registry.names("samplers"):

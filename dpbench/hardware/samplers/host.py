@@ -168,9 +168,9 @@ def cpu_clock_hz(folder: str = "/sys/devices/system/cpu") -> float | None:
 class Reading:
     """The cumulative CPU times at the moment `time_s`.
 
-    `core_ticks` are the kernel's ticks by core, `process_s` the seconds of each watched process by process id, and
-    `own_s` the seconds of the sampler process. `rss_bytes` is the resident memory of all watched processes at that
-    moment.
+    `core_ticks` has the times of each core in kernel ticks of 1/`TICKS_PER_S` seconds. `process_s` has the seconds of
+    each watched process by process id, and `own_s` is the seconds of the sampler process. `rss_bytes` is the resident
+    memory of all watched processes at that moment.
     """
 
     time_s: float
@@ -212,8 +212,8 @@ def levels(now: Reading) -> dict[str, float]:
 def rates(before: Reading, now: Reading) -> dict[str, float]:
     """Return the values, by metric, of the interval between two readings: the CPU use of cores and processes.
 
-    A process counts from the second reading that includes it, because its earlier CPU time belongs to no interval. The
-    CPU time of the sampler process counts neither for the watched tree nor as foreign.
+    A process counts only if both readings include it, because the CPU time before its first reading belongs to no
+    interval. The CPU time of the sampler process counts neither for the watched tree nor as foreign.
     """
     elapsed_s = now.time_s - before.time_s
     known = now.process_s.keys() & before.process_s.keys()

@@ -21,19 +21,19 @@ from dpbench.strategies import Strategy
 def by_phase(
     case: Case, strategy: Strategy, model: Model, devices: Sequence[Device], batch: tuple[Any, Any]
 ) -> tuple[tuple[Memory, ...], str]:
-    """Return each device's memory peaks by phase and "", or an empty tuple and the reason why the peaks are missing.
+    """Return a pair: each device's memory peaks by phase, and the reason if the peaks are missing (otherwise "").
 
     `model` is modified. Logical CPU devices share the host's memory. Their steps are therefore repeated on emulated
-    devices, which count the bytes of tensors. The tensors on these devices store values only if an operator fails
-    without them.
+    devices, which count the bytes of tensors. The first attempt uses tensors without values, which need no memory. If
+    this fails, the second attempt uses tensors with values.
     """
     on_host = case.device_kind == "cpu"
     if on_host:
         if case.precision != "fp32":
-            return (), f"memory by phase of CPU devices needs emulated devices, which do not support {case.precision}"
+            return (), f"CPU memory by phase is measured on emulated devices, which do not support {case.precision}"
         emulated = replace(case, device_kind="emulated")
         if reason := strategy.skip(emulated):
-            return (), f"memory by phase of CPU devices needs emulated devices, which cannot run the case: {reason}"
+            return (), f"CPU memory by phase is measured on emulated devices, which cannot run the case: {reason}"
         devices = open_devices("emulated", case.devices)
     source = "allocator" if case.device_kind == "cuda" else "ledger"
     attempts: list[AbstractContextManager[Any]] = [bytes_only(), nullcontext()] if on_host else [nullcontext()]
@@ -140,7 +140,8 @@ class Peaks:
     def memory(self, source: str) -> tuple[Memory, ...]:
         """Return the recorded peaks, sorted by device; for each device, first those of the whole step, then by phase.
 
-        `source` names the origin of the peaks, `allocator` or `ledger`, and is stored with each peak.
+        `source` is stored with each peak: `allocator` (torch's statistics) or `ledger` (the byte count of emulated
+        devices).
         """
         order = [WHOLE, *(phase.value for phase in Phase), UNATTRIBUTED]
         found = sorted(self._most, key=lambda key: (key[0], order.index(key[1]), key[2]))

@@ -1,7 +1,7 @@
 """Self-check, worker side: time a case's step with and without one component of measuring, alternately in one process.
 
     marks      pair 0: on off   pair 1: off on   pair 2: on off ...      each word is a block of back-to-back steps
-    sampler    part 0: . . . x x . . . . . . x x . . . .                 x: the sampler ran in or right after this step
+    sampler    part 0: . . . x x . . . . . . x x . . . .                 x: the sampler ran in this or the previous step
 
 For marks, blocks with and without marks alternate, and the two blocks of a pair are compared, so that slow drift
 cancels. The sampler is never switched off. The steps are divided into parts of equal duration, and the sampler's CPU
@@ -133,8 +133,8 @@ def _parts(run: RunSteps, sampler: _Sampler, count: int, part_s: float) -> dict[
         alone = [s for (before, _), (at_work, s) in pairwise(((False, 0.0), *steps)) if not before and not at_work]
         if not alone:
             raise RuntimeError(
-                f"the sampler was running in or just before each of {len(steps)} steps, so its cost is unknown: these "
-                "steps cannot be compared with steps without the sampler"
+                f"the sampler was running in or just before each of {len(steps)} steps, so its cost is unknown: there "
+                "are no steps without the sampler to compare with"
             )
         on_s.append(statistics.fmean(seconds for _, seconds in steps))
         off_s.append(statistics.fmean(alone))

@@ -338,7 +338,10 @@ def _sections() -> dict[str, dict[str, float]]:
 
 @lru_cache(maxsize=64)
 def without(group: str) -> tuple[Constants, float]:
-    """Return the constants and the host factor fitted to all groups except `group`, or the defaults."""
+    """Return the constants and the host factor that were fitted to all groups except `group`.
+
+    Values that were not fitted are the defaults.
+    """
     section = dict(_sections().get(group, {}))
     host = section.pop("host", PUBLISHED_HOST)
     return DEFAULT.changed(**section), host

@@ -41,7 +41,10 @@ FEW = 3
 """The minimum number of models on a machine for a calibration that predicts each model from all other models."""
 
 DOUBT = 0.002
-"""The penalty of a calibration per unit of a factor's absolute logarithm, which keeps a factor without effect at 1."""
+"""The penalty of a calibration per unit of a factor's absolute logarithm.
+
+If a factor has no effect on the durations, the penalty keeps the factor near 1.
+"""
 
 Point = tuple[float, float]
 
@@ -148,7 +151,7 @@ def _scored(one: Matched, seconds: float) -> Scored:
 
 
 HARD = 1.1
-"""The ratio of the measured step to the step under linear scaling from which on a case counts as hard."""
+"""The minimum ratio of a hard row's measured step to its step under linear scaling."""
 
 
 @dataclass(frozen=True)
@@ -195,8 +198,9 @@ class ScoreLine:
     is the mean of the signed relative errors. `skill` is 1 minus the ratio of `mape` to the same mean for linear
     scaling. `coverage` is the share of intervals that contain the measured step, None without intervals. `excluded` is
     the number of excluded rows of the group. The overhead of a row is the ratio of its step to the step under linear
-    scaling, minus 1; `overhead` is the sum of the errors of the predicted overheads, divided by the sum of the measured
-    overheads. `hard_n` and `hard_mape` are the number and the mean absolute relative error of hard rows.
+    scaling, minus 1; `overhead` is the sum of the predicted minus the measured overheads, divided by the sum of the
+    measured overheads. `hard_n` is the number of hard rows (see `Scored.hard`), and `hard_mape` their mean absolute
+    relative error.
     """
 
     group: str
