@@ -8,9 +8,13 @@ import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
+
+if TYPE_CHECKING:
+    from dpbench.measure.cluster import Cluster
+    from dpbench.records import Case
 
 EXIT_WORSE, EXIT_FAILED, EXIT_UNDECIDED, EXIT_USAGE = 1, 2, 3, 64
 EXIT_CLOSED = 128 + signal.SIGPIPE
@@ -127,10 +131,11 @@ class Bytes(click.ParamType[int]):
         return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
 
 
-def cases_of(options: dict[str, Any]) -> tuple[list[Any], float | None]:
+def cases_of(options: dict[str, Any], cluster: Cluster | None = None) -> tuple[list[Case], float | None]:
     """Return the cases that the options select, and the time budget of the run in seconds, or None for no budget.
 
     Options that are not given have defaults for this machine.
+    `cluster` has the ranks of a launch by torchrun or srun, whose numbers are then the default numbers of devices.
     """
     from dpbench.hardware.nvml import cuda_device_count
     from dpbench.hardware.provenance import torch_has_cuda, usable_cores
@@ -139,6 +144,11 @@ def cases_of(options: dict[str, Any]) -> tuple[list[Any], float | None]:
     if options["profile"] and options["paired"]:
         raise click.UsageError("--profile needs one case per process: leave out --paired")
     quick = not any(options[axis] for axis in AXES)
+    for option in ("ladder", "paired", "profile", "self_check", "find_max_batch") if cluster else ():
+        if options[option]:
+            raise click.UsageError(
+                f"--{option.replace('_', '-')} is for one machine: leave it out of a launch by ranks"
+            )
     for axis, option in (("strategies", "strategies"), ("own_strategies", "strategy"), ("schedules", "schedules")):
         if options["ladder"] and options[axis]:
             raise click.UsageError(f"--ladder selects the strategies and the schedules: leave out --{option}")
@@ -149,7 +159,7 @@ def cases_of(options: dict[str, Any]) -> tuple[list[Any], float | None]:
     placement = options["placement"] or ("colocated" if kind == "cuda" and gpus == 1 else "spread")
     for name in options["own"]:
         registry.check_module(name)
-    devices = options["devices"] or plan.default_devices(available, placement)
+    devices = options["devices"] or (cluster.counts() if cluster else plan.default_devices(available, placement))
     swept = {
         "models": (*(options["models"] or (() if options["own"] else ("mlp", "resnet18"))), *options["own"]),
         "devices": devices, "device_ids": options["device_ids"], "device_kind": kind, "placement": placement,
@@ -164,7 +174,10 @@ def cases_of(options: dict[str, Any]) -> tuple[list[Any], float | None]:
         cases += plan.engine_cost(**swept) if kind == "cpu" else []
     else:
         schedules = tuple(one for given in options["schedules"] for one in given)
-        strategies = (*(options["strategies"] or plan.default_strategies(kind)), *options["own_strategies"])
+        usual = plan.default_strategies("launch" if cluster else kind)
+        strategies = (*(options["strategies"] or usual), *options["own_strategies"])
         cases = plan.sweep(strategies=strategies, schedules=schedules or ("reference",), **swept)
-        cases += plan.engine_cost(**swept) if quick and kind == "cpu" else []
+        cases += plan.engine_cost(**swept) if quick and kind == "cpu" and not cluster else []
+    if cluster:
+        cases = list(dict.fromkeys(cluster.placed(case) for case in cases))
     return cases, options["budget"] or (QUICK_BUDGET_S[kind] if quick else None)

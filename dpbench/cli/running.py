@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from dpbench.cli.options import (  # fmt: skip
     AUTO_BUDGET_S,
     EXIT_FAILED,
+    EXIT_USAGE,
     REPORT,
     Bytes,
     Names,
@@ -26,6 +28,8 @@ from dpbench.cli.options import (  # fmt: skip
 from dpbench.cli.showing import choose, print_table, print_verdict, report_of, write_report
 
 if TYPE_CHECKING:
+    from dpbench.measure.cluster import Cluster
+    from dpbench.measure.launch import Launch
     from dpbench.records import Case, Trial
 
 
@@ -122,13 +126,52 @@ SELF_CHECK_SCALE = 1.0
     help="Also measure the overhead of timing phases (marks) and of the sampler process, and compare the engine with "
     "torch.nn.DataParallel; takes about a minute longer.",
 )
+@click.option(
+    "--interface",
+    help="The network interface that connects the machines of a launch by torchrun or srun.  [default: loopback]",
+)
 @store_option
-def run(store: Path, report: Path, **options: Any) -> None:
+def run(store: Path, report: Path, interface: str | None, **options: Any) -> None:
     """Measure cases in fresh processes, store every trial, and print a table and a verdict.
 
     Without options that select cases, dpbench selects cases that fit this machine. The same command resumes an
-    interrupted run.
+    interrupted run. Under torchrun, or as several tasks of srun, every process is one rank of the cases, and rank 0
+    stores and reports.
     """
+    from dpbench.measure import launch
+
+    try:
+        placed = launch.of_environment()
+        chosen = interface or launch.loopback()
+        if placed is None:
+            _measure(store, report, None, options)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # the launcher ends all ranks in this way
+        if placed.rank:
+            sys.exit(_agent(placed, chosen))
+        from dpbench.measure.cluster import Cluster
+
+        with Cluster(placed, chosen) as cluster:
+            for line in cluster.lost:
+                click.echo(f"warning: {line}", err=True)
+            _measure(store, report, cluster, options)
+    except launch.LaunchError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(EXIT_USAGE)
+
+
+def _agent(placed: Launch, interface: str) -> int:
+    """Be the agent of a rank other than 0 until rank 0 ends the run; return the exit code."""
+    from dpbench.measure.agent import serve
+
+    try:
+        serve(placed, interface)
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _measure(store: Path, report: Path, cluster: Cluster | None, options: dict[str, Any]) -> NoReturn:
+    """Run the cases that the options select, and exit."""
     from dpbench.cli.progress import Progress
     from dpbench.measure import run as runner
     from dpbench.measure.stopping import UntilPrecise
@@ -140,7 +183,7 @@ def run(store: Path, report: Path, **options: Any) -> None:
         cases, _ = cases_of(batch_search.axes(options))
         batch_search.check(cases)
         sys.exit(_find_max_batch(cases, store, options["limit"]))
-    cases, budget_s = cases_of(options)
+    cases, budget_s = cases_of(options, cluster)
     auto = options["rounds"] == "auto"
     retry = runner.statuses(options["retry"])
     with Store.create(store) as opened:
@@ -150,6 +193,7 @@ def run(store: Path, report: Path, **options: Any) -> None:
                     cases, opened, rounds=UntilPrecise(options["within"]) if auto else options["rounds"],
                     paired=options["paired"], budget_s=AUTO_BUDGET_S if auto and not budget_s else budget_s,
                     limit_s=options["limit"], retry=retry, patience_s=options["patience"], listen=progress.listen,
+                    cluster=cluster,
                     traces=store.with_name(f"{store.name}.traces") if options["profile"] else None,
                 )  # fmt: skip
         except KeyboardInterrupt:

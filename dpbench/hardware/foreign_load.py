@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,9 +80,12 @@ def measure(seconds: float = WINDOW_S) -> Measured:
     return since(before)
 
 
-def since(before: Snapshot | UnknownLoad) -> Measured:
-    """Return the foreign load between the snapshot `before` and now; return `before` if it is an unknown load."""
-    return before if isinstance(before, UnknownLoad) else _to(before, snapshot())
+def since(before: Snapshot | UnknownLoad, roots: Collection[int] = ()) -> Measured:
+    """Return the foreign load between the snapshot `before` and now; return `before` if it is an unknown load.
+
+    `roots` are those of `snapshot`.
+    """
+    return before if isinstance(before, UnknownLoad) else _to(before, snapshot(roots))
 
 
 def busy(load: Measured) -> bool:
@@ -101,10 +104,11 @@ def noisy(trial: Trial) -> bool:
     return busy(during(trial))
 
 
-def snapshot() -> Snapshot | UnknownLoad:
+def snapshot(roots: Collection[int] = ()) -> Snapshot | UnknownLoad:
     """Return the CPU time that the cores and this process tree have used until now.
 
-    Return an unknown load, with the reason, if the system does not provide these times.
+    The processes with the ids `roots`, and their descendants, count as part of this tree. Return an unknown load, with
+    the reason, if the system does not provide these times.
     """
     if not CORES:
         return UnknownLoad("this system does not provide the list of cores that a process may use")
@@ -118,7 +122,7 @@ def snapshot() -> Snapshot | UnknownLoad:
     except (OSError, ValueError) as error:
         return UnknownLoad(f"/proc/stat cannot be read: {error}")
     mine = {core: ticks[core] for core in CORES if core in ticks}
-    return Snapshot(time_s=time.monotonic(), ticks=mine, own_s=_own_s())
+    return Snapshot(time_s=time.monotonic(), ticks=mine, own_s=_own_s({os.getpid(), *roots}))
 
 
 def _to(before: Snapshot, now: Snapshot | UnknownLoad) -> Measured:
@@ -147,16 +151,17 @@ def between(before: Snapshot, now: Snapshot) -> Measured:
     return Load(foreign=foreign_s / capacity_s, steal=steal_s / capacity_s, cores=len(cores), seconds=seconds)
 
 
-def _own_s() -> float:
-    """Return the CPU seconds of this process and its descendants, including all children that they have reaped."""
+def _own_s(roots: Collection[int]) -> float:
+    """Return the CPU seconds of these processes and their descendants, including the children that each has reaped."""
     import psutil
 
-    own = psutil.Process()
     total = 0.0
-    for process in (own, *own.children(recursive=True)):
+    for root in roots:
         with suppress(psutil.Error):  # the process has ended; its parent's count includes it from now on
-            spent = process.cpu_times()
-            total += spent.user + spent.system + spent.children_user + spent.children_system
+            for process in ((own := psutil.Process(root)), *own.children(recursive=True)):
+                with suppress(psutil.Error):
+                    spent = process.cpu_times()
+                    total += spent.user + spent.system + spent.children_user + spent.children_system
     return total
 
 

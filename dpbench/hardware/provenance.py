@@ -31,7 +31,7 @@ def collect(gpus: dict[str, Any] | None = None) -> dict[str, Any]:
         "host": host_facts(),
         "gpus": gpus or {},
         "python": platform.python_version(),
-        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "packages": {name: found for name in PACKAGES if (found := version(name))},
         "dpbench": {"version": dpbench.__version__, **_git(Path(dpbench.__file__).parent)},
         "project": _git(Path.cwd()),
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
@@ -61,11 +61,17 @@ def usable_cores() -> int:
 def host_key(facts: dict[str, Any]) -> str:
     """Return a hash that identifies a machine by its CPU, its cores and its GPUs.
 
-    `facts` are the result of `collect`. The host name is not used, because it differs between containers.
+    `facts` are the result of `collect`. The host name is not used, because it differs between containers. For a launch
+    on several machines, the hash identifies all of them, with their numbers of ranks.
     """
-    stable = {key: facts["host"][key] for key in ("machine", "cpu", "cores")}
-    gpus = [gpu.get("uuid") for gpu in facts["gpus"].get("gpus", [])]
-    return hashlib.sha256(json.dumps([stable, gpus], sort_keys=True).encode()).hexdigest()[:16]
+    others = facts.get("hosts", {}).get("machines", ())
+    found = [_stable(facts), *((_stable(one["facts"]), len(one["ranks"])) for one in others)]
+    return hashlib.sha256(json.dumps(found if others else found[0], sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _stable(facts: dict[str, Any]) -> list[Any]:
+    host = {key: facts["host"][key] for key in ("machine", "cpu", "cores")}
+    return [host, [gpu.get("uuid") for gpu in facts["gpus"].get("gpus", [])]]
 
 
 def code_key(facts: dict[str, Any]) -> str:
@@ -79,10 +85,11 @@ def code_key(facts: dict[str, Any]) -> str:
 
 def torch_has_cuda() -> bool:
     """Return whether the installed torch is not a CPU-only build, according to its version, without loading torch."""
-    return not _version("torch").endswith("+cpu")
+    return not version("torch").endswith("+cpu")
 
 
-def _version(name: str) -> str:
+def version(name: str) -> str:
+    """Return the version of an installed package; empty if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from dpbench.engine.errors import replica_of
 from dpbench.hardware import processes
 from dpbench.records import Status, Verified
 from dpbench.records.trial import Failure
@@ -35,6 +34,8 @@ def of_error(error: BaseException, *, device_ids: Sequence[int] = ()) -> Failure
     ran out, the innermost calls. `device_ids` are the ordinals of the case's devices in order; if it is empty, the case
     uses the devices with the ordinals 0, 1 and so on.
     """
+    from dpbench.engine.errors import replica_of  # loads torch, which the parent of workers does not need
+
     replica, notes = replica_of(error), getattr(error, "__notes__", [])
     raised = error.__cause__ if replica is not None and error.__cause__ else error
     text = "; ".join([f"{type(raised).__name__}: {raised}", *notes])

@@ -5,6 +5,8 @@ is not used, because it listens on every network interface without authenticatio
 receives. Collectives also connect over the loopback interface, even if the user's environment variables name another
 interface.
 
+Ranks that torchrun or srun started, on one or several machines, meet through a `TCPStore` that listens at one address.
+
 Each rank reports its result, or the record of its failure, as JSON through a separate pipe, to which no other rank can
 write.
 """
@@ -14,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -24,12 +27,12 @@ from functools import partial
 from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn
-
-import psutil
+from typing import Any, NoReturn, Self
 
 from dpbench.hardware import processes
 from dpbench.measure.failures import in_order, of_end, of_rank
+from dpbench.measure.launch import loopback
+from dpbench.measure.request import Seat
 from dpbench.records.trial import Failure
 
 TIMEOUT = timedelta(seconds=60)
@@ -57,38 +60,89 @@ class RanksFailed(RuntimeError):
         self.failures = tuple(failures)
 
 
+@dataclass(frozen=True)
+class FolderMeeting:
+    """Ranks of one parent meet through a file in a folder that only this user can enter."""
+
+    path: Path
+
+    def store(self, rank: int, size: int) -> Any:
+        """Return torch's store of this meeting."""
+        from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch's stubs leave it out
+
+        return FileStore(str(self.path), size)
+
+
+@dataclass(frozen=True)
+class AddressMeeting:
+    """Ranks of several parents meet at an address and port, where rank 0 listens; `key` is distinct for each trial.
+
+    The coordinator has reserved the port with the option SO_REUSEPORT, which other users' processes cannot share.
+    """
+
+    address: str
+    port: int
+    key: str
+
+    def store(self, rank: int, size: int) -> Any:
+        """Return torch's store of this meeting; rank 0 serves it. Raises OSError if rank 0 cannot listen."""
+        from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+        served = self._listen() if rank == 0 else None
+        store = TCPStore(
+            self.address, self.port, is_master=rank == 0, wait_for_workers=False, timeout=TIMEOUT,
+            master_listen_fd=served,
+        )  # fmt: skip
+        return PrefixStore(self.key, store)
+
+    def _listen(self) -> int:
+        """Return the descriptor of a socket that listens at this address only; the store would listen at all."""
+        listener = socket.socket()
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.bind((self.address, self.port))
+        listener.listen()
+        return listener.detach()
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankGroup:
     """The settings of the process group that the ranks join.
 
-    `backend` is torch's name of the backend, `size` is the number of ranks, `store` is the file through which the ranks
-    find each other, and `interface` is the name of the network interface.
+    `backend` is torch's name of the backend, `size` is the number of ranks, `meeting` is the way in which the ranks find
+    each other, and `interface` is the name of the network interface. `timeout` is the longest time that a rank waits for its peers, when it joins the group and in each collective.
     """
 
     backend: str
     size: int
-    store: Path
+    meeting: FolderMeeting | AddressMeeting
     interface: str
+    timeout: timedelta = TIMEOUT
 
-    def environment(self, rank: int) -> dict[str, str]:
-        """Return the environment variables of a rank: its number, the size of the group, and the network interface."""
-        return {
-            "RANK": str(rank), "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(self.size), "LOCAL_WORLD_SIZE": str(self.size),
+    @classmethod
+    def of_seat(cls, seat: Seat, backend: str) -> Self:
+        """Return the group of a rank that takes a seat."""
+        meeting = AddressMeeting(seat.address, seat.port, seat.key)
+        wait = timedelta(seconds=seat.timeout_s)
+        return cls(backend=backend, size=seat.size, meeting=meeting, interface=seat.interface, timeout=wait)
+
+    def environment(self, rank: int, local_rank: int) -> dict[str, str]:
+        """Return the environment variables of a rank: its rank, the size, and the interface for each library."""
+        together = {"LOCAL_WORLD_SIZE": str(self.size)} if isinstance(self.meeting, FolderMeeting) else {}
+        return together | {
+            "RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(self.size),
             "GLOO_SOCKET_IFNAME": self.interface, "TP_SOCKET_IFNAME": self.interface,
             "NCCL_SOCKET_IFNAME": f"={self.interface}",  # without "=", NCCL accepts every name with this prefix
         }  # fmt: skip
 
-    def join(self, rank: int) -> None:
-        """Join the process group as rank `rank` and wait for all other ranks. torch raises an error after `TIMEOUT`."""
+    def join(self, rank: int, local_rank: int) -> None:
+        """Join the group as `rank` and wait for all other ranks. Raises torch.distributed's error after `timeout`."""
         import torch.distributed as dist
-        from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch's stubs leave it out
 
         for name in _OVER_TCP:
             os.environ.pop(name, None)
-        os.environ |= self.environment(rank)
-        store = FileStore(str(self.store), self.size)
-        dist.init_process_group(self.backend, store=store, rank=rank, world_size=self.size, timeout=TIMEOUT)
+        os.environ |= self.environment(rank, local_rank)
+        store = self.meeting.store(rank, self.size)
+        dist.init_process_group(self.backend, store=store, rank=rank, world_size=self.size, timeout=self.timeout)
 
 
 def run(entry: Callable[[int], Any], count: int, folder: Path, backend: str) -> list[Any]:
@@ -102,7 +156,8 @@ def run(entry: Callable[[int], Any], count: int, folder: Path, backend: str) -> 
     Raises RanksFailed if a rank raises or ends without a result, and OSError if the loopback interface is missing.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-", dir=folder) as private:  # its mode is 0700
-        group = RankGroup(backend=backend, size=count, store=Path(private) / "store", interface=loopback())
+        meeting = FolderMeeting(Path(private) / "store")
+        group = RankGroup(backend=backend, size=count, meeting=meeting, interface=loopback())
         ranks: list[_RankProcess] = []
         try:
             for number in range(count):
@@ -110,17 +165,6 @@ def run(entry: Callable[[int], Any], count: int, folder: Path, backend: str) -> 
             return _results(ranks)
         finally:
             _end(ranks)
-
-
-def loopback() -> str:
-    """Return the name of the network interface with the address 127.0.0.1. Raises OSError if it is missing."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(one.address == "127.0.0.1" for one in addresses):
-            return name
-    raise OSError(
-        "no network interface has the address 127.0.0.1, through which the ranks connect to each other; "
-        "bring the loopback interface up (on Linux: ip link set lo up)"
-    )
 
 
 class _RankProcess:
@@ -207,7 +251,7 @@ def _be_rank(entry: Callable[[int], Any], group: RankGroup, rank: int, parent: i
     try:
         import torch.distributed as dist
 
-        group.join(rank)
+        group.join(rank, rank)
         result = json.dumps(entry(rank))
         dist.destroy_process_group()  # only after success: it would wait for peers that failed
         pipe.send_bytes(f"result {result}".encode())

@@ -44,19 +44,40 @@ class SelfCheck:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
-    """The work for one worker process.
+class Seat:
+    """One rank of a trial whose ranks have different parents, on one or several machines.
 
-    The worker writes its trials, log and stacks to `folder`. `self_check` has the settings of a self-check; it is None
-    for other jobs. `requested_s` is the time of the request in seconds on the clock of `time.perf_counter`.
+    The ranks meet at `address` and `port`, under the trial's `key`; their collectives use `interface`. `place` is the
+    position of the rank among the ranks that see the same cores and GPUs: it selects the rank's core or GPU.
+    `timeout_s` is the longest time in seconds that the rank waits for its peers.
+    """
+
+    rank: int
+    size: int
+    place: int
+    address: str
+    port: int
+    key: str
+    interface: str
+    timeout_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The work for one worker process, which is one rank of a trial if the request has a `seat`.
+
+    The worker writes its trials, log and stacks to `folder`, which its server sets. `self_check` has the settings of a
+    self-check; it is None for other jobs. `requested_s` is the time of the request in seconds on the clock of
+    `time.perf_counter`.
     """
 
     cases: tuple[Case, ...]
     effort: Effort
-    folder: Path
     round: int
+    folder: Path = Path()
     job: Job = Job.MEASURE
     self_check: SelfCheck | None = None
+    seat: Seat | None = None
     requested_s: float = 0.0
 
     def to_json(self) -> str:
@@ -67,9 +88,10 @@ class Request:
     def from_json(cls, line: str) -> Self:
         """Return the request that is encoded in a line of JSON from `to_json`."""
         data = json.loads(line)
-        checked = data["self_check"]
+        checked, seat = data["self_check"], data["seat"]
         return cls(
             cases=tuple(Case.from_dict(case) for case in data["cases"]), effort=Effort(**data["effort"]),
             folder=Path(data["folder"]), round=data["round"], requested_s=data["requested_s"], job=Job(data["job"]),
             self_check=SelfCheck(**{**checked, "arm": Arm(checked["arm"])}) if checked else None,
+            seat=Seat(**seat) if seat else None,
         )  # fmt: skip

@@ -14,18 +14,22 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from dpbench.analysis import validity
 from dpbench.hardware import foreign_load, provenance, samplers
 from dpbench.hardware.nvml import describe
 from dpbench.measure import checks
-from dpbench.measure.server import Server
+from dpbench.measure.server import Server, Workers
 from dpbench.records import HOST, Case, Effort, Sample, Status, Trial, plan, registry
+from dpbench.records.trial import HOSTS
 from dpbench.store import FINAL, Store
+
+if TYPE_CHECKING:
+    from dpbench.measure.cluster import Cluster
 
 Slot = tuple[Case, int]
 """A case and the number of the round in which it is measured."""
@@ -132,6 +136,7 @@ def run(
     retry: Iterable[str] = (),
     patience_s: float | None = None,
     traces: Path | None = None,
+    cluster: Cluster | None = None,
     listen: Listener = lambda event: None,
 ) -> Outcome:
     """Measure every case, store each trial as soon as it ends, and return the result of the run.
@@ -152,10 +157,11 @@ def run(
     `limit_s` limits the duration of one trial in seconds. `retry` has names of statuses: trials that ended with one of
     these statuses are measured again, even if the latest run of this plan has finished. `traces` is a folder for
     profiles (None: no profiles). After the timed steps of each trial, one more step is profiled and written to
-    traces/<run>/<case>-r<round>.json, with one file per rank. `listen` is called with every event. After a
-    KeyboardInterrupt, the same call resumes the run.
+    traces/<run>/<case>-r<round>.json, with one file per rank. `cluster` has the ranks of a launch by torchrun or srun,
+    which then measure the cases. `listen` is called with every event. After a KeyboardInterrupt, the same call resumes
+    the run.
     """
-    facts = provenance.collect(describe())
+    facts = provenance.collect(describe()) | ({HOSTS: cluster.facts()} if cluster else {})
     keys = {"host": provenance.host_key(facts), "code": provenance.code_key(facts)}
     again, patience_s = statuses(retry), foreign_load.patience(patience_s)
     rule = Fixed(rounds) if isinstance(rounds, int) else rounds
@@ -168,7 +174,9 @@ def run(
         load = foreign_load.wait(patience_s, lambda words: listen(Note(words)))
         store.annotate(run_id, foreign_load.FACT, _plain(load))
         store.annotate(run_id, "noisy", _noise(load, ()))
-        session = _Session(store, run_id, rule, effort or Effort(), budget_s, limit_s, patience_s, listen, traces)
+        session = _Session(
+            store, run_id, rule, effort or Effort(), budget_s, limit_s, patience_s, listen, traces, cluster
+        )
         session.measure(cases, store.done(run_id, retry=again), paired=paired)
         store.annotate(run_id, "noisy", _noise(load, session.noisy))
         finished = True
@@ -217,9 +225,9 @@ class _Session:
 
     def __init__(
         self, store: Store, run_id: str, rule: RoundsRule, effort: Effort, budget_s: float | None, limit_s: float,
-        patience_s: float, listen: Listener, traces: Path | None,
+        patience_s: float, listen: Listener, traces: Path | None, cluster: Cluster | None,
     ) -> None:  # fmt: skip
-        self._traces, self._patience_s = traces, patience_s
+        self._traces, self._patience_s, self._cluster = traces, patience_s, cluster
         self._store, self._run_id, self._rule, self._effort, self._limit_s = store, run_id, rule, effort, limit_s
         self._listen = listen
         self._deadline = None if budget_s is None else time.perf_counter() + budget_s
@@ -241,8 +249,9 @@ class _Session:
         scratch = Path(tempfile.mkdtemp(prefix="dpbench-"))
         try:
             with ExitStack() as stack:
-                watched = stack.enter_context(samplers.sampling(ordinals(cases), scratch / "samples.jsonl"))
-                lasting = stack.enter_context(Server(scratch)) if paired else None
+                gpus = [] if self._cluster else ordinals(cases)  # the agents of a cluster sample their GPUs
+                watched = stack.enter_context(samplers.sampling(gpus, scratch / "samples.jsonl"))
+                lasting = stack.enter_context(self._workers(scratch)) if paired else None
                 number = 0
                 while wanted := self._rule.wanted(cases, number):
                     if number and not fixed and self._spent():
@@ -250,7 +259,7 @@ class _Session:
                     pending = [case for case in wanted if (case.fingerprint, number) not in done]
                     # a new server per round makes its effect part of the interval; side by side, the effect cancels
                     if pending:
-                        with nullcontext(lasting) if lasting else Server(scratch) as server:
+                        with nullcontext(lasting) if lasting else self._workers(scratch) as server:
                             refused = self._refuse(pending, number, server)
                             cases = [case for case in cases if case not in refused]
                             left = {(case.fingerprint, n) for case in cases for n in range(number, fixed)} - done
@@ -260,12 +269,16 @@ class _Session:
                     number += 1
                 if self._patience_s > 0 and self._repeatable():
                     self._wait()
-                    with nullcontext(lasting) if lasting else Server(scratch) as server:
+                    with nullcontext(lasting) if lasting else self._workers(scratch) as server:
                         self._repeat(cases, server, watched, paired=paired)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 
-    def _refuse(self, cases: Sequence[Case], number: int, server: Server) -> set[Case]:
+    def _workers(self, scratch: Path) -> AbstractContextManager[Workers]:
+        """Return the context manager of new processes from which workers are forked, on this machine or on all."""
+        return self._cluster.workers(scratch) if self._cluster else Server(scratch)
+
+    def _refuse(self, cases: Sequence[Case], number: int, server: Workers) -> set[Case]:
         """Check the models of the cases, store a failed trial for each case whose model fails, and return these cases.
 
         The duration of the checks, which includes the start of the server, does not count against the budget.
@@ -297,7 +310,7 @@ class _Session:
         left_s = float("inf") if self._deadline is None else self._deadline - time.perf_counter()
         foreign_load.wait(min(self._patience_s, left_s), lambda words: self._listen(Note(words)))
 
-    def _repeat(self, cases: Sequence[Case], server: Server, watched: samplers.Series, *, paired: bool) -> None:
+    def _repeat(self, cases: Sequence[Case], server: Workers, watched: samplers.Series, *, paired: bool) -> None:
         """Measure every slot that ran under too much foreign load once more, as long as budget is left.
 
         All cases that share a worker with such a slot are also measured again. The new trials count; the old stay
@@ -312,7 +325,7 @@ class _Session:
                     self._group(server, group, number, watched)
 
     def _round(
-        self, cases: Sequence[Case], number: int, server: Server, watched: samplers.Series, *, paired: bool
+        self, cases: Sequence[Case], number: int, server: Workers, watched: samplers.Series, *, paired: bool
     ) -> None:
         """Measure each case once in round `number`, in a random order that depends only on the run and the round."""
         generator = random.Random(f"{self._run_id} {number}")
@@ -320,7 +333,7 @@ class _Session:
         for group in plan.groups(shuffled, number, paired=paired):
             self._group(server, group, number, watched)
 
-    def _group(self, server: Server, group: Sequence[Case], number: int, watched: samplers.Series) -> None:
+    def _group(self, server: Workers, group: Sequence[Case], number: int, watched: samplers.Series) -> None:
         """Measure the cases of `group` in one worker and store their trials.
 
         If the budget is spent, store skipped trials instead.
@@ -343,10 +356,8 @@ class _Session:
         ended = time.perf_counter()
         for trial_id, trial in zip(ids, trials, strict=True):
             samples = trial.samples + _watched(watched, began, ended, trial)
-            facts = {
-                **trial.provenance,
-                **({foreign_load.FACT: asdict(load)} if isinstance(load, foreign_load.Load) else {}),
-            }
+            own = {foreign_load.FACT: asdict(load)} if isinstance(load, foreign_load.Load) else {}
+            facts = {**own, **trial.provenance}  # the load that the agents of a cluster measured takes precedence
             seen = _checked(replace(trial, samples=samples, provenance=facts))
             self._store.end_trial(trial_id, seen)
             self._take(seen)

@@ -18,11 +18,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from dpbench.hardware import processes
 from dpbench.measure.request import Job, Request, SelfCheck
 from dpbench.records import Case, Effort, Status, Trial
+from dpbench.records.trial import Failure
 
 START_LIMIT_S = 120.0
 STACKS_S = 0.5
@@ -37,6 +38,16 @@ number of threads in torch.
 """
 
 
+class Workers(Protocol):
+    """The interface through which trials are run, of a `Server` on this machine or of a `Cluster`."""
+
+    def check(self, case: Case, limit_s: float) -> Trial:
+        """Check the model of a case; return a trial without steps."""
+
+    def run_together(self, cases: Sequence[Case], effort: Effort, number: int, limit_s: float) -> list[Trial]:
+        """Run cases; return a trial for each case, also if it fails."""
+
+
 class Server:
     """The parent's view of the server process, which has loaded torch and forks a fresh worker for each request.
 
@@ -46,12 +57,13 @@ class Server:
     def __init__(self, scratch: Path) -> None:
         self._scratch = scratch
         self._process: subprocess.Popen[bytes] | None = None
+        self._worker = 0
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._stop()
+        self.stop()
 
     def run(self, case: Case, effort: Effort, number: int, limit_s: float) -> Trial:
         """Run one trial of a case in round `number` in a fresh worker, and return the trial, even if the worker fails.
@@ -92,28 +104,35 @@ class Server:
         `number` is the round, `limit_s` is the time limit of the whole job in seconds, and `self_check` has the
         settings of a self-check (None for other jobs).
         """
+        request = Request(cases=tuple(cases), effort=effort, round=number, job=job, self_check=self_check)
+        return as_trials(self.answer(request, limit_s), request)
 
-        def lost(status: Status, reason: str) -> list[Trial]:
-            now = time.time()
-            return [Trial(case=case, status=status, reason=reason, round=number, started_s=now) for case in cases]
-
+    def answer(self, request: Request, limit_s: float) -> list[Trial] | Failure:
+        """Run a request in a fresh worker; return its trials, or the record of how the worker or a rank failed."""
         with tempfile.TemporaryDirectory(prefix="trial-", dir=self._scratch, ignore_cleanup_errors=True) as name:
             folder = Path(name)
             try:
-                status, pid = self._attempt(
-                    Request(
-                        cases=tuple(cases), effort=effort, folder=folder, round=number, job=job, self_check=self_check
-                    ),
-                    limit_s,
-                )
+                status, pid = self._attempt(replace(request, folder=folder), limit_s)
             except _ServerDied as died:
-                self._stop()
-                return lost(Status.FAILED, str(died))
-            finished = folder / "trials.json"
+                self.stop()
+                return Failure(status=Status.FAILED, reason=str(died))
+            finished, failed = folder / "trials.json", folder / "failure.json"
             # a worker past its limit may still finish while its stacks are requested: ignore its trials
             if status is not None and finished.exists():
                 return [Trial.from_dict(one) for one in json.loads(finished.read_text())]
-            return lost(status_of(status), _reason(status, pid, limit_s, folder))
+            if status is not None and failed.exists():
+                return Failure.from_json(failed.read_text())
+            return Failure(status=status_of(status), reason=_reason(status, pid, limit_s, folder), exit_status=status)
+
+    def end_worker(self) -> None:
+        """End the worker that is running, if any; another thread, which waits for its answer, gets a failure."""
+        if pid := self._worker:
+            _kill_group(pid)
+
+    def prepare(self) -> None:
+        """Start the server's process, so that the first request does not wait for it."""
+        with suppress(_ServerDied):  # the next request tries again, and reports the reason
+            self._started()
 
     def _attempt(self, request: Request, limit_s: float) -> tuple[int | None, int]:
         """Run a request in a fresh worker; return the worker's exit status and process id.
@@ -129,7 +148,7 @@ class Server:
             process.stdin.flush()
         except OSError as error:
             raise _ServerDied(self._obituary()) from error
-        pid = int(self._answer(START_LIMIT_S)["pid"])
+        self._worker = pid = int(self._answer(START_LIMIT_S)["pid"])
         try:
             answer = self._answer(limit_s)
             _kill_group(pid)  # also end processes that the model has started
@@ -144,11 +163,13 @@ class Server:
         except BaseException:  # such as Ctrl-C: the worker must not continue to run
             _kill_group(pid)
             raise
+        finally:
+            self._worker = 0
 
     def _started(self) -> subprocess.Popen[bytes]:
         """Return the server process; start it first if it is not running. Raises _ServerDied if it does not start."""
         if self._process is None or self._process.poll() is not None:
-            self._stop()
+            self.stop()
             self._log = (self._scratch / "server.log").open("ab")
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "dpbench.measure.worker", str(os.getpid())],
@@ -190,8 +211,8 @@ class Server:
         log = (self._scratch / "server.log").read_text(errors="replace")[-TAIL:].strip()
         return f"the worker server ended ({processes.ending(self._process.returncode)}); last output: {log or 'none'}"
 
-    def _stop(self) -> None:
-        """Kill the server process if it was started, and wait until it has ended."""
+    def stop(self) -> None:
+        """Kill the server process if it was started, and wait until it has ended; the next request starts a new one."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -213,6 +234,17 @@ def environment() -> dict[str, str]:
 
 class _ServerDied(RuntimeError):
     """The server process has ended unexpectedly, or was not ready in time. The next request starts a new one."""
+
+
+def as_trials(answer: list[Trial] | Failure, request: Request) -> list[Trial]:
+    """Return the trials of an answer; a failure becomes one failed trial for each case of the request."""
+    if not isinstance(answer, Failure):
+        return answer
+    now = time.time()
+    return [
+        Trial(case=case, status=answer.status, reason=answer.reason, round=request.round, started_s=now)
+        for case in request.cases
+    ]
 
 
 def status_of(exit_status: int | None) -> Status:

@@ -14,7 +14,12 @@ from dpbench.records import registry
 from dpbench.records.registry import Traits
 
 HOST = -1
-"""The device index that stands for the host."""
+"""The device index that stands for the host; in a trial on several machines, for the first of them."""
+
+
+def host_device(number: int) -> int:
+    """Return the device index that stands for the machine with the index `number`: HOST, then the integers below it."""
+    return HOST - number
 
 
 class Phase(StrEnum):
@@ -77,6 +82,8 @@ class Case:
 
     If a strategy has one process per device, "device" puts the whole batch on each device, and memory peaks include it.
     """
+    hosts: int = 1
+    """The number of machines on which the ranks run, in the order of a launch by torchrun or srun."""
     read_loss: int = 0
     """The training loop reads the loss as a number in every step whose index is a multiple of this; 0 means never."""
     declared: Traits | None = field(default=None, compare=False, repr=False)
@@ -148,7 +155,8 @@ class Case:
         bound = f" within {self.device_memory_bytes} bytes" if self.device_memory_bytes else ""
         habits = "".join(f" {habit}" for habit in self.habits)
         work = f"batch {self.batch_size}{precision}{bound}{habits}"
-        return f"{self.model}{size} {self.strategy}{schedule} x{self.devices}{kind}{colocated} {work}"
+        hosts = f" on {self.hosts} hosts" if self.hosts > 1 else ""
+        return f"{self.model}{size} {self.strategy}{schedule} x{self.devices}{kind}{colocated}{hosts} {work}"
 
 
 CASE_FIELDS = tuple(one for one in fields(Case) if one.compare)

@@ -330,8 +330,9 @@ def _one_of(kind: str, value: str, known: Sequence[str]) -> None:
 
 
 def default_strategies(device_kind: str) -> tuple[str, ...]:
-    """Return the names of the strategies that are run by default on a kind of device."""
+    """Return the names of the strategies that are run by default on a kind of device, or by the ranks of a "launch"."""
     known = {
+        "launch": ("single", "ddp", "fsdp"),
         "cpu": ("single", "single_all_cores", "dp", "ddp"),
         "cuda": ("single", "dp", "torch_dp", "ddp"),
         "emulated": ("single", "dp", "torch_dp"),

@@ -65,6 +65,26 @@ and `copied_bytes` (the bytes of these copies).
 """
 
 
+HOSTS = "hosts"
+"""The name under which the provenance of a trial, and of a run, lists the machines of its ranks."""
+ALONE = "step_alone_s"
+"""The name of the metric for the seconds of a step that every machine runs alone, at the same time as the others."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """One machine of a trial: its name and the ranks that run on it; `machine` identifies the running system."""
+
+    name: str
+    machine: str
+    ranks: tuple[int, ...]
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Return the host that `dataclasses.asdict` wrote, also after JSON."""
+        return cls(data["name"], data["machine"], tuple(data["ranks"]))
+
+
 class Source(StrEnum):
     """The origin of a trial: a measurement or a prediction."""
 
@@ -212,6 +232,11 @@ class Trial:
             if sample.metric == metric and (sample.time_s > warm_s or sample.time_s == 0.0):
                 found.setdefault(sample.device, []).append(sample.value)
         return found
+
+    @property
+    def hosts(self) -> tuple[Host, ...]:
+        """Return the machines of the trial's ranks, the first one's first; empty without a launch."""
+        return tuple(Host.from_dict(one) for one in self.provenance.get(HOSTS, ()))
 
     @property
     def timed(self) -> tuple[float, ...]:

@@ -19,7 +19,8 @@ import signal
 import sys
 import time
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 from dpbench.hardware import processes
 
@@ -38,6 +39,7 @@ from dpbench.hardware import processes
 from dpbench.measure.request import Request
 from dpbench.measure.worker import trial as trials
 from dpbench.records import registry
+from dpbench.records.trial import Failure
 
 
 def serve() -> None:
@@ -95,6 +97,8 @@ def _work(request: Request, server: int) -> None:
             faulthandler.enable(file=sys.__stderr__ or stacks)
             started_s = time.time()
             done = trials.work(request)
+        if isinstance(done, Failure):
+            _fail(done, folder)
         start_s = born_s - request.requested_s
         done = [
             replace(one, round=request.round, started_s=started_s, setup={"start_s": start_s, **one.setup})
@@ -110,6 +114,18 @@ def _work(request: Request, server: int) -> None:
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
+
+
+LINGER_S = 1.0
+"""The seconds for which a failed rank keeps its connections open, so that its peers fail later than it reports."""
+
+
+def _fail(failure: Failure, folder: Path) -> NoReturn:
+    """Write the record of a rank's failure, and exit after `LINGER_S` seconds."""
+    print(failure.traceback, file=sys.stderr, flush=True)
+    (folder / "failure.json").write_text(failure.to_json())
+    time.sleep(LINGER_S)
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -13,11 +13,12 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.func import functional_call
 
 from dpbench import models, strategies
@@ -26,13 +27,14 @@ from dpbench.hardware.device import Device
 from dpbench.hardware.devices import open_devices
 from dpbench.hardware.provenance import usable_cores
 from dpbench.measure import ranks, verification
-from dpbench.measure.failures import Unverified, of_error
-from dpbench.measure.ranks import RanksFailed
-from dpbench.measure.request import Job, Request
+from dpbench.measure.failures import Unverified, of_error, of_rank
+from dpbench.measure.merging import merge
+from dpbench.measure.ranks import RankGroup, RanksFailed
+from dpbench.measure.request import Job, Request, Seat
 from dpbench.measure.worker import memory, selfcheck
 from dpbench.measure.worker.bench import PreparedCase, run_timers, start_timer
 from dpbench.models import Model, positional
-from dpbench.records import HOST, Case, Effort, Memory, Status, Trial, Verified, ledger, no_mark
+from dpbench.records import HOST, Case, Effort, Memory, Status, Trial, Verified, no_mark
 from dpbench.records.trial import Failure
 from dpbench.strategies import Strategy, load, precision_of
 
@@ -40,7 +42,15 @@ BATCHES = 4
 """The number of distinct batches that the steps use in turn, so that results do not depend on a single batch."""
 
 
-def measure(case: Case, effort: Effort, strategy: Strategy, rank: int | None = None) -> Trial:
+@dataclass(frozen=True)
+class RankPlace:
+    """A rank, and its position among the ranks that see the same cores and GPUs."""
+
+    rank: int
+    place: int
+
+
+def measure(case: Case, effort: Effort, strategy: Strategy, rank: RankPlace | None = None) -> Trial:
     """Verify and time one case in this process, and return its trial.
 
     `rank` is the rank of this process; None for strategies without ranks. With a rank, the trial has only the
@@ -52,7 +62,7 @@ def measure(case: Case, effort: Effort, strategy: Strategy, rank: int | None = N
             run_timers([timer])
             timed = timer.trial(_memory(case, prepared.devices))
             if effort.trace:
-                timer.trace(effort.trace if rank is None else f"{effort.trace[:-5]}-rank{rank}.json")
+                timer.trace(effort.trace if rank is None else f"{effort.trace[:-5]}-rank{rank.rank}.json")
         del timer  # release the step function and the clock before memory is measured
         return _with_memory(timed, prepared) if effort.memory_by_phase else timed
 
@@ -82,7 +92,7 @@ def _with_memory(timed: Trial, prepared: PreparedCase) -> Trial:
     )  # fmt: skip
 
 
-def prepare(case: Case, strategy: Strategy, rank: int | None = None) -> PreparedCase:
+def prepare(case: Case, strategy: Strategy, rank: RankPlace | None = None) -> PreparedCase:
     """Verify the strategy of a case, build the case's model and batches, and return everything that timing needs.
 
     `rank` is the rank of this process; None for strategies without ranks. Raises Unverified if the gradients are wrong.
@@ -93,43 +103,40 @@ def prepare(case: Case, strategy: Strategy, rank: int | None = None) -> Prepared
     if threads == 1:  # a strategy that uses all cores must not be bound to one of them
         devices[0].settle()
     at = [time.perf_counter()]
-    verified = _verify(case, strategy, devices, rank)
+    leads = rank is None or rank.rank == 0
+    verified = _verify(case, strategy, devices, buffers=strategy.compares_buffers(case) and leads)
     at.append(time.perf_counter())
     _forget(devices)
     model = models.load(case.model, case.size, case.seed)
     count = 1 if case.inputs == "device" else BATCHES  # a second batch on the device would count as its memory
     batches = [_placed(model.batch(case.batch_size, case.seed + i), case, devices[0]) for i in range(count)]
     at.append(time.perf_counter())
-    facts = torch_facts(case, devices[0]) | ({"model": of_model(model, batches[0])} if rank in (None, 0) else {})
+    facts = torch_facts(case, devices[0]) | ({"model": of_model(model, batches[0])} if leads else {})
     return PreparedCase(
         case=case, strategy=strategy, devices=devices, model=model, batches=batches, verified=verified, facts=facts,
         setup={"verify_s": at[1] - at[0], "build_s": at[2] - at[1]},
     )  # fmt: skip
 
 
-def _devices(case: Case, strategy: Strategy, rank: int | None) -> list[Device]:
+def _devices(case: Case, strategy: Strategy, rank: RankPlace | None) -> list[Device]:
     """Open the devices of the case and return them; with `rank`, return only the device of this rank."""
     devices = open_devices(
-        case.device_kind, case.devices, ids=case.device_ids, placement=case.placement,
-        shared_stream=strategy.traits.shared_stream, own_processes=rank is not None,
+        case.device_kind, case.devices if rank is None else rank.place + 1, ids=case.device_ids,
+        placement=case.placement, shared_stream=strategy.traits.shared_stream, own_processes=rank is not None,
     )  # fmt: skip
-    return devices if rank is None else devices[rank : rank + 1]
+    if rank is None:
+        return devices
+    devices[rank.place].index = rank.rank  # phases and memory are recorded by rank
+    return [devices[rank.place]]
 
 
-def _verify(case: Case, strategy: Strategy, devices: Sequence[Device], rank: int | None) -> Verified:
-    """Compare the strategy's gradients with those of the reference and return the result.
+def _verify(case: Case, strategy: Strategy, devices: Sequence[Device], *, buffers: bool) -> Verified:
+    """Compare the strategy's gradients, and with `buffers` its buffers, with those of the reference.
 
-    Raises Unverified if the gradients are wrong. Buffers are compared in one rank only.
+    Return the result. Raises Unverified if the gradients are wrong.
     """
     model = models.load(case.model, case.size, case.seed)
-    verdict = verification.check(
-        strategy.start,
-        case,
-        model,
-        devices,
-        precision_of,
-        buffers=strategy.compares_buffers(case) and rank in (None, 0),
-    )
+    verdict = verification.check(strategy.start, case, model, devices, precision_of, buffers=buffers)
     if verdict.verified is Verified.NO:
         raise Unverified(f"the case was not timed, because its gradients are wrong: {verdict}")
     return verdict.verified
@@ -235,8 +242,13 @@ def blocked_pairs(case: Case) -> list[list[int]] | None:
     return [[a, b] for i, a in enumerate(ids) for b in ids[i + 1 :] if not (reaches(a, b) and reaches(b, a))]
 
 
-def work(request: Request) -> list[Trial]:
-    """Do the job of a request and return one trial per case; if a trial fails, it has the reason."""
+def work(request: Request) -> list[Trial] | Failure:
+    """Do the job of a request and return one trial per case; if a trial fails, it has the reason.
+
+    For one rank of a trial, return this rank's part of the trial, or the record of its failure.
+    """
+    if request.seat:
+        return _take(request.seat, request.cases[0], request.effort)
     if request.job is Job.MEASURE:
         return run_together(request.cases, request.effort, request.folder)
     (case,) = request.cases
@@ -272,10 +284,22 @@ def _run(case: Case, effort: Effort, folder: Path) -> Trial:
     def entry(rank: int) -> dict[str, Any]:
         # one file per rank: ranks that write their stacks to the same file overwrite each other
         faulthandler.register(signal.SIGUSR1, file=(folder / f"stacks-{rank}").open("w"), all_threads=True)
-        return measure(case, effort, strategy, rank).to_dict()
+        return measure(case, effort, strategy, RankPlace(rank, rank)).to_dict()
 
     parts = ranks.run(entry, len(case.rows), folder, strategy.backend(case))
     return merge([Trial.from_dict(part) for part in parts])
+
+
+def _take(seat: Seat, case: Case, effort: Effort) -> list[Trial] | Failure:
+    """Be one rank of a trial in this process; return this rank's part of the trial, or the record of its failure."""
+    strategy = strategies.load(case.strategy)
+    try:
+        RankGroup.of_seat(seat, strategy.backend(case)).join(seat.rank, seat.place)
+        part = measure(case, effort, strategy, RankPlace(seat.rank, seat.place))
+        dist.destroy_process_group()  # only after success: it would wait for peers that failed
+    except BaseException as error:
+        return of_rank(error, seat.rank, time.perf_counter())
+    return [part]
 
 
 def run_together(cases: Sequence[Case], effort: Effort, folder: Path) -> list[Trial]:
@@ -314,31 +338,6 @@ def _failed(case: Case, failure: Failure) -> Trial:
         case=case, status=failure.status, reason=failure.reason, verified=failure.verified,
         failed_device=failure.device if failure.status is Status.OOM else None,
     )  # fmt: skip
-
-
-def merge(parts: Sequence[Trial]) -> Trial:
-    """Merge the trials of all ranks of a case into one trial and return it.
-
-    `ledger.joined` merges the steps and the spans; all samples are kept. The host's memory is the sum of the ranks'
-    resident sets. The duration of each setup stage is that of the slowest rank, and the verification result is the
-    worst.
-    """
-    if len(parts) == 1:
-        return parts[0]
-    steps, spans = ledger.joined(parts)
-    resident = sum(m.peak_bytes for part in parts for m in part.memory if m.device == HOST)
-    of_devices = tuple(m for part in parts for m in part.memory if m.device != HOST)
-    order = list(Verified)
-    slowest: Callable[[str], float] = lambda stage: max(part.setup.get(stage, 0.0) for part in parts)  # noqa: E731
-    return replace(
-        parts[0],
-        verified=max((part.verified for part in parts), key=order.index),
-        steps=steps,
-        spans=spans,
-        samples=tuple(sample for part in parts for sample in part.samples),
-        memory=(*of_devices, Memory(HOST, resident, "rss")),
-        setup={stage: slowest(stage) for stage in parts[0].setup},
-    )
 
 
 ROWS = 2

@@ -1,0 +1,205 @@
+"""Agents: the processes of a launch connect to rank 0, which sends them work; each runs its work in fresh workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+import dpbench
+from dpbench.hardware import foreign_load, provenance, samplers
+from dpbench.hardware.nvml import describe
+from dpbench.measure.channel import Channel, connect
+from dpbench.measure.launch import Launch, LaunchError
+from dpbench.measure.request import Request
+from dpbench.measure.server import Server
+from dpbench.records import Sample, Trial
+from dpbench.records.trial import Failure
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """The facts with which a rank introduces itself.
+
+    `machine` identifies the running system: equal values mean one machine. `sees` lists the cores and GPUs that the
+    process may use. `facts` describe the machine and its software.
+    """
+
+    rank: int
+    node: int
+    host: str
+    machine: str
+    pid: int
+    sees: str
+    facts: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, launch: Launch) -> Self:
+        """Return the facts of this process."""
+        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+        software = {"dpbench": dpbench.__version__, "torch": provenance.version("torch")}
+        return cls(
+            rank=launch.rank, node=launch.node, host=launch.host, machine=_machine(), pid=os.getpid(),
+            sees=json.dumps([cores, os.environ.get("CUDA_VISIBLE_DEVICES", "")]),
+            facts={"host": provenance.host_facts(), "gpus": describe(), "software": software},
+        )  # fmt: skip
+
+
+def _machine() -> str:
+    """Return an id that changes with every boot of a machine, and is the same in its containers; else the host name."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return socket.gethostname()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """A request from rank 0 to an agent.
+
+    `sample` lists the ordinals of the GPUs to sample during the work; None means that neither they nor the host are
+    sampled. `roots` are the process ids of all agents on the machine, if this agent is to measure the load that other
+    processes cause; empty if it is not.
+    """
+
+    turn: int
+    request: Request
+    limit_s: float
+    sample: tuple[int, ...] | None = None
+    roots: tuple[int, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        plain = {name: getattr(self, name) for name in ("turn", "limit_s", "sample", "roots")}
+        return plain | {"request": self.request.to_json()}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Return the work that `to_dict` wrote."""
+        sample = data["sample"]
+        return cls(
+            turn=data["turn"], limit_s=data["limit_s"], request=Request.from_json(data["request"]),
+            sample=None if sample is None else tuple(sample), roots=tuple(data["roots"]),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """An agent's answer to the work with the number `turn`: its trials, or a failure; and its machine's samples."""
+
+    turn: int
+    trials: tuple[Trial, ...] = ()
+    failure: Failure | None = None
+    samples: tuple[Sample, ...] = ()
+    load: foreign_load.Load | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        return {
+            "turn": self.turn, "trials": [trial.to_dict() for trial in self.trials],
+            "failure": self.failure and self.failure.to_json(), "samples": [_plain(one) for one in self.samples],
+            "load": self.load and asdict(self.load),
+        }  # fmt: skip
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Return the answer that `to_dict` wrote."""
+        return cls(
+            turn=data["turn"], trials=tuple(Trial.from_dict(one) for one in data["trials"]),
+            failure=Failure.from_json(data["failure"]) if data["failure"] else None,
+            samples=tuple(Sample(*one) for one in data["samples"]),
+            load=foreign_load.Load(**data["load"]) if data["load"] else None,
+        )  # fmt: skip
+
+
+def _plain(sample: Sample) -> list[Any]:
+    return [sample.time_s, sample.device, sample.metric, sample.value]
+
+
+class Agent:
+    """The part of a rank that stays alive during a run: it answers rank 0's messages, and runs its work in workers."""
+
+    def __init__(self, launch: Launch, interface: str) -> None:
+        self._launch, self._interface = launch, interface
+        self._stack = ExitStack()
+        """The resources of the thread that runs work. Linux ends a process when the thread that started it ends."""
+        self._server: Server | None = None
+        self._series: samplers.Series | None = None
+
+    def serve(self) -> None:
+        """Work until rank 0 ends the run. Raises LaunchError if rank 0 cannot be reached, or is lost."""
+        rank_0 = connect(self._launch, self._interface)
+        with ThreadPoolExecutor(1) as worker:
+            try:
+                rank_0.send("hello", **asdict(Member.of(self._launch)))
+                self._obey(rank_0, worker)
+            except (EOFError, OSError) as error:
+                raise LaunchError(f"{self._launch} lost the connection to rank 0, so the run has ended") from error
+            finally:
+                self._abort()
+                worker.submit(self._stack.close).result()
+
+    def _obey(self, rank_0: Channel, worker: ThreadPoolExecutor) -> None:
+        """Answer messages until the run ends."""
+        while True:
+            kind, data = rank_0.receive()
+            match kind:
+                case "ping":  # answered at once: the delay bounds the error of the clock's offset
+                    rank_0.send("pong", at_s=time.perf_counter())
+                case "renew":
+                    worker.submit(self._renew, rank_0, data["turn"])
+                case "work":
+                    worker.submit(self._work, rank_0, Work.from_dict(data))
+                case "abort":
+                    self._abort()
+                case "reject":
+                    raise LaunchError(f"rank 0 has refused {self._launch}: {data['reason']}")
+                case "end":
+                    return
+
+    def _abort(self) -> None:
+        if self._server:
+            self._server.end_worker()
+
+    def _renew(self, rank_0: Channel, turn: int) -> None:
+        """Start a new server, and answer when it is ready."""
+        if self._server is None:
+            self._scratch = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="dpbench-")))
+            self._server = self._stack.enter_context(Server(self._scratch))
+        self._server.stop()
+        self._server.prepare()
+        _answer(rank_0, Answer(turn=turn))
+
+    def _work(self, rank_0: Channel, work: Work) -> None:
+        """Run work in a fresh worker, and send its answer."""
+        assert self._server is not None
+        if work.sample is not None and self._series is None:
+            output = self._scratch / "samples.jsonl"
+            self._series = self._stack.enter_context(samplers.sampling(work.sample, output))
+        request, seat = work.request, work.request.seat
+        if seat:  # the interfaces of two machines may have different names
+            request = replace(request, seat=replace(seat, interface=self._interface))
+        before, began_s = foreign_load.snapshot(work.roots), time.perf_counter()
+        found = self._server.answer(request, work.limit_s)
+        load = foreign_load.since(before, work.roots)
+        samples = self._series.cut(began_s, time.perf_counter()) if work.sample is not None and self._series else ()
+        failure, trials = (found, ()) if isinstance(found, Failure) else (None, tuple(found))
+        known = load if work.roots and isinstance(load, foreign_load.Load) else None
+        _answer(rank_0, Answer(turn=work.turn, trials=trials, failure=failure, samples=samples, load=known))
+
+
+def _answer(rank_0: Channel, answer: Answer) -> None:
+    with suppress(OSError):  # rank 0 is lost, which the thread that reads its messages reports
+        rank_0.send("answer", **answer.to_dict())
+
+
+def serve(launch: Launch, interface: str) -> None:
+    """Be the agent of this rank until rank 0 ends the run. Raises LaunchError if rank 0 is not reached, or lost."""
+    Agent(launch, interface).serve()

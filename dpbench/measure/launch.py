@@ -1,0 +1,149 @@
+"""Launch: the place of this process among the processes that torchrun or srun started, and the address of rank 0."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import psutil
+
+FIRST_PORT, PORTS, TRIES = 20_000, 10_000, 16
+"""Rank 0 listens at the first free one of `TRIES` ports; the launch's id selects the first of them in a range of `PORTS`."""
+
+
+class LaunchError(RuntimeError):
+    """The processes of a launch cannot work together; the message says why, and how to change it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """The place of this process in a launch: `rank` of `size` processes, on the machine with the index `node`.
+
+    `leader` is the host name or address of rank 0's machine. `id` is equal in all processes of one launch, and differs
+    between launches. `by` is the name of the program that started the processes.
+    """
+
+    rank: int
+    size: int
+    node: int
+    host: str
+    leader: str
+    id: str
+    by: str
+
+    @property
+    def ports(self) -> list[int]:
+        """Return the ports at which rank 0 may listen, in the order in which all ranks try them."""
+        number = int(hashlib.sha256(self.id.encode()).hexdigest(), 16)
+        return [FIRST_PORT + (number + i) % PORTS for i in range(TRIES)]
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host}"
+
+
+def of_environment(environ: Mapping[str, str] = os.environ) -> Launch | None:
+    """Return the launch that the environment variables of torchrun or srun describe; None for fewer than two processes.
+
+    Raises LaunchError if the variables are incomplete.
+    """
+    try:
+        if "TORCHELASTIC_RUN_ID" in environ:
+            found = _torchrun(environ)
+        elif "SLURM_STEP_NUM_TASKS" in environ:  # an interactive allocation and a batch script do not have it
+            found = _slurm(environ)
+        else:
+            return None
+    except (KeyError, ValueError) as error:
+        raise LaunchError(f"the environment variables of the launch are incomplete: {error}") from None
+    return found if found.size > 1 else None
+
+
+def _torchrun(environ: Mapping[str, str]) -> Launch:
+    leader, port = environ["MASTER_ADDR"], environ["MASTER_PORT"]
+    restart = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return Launch(
+        rank=int(environ["RANK"]), size=int(environ["WORLD_SIZE"]), node=int(environ["GROUP_RANK"]),
+        host=socket.gethostname(), leader=leader, by="torchrun",
+        id=f"{environ['TORCHELASTIC_RUN_ID']} {leader} {port} {restart}",
+    )  # fmt: skip
+
+
+def _slurm(environ: Mapping[str, str]) -> Launch:
+    nodes = environ["SLURM_STEP_NODELIST"]
+    return Launch(
+        rank=int(environ["SLURM_PROCID"]), size=int(environ["SLURM_STEP_NUM_TASKS"]),
+        node=int(environ["SLURM_NODEID"]), host=environ.get("SLURMD_NODENAME") or socket.gethostname(),
+        leader=_first(nodes), by="srun", id=f"{environ['SLURM_JOB_ID']} {environ['SLURM_STEP_ID']} {nodes}",
+    )  # fmt: skip
+
+
+def _first(nodes: str) -> str:
+    """Return the first name of a list of nodes in Slurm's notation, such as gpu[01-04]."""
+    if "[" not in nodes:
+        return nodes.partition(",")[0]
+    if not shutil.which("scontrol"):
+        raise LaunchError(f"scontrol, which expands the list of nodes {nodes}, is not installed on this node")
+    done = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise LaunchError(f"scontrol cannot expand the list of nodes {nodes}: {done.stderr.strip()}")
+    return done.stdout.split()[0]
+
+
+def addresses() -> dict[str, str]:
+    """Return the IPv4 address of each network interface of this machine, by the interface's name."""
+    found = psutil.net_if_addrs()
+    return {name: one.address for name in found for one in found[name] if one.family == socket.AF_INET}
+
+
+def loopback() -> str:
+    """Return the name of the network interface with the address 127.0.0.1. Raises OSError if it is missing."""
+    for name, address in addresses().items():
+        if address == "127.0.0.1":
+            return name
+    raise OSError(
+        "no network interface has the address 127.0.0.1, which ranks need to connect; "
+        "bring the loopback interface up (Linux: ip link set lo up)"
+    )
+
+
+def own_address(interface: str) -> str:
+    """Return the address of a network interface of this machine. Raises LaunchError for an unknown interface."""
+    known = addresses()
+    if interface not in known:
+        has = ", ".join(f"{name} ({address})" for name, address in known.items())
+        raise LaunchError(f"this machine has no network interface {interface}; --interface takes one of: {has}")
+    return known[interface]
+
+
+def leader_address(launch: Launch, interface: str) -> str:
+    """Return the address of rank 0 on the network of `interface`, as this rank reaches it.
+
+    On the loopback interface it is 127.0.0.1. On another interface, the name of rank 0's machine must resolve to that
+    machine's address there; rank 0 checks this. Raises LaunchError if it does not.
+    """
+    own = own_address(interface)
+    if own == "127.0.0.1":
+        return own
+    try:
+        address = socket.gethostbyname(launch.leader)
+    except OSError as error:
+        raise LaunchError(f"the name {launch.leader} of rank 0's machine cannot be resolved: {error}") from None
+    if launch.rank == 0 and address != own:
+        fits = [name for name, one in addresses().items() if one == address]
+        way = f"give --interface {fits[0]}" if fits else f"start {launch.by} with an address of {interface}"
+        raise LaunchError(
+            f"the other ranks look for rank 0 at {launch.leader} ({address}), but {interface} has {own}: {way}"
+        )
+    return address
+
+
+def names(launches: Sequence[tuple[int, str]]) -> dict[int, str]:
+    """Return a distinct name for each machine from (node, host name) pairs; equal host names get the node's index."""
+    hosts = dict(launches)
+    twice = {host for host in hosts.values() if list(hosts.values()).count(host) > 1}
+    return {node: f"{host}#{node}" if host in twice else host for node, host in sorted(hosts.items())}

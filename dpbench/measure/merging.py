@@ -1,0 +1,52 @@
+"""Merging: make one trial from the parts that its ranks measured, on one or several machines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from dpbench.records import HOST, Memory, Trial, Verified, host_device, ledger
+from dpbench.records.trial import Host
+
+
+def merge(parts: Sequence[Trial], hosts: Sequence[Host] = ()) -> Trial:
+    """Merge the trials of all ranks of a case into one trial and return it.
+
+    `ledger.joined` merges the steps and the spans; all samples are kept. `hosts` are the machines of the ranks; it is
+    empty if they share one. The memory of a machine is the sum of its ranks' resident sets. The duration of each setup
+    stage is that of the slowest rank, and the verification result is the worst.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    steps, spans = ledger.joined(parts)
+    order = list(Verified)
+    slowest: Callable[[str], float] = lambda stage: max(part.setup.get(stage, 0.0) for part in parts)  # noqa: E731
+    return replace(
+        parts[0],
+        verified=max((part.verified for part in parts), key=order.index),
+        steps=steps,
+        spans=spans,
+        samples=tuple(sample for part in parts for sample in part.samples),
+        memory=(*(m for part in parts for m in part.memory if m.device != HOST), *_resident(parts, hosts)),
+        setup={stage: slowest(stage) for stage in parts[0].setup},
+    )
+
+
+def _resident(parts: Sequence[Trial], hosts: Sequence[Host]) -> Iterator[Memory]:
+    """Yield the sum of the resident sets of each machine's ranks."""
+    for number, ranks in enumerate([host.ranks for host in hosts] or [range(len(parts))]):
+        found = [m.peak_bytes for rank in ranks for m in parts[rank].memory if m.device == HOST]
+        yield Memory(host_device(number), sum(found), "rss")
+
+
+def shifted(part: Trial, seconds: float) -> Trial:
+    """Return a part with `seconds` added to all times, which converts them to the clock of another machine."""
+    if not seconds:
+        return part
+    return replace(
+        part,
+        steps=tuple(replace(step, end_s=step.end_s + seconds) for step in part.steps),
+        spans=tuple(replace(span, start_s=span.start_s + seconds, end_s=span.end_s + seconds) for span in part.spans),
+        # readings of a profiled step, which is outside the series, have time 0
+        samples=tuple(replace(one, time_s=one.time_s + seconds) if one.time_s else one for one in part.samples),
+    )
