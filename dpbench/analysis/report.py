@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from dpbench.analysis import diagnosis, engine_cost, findings, imbalance, ladder, summary, transfers
+from dpbench.analysis import diagnosis, engine_cost, findings, hosts, imbalance, ladder, summary, transfers
 from dpbench.analysis.imbalance import Footprint, Index
 from dpbench.hardware import foreign_load
 from dpbench.records import Case, Trial
@@ -57,10 +57,15 @@ class Report:
         cores = provenance.get("host", {}).get("cores", 0)
         return cls(
             run_id=run_id, started_s=started_s, provenance=provenance, trials=trials, rows=rows, ladders=ladders,
-            verdict=" ".join(filter(None, [diagnosis.verdict(rows, ladders), engine_cost.sentence(costs)]))
+            verdict=" ".join(
+                filter(None, [diagnosis.verdict(rows, ladders), *hosts.sentences(trials), engine_cost.sentence(costs)])
+            )
             + _noisy(provenance),
             engine_costs=costs, tiles=diagnosis.tiles(rows, ladders),
-            warnings=[*_of_run(status, provenance), *diagnosis.warnings(rows, trials, provenance)],
+            warnings=[
+                *_of_run(status, provenance), *hosts.warnings(provenance),
+                *diagnosis.warnings(rows, trials, provenance),
+            ],
             diagnoses=findings.diagnose(rows, trials, cores), self_check=(*self_check, *engine_cost.counts(costs)),
         )  # fmt: skip
 

@@ -7,6 +7,7 @@ The values are stored with the trial; the text of a warning is written only when
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -212,7 +213,8 @@ def _oversubscribed(trial: Trial, cores: int) -> Finding | None:
     """
     if not cores or trial.case.device_kind == "emulated":
         return None
-    devices = len(trial.case.rows)
+    of_machines = Counter(host.machine for host in trial.hosts for _ in host.ranks)
+    devices = max(of_machines.values(), default=len(trial.case.rows))
     return max(0.0, float(devices - cores)), {"devices": devices, "cores": cores}
 
 

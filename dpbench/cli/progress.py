@@ -85,7 +85,7 @@ def _cells(row: Any, best: bool) -> tuple[str, ...]:
     name = ("single, all cores" if case.traits.all_cores else case.strategy) + schedule
     name += ", limit" if case.options == plan.LIMIT else " (best rung)" if best else ""
     name = ", ".join([name, *case.habits])
-    head = (case.model, name, str(case.devices), str(case.batch_size))
+    head = (case.model, name, case.extent, str(case.batch_size))
     if row.step is None:
         return (*head, row.outcome, *[""] * (len(COLUMNS) - 6), " ".join(row.labels))
     efficiency, weak = row.efficiency, " weak" if row.scaling == "weak" else ""

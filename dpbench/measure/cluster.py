@@ -34,7 +34,7 @@ from dpbench.records.trial import ALONE, HOSTS, Failure, Host
 PINGS = 10
 """The number of messages from whose delays the offset of a machine's clock is estimated; the shortest one counts."""
 TIMEOUT_S = 60.0
-"""The longest time in seconds that a rank waits for its peers, if half of the trial's limit is not shorter."""
+"""The longest time in seconds that a rank waits for its peers, if a third of the trial's limit is not shorter."""
 SETTLE_S = 2.5
 """The seconds to wait for the failures of other ranks after a failure that another one may have caused."""
 SILENT_S = 20.0
@@ -214,8 +214,9 @@ class Cluster:
 
     def _everywhere(self, request: Request, limit_s: float) -> Trial:
         """Run a case on every machine alone; return the trial of rank 0's machine with the steps of all as samples."""
-        turn, hosts = self._next(), self.hosts()
-        leads = [host.ranks[0] for host in hosts if not self._ranks[host.ranks[0]].lost]
+        turn = self._next()
+        hosts = [replace(host, ranks=host.ranks[:1]) for host in self.hosts()]
+        leads = [lead for host in hosts for lead in host.ranks if not self._ranks[lead].lost]
         answers = self._ask({
             lead: Work(turn=turn, request=request, limit_s=limit_s, roots=self._roots(lead)) for lead in leads
         })  # fmt: skip
@@ -235,7 +236,7 @@ class Cluster:
         size, turn = len(case.rows), self._next()
         if reason := self._absent(size):
             return Trial(case=case, status=Status.FAILED, reason=reason, round=request.round, started_s=time.time())
-        timeout_s, hosts = min(TIMEOUT_S, limit_s / 2), self.hosts(size)
+        timeout_s, hosts = min(TIMEOUT_S, limit_s / 3), self.hosts(size)
         leads = {host.ranks[0] for host in hosts}
         work = {}
         for number in range(size):

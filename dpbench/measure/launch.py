@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import psutil
 
 FIRST_PORT, PORTS, TRIES = 20_000, 10_000, 16
-"""Rank 0 listens at the first free one of `TRIES` ports; the launch's id selects the first of them in a range of `PORTS`."""
+"""Rank 0 listens at the first free one of `TRIES` ports, which begin at a port that the launch's id selects."""
 
 
 class LaunchError(RuntimeError):

@@ -145,6 +145,11 @@ class Case:
         return tuple(found)
 
     @property
+    def extent(self) -> str:
+        """Return the number of devices as text, with the number of machines if there are several."""
+        return f"{self.devices} on {self.hosts} hosts" if self.hosts > 1 else str(self.devices)
+
+    @property
     def label(self) -> str:
         """Return a short one-line description of the case for progress and error messages."""
         kind = "" if self.device_kind == "cpu" else f" {self.device_kind}"
@@ -155,8 +160,7 @@ class Case:
         bound = f" within {self.device_memory_bytes} bytes" if self.device_memory_bytes else ""
         habits = "".join(f" {habit}" for habit in self.habits)
         work = f"batch {self.batch_size}{precision}{bound}{habits}"
-        hosts = f" on {self.hosts} hosts" if self.hosts > 1 else ""
-        return f"{self.model}{size} {self.strategy}{schedule} x{self.devices}{kind}{colocated}{hosts} {work}"
+        return f"{self.model}{size} {self.strategy}{schedule} x{self.extent}{kind}{colocated} {work}"
 
 
 CASE_FIELDS = tuple(one for one in fields(Case) if one.compare)

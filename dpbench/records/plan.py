@@ -105,7 +105,7 @@ def alone(case: Case, batch_size: int) -> Case:
     """Return a copy of a case that runs `batch_size` samples on one device without a wrapper."""
     baseline = registry.of_role(Role.BASELINE)
     return replace(
-        case, strategy=baseline, schedule="", devices=1, batch_size=batch_size, placement="spread", options=()
+        case, strategy=baseline, schedule="", devices=1, hosts=1, batch_size=batch_size, placement="spread", options=()
     )
 
 

@@ -67,7 +67,7 @@ def _line(row: Row, trials: Sequence[Trial]) -> TableLine:
     cells = (
         Cell(naming.plain(case.model), ", ".join(naming.setting(case))),
         Cell(naming.plain(naming.strategy(case).partition("[")[0]), naming.plain("".join(about) + placed)),
-        Cell(str(case.devices), case.device_kind, str(case.devices)),
+        Cell(case.extent, case.device_kind, str(case.devices)),
         Cell(str(case.batch_size), sort=str(case.batch_size)),
         Cell(f"{row.rounds}, {row.steps}" if measured else "", sort=str(row.steps)),
         _estimate(row.step, 1e3),

@@ -1,0 +1,107 @@
+"""Hosts: compare the machines of a launch: which are unlike, which are one machine, and which one is slow.
+
+In every round, each machine runs the baseline's step alone, at the same time as the others. A machine whose step takes
+longer delays every rank at each collective.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dpbench.analysis import stats
+from dpbench.records import Case, Trial, host_device, words
+from dpbench.records.trial import ALONE, HOSTS, Estimate
+
+SLOW = 1.05
+"""A machine is named as slow if the interval of its step over the fastest machine's is wholly above this ratio."""
+ALIKE = 0.05
+"""The largest relative difference of memory at which two machines count as alike."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """The median seconds of a machine's steps over those of the machine with the shortest steps, for one case."""
+
+    case: Case
+    host: str
+    fastest: str
+    ratio: Estimate
+
+    def __str__(self) -> str:
+        of = f"a step of {self.case.model} on one device takes"
+        if self.ratio.doubt:
+            return f"{self.host} against {self.fastest}: not enough rounds to tell whether {of} longer there"
+        interval = f"{words.number(self.ratio.value)}x ({words.interval(self.ratio)})"
+        slow = f"{self.host} is slow: {of} {interval} as long there as on {self.fastest}, and every rank waits for it"
+        return slow if self.ratio.low > SLOW else f"{of} {interval} as long on {self.host} as on {self.fastest}"
+
+    @property
+    def slow(self) -> bool:
+        """Return whether the machine is slow."""
+        return not self.ratio.doubt and self.ratio.low > SLOW
+
+
+def paces(trials: Sequence[Trial]) -> list[Pace]:
+    """Return the pace of each machine except the fastest, for each case that all machines ran alone."""
+    found: dict[Case, dict[str, dict[int, list[float]]]] = {}
+    for trial in trials:
+        for name, seconds in _alone(trial).items():
+            found.setdefault(trial.case, {}).setdefault(name, {})[trial.round] = seconds
+    return [pace for case, machines in found.items() if len(machines) > 1 for pace in _compared(case, machines)]
+
+
+def _alone(trial: Trial) -> dict[str, list[float]]:
+    """Return the seconds of each machine's steps in a trial of the baseline; empty without a launch."""
+    readings = trial.readings(ALONE) if trial.trusted else {}
+    steps = {host.name: readings.get(host_device(number), []) for number, host in enumerate(trial.hosts)}
+    return {name: seconds for name, seconds in steps.items() if seconds}
+
+
+def _compared(case: Case, machines: Mapping[str, stats.Rounds]) -> Iterator[Pace]:
+    medians = {name: stats.median(rounds).value for name, rounds in machines.items()}
+    fastest = min(medians, key=lambda name: medians[name])
+    for name, rounds in machines.items():
+        if name != fastest:
+            yield Pace(case, name, fastest, stats.ratio(rounds, machines[fastest]))
+
+
+def sentences(trials: Sequence[Trial]) -> list[str]:
+    """Return a sentence for each slow machine, the slowest first; if there is none, return an empty list."""
+    return [f"{pace}." for pace in sorted(paces(trials), key=lambda one: -one.ratio.value) if pace.slow]
+
+
+def warnings(provenance: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a warning for each machine of a launch that is unlike the first, and for equal ones."""
+    machines: Sequence[Mapping[str, Any]] = provenance.get(HOSTS, {}).get("machines", ())
+    for machine, group in itertools.groupby(sorted(machines, key=lambda m: m["machine"]), key=lambda m: m["machine"]):
+        names = [one["name"] for one in group]
+        if len(names) > 1:
+            yield (
+                f"COLOCATED: {' and '.join(names)} are the same machine ({machine[:8]}), whose cores and memory their "
+                "ranks share: the figures show that the launch works, not how it scales"
+            )
+    for other in machines[1:]:
+        if unlike := list(_differences(machines[0]["facts"], other["facts"])):
+            yield f"{other['name']} is unlike {machines[0]['name']}: {'; '.join(unlike)}"
+
+
+def _differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the differences between two machines' processors, cores, memory, GPUs and software."""
+    for name, mine, theirs in (
+        ("processor", first["host"]["cpu"], other["host"]["cpu"]),
+        ("cores", first["host"]["cores"], other["host"]["cores"]),
+        ("GPUs", _gpus(first), _gpus(other)),
+        ("torch", first["software"]["torch"], other["software"]["torch"]),
+    ):
+        if mine != theirs:
+            yield f"{name} {theirs or 'none'} instead of {mine or 'none'}"
+    mine, theirs = first["host"]["memory_bytes"], other["host"]["memory_bytes"]
+    if abs(theirs - mine) > ALIKE * mine:
+        yield f"memory {words.size(theirs)} instead of {words.size(mine)}"
+
+
+def _gpus(facts: Mapping[str, Any]) -> str:
+    return ", ".join(gpu.get("name", "unknown") for gpu in facts["gpus"].get("gpus", []))

@@ -1,0 +1,79 @@
+"""Launches by torchrun and srun: ranks on several machines measure one plan; each fault is a trial that names it."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from dpbench.records import Trial
+from dpbench.store import Store
+from tests.commands import Folder
+from tests.launched import launch
+from tests.marked import poll
+
+pytestmark = pytest.mark.slow
+RUN = ("--rounds", "1", "--patience", "0", "--batch-sizes", "12")
+
+
+def trials(folder: Folder) -> dict[str, Trial]:
+    """Return the stored trials by a short name of their cases."""
+    with Store.read(folder.store) as store:
+        found = store.trials()
+    return {f"{one.case.model.partition(':')[2]} {one.case.strategy} {one.case.devices}": one for one in found}
+
+
+def test_every_fault_of_a_rank_is_a_trial_with_its_name_and_the_sweep_goes_on(folder: Folder) -> None:
+    models = [part for name in ("good", "broken", "dead", "late") for part in ("--model", f"nets:{name}")]
+    run = launch(
+        folder, *models, "--strategies", "single,ddp", "--devices", "3", "--limit", "9", *RUN, nodes=3, slow={2: 0.01}
+    )
+    assert run.codes() == [2, 0, 0], run.err()
+    found = trials(folder)
+    good = found["good ddp 3"]
+    assert good.verified.value in ("bitwise", "within_tolerance"), good.reason
+    assert good.case.hosts == 3
+    assert [host.ranks for host in good.hosts] == [(0,), (1,), (2,)]
+    assert {span.device for span in good.spans} == {0, 1, 2}, "every rank's phases arrive"
+    names = [host.name for host in good.hosts]
+    for model, rank, reason in (
+        ("broken", 1, "a planted error"), ("dead", 2, "killed by SIGKILL"), ("late", 2, "it is late"),
+    ):  # fmt: skip
+        failed = found[f"{model} ddp 3"]
+        assert failed.status.value == "failed"
+        assert failed.reason.startswith(f"rank {rank} on {names[rank]}".partition("#")[0]), failed.reason
+        assert reason in failed.reason
+    alone = found["good single 1"]
+    assert set(alone.readings("step_alone_s")) == {-1, -2, -3}, "every machine runs the baseline"
+    assert "COLOCATED" in run.out()
+    assert folder.mark.settles() == ""
+
+
+def test_a_killed_agent_is_named_in_later_trials_and_rank_0_keeps_measuring(folder: Folder) -> None:
+    run = launch(
+        folder, "--model", "nets:good", "--strategies", "single,ddp,fsdp", "--devices", "1,2", "--limit", "20", *RUN
+    )
+    assert poll(lambda: len(folder.final()) >= 2, 60), run.err()
+    run.processes[1].send_signal(signal.SIGKILL)
+    assert run.codes()[1] == -signal.SIGKILL
+    kept = folder.final()
+    assert len(kept) == 5, "every case has a trial"
+    lost = [trial for trial in trials(folder).values() if trial.status.value == "failed"]
+    assert all("rank 1 on" in trial.reason and "process has ended" in trial.reason for trial in lost)
+    assert {trial.case.devices for trial in lost} <= {2}, "cases of one rank go on"
+    assert folder.mark.settles() == ""
+
+
+def test_if_rank_0_is_killed_the_trials_are_kept_and_the_other_ranks_end(folder: Folder) -> None:
+    command = ("--model", "nets:good", "--strategies", "single,ddp", "--devices", "2", "--limit", "20", *RUN)
+    run = launch(folder, *command)
+    assert poll(folder.final, 60), run.err()
+    before = folder.final()
+    run.processes[0].send_signal(signal.SIGKILL)
+    assert run.codes()[1] == 64
+    assert "lost the connection to rank 0" in run.err(1)
+    assert folder.mark.settles() == ""
+    again = launch(folder, *command)
+    assert again.codes() == [0, 0], again.err()
+    assert folder.final()[: len(before)] == before, "the run is resumed, not repeated"
+    assert "resuming run" in again.err()
