@@ -83,7 +83,7 @@ class Launched:
 def launch(
     folder: Folder, *arguments: str, nodes: int = 2, each: int = 1, slow: Mapping[int, float] | None = None
 ) -> Launched:
-    """Start `dpbench run` as torchrun does, on `nodes` machines with `each` ranks; `slow` delays forward on a machine."""
+    """Start `dpbench run` as torchrun does, with `each` ranks on `nodes` machines; `slow` has seconds by machine."""
     (folder.path / "nets.py").write_text(MODELS)
     common = {
         "TORCHELASTIC_RUN_ID": uuid.uuid4().hex, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1",

@@ -108,8 +108,9 @@ class AddressMeeting:
 class RankGroup:
     """The settings of the process group that the ranks join.
 
-    `backend` is torch's name of the backend, `size` is the number of ranks, `meeting` is the way in which the ranks find
-    each other, and `interface` is the name of the network interface. `timeout` is the longest time that a rank waits for its peers, when it joins the group and in each collective.
+    `backend` is torch's name of the backend, `size` is the number of ranks, `meeting` is the way in which the ranks
+    find each other, and `interface` is the name of the network interface. `timeout` is the longest time that a rank
+    waits for its peers, when it joins the group and in each collective.
     """
 
     backend: str
