@@ -235,8 +235,8 @@ FAULTS = (
     Fault(
         "loopback",
         "ranks listen on the loopback interface alone",
-        'if any(one.address == "127.0.0.1" for one in addresses):',
-        "if addresses:",
+        'if address == "127.0.0.1":',
+        "if address:",
         ("tests/test_ranks.py::test_the_loopback_interface_is_found_by_its_address",),
     ),
     Fault(

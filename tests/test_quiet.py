@@ -142,14 +142,14 @@ def test_patience_that_is_no_number_of_seconds_is_refused(text: str, monkeypatch
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_our_own_time_holds_children_that_run_and_those_that_were_reaped() -> None:
     burn = "import time\nwhile time.process_time() < 0.3: pass\n"
-    before = foreign_load._own_s()
+    before = foreign_load._own_s([os.getpid()])
     subprocess.run([sys.executable, "-c", burn], check=True)
-    reaped_s = foreign_load._own_s() - before
+    reaped_s = foreign_load._own_s([os.getpid()]) - before
     assert reaped_s >= 0.25
     running = subprocess.Popen([sys.executable, "-c", f"{burn}print(flush=True)\ninput()"], stdin=-1, stdout=-1)
     assert running.stdout is not None
     running.stdout.readline()
-    both_s = foreign_load._own_s() - before
+    both_s = foreign_load._own_s([os.getpid()]) - before
     running.communicate(b"\n")
     assert both_s >= reaped_s + 0.25
 

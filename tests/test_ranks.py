@@ -20,9 +20,9 @@ import torch
 
 import dpbench
 from dpbench.measure import ranks
-from dpbench.measure.failures import in_order, of_end, of_rank
+from dpbench.measure.failures import of_end, of_rank
 from dpbench.records import Status
-from dpbench.records.trial import Failure
+from dpbench.records.trial import Failure, in_order
 from tests.listening import Seen, real_address
 from tests.marked import NAME, Mark, marked
 
@@ -102,7 +102,10 @@ def test_the_watch_sees_a_listener_outside_loopback_and_reaches_it() -> None:
 
 
 def test_the_loopback_interface_is_found_by_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    named = {"en0": [SimpleNamespace(address="192.0.2.7")], "lo0": [SimpleNamespace(address="127.0.0.1")]}
+    named = {
+        "en0": [SimpleNamespace(address="192.0.2.7", family=socket.AF_INET)],
+        "lo0": [SimpleNamespace(address="127.0.0.1", family=socket.AF_INET)],
+    }
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: named)
     assert ranks.loopback() == "lo0"
     del named["lo0"]

@@ -62,16 +62,16 @@ def _machine() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """A request from rank 0 to an agent.
+    """A request from rank 0 to an agent; `turn` is its number, and `limit_s` its limit in seconds.
 
     `sample` lists the ordinals of the GPUs to sample during the work; None means that neither they nor the host are
     sampled. `roots` are the process ids of all agents on the machine, if this agent is to measure the load that other
     processes cause; empty if it is not.
     """
 
-    turn: int
     request: Request
     limit_s: float
+    turn: int = 0
     sample: tuple[int, ...] | None = None
     roots: tuple[int, ...] = ()
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from dpbench.engine.errors import replica_of
 from dpbench.hardware import processes
 from dpbench.records import Status, Verified
 from dpbench.records.trial import Failure
@@ -34,8 +35,6 @@ def of_error(error: BaseException, *, device_ids: Sequence[int] = ()) -> Failure
     ran out, the innermost calls. `device_ids` are the ordinals of the case's devices in order; if it is empty, the case
     uses the devices with the ordinals 0, 1 and so on.
     """
-    from dpbench.engine.errors import replica_of  # loads torch, which the parent of workers does not need
-
     replica, notes = replica_of(error), getattr(error, "__notes__", [])
     raised = error.__cause__ if replica is not None and error.__cause__ else error
     text = "; ".join([f"{type(raised).__name__}: {raised}", *notes])
@@ -73,20 +72,6 @@ def of_end(exit_status: int | None, rank: int, at_s: float) -> Failure:
     """
     reason = f"ended without a result ({processes.ending(exit_status)}){processes.advice(exit_status)}"
     return Failure(status=Status.FAILED, reason=reason, rank=rank, at_s=at_s, exit_status=exit_status)
-
-
-def in_order(failures: Sequence[Failure]) -> tuple[Failure, ...]:
-    """Return the failures in order of time, except that the likely cause comes first.
-
-    When a process dies, its connections close before its parent detects the death. In the meantime, other ranks may
-    report a lost connection. If the earliest failure may be such a report, the earliest record of a rank that died or
-    ran out of memory is moved to the front.
-    """
-    by_time = sorted(failures, key=lambda failure: failure.at_s)
-    causes = [one for one in by_time if not one.exception or one.status is Status.OOM]
-    if by_time and by_time[0].perhaps_secondary and causes:
-        return causes[0], *(one for one in by_time if one is not causes[0])
-    return tuple(by_time)
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -30,10 +30,10 @@ from pathlib import Path
 from typing import Any, NoReturn, Self
 
 from dpbench.hardware import processes
-from dpbench.measure.failures import in_order, of_end, of_rank
+from dpbench.measure.failures import of_end, of_rank
 from dpbench.measure.launch import loopback
 from dpbench.measure.request import Seat
-from dpbench.records.trial import Failure
+from dpbench.records.trial import Failure, in_order
 
 TIMEOUT = timedelta(seconds=60)
 """The longest time that a rank waits for its peers, when it joins the group and in each collective."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from functools import cached_property
@@ -356,3 +356,17 @@ class Failure:
         """Return the record from the text that `to_json` returned."""
         fields = json.loads(text)
         return cls(**fields | {"status": Status(fields["status"]), "verified": Verified(fields["verified"])})
+
+
+def in_order(failures: Sequence[Failure]) -> tuple[Failure, ...]:
+    """Return the failures in order of time, except that the likely cause comes first.
+
+    When a process dies, its connections close before its parent detects the death. In the meantime, other ranks may
+    report a lost connection. If the earliest failure may be such a report, the earliest record of a rank that died or
+    ran out of memory is moved to the front.
+    """
+    by_time = sorted(failures, key=lambda failure: failure.at_s)
+    causes = [one for one in by_time if not one.exception or one.status is Status.OOM]
+    if by_time and by_time[0].perhaps_secondary and causes:
+        return causes[0], *(one for one in by_time if one is not causes[0])
+    return tuple(by_time)

@@ -1,0 +1,222 @@
+"""Peers: the ranks of a launch as rank 0 sees them: it sends them work, collects their answers, and compares clocks."""
+
+from __future__ import annotations
+
+import socket
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from multiprocessing import AuthenticationError, connection
+from typing import Any
+
+from dpbench.measure import channel
+from dpbench.measure.agent import Answer, Member, Work
+from dpbench.measure.channel import Channel
+from dpbench.measure.launch import Launch
+from dpbench.measure.server import START_LIMIT_S
+from dpbench.records import Status
+from dpbench.records.trial import Failure
+
+PINGS = 10
+"""The number of messages from whose delays the offset of a machine's clock is estimated; the shortest one counts."""
+SETTLE_S = 2.5
+"""The seconds to wait for the failures of other ranks after a failure that another rank may have caused."""
+SILENT_S = 20.0
+"""The seconds beyond the limit of its work after which a rank without an answer counts as lost."""
+
+
+class Peer:
+    """One rank of a launch; `lost` is the reason why it can no longer be used, or empty.
+
+    `member` has the facts with which it introduced itself; None if it has never connected.
+    """
+
+    def __init__(self, number: int, member: Member | None, to: Channel | None) -> None:
+        self.number, self.member, self.lost = number, member, ""
+        self._to = to
+        if to is None:
+            self.lost = f"it did not connect within {channel.JOIN_S:.0f} s"
+
+    def __str__(self) -> str:
+        return f"rank {self.number}" + (f" on {self.member.host}" if self.member else "")
+
+    def fileno(self) -> int:
+        """Return the file descriptor of the connection."""
+        assert self._to is not None
+        return self._to.fileno()
+
+    def send(self, kind: str, **data: Any) -> None:
+        """Send a message. If the connection is closed, the rank is lost; if it is lost already, nothing is sent."""
+        try:
+            if self._to is not None and not self.lost:
+                self._to.send(kind, **data)
+        except OSError as error:
+            self.lose(f"its connection failed: {error}")
+
+    def receive(self, kind: str, limit_s: float = SILENT_S) -> dict[str, Any] | None:
+        """Return the data of the next message; None if it has another kind than `kind`.
+
+        If the connection is closed, or no message arrives for `limit_s` seconds, the rank is lost; return None.
+        """
+        assert self._to is not None
+        try:
+            if not connection.wait([self._to.fileno()], limit_s):
+                self.lose(f"it did not answer for {limit_s:.0f} s")
+                return None
+            found, data = self._to.receive()
+        except (EOFError, OSError):
+            self.lose("its process has ended")
+            return None
+        return data if found == kind else None
+
+    def lose(self, reason: str) -> None:
+        """Mark the rank as lost for `reason`, and close its connection, so that its agent ends."""
+        self.lost = self.lost or reason
+        if self._to is not None:
+            self._to.close()
+
+    def failure(self, reason: str, *, secondary: bool = False) -> Answer:
+        """Return an answer in place of the rank's; with `secondary`, another rank's failure caused this one."""
+        failure = Failure(
+            status=Status.FAILED, reason=reason, rank=self.number, at_s=time.perf_counter(),
+            perhaps_secondary=secondary, exception="ended" if secondary else "",
+        )  # fmt: skip
+        return Answer(turn=0, failure=failure)
+
+
+@dataclass(frozen=True)
+class Offset:
+    """The offset of a machine's clock from that of rank 0's machine, and the largest error, in seconds."""
+
+    seconds: float = 0.0
+    error_s: float = 0.0
+
+    def between(self, later: Offset) -> Offset:
+        """Return the mean of this offset and a later one; the drift between them adds to the error."""
+        mean = statistics.mean([self.seconds, later.seconds])
+        return Offset(mean, max(self.error_s, later.error_s) + abs(later.seconds - self.seconds) / 2)
+
+
+def gather(listener: socket.socket, launch: Launch) -> list[Peer]:
+    """Wait at most `JOIN_S` seconds for all ranks to connect; return them in order. Those that did not are lost."""
+    found: dict[int, tuple[Member, Channel]] = {}
+    secret, deadline_s = channel.key(), time.monotonic() + channel.JOIN_S
+    while len(found) < launch.size and (left_s := deadline_s - time.monotonic()) > 0:
+        listener.settimeout(left_s)
+        with suppress(OSError, EOFError, AuthenticationError):  # nobody connected, or somebody without the key
+            end, _ = listener.accept()
+            with end:
+                to = channel.prove(end, secret, first=True)
+            kind, data = to.receive()
+            if kind == "hello":
+                member = Member(**data)
+                found.setdefault(member.rank, (member, to))
+    return [Peer(number, *found.get(number, (None, None))) for number in range(launch.size)]
+
+
+class Peers(Sequence[Peer]):
+    """All ranks of a launch, in order. Every request has a new number, `turn`; answers to earlier ones are dropped."""
+
+    def __init__(self, peers: Sequence[Peer]) -> None:
+        self._peers, self.turn = tuple(peers), 0
+
+    def __getitem__(self, at: Any) -> Any:
+        return self._peers[at]
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def renew(self) -> None:
+        """Make every rank start a new server, and wait until all are ready."""
+        self.turn += 1
+        for peer in self:
+            peer.send("renew", turn=self.turn)
+        self._collect(self, START_LIMIT_S)
+
+    def ask(self, work: Mapping[int, Work], *, timeout_s: float | None = None) -> dict[int, Answer]:
+        """Send work to ranks, by their numbers, and return an answer for each of them.
+
+        `timeout_s` is the time in seconds for which a rank waits for its peers; None if the ranks work independently.
+        If ranks wait for each other and one fails, the others are ended. If, after `timeout_s`, only failures have
+        arrived that another rank may have caused, the ranks without an answer are late: their failures say so.
+        """
+        self.turn += 1
+        began_s, limit_s = time.perf_counter(), max(one.limit_s for one in work.values())
+        peers = [self[number] for number in work]
+        for peer in peers:
+            peer.send("work", **replace(work[peer.number], turn=self.turn).to_dict())
+        answers = self._collect(peers, limit_s + SILENT_S, together=timeout_s is not None)
+        left = [peer for peer in peers if peer.number not in answers]
+        failures = [one.failure for one in answers.values() if one.failure]
+        waited_s = time.perf_counter() - began_s
+        late = timeout_s is not None and failures and waited_s >= timeout_s and _secondary(failures)
+        self._end(left)
+        for peer in left:
+            if late:
+                reason = (
+                    f"it is late: its peers stopped waiting {waited_s:.0f} s after the start, and it had not answered"
+                )
+                answers[peer.number] = peer.failure(reason)
+            else:
+                answers[peer.number] = peer.failure(peer.lost or "its work was ended", secondary=not peer.lost)
+        return answers
+
+    def _end(self, peers: Sequence[Peer]) -> None:
+        """End the work of ranks that have not answered; a rank that then does not answer either is lost."""
+        for peer in peers:
+            peer.send("abort")
+        ended = self._collect(peers, SILENT_S)
+        for peer in peers:
+            if peer.number not in ended:
+                peer.lose(f"it did not answer for {SILENT_S:.0f} s after its work was ended")
+
+    def _collect(self, peers: Sequence[Peer], limit_s: float, *, together: bool = False) -> dict[int, Answer]:
+        """Return the answers that arrive within `limit_s` seconds; a lost rank answers with a failure.
+
+        With `together`, do not wait for all answers after a failure: stop at once, or after `SETTLE_S` seconds if
+        another rank may have caused it.
+        """
+        answers: dict[int, Answer] = {}
+        deadline_s, settling = time.perf_counter() + limit_s, False
+        while True:
+            answers |= {p.number: p.failure(p.lost) for p in peers if p.lost and p.number not in answers}
+            pending = [peer for peer in peers if peer.number not in answers]
+            failures = [one.failure for one in answers.values() if one.failure]
+            if together and failures and not settling:
+                wait_s = SETTLE_S if _secondary(failures) else 0.0
+                deadline_s, settling = min(deadline_s, time.perf_counter() + wait_s), True
+            left_s = deadline_s - time.perf_counter()
+            if not pending or left_s <= 0:
+                return answers
+            ready = connection.wait([peer.fileno() for peer in pending], left_s)
+            for peer in [peer for peer in pending if peer.fileno() in ready]:
+                data = peer.receive("answer")
+                if data and data["turn"] == self.turn:
+                    answers[peer.number] = _received(peer, data)
+
+    def offset(self, peer: Peer) -> Offset:
+        """Return the offset of a rank's clock, from the message with the shortest delay; infinite error if lost."""
+        return min(self._pings(peer), key=lambda one: one.error_s, default=Offset(0.0, float("inf")))
+
+    def _pings(self, peer: Peer) -> Iterator[Offset]:
+        for _ in range(PINGS):
+            sent_s = time.perf_counter()
+            peer.send("ping")
+            data = None if peer.lost else peer.receive("pong")
+            now_s = time.perf_counter()
+            if data:
+                yield Offset(data["at_s"] - (sent_s + now_s) / 2, (now_s - sent_s) / 2)
+
+
+def _secondary(failures: Sequence[Failure]) -> bool:
+    return all(failure.perhaps_secondary for failure in failures)
+
+
+def _received(peer: Peer, data: Mapping[str, Any]) -> Answer:
+    """Return an answer; the time of its failure is that of its arrival, because the clocks of machines differ."""
+    answer = Answer.from_dict(data)
+    if answer.failure is None:
+        return answer
+    return replace(answer, failure=replace(answer.failure, rank=peer.number, at_s=time.perf_counter()))
