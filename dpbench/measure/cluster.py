@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any, Self
 
 from dpbench.hardware import foreign_load
@@ -120,7 +119,7 @@ class Cluster:
     # -- the interface of a server
 
     @contextmanager
-    def workers(self, _: Path) -> Iterator[Self]:
+    def workers(self) -> Iterator[Self]:
         """Start new servers at all ranks, and yield this object, which runs trials on them."""
         self._peers.renew()
         yield self

@@ -13,8 +13,8 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -274,9 +274,17 @@ class _Session:
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 
-    def _workers(self, scratch: Path) -> AbstractContextManager[Workers]:
-        """Return the context manager of new processes from which workers are forked, on this machine or on all."""
-        return self._cluster.workers(scratch) if self._cluster else Server(scratch)
+    @contextmanager
+    def _workers(self, scratch: Path) -> Iterator[Workers]:
+        """Yield an object that runs trials in new processes, on this machine or on all machines of the cluster.
+
+        The start of the processes on all machines does not count against the budget.
+        """
+        began = time.perf_counter()
+        with self._cluster.workers() if self._cluster else Server(scratch) as found:
+            if self._deadline is not None:
+                self._deadline += time.perf_counter() - began
+            yield found
 
     def _refuse(self, cases: Sequence[Case], number: int, server: Workers) -> set[Case]:
         """Check the models of the cases, store a failed trial for each case whose model fails, and return these cases.
