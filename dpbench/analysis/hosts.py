@@ -88,6 +88,19 @@ def warnings(provenance: Mapping[str, Any]) -> Iterator[str]:
             yield f"{other['name']} is unlike {machines[0]['name']}: {'; '.join(unlike)}"
 
 
+def unlike(trials: Sequence[Trial]) -> Iterator[str]:
+    """Yield a warning if cases were measured on machines of several kinds, as jobs of a scheduler may be."""
+    kinds: dict[str, set[Case]] = {}
+    for trial in trials:
+        if host := trial.provenance.get("host"):
+            gpus = _gpus(trial.provenance)
+            kind = f"{host['cpu']}, {host['cores']} cores" + (f", {gpus}" if gpus else "")
+            kinds.setdefault(kind, set()).add(trial.case)
+    if len(kinds) > 1:
+        where = "; ".join(f"{words.count(len(cases), 'case')} on {kind}" for kind, cases in kinds.items())
+        yield f"cases were measured on unlike machines, so their ratios also compare the machines: {where}"
+
+
 def _differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
     """Yield the differences between two machines' processors, cores, memory, GPUs and software."""
     for name, mine, theirs in (
@@ -104,4 +117,4 @@ def _differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator
 
 
 def _gpus(facts: Mapping[str, Any]) -> str:
-    return ", ".join(gpu.get("name", "unknown") for gpu in facts["gpus"].get("gpus", []))
+    return ", ".join(gpu.get("name", "unknown") for gpu in facts.get("gpus", {}).get("gpus", []))

@@ -63,7 +63,7 @@ class Report:
             + _noisy(provenance),
             engine_costs=costs, tiles=diagnosis.tiles(rows, ladders),
             warnings=[
-                *_of_run(status, provenance), *hosts.warnings(provenance),
+                *_of_run(status, provenance), *hosts.warnings(provenance), *hosts.unlike(trials),
                 *diagnosis.warnings(rows, trials, provenance),
             ],
             diagnoses=findings.diagnose(rows, trials, cores), self_check=(*self_check, *engine_cost.counts(costs)),

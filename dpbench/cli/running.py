@@ -30,7 +30,9 @@ from dpbench.cli.showing import choose, print_table, print_verdict, report_of, w
 if TYPE_CHECKING:
     from dpbench.measure.cluster import Cluster
     from dpbench.measure.launch import Launch
+    from dpbench.measure.run import Listener, Outcome
     from dpbench.records import Case, Trial
+    from dpbench.store import Store
 
 
 RESUMES = "the finished trials are stored; to resume the run, give the same command again"
@@ -127,6 +129,17 @@ SELF_CHECK_SCALE = 1.0
     "torch.nn.DataParallel; takes about a minute longer.",
 )
 @click.option(
+    "--launcher",
+    type=click.Choice(["slurm", "local"]),
+    help="Measure each case in a job of Slurm, or in a job of this machine, and collect the trials.",
+)
+@click.option(
+    "--job",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="With --launcher slurm: an option of sbatch, such as partition=gpu; may be repeated.",
+)
+@click.option(
     "--interface",
     help="The network interface that connects the machines of a launch by torchrun or srun.  [default: loopback]",
 )
@@ -173,9 +186,7 @@ def _agent(placed: Launch, interface: str) -> int:
 def _measure(store: Path, report: Path, cluster: Cluster | None, options: dict[str, Any]) -> NoReturn:
     """Run the cases that the options select, and exit."""
     from dpbench.cli.progress import Progress
-    from dpbench.measure import run as runner
-    from dpbench.measure.stopping import UntilPrecise
-    from dpbench.store import Store
+    from dpbench.store import FINISHED, Store
 
     if options["find_max_batch"]:
         from dpbench.measure import batch_search
@@ -184,18 +195,13 @@ def _measure(store: Path, report: Path, cluster: Cluster | None, options: dict[s
         batch_search.check(cases)
         sys.exit(_find_max_batch(cases, store, options["limit"]))
     cases, budget_s = cases_of(options, cluster)
-    auto = options["rounds"] == "auto"
-    retry = runner.statuses(options["retry"])
     with Store.create(store) as opened:
         try:
             with Progress() as progress:
-                outcome = runner.run(
-                    cases, opened, rounds=UntilPrecise(options["within"]) if auto else options["rounds"],
-                    paired=options["paired"], budget_s=AUTO_BUDGET_S if auto and not budget_s else budget_s,
-                    limit_s=options["limit"], retry=retry, patience_s=options["patience"], listen=progress.listen,
-                    cluster=cluster,
-                    traces=store.with_name(f"{store.name}.traces") if options["profile"] else None,
-                )  # fmt: skip
+                if options["launcher"]:
+                    outcome = _run_jobs(cases, opened, options, progress.listen)
+                else:
+                    outcome = _run_here(cases, opened, cluster, options, budget_s, progress.listen)
         except KeyboardInterrupt:
             click.echo(f"interrupted; {RESUMES}", err=True)
             sys.exit(130)
@@ -213,8 +219,51 @@ def _measure(store: Path, report: Path, cluster: Cluster | None, options: dict[s
         click.echo(f"report: {report}   store: {store}   run: {outcome.run_id[:8]}", err=True)
     except BrokenPipeError:
         last_words(f"the output was closed; the run is complete: `dpbench report --run {outcome.run_id[:8]}` shows it")
-    lost = any(outcome.counts.get(bad) for bad in ("failed", "oom", "timeout"))
+    lost = any(outcome.counts.get(bad) for bad in ("failed", "oom", "timeout")) or chosen.status != FINISHED
     sys.exit(EXIT_FAILED if lost or not any(row.step for row in shown.rows) else 0)
+
+
+def _run_here(
+    cases: Sequence[Case], opened: Store, cluster: Cluster | None, options: dict[str, Any], budget_s: float | None,
+    listen: Listener,
+) -> Outcome:  # fmt: skip
+    """Measure the cases in processes of this machine, or of the ranks of a launch."""
+    from dpbench.measure import run as runner
+    from dpbench.measure.stopping import UntilPrecise
+
+    auto = options["rounds"] == "auto"
+    return runner.run(
+        cases, opened, rounds=UntilPrecise(options["within"]) if auto else options["rounds"],
+        paired=options["paired"], budget_s=AUTO_BUDGET_S if auto and not budget_s else budget_s,
+        limit_s=options["limit"], retry=runner.statuses(options["retry"]), patience_s=options["patience"],
+        listen=listen, cluster=cluster,
+        traces=opened.path.with_name(f"{opened.path.name}.traces") if options["profile"] else None,
+    )  # fmt: skip
+
+
+def _run_jobs(cases: Sequence[Case], opened: Store, options: dict[str, Any], listen: Listener) -> Outcome:
+    """Measure each case in a job of the chosen launcher."""
+    from dpbench.measure import jobs
+
+    for option in ("paired", "profile", "self_check", "retry", "budget"):
+        if options[option]:
+            name = option.replace("_", "-")
+            raise click.UsageError(f"--{name} is not available for jobs: leave it out, or leave out --launcher")
+    if options["rounds"] == "auto":
+        raise click.UsageError("--rounds auto is not available for jobs: give --rounds as a number")
+    given = [text.partition("=") for text in options["job"]]
+    if options["launcher"] != "slurm" and given:
+        raise click.UsageError("--job takes options of sbatch: leave it out, or give --launcher slurm")
+    if wrong := next((name for name, equals, value in given if not (name and equals and value)), None):
+        raise click.UsageError(f"--job {wrong} is not of the form NAME=VALUE, such as partition=gpu")
+    launcher = jobs.Launcher(options["launcher"], {name: value for name, _, value in given})
+    try:
+        return jobs.run(
+            cases, opened, launcher, rounds=options["rounds"], limit_s=options["limit"],
+            patience_s=options["patience"], listen=listen,
+        )  # fmt: skip
+    except jobs.JobsError as error:
+        raise click.UsageError(str(error)) from None
 
 
 def _find_max_batch(cases: Sequence[Case], store: Path, limit_s: float) -> int:

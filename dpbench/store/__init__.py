@@ -17,7 +17,7 @@ import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -174,6 +174,22 @@ class Store:
             )
         assert cursor.lastrowid is not None
         return cursor.lastrowid
+
+    def absorb(self, run_id: str, part: Path) -> list[Trial]:
+        """Copy the trials of another store into a run, and return those that were copied.
+
+        Trials of slots that have a trial with a final status are not copied. The provenance of each copied trial gets
+        the host and the GPUs of the run that it comes from. Raises StoreError if `part` is not a readable store.
+        """
+        copied = []
+        with Store.read(part) as other:
+            for run in other.runs():
+                facts = {name: run.provenance[name] for name in ("host", "gpus") if name in run.provenance}
+                for trial in other.trials(run.id):
+                    if trial.status in FINAL and (trial.case.fingerprint, trial.round) not in self.done(run_id):
+                        copied.append(replace(trial, provenance={**trial.provenance, **facts}))
+                        self.end_trial(self.begin_trial(run_id, trial.case, trial.round), copied[-1])
+        return copied
 
     def end_trial(self, trial_id: int, trial: Trial) -> None:
         """Store the results of the trial with this id in one transaction."""

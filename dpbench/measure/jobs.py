@@ -1,0 +1,243 @@
+"""Jobs: measure the cases of a plan in jobs of Slurm, or of this machine, through submitit; collect their trials.
+
+Each case is one job. Its trials come back as a store file, in a folder that the job and this process share. The end of
+a job is read from its result file and from the scheduler's queue, so that no accounting of the scheduler is needed.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from dpbench.hardware import foreign_load, provenance
+from dpbench.measure.job import DONE, PART, JobRequest
+from dpbench.measure.run import Ended, Listener, Note, Outcome, Started
+from dpbench.records import Case, plan
+from dpbench.store import Store
+
+LAUNCHERS = ("slurm", "local")
+ID = "job.id"
+"""The file with the id of the job that was last submitted for a folder."""
+POLL_S = 1.0
+"""The interval in seconds between two looks at the jobs."""
+SETTLE_S = 5.0
+"""The seconds for which a job must be missing from the queue, without a result, before it counts as ended.
+
+Between the end of a job and the appearance of its files, a network file system needs some time.
+"""
+CANCEL_S = 30.0
+"""The longest wait in seconds for the end of a cancelled job."""
+START_S = 300.0
+"""The part of a job's time limit that is for its start and the check of its model, in seconds."""
+
+
+class JobsError(RuntimeError):
+    """Jobs cannot be submitted; the message says why, and what to install or change."""
+
+
+class Job(Protocol):
+    """A submitted job."""
+
+    @property
+    def job_id(self) -> str:
+        """Return the scheduler's id of the job."""
+
+    def queued(self) -> bool:
+        """Return whether the job waits or runs; if that is unknown, return True."""
+
+    def cancel(self) -> None:
+        """End the job."""
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    """A job of Slurm, by its id."""
+
+    job_id: str
+
+    def queued(self) -> bool:
+        """Return whether the job is in the queue; True if the queue cannot be read."""
+        command = ["squeue", "--noheader", "--format=%T", f"--jobs={self.job_id}"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        forgotten = "Invalid job id" in done.stderr  # squeue has no exit status of its own for this
+        return bool(done.stdout.strip()) if done.returncode == 0 else not forgotten
+
+    def cancel(self) -> None:
+        """End the job with scancel, and wait until it has left the queue, at most `CANCEL_S` seconds."""
+        subprocess.run(["scancel", self.job_id], capture_output=True, check=False)
+        deadline_s = time.monotonic() + CANCEL_S
+        while self.queued() and time.monotonic() < deadline_s:
+            time.sleep(POLL_S)
+
+
+@dataclass(frozen=True)
+class LocalJob:
+    """A job that submitit runs on this machine."""
+
+    job: Any
+
+    @property
+    def job_id(self) -> str:
+        """Return the id of the job's process."""
+        return str(self.job.job_id)
+
+    def queued(self) -> bool:
+        """Return whether the job runs."""
+        return not self.job.done()
+
+    def cancel(self) -> None:
+        """End the job, and wait for its end."""
+        self.job.cancel()
+        deadline_s = time.monotonic() + CANCEL_S
+        while self.queued() and time.monotonic() < deadline_s:
+            time.sleep(POLL_S)
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """A way to run jobs: `name` is one of `LAUNCHERS`, `options` are parameters of the scheduler, by name."""
+
+    name: str
+    options: Mapping[str, str]
+
+    @property
+    def parallel(self) -> bool:
+        """Return whether several jobs may run at the same time; on one machine they would disturb each other."""
+        return self.name == "slurm"
+
+    def submit(self, folder: Path, limit_s: float) -> Job:
+        """Submit the job of a folder; `limit_s` is its time limit in seconds. Raises JobsError if that fails."""
+        try:
+            import submitit
+        except ModuleNotFoundError:
+            raise JobsError("--launcher needs submitit: pip install 'dpbench[jobs]'") from None
+        if self.name == "slurm" and not shutil.which("sbatch"):
+            raise JobsError("--launcher slurm needs Slurm's command sbatch, which is not on the PATH of this machine")
+        executor = submitit.AutoExecutor(folder / "submitit", cluster=self.name)
+        executor.update_parameters(name="dpbench", timeout_min=int(limit_s // 60) + 1)
+        if self.name == "slurm":
+            executor.update_parameters(slurm_additional_parameters={"exclusive": True, **self.options})
+        command = [sys.executable, "-m", "dpbench.measure.job", str(folder)]
+        try:
+            job = executor.submit(submitit.helpers.CommandFunction(command, verbose=False))
+        except submitit.core.utils.FailedJobError as error:
+            raise JobsError(f"{self.name} did not take the job: {error}") from None
+        return SlurmJob(job.job_id) if self.name == "slurm" else LocalJob(job)
+
+
+class _Submitted:
+    """A job of a case, and whether it has ended."""
+
+    def __init__(self, case: Case, folder: Path, job: Job) -> None:
+        self.case, self.folder, self.job = case, folder, job
+        self._missing_s = float("inf")
+
+    def ended(self) -> bool:
+        """Return whether the job has a result, or has been missing from the queue for `SETTLE_S` seconds."""
+        if (self.folder / DONE).exists():
+            return True
+        if self.job.queued():
+            self._missing_s = float("inf")
+            return False
+        self._missing_s = min(self._missing_s, time.monotonic())
+        return time.monotonic() >= self._missing_s + SETTLE_S
+
+
+class _Jobs:
+    """The jobs of one run in progress."""
+
+    def __init__(
+        self, store: Store, run_id: str, folder: Path, launcher: Launcher, total: int, listen: Listener
+    ) -> None:
+        self._store, self._run_id, self._folder, self._launcher = store, run_id, folder, launcher
+        self._total, self._listen = total, listen
+        self._running: list[_Submitted] = []
+
+    def measure(self, requests: Sequence[JobRequest]) -> None:
+        """Submit a job for each request, wait for all of them, and store their trials."""
+        waiting = list(requests)
+        try:
+            while waiting or self._running:
+                while waiting and (self._launcher.parallel or not self._running):
+                    self._submit(waiting.pop(0))
+                self._running = [job for job in self._running if not self._collected(job)]
+                time.sleep(POLL_S if self._running else 0)
+        finally:
+            for job in self._running:  # such as after Ctrl-C: keep what the jobs have measured
+                job.job.cancel()
+                self._absorb(job)
+
+    def _submit(self, request: JobRequest) -> None:
+        folder = self._folder / request.case.fingerprint[:12]
+        job = self._earlier(folder)
+        if job is None:
+            (folder / DONE).unlink(missing_ok=True)
+            request.write(folder)
+            job = self._launcher.submit(folder, START_S + request.rounds * request.limit_s)
+            (folder / ID).write_text(job.job_id)
+        self._listen(Note(f"{request.case.label}: job {job.job_id} of {self._launcher.name}"))
+        self._running.append(_Submitted(request.case, folder, job))
+
+    def _earlier(self, folder: Path) -> Job | None:
+        """Return the job of a folder that an earlier process has submitted and that is still queued; else None."""
+        if self._launcher.name != "slurm" or not (folder / ID).exists():
+            return None
+        job = SlurmJob((folder / ID).read_text())
+        return job if job.queued() else None
+
+    def _collected(self, job: _Submitted) -> bool:
+        """Return whether a job has ended; store its trials then."""
+        if not job.ended():
+            return False
+        self._absorb(job)
+        if not (job.folder / DONE).exists():
+            logs = job.folder / "submitit"
+            self._listen(Note(f"{job.case.label}: job {job.job.job_id} ended before all rounds; its log is in {logs}"))
+        return True
+
+    def _absorb(self, job: _Submitted) -> None:
+        """Store the trials of a job that are not stored yet."""
+        if (job.folder / PART).exists():
+            for trial in self._store.absorb(self._run_id, job.folder / PART):
+                done = len(self._store.done(self._run_id))
+                self._listen(Ended(trial, done, self._total, sum(trial.setup.values())))
+
+
+def run(
+    cases: Sequence[Case], store: Store, launcher: Launcher, *, rounds: int, limit_s: float, patience_s: float | None,
+    listen: Listener,
+) -> Outcome:  # fmt: skip
+    """Measure every case in one job, and store all trials in one run; the same call resumes an unfinished run.
+
+    `rounds`, `limit_s` and `patience_s` are those of `measure.run.run`. Raises JobsError if no job can be submitted.
+    """
+    facts = provenance.collect() | {"launcher": {"name": launcher.name, "options": dict(launcher.options)}}
+    run_id, resumed = store.begin_run(
+        plan=plan.plan_hash(cases, rounds, launcher.name, *_pairs(launcher.options)), rounds=rounds, provenance=facts,
+        host=launcher.name, code=provenance.code_key(facts),
+    )  # fmt: skip
+    done = store.done(run_id)
+    missing = [case for case in cases if any((case.fingerprint, n) not in done for n in range(rounds))]
+    listen(Started(run_id, len(cases) * rounds, len(done)))
+    patience = foreign_load.patience(patience_s)
+    requests = [JobRequest(case=case, rounds=rounds, limit_s=limit_s, patience_s=patience) for case in missing]
+    folder = store.path.absolute().with_name(f"{store.path.name}.jobs") / run_id
+    try:
+        _Jobs(store, run_id, folder, launcher, len(cases) * rounds, listen).measure(requests)
+    finally:
+        whole = len(store.done(run_id)) >= len(cases) * rounds
+        store.end_run(run_id, "finished" if whole else "interrupted")
+    if whole:
+        shutil.rmtree(folder, ignore_errors=True)
+    return Outcome(run_id, resumed, store.counts(run_id))
+
+
+def _pairs(options: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in sorted(options.items()):
+        yield f"{name}={value}"
