@@ -51,11 +51,11 @@ def median(rounds: Rounds, *, seed: int = 0) -> Estimate:
 def ratio(numerator: Rounds, denominator: Rounds, *, paired: bool = True, seed: int = 0) -> Estimate:
     """Return the ratio of the step time of `numerator` to that of `denominator`, with its interval.
 
-    If `paired`, each round's median is divided by that of the other side's same round; both sides must come from one
-    run. The estimate is the Hodges-Lehmann centre of these ratios on a logarithmic scale. Disturbances that affect
-    both sides of a round cancel, and an outlying round has little influence. If not `paired`, or if no round has both
-    sides, every round of one side is compared with every round of the other, and the estimate is the median of the
-    ratios.
+    If `paired`, the median of each round of `numerator` is divided by the median of the same round of `denominator`;
+    both series must come from one run. The estimate is the Hodges-Lehmann centre of these ratios on a logarithmic
+    scale. Disturbances that affect both series in a round cancel, and an outlying round has little influence. If not
+    `paired`, or if the series have no round in common, every round of one series is compared with every round of the
+    other, and the estimate is the median of the ratios.
     """
     generator = np.random.default_rng(seed)
     common = sorted(set(numerator) & set(denominator)) if paired else []

@@ -106,8 +106,8 @@ class Summed:
     """A loss that each replica can compute over its own rows, with the settings of the present step.
 
     `sum_fn(output, target)` returns the sum over the rows. `weight_fn(output, target)` returns the contribution of
-    these rows to the divisor; `weight_fn` is None if the loss has no divisor. `rule` is None for the user's own pair of
-    functions.
+    these rows to the divisor; `weight_fn` is None if the loss has no divisor. `rule` is the rule by which both
+    functions were made from one of torch's losses; it is None if the user gave the functions as a pair.
     """
 
     sum_fn: Function

@@ -123,10 +123,11 @@ def _dispatch_modes(modes: Sequence[Any]) -> Iterator[None]:
 
 
 def _autograd() -> list[Enter]:
-    """Return factories of context managers for inference mode, saved-tensor hooks and single-threaded backward.
+    """Return factories of context managers that apply the calling thread's autograd settings in any thread.
 
-    There is a factory for each of these settings that is active in the calling thread, and one if saved-tensor hooks
-    are disabled there. Only the innermost saved-tensor hooks are included, because torch applies no others.
+    There is one factory for each of these settings that is active in the calling thread: inference mode, saved-tensor
+    hooks, and single-threaded backward. If saved-tensor hooks are disabled in the calling thread, there is also a
+    factory that disables them. Only the innermost saved-tensor hooks are included, because torch applies no others.
     """
     settings: list[Enter] = []
     if torch.is_inference_mode_enabled():

@@ -84,7 +84,10 @@ class Device(Protocol):
         """Return a new copy of `tensor`, which may be on any device, in this device's memory."""
 
     def clone(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return copies of `tensors`, which are all on one device, in this device's memory, in few transfers."""
+        """Copy `tensors` into this device's memory, in few transfers, and return the copies.
+
+        All of `tensors` must be on one device, which may be another one.
+        """
 
     def guard(self) -> AbstractContextManager[Any]:
         """Return a context manager that makes this device and its stream current in the thread that enters it."""

@@ -305,9 +305,10 @@ class CudaClock:
         return times
 
     def _chain(self, i: int) -> list[float]:
-        """Return the host times in seconds of the block and step events of the device at position `i`, in order.
+        """Return, in order, the host times in seconds at which blocks began and steps ended on one device.
 
-        The times between the events are scaled so that the first and the last anchor get their exact host times.
+        `i` is the position of the device. CUDA events mark these moments. The times between the events are scaled so
+        that the first and the last anchor, which are events whose host time was measured, get their measured times.
         """
         events = [event for block in self._blocks for event in (block.begin[i], *(end[i] for end in block.ends))]
         (first, first_s), (last, last_s) = self._first[i], self._last[i]

@@ -210,8 +210,8 @@ class Predictor:
     def profile(self, case: Case) -> Profile:
         """Return the profile of a case's model.
 
-        If there is no measured profile for this model, the timings are calculated from the known step `given`, or if
-        this is None, from FLOP and bytes.
+        If there is no measured profile for this model, its timings are calculated from the attribute `given`, a known
+        step on one device. If `given` is None, they are calculated from FLOP and bytes.
         """
         if measured := self.measured.get(counts.key(case)):
             return measured

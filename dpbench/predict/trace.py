@@ -301,9 +301,9 @@ class _Saved:
         self._at[storage] = self._recorder.at
 
     def at(self, tensor: torch.Tensor) -> int:
-        """Return the number of ops after which the last saved reference to a tensor was released.
+        """Return the number of backward ops that had run when autograd released its last reference to a tensor.
 
-        Return 0 if the tensor was never saved.
+        These are the references that forward saved for backward. Return 0 if forward did not save the tensor.
         """
         return self._at.get(self._recorder.storage(tensor), 0)
 

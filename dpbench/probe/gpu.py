@@ -19,6 +19,7 @@ SIDES = (256, 512, 1024, 2048, 4096, 8192)
 COPIES = (64 * KIB, MIB, 16 * MIB, 256 * MIB)
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 REPEATS, EMPTY = 20, 10_000
+HALF = "reaches half of the maximum rate, according to a line fitted to the seconds of"
 
 
 def figures(ordinal: int = 0) -> Iterator[Figure]:
@@ -68,7 +69,7 @@ def _arithmetic() -> Iterator[Figure]:
         best = max(work / seconds for work, seconds in points)
         how = f"{name} products of square matrices with {SIDES[0]} to {SIDES[-1]} rows"
         yield Figure(f"{name}_flop_per_s", best, f"the best rate of {how}")
-        half = f"the FLOP of one product whose rate is half of the rate fitted to {how}"
+        half = f"the size, in FLOP, at which a matrix product {HALF} {how}"
         yield Figure(f"{name}_half_flop", start_s / per_flop, half)
 
 
@@ -82,7 +83,7 @@ def _memory() -> Iterator[Figure]:
     best = max(work / seconds for work, seconds in points)
     how = "copies of 64 KiB to 256 MiB on the GPU, counting both the bytes read and the bytes written"
     yield Figure("gpu_memory_bytes_per_s", best, f"the best rate of {how}")
-    half = f"the bytes of one copy whose rate is half of the rate fitted to {how}"
+    half = f"the size, in bytes, at which a copy {HALF} {how}"
     yield Figure("gpu_half_bytes", start_s / per_byte, half)
 
 

@@ -1,4 +1,4 @@
-"""Host: the probe's figures of the processor, which are seconds of operations and rates of arithmetic and copies."""
+"""Host: the probe's figures of the processor, which are durations of operations and rates of arithmetic and copies."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ SMALL, LARGE = 256 * KIB, 64 * MIB
 
 
 def calls() -> Iterator[Figure]:
-    """Yield the seconds of single operations, and their slowdown when threads compete for the interpreter lock."""
+    """Yield the durations of single operations, and their slowdown when threads compete for the interpreter lock."""
     x = torch.ones(8)
     quiet = torch.inference_mode
     alone = time_call(lambda: torch.add(x, 1.0), setting=quiet)
@@ -97,9 +97,9 @@ def nets() -> Iterator[Figure]:
         how = f"of {name} on {rows} rows in each of two threads, which start a step together, relative to one thread"
         yield ratio(
             f"{name}_forward_2_threads_ratio", forwards, forward,
-            f"the forward of a step {how}: 1 if the threads share nothing, 2 if they take turns",
+            f"the duration of forward {how}; this ratio is 1 if the threads share nothing, and 2 if they take turns",
         )  # fmt: skip
-        yield ratio(f"{name}_training_2_threads_ratio", wholes, whole, f"forward and backward {how}")
+        yield ratio(f"{name}_training_2_threads_ratio", wholes, whole, f"the duration of forward and backward {how}")
         works = [_forward(name, rows), _forward(name, rows)]
         yield ratio(
             f"{name}_forward_2_new_threads_ratio", time_new_threads(works, count, _backward),
@@ -219,7 +219,7 @@ def arithmetic() -> Iterator[Figure]:
     how = "the inverse slope of a line fitted to the seconds of products of all sizes as a function of FLOP, one thread"
     yield spread("flop_per_s", [1 / per_flop for per_flop in per_flops], how)
     halves = [start_s / per_flop for start_s, per_flop in zip(starts_s, per_flops, strict=True)]
-    how = "the FLOP of a product whose rate is half of flop_per_s, from the same line"
+    how = "the size, in FLOP, at which a matrix product reaches half of flop_per_s, according to the same line"
     yield spread("half_flop", halves, how)
     alone = time_call(_product(512), setting=torch.inference_mode)
     both = time_together([_product(512), _product(512)], setting=torch.inference_mode)
@@ -243,8 +243,8 @@ def memory() -> Iterator[Figure]:
         alone, both = time_call(_copy(size)), time_together([_copy(size), _copy(size)])
         yield ratio(
             f"{name}_2_threads_ratio", both, alone,
-            f"copy_ of {size // KIB} KiB in each of two concurrent threads, relative to one thread: "
-            "1 if the threads share nothing, 2 if they take turns",
+            f"copy_ of {size // KIB} KiB in each of two concurrent threads, relative to one thread; "
+            "this ratio is 1 if the threads share nothing, and 2 if they take turns",
         )  # fmt: skip
     how = "torch.add of two tensors of 64 MiB, counting the bytes of both inputs and of the output"
     yield rate("memory_bytes_per_s", _add(LARGE), how, amount=3 * LARGE)

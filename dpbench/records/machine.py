@@ -185,8 +185,11 @@ def read(data: Mapping[str, Any], name: str) -> Machine:
     """
     for key, why in (
         ("peer_access", "true if GPUs can access each other's memory, else false; see `nvidia-smi topo -p2p r`"),
-        ("gpu", "the table [gpu] with the keys name and count"),
-        ("link", "a table [[link]] for each link, with between, kind and bytes_per_s; see `nvidia-smi topo -m`"),
+        ("gpu", "the table [gpu] with the keys `name` and `count`"),
+        (
+            "link",
+            "one table [[link]] per link, with the keys `between`, `kind` and `bytes_per_s`; see `nvidia-smi topo -m`",
+        ),
     ):
         if key not in data:
             _known(data, name, [f.name for f in fields(_File)])

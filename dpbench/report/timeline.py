@@ -1,4 +1,4 @@
-"""Timeline: the sections on device 0 against the other devices, on all timed steps, and on utilisation over time."""
+"""Timeline: report sections about all timed steps, utilisation over time, and device 0 compared with other devices."""
 
 from __future__ import annotations
 

@@ -132,7 +132,8 @@ class Store:
 
     def _kill_running(self, run_id: str) -> None:
         self._db.execute(
-            "UPDATE trial SET status=?, reason='ended while it ran' WHERE run_id=? AND status=?",
+            "UPDATE trial SET status=?, reason='the run ended before this trial had finished' "
+            "WHERE run_id=? AND status=?",
             (Status.KILLED, run_id, RUNNING),
         )
 

@@ -211,7 +211,7 @@ class Chain:
         return [*wire, *trees]
 
     def _forward(self, copied: list[int]) -> list[int]:
-        """Append every replica's forward, and return the indices of the kernels' tasks.
+        """Append the tasks of every replica's forward, and return the indices of the kernels' tasks.
 
         `copied` has the indices of the tasks that every forward waits for. Replicas that run in threads share one
         interpreter lock.

@@ -275,9 +275,10 @@ class FindingRule:
     """The rule for one problem of data parallelism, and its remedy.
 
     `when` returns evidence if a case has the problem, `Missing` if the run lacks measurements, and otherwise None.
-    A case applies the remedy if its schedule has one of the positions that `switches` lists by switch, or if the role
-    of its strategy is in `roles`, such as `Role.CONTROL` for ddp. If such cases were measured on the same work, a
-    finding shows their gain. Otherwise it shows `needs`, the command-line options that measure them.
+    `switches` maps a switch of a schedule to the positions that are the remedy. `roles` has the roles of the strategies
+    that are the remedy, such as `Role.CONTROL` for ddp. A case applies the remedy if a switch of its schedule has such
+    a position, or if its strategy has such a role. If such cases were measured on the same work, a finding shows their
+    gain. Otherwise it shows `needs`, the command-line options that measure them.
     """
 
     name: str

@@ -134,7 +134,8 @@ def _constants(one: Matched, host: float, bus: float) -> tuple[Constants, float]
 def _step_s(one: Matched, host: float, bus: float) -> float:
     """Return the duration of a row's step by formula, in the unit of `PublishedRow.step_s`.
 
-    The host factor is multiplied by `host`, and the bus bandwidth by `bus`.
+    `host` multiplies the machine's host factor (see `records.machine.Host`), which was fitted to the other groups of
+    rows or is the default. `bus` multiplies every bus bandwidth of the described machine.
     """
     constants, factor = _constants(one, host, bus)
     asked = rows.question(one, constants, factor)
