@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.scripts import tutorial
+from dpbench.measure import loaders
 from dpbench.measure import run as runner
 from dpbench.measure.server import Server
 from dpbench.records import Case
@@ -20,7 +21,7 @@ from tests.test_docs import COMMANDS, DOCS, README, ROOT
 from tests.test_outside import MINE
 from tests.test_stored import single, write
 
-SHORTER = {"run": ("--budget", "1")}
+SHORTER = {"run": ("--budget", "1"), "loaders": ("--rounds", "1", "--examples", "1", "--workers", "0,1")}
 """Options that end a command early; the others are run exactly as they are written."""
 ELSEWHERE = {
     "probe": "test_the_command_measures_this_machine",
@@ -39,9 +40,10 @@ def files(folder: Path, arguments: list[str]) -> list[str]:
     (folder / "mymodel.py").write_text(MODULE)
     (folder / "pkg" / "mod.py").write_text(f"{MODULE}\nobj = net\n")
     (folder / "mine.py").write_text(MINE.replace("FACTOR", "1.0"))
+    (folder / "data.py").write_text("train = list(range(999))\n")
     shutil.copy(ROOT / "dpbench" / "machines" / "rtx-3090-x8.toml", folder / "mine.toml")
     shutil.copy(ROOT / "tests" / "data" / "published.csv", folder / "FILE.csv")
-    if arguments[0] == "run":
+    if arguments[0] in ("run", "loaders"):
         return arguments
     if "--from" in arguments:  # a prediction for GPUs needs steps that one such GPU has run
         model = arguments[arguments.index("--model") + 1]
@@ -77,7 +79,8 @@ def test_a_command_of_a_document_runs(
 ) -> None:  # fmt: skip
     own = any(":" in word for word in arguments)  # needs this folder's modules
     if not own:
-        monkeypatch.setattr(runner, "Server", lambda scratch: nullcontext(server))
+        for module in (runner, loaders):
+            monkeypatch.setattr(module, "Server", lambda scratch: nullcontext(server))
     monkeypatch.syspath_prepend(tmp_path)
     dpbench = command(tmp_path, monkeypatch, capfd)
     code, out, err = dpbench(*files(tmp_path, arguments), *SHORTER.get(arguments[0], ()))
@@ -88,4 +91,5 @@ def test_a_command_of_a_document_runs(
 def test_the_tables_of_the_tutorial_are_those_that_its_commands_print() -> None:
     text = tutorial.PAGE.read_text()
     assert len(tutorial.RESULT.findall(text)) == text.count("<!-- result") == 3
+    assert len(tutorial.MEASURED.findall(text)) == text.count("<!-- measured") == 1
     assert tutorial.renewed(text) == text, "run: python benchmarks/scripts/tutorial.py"

@@ -1,10 +1,10 @@
-"""Run the predictions of docs/why-dataparallel-is-slow.md, and write their tables into it.
+"""Run the commands of docs/why-dataparallel-is-slow.md, and write their tables into it.
 
-    python benchmarks/scripts/tutorial.py            # rewrite the tables
-    python benchmarks/scripts/tutorial.py --check    # exit with status 1 if a table differs
+    python benchmarks/scripts/tutorial.py            # rewrite the tables; measures for about two minutes
+    python benchmarks/scripts/tutorial.py --check    # exit with status 1 if the table of a prediction differs
 
 A table follows the marker `<!-- result -->`, which follows the command. With `<!-- result memory -->`, it is the
-second table that the command prints.
+second table that the command prints. After `<!-- measured -->`, it is a measurement, followed by the verdict.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ PAGE = Path(__file__).parents[2] / "docs" / "why-dataparallel-is-slow.md"
 RESULT = re.compile(
     r"```sh\ndpbench (?P<command>[^\n]+)\n```\n\n(?P<marker><!-- result(?: memory)? -->)\n(?P<table>(?:\|[^\n]*\n)*)"
 )
+MEASURED = re.compile(
+    r"```sh\ndpbench (?P<command>[^\n]+)\n```\n\n(?P<marker><!-- measured -->)\n(?P<table>(?:[|>][^\n]*\n)*)"
+)
 COLUMNS = {
+    "<!-- measured -->": ("setting", "examples/s", "of best", "first batch, ms", "bound"),
     "<!-- result -->": ("strategy", "devices", "ms/step", "80 % interval", "speed-up", "phases, ms"),
     "<!-- result memory -->": ("strategy", "devices", "GPU 0 allocated", "other GPUs", "GPU 0 reserved"),
 }
@@ -30,28 +34,31 @@ COLUMNS = {
 
 def table(command: str, marker: str) -> str:
     """Return the table that a command prints, in Markdown, with the columns that belong to the marker."""
-    done = CliRunner().invoke(cli, shlex.split(command), catch_exceptions=False)
+    runner = CliRunner()
+    with runner.isolated_filesystem():  # some commands write a page
+        done = runner.invoke(cli, shlex.split(command), catch_exceptions=False)
     if done.exit_code:
         raise RuntimeError(f"dpbench {command} ended with exit status {done.exit_code}: {done.output}")
-    blocks = [block.splitlines() for block in done.stdout.split("\n\n")]
-    blocks = [block for block in blocks if len(block) > 1 and set(block[1]) <= {"-", " "}]
+    printed = [block.splitlines() for block in done.stdout.split("\n\n")]
+    blocks = [block for block in printed if len(block) > 1 and set(block[1]) <= {"-", " "}]
     header, dashes, *rows = blocks[1 if "memory" in marker else 0]
     places = [match.span() for match in re.finditer("-+", dashes)]
     names = [header[start:end].strip() for start, end in places]
     wanted = COLUMNS[marker]
     cells = [[row[start:end].strip() for start, end in places] for row in rows]
     lines = [wanted, ["---"] * len(wanted), *([one[names.index(name)] for name in wanted] for one in cells)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    verdict = [f"> {line}" for line in printed[-1]] if "measured" in marker else []
+    return "".join(f"{line}\n" for line in [*(f"| {' | '.join(line)} |" for line in lines), *verdict])
 
 
-def renewed(text: str) -> str:
+def renewed(text: str, results: re.Pattern[str] = RESULT) -> str:
     """Return the page with the tables that its commands print now."""
 
     def replaced(found: re.Match[str]) -> str:
         command, marker = found["command"], found["marker"]
         return f"```sh\ndpbench {command}\n```\n\n{marker}\n{table(command, marker)}"
 
-    return RESULT.sub(replaced, text)
+    return results.sub(replaced, text)
 
 
 if __name__ == "__main__":
@@ -59,4 +66,4 @@ if __name__ == "__main__":
     after = renewed(before)
     if "--check" in sys.argv:
         sys.exit(before != after)
-    PAGE.write_text(after, encoding="utf-8")
+    PAGE.write_text(renewed(after, MEASURED), encoding="utf-8")

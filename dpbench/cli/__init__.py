@@ -26,8 +26,8 @@ def cli() -> None:
 
 
 for command in (
-    running.run, reading.report, reading.explain, reading.compare, reading.list_, reading.export, predicting.predict,
-    predicting.probe,
+    running.run, running.loaders, reading.report, reading.explain, reading.compare, reading.list_, reading.export,
+    predicting.predict, predicting.probe,
 ):  # fmt: skip
     cli.add_command(command)
 

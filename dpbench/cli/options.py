@@ -105,6 +105,22 @@ class Numbers(click.ParamType[tuple[int, ...]]):
             self.fail(f"{value!r} is not a comma-separated list of integers, such as 1,2,4", param, ctx)
 
 
+class Switches(click.ParamType[tuple[bool, ...]]):
+    """A comma-separated list of off and on."""
+
+    name = "off,on"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        """Split at commas; fail on an empty list and on any other word."""
+        if isinstance(value, tuple):
+            return value
+        known = {"off": False, "on": True}
+        parts = [part.strip() for part in value.split(",") if part.strip()]
+        if not parts or not {*parts} <= {*known}:
+            self.fail(f"{value!r} is neither off, on, nor off,on", param, ctx)
+        return tuple(known[part] for part in parts)
+
+
 class Rounds(click.ParamType["int | str"]):
     """A number of rounds, or `auto`."""
 

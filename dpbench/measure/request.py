@@ -6,8 +6,9 @@ import json
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
+from dpbench.analysis.loaders import Setting
 from dpbench.records import Case, Effort
 
 
@@ -19,6 +20,8 @@ class Job(StrEnum):
     """Check that the case's model can be built and take one step; the step is not timed."""
     SELF_CHECK = "self-check"
     """Measure by how much a component of measuring slows down the case's step."""
+    LOAD = "load"
+    """Time the batches of a DataLoader; there are no cases."""
 
 
 class Arm(StrEnum):
@@ -63,6 +66,42 @@ class Seat:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Synthetic:
+    """The cost of one example of the synthetic dataset.
+
+    An example takes `wait_s` seconds of waiting, as for a disk, then `cpu_s` seconds of one core, and has
+    `example_bytes` bytes. All workers together get at most `examples_per_s` examples per second; 0 sets no limit.
+    """
+
+    cpu_s: float = 0.0
+    wait_s: float = 0.0
+    example_bytes: int = 1
+    examples_per_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loading:
+    """One measurement of a DataLoader.
+
+    `dataset` is `file.py:name` or `package.module:name`, or the costs of the synthetic dataset. `examples` is the least
+    number of examples in the steady part. 0 makes it a trial, which takes about half a second and loads one batch at
+    least.
+    """
+
+    dataset: str | Synthetic
+    setting: Setting
+    batch_size: int
+    examples: int
+    round: int = 0
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Self:
+        """Return the measurement that `asdict` wrote."""
+        dataset = data["dataset"] if isinstance(data["dataset"], str) else Synthetic(**data["dataset"])
+        return cls(**{**data, "dataset": dataset, "setting": Setting(**data["setting"])})
+
+
+@dataclass(frozen=True, kw_only=True)
 class Request:
     """The work for one worker process, which is one rank of a trial if the request has a `seat`.
 
@@ -78,6 +117,7 @@ class Request:
     job: Job = Job.MEASURE
     self_check: SelfCheck | None = None
     seat: Seat | None = None
+    loading: Loading | None = None
     requested_s: float = 0.0
 
     def to_json(self) -> str:
@@ -94,4 +134,5 @@ class Request:
             folder=Path(data["folder"]), round=data["round"], requested_s=data["requested_s"], job=Job(data["job"]),
             self_check=SelfCheck(**{**checked, "arm": Arm(checked["arm"])}) if checked else None,
             seat=Seat(**seat) if seat else None,
+            loading=Loading.from_dict(data["loading"]) if data["loading"] else None,
         )  # fmt: skip

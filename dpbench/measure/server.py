@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,11 @@ from dpbench.measure.request import Job, Request, SelfCheck
 from dpbench.records import Case, Effort, Status, Trial
 from dpbench.records.trial import Failure
 
+Progress = Callable[[], int]
+"""A function that returns the number of results that a worker has got so far."""
 START_LIMIT_S = 120.0
+LOOK_S = 0.5
+"""The seconds between two looks at a worker's progress."""
 STACKS_S = 0.5
 """The seconds that a hung worker gets to write its Python stacks."""
 TAIL = 4000
@@ -112,9 +116,8 @@ class Server:
         with tempfile.TemporaryDirectory(prefix="trial-", dir=self._scratch, ignore_cleanup_errors=True) as name:
             folder = Path(name)
             try:
-                status, pid = self._attempt(replace(request, folder=folder), limit_s)
-            except _ServerDied as died:
-                self.stop()
+                status = self.attempt(replace(request, folder=folder), limit_s)
+            except ServerDied as died:
                 return Failure(status=Status.FAILED, reason=str(died))
             finished, failed = folder / "trials.json", folder / "failure.json"
             # a worker past its limit may still finish while its stacks are requested: ignore its trials
@@ -122,7 +125,7 @@ class Server:
                 return [Trial.from_dict(one) for one in json.loads(finished.read_text())]
             if status is not None and failed.exists():
                 return Failure.from_json(failed.read_text())
-            return Failure(status=status_of(status), reason=_reason(status, pid, limit_s, folder), exit_status=status)
+            return Failure(status=status_of(status), reason=ended(status, limit_s, folder), exit_status=status)
 
     def end_worker(self) -> None:
         """End the worker that is running, if any; another thread, which waits for its answer, gets a failure."""
@@ -131,15 +134,22 @@ class Server:
 
     def prepare(self) -> None:
         """Start the server's process, so that the first request does not wait for it."""
-        with suppress(_ServerDied):  # the next request tries again, and reports the reason
+        with suppress(ServerDied):  # the next request tries again, and reports the reason
             self._started()
 
-    def _attempt(self, request: Request, limit_s: float) -> tuple[int | None, int]:
-        """Run a request in a fresh worker; return the worker's exit status and process id.
+    def attempt(self, request: Request, limit_s: float, progress: Progress | None = None) -> int | None:
+        """Run a request in a fresh worker; return its exit status, or None if it exceeded its limit.
 
-        The exit status is None if the worker exceeded `limit_s` seconds and was killed. Raises _ServerDied if the
-        server process has ended.
+        `limit_s` limits the whole request or, with `progress`, each time in which that returns the same number. Raises
+        ServerDied if the server process has ended.
         """
+        try:
+            return self._attempt(request, limit_s, progress)
+        except ServerDied:
+            self.stop()
+            raise
+
+    def _attempt(self, request: Request, limit_s: float, progress: Progress | None) -> int | None:
         process = self._started()
         request = replace(request, requested_s=time.perf_counter())
         assert process.stdin is not None
@@ -147,19 +157,19 @@ class Server:
             process.stdin.write(request.to_json().encode() + b"\n")
             process.stdin.flush()
         except OSError as error:
-            raise _ServerDied(self._obituary()) from error
+            raise ServerDied(self._obituary()) from error
         self._worker = pid = int(self._answer(START_LIMIT_S)["pid"])
         try:
-            answer = self._answer(limit_s)
+            answer = self._answer(limit_s, progress)
             _kill_group(pid)  # also end processes that the model has started
-            return int(answer["exit"]), pid
+            return int(answer["exit"])
         except TimeoutError:
             with suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGUSR1)
                 time.sleep(STACKS_S)
             _kill_group(pid)
             self._answer(START_LIMIT_S)
-            return None, pid
+            return None
         except BaseException:  # such as Ctrl-C: the worker must not continue to run
             _kill_group(pid)
             raise
@@ -167,7 +177,7 @@ class Server:
             self._worker = 0
 
     def _started(self) -> subprocess.Popen[bytes]:
-        """Return the server process; start it first if it is not running. Raises _ServerDied if it does not start."""
+        """Return the server process; start it first if it is not running. Raises ServerDied if it does not start."""
         if self._process is None or self._process.poll() is not None:
             self.stop()
             self._log = (self._scratch / "server.log").open("ab")
@@ -180,25 +190,29 @@ class Server:
             try:
                 self._answer(START_LIMIT_S)
             except TimeoutError as error:
-                raise _ServerDied(f"the worker server was not ready after {START_LIMIT_S:.0f} s") from error
+                raise ServerDied(f"the worker server was not ready after {START_LIMIT_S:.0f} s") from error
         return self._process
 
-    def _answer(self, limit_s: float) -> dict[str, Any]:
+    def _answer(self, limit_s: float, progress: Progress | None = None) -> dict[str, Any]:
         """Return the server's next answer, decoded from JSON.
 
-        Raises TimeoutError if no answer arrives within `limit_s` seconds, and _ServerDied if the server process has
-        ended.
+        Raises TimeoutError after `limit_s` seconds, or with `progress` after `limit_s` seconds in which it returns the
+        same number. Raises ServerDied if the server process has ended.
         """
         assert self._process is not None
         assert self._process.stdout is not None
-        descriptor, deadline = self._process.stdout.fileno(), time.monotonic() + limit_s
+        descriptor, deadline, seen = self._process.stdout.fileno(), time.monotonic() + limit_s, 0
         while b"\n" not in self._buffer:
             left_s = deadline - time.monotonic()
-            if left_s <= 0 or not select.select([descriptor], [], [], left_s)[0]:
+            if left_s <= 0:
                 raise TimeoutError
+            if not select.select([descriptor], [], [], min(left_s, LOOK_S) if progress else left_s)[0]:
+                if progress and (now := progress()) != seen:
+                    deadline, seen = time.monotonic() + limit_s, now
+                continue
             chunk = os.read(descriptor, 65536)
             if not chunk:
-                raise _ServerDied(self._obituary())
+                raise ServerDied(self._obituary())
             self._buffer += chunk
         line, _, self._buffer = self._buffer.partition(b"\n")
         answer: dict[str, Any] = json.loads(line)
@@ -232,7 +246,7 @@ def environment() -> dict[str, str]:
     return {**os.environ, **_THREADS, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONSAFEPATH": "1"}
 
 
-class _ServerDied(RuntimeError):
+class ServerDied(RuntimeError):
     """The server process has ended unexpectedly, or was not ready in time. The next request starts a new one."""
 
 
@@ -256,7 +270,7 @@ def status_of(exit_status: int | None) -> Status:
     return Status.TIMEOUT if exit_status is None else Status.FAILED
 
 
-def _reason(exit_status: int | None, pid: int, limit_s: float, folder: Path) -> str:
+def ended(exit_status: int | None, limit_s: float, folder: Path) -> str:
     """Return a message that says how a worker ended without a result.
 
     If `exit_status` is None, the worker exceeded its limit of `limit_s` seconds, and the message has its Python stacks.

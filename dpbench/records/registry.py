@@ -182,7 +182,7 @@ def strategy(name: str) -> Any:
     """
     if ":" not in name:
         check("strategies", name)
-    found = _outside(name) if ":" in name else _named(name)
+    found = outside("strategy", name) if ":" in name else _named(name)
     missing = [part for part, there in _parts(found) if not there]
     if missing:
         raise LookupError(
@@ -214,11 +214,11 @@ def _installed() -> dict[str, Any]:
 
 
 @lru_cache(maxsize=64)
-def _outside(name: str) -> Any:
+def outside(kind: str, name: str) -> Any:
     """Return the object that `name` denotes in the form `file.py:name` or `package.module:name`.
 
-    Modules are also searched for in the current folder. Raises LookupError if the file or module cannot be imported, or
-    has no such object.
+    Modules are also searched for in the current folder. Raises LookupError, which names the `kind` of object, if the
+    file or module cannot be imported, or has no such object.
     """
     place, _, attribute = name.rpartition(":")
     here = str(Path.cwd())
@@ -231,10 +231,10 @@ def _outside(name: str) -> Any:
             module = importlib.import_module(place)
     except Exception as error:  # the user's code may raise any error
         told = f"{type(error).__name__}: {error}"
-        raise LookupError(f"strategy {name}: cannot import {place} in the folder {here}: {told}") from error
+        raise LookupError(f"{kind} {name}: cannot import {place} in the folder {here}: {told}") from error
     found = getattr(module, attribute, None)
     if found is None:
-        raise LookupError(f"strategy {name}: {place} has no object {attribute!r}; give file.py:name")
+        raise LookupError(f"{kind} {name}: {place} has no object {attribute!r}; give file.py:name")
     return found
 
 
@@ -246,7 +246,7 @@ def _executed(path: Path) -> Any:
     if not path.is_file():
         raise FileNotFoundError(f"the file {path} does not exist")
     digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]
-    spec = importlib.util.spec_from_file_location(f"dpbench_strategy_{path.stem}_{digest}", path)
+    spec = importlib.util.spec_from_file_location(f"dpbench_outside_{path.stem}_{digest}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

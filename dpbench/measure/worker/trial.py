@@ -31,7 +31,7 @@ from dpbench.measure.failures import Unverified, of_error, of_rank
 from dpbench.measure.merging import merge
 from dpbench.measure.ranks import RankGroup, RanksFailed
 from dpbench.measure.request import Job, Request, Seat
-from dpbench.measure.worker import memory, selfcheck
+from dpbench.measure.worker import loaders, memory, selfcheck
 from dpbench.measure.worker.bench import PreparedCase, run_timers, start_timer
 from dpbench.models import Model, positional
 from dpbench.records import HOST, Case, Effort, Memory, Status, Trial, Verified, no_mark
@@ -245,12 +245,16 @@ def blocked_pairs(case: Case) -> list[list[int]] | None:
 def work(request: Request) -> list[Trial] | Failure:
     """Do the job of a request and return one trial per case; if a trial fails, it has the reason.
 
-    For one rank of a trial, return this rank's part of the trial, or the record of its failure.
+    For one rank of a trial, return this rank's part of the trial, or the record of its failure. The job of timing a
+    DataLoader has no trials.
     """
     if request.seat:
         return _take(request.seat, request.cases[0], request.effort)
     if request.job is Job.MEASURE:
         return run_together(request.cases, request.effort, request.folder)
+    if request.loading is not None:
+        loaders.work(request.loading, request.folder)
+        return []
     (case,) = request.cases
     if request.job is Job.CHECK_MODEL:
         return [_caught(case, lambda: check(case))]

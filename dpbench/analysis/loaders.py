@@ -1,0 +1,358 @@
+"""Loaders: the rate of a DataLoader over its number of workers: its knee, and whether it or the step is the limit.
+
+The knee is the least number of workers whose rate is at most 5 % below the best rate of the curve. Ratios are taken
+within rounds. The interval of the knee has all numbers of workers that the 95 % intervals of these ratios do not
+exclude.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Self
+
+from dpbench.records import Status, words
+from dpbench.records.trial import Doubt, Estimate
+
+CLOSE = 0.95
+"""The fraction of the best rate from which a rate counts as no lower than the best."""
+Rounds = Mapping[int, Sequence[float]]
+"""Seconds by round: one number per round for a DataLoader, one per step for a step."""
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Setting:
+    """The arguments of a DataLoader that a sweep varies. Without workers, the last two have no effect."""
+
+    workers: int
+    pin_memory: bool = False
+    prefetch_factor: int | None = None
+    persistent_workers: bool = False
+
+    @property
+    def fill(self) -> int:
+        """Return the number of batches that arrive together at first."""
+        return max(1, self.workers)
+
+    @property
+    def surplus(self) -> int:
+        """Return the number of batches that workers prepare after the last one that is timed."""
+        return self.workers * (self.prefetch_factor or 0)
+
+    def batches(self, batch_size: int, examples: int) -> int:
+        """Return the number of batches of a measurement whose steady part has at least `examples` examples."""
+        turns = -(-examples // (batch_size * self.fill))
+        return self.fill * (1 + turns) + self.surplus
+
+    @property
+    def others(self) -> tuple[bool, int, bool]:
+        """Return the arguments without the number of workers."""
+        return self.pin_memory, self.prefetch_factor or 0, self.persistent_workers
+
+    @property
+    def family(self) -> str:
+        """Return the arguments without the number of workers, as in Python; empty if all have their defaults."""
+        said = {"pin_memory": self.pin_memory, "persistent_workers": self.persistent_workers}
+        parts = [f"{name}=True" for name, given in said.items() if given]
+        usual = self.prefetch_factor in (None, 2)
+        return ", ".join(parts + ([] if usual else [f"prefetch_factor={self.prefetch_factor}"]))
+
+    def __str__(self) -> str:
+        return ", ".join(filter(None, (f"num_workers={self.workers}", self.family)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """One measurement of a DataLoader in one process.
+
+    `waits_s` has the seconds that the consumer waited for each batch, the start of the workers included in the first;
+    `next_epoch_s` is the wait for the first batch of a second epoch. `length` is the number of examples of the dataset.
+    """
+
+    setting: Setting
+    round: int
+    batch_size: int
+    status: Status
+    reason: str = ""
+    length: int = 0
+    waits_s: tuple[float, ...] = ()
+    next_epoch_s: float = 0.0
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Return the reading that `asdict` wrote."""
+        return cls(**{**data, "setting": Setting(**data["setting"]), "status": Status(data["status"]),
+                      "waits_s": tuple(data["waits_s"])})  # fmt: skip
+
+    @property
+    def batch_s(self) -> float:
+        """Return the mean seconds per batch of the steady part."""
+        steady = self.waits_s[self.setting.fill :]
+        return sum(steady) / len(steady)
+
+
+class Shape(StrEnum):
+    """The form of a curve of the rate over the number of workers."""
+
+    KNEE = "knee"
+    FLAT = "flat"
+    RISING = "rising"
+    UNDECIDED = "cannot tell"
+
+
+class Bound(StrEnum):
+    """The slower one of the DataLoader and the step."""
+
+    LOADER = "loader-bound"
+    STEP = "compute-bound"
+    UNDECIDED = "cannot tell"
+
+
+@dataclass(frozen=True)
+class Least:
+    """The least number of workers that is enough, or None; `possible` are those that intervals do not exclude.
+
+    `open` says whether even the largest number may be too small.
+    """
+
+    workers: int | None
+    possible: tuple[int, ...]
+    open: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """The results for one setting.
+
+    `batch`, `first` and `next_epoch` are seconds: per batch of the steady part, until the first batch of an epoch with
+    the start of the workers, and until the first batch of the next epoch. `demand` is the step time divided by
+    `batch`: from 1, the DataLoader is fast enough. `reason` says why measurements failed; without any that succeeded,
+    the estimates are None.
+    """
+
+    setting: Setting
+    batch_size: int
+    batch: Estimate | None = None
+    first: Estimate | None = None
+    next_epoch: Estimate | None = None
+    of_best: Estimate | None = None
+    demand: Estimate | None = None
+    reason: str = ""
+
+    @property
+    def rate(self) -> Estimate | None:
+        """Return the examples per second."""
+        b, size = self.batch, self.batch_size
+        return Estimate(size / b.value, size / b.high, size / b.low, b.n) if b else None
+
+    @property
+    def bound(self) -> Bound:
+        """Return the slower one of the DataLoader and the step; UNDECIDED without a step or with too few rounds."""
+        if self.demand is None or self.demand.doubt is Doubt.ROUNDS or self.demand.low < 1 <= self.demand.high:
+            return Bound.UNDECIDED
+        return Bound.STEP if self.demand.low >= 1 else Bound.LOADER
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """The points of equal settings but for the number of workers, in its order; `enough` compares with the step."""
+
+    points: tuple[Point, ...]
+    shape: Shape
+    knee: Least
+    enough: Least | None = None
+
+    @property
+    def counts(self) -> list[int]:
+        """Return the numbers of workers that were measured."""
+        return [point.setting.workers for point in self.points if point.batch]
+
+    @property
+    def family(self) -> str:
+        """Return the arguments that the points have in common."""
+        return self.points[-1].setting.family
+
+
+def curves(readings: Iterable[Reading], step: Rounds | float | None = None) -> list[Curve]:
+    """Return the curves of a sweep, compared with a step: its seconds by round, or one number of seconds.
+
+    A measurement without workers belongs to each curve with the same `pin_memory`.
+    """
+    by_setting: dict[Setting, list[Reading]] = {}
+    for reading in readings:
+        by_setting.setdefault(reading.setting, []).append(reading)
+    settings = sorted(by_setting, key=lambda one: (one.workers, *one.others))
+    families: dict[tuple[bool, int, bool], list[Setting]] = {}
+    for one in settings:
+        if one.workers:
+            families.setdefault(one.others, []).append(one)
+    without = [one for one in settings if not one.workers]
+    groups = [[one for one in without if one.pin_memory is key[0]] + rest for key, rest in families.items()]
+    return [curve({one: by_setting[one] for one in group}, step) for group in groups or [[one] for one in without]]
+
+
+def curve(measured: Mapping[Setting, Sequence[Reading]], step: Rounds | float | None = None) -> Curve:
+    """Return one curve from the readings of its settings, which are in order of their numbers of workers."""
+    series = {one: rounds for one, readings in measured.items() if (rounds := _series(readings))}
+    of_best = _of_best(series)
+    demand = {one: _demand(rounds, step) for one, rounds in series.items()} if step is not None else {}
+    points = tuple(_point(one, readings, of_best.get(one), demand.get(one)) for one, readings in measured.items())
+    knee = least({one.workers: ratio for one, ratio in of_best.items()}, CLOSE)
+    enough = least({one.workers: ratio for one, ratio in demand.items()}, 1.0) if demand else None
+    return Curve(points=points, shape=_shape(knee, [one.workers for one in series]), knee=knee, enough=enough)
+
+
+def _series(readings: Iterable[Reading]) -> dict[int, list[float]]:
+    return {one.round: [one.batch_s] for one in readings if one.status is Status.OK}
+
+
+def _of_best(series: Mapping[Setting, Rounds]) -> dict[Setting, Estimate]:
+    """Return the ratio of each rate to the best one.
+
+    Each end of an interval is the least of those against every rate, because the rate that was measured as the best
+    need not be the best one.
+    """
+    from dpbench.analysis import stats
+
+    found = {}
+    for one, rounds in series.items():
+        against = [stats.ratio(others, rounds) for others in series.values()]
+        value, low, high = (min(getattr(each, part) for each in against) for part in ("value", "low", "high"))
+        found[one] = Estimate(value, low, high, len(rounds))
+    return found
+
+
+def _demand(rounds: Rounds, step: Rounds | float) -> Estimate:
+    """Return the seconds of a step divided by those of a batch."""
+    from dpbench.analysis import stats
+
+    if isinstance(step, float):
+        return stats.median({number: [step / each for each in batch] for number, batch in rounds.items()})
+    return stats.ratio(step, rounds)
+
+
+def _point(one: Setting, readings: Sequence[Reading], of_best: Estimate | None, demand: Estimate | None) -> Point:
+    from dpbench.analysis import stats
+
+    good = [each for each in readings if each.status is Status.OK]
+    reason = next((f"{each.status.value}: {each.reason}" for each in readings if each.status is not Status.OK), "")
+    if not good:
+        return Point(setting=one, batch_size=readings[0].batch_size, reason=reason)
+    return Point(
+        setting=one, batch_size=good[0].batch_size, batch=stats.median(_series(good)), of_best=of_best, demand=demand,
+        first=stats.median({each.round: [each.waits_s[0]] for each in good}),
+        next_epoch=stats.median({each.round: [each.next_epoch_s] for each in good}), reason=reason,
+    )  # fmt: skip
+
+
+def step_time(step: Rounds | float | None) -> Estimate | None:
+    """Return the time in seconds of the step that is compared; a number that was given has no rounds."""
+    from dpbench.analysis import stats
+
+    if step is None or isinstance(step, float):
+        return Estimate(step, step, step, 0) if step else None
+    return stats.median(step)
+
+
+def least(ratios: Mapping[int, Estimate], threshold: float) -> Least:
+    """Return the least number of workers whose ratio is at least the threshold.
+
+    A number is possible if its interval reaches the threshold and no smaller number is surely enough. Fewer than three
+    rounds exclude nothing.
+    """
+    counts = sorted(ratios)
+    unsure = {count for count in counts if ratios[count].doubt is Doubt.ROUNDS}
+    sure = [count for count in counts if count not in unsure and ratios[count].low >= threshold]
+    reached = [count for count in counts if ratios[count].value >= threshold]
+    possible = [count for count in counts if count in unsure or ratios[count].high >= threshold]
+    return Least(
+        reached[0] if reached else None, tuple(count for count in possible if not sure or count <= sure[0]), not sure
+    )
+
+
+def _shape(knee: Least, counts: Sequence[int]) -> Shape:
+    """Return the form of a curve: a knee at its last point is none, because the rate may rise beyond it."""
+    if len(counts) < 2 or knee.possible == tuple(counts):
+        return Shape.UNDECIDED
+    if knee.possible == (counts[0],):
+        return Shape.FLAT
+    if knee.possible == (counts[-1],):
+        return Shape.RISING
+    return Shape.KNEE if knee.workers != counts[-1] else Shape.UNDECIDED
+
+
+def said(curves: Sequence[Curve], step: Estimate | None = None) -> list[str]:
+    """Return the verdicts on all curves, and the line to paste, as lines of text."""
+    lines = []
+    for one in curves:
+        prefix = f"{one.family}: " if one.family else ""
+        lines.append(f"{prefix}{_knee_said(one)}")
+        if step and one.enough:
+            lines.append(f"{prefix}{_bound_said(one, one.enough, step)}")
+    advised = advice(curves)
+    return [*lines, f"use: DataLoader(..., {advised})"] if advised else lines
+
+
+def _knee_said(one: Curve) -> str:
+    if not one.counts:
+        return "cannot tell: no measurement succeeded"
+    first, last = one.counts[0], one.counts[-1]
+    if len(one.counts) < 2:
+        return "cannot tell where the knee is from a single number of workers; give several with --workers"
+    if one.shape is Shape.FLAT:
+        return f"flat: more than {words.count(first, 'worker')} do not help, up to {last}"
+    if one.shape is Shape.RISING:
+        return f"no knee up to {words.count(last, 'worker')}: the rate still rises; give more with --workers"
+    if one.shape is Shape.KNEE:
+        return f"knee: {words.count(one.knee.workers or 0, 'worker')} (95 %: {among(one.knee.possible)})"
+    return f"cannot tell where the knee is: {among(one.knee.possible)} workers are possible; {words.REMEDY} would help"
+
+
+def among(counts: Sequence[int]) -> str:
+    """Return numbers of workers as text."""
+    return str(counts[0]) if len(counts) == 1 else f"{', '.join(map(str, counts[:-1]))} or {counts[-1]}"
+
+
+def _bound_said(one: Curve, enough: Least, step: Estimate) -> str:
+    """Return the verdict on the DataLoader against the step."""
+    by_bound = {bound: [p.setting.workers for p in one.points if p.batch and p.bound is bound] for bound in Bound}
+    parts = [f"{bound.value} with {among(counts)} workers" for bound, counts in by_bound.items() if counts]
+    verdict = f"against the step ({_ms(step)}): {'; '.join(parts)}"
+    if not enough.possible:
+        return f"{verdict}; no number of workers up to {one.counts[-1]} makes the DataLoader as fast as the step"
+    none = " or more" if enough.open else ""
+    return f"{verdict}; the least number of workers that is enough is (95 %) {among(enough.possible)}{none}"
+
+
+def _ms(step: Estimate) -> str:
+    return f"{words.number(step.value * 1e3)} ms" if step.n == 0 else words.ms(step)
+
+
+def advice(curves: Sequence[Curve]) -> str:
+    """Return the arguments to use: the least number of workers that is enough for the step, else that of the knee.
+
+    Of several curves, the first one is kept unless the rate of another one is surely higher at its best; empty if
+    nothing is decided.
+    """
+    decided = [(one, count) for one in curves if (count := _advised(one)) is not None]
+    if not decided:
+        return ""
+    best, count = decided[0]
+    for one, other in decided[1:]:
+        if _best(one).low > _best(best).high:
+            best, count = one, other
+    return str(next(point.setting for point in best.points if point.setting.workers == count))
+
+
+def _advised(one: Curve) -> int | None:
+    sure = [point.setting.workers for point in one.points if point.bound is Bound.STEP]
+    if sure:
+        return sure[0]
+    if one.shape is Shape.UNDECIDED:
+        return None
+    return one.knee.workers
+
+
+def _best(one: Curve) -> Estimate:
+    return max((point.rate for point in one.points if point.rate), key=lambda rate: rate.value)

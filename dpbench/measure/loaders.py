@@ -1,0 +1,307 @@
+"""Loaders: sweep the arguments of a DataLoader, and time the step that it feeds. This module does not import torch.
+
+Each measurement has a fresh process, so that an example that raises, hangs or ends the process is a result. Each round
+measures all settings, and the step, once in random order under a new server. A setting that failed once is not measured
+again.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import random
+import shutil
+import tempfile
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import product
+from pathlib import Path
+from typing import Self
+
+from dpbench.analysis.loaders import Reading, Setting
+from dpbench.hardware import foreign_load, provenance
+from dpbench.measure.request import Job, Loading, Request, Synthetic
+from dpbench.measure.server import Server, ServerDied, ended, status_of
+from dpbench.records import Case, Effort, Status, Trial, words
+
+READING, PROGRESS = "reading.json", "progress"
+"""The files of a measurement: its result, and its progress (`Progress`)."""
+TURNS = 3
+"""The least number of times that each worker loads a batch in the steady part."""
+STEP_LIMIT_S, STEP_EFFORT = 120.0, Effort(memory_by_phase=False)
+
+
+class Progress:
+    """A file that all processes of a measurement map: the number of batches received, and each worker's last index.
+
+    The parent process reads it when a measurement hangs. All numbers are 64-bit integers; an index is -1 before the
+    first example.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        with (folder / PROGRESS).open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), 0)
+        self._numbers = memoryview(self._map).cast("q")
+
+    @classmethod
+    def created(cls, folder: Path, workers: int) -> Self:
+        """Create the file for a number of workers; the main process counts as worker 0 if it loads the examples."""
+        (folder / PROGRESS).write_bytes(array("q", [0, *[-1] * workers]).tobytes())
+        return cls(folder)
+
+    def received(self) -> None:
+        """Count one batch more."""
+        self._numbers[0] += 1
+
+    def last(self, worker: int) -> memoryview:
+        """Return the index of the example that a worker began last, as a view of one element."""
+        return self._numbers[1 + worker : 2 + worker]
+
+    @staticmethod
+    def read(folder: Path) -> tuple[int, Sequence[int]]:
+        """Return the number of batches received, and each worker's last index; 0 and none before the start."""
+        path = folder / PROGRESS
+        batches, *last = array("q", path.read_bytes()) if path.exists() else [0]
+        return batches, last
+
+
+def stacks(folder: Path, worker: int) -> Path:
+    """Return the file to which a worker of the DataLoader writes its Python stacks."""
+    return folder / f"stacks-worker-{worker}"
+
+
+class Unfit(ValueError):
+    """The sweep cannot be measured as it was requested; the message says why, and the way out."""
+
+
+class Failed(RuntimeError):
+    """The dataset raised, hung or ended its process before the first round."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The settings to measure, on a dataset and against a step.
+
+    `examples` is the least number of examples of each measurement; None lets a trial choose it. `step` is the case
+    whose step is timed on data in memory, a number of seconds, or None. `limit_s` is the time in seconds in which a
+    batch must arrive.
+    """
+
+    dataset: str | Synthetic
+    settings: tuple[Setting, ...]
+    batch_size: int = 32
+    examples: int | None = None
+    rounds: int = 5
+    limit_s: float = 60.0
+    step: Case | float | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """The measurements of a plan. `step_s` has the seconds of each step by round; empty without a case to step."""
+
+    plan: Plan
+    examples: int
+    readings: tuple[Reading, ...]
+    step_s: dict[int, list[float]] = field(default_factory=dict)
+    step_reason: str = ""
+    noisy: str = ""
+
+    @property
+    def step(self) -> dict[int, list[float]] | float | None:
+        """Return the step to compare with: its seconds by round, or one number of seconds; None without a step."""
+        return self.plan.step if isinstance(self.plan.step, float) else self.step_s or None
+
+    @property
+    def failed(self) -> bool:
+        """Return whether a measurement failed."""
+        return bool(self.step_reason) or any(one.status is not Status.OK for one in self.readings)
+
+    @property
+    def warnings(self) -> list[str]:
+        """Return the reasons why results are uncertain or missing, as lines of text."""
+        reasons = dict.fromkeys(f"{one.setting}: {one.reason}" for one in self.readings if one.reason)
+        step = [f"the step was not measured: {self.step_reason}"] if self.step_reason else []
+        cpu = isinstance(self.plan.step, Case) and self.plan.step.device_kind == "cpu" and not self.step_reason
+        shared = ["the step and the workers were measured apart; in training they share the cores"] if cpu else []
+        return [*reasons, *step, *shared, *([f"NOISY: {self.noisy}"] if self.noisy else [])]
+
+    @property
+    def facts(self) -> str:
+        """Return the conditions of the measurement as one line of text."""
+        dataset = self.plan.dataset
+        if isinstance(dataset, Synthetic):
+            rate = f", at most {dataset.examples_per_s:g} examples/s" if dataset.examples_per_s else ""
+            dataset = (
+                f"synthetic dataset: {words.time(dataset.wait_s)} of waiting, {words.time(dataset.cpu_s)} of CPU time "
+                f"and {words.size(dataset.example_bytes)} per example{rate}"
+            )
+        return (
+            f"MEASURED on {words.count(provenance.usable_cores(), 'core')}: {dataset}; batch {self.plan.batch_size}, "
+            f"at least {self.examples:,} examples per measurement, {words.count(self.plan.rounds, 'round')}."
+        )
+
+    def to_json(self) -> str:
+        """Return the plan, the measurements and the facts about the host as JSON."""
+        step = self.plan.step.to_dict() if isinstance(self.plan.step, Case) else self.plan.step
+        plan = {**asdict(self.plan), "step": step}
+        return words.dumps({**asdict(self), "plan": plan, "provenance": provenance.collect()}, default=str)
+
+
+def default_workers(cores: int) -> tuple[int, ...]:
+    """Return 0 and the powers of two up to the number of cores, at least up to 4."""
+    return 0, *(2**power for power in range(max(cores, 4).bit_length()))
+
+
+def settings(
+    workers: Iterable[int], pin_memory: Iterable[bool], prefetch_factors: Iterable[int], persistent: Iterable[bool]
+) -> tuple[Setting, ...]:
+    """Return all combinations; without workers, `prefetch_factors` and `persistent` have no effect."""
+    combined = [
+        Setting(workers=count, pin_memory=pin, prefetch_factor=factor, persistent_workers=stays)
+        if count
+        else Setting(workers=0, pin_memory=pin)
+        for count, pin, factor, stays in product(workers, pin_memory, prefetch_factors, persistent)
+    ]
+    return tuple(dict.fromkeys(combined))
+
+
+def run(plan: Plan, say: Callable[[str], None], *, patience_s: float | None = None) -> Sweep:
+    """Measure a plan; `say` gets one line of text per measurement.
+
+    Raises Unfit if the dataset cannot be measured as requested, and Failed if it fails in a trial of half a second.
+    """
+    scratch = Path(tempfile.mkdtemp(prefix="dpbench-"))
+    try:
+        foreign_load.wait(foreign_load.patience(patience_s), say)
+        with Server(scratch) as server:
+            examples = _examples(plan, _trial(plan, server, scratch), say)
+        before = foreign_load.snapshot()
+        sweep = _rounds(plan, examples, scratch, say)
+        load = foreign_load.since(before)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return replace(sweep, noisy=str(load) if foreign_load.busy(load) else "")
+
+
+def _trial(plan: Plan, server: Server, scratch: Path) -> Reading:
+    """Load batches for half a second without workers; return the reading if it succeeded."""
+    setting = Setting(workers=0, pin_memory=any(one.pin_memory for one in plan.settings))
+    loading = Loading(dataset=plan.dataset, setting=setting, batch_size=plan.batch_size, examples=0)
+    reading = measure(server, loading, scratch, plan.limit_s)
+    if reading.status is Status.SKIPPED:
+        raise Unfit(reading.reason)
+    if reading.status is not Status.OK:
+        raise Failed(f"{reading.status.value}: {reading.reason}")
+    return reading
+
+
+def _examples(plan: Plan, trial: Reading, say: Callable[[str], None]) -> int:
+    """Return the number of examples of each measurement.
+
+    By default, a measurement takes about a second without workers, or `TURNS` batches of each worker if that is longer.
+    Raises Unfit if the dataset has too few examples.
+    """
+    rate = plan.batch_size * len(trial.waits_s) / sum(trial.waits_s)
+    widest = max(plan.settings, key=lambda one: one.fill + one.surplus)
+    wanted = plan.examples or max(round(rate), TURNS * widest.fill * plan.batch_size)
+    turns = (trial.length // plan.batch_size - widest.fill - widest.surplus) // widest.fill
+    most = turns * widest.fill * plan.batch_size
+    if most < (plan.examples or 1):
+        needed = widest.batches(plan.batch_size, plan.examples or 1) * plan.batch_size
+        raise Unfit(
+            f"the dataset has {words.count(trial.length, 'example')}, but a measurement with {widest} and batches of "
+            f"{plan.batch_size} needs {needed:,}, those that workers load ahead included; give fewer --workers or "
+            "--examples, or a smaller --batch-size"
+        )
+    found = min(wanted, most)
+    say(f"{found:,} examples per measurement; a trial without workers loads {words.number(rate)} examples/s")
+    return found
+
+
+def _rounds(plan: Plan, examples: int, scratch: Path, say: Callable[[str], None]) -> Sweep:
+    """Measure all rounds; `say` gets one line of text per measurement."""
+    readings: list[Reading] = []
+    steps: list[Trial] = []
+    for number in range(plan.rounds):
+        asked = _asked(plan, readings, steps)
+        with Server(scratch) as server:
+            for one in random.Random(f"{plan.seed} {number}").sample(asked, len(asked)):
+                if isinstance(one, Case):
+                    steps.append(server.run(one, STEP_EFFORT, number, STEP_LIMIT_S))
+                    said = f"{one.label}: {_failure(steps[-1]) or 'ok'}"
+                else:
+                    loading = Loading(
+                        dataset=plan.dataset, setting=one, batch_size=plan.batch_size, examples=examples,
+                        round=plan.seed + number,
+                    )  # fmt: skip
+                    readings.append(measure(server, loading, scratch, plan.limit_s))
+                    said = f"{one}: {_said(readings[-1])}"
+                say(f"[round {number + 1} of {plan.rounds}] {said}")
+    reason = next(filter(None, map(_failure, steps)), "")
+    step_s = {trial.round: [step.seconds for step in trial.steps if not step.warmup] for trial in steps}
+    return Sweep(
+        plan=plan, examples=examples, readings=tuple(readings), step_s={} if reason else step_s, step_reason=reason
+    )
+
+
+def _asked(plan: Plan, readings: Iterable[Reading], steps: Iterable[Trial]) -> list[Setting | Case]:
+    """Return the settings and the step to measure in the next round: those that have not failed."""
+    failed = {one.setting for one in readings if one.status is not Status.OK}
+    step = [plan.step] if isinstance(plan.step, Case) and not any(map(_failure, steps)) else []
+    return [*(one for one in plan.settings if one not in failed), *step]
+
+
+def _failure(trial: Trial) -> str:
+    return "" if trial.status is Status.OK else f"{trial.status.value}: {trial.reason}"
+
+
+def _said(reading: Reading) -> str:
+    if reading.status is not Status.OK:
+        return f"{reading.status.value}: {reading.reason}"
+    return f"{words.number(reading.batch_size / reading.batch_s)} examples/s"
+
+
+def measure(server: Server, loading: Loading, scratch: Path, limit_s: float) -> Reading:
+    """Make one measurement in a fresh process of the server; return its reading, also if the process hangs or dies.
+
+    A process hangs if no batch arrives for `limit_s` seconds.
+    """
+    with tempfile.TemporaryDirectory(prefix="load-", dir=scratch, ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        request = Request(job=Job.LOAD, cases=(), effort=Effort(), folder=folder, round=loading.round, loading=loading)
+        try:
+            status = server.attempt(request, limit_s, lambda: Progress.read(folder)[0])
+        except ServerDied as died:
+            return lost(loading, Status.FAILED, str(died))
+        written = folder / READING
+        if status is not None and written.exists():
+            return Reading.from_dict(json.loads(written.read_text()))
+        if status is not None:
+            return lost(loading, status_of(status), ended(status, limit_s, folder))
+        return lost(loading, Status.TIMEOUT, _hung(loading, limit_s, folder))
+
+
+def lost(loading: Loading, status: Status, reason: str) -> Reading:
+    """Return the reading of a measurement that failed."""
+    return Reading(
+        setting=loading.setting, round=loading.round, batch_size=loading.batch_size, status=status, reason=reason
+    )
+
+
+def _hung(loading: Loading, limit_s: float, folder: Path) -> str:
+    """Return a message that names the worker whose batch is missing, the example that it loads, and its stack."""
+    workers = loading.setting.workers
+    batches, last = Progress.read(folder)
+    worker = batches % max(1, workers)  # batches arrive in order, and workers take turns
+    index = last[worker] if last else -1
+    who = f"worker {worker}" if workers else "the main process"
+    what = f"loads example {index}" if index >= 0 else "has not begun an example"
+    dumped = stacks(folder, worker) if workers else folder / "stacks"
+    stack = dumped.read_text(errors="replace").strip() if dumped.exists() else ""
+    return (
+        f"no batch for {limit_s:g} s (--limit) after {words.count(batches, 'batch', 'batches')}; {who} {what}; "
+        f"its Python stack:\n{stack or 'none received'}"
+    )

@@ -1,0 +1,264 @@
+"""Loaders, worker side: time the batches of one DataLoader in this process, and name the example on which it fails.
+
+    0  1  2  3     4  5  6  7  8  9  10 11     12 13 ...         next epoch: 0
+    fill           steady part                 surplus           first batch only
+
+With n workers, the first n batches arrive together, so the steady part begins after them and has a multiple of n
+batches. The surplus keeps all workers busy until the steady part ends. The consumer does nothing but wait.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import multiprocessing
+import random
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from functools import partial
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
+
+from dpbench.analysis.loaders import Reading
+from dpbench.measure.failures import of_error
+from dpbench.measure.loaders import READING, Progress, Unfit, lost, stacks
+from dpbench.measure.request import Loading, Synthetic
+from dpbench.records import Status, registry
+
+RAISED = "raised"
+"""The file of a measurement that has the first failure in the dataset, as text."""
+TRIAL_S, TRIAL_BATCHES = 0.5, 1000
+"""The limits of a trial."""
+LENGTH = 2**20
+"""The number of examples of the synthetic dataset."""
+
+
+def work(loading: Loading, folder: Path) -> None:
+    """Make one measurement, and write its reading to the folder, also if it fails."""
+    reading = _caught(loading, folder)
+    partial_file = folder / f"{READING}.part"
+    partial_file.write_text(json.dumps(asdict(reading)))
+    partial_file.rename(folder / READING)
+
+
+def _caught(loading: Loading, folder: Path) -> Reading:
+    try:
+        return measure(loading, folder)
+    except Unfit as error:
+        return lost(loading, Status.SKIPPED, str(error))
+    except Exception as error:
+        raised, failure = folder / RAISED, of_error(error)
+        return lost(loading, failure.status, raised.read_text() if raised.exists() else failure.reason)
+
+
+def measure(loading: Loading, folder: Path) -> Reading:
+    """Time the batches of one DataLoader; the waits of a trial are those of its batches within `TRIAL_S` seconds.
+
+    Raises Unfit for a dataset that cannot be measured, and the errors of the dataset.
+    """
+    torch.set_num_threads(1)
+    setting = loading.setting
+    dataset = opened(loading)
+    check(dataset, loading.batch_size, pin_memory=setting.pin_memory, start=multiprocessing.get_start_method())
+    length, timed = len(dataset), loading.examples > 0
+    batches = setting.batches(loading.batch_size, loading.examples)
+    if not timed:
+        batches = min(length // loading.batch_size, TRIAL_BATCHES)
+    progress = Progress.created(folder, setting.fill)
+    loader = _loader(dataset, loading, batches, folder)
+    waits = list(_waits(loader, progress, float("inf") if timed else TRIAL_S))
+    next_epoch = next(_waits(loader, progress)) if timed else 0.0
+    return Reading(
+        setting=setting, round=loading.round, batch_size=loading.batch_size, status=Status.OK, length=length,
+        waits_s=tuple(waits[: len(waits) - setting.surplus]), next_epoch_s=next_epoch,
+    )  # fmt: skip
+
+
+def _waits(loader: DataLoader[Any], progress: Progress, longest_s: float = float("inf")) -> Iterator[float]:
+    """Yield the seconds that the consumer waits for each batch of an epoch; the first wait includes the start."""
+    began = before = time.perf_counter()
+    for _ in loader:
+        now = time.perf_counter()
+        yield now - before
+        progress.received()
+        before = time.perf_counter()
+        if before - began > longest_s:
+            return
+
+
+def opened(loading: Loading) -> Any:
+    """Return the dataset of a measurement; call the user's object if it is not a dataset yet.
+
+    Raises Unfit if it cannot be imported, or raises an error when it is called.
+    """
+    name = loading.dataset
+    if isinstance(name, Synthetic):
+        return SyntheticDataset(name)
+    if ":" not in name:
+        raise Unfit(f"dataset {name}: give file.py:name or package.module:name")
+    try:
+        found = registry.outside("dataset", name)
+    except LookupError as error:
+        raise Unfit(error.args[0]) from error
+    if isinstance(found, Dataset) or not callable(found):
+        return found
+    try:
+        return found()
+    except Exception as error:
+        raise Unfit(f"dataset {name}: the call without arguments failed: {of_error(error).reason}") from error
+
+
+def check(dataset: Any, batch_size: int, *, pin_memory: bool, start: str) -> None:
+    """Raise Unfit, with the way out, if a dataset cannot be measured; `start` is the way in which workers start."""
+    kind = type(dataset).__name__
+    if isinstance(dataset, IterableDataset):
+        raise Unfit(
+            f"{kind} is an IterableDataset, which divides its examples among the workers by its own code; dpbench "
+            "measures map-style datasets only: wrap one shard in a Dataset with __len__ and __getitem__"
+        )
+    missing = [name for name in ("__len__", "__getitem__") if not hasattr(dataset, name)]
+    if missing:
+        lacks = " and no ".join(missing)
+        raise Unfit(
+            f"{kind} has no {lacks}; give a map-style Dataset, or a callable without arguments that returns one"
+        )
+    length = len(dataset)
+    if length == 0:
+        raise Unfit(f"{kind} has no examples: its __len__ returns 0")
+    if length < batch_size:
+        raise Unfit(f"{kind} has {length} examples, fewer than one batch of {batch_size}; give a smaller --batch-size")
+    if pin_memory and not torch.accelerator.is_available():
+        raise Unfit("torch finds no accelerator here, so --pin-memory on would do nothing; leave it out")
+    if start != "fork":
+        try:
+            ForkingPickler.dumps(dataset)
+        except RuntimeError:
+            pass  # locks of multiprocessing can be pickled only while a worker starts
+        except Exception as error:
+            raise Unfit(
+                f"{kind} cannot be pickled for the workers, which this system starts by {start}: "
+                f"{type(error).__name__}: {error}; open files and connections in __getitem__, and use functions of a "
+                "module instead of lambdas"
+            ) from error
+
+
+def _loader(dataset: Any, loading: Loading, batches: int, folder: Path) -> DataLoader[Any]:
+    """Return the DataLoader; its examples are drawn at random without repetition, others in each round."""
+    setting = loading.setting
+    kind = _WatchedBatches if hasattr(dataset, "__getitems__") else _Watched
+    watched = kind(dataset, folder, loading.dataset if isinstance(loading.dataset, str) else "")
+    indices = random.Random(loading.round).sample(range(len(dataset)), batches * loading.batch_size)
+    return DataLoader(
+        watched, batch_size=loading.batch_size, sampler=indices, num_workers=setting.workers,
+        pin_memory=setting.pin_memory, prefetch_factor=setting.prefetch_factor, collate_fn=watched.collate,
+        persistent_workers=setting.persistent_workers, worker_init_fn=partial(_dump_stacks, folder),
+    )  # fmt: skip
+
+
+def _dump_stacks(folder: Path, worker: int) -> None:
+    """Make a worker write its Python stacks to a file of its own when the parent process asks for them."""
+    faulthandler.register(signal.SIGUSR1, file=stacks(folder, worker).open("w"), all_threads=True)
+
+
+class _Watched(Dataset[Any]):
+    """A dataset that notes the index of each example before it is loaded, and records the first failure."""
+
+    def __init__(self, dataset: Any, folder: Path, name: str) -> None:
+        self._dataset, self._folder, self._name = dataset, folder, name
+        self._at: memoryview | None = None
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        at = self._at or self._started()
+        at[0] = index
+        try:
+            return self._dataset[index]
+        except Exception as error:
+            self._record(error, f"example {index}")
+            raise
+
+    def collate(self, examples: list[Any]) -> Any:
+        """Collate a batch as a DataLoader does without a `collate_fn`."""
+        try:
+            return default_collate(examples)
+        except Exception as error:
+            at = self._at or self._started()
+            self._record(error, f"collating the batch that ends with example {at[0]}")
+            raise
+
+    def _started(self) -> memoryview:
+        info = get_worker_info()
+        self._progress = Progress(self._folder)
+        self._at = self._progress.last(info.id if info else 0)
+        return self._at
+
+    def _record(self, error: Exception, what: str) -> None:
+        """Write the failure to a file, because torch passes an exception from a worker on as text."""
+        info = get_worker_info()
+        where = f"worker {info.id}" if info else "the main process"
+        try:
+            with (self._folder / RAISED).open("x") as file:
+                file.write(f"{what} in {where}: {of_error(error).reason}")
+        except FileExistsError:
+            pass  # another worker failed first
+
+    def __reduce__(self) -> Any:
+        return _rebuilt, (type(self), self._name, bytes(ForkingPickler.dumps(self._dataset)), self._folder)
+
+
+class _WatchedBatches(_Watched):
+    """The same for a dataset that loads all examples of a batch in one call."""
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        at = self._at or self._started()
+        at[0] = indices[0]
+        try:
+            return self._dataset.__getitems__(indices)
+        except Exception as error:
+            self._record(error, f"__getitems__ of examples {', '.join(map(str, indices))}")
+            raise
+
+
+def _rebuilt(kind: type[_Watched], name: str, pickled: bytes, folder: Path) -> _Watched:
+    """Return a dataset in a worker that was not forked; a class from a file is known only once the file is executed."""
+    if name:
+        registry.outside("dataset", name)
+    return kind(ForkingPickler.loads(pickled), folder, name)
+
+
+class SyntheticDataset(Dataset[Tensor]):
+    """Examples of known cost; see `Synthetic`."""
+
+    def __init__(self, cost: Synthetic) -> None:
+        self._cost = cost
+        self._next = multiprocessing.Value("d", 0.0)
+        """The earliest time of the next example on the clock of `time.monotonic`, which all processes share."""
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> Tensor:
+        if self._cost.examples_per_s:
+            self._wait_for_turn(1 / self._cost.examples_per_s)
+        if self._cost.wait_s:
+            time.sleep(self._cost.wait_s)
+        done = time.thread_time() + self._cost.cpu_s
+        while time.thread_time() < done:
+            pass
+        return torch.full((self._cost.example_bytes,), index % 256, dtype=torch.uint8)
+
+    def _wait_for_turn(self, each_s: float) -> None:
+        with self._next.get_lock():
+            now = time.monotonic()
+            turn = max(now, self._next.value)
+            self._next.value = turn + each_s
+        time.sleep(turn - now)

@@ -1,0 +1,117 @@
+"""Loaders: a sweep of a DataLoader as one HTML file that needs neither a network nor scripts to be read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+
+from dpbench.analysis.loaders import Curve, Least, Point, Shape
+from dpbench.records import words
+from dpbench.records.registry import Role
+from dpbench.records.trial import Estimate
+from dpbench.report import naming, svg
+
+COLOURS = (svg.ROLES[Role.ENGINE], svg.ROLES[Role.CONTROL], svg.ROLES[Role.WRAPPER], *svg.OTHERS)
+COLUMNS = (
+    "setting", "examples/s", "of best", "ms/batch", "first batch, ms", "next epoch, ms", "step / batch", "bound",
+    "failure",
+)  # fmt: skip
+
+
+def render(curves: Sequence[Curve], step: Estimate | None, verdict: Sequence[str], facts: str) -> str:
+    """Return the page as HTML. `step` is the time in seconds of the step that is compared, `facts` is one paragraph."""
+    jinja = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    return jinja.get_template("loaders.html").render(
+        verdict=verdict, facts=facts, drawing=Markup(draw(curves, step)), columns=COLUMNS, lines=lines(curves),
+        intervals=words.INTERVALS,
+    )  # fmt: skip
+
+
+def lines(curves: Sequence[Curve]) -> list[tuple[str, ...]]:
+    """Return one line of text cells per setting, in the order of `COLUMNS`."""
+    points = dict.fromkeys(point for one in curves for point in one.points)
+    return [_cells(point) for point in points]
+
+
+def _cells(point: Point) -> tuple[str, ...]:
+    seconds = [_shown(one, 1e3) for one in (point.batch, point.first, point.next_epoch)]
+    bound = point.bound.value if point.demand else ""
+    reason = point.reason.partition("\n")[0]
+    return (
+        str(point.setting),
+        _shown(point.rate),
+        _shown(point.of_best),
+        *seconds,
+        _shown(point.demand),
+        bound,
+        reason,
+    )
+
+
+def _shown(estimate: Estimate | None, scale: float = 1.0) -> str:
+    """Return an estimate and its interval as text; empty without an estimate."""
+    if estimate is None:
+        return ""
+    if estimate.doubt:
+        return words.NOT_ENOUGH
+    return f"{words.number(estimate.value * scale)} ({words.interval(estimate, scale)})"
+
+
+def draw(curves: Sequence[Curve], step: Estimate | None) -> str:
+    """Return the rate over the number of workers as SVG, with each knee, and the rate that the step needs."""
+    bottom = svg.below(len(curves) + sum(one.shape is Shape.KNEE for one in curves) + (step is not None))
+    figure, axes = svg.canvas(234 + bottom, left=44, bottom=bottom, top=26)
+    axes.text(0, 1.035, "examples per second", transform=axes.transAxes, fontsize=svg.SMALL)
+    axes.set(xlabel="workers")
+    axes.grid()
+    keys = [key for one, colour in zip(curves, _colours(len(curves)), strict=True) for key in _curve(axes, one, colour)]
+    if step:
+        keys.append(_demand(axes, curves[0].points[0].batch_size, step))
+    axes.set_ylim(bottom=0)
+    axes.set_xticks(sorted({count for one in curves for count in one.counts}))
+    svg.amounts(axes.yaxis, 6)
+    svg.legend(figure, keys, 1)
+    said = "; ".join(str(key.get_label()) for key in keys)
+    return svg.render(figure, key="loaders", title="Examples per second over workers", description=said)
+
+
+def _colours(count: int) -> list[str]:
+    return [COLOURS[number % len(COLOURS)] for number in range(count)]
+
+
+def _curve(axes: Axes, one: Curve, colour: str) -> list[Line2D]:
+    """Draw one curve and its knee; return their legend handles."""
+    shown = [(p.setting.workers, p.rate) for p in one.points if p.rate and naming.drawable(p.rate)]
+    name = naming.clip(one.family or "DataLoader", svg.COLUMNS - 4)
+    places, rates = [count for count, _ in shown], [rate for _, rate in shown]
+    below, above = [r.value - r.low for r in rates], [r.high - r.value for r in rates]
+    axes.errorbar(
+        places, [r.value for r in rates], yerr=(below, above), color=colour, marker="o", markersize=6, linewidth=1.8,
+        capsize=3.5,
+    )  # fmt: skip
+    line = Line2D([], [], color=colour, marker="o", markersize=6, linewidth=1.8, label=name)
+    return [line, _knee(axes, one.knee, colour)] if one.shape is Shape.KNEE else [line]
+
+
+def _knee(axes: Axes, knee: Least, colour: str) -> Line2D:
+    """Draw the knee as a vertical line over its interval."""
+    assert knee.workers is not None
+    axes.axvspan(knee.possible[0], knee.possible[-1], color=colour, alpha=0.15, linewidth=0)
+    label = f"knee: {knee.workers} (95 %: {', '.join(map(str, knee.possible))})"
+    return axes.axvline(knee.workers, color=colour, linewidth=1.6, dashes=(4, 3), label=label)
+
+
+def _demand(axes: Axes, batch_size: int, step: Estimate) -> Line2D:
+    """Draw the rate that the step needs as a horizontal line over its interval."""
+    colour, rate = svg.ROLES[Role.BASELINE], batch_size / step.value
+    axes.axhspan(batch_size / step.high, batch_size / step.low, color=colour, alpha=0.15, linewidth=0)
+    label = f"the step needs {words.number(rate)} examples/s"
+    return axes.axhline(rate, color=colour, linewidth=1.6, dashes=(8, 3), label=label)
