@@ -109,8 +109,8 @@ def test_the_slower_one_is_named_at_each_number_of_workers() -> None:
     assert bounds == {0: Bound.LOADER, 1: Bound.LOADER, 2: Bound.STEP, 4: Bound.STEP, 6: Bound.STEP, 8: Bound.STEP}
     assert found.enough == analysis.Least(2, (2,), open=False)
     assert analysis.said([found], analysis.step_time(0.06))[1:] == [
-        "against the step (60.0 ms): loader-bound with 0 or 1 workers; compute-bound with 2, 4, 6 or 8 workers; the "
-        "least number of workers that is enough is (95 %) 2",
+        "against the step (60.0 ms): loader-bound with 0 or 1 worker; compute-bound with 2, 4, 6 or 8 workers; "
+        "enough: 2 workers (95 %: 2)",
         "use: DataLoader(..., num_workers=2)",
     ]
 
@@ -119,7 +119,7 @@ def test_a_step_that_no_number_of_workers_feeds_is_said_to_be_so() -> None:
     found = curve(KNEE, step=0.01)
     assert found.enough == analysis.Least(None, (), open=True)
     (_, said, use) = analysis.said([found], analysis.step_time(0.01))
-    assert said.endswith("no number of workers up to 8 makes the DataLoader as fast as the step")
+    assert said.endswith("not enough up to 8 workers: none makes it as fast as the step")
     assert use.endswith("num_workers=4)")
 
 
@@ -279,12 +279,18 @@ def test_a_batch_that_cannot_be_collated_is_named(server: Server, here: Path) ->
 
 
 def test_an_example_that_hangs_is_named_with_its_worker_and_its_stack(server: Server, here: Path) -> None:
-    found = load(server, here, "hanging", limit_s=1.0)
+    found = load(server, here, "hanging", limit_s=3.0)
     assert found.status is Status.TIMEOUT
     words = found.reason.split()
     assert int(words[words.index("example") + 1].rstrip(";")) % 8 == 7
     assert "; worker " in found.reason
     assert " in sleep\n" in found.reason
+
+
+def test_the_limit_is_for_each_batch(server: Server, here: Path) -> None:
+    cost = Synthetic(wait_s=0.5)
+    loading = Loading(dataset=cost, setting=Setting(workers=0), batch_size=1, examples=6)
+    assert loaders.measure(server, loading, here, 3.0).status is Status.OK  # eight batches take 4 s
 
 
 def test_a_worker_that_dies_is_a_failure(server: Server, here: Path) -> None:
@@ -374,7 +380,7 @@ def test_a_sweep_prints_draws_and_stores_what_it_measured(here: Path, dpbench: C
     assert code == 0, err
     assert out.startswith("setting ")
     assert "num_workers=2" in out
-    assert "no number of workers up to 2 makes the DataLoader as fast as the step" in out
+    assert "not enough up to 2 workers: none makes it as fast as the step" in out
     page = Path("out/page.html").read_text()
     assert "<svg" in page
     assert "the step needs 400,000 examples/s" in page
@@ -394,6 +400,16 @@ def test_a_failure_in_workers_ends_no_sweep(here: Path, dpbench: Command) -> Non
     assert [one["setting"]["workers"] for one in stored["readings"] if one["status"] == "failed"] == [1]
     assert sum(one["status"] == "ok" for one in stored["readings"]) == 3
     assert "warning: num_workers=1: example " in err
+
+
+def test_a_sweep_of_which_nothing_succeeds_is_said_to_be_so(here: Path, dpbench: Command) -> None:
+    code, out, _ = dpbench(
+        "loaders", "--dataset", f"{here}/data.py:raising", "--workers", "1,2", "--batch-size", 4, "--examples", 8,
+        "--rounds", 3, "--step-ms", 5,
+    )  # fmt: skip
+    assert code == 2
+    assert "cannot tell: no measurement succeeded" in out
+    assert "use: " not in out
 
 
 @pytest.mark.slow
@@ -418,7 +434,7 @@ def test_the_step_of_a_model_is_measured_beside_the_loader(
     )
     assert code == 0, err
     assert "mlp single x1 batch 2: ok" in err
-    assert "loader-bound with 1 workers" in out  # 100 ms against about 1 ms
+    assert "loader-bound with 1 worker" in out  # 100 ms against about 1 ms
     assert {*json.loads(Path("reports/loaders/index.json").read_text())["step_s"]} == {"0", "1", "2"}
 
 

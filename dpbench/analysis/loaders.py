@@ -301,28 +301,36 @@ def _knee_said(one: Curve) -> str:
     if len(one.counts) < 2:
         return "cannot tell where the knee is from a single number of workers; give several with --workers"
     if one.shape is Shape.FLAT:
-        return f"flat: more than {words.count(first, 'worker')} do not help, up to {last}"
+        return f"flat: more than {workers_said([first])} do not help, up to {last}"
     if one.shape is Shape.RISING:
-        return f"no knee up to {words.count(last, 'worker')}: the rate still rises; give more with --workers"
+        return f"no knee up to {workers_said([last])}: the rate still rises; give more with --workers"
     if one.shape is Shape.KNEE:
-        return f"knee: {words.count(one.knee.workers or 0, 'worker')} (95 %: {among(one.knee.possible)})"
-    return f"cannot tell where the knee is: {among(one.knee.possible)} workers are possible; {words.REMEDY} would help"
+        return f"knee: {workers_said([one.knee.workers or 0])} (95 %: {among(one.knee.possible)})"
+    possible = workers_said(one.knee.possible)
+    return f"cannot tell where the knee is: {possible} are possible; {words.REMEDY} would help"
+
+
+def workers_said(counts: Sequence[int]) -> str:
+    """Return numbers of workers as text, with the noun."""
+    return f"{among(counts)} {words.verb(counts[-1], 'worker', 'workers')}"
 
 
 def among(counts: Sequence[int]) -> str:
-    """Return numbers of workers as text."""
+    """Return numbers as text."""
     return str(counts[0]) if len(counts) == 1 else f"{', '.join(map(str, counts[:-1]))} or {counts[-1]}"
 
 
 def _bound_said(one: Curve, enough: Least, step: Estimate) -> str:
     """Return the verdict on the DataLoader against the step."""
     by_bound = {bound: [p.setting.workers for p in one.points if p.batch and p.bound is bound] for bound in Bound}
-    parts = [f"{bound.value} with {among(counts)} workers" for bound, counts in by_bound.items() if counts]
+    parts = [f"{bound.value} with {workers_said(counts)}" for bound, counts in by_bound.items() if counts]
     verdict = f"against the step ({_ms(step)}): {'; '.join(parts)}"
     if not enough.possible:
-        return f"{verdict}; no number of workers up to {one.counts[-1]} makes the DataLoader as fast as the step"
-    none = " or more" if enough.open else ""
-    return f"{verdict}; the least number of workers that is enough is (95 %) {among(enough.possible)}{none}"
+        return f"{verdict}; not enough up to {workers_said([one.counts[-1]])}: none makes it as fast as the step"
+    more = " or more" if enough.open else ""
+    if enough.workers is None:
+        return f"{verdict}; cannot tell whether {workers_said(enough.possible)}{more} are enough"
+    return f"{verdict}; enough: {workers_said([enough.workers])} (95 %: {among(enough.possible)}{more})"
 
 
 def _ms(step: Estimate) -> str:

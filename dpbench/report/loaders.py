@@ -65,6 +65,7 @@ def _shown(estimate: Estimate | None, scale: float = 1.0) -> str:
     return f"{words.number(estimate.value * scale)} ({words.interval(estimate, scale)})"
 
 
+@svg.theme()
 def draw(curves: Sequence[Curve], step: Estimate | None) -> str:
     """Return the rate over the number of workers as SVG, with each knee, and the rate that the step needs."""
     bottom = svg.below(len(curves) + sum(one.shape is Shape.KNEE for one in curves) + (step is not None))
