@@ -393,9 +393,9 @@ FAULTS = (
     ),
     Fault(
         "loader-fill",
-        "the first batch of each worker is not part of the rate",
+        "batches that were loaded ahead during the start are not part of the rate",
         "steady = self.waits_s[self.setting.fill :]",
-        "steady = self.waits_s[1:]",
+        "steady = self.waits_s[self.setting.turn :]",
         ("tests/test_loaders.py::test_the_steady_part_leaves_out_the_start_and_counts_whole_turns",),
     ),
     Fault(
@@ -443,7 +443,7 @@ FAULTS = (
     Fault(
         "loader-surplus",
         "the surplus is not part of the measurement",
-        "tuple(waits[: len(waits) - setting.surplus])",
+        "tuple(waits[: len(waits) - setting.ahead])",
         "tuple(waits)",
         ("tests/test_loaders.py::test_a_sweep_prints_draws_and_stores_what_it_measured",),
     ),

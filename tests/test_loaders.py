@@ -27,11 +27,13 @@ NOISY = (1.0, 1.5, 0.7, 1.3, 0.8)
 
 
 def reading(workers: int, number: int, batch_s: float, **changes: object) -> Reading:
-    """Return a measurement of two turns of its workers, whose batches arrive together as those of real workers do."""
+    """Return a measurement of two turns of its workers, after batches that were loaded ahead while one started."""
     setting = Setting(workers=workers, prefetch_factor=2 if workers else None)
-    turn = [setting.fill * batch_s] + [0.0] * (setting.fill - 1)
+    turn = [setting.turn * batch_s] + [0.0] * (setting.turn - 1)
     given = {"setting": setting, "round": number, "batch_size": 10, "status": Status.OK}
-    return Reading(**{**given, "waits_s": (5.0, *turn[1:], *turn, *turn), "next_epoch_s": 0.5, **changes})
+    return Reading(
+        **{**given, "waits_s": (5.0, *[0.0] * (setting.fill - 1), *turn, *turn), "next_epoch_s": 0.5, **changes}
+    )
 
 
 def curve(seconds: dict[int, float], factors: Sequence[float] = STILL, step: float | None = None) -> Curve:
@@ -57,8 +59,8 @@ def test_the_steady_part_leaves_out_the_start_and_counts_whole_turns() -> None:
 def test_a_measurement_has_the_examples_that_were_asked_for_in_whole_turns() -> None:
     assert Setting(workers=0).batches(10, 95) == 1 + 10
     four = Setting(workers=4, prefetch_factor=3)
-    assert four.batches(10, 95) == 4 + 12 + 12
-    assert four.batches(10, 120) == 4 + 12 + 12
+    assert four.batches(10, 95) == 4 + 12 + 12 + 12
+    assert four.batches(10, 120) == 4 + 12 + 12 + 12
 
 
 def test_the_knee_is_the_least_number_within_five_percent() -> None:
@@ -146,7 +148,7 @@ def test_each_combination_is_a_curve_that_begins_without_workers() -> None:
     rate = {2: 0.1, 4: 0.05}
     made = [
         Reading(setting=one, round=n, batch_size=8, status=Status.OK, waits_s=(0.1,) * one.fill
-                + (rate.get(one.prefetch_factor or 2, 0.1) / one.fill,) * one.fill)
+                + (rate.get(one.prefetch_factor or 2, 0.1) / one.turn,) * one.turn)
         for one in reversed(swept) for n in range(3)
     ]  # fmt: skip
     found = analysis.curves(made)
@@ -251,7 +253,7 @@ def test_a_measurement_records_the_wait_for_each_batch(workers: int, server: Ser
     found = load(server, here, "good", workers)
     assert found.status is Status.OK, found.reason
     assert found.length == 64
-    assert len(found.waits_s) == (1 + 2 if workers == 0 else 2 + 2)
+    assert len(found.waits_s) == (1 + 2 if workers == 0 else 2 + 4 + 2)
     assert found.next_epoch_s > 0
     assert found.waits_s[0] > found.batch_s > 0  # the first wait includes the start
 
@@ -302,7 +304,7 @@ def test_a_worker_that_dies_is_a_failure(server: Server, here: Path) -> None:
 UNFIT = {
     "data.py:empty": "Examples has no examples: its __len__ returns 0",
     "data.py:small": "Examples has 3 examples, fewer than one batch of 4; give a smaller --batch-size",
-    "data.py:scarce": "the dataset has 16 examples, but a measurement with num_workers=2 and batches of 4 needs 32, ",
+    "data.py:scarce": "the dataset has 16 examples, but a measurement with num_workers=2 and batches of 4 needs 48, ",
     "data.py:Stream": "Stream is an IterableDataset, ",
     "data.py:number": "int has no __len__ and no __getitem__; give a map-style Dataset",
     "data.py:broken": "the call without arguments failed: ZeroDivisionError: division by zero [data.py:",
@@ -386,7 +388,7 @@ def test_a_sweep_prints_draws_and_stores_what_it_measured(here: Path, dpbench: C
     assert "the step needs 400,000 examples/s" in page
     stored = json.loads(Path("out/page.json").read_text())
     assert (stored["examples"], stored["plan"]["step"], len(stored["readings"])) == (24, 1e-5, 6)
-    assert {len(one["waits_s"]) for one in stored["readings"]} == {1 + 6, 2 + 6}
+    assert {len(one["waits_s"]) for one in stored["readings"]} == {1 + 6, 2 + 4 + 6}
     assert all(one["waits_s"][0] >= 0.02 for one in stored["readings"])  # four examples of 5 ms
 
 

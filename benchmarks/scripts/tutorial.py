@@ -12,7 +12,9 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+from contextlib import chdir
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from click.testing import CliRunner
 
@@ -34,9 +36,8 @@ COLUMNS = {
 
 def table(command: str, marker: str) -> str:
     """Return the table that a command prints, in Markdown, with the columns that belong to the marker."""
-    runner = CliRunner()
-    with runner.isolated_filesystem():  # some commands write a page
-        done = runner.invoke(cli, shlex.split(command), catch_exceptions=False)
+    with TemporaryDirectory() as folder, chdir(folder):  # some commands write a page
+        done = CliRunner().invoke(cli, shlex.split(command), catch_exceptions=False)
     if done.exit_code:
         raise RuntimeError(f"dpbench {command} ended with exit status {done.exit_code}: {done.output}")
     printed = [block.splitlines() for block in done.stdout.split("\n\n")]

@@ -31,19 +31,28 @@ class Setting:
     persistent_workers: bool = False
 
     @property
-    def fill(self) -> int:
-        """Return the number of batches that arrive together at first."""
+    def turn(self) -> int:
+        """Return the number of batches in which each worker has its turn."""
         return max(1, self.workers)
 
     @property
-    def surplus(self) -> int:
-        """Return the number of batches that workers prepare after the last one that is timed."""
+    def ahead(self) -> int:
+        """Return the number of batches that workers load ahead."""
         return self.workers * (self.prefetch_factor or 0)
+
+    @property
+    def fill(self) -> int:
+        """Return the number of batches before the steady part: the first turn, and those loaded ahead meanwhile.
+
+        The first turn ends when the last worker has started. Until then, the others have loaded batches ahead, which
+        arrive at once.
+        """
+        return self.turn + self.ahead
 
     def batches(self, batch_size: int, examples: int) -> int:
         """Return the number of batches of a measurement whose steady part has at least `examples` examples."""
-        turns = -(-examples // (batch_size * self.fill))
-        return self.fill * (1 + turns) + self.surplus
+        turns = -(-examples // (batch_size * self.turn))
+        return self.fill + self.turn * turns + self.ahead
 
     @property
     def others(self) -> tuple[bool, int, bool]:

@@ -420,13 +420,13 @@ def _show_loaders(sweep: Sweep, report: Path, as_json: bool) -> None:
     found, step = analysis.curves(sweep.readings, sweep.step), analysis.step_time(sweep.step)
     verdict = analysis.said(found, step)
     report.parent.mkdir(parents=True, exist_ok=True)
-    measurements = report.with_suffix(".json")
-    measurements.write_text(sweep.to_json())
+    measurements, plain = report.with_suffix(".json"), sweep.to_json()
+    measurements.write_text(plain)
     report.write_text(page.render(found, step, [*verdict, *sweep.warnings], sweep.facts))
     for warning in sweep.warnings:
         click.echo(f"warning: {warning}", err=True)
     if as_json:
-        click.echo(sweep.to_json())
+        click.echo(plain)
     else:
         click.echo("\n".join(aligned([page.COLUMNS, *page.lines(found)], left=(0, 7, 8))))
         click.echo("\n" + "\n".join(verdict))

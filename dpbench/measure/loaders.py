@@ -47,7 +47,9 @@ class Progress:
     @classmethod
     def created(cls, folder: Path, workers: int) -> Self:
         """Create the file for a number of workers; the main process counts as worker 0 if it loads the examples."""
-        (folder / PROGRESS).write_bytes(array("q", [0, *[-1] * workers]).tobytes())
+        part = folder / f"{PROGRESS}.part"
+        part.write_bytes(array("q", [0, *[-1] * workers]).tobytes())
+        part.rename(folder / PROGRESS)
         return cls(folder)
 
     def received(self) -> None:
@@ -85,7 +87,7 @@ class Plan:
 
     `examples` is the least number of examples of each measurement; None lets a trial choose it. `step` is the case
     whose step is timed on data in memory, a number of seconds, or None. `limit_s` is the time in seconds in which a
-    batch must arrive.
+    batch must arrive. `seed` sets the order within each round.
     """
 
     dataset: str | Synthetic
@@ -205,10 +207,10 @@ def _examples(plan: Plan, trial: Reading, say: Callable[[str], None]) -> int:
     Raises Unfit if the dataset has too few examples.
     """
     rate = plan.batch_size * len(trial.waits_s) / sum(trial.waits_s)
-    widest = max(plan.settings, key=lambda one: one.fill + one.surplus)
-    wanted = plan.examples or max(round(rate), TURNS * widest.fill * plan.batch_size)
-    turns = (trial.length // plan.batch_size - widest.fill - widest.surplus) // widest.fill
-    most = turns * widest.fill * plan.batch_size
+    widest = max(plan.settings, key=lambda one: one.fill + one.ahead)
+    wanted = plan.examples or max(round(rate), TURNS * widest.turn * plan.batch_size)
+    turns = (trial.length // plan.batch_size - widest.fill - widest.ahead) // widest.turn
+    most = turns * widest.turn * plan.batch_size
     if most < (plan.examples or 1):
         needed = widest.batches(plan.batch_size, plan.examples or 1) * plan.batch_size
         raise Unfit(
@@ -235,7 +237,7 @@ def _rounds(plan: Plan, examples: int, scratch: Path, say: Callable[[str], None]
                 else:
                     loading = Loading(
                         dataset=plan.dataset, setting=one, batch_size=plan.batch_size, examples=examples,
-                        round=plan.seed + number,
+                        round=number,
                     )  # fmt: skip
                     readings.append(measure(server, loading, scratch, plan.limit_s))
                     said = f"{one}: {_said(readings[-1])}"

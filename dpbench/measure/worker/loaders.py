@@ -1,10 +1,11 @@
 """Loaders, worker side: time the batches of one DataLoader in this process, and name the example on which it fails.
 
-    0  1  2  3     4  5  6  7  8  9  10 11     12 13 ...         next epoch: 0
-    fill           steady part                 surplus           first batch only
+    0  1  2  3  4  5     6  7  8  9  10 11     12 13 14 15       next epoch: 0
+    fill                 steady part           surplus           first batch only
 
-With n workers, the first n batches arrive together, so the steady part begins after them and has a multiple of n
-batches. The surplus keeps all workers busy until the steady part ends. The consumer does nothing but wait.
+With n workers, batches arrive n at a time, so the steady part has a multiple of n. Before it are the first n, and those
+that early workers load ahead while late ones start. The surplus keeps all workers busy until the steady part ends. The
+consumer does nothing but wait.
 """
 
 from __future__ import annotations
@@ -71,13 +72,13 @@ def measure(loading: Loading, folder: Path) -> Reading:
     batches = setting.batches(loading.batch_size, loading.examples)
     if not timed:
         batches = min(length // loading.batch_size, TRIAL_BATCHES)
-    progress = Progress.created(folder, setting.fill)
+    progress = Progress.created(folder, setting.turn)
     loader = _loader(dataset, loading, batches, folder)
     waits = list(_waits(loader, progress, float("inf") if timed else TRIAL_S))
     next_epoch = next(_waits(loader, progress)) if timed else 0.0
     return Reading(
         setting=setting, round=loading.round, batch_size=loading.batch_size, status=Status.OK, length=length,
-        waits_s=tuple(waits[: len(waits) - setting.surplus]), next_epoch_s=next_epoch,
+        waits_s=tuple(waits[: len(waits) - setting.ahead]), next_epoch_s=next_epoch,
     )  # fmt: skip
 
 
