@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+import textwrap
 from contextlib import chdir
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -48,8 +49,11 @@ def table(command: str, marker: str) -> str:
     wanted = COLUMNS[marker]
     cells = [[row[start:end].strip() for start, end in places] for row in rows]
     lines = [wanted, ["---"] * len(wanted), *([one[names.index(name)] for name in wanted] for one in cells)]
-    verdict = [f"> {line}" for line in printed[-1]] if "measured" in marker else []
-    return "".join(f"{line}\n" for line in [*(f"| {' | '.join(line)} |" for line in lines), *verdict])
+    verdict = printed[-1] if "measured" in marker else []
+    said = [
+        part for line in verdict for part in textwrap.wrap(line, 98, initial_indent="> - ", subsequent_indent=">   ")
+    ]
+    return "".join(f"{line}\n" for line in [*(f"| {' | '.join(line)} |" for line in lines), *said])
 
 
 def renewed(text: str, results: re.Pattern[str] = RESULT) -> str:
