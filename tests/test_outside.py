@@ -57,7 +57,7 @@ MINE = textwrap.dedent('''
 ''')
 RUN = (
     "run", "--models", "mlp", "--strategies", "single,dp", "--devices", "2", "--batch-sizes", "8", "--rounds", "3",
-    "--budget", "20",
+    "--budget", "60",
 )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from dpbench.hardware.devices import _wrapper
 from dpbench.measure import failures, verification
 from dpbench.measure.worker import memory, trial
 from dpbench.records import Case, Effort, Mark, Status, Trial, Verified, registry
+from dpbench.records.trial import in_order
 from dpbench.strategies import Strategy
 
 ROOT = Path(dpbench.__file__).parent
@@ -172,6 +173,6 @@ def test_the_record_of_a_rank_depends_on_no_message(silent: bool, monkeypatch: p
     assert (full.status, full.device, full.perhaps_secondary) == (Status.OOM, 1, False)
     ended = failures.of_end(-9, 0, 1.0)
     lost = failures.of_rank(RuntimeError("-"), 1, 0.5)
-    assert failures.in_order([lost, ended]) == (ended, lost)
-    assert failures.in_order([full, lost])[0] is full
+    assert in_order([lost, ended]) == (ended, lost)
+    assert in_order([full, lost])[0] is full
     assert all(type(one).from_json(one.to_json()) == one for one in (wrong, full, ended, lost))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +19,6 @@ from dpbench.cli.options import (  # fmt: skip
     Numbers,
     Rounds,
     Schedules,
-    Switches,
     cases_of,
     last_words,
     patience_option,
@@ -31,7 +29,6 @@ from dpbench.cli.showing import choose, print_table, print_verdict, report_of, w
 if TYPE_CHECKING:
     from dpbench.measure.cluster import Cluster
     from dpbench.measure.launch import Launch
-    from dpbench.measure.loaders import Plan, Sweep
     from dpbench.measure.run import Listener, Outcome
     from dpbench.records import Case, Trial
     from dpbench.store import Store
@@ -160,7 +157,6 @@ def run(store: Path, report: Path, interface: str | None, **options: Any) -> Non
         chosen = interface or launch.loopback()
         if placed is None:
             _measure(store, report, None, options)
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # the launcher ends all ranks in this way
         if placed.rank:
             sys.exit(_agent(placed, chosen))
         from dpbench.measure.cluster import Cluster
@@ -305,129 +301,3 @@ def _self_check(cases: Sequence[Case]) -> dict[str, Any]:
     widest = max(cases, key=lambda case: case.devices)
     devices = widest.devices if widest.placement == "spread" else 1
     return checks.measure(widest.device_kind, devices, ordinals(cases), scale=SELF_CHECK_SCALE)
-
-
-LOADERS_REPORT = Path("reports/loaders/index.html")
-MOST_WORKERS = 1024
-
-
-@click.command()
-@click.option(
-    "--dataset",
-    default="",
-    help="Your dataset, file.py:name or package.module:name: a map-style Dataset, or a callable without arguments that "
-    "returns one.  [default: a synthetic dataset]",
-)
-@click.option("--workers", type=Numbers(), help="Numbers of workers.  [default: 0 and powers of two up to the cores]")
-@click.option("--batch-size", type=click.IntRange(1), default=32, show_default=True)
-@click.option(
-    "--examples", type=click.IntRange(1), help="Least examples per measurement.  [default: about a second, by a trial]"
-)
-@click.option("--pin-memory", type=Switches(), default="off", show_default=True)
-@click.option("--prefetch-factor", type=Numbers(), default="2", show_default=True)
-@click.option("--persistent-workers", type=Switches(), default="off", show_default=True)
-@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Fresh processes per setting.")
-@click.option("--limit", type=click.FloatRange(0.1), default=60.0, show_default=True, help="Most seconds for a batch.")
-@click.option("--model", default="", help="Compare with the step of this model on data in memory: a reference model, "
-              "or your own, package.module:name.")  # fmt: skip
-@click.option("--step-ms", type=click.FloatRange(0, min_open=True), help="Compare with a step of this duration.")
-@click.option("--cpu-ms", type=click.FloatRange(0), help="Synthetic: CPU time per example.  [default: 1]")
-@click.option("--wait-ms", type=click.FloatRange(0), help="Synthetic: waiting time per example.  [default: 4]")
-@click.option("--example-bytes", type=Bytes(), help="Synthetic: size of an example.  [default: 150528]")
-@click.option("--examples-per-s", type=click.FloatRange(0, min_open=True), help="Synthetic: a limit for all workers "
-              "together, as a disk sets it.  [default: none]")  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, help="Print all measurements as JSON instead of the table.")
-@click.option(
-    "--report", type=click.Path(path_type=Path), default=LOADERS_REPORT, show_default=True,
-    help="The page to write; the measurements go into a JSON file beside it.",
-)  # fmt: skip
-@patience_option
-def loaders(report: Path, as_json: bool, patience: float | None, **options: Any) -> None:
-    """Measure a DataLoader over its number of workers, find the knee, and compare it with a training step.
-
-    Exit code 0: all measurements succeeded; 2: at least one failed.
-    """
-    from dpbench.measure import loaders as measuring
-
-    plan = _loaders_plan(options)
-    try:
-        sweep = measuring.run(plan, lambda line: click.echo(line, err=True), patience_s=patience)
-    except measuring.Failed as failed:
-        click.echo(f"error: {failed}", err=True)
-        sys.exit(EXIT_FAILED)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    _show_loaders(sweep, report, as_json)
-    sys.exit(EXIT_FAILED if sweep.failed else 0)
-
-
-def _loaders_plan(options: dict[str, Any]) -> Plan:
-    """Return the sweep that the options select. Raises UsageError if they do not agree with each other."""
-    from dpbench.hardware.provenance import usable_cores
-    from dpbench.measure import loaders as measuring
-    from dpbench.measure.request import Synthetic
-
-    if options["model"] and options["step_ms"]:
-        raise click.UsageError("--model and --step-ms both give the step: leave out one of them")
-    costs = ("cpu_ms", "wait_ms", "example_bytes", "examples_per_s")
-    given = [f"--{name.replace('_', '-')}" for name in costs if options[name] is not None]
-    if options["dataset"] and given:
-        raise click.UsageError(f"{', '.join(given)}: for the synthetic dataset only; leave out --dataset, or these")
-    cpu_ms, wait_ms, example_bytes, rate = (options[name] for name in costs)
-    synthetic = Synthetic(
-        cpu_s=(1.0 if cpu_ms is None else cpu_ms) / 1e3, wait_s=(4.0 if wait_ms is None else wait_ms) / 1e3,
-        example_bytes=150_528 if example_bytes is None else example_bytes, examples_per_s=rate or 0.0,
-    )  # fmt: skip
-    workers = options["workers"] or measuring.default_workers(usable_cores())
-    if min(workers) < 0 or max(workers) > MOST_WORKERS:
-        raise click.UsageError(f"--workers must be from 0 to {MOST_WORKERS}, got {','.join(map(str, workers))}")
-    if min(options["prefetch_factor"]) < 1:
-        raise click.UsageError("--prefetch-factor must be at least 1")
-    return measuring.Plan(
-        dataset=options["dataset"] or synthetic, batch_size=options["batch_size"], examples=options["examples"],
-        settings=measuring.settings(
-            workers, options["pin_memory"], options["prefetch_factor"], options["persistent_workers"]
-        ),
-        rounds=options["rounds"], limit_s=options["limit"], step=_step_of(options),
-    )  # fmt: skip
-
-
-def _step_of(options: dict[str, Any]) -> Case | float | None:
-    """Return the step to compare with: a case on one device, seconds, or None."""
-    from dpbench.hardware.nvml import cuda_device_count
-    from dpbench.hardware.provenance import torch_has_cuda
-    from dpbench.records import Case, registry
-    from dpbench.records.registry import Role
-
-    if not options["model"]:
-        return options["step_ms"] / 1e3 if options["step_ms"] else None
-    if ":" in options["model"]:
-        registry.check_module(options["model"])
-    else:
-        registry.check("models", options["model"])
-    return Case(
-        model=options["model"], strategy=registry.of_role(Role.BASELINE), batch_size=options["batch_size"],
-        device_kind="cuda" if cuda_device_count() and torch_has_cuda() else "cpu",
-    )  # fmt: skip
-
-
-def _show_loaders(sweep: Sweep, report: Path, as_json: bool) -> None:
-    """Write the page and the JSON file of a sweep, and print the table and the verdict."""
-    from dpbench.analysis import loaders as analysis
-    from dpbench.records.words import aligned
-    from dpbench.report import loaders as page
-
-    found, step = analysis.curves(sweep.readings, sweep.step), analysis.step_time(sweep.step)
-    verdict = analysis.said(found, step)
-    report.parent.mkdir(parents=True, exist_ok=True)
-    measurements, plain = report.with_suffix(".json"), sweep.to_json()
-    measurements.write_text(plain)
-    report.write_text(page.render(found, step, [*verdict, *sweep.warnings], sweep.facts))
-    for warning in sweep.warnings:
-        click.echo(f"warning: {warning}", err=True)
-    if as_json:
-        click.echo(plain)
-    else:
-        click.echo("\n".join(aligned([page.COLUMNS, *page.lines(found)], left=(0, 7, 8))))
-        click.echo("\n" + "\n".join(verdict))
-    click.echo(f"report: {report}   measurements: {measurements}", err=True)

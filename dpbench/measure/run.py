@@ -276,10 +276,7 @@ class _Session:
 
     @contextmanager
     def _workers(self, scratch: Path) -> Iterator[Workers]:
-        """Yield an object that runs trials in new processes, on this machine or on all machines of the cluster.
-
-        The start of the processes on all machines does not count against the budget.
-        """
+        """Yield an object that runs trials in new processes; a cluster's start does not count against the budget."""
         began = time.perf_counter()
         with self._cluster.workers() if self._cluster else Server(scratch) as found:
             if self._deadline is not None:
