@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
+import subprocess
+import sys
 
 import pytest
 
 from dpbench.records import Trial
 from dpbench.store import Store
 from tests.commands import Folder
-from tests.launched import launch
+from tests.launched import MODELS, Launched, launch
 from tests.marked import poll
 
 pytestmark = pytest.mark.slow
@@ -69,4 +73,53 @@ def test_what_was_measured_is_kept_when_ranks_are_killed_and_the_same_command_go
     assert "lost the connection to rank 0" in again.err(1)
     assert "resuming run" in again.err() or len(kept) == 5
     assert folder.final()[: len(kept)] == kept, "what was measured stays"
+    assert folder.mark.settles() == ""
+
+
+EACH = int(os.environ.get("DPBENCH_TEST_RANKS", "1"))
+"""The number of ranks of each torchrun agent; 8 makes the launch of 16 ranks, which takes a minute on two cores."""
+
+
+def test_two_torchrun_agents_measure_together_and_end_without_a_traceback(folder: Folder) -> None:
+    (folder.path / "nets.py").write_text(MODELS)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    axes = (
+        "--model",
+        "nets:good",
+        "--strategies",
+        "single,ddp",
+        "--devices",
+        f"{2 * EACH}",
+        *RUN,
+        "--batch-sizes",
+        "48",
+    )
+    agents = []
+    for node in range(2):
+        launcher = (
+            sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}",
+            f"--nproc-per-node={EACH}", "--master-addr=127.0.0.1", f"--master-port={port}",
+        )  # fmt: skip
+        with (folder.path / f"{node}.err").open("w") as err:
+            agents.append(
+                subprocess.Popen(
+                    [*launcher, "-m", "dpbench", "run", *axes],
+                    cwd=folder.path,
+                    env=folder.env,
+                    text=True,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=err,
+                    start_new_session=True,
+                )
+            )
+    run = Launched(folder, agents)
+    assert run.codes() == [0, 0], run.err() + run.err(1)
+    assert "Traceback" not in run.err() + run.err(1)
+    found = trials(folder)[f"good ddp {2 * EACH}"]
+    assert found.status.value == "ok", found.reason
+    assert found.case.hosts == 2
+    assert [len(host.ranks) for host in found.hosts] == [EACH, EACH]
     assert folder.mark.settles() == ""

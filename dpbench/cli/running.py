@@ -28,6 +28,7 @@ from dpbench.cli.showing import choose, print_table, print_verdict, report_of, w
 
 if TYPE_CHECKING:
     from dpbench.measure.cluster import Cluster
+    from dpbench.measure.jobs import Launcher
     from dpbench.measure.launch import Launch
     from dpbench.measure.run import Listener, Outcome
     from dpbench.records import Case, Trial
@@ -184,20 +185,23 @@ def _agent(placed: Launch, interface: str) -> int:
 def _measure(store: Path, report: Path, cluster: Cluster | None, options: dict[str, Any]) -> NoReturn:
     """Run the cases that the options select, and exit."""
     from dpbench.cli.progress import Progress
+    from dpbench.measure.run import statuses
     from dpbench.store import FINISHED, Store
 
+    launcher = _launcher(options)
     if options["find_max_batch"]:
         from dpbench.measure import batch_search
 
-        cases, _ = cases_of(batch_search.axes(options))
+        cases, _ = cases_of(batch_search.axes(options), cluster)
         batch_search.check(cases)
         sys.exit(_find_max_batch(cases, store, options["limit"]))
     cases, budget_s = cases_of(options, cluster)
+    options["retry"] = statuses(options["retry"])
     with Store.create(store) as opened:
         try:
             with Progress() as progress:
-                if options["launcher"]:
-                    outcome = _run_jobs(cases, opened, options, progress.listen)
+                if launcher:
+                    outcome = _run_jobs(cases, opened, launcher, options, progress.listen)
                 else:
                     outcome = _run_here(cases, opened, cluster, options, budget_s, progress.listen)
         except KeyboardInterrupt:
@@ -233,28 +237,38 @@ def _run_here(
     return runner.run(
         cases, opened, rounds=UntilPrecise(options["within"]) if auto else options["rounds"],
         paired=options["paired"], budget_s=AUTO_BUDGET_S if auto and not budget_s else budget_s,
-        limit_s=options["limit"], retry=runner.statuses(options["retry"]), patience_s=options["patience"],
+        limit_s=options["limit"], retry=options["retry"], patience_s=options["patience"],
         listen=listen, cluster=cluster,
         traces=opened.path.with_name(f"{opened.path.name}.traces") if options["profile"] else None,
     )  # fmt: skip
 
 
-def _run_jobs(cases: Sequence[Case], opened: Store, options: dict[str, Any], listen: Listener) -> Outcome:
-    """Measure each case in a job of the chosen launcher."""
-    from dpbench.measure import jobs
+def _launcher(options: dict[str, Any]) -> Launcher | None:
+    """Return the launcher that the options choose; None for a run without jobs. Raises UsageError for wrong options."""
+    given = [text.partition("=") for text in options["job"]]
+    if options["launcher"] != "slurm" and given:
+        raise click.UsageError("--job takes options of sbatch: leave it out, or give --launcher slurm")
+    if not options["launcher"]:
+        return None
+    from dpbench.measure.jobs import Launcher
 
-    for option in ("paired", "profile", "self_check", "retry", "budget"):
+    for option in ("paired", "profile", "self_check", "retry", "budget", "find_max_batch"):
         if options[option]:
             name = option.replace("_", "-")
             raise click.UsageError(f"--{name} is not available for jobs: leave it out, or leave out --launcher")
     if options["rounds"] == "auto":
         raise click.UsageError("--rounds auto is not available for jobs: give --rounds as a number")
-    given = [text.partition("=") for text in options["job"]]
-    if options["launcher"] != "slurm" and given:
-        raise click.UsageError("--job takes options of sbatch: leave it out, or give --launcher slurm")
-    if wrong := next((name for name, equals, value in given if not (name and equals and value)), None):
+    if wrong := next(("".join(parts) for parts in given if not all(parts)), None):
         raise click.UsageError(f"--job {wrong} is not of the form NAME=VALUE, such as partition=gpu")
-    launcher = jobs.Launcher(options["launcher"], {name: value for name, _, value in given})
+    return Launcher(options["launcher"], {name: value for name, _, value in given})
+
+
+def _run_jobs(
+    cases: Sequence[Case], opened: Store, launcher: Launcher, options: dict[str, Any], listen: Listener
+) -> Outcome:
+    """Measure each case in a job. Raises UsageError if no job can be submitted."""
+    from dpbench.measure import jobs
+
     try:
         return jobs.run(
             cases, opened, launcher, rounds=options["rounds"], limit_s=options["limit"],

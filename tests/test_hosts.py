@@ -1,0 +1,223 @@
+"""Launches without their processes: environments, keys, clocks of several machines, and sentences about machines."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from dataclasses import asdict
+from multiprocessing import AuthenticationError
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dpbench.analysis import hosts
+from dpbench.measure import channel, jobs, launch
+from dpbench.measure.launch import Launch, LaunchError
+from dpbench.measure.merging import merge, shifted
+from dpbench.measure.peers import Offset
+from dpbench.records import HOST, Case, Memory, Phase, Sample, Span, Step, Trial, host_device
+from dpbench.records.trial import ALONE, HOSTS, Host
+
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "RANK": "3", "WORLD_SIZE": "4",
+    "GROUP_RANK": "1", "LOCAL_RANK": "1",
+}  # fmt: skip
+SRUN = {
+    "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "gpu1,gpu2", "SLURM_PROCID": "1", "SLURM_NODEID": "1",
+    "SLURMD_NODENAME": "gpu2", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0",
+}  # fmt: skip
+CASE = Case(model="mlp", strategy="ddp", batch_size=8, devices=2, hosts=2)
+
+
+def test_the_environment_of_torchrun_and_srun_says_who_a_process_is() -> None:
+    torchrun = launch.of_environment(TORCHRUN)
+    assert torchrun is not None
+    assert (torchrun.rank, torchrun.size, torchrun.node, torchrun.leader) == (3, 4, 1, "10.0.0.1")
+    srun = launch.of_environment(SRUN)
+    assert srun is not None
+    assert (srun.rank, srun.size, srun.node, srun.host, srun.leader) == (1, 2, 1, "gpu2", "gpu1")
+    assert launch.of_environment({**SRUN, "SLURM_STEP_ID": "1"}).ports != srun.ports, "two launches do not meet"
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"},
+        TORCHRUN | {"WORLD_SIZE": "1"},
+        SRUN | {"SLURM_STEP_NUM_TASKS": "1"},
+    ],
+    ids=["none", "batch script", "one rank", "one task"],
+)
+def test_a_single_process_is_no_launch(environ: dict[str, str]) -> None:
+    assert launch.of_environment(environ) is None
+
+
+def test_an_incomplete_environment_is_an_error_that_names_the_variable() -> None:
+    with pytest.raises(LaunchError, match="MASTER_PORT"):
+        launch.of_environment({name: value for name, value in TORCHRUN.items() if name != "MASTER_PORT"})
+
+
+def test_an_unknown_interface_is_refused_with_those_that_exist() -> None:
+    with pytest.raises(LaunchError, match=r"no network interface eth99.*127\.0\.0\.1"):
+        launch.own_address("eth99")
+
+
+def test_rank_0_listens_at_the_address_where_the_others_look_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {"lo": "127.0.0.1", "eth0": "10.0.0.5", "ib0": "10.1.0.5"}
+    monkeypatch.setattr(launch, "addresses", lambda: known)
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "10.1.0.5")
+    first = Launch(rank=0, size=2, node=0, host="a", leader="a", id="1", by="torchrun")
+    assert launch.leader_address(first, "lo") == "127.0.0.1"
+    assert launch.leader_address(first, "ib0") == "10.1.0.5"
+    with pytest.raises(LaunchError, match="give --interface ib0"):
+        launch.leader_address(first, "eth0")
+
+
+def test_equal_host_names_of_two_machines_are_told_apart() -> None:
+    assert launch.names([(0, "a"), (0, "a"), (1, "b")]) == {0: "a", 1: "b"}
+    assert launch.names([(0, "vm"), (1, "vm")]) == {0: "vm#0", 1: "vm#1"}
+
+
+# -- channels
+
+
+def meet(mine: bytes, theirs: bytes) -> tuple[Any, Any]:
+    """Return what both sides get, rank 0's first: a channel or an error."""
+    here, there = socket.socketpair()
+    found: dict[str, Any] = {}
+
+    def prove(name: str, end: socket.socket, secret: bytes, first: bool) -> None:
+        try:
+            found[name] = channel.prove(end, secret, first=first)
+        except (AuthenticationError, EOFError, OSError) as error:
+            found[name] = error
+        finally:
+            end.close()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "TCP_NODELAY", 1)
+        patch.setattr(socket.socket, "setsockopt", lambda *_: None)  # a pair of local sockets has no TCP options
+        other = threading.Thread(target=prove, args=("theirs", there, theirs, False))
+        other.start()
+        prove("mine", here, mine, True)
+        other.join(10)
+    return found["mine"], found["theirs"]
+
+
+def test_only_who_knows_the_key_gets_a_channel_and_messages_are_data() -> None:
+    mine, theirs = meet(b"key", b"key")
+    mine.send("work", turn=1, sizes=[1, 2])
+    assert theirs.receive() == ("work", {"turn": 1, "sizes": [1, 2]})
+    theirs.close()
+    with pytest.raises(EOFError):
+        mine.receive()
+    mine, theirs = meet(b"key", b"another")
+    assert isinstance(mine, AuthenticationError)
+    assert isinstance(theirs, AuthenticationError | EOFError | OSError)
+
+
+def test_the_key_is_made_once_and_nobody_else_can_read_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(channel.KEY, raising=False)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert channel.key() == channel.key()
+    assert len(channel.key()) == 64
+    assert (tmp_path / "dpbench/key").stat().st_mode & 0o077 == 0
+    monkeypatch.setenv(channel.KEY, "given")
+    assert channel.key() == b"given"
+
+
+# -- parts of several machines
+
+
+def part(rank: int, late_s: float = 0.0) -> Trial:
+    """Return a rank's part: ten steps of a second; backward is followed by a reduction that ends with the step."""
+    steps = tuple(Step(1.0, False, 10.0 + i) for i in range(10))
+    spans = [
+        span
+        for i, step in enumerate(steps)
+        for span in (
+            Span(i, Phase.BACKWARD, rank, "host", step.start_s, step.end_s - 0.5 + late_s),
+            Span(i, Phase.REDUCE, rank, "host", step.end_s - 0.5 + late_s, step.end_s),
+        )
+    ]
+    samples = (Sample(12.0, rank, "busy_s", 0.5), Sample(0.0, rank, "kernel_busy_s", 0.25))
+    return Trial(case=CASE, steps=steps, spans=tuple(spans), samples=samples, memory=(Memory(HOST, 100 + rank, "rss"),))
+
+
+TWO = (Host("a", "boot a", (0,)), Host("b", "boot b", (1,)))
+
+
+def test_parts_are_merged_on_rank_0s_clock() -> None:
+    ahead = shifted(part(1, late_s=0.25), 1000.0)
+    assert ahead.steps[0].end_s == 1010.0
+    assert [sample.time_s for sample in ahead.samples] == [1012.0, 0.0], "a reading outside the series keeps time 0"
+    merged = merge([part(0), shifted(ahead, -1000.0)], TWO)
+    assert merged.steps == part(0).steps
+    assert {(s.device, round(s.end_s - s.start_s, 6)) for s in merged.spans if s.phase is Phase.REDUCE} == {
+        (0, 0.25), (1, 0.25),
+    }, "the reduction begins when the last rank arrives"  # fmt: skip
+    assert {m.device: m.peak_bytes for m in merged.memory} == {HOST: 100, host_device(1): 101}
+
+
+def test_the_error_of_a_clocks_offset_covers_its_drift() -> None:
+    found = Offset(1.0, 0.001).between(Offset(1.01, 0.002))
+    assert found.seconds == pytest.approx(1.005)
+    assert found.error_s == pytest.approx(0.002 + 0.005)
+
+
+# -- sentences
+
+
+def alone(number: int, ratio: float) -> Trial:
+    """Return a round's trial of the baseline, in which machine b takes `ratio` times as long as machine a."""
+    samples = [Sample(1.0 + i, host_device(at), ALONE, s) for i in range(9) for at, s in ((0, 0.01), (1, 0.01 * ratio))]
+    return Trial(
+        case=Case(model="mlp", strategy="single", batch_size=8), steps=tuple(Step(0.01, False, i) for i in range(9)),
+        samples=tuple(samples), round=number, provenance={HOSTS: [asdict(host) for host in TWO]},
+    )  # fmt: skip
+
+
+def test_a_slow_machine_is_named_with_its_ratio_and_interval() -> None:
+    (sentence,) = hosts.sentences([alone(n, ratio) for n, ratio in enumerate((1.49, 1.5, 1.5, 1.51))])
+    assert sentence.startswith("b is slow: a step of mlp on one device takes 1.5")
+    assert "as long there as on a" in sentence
+
+
+@pytest.mark.parametrize(
+    "ratios", [(1.0, 1.01, 0.99, 1.0), (1.5, 1.5), (0.7, 1.5, 0.8, 1.6)], ids=["equal", "few", "noisy"]
+)
+def test_no_machine_is_called_slow_without_evidence(ratios: tuple[float, ...]) -> None:
+    assert hosts.sentences([alone(n, ratio) for n, ratio in enumerate(ratios)]) == []
+
+
+def facts(**host: Any) -> dict[str, Any]:
+    return {"host": {"cpu": "X", "cores": 8, "memory_bytes": 10**10, **host}, "gpus": {}, "software": {"torch": "2.13"}}
+
+
+def test_unlike_machines_are_said_to_be_unlike_and_equal_ones_to_be_one() -> None:
+    a, b = {"name": "a", "machine": "1", "facts": facts()}, {"name": "b", "machine": "2", "facts": facts(cores=4)}
+    (unlike,) = hosts.warnings({HOSTS: {"machines": [a, b]}})
+    assert unlike == "b is unlike a: cores 4 instead of 8"
+    (same,) = hosts.warnings({HOSTS: {"machines": [a, {**a, "name": "c"}]}})
+    assert same.startswith("COLOCATED: a and c are the same machine")
+    assert list(hosts.warnings({})) == []
+
+
+def test_jobs_on_unlike_machines_are_said_to_compare_machines() -> None:
+    here = [
+        Trial(case=CASE, provenance=facts()),
+        Trial(case=Case(model="mlp", strategy="dp", batch_size=8), provenance=facts(cpu="Y")),
+    ]
+    (warning,) = hosts.unlike(here)
+    assert "1 case on X, 8 cores; 1 case on Y, 8 cores" in warning
+    assert list(hosts.unlike(here[:1])) == []
+
+
+def test_slurm_without_its_command_is_refused_before_anything_is_submitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(jobs.JobsError, match="sbatch"):
+        jobs.Launcher("slurm", {}).submit(tmp_path, 60.0)
