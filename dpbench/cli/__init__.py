@@ -19,7 +19,7 @@ from dpbench.cli.options import EXIT_FAILED, EXIT_USAGE
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="dpbench")
 def cli() -> None:
-    """Measure single-machine data parallelism in PyTorch, phase by phase.
+    """Measure data parallelism in PyTorch, phase by phase.
 
     Start with `dpbench run`: it measures this machine, prints a verdict and writes a report.
     """
