@@ -53,7 +53,7 @@ class Loop(strategies.Strategy):
 
 @pytest.mark.parametrize("every", [0, 1, 5, 100])
 def test_the_loss_is_read_in_every_nth_step(every: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "_verify", lambda *_: Verified.BITWISE)
+    monkeypatch.setattr(trial, "_verify", lambda *_, **__: Verified.BITWISE)
     monkeypatch.setattr(Reading, "reads", 0)
     loop = Loop()
     effort = replace(FOUR, memory_by_phase=False)
