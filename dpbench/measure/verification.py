@@ -1,9 +1,10 @@
 """Verification: compare a strategy's gradients with those of a reference before the strategy may be timed.
 
-The reference, called the chunked reference, does not use the engine. It splits the batch into one chunk per replica and
-runs one deep copy of the module per chunk, one after the other on the first device. It computes the loss of the
-concatenated outputs, and adds the gradients of the copies in replica order. Dropout is off in the strategy and in the
-reference, because replicas draw from one random generator in an undefined order.
+The reference, called the chunked reference, does not use the engine. It splits the batch into one chunk per forward
+pass of the strategy, and runs one deep copy of the module per chunk, one after the other on the first device. It
+computes the loss of the concatenated outputs, and adds the gradients of the copies in the order of the chunks. If the
+strategy splits the inputs of one block only, the copies are those of the block. Dropout is off in the strategy and in
+the reference, because replicas draw from one random generator in an undefined order.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from torch import nn
 from dpbench.hardware.device import Device
 from dpbench.models import Model, positional
 from dpbench.records import Case, Verified, no_mark
-from dpbench.records.registry import Parallelism
 from dpbench.records.schedule import FASTEST, parse
+from dpbench.strategies import Split
 
 Start = Callable[..., AbstractContextManager[Callable[[Any, Any], torch.Tensor]]]
+Splits = Callable[[Case, nn.Module], Split]
+"""A function of a case and a module that returns how a step of the case splits the batch."""
 
 TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}
 """The largest permitted relative error of a tensor, by precision; errors are measured by norms.
@@ -62,27 +65,28 @@ def check(
     devices: Sequence[Device],
     precision: Callable[[Case], AbstractContextManager[Any]],
     *,
+    split: Splits = lambda case, module: Split(case.rows),
     buffers: bool = True,
 ) -> Verdict:
     """Take one step with a small batch, and return the comparison of its gradients with those of the reference.
 
-    `start` is the strategy's `start` method, and `precision` returns the context manager for the forward of a case.
-    With `buffers`, the module's buffers are compared too. The step updates the weights of `model`.
+    `start` and `split` are the strategy's methods, and `precision` returns the context manager for the forward of a
+    case. With `buffers`, the module's buffers are compared too. The step updates the weights of `model`.
     """
-    small = _small(case)
+    small = _small(case, lambda one: split(one, model.module))
+    parts = split(small, model.module)
     _without_dropout(model.module)
     inputs, target = model.batch(small.batch_size, case.seed + 1)
     pristine = copy.deepcopy(model.module)
     with start(small, model, devices, no_mark) as step:
         step(inputs, target)
 
-    # where the layers are spread over the devices, every device processes the whole batch
-    chunks = 1 if case.traits.parallelism is Parallelism.LAYERS else small.devices
-
     def reference() -> nn.Module:
         with precision(small):
-            module = copy.deepcopy(pristine)
-            return chunked(module, model.loss, inputs, target, chunks, devices[0].torch_device)
+            module, device = copy.deepcopy(pristine), devices[0].torch_device
+            if parts.block:
+                return block_chunked(module, model.loss, inputs, target, parts, device)
+            return chunked(module, model.loss, inputs, target, parts.rows, device)
 
     rounds = case.traits.rounds_gradients or (case.schedule not in ("", FASTEST) and not parse(case.schedule).exact)
     first, tolerance = reference(), TOLERANCE["bf16" if rounds else case.precision]
@@ -93,11 +97,13 @@ def check(
     return verdict
 
 
-def _small(case: Case) -> Case:
-    """Return the case with a small batch for the same number of replicas, with chunks of unequal size if possible."""
-    most = min(case.batch_size, 4 * case.devices - 1 if case.devices > 1 else 4)
-    smaller = (replace(case, batch_size=rows) for rows in range(most, 0, -1))
-    return next(small for small in smaller if len(small.rows) == len(case.rows))
+def _small(case: Case, split: Callable[[Case], Split]) -> Case:
+    """Return the case with a small batch for as many replicas and forward passes, of unequal sizes if possible."""
+    counts: Callable[[Case], tuple[int, int]] = lambda one: (len(one.rows), len(split(one).rows))  # noqa: E731
+    expected = counts(case)
+    most = max(4 * case.devices - 1 if case.devices > 1 else 4, 3 * expected[1] - 1)
+    smaller = (replace(case, batch_size=rows) for rows in (*range(min(case.batch_size, most), 0, -1), case.batch_size))
+    return next(small for small in smaller if counts(small) == expected)
 
 
 def _without_dropout(module: nn.Module) -> None:
@@ -110,15 +116,16 @@ def _without_dropout(module: nn.Module) -> None:
 
 
 def chunked(
-    module: nn.Module, loss: Callable[..., torch.Tensor], inputs: Any, target: Any, chunks: int, device: torch.device
-) -> nn.Module:
+    module: nn.Module, loss: Callable[..., torch.Tensor], inputs: Any, target: Any, rows: Sequence[int],
+    device: torch.device,
+) -> nn.Module:  # fmt: skip
     """Compute the chunked reference: return `module` with the gradients and buffers that a correct step produces.
 
-    `module` is moved to `device`. `inputs` and `target` are one batch, which is split into `chunks` chunks. Raises
-    TypeError if the module does not return a tensor.
+    `module` is moved to `device`. `inputs` and `target` are one batch, which is split into one chunk for each number of
+    samples in `rows`. Raises TypeError if the module does not return a tensor.
     """
     module = module.to(device)
-    pieces = [_chunk(argument, chunks, device) for argument in positional(inputs)]
+    pieces = [_chunk(argument, rows, device) for argument in positional(inputs)]
     columns = list(zip(*pieces, strict=True))
     copies = [copy.deepcopy(module) for _ in columns]
     outputs = [one(*arguments) for one, arguments in zip(copies, columns, strict=True)]
@@ -133,19 +140,57 @@ def chunked(
     assert whole.grad is not None
     for output, gradient in zip(outputs, whole.grad.split([len(o) for o in outputs]), strict=True):
         output.backward(gradient.clone())
+    _collect(module, copies)
+    return module
+
+
+def block_chunked(
+    module: nn.Module, loss: Callable[..., torch.Tensor], inputs: Any, target: Any, split: Split, device: torch.device
+) -> nn.Module:
+    """Return `module` with the reference's gradients and buffers, for a step that splits the inputs of one block only.
+
+    The arguments are those of `chunked`; `split` has the name of the block and the sizes of its chunks.
+    """
+    block = module.get_submodule(split.block)
+    block.to(device)
+    copies = [copy.deepcopy(block) for _ in split.rows]
+    module.set_submodule(split.block, _Chunked(copies, split.rows, device))
+    module = chunked(module, loss, inputs, target, (len(target),), device)
+    module.set_submodule(split.block, block)
+    _collect(block, copies)
+    return module
+
+
+class _Chunked(nn.Module):
+    """A module that runs copies of a block, one on each chunk of its inputs, and concatenates their outputs."""
+
+    def __init__(self, copies: Sequence[nn.Module], rows: Sequence[int], device: torch.device) -> None:
+        super().__init__()
+        self.copies, self._rows, self._device = nn.ModuleList(copies), rows, device
+
+    def forward(self, *inputs: Any, **named: Any) -> torch.Tensor:
+        columns = zip(*(_chunk(value, self._rows, self._device) for value in (*inputs, *named.values())), strict=True)
+        count = len(inputs)
+        return torch.cat([
+            one(*column[:count], **dict(zip(named, column[count:], strict=True)))
+            for one, column in zip(self.copies, columns, strict=True)
+        ])  # fmt: skip
+
+
+def _collect(module: nn.Module, copies: Sequence[nn.Module]) -> None:
+    """Give `module` the sums of the copies' gradients, and the buffers of the first copy."""
     for name, parameter in module.named_parameters():
         parts = [one.get_parameter(name).grad for one in copies]
         parameter.grad = _ordered_sum([p for p in parts if p is not None])
     for name, buffer in module.named_buffers():
         buffer.copy_(copies[0].get_buffer(name))
-    return module
 
 
-def _chunk(value: Any, chunks: int, device: torch.device) -> list[Any]:
-    """Split a tensor into chunks and return their copies on `device`; for any other value, return it `chunks` times."""
+def _chunk(value: Any, rows: Sequence[int], device: torch.device) -> list[Any]:
+    """Split a tensor into chunks of `rows` samples and return their copies on `device`; repeat any other value."""
     if isinstance(value, torch.Tensor):
-        return [piece.to(device, copy=True) for piece in value.chunk(chunks)]
-    return [value] * chunks
+        return [piece.to(device, copy=True) for piece in value.split(list(rows))]
+    return [value] * len(rows)
 
 
 def _ordered_sum(parts: list[torch.Tensor]) -> torch.Tensor | None:

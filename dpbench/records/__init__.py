@@ -3,13 +3,25 @@
 All of them are immutable. The package imports only the standard library and, for machine files, msgspec.
 """
 
-from dpbench.records.case import CASE_FIELDS, HOST, UNATTRIBUTED, Case, Effort, Mark, Phase, host_device, no_mark
+from dpbench.records.case import (
+    CASE_FIELDS,
+    HOST,
+    UNATTRIBUTED,
+    Case,
+    Effort,
+    Mark,
+    Phase,
+    chunk_sizes,
+    host_device,
+    no_mark,
+)
 from dpbench.records.trial import SCHEMA, Fault, Memory, Sample, Source, Span, Status, Step, Trial, Verified
 from dpbench.records.work import Cost, Profile, Task
 
 __all__ = [
     "HOST",
     "host_device",
+    "chunk_sizes",
     "UNATTRIBUTED",
     "CASE_FIELDS",
     "Phase",

@@ -53,6 +53,13 @@ def no_mark(phase: Phase, device: int) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
+def chunk_sizes(rows: int, chunks: int) -> tuple[int, ...]:
+    """Return the sizes of the chunks into which `torch.chunk` splits `rows` rows; they may be fewer than `chunks`."""
+    piece = -(-rows // chunks)
+    full, rest = divmod(rows, piece)
+    return (piece,) * full + ((rest,) if rest else ())
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One point of a sweep: a model, a strategy, a batch and devices. `Effort` has the limits for measuring it.
@@ -130,11 +137,9 @@ class Case:
     def rows(self) -> tuple[int, ...]:
         """Return the number of samples of each replica, as `torch.chunk` splits the batch.
 
-        Devices that get no samples are left out, so there may be fewer numbers than devices.
+        Replicas that get no samples are left out, so there may be fewer numbers than replicas.
         """
-        piece = -(-self.batch_size // self.devices)
-        full, rest = divmod(self.batch_size, piece)
-        return (piece,) * full + ((rest,) if rest else ())
+        return chunk_sizes(self.batch_size, max(1, self.devices // self.traits.devices_per_replica))
 
     @property
     def habits(self) -> tuple[str, ...]:

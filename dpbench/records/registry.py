@@ -78,6 +78,8 @@ class Traits:
     reduction: Reduction = Reduction.SEPARATE
     role: Role = Role.OTHER
     needs_accelerator: bool = False
+    devices_per_replica: int = 1
+    """The number of devices that hold one replica of the module together."""
     shared_stream: bool = False
     """Whether replicas that share a GPU also share one CUDA stream."""
     rounds_gradients: bool = False

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dpbench.hardware.device import Device
@@ -23,7 +24,7 @@ if TYPE_CHECKING:  # the predictor calls `tasks` without loading torch
     from dpbench.models import Model
 
 __all__ = [
-    "Strategy", "Step", "Traits", "Role", "Parallelism", "Reduction", "Unpredictable", "load", "optimizer_of",
+    "Strategy", "Step", "Split", "Traits", "Role", "Parallelism", "Reduction", "Unpredictable", "load", "optimizer_of",
     "precision_of",
 ]  # fmt: skip
 
@@ -34,6 +35,17 @@ If the function is an object with a method `observe()`, the timer calls this met
 region. `observe()` returns the spans that only a library's internal timers record, as a list of
 (phase, device, start_s, end_s).
 """
+
+
+@dataclass(frozen=True)
+class Split:
+    """How one step splits the batch: the number of samples of each forward pass, in the order of the batch.
+
+    `block` is the name of the submodule that runs on the parts, if the rest of the module runs on the whole batch.
+    """
+
+    rows: tuple[int, ...]
+    block: str = ""
 
 
 class Unpredictable(ValueError):
@@ -69,6 +81,14 @@ class Strategy(Protocol):
     def compares_buffers(self, case: Case) -> bool:
         """Return whether verification of a case compares the module's buffers in addition to the gradients."""
         return True
+
+    def split(self, case: Case, module: nn.Module) -> Split:
+        """Return how a step splits the batch, from which verification computes the reference.
+
+        By default, each replica runs its samples in one forward pass.
+        """
+        layers = self.traits.parallelism is Parallelism.LAYERS  # every device processes the whole batch
+        return Split((case.batch_size,) if layers else case.rows)
 
     def tasks(self, case: Case, profile: Profile) -> list[Task]:
         """Return one step of a case as a graph of tasks, from which the predictor computes the step time.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from dpbench.hardware.device import Device
-from dpbench.records import Case, Mark, Phase
+from dpbench.records import Case, Mark, Phase, chunk_sizes
 from dpbench.strategies import optimizer_of, precision_of
 from dpbench.strategies.single import put_all
 
@@ -19,16 +20,21 @@ if TYPE_CHECKING:
 
 
 class RankStep:
-    """The training step of one rank, which trains the module that `wrap` returns on this rank's rows of the batch."""
+    """The training step of one rank, which trains the module that `wrap` returns on this rank's rows of the batch.
+
+    The rank's rows are split into up to `parts` micro-batches, whose gradients are added. All micro-batches but the
+    last run inside the wrapper's `no_sync`.
+    """
 
     def __init__(
-        self, case: Case, model: Model, device: Device, mark: Mark, wrap: Callable[[nn.Module, Device], nn.Module]
-    ) -> None:
+        self, case: Case, model: Model, device: Device, mark: Mark, wrap: Callable[[nn.Module, Device], nn.Module],
+        *, parts: int = 1,
+    ) -> None:  # fmt: skip
         import torch
         import torch.distributed as dist
 
         self._case, self._model, self._device, self._mark = case, model, device, mark
-        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        self._rank, self._world, self._parts = dist.get_rank(), dist.get_world_size(), parts
         if device.torch_device.type != "cpu":
             torch.accelerator.set_device_index(device.torch_device)  # otherwise all ranks open contexts on GPU 0
         self.wrapped: Any = wrap(model.module.to(device.torch_device), device)
@@ -47,27 +53,40 @@ class RankStep:
         with mark(Phase.OPTIMIZER, i):
             self._optimizer.zero_grad(set_to_none=True)
         with mark(Phase.SCATTER, i):
-            mine, total = self._chunk(target)
-            *arguments, placed = put_all([*(self._chunk(a)[0] for a in positional(inputs)), mine], device)
+            placed = put_all([rows_of(a, self._case, self._rank) for a in (*positional(inputs), target)], device)
+            batches = self._micro_batches(placed)
+        losses = []
+        for number, (*arguments, wanted) in enumerate(batches, start=1):
+            with nullcontext() if number == len(batches) else self.wrapped.no_sync():
+                losses.append(self._pass(arguments, wanted, len(wanted) * self._world / len(target)))
+        self.returned_s = time.perf_counter()
+        with mark(Phase.OPTIMIZER, i):
+            self._optimizer.step()
+        return losses[0] if len(losses) == 1 else sum(losses[1:], losses[0])
+
+    def _pass(self, arguments: Sequence[Any], target: Any, scale: float) -> torch.Tensor:
+        """Run forward and backward on one micro-batch, and return the loss, which is multiplied by `scale`."""
+        mark, i = self._mark, self._device.index
         with precision_of(self._case):
             with mark(Phase.FORWARD, i):
                 output = self.wrapped(*arguments)
             with mark(Phase.LOSS, i):
-                loss = self._model.loss(output, placed) * (len(mine) * self._world / total)
+                loss = self._model.loss(output, target) * scale
         with mark(Phase.BACKWARD, i):
             loss.backward()
-        self.returned_s = time.perf_counter()
-        with mark(Phase.OPTIMIZER, i):
-            self._optimizer.step()
         return loss.detach()
 
-    def _chunk(self, value: Any) -> tuple[Any, int]:
-        """Return this rank's rows of a tensor and the number of rows of the whole tensor.
-
-        Return (value, 1) if `value` is not a tensor.
-        """
+    def _micro_batches(self, placed: Sequence[Any]) -> list[tuple[Any, ...]]:
+        """Return the arguments and the target of each micro-batch of this rank's rows; the last value is the target."""
         import torch
 
-        if not isinstance(value, torch.Tensor):
-            return value, 1
-        return value.chunk(self._case.devices)[self._rank], len(value)
+        sizes = chunk_sizes(len(placed[-1]), self._parts)
+        split = [a.split(sizes) if isinstance(a, torch.Tensor) else [a] * len(sizes) for a in placed]
+        return list(zip(*split, strict=True))
+
+
+def rows_of(value: Any, case: Case, rank: int) -> Any:
+    """Return the rows of a tensor that a rank of a case trains on; return any other value unchanged."""
+    import torch
+
+    return value.split(case.rows)[rank] if isinstance(value, torch.Tensor) else value

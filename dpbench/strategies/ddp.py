@@ -17,9 +17,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from dpbench.hardware.device import Device
-from dpbench.records import Case, Mark, Phase, Profile, Task
+from dpbench.records import Case, Mark, Phase, Profile, Task, chunk_sizes
 from dpbench.records.work import Move, Shapes
-from dpbench.strategies import Parallelism, Reduction, Role, Strategy, Traits
+from dpbench.strategies import Parallelism, Reduction, Role, Split, Strategy, Traits
 from dpbench.strategies._ranks import RankStep
 from dpbench.strategies._tasks import Graph, batch, buckets
 
@@ -33,23 +33,33 @@ class DistributedDataParallel(Strategy):
     """The strategy that trains with torch.nn.parallel.DistributedDataParallel, with one rank per device."""
 
     def __init__(
-        self, role: Role = Role.OTHER, *, hook: str = "", rounds_gradients: bool = False, **options: Any
+        self, role: Role = Role.OTHER, *, hook: str = "", rounds_gradients: bool = False, parts: int = 1, **options: Any
     ) -> None:
         """Set the strategy's traits from `role` and `rounds_gradients`; `options` are passed to torch's class.
 
         `hook` is the name of a communication hook in `ddp_comm_hooks.default_hooks`; empty for no hook.
-        `rounds_gradients` is True if the hook rounds the gradients to 16 bits for the all-reduce.
+        `rounds_gradients` is True if the hook rounds the gradients to 16 bits for the all-reduce. `parts` is the number
+        of micro-batches of each rank; only the last of them synchronises gradients.
         """
         self.traits = Traits(
             parallelism=Parallelism.RANKS, reduction=Reduction.OVERLAPPED, role=role, shared_stream=True,
             rounds_gradients=rounds_gradients,
         )  # fmt: skip
+        self.parts = parts
         self._hook, self._options = hook, options
 
     @contextmanager
     def start(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[_Step]:
         """Yield this rank's training step; `devices` has only the device of this rank."""
         yield _Step(case, model, devices[0], mark, self)
+
+    def split(self, case: Case, module: nn.Module) -> Split:
+        """Return the rows of each micro-batch of each rank."""
+        return Split(tuple(part for rows in case.rows for part in chunk_sizes(rows, self.parts)))
+
+    def compares_buffers(self, case: Case) -> bool:
+        """Return False with several micro-batches: each updates the buffers, and in the reference only the first."""
+        return self.parts == 1
 
     def wrap(self, module: nn.Module, device: Device) -> nn.Module:
         """Return this rank's module wrapped in torch's DistributedDataParallel, with the communication hook if any."""
@@ -72,7 +82,7 @@ class DistributedDataParallel(Strategy):
 
     def _tasks(self, case: Case, profile: Profile, ranks: Iterable[int]) -> list[Task]:
         graph = Graph()
-        found = {i: _Rank(graph, case, profile, i) for i in ranks}
+        found = {i: _Rank(graph, case, profile, i, self.parts) for i in ranks}
         # gradients that are rounded for the transfer have 16 of 32 bits
         scale = 0.5 if self.traits.rounds_gradients else 1.0
         pieces = buckets(profile) if len(case.rows) > 1 else [float(profile.parameter_bytes)]
@@ -103,39 +113,65 @@ class _Step(RankStep):
     """The training step of one rank, which also reports the exposed part of the reduction."""
 
     def __init__(self, case: Case, model: Model, device: Device, mark: Mark, strategy: DistributedDataParallel) -> None:
-        super().__init__(case, model, device, mark, strategy.wrap)
+        super().__init__(case, model, device, mark, strategy.wrap, parts=strategy.parts)
+        self._reduction = ExposedReduction(self.wrapped, device)
+
+    def observe(self) -> list[Observed]:
+        """Return a list with the span of the exposed reduction in the last step; it is empty on GPUs."""
+        return self._reduction.observe(self.returned_s)
+
+
+Observed = tuple[Phase, int, float, float]
+"""A span that an internal timer of a library has recorded: phase, device, start_s and end_s."""
+
+
+class ExposedReduction:
+    """The part of the reduction that outlasts backward's compute, from the logger of torch's wrapper `wrapped`."""
+
+    def __init__(self, wrapped: Any, device: Device) -> None:
+        self._wrapped, self._device = wrapped, device
         self._on_host = device.torch_device.type == "cpu"
         if self._on_host:  # on CUDA the logger would wait for the device in every forward
-            self.wrapped._set_ddp_runtime_logging_sample_rate(1)
+            wrapped._set_ddp_runtime_logging_sample_rate(1)
 
-    def observe(self) -> list[tuple[Phase, int, float, float]]:
-        """Return a list with the span of the exposed reduction in the last step, as (phase, device, start_s, end_s).
+    def observe(self, returned_s: float) -> list[Observed]:
+        """Return a list with the span from the end of backward's compute to `returned_s`, at which backward returned.
 
-        The span lasts from the end of backward's compute to the return of backward. The list is empty on GPUs.
+        The list is empty on GPUs, where the logger's times do not use the host's clock.
         """
         if not self._on_host:
-            return []  # the logger's CUDA times do not use the host's clock
-        self.wrapped.logger.set_runtime_stats_and_log()
-        compute_end_ns = self.wrapped._get_ddp_logging_data().get("backward_compute_time_end", 0)
+            return []
+        self._wrapped.logger.set_runtime_stats_and_log()
+        compute_end_ns = self._wrapped._get_ddp_logging_data().get("backward_compute_time_end", 0)
         offset_ns = time.time_ns() - time.perf_counter_ns()  # the logger's clock is the time of day
         start_s = (compute_end_ns - offset_ns) / 1e9
-        return [(Phase.REDUCE, self._device.index, start_s, self.returned_s)] if compute_end_ns else []
+        return [(Phase.REDUCE, self._device.index, start_s, returned_s)] if compute_end_ns else []
 
 
 class _Rank:
-    """A builder of the tasks of one rank, which is a process with a separate interpreter."""
+    """A builder of the tasks of one rank, which is a process with a separate interpreter.
 
-    def __init__(self, graph: Graph, case: Case, profile: Profile, rank: int) -> None:
+    The rank's rows are split into up to `parts` micro-batches.
+    """
+
+    def __init__(self, graph: Graph, case: Case, profile: Profile, rank: int, parts: int) -> None:
         self._graph, self._profile, self._rank = graph, profile, rank
-        self._rows, self._host = case.rows[rank], f"host:{rank}"
+        self._rows, self._host = chunk_sizes(case.rows[rank], parts), f"host:{rank}"
 
     def backward(self, count: int) -> list[int]:
         """Append this rank's tasks up to backward; return, for each bucket, the index of the task it waits for.
 
-        `count` is the number of buckets of gradients.
+        `count` is the number of buckets of gradients, which only the last micro-batch reduces.
         """
-        graph, profile, i, rows = self._graph, self._profile, self._rank, self._rows
-        at = graph.add(Phase.SCATTER, i, f"copy:host:{i}", rows * profile.input_bytes, "bytes")
+        graph, profile, i = self._graph, self._profile, self._rank
+        at = graph.add(Phase.SCATTER, i, f"copy:host:{i}", sum(self._rows) * profile.input_bytes, "bytes")
+        for rows in self._rows[:-1]:
+            at = self._pass(rows, 1, at)[-1]
+        return self._pass(self._rows[-1], count, at)
+
+    def _pass(self, rows: int, count: int, at: int) -> list[int]:
+        """Append forward, loss and backward on `rows` rows after the task `at`; return backward's `count` parts."""
+        graph, profile, i = self._graph, self._profile, self._rank
         forward = (rows * profile.forward_flop, "flop")
         at = graph.launch(Phase.FORWARD, i, self._host, profile.forward_launches, forward, [at])
         at = graph.add(Phase.LOSS, i, f"device:{i}", rows * profile.output_bytes, "bytes", [at])

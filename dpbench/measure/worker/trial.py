@@ -119,15 +119,18 @@ def prepare(case: Case, strategy: Strategy, rank: RankPlace | None = None) -> Pr
 
 
 def _devices(case: Case, strategy: Strategy, rank: RankPlace | None) -> list[Device]:
-    """Open the devices of the case and return them; with `rank`, return only the device of this rank."""
+    """Open the devices of the case and return them; with `rank`, return only the devices of this rank."""
+    each = strategy.traits.devices_per_replica
     devices = open_devices(
-        case.device_kind, case.devices if rank is None else rank.place + 1, ids=case.device_ids,
+        case.device_kind, case.devices if rank is None else (rank.place + 1) * each, ids=case.device_ids,
         placement=case.placement, shared_stream=strategy.traits.shared_stream, own_processes=rank is not None,
     )  # fmt: skip
     if rank is None:
         return devices
-    devices[rank.place].index = rank.rank  # phases and memory are recorded by rank
-    return [devices[rank.place]]
+    mine = devices[rank.place * each :]
+    for number, device in enumerate(mine, start=rank.rank * each):
+        device.index = number  # phases and memory are recorded by the device's place among those of all ranks
+    return mine
 
 
 def _verify(case: Case, strategy: Strategy, devices: Sequence[Device], *, buffers: bool) -> Verified:
@@ -136,7 +139,9 @@ def _verify(case: Case, strategy: Strategy, devices: Sequence[Device], *, buffer
     Return the result. Raises Unverified if the gradients are wrong.
     """
     model = models.load(case.model, case.size, case.seed)
-    verdict = verification.check(strategy.start, case, model, devices, precision_of, buffers=buffers)
+    verdict = verification.check(
+        strategy.start, case, model, devices, precision_of, split=strategy.split, buffers=buffers
+    )
     if verdict.verified is Verified.NO:
         raise Unverified(f"the case was not timed, because its gradients are wrong: {verdict}")
     return verdict.verified
@@ -273,7 +278,10 @@ def _caught(case: Case, do: Callable[[], Trial]) -> Trial:
     try:
         return do()
     except RanksFailed as failed:
-        return _failed(case, replace(failed.failures[0], reason=str(failed)))
+        first = failed.failures[0]
+        # a rank with several devices does not tell which of them ran out of memory
+        device = first.device if case.traits.devices_per_replica == 1 else None
+        return _failed(case, replace(first, reason=str(failed), device=device))
     except BaseException as error:
         return _failed(case, of_error(error, device_ids=case.device_ids))
 

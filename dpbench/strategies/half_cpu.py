@@ -1,0 +1,49 @@
+"""Part CPU and part GPU: the first half of the layers is on the host, the second half on one accelerator.
+
+`_layers` describes how the layers are divided. The phase `scatter` of the accelerator is the copy of the activations
+from the host, and the phase `gather` of the host is the copy of their gradients back. Before that copy, which waits for
+the accelerator in any case, the host waits for the accelerator, so that `gather` contains the copy alone. The input of
+the first layer stays on the host. The phases of the host's layers are those of the device HOST.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from dpbench.hardware.device import Device
+from dpbench.records import HOST, Case, Mark
+from dpbench.strategies import Parallelism, Step, Strategy, Traits
+
+if TYPE_CHECKING:
+    from dpbench.models import Model
+
+
+class HalfCpu(Strategy):
+    """The strategy that trains on the host and one accelerator, each of which has half of the layers."""
+
+    traits = Traits(parallelism=Parallelism.NONE)
+
+    def skip(self, case: Case) -> str:
+        """Return the reason why this strategy cannot run a case (it has no accelerator beside the host), or ""."""
+        if case.device_kind == "cpu":
+            return "half_cpu needs an accelerator beside the host; without a GPU, give --device-kind emulated"
+        if case.precision != "fp32":
+            return f"half_cpu runs in fp32 only: autocast to {case.precision} is set for one kind of device"
+        return ""
+
+    @contextmanager
+    def start(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Step]:
+        """Place the layers on the host and the accelerator, and yield the training step.
+
+        Raises ValueError if the module has fewer than two layers.
+        """
+        from dpbench.hardware.devices.host import CpuDevice
+        from dpbench.strategies._layers import SpreadStep, spread
+
+        with spread(case, model, [CpuDevice(HOST), devices[0]], mark) as flow:
+            yield SpreadStep(case, model, flow, mark)
+
+
+STRATEGY = HalfCpu()
