@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from dpbench.engine import legal
-from dpbench.engine.errors import Refused
+from dpbench.engine.errors import Refused, call_on
 from dpbench.engine.gather import gather, target_of
 from dpbench.engine.legal import Identity
 from dpbench.engine.parallel_apply import parallel_apply
@@ -84,7 +84,7 @@ def run_pieces(
     if len(devices) == 1:
         check_placement(module, devices[0])
         with devices[0].guard(), mark(Phase.FORWARD, devices[0].index):
-            return module(*arguments[0], **keywords[0])
+            return call_on(devices[0], module, arguments[0], keywords[0])
     detach = not torch.is_grad_enabled()
     replicas = replicate(module, used, detach=detach, mark=mark, on_reduce=on_reduce)
     outputs = parallel_apply(replicas, arguments, keywords, used, compat=compat, mark=mark)
@@ -200,7 +200,7 @@ class DataParallel(nn.Module):
         arguments, keywords = self.scatter(inputs, kwargs, self.device_ids)
         if len(self.devices) == 1:
             check_placement(self.module, self.devices[0])
-            return self.module(*arguments[0], **keywords[0])
+            return call_on(self.devices[0], self.module, arguments[0], keywords[0])
         with IntraOp(self.devices):
             replicas = self.replicate(self.module, self.device_ids[: len(arguments)])
             outputs = self.parallel_apply(replicas, arguments, keywords)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+
+import torch
+from torch import nn
 
 from dpbench.hardware.device import Device
 
@@ -34,6 +38,29 @@ def in_replica(error: BaseException, replica: int, device: Device) -> BaseExcept
     error.add_note(f"in replica {replica} on device {device.name}")
     error.__dict__[_REPLICA] = replica
     return error
+
+
+def call_on(device: Device, module: Any, arguments: Iterable[Any], keywords: Mapping[str, Any]) -> Any:
+    """Call a replica on `device`, and return its output; a RuntimeError gets the hints of `_left_behind` as notes."""
+    try:
+        return module(*arguments, **keywords)
+    except RuntimeError as error:
+        for hint in _left_behind(module, device):
+            error.add_note(hint)
+        raise
+
+
+def _left_behind(module: Any, device: Device) -> Iterator[str]:
+    """Yield a hint for each tensor of a replica that is not on `device`, because it is a plain attribute."""
+    for name, part in module.named_modules() if isinstance(module, nn.Module) else ():
+        for key, value in vars(part).items():
+            if isinstance(value, torch.Tensor) and value.device != device.torch_device:
+                where = f"{name}.{key}" if name else key
+                yield (
+                    f"hint: the attribute {where} is a tensor on {value.device}, and neither a parameter nor a buffer, "
+                    f"so it stays there; if forward needs it on {device.torch_device}, register it: "
+                    f"module.register_buffer({key!r}, tensor)"
+                )
 
 
 def replica_of(error: BaseException) -> int | None:

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules import module as module_hooks
 
+from dpbench.engine.errors import call_on
 from dpbench.hardware.device import Device
 from dpbench.records import Mark, Phase
 
@@ -309,7 +310,7 @@ class LocalLoss:
             if self._recorded:
                 self.outputs[i], total = self._recorded[i].forward(self._pieces[i])
             else:
-                self.outputs[i], total = self._replicas[i](*inputs), None
+                self.outputs[i], total = call_on(device, self._replicas[i], inputs, {}), None
         if not self._summed.splits(self.outputs[i], target):
             return
         with mark(Phase.LOSS, device.index):
@@ -357,7 +358,7 @@ class LocalLoss:
         """Run replica i's forward and backward; `weight` must be known."""
         (inputs, target), device, mark = self._pieces[i], self._devices[i], self._mark
         with mark(Phase.FORWARD, device.index):
-            output = self._replicas[i](*inputs)
+            output = call_on(device, self._replicas[i], inputs, {})
         with mark(Phase.LOSS, device.index):
             self._totals[i] = self._summed.total(output, target)
         del output

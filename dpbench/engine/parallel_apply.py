@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from dpbench.engine.containers import devices_of
-from dpbench.engine.errors import in_replica
+from dpbench.engine.errors import call_on, in_replica
 from dpbench.engine.workers import NOTHING, Context, Spawn, Workers, capture
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices import Devices, as_devices
@@ -182,6 +182,6 @@ def parallel_apply(
     def call(i: int) -> Any:
         arguments = inputs[i] if isinstance(inputs[i], tuple | list) else (inputs[i],)
         with mark(Phase.FORWARD, devices[i].index):
-            return modules[i](*arguments, **kwargs[i])
+            return call_on(devices[i], modules[i], arguments, kwargs[i])
 
     return run_on_devices(call, devices, workers, compat=compat, starting=mark(Phase.FORWARD, HOST))
