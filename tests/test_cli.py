@@ -42,6 +42,8 @@ LISTS = {
         (["run", "--batch-sizes", "64", "--batch-per-device", "8"], ["strong", "weak"]),
         (["run", "--device-kind", "cpu", "--device-ids", "0,1"], ["--device-ids", "CPU"]),
         (["run", "--device-kind", "cpu", "--placement", "colocated"], ["colocated", "spread"]),
+        (["run", "--device-ids", "first"], ["first", "0,1", "GPU-"]),
+        (["run", "--device-ids", "GPU-00"], ["GPU-00", "0 GPUs", "none"]),
         (["run", "--device-kind", "tpu"], ["tpu", "cpu", "cuda"]),
         (["run", "--size", "huge"], ["huge", "small", "full"]),
         (["run", "--rounds", "0"], ["--rounds", "0"]),

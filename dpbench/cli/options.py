@@ -121,6 +121,22 @@ class Switches(click.ParamType[tuple[bool, ...]]):
         return tuple(known[part] for part in parts)
 
 
+class DeviceIds(click.ParamType["tuple[int | str, ...]"]):
+    """A comma-separated list of GPUs: CUDA ordinals, or UUIDs, which may be abbreviated."""
+
+    name = "0,1,...|GPU-..."
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        """Split at commas; fail on an empty list and on a part that is neither an integer nor begins with GPU-."""
+        if isinstance(value, tuple):
+            return value
+        parts = [part.strip() for part in value.split(",") if part.strip()]
+        wrong = [part for part in parts if not (part.isdigit() or part.startswith("GPU-"))]
+        if wrong or not parts:
+            self.fail(f"{value!r} is not a list of GPUs, such as 0,1 or GPU-8d3e,GPU-41fa", param, ctx)
+        return tuple(int(part) if part.isdigit() else part for part in parts)
+
+
 class Rounds(click.ParamType["int | str"]):
     """A number of rounds, or `auto`."""
 
@@ -153,7 +169,7 @@ def cases_of(options: dict[str, Any], cluster: Cluster | None = None) -> tuple[l
     Options that are not given have defaults for this machine.
     `cluster` has the ranks of a launch by torchrun or srun, whose numbers are then the default numbers of devices.
     """
-    from dpbench.hardware.nvml import cuda_device_count
+    from dpbench.hardware.nvml import cuda_device_count, cuda_ordinals
     from dpbench.hardware.provenance import torch_has_cuda, usable_cores
     from dpbench.records import plan, registry
 
@@ -168,7 +184,8 @@ def cases_of(options: dict[str, Any], cluster: Cluster | None = None) -> tuple[l
     for axis, option in (("strategies", "strategies"), ("own_strategies", "strategy"), ("schedules", "schedules")):
         if options["ladder"] and options[axis]:
             raise click.UsageError(f"--ladder selects the strategies and the schedules: leave out --{option}")
-    gpus = len(options["device_ids"]) or cuda_device_count()
+    ids = tuple(cuda_ordinals([one])[0] if isinstance(one, str) else one for one in options["device_ids"])
+    gpus = len(ids) or cuda_device_count()
     kind = options["device_kind"] or ("cuda" if gpus and torch_has_cuda() else "cpu")
     # the default sweep has four devices at most: its time grows with their number
     available = {"cuda": gpus, "cpu": min(usable_cores(), 4), "emulated": 4}[kind]
@@ -178,7 +195,7 @@ def cases_of(options: dict[str, Any], cluster: Cluster | None = None) -> tuple[l
     devices = options["devices"] or (cluster.counts() if cluster else plan.default_devices(available, placement))
     swept = {
         "models": (*(options["models"] or (() if options["own"] else ("mlp", "resnet18"))), *options["own"]),
-        "devices": devices, "device_ids": options["device_ids"], "device_kind": kind, "placement": placement,
+        "devices": devices, "device_ids": ids, "device_kind": kind, "placement": placement,
         "batch_sizes": options["batch_sizes"] or (() if options["batch_per_device"] else (64,)),
         "batch_per_device": options["batch_per_device"] or (), "size": options["size"],
         "precision": options["precision"], "device_memory_bytes": options["device_memory"],

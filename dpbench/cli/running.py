@@ -15,6 +15,7 @@ from dpbench.cli.options import (  # fmt: skip
     EXIT_USAGE,
     REPORT,
     Bytes,
+    DeviceIds,
     Names,
     Numbers,
     Rounds,
@@ -69,7 +70,12 @@ SELF_CHECK_SCALE = 1.0
     type=Numbers(),
     help="Numbers of devices.  [default: 1,2,4,8, up to the available GPUs; at most 4 without GPUs; colocated: 1,2]",
 )
-@click.option("--device-ids", type=Numbers(), default=(), help="Indices of the GPUs to use.  [default: from 0]")
+@click.option(
+    "--device-ids",
+    type=DeviceIds(),
+    default=(),
+    help="The GPUs to use, in order, by index or by UUID, which may be abbreviated.  [default: from 0]",
+)
 @click.option("--device-kind", type=click.Choice(["cpu", "cuda", "emulated"]), help="[default: cuda if there is a GPU]")
 @click.option("--placement", type=click.Choice(["spread", "colocated"]), help="colocated: replicas share one GPU.")
 @click.option("--batch-sizes", type=Numbers(), help="Global batch sizes (strong scaling).  [default: 64]")

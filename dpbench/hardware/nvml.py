@@ -186,6 +186,25 @@ def cuda_device_count(library: Library = None) -> int:
         return 0 if nvml is None else len(nvml.gpus)
 
 
+def cuda_ordinals(uuids: Sequence[str], library: Library = None) -> list[int]:
+    """Return the CUDA ordinals of the GPUs with these UUIDs, which may be abbreviated, without loading CUDA.
+
+    Raises LookupError for a UUID that does not belong to exactly one GPU that is visible to CUDA.
+    """
+    with open_nvml(library) as nvml:
+        known = [gpu.uuid for gpu in nvml.gpus] if nvml else []
+    found = []
+    for uuid in uuids:
+        matches = [ordinal for ordinal, one in enumerate(known) if one.startswith(uuid)]
+        if len(matches) != 1:
+            raise LookupError(
+                f"--device-ids {uuid} matches {len(matches)} GPUs that are visible to CUDA, which are: "
+                f"{', '.join(known) or 'none'}"
+            )
+        found += matches
+    return found
+
+
 def cuda_visible(visible: str | None, uuids: Sequence[str]) -> tuple[int, ...]:
     """Return the positions in `uuids` of the GPUs that CUDA would show, in CUDA's order.
 
