@@ -246,6 +246,49 @@ FAULTS = (
         "isinstance(error, MemoryError)",
         ("tests/test_ranks.py::test_lack_of_memory_and_lost_peers_are_told_apart_by_type",),
     ),
+    # -- launches
+    Fault(
+        "clock-of-another-machine",
+        "times of another machine are shifted to rank 0's clock",
+        "shifted(answers[rank].trials[0], -offsets[rank].seconds)",
+        "shifted(answers[rank].trials[0], offsets[rank].seconds)",
+        ("tests/test_hosts.py::test_a_trial_over_two_machines_has_one_clock_and_the_facts_of_both",),
+    ),
+    Fault(
+        "offset-drift",
+        "the error of a clock's offset covers the drift between two measurements",
+        "max(self.error_s, later.error_s) + abs(later.seconds - self.seconds) / 2",
+        "max(self.error_s, later.error_s)",
+        ("tests/test_hosts.py::test_the_error_of_a_clocks_offset_covers_its_drift",),
+    ),
+    Fault(
+        "busiest-machine",
+        "the load of the busiest machine counts",
+        "load = max(loads, key=lambda one: one.taken, default=None)",
+        "load = min(loads, key=lambda one: one.taken, default=None)",
+        ("tests/test_hosts.py::test_a_trial_over_two_machines_has_one_clock_and_the_facts_of_both",),
+    ),
+    Fault(
+        "key",
+        "a rank without the key gets no channel",
+        "for prove_to in (deliver_challenge, answer_challenge) if first else (answer_challenge, deliver_challenge):",
+        "for prove_to in ():",
+        ("tests/test_hosts.py::test_only_who_knows_the_key_gets_a_channel_and_messages_are_data",),
+    ),
+    Fault(
+        "slow-machine",
+        "a machine is called slow on the evidence of an interval only",
+        "return not self.ratio.doubt and self.ratio.low > SLOW",
+        "return self.ratio.value > SLOW",
+        ("tests/test_hosts.py::test_no_machine_is_called_slow_without_evidence",),
+    ),
+    Fault(
+        "one-machine",
+        "hosts on one machine are labelled COLOCATED",
+        "len({host.machine for host in trial.hosts}) < len(trial.hosts)",
+        "False",
+        ("tests/test_hosts.py::test_hosts_on_one_machine_are_labelled_colocated",),
+    ),
     # -- hardware and store
     Fault(
         "nvml-ordinal",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import socket
 import threading
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from multiprocessing import AuthenticationError
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,15 @@ from typing import Any
 import pytest
 
 from dpbench.analysis import hosts
+from dpbench.analysis.summary import labels
+from dpbench.hardware.foreign_load import Load, during
 from dpbench.measure import channel, jobs, launch
+from dpbench.measure.agent import Answer, Member
+from dpbench.measure.cluster import Cluster
 from dpbench.measure.launch import Launch, LaunchError
 from dpbench.measure.merging import merge, shifted
-from dpbench.measure.peers import Offset
-from dpbench.records import HOST, Case, Memory, Phase, Sample, Span, Step, Trial, host_device
+from dpbench.measure.peers import Offset, Peer, Peers
+from dpbench.records import HOST, Case, Effort, Memory, Phase, Sample, Span, Step, Trial, host_device
 from dpbench.records.trial import ALONE, HOSTS, Host
 
 TORCHRUN = {
@@ -167,6 +172,75 @@ def test_the_error_of_a_clocks_offset_covers_its_drift() -> None:
     assert found.error_s == pytest.approx(0.002 + 0.005)
 
 
+class Standing(Peers):
+    """Ranks whose answers are known: rank 1 is on another machine, whose clock is ahead."""
+
+    def __init__(self, ahead_s: float) -> None:
+        members = [
+            Member(rank=n, node=n, host=name, machine=f"boot {name}", pid=1, sees="", facts={})
+            for n, name in enumerate(("a", "b"))
+        ]
+        super().__init__([standing(member) for member in members])
+        self.ahead_s, self.asked = ahead_s, {}
+
+    def ask(self, work: Any, *, timeout_s: float | None = None) -> dict[int, Answer]:
+        self.asked = work
+        parts = {0: part(0), 1: shifted(part(1, late_s=0.25), self.ahead_s)}
+        loads = {
+            0: Load(foreign=0.0, steal=0.0, cores=2, seconds=1.0),
+            1: Load(foreign=0.5, steal=0.0, cores=2, seconds=1.0),
+        }
+        seen = {n: (Sample(self.ahead_s * n + 13.0, HOST, "cpu_ratio", 0.5),) for n in parts}
+        return {n: Answer(turn=1, trials=(parts[n],), samples=seen[n], load=loads[n]) for n in work}
+
+    def offset(self, peer: Peer) -> Offset:
+        assert peer.number == 1, "ranks on rank 0's machine share its clock"
+        return Offset(self.ahead_s, 0.001)
+
+
+def standing(member: Member) -> Peer:
+    found = Peer(member.rank, member, None)
+    found.lost = ""
+    return found
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    found = Cluster.__new__(Cluster)
+    found._launch = Launch(rank=0, size=2, node=0, host="a", leader="a", id="1", by="torchrun")
+    found._interface, found._address, found._peers = "lo", "127.0.0.1", Standing(1000.0)
+    with socket.socket() as found._reserved:
+        found._reserved.bind(("127.0.0.1", 0))
+        yield found
+
+
+def test_a_trial_over_two_machines_has_one_clock_and_the_facts_of_both(cluster: Cluster) -> None:
+    (trial,) = cluster.run_together([CASE], Effort(), 0, 30.0)
+    assert trial.steps == part(0).steps, "rank 1's times are on rank 0's clock"
+    assert {one.device for one in trial.spans} == {0, 1}
+    assert [one for one in trial.samples if one.metric == "cpu_ratio"] == [
+        Sample(13.0, host_device(1), "cpu_ratio", 0.5)
+    ], "the run samples the first machine itself"
+    assert during(trial).foreign == 0.5, "the busiest machine counts"
+    assert trial.provenance["clock_error_s"] == 0.001
+    assert [(host.name, host.ranks) for host in trial.hosts] == [("a", (0,)), ("b", (1,))]
+    seats = [work.request.seat for work in cluster._peers.asked.values()]
+    assert [(seat.rank, seat.size, seat.place) for seat in seats] == [(0, 2, 0), (1, 2, 0)]
+
+
+def test_a_case_of_more_ranks_than_the_launch_has_says_so(cluster: Cluster) -> None:
+    (trial,) = cluster.run_together([replace(CASE, devices=4)], Effort(), 0, 30.0)
+    assert (trial.status.value, trial.reason) == (
+        "failed", "the case needs 4 ranks, and the launch has 2: start more processes",
+    )  # fmt: skip
+
+
+def test_default_cases_use_one_rank_one_machine_and_all(cluster: Cluster) -> None:
+    assert cluster.counts() == (1, 2)
+    assert [cluster.placed(replace(CASE, devices=n, hosts=1)).hosts for n in (1, 2)] == [1, 2]
+    assert cluster.placed(Case(model="mlp", strategy="single", batch_size=8)).hosts == 1
+
+
 # -- sentences
 
 
@@ -190,6 +264,13 @@ def test_a_slow_machine_is_named_with_its_ratio_and_interval() -> None:
 )
 def test_no_machine_is_called_slow_without_evidence(ratios: tuple[float, ...]) -> None:
     assert hosts.sentences([alone(n, ratio) for n, ratio in enumerate(ratios)]) == []
+
+
+def test_hosts_on_one_machine_are_labelled_colocated() -> None:
+    apart = alone(0, 1.0)
+    together = replace(apart, provenance={HOSTS: [asdict(replace(host, machine="boot")) for host in TWO]})
+    assert "COLOCATED" not in labels(apart)
+    assert "COLOCATED" in labels(together)
 
 
 def facts(**host: Any) -> dict[str, Any]:

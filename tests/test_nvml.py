@@ -208,7 +208,7 @@ def test_gpu_that_fell_off_the_bus_is_left_out():
 
 def test_a_uuid_is_the_gpu_that_cuda_shows_under_its_ordinal(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert nvml.cuda_ordinals([UUIDS[2], UUIDS[0][:8]], recorded("h100_x4")) == [2, 0]
+    assert nvml.cuda_ordinals([UUIDS[2], UUIDS[0][:10]], recorded("h100_x4")) == [2, 0]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,2")
     assert nvml.cuda_ordinals([UUIDS[2]], recorded("h100_x4")) == [1], "the order is that of CUDA"
     with pytest.raises(LookupError, match=f"{UUIDS[0]} matches 0 GPUs .* {UUIDS[3]}, {UUIDS[2]}"):
