@@ -25,7 +25,7 @@ from dpbench.measure.request import Job, Request, Seat
 from dpbench.measure.server import START_LIMIT_S, as_trials
 from dpbench.records import HOST, Case, Effort, Sample, Status, Trial, host_device
 from dpbench.records.registry import Role
-from dpbench.records.trial import ALONE, HOSTS, Failure, Host, in_order
+from dpbench.records.trial import ALONE, HOSTS, Failure, Host, cause_of
 
 TIMEOUT_S = 60.0
 """The longest time in seconds that a rank waits for its peers, if a third of the trial's limit is not shorter."""
@@ -249,7 +249,7 @@ class Cluster:
 
     def _failed(self, request: Request, failures: Sequence[Failure]) -> Trial:
         """Return the trial of a case in which ranks failed, with the cause named first."""
-        (case,), cause = request.cases, in_order(failures)[0]
+        (case,), cause = request.cases, cause_of(failures, request.cases[0])
         assert cause.rank is not None
         return Trial(
             case=case, status=cause.status, reason=f"{self._peers[cause.rank]}: {cause.reason}", round=request.round,

@@ -370,3 +370,12 @@ def in_order(failures: Sequence[Failure]) -> tuple[Failure, ...]:
     if by_time and by_time[0].perhaps_secondary and causes:
         return causes[0], *(one for one in by_time if one is not causes[0])
     return tuple(by_time)
+
+
+def cause_of(failures: Sequence[Failure], case: Case) -> Failure:
+    """Return the failure of the ranks of a case that likely caused the others.
+
+    It has no device if each rank has several devices, because a rank does not tell which of them ran out of memory.
+    """
+    first = in_order(failures)[0]
+    return first if case.traits.devices_per_replica == 1 else replace(first, device=None)

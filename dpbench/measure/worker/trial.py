@@ -35,7 +35,7 @@ from dpbench.measure.worker import loaders, memory, selfcheck
 from dpbench.measure.worker.bench import PreparedCase, run_timers, start_timer
 from dpbench.models import Model, positional
 from dpbench.records import HOST, Case, Effort, Memory, Status, Trial, Verified, no_mark
-from dpbench.records.trial import Failure
+from dpbench.records.trial import Failure, cause_of
 from dpbench.strategies import Strategy, load, precision_of
 
 BATCHES = 4
@@ -278,10 +278,7 @@ def _caught(case: Case, do: Callable[[], Trial]) -> Trial:
     try:
         return do()
     except RanksFailed as failed:
-        first = failed.failures[0]
-        # a rank with several devices does not tell which of them ran out of memory
-        device = first.device if case.traits.devices_per_replica == 1 else None
-        return _failed(case, replace(first, reason=str(failed), device=device))
+        return _failed(case, replace(cause_of(failed.failures, case), reason=str(failed)))
     except BaseException as error:
         return _failed(case, of_error(error, device_ids=case.device_ids))
 
