@@ -99,7 +99,9 @@ def test_strategies_with_processes_or_threads_of_their_own_are_known_to_the_plan
 
     for name in registry.names("strategies"):
         traits = registry.traits(name)
-        assert traits.alone == (name.startswith("ddp") or name in ("fsdp", "single_all_cores")), name
+        assert traits.alone == (
+            name.startswith("ddp") or name in ("fsdp", "model_parallel_pipelined", "single_all_cores")
+        ), name
 
 
 @pytest.mark.slow
@@ -136,10 +138,10 @@ def test_side_by_side_one_that_cannot_run_or_is_wrong_leaves_the_others_alone(tm
 
     verify = trial._verify
 
-    def wrong(case, *rest):
+    def wrong(case, *rest, **named):
         if case == DP:
             raise trial.Unverified("the case was not timed, because its gradients are wrong: fc1")
-        return verify(case, *rest)
+        return verify(case, *rest, **named)
 
     monkeypatch.setattr(trial, "_verify", wrong)
     done = trial.run_together([DP, SINGLE], small, tmp_path)
