@@ -263,3 +263,20 @@ def test_inputs_of_unlike_length_are_refused_even_where_they_make_as_many_pieces
 def test_ids_that_are_no_list_are_refused_with_the_way_out() -> None:
     with pytest.raises(ValueError, match=r"must be a list such as \['cpu'\]"):
         dpbench.DataParallel(nn.Linear(1, 1), "cpu")
+
+
+def test_the_replicas_of_a_module_compiled_in_place_have_their_own_weights() -> None:
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.weight.sum()
+
+    module = Sum()
+    module.compile(backend="eager")
+    first, second = replicate(module, ["cpu", "cpu"])
+    second.weight.data.fill_(7.0)
+    x = torch.ones(1)
+    assert (module(x).item(), first(x).item(), second(x).item()) == (2.0, 2.0, 14.0)
