@@ -71,7 +71,7 @@ def test_tensors_that_do_not_fit_are_refused_with_torchs_message(beside_torch: N
     torchs, compat, mine = errors(lambda x: x.new_zeros(2, 3 if x.get_device() else 2), torch.zeros(4))
     assert torchs[0] is compat[0] is mine[0] is RuntimeError
     assert mine[1].startswith(torchs[1])
-    assert "the output may differ between replicas along dim 0 only" in mine[1]
+    assert "the output may differ between replicas only along dim 0" in mine[1]
 
 
 def test_outputs_left_on_the_host_are_refused(beside_torch: None) -> None:

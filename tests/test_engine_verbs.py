@@ -261,7 +261,7 @@ def test_inputs_of_unlike_length_are_refused_even_where_they_make_as_many_pieces
 
 
 def test_ids_that_are_no_list_are_refused_with_the_way_out() -> None:
-    with pytest.raises(ValueError, match=r"must be a list such as \['cpu'\]"):
+    with pytest.raises(ValueError, match=r"must be a list of ids, but is 'cpu'; give \['cpu'\]"):
         dpbench.DataParallel(nn.Linear(1, 1), "cpu")
 
 

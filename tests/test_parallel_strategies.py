@@ -277,6 +277,7 @@ def test_gradient_accumulation_reduces_the_gradients_once_per_step(tmp_path: Pat
     assert ranks.run(entry, 2, tmp_path, "gloo") == [{"reductions": 1.0, "forwards": 2}] * 2
 
 
+@pytest.mark.slow
 def test_a_rank_with_two_devices_has_half_of_the_layers_on_each(tmp_path: Path) -> None:
     case = replace(DDP, strategy="ddp_model_parallel", devices=4)
     assert case.rows == (4, 4)
@@ -304,6 +305,7 @@ def test_strategies_say_why_they_cannot_run_a_case(strategy: str, changed: dict[
     assert load(strategy).skip(replace(DDP, strategy=strategy, devices=2, batch_size=8, device_kind="cuda")) == ""
 
 
+@pytest.mark.slow
 def test_a_rank_that_runs_out_of_memory_does_not_name_one_of_its_two_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
