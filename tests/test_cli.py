@@ -57,6 +57,7 @@ LISTS = {
         (["run", "--strategies", "dp", "--schedules", "refrence"], ["refrence", "reference"]),
         (["run", "--ladder", "--schedules", "cached"], ["--ladder", "leave out --schedules"]),
         (["run", "--ladder", "--strategies", "dp"], ["--ladder", "leave out --strategies"]),
+        (["run", "--scenario", "seeds", "--devices", "2"], ["--scenario", "leave out --devices"]),
         (["run", "--ladder", "--devices", "1"], ["ladder", "--devices 2"]),
         (["run", "--schedules", "workers=pool,workers=serial"], ["workers twice", "';'", "option twice"]),
         (["run", "--schedules", "pool;graphs=on", "--device-kind", "cpu"], ["graphs=on", "needs cuda"]),

@@ -51,7 +51,7 @@ AUTO_BUDGET_S = 300.0
 
 
 AXES = (
-    "models", "own", "strategies", "own_strategies", "schedules", "ladder", "devices", "batch_sizes",
+    "scenario", "models", "own", "strategies", "own_strategies", "schedules", "ladder", "devices", "batch_sizes",
     "batch_per_device",
 )  # fmt: skip
 """The options that select cases. If none of them is given, a run is short and uses default cases."""
@@ -131,8 +131,9 @@ class DeviceIds(click.ParamType["tuple[int | str, ...]"]):
         if isinstance(value, tuple):
             return value
         parts = [part.strip() for part in value.split(",") if part.strip()]
-        wrong = [part for part in parts if not (part.isdigit() or part.startswith("GPU-"))]
-        if wrong or not parts:
+        if not parts:
+            self.fail(f"{value!r} is an empty list; {EMPTY}", param, ctx)
+        if not all(part.isdigit() or part.startswith("GPU-") for part in parts):
             self.fail(f"{value!r} is not a list of GPUs, such as 0,1 or GPU-8d3e,GPU-41fa", param, ctx)
         return tuple(int(part) if part.isdigit() else part for part in parts)
 
@@ -201,7 +202,14 @@ def cases_of(options: dict[str, Any], cluster: Cluster | None = None) -> tuple[l
         "precision": options["precision"], "device_memory_bytes": options["device_memory"],
         "inputs": options["inputs"], "read_loss": options["read_loss"],
     }  # fmt: skip
-    if options["ladder"]:
+    if options["scenario"]:
+        for axis in ("strategies", "schedules", "ladder", "devices", "device_ids", "batch_per_device"):
+            if options[axis]:
+                name = axis.replace("_", "-")
+                raise click.UsageError(f"--scenario selects the cases: leave out --{name}")
+        chosen = {"models": swept["models"] if options["models"] or options["own"] else ("mlp",)}
+        cases = plan.seeds(kind, **chosen, batch_sizes=swept["batch_sizes"], size=options["size"])
+    elif options["ladder"]:
         swept["devices"] = options["devices"] or (max(2, *devices),)
         cases = plan.ladder(**swept)
         cases += plan.engine_cost(**swept) if kind == "cpu" else []

@@ -66,6 +66,12 @@ SELF_CHECK_SCALE = 1.0
     "Uses all available devices unless --devices is given; two models take about five minutes.",
 )
 @click.option(
+    "--scenario",
+    type=click.Choice(["seeds"]),
+    help="Measure the situations in which people meet multi-GPU training: every strategy, habits of a training loop, "
+    "and precisions, on two devices; about five minutes.  [default model: mlp]",
+)
+@click.option(
     "--devices",
     type=Numbers(),
     help="Numbers of devices.  [default: 1,2,4,8, up to the available GPUs; at most 4 without GPUs; colocated: 1,2]",

@@ -90,6 +90,26 @@ def ladder(*, devices: Sequence[int], device_kind: str = "cpu", **axes: Any) -> 
     return list(dict.fromkeys([*cases, *(case for case in limits if replace(case, options=()) not in cases)]))
 
 
+def seeds(device_kind: str, **axes: Any) -> list[Case]:
+    """Return the cases of the situations in which people meet multi-GPU training, on two devices and `device_kind`.
+
+    They are: every strategy; where the batch is before the step, and how often the loss is read; and bf16. For a CPU,
+    strategies of one process also run on emulated devices. `axes` are further axes of `sweep`.
+    """
+    found = []
+    for name in registry.names("strategies"):
+        replicas = 2 * registry.traits(name).devices_per_replica
+        found += sweep(strategies=(name,), devices=(replicas,), device_kind=device_kind, **axes)
+    usual = {"strategies": default_strategies(device_kind), "devices": (2,), "device_kind": device_kind, **axes}
+    found += sweep(read_loss=(1, 10), **usual) + sweep(precision="bf16", **usual)
+    if device_kind == "cuda":
+        return list(dict.fromkeys([*found, *sweep(inputs=INPUTS, **usual)]))
+    emulated = {"devices": (2,), "device_kind": "emulated", **axes}
+    found += sweep(strategies=registry.names("strategies"), **emulated)
+    found += sweep(strategies=default_strategies("emulated"), inputs=("pinned", "device"), **emulated)
+    return list(dict.fromkeys(case for case in found if case.device_kind != "emulated" or not case.traits.ranks))
+
+
 def limit(case: Case) -> Case | None:
     """Return the limit of a case: the case in which a device runs its share of the batch alone and without a wrapper.
 
