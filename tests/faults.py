@@ -271,9 +271,16 @@ FAULTS = (
     Fault(
         "key",
         "a rank without the key gets no channel",
-        "for prove_to in (deliver_challenge, answer_challenge) if first else (answer_challenge, deliver_challenge):",
-        "for prove_to in ():",
+        "if not hmac.compare_digest(plain._read(32), other):",
+        "if not plain._read(32):",
         ("tests/test_hosts.py::test_only_who_knows_the_key_gets_a_channel_and_messages_are_data",),
+    ),
+    Fault(
+        "frames",
+        "a message that was inserted, changed or repeated on the way is refused",
+        "if not hmac.compare_digest(code, self._code(self._theirs, self._received, payload)):",
+        "if not code:",
+        ("tests/test_hosts.py::test_nobody_between_two_ends_can_insert_change_or_repeat_a_message",),
     ),
     Fault(
         "slow-machine",

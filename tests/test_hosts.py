@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from multiprocessing import AuthenticationError
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from dpbench.analysis import hosts
-from dpbench.analysis.summary import labels
+from dpbench.analysis import hosts, validity
+from dpbench.analysis.summary import labels, rows
 from dpbench.hardware.foreign_load import Load, during
 from dpbench.measure import channel, jobs, launch
 from dpbench.measure.agent import Answer, Member
@@ -98,12 +99,10 @@ def meet(mine: bytes, theirs: bytes) -> tuple[Any, Any]:
             found[name] = channel.prove(end, secret, first=first)
         except (AuthenticationError, EOFError, OSError) as error:
             found[name] = error
-        finally:
             end.close()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(socket, "TCP_NODELAY", 1)
-        patch.setattr(socket.socket, "setsockopt", lambda *_: None)  # a pair of local sockets has no TCP options
+        patch.setattr(channel, "_OPTIONS", ())  # a pair of local sockets has no TCP options
         other = threading.Thread(target=prove, args=("theirs", there, theirs, False))
         other.start()
         prove("mine", here, mine, True)
@@ -121,6 +120,28 @@ def test_only_who_knows_the_key_gets_a_channel_and_messages_are_data() -> None:
     mine, theirs = meet(b"key", b"another")
     assert isinstance(mine, AuthenticationError)
     assert isinstance(theirs, AuthenticationError | EOFError | OSError)
+
+
+def test_nobody_between_two_ends_can_insert_change_or_repeat_a_message() -> None:
+    mine, theirs = meet(b"key", b"key")
+    frames: list[bytes] = []
+    mine._end = SimpleNamespace(sendall=frames.append)
+    mine.send("work", turn=1)
+    mine.send("end")
+    for wrong in (frames[1], frames[0][:-4] + b"2}]]", b"\0" * 7 + b"\x02" + b"\0" * 32 + b"[]"):
+        here, there = socket.socketpair()
+        theirs._end, theirs._received = there, 0
+        here.sendall(wrong)
+        with pytest.raises(ConnectionError, match="not from the other end"):
+            theirs.receive()
+        here.close()
+    here, theirs._end = socket.socketpair()
+    theirs._received = 0
+    here.sendall(frames[0] * 2)
+    assert theirs.receive() == ("work", {"turn": 1})
+    with pytest.raises(ConnectionError):
+        theirs.receive()
+    here.close()
 
 
 def test_the_key_is_made_once_and_nobody_else_can_read_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +198,9 @@ class Standing(Peers):
 
     def __init__(self, ahead_s: float) -> None:
         members = [
-            Member(rank=n, node=n, host=name, machine=f"boot {name}", pid=1, sees="", facts={})
+            Member(
+                rank=n, node=n, host=name, machine=f"boot {name}", pid=1, sees="", cores=(0, 1), version="1", facts={}
+            )
             for n, name in enumerate(("a", "b"))
         ]
         super().__init__([standing(member) for member in members])
@@ -199,9 +222,8 @@ class Standing(Peers):
 
 
 def standing(member: Member) -> Peer:
-    found = Peer(member.rank, member, None)
-    found.lost = ""
-    return found
+    here, _ = socket.socketpair()
+    return Peer(member.rank, member, channel.Channel(here, b"", first=True))
 
 
 @pytest.fixture
@@ -226,6 +248,34 @@ def test_a_trial_over_two_machines_has_one_clock_and_the_facts_of_both(cluster: 
     assert [(host.name, host.ranks) for host in trial.hosts] == [("a", (0,)), ("b", (1,))]
     seats = [work.request.seat for work in cluster._peers.asked.values()]
     assert [(seat.rank, seat.size, seat.place) for seat in seats] == [(0, 2, 0), (1, 2, 0)]
+
+
+def test_an_unknown_clock_fails_the_trial_and_a_poor_one_is_a_warning(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster._peers, "offset", lambda peer: Offset(1000.0, 0.06))
+    (trial,) = cluster.run_together([CASE], Effort(), 0, 30.0)
+    assert [one.name for one in validity.check(trial, 2) if not one.ok and one.name == "clock_error"]
+    monkeypatch.setattr(cluster._peers, "offset", lambda peer: Offset(0.0, float("inf")))
+    (trial,) = cluster.run_together([CASE], Effort(), 0, 30.0)
+    assert trial.status.value == "failed"
+    assert "rank 1 on b is lost" in trial.reason
+
+
+def test_memory_of_another_host_is_not_memory_of_a_device(cluster: Cluster) -> None:
+    (trial,) = cluster.run_together([CASE], Effort(), 0, 30.0)
+    (row,) = rows([trial])
+    assert row.memory == {}
+    assert row.host_bytes == 101
+
+
+def test_each_machines_ranks_are_compared_with_its_own_cores(cluster: Cluster) -> None:
+    (trial,) = cluster.run_together([CASE], Effort(), 0, 30.0)
+    checks = {one.name: one for one in validity.check(trial, 1)}
+    assert checks["oversubscribed"].ok, "one rank on the two cores of each machine, whatever rank 0 sees"
+    same = [asdict(replace(host, machine="boot", cores=1)) for host in TWO]
+    one = replace(trial, provenance={**trial.provenance, HOSTS: same})
+    assert not {check.name: check for check in validity.check(one, 8)}["oversubscribed"].ok
 
 
 def test_a_case_of_more_ranks_than_the_launch_has_says_so(cluster: Cluster) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from dpbench.analysis import stats
 from dpbench.records import Case, Trial, host_device, words
-from dpbench.records.trial import ALONE, HOSTS, Estimate
+from dpbench.records.trial import ALONE, FAILED_HOSTS, HOSTS, Estimate
 
 SLOW = 1.05
 """A machine is named as slow if the interval of its step over the fastest machine's is wholly above this ratio."""
@@ -86,6 +86,13 @@ def warnings(provenance: Mapping[str, Any]) -> Iterator[str]:
     for other in machines[1:]:
         if unlike := list(_differences(machines[0]["facts"], other["facts"])):
             yield f"{other['name']} is unlike {machines[0]['name']}: {'; '.join(unlike)}"
+
+
+def failures(trials: Sequence[Trial]) -> Iterator[str]:
+    """Yield a warning for each machine that could not run the baseline, with its reason."""
+    found = {host: reason for trial in trials for host, reason in trial.provenance.get(FAILED_HOSTS, {}).items()}
+    for host, reason in found.items():
+        yield f"{host} could not run the baseline, so that it is not compared with the other machines: {reason}"
 
 
 def unlike(trials: Sequence[Trial]) -> Iterator[str]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dpbench.analysis import stats, transfers
-from dpbench.records import HOST, UNATTRIBUTED, Case, Phase, Source, Trial, plan, registry, words
+from dpbench.records import UNATTRIBUTED, Case, Phase, Source, Trial, plan, registry, words
 from dpbench.records.registry import Role
 from dpbench.records.trial import Estimate
 from dpbench.records.work import Shapes, received, sent
@@ -81,7 +81,7 @@ def footprints(trials: Iterable[Trial]) -> list[Footprint]:
             if sample.metric == "memory_used_bytes" and 0 <= sample.device < len(trial.case.rows):
                 most[sample.device] = max(most.get(sample.device, 0), int(sample.value))
         for peak in trial.memory:
-            if peak.phase and peak.kind == "allocated" and peak.device != HOST:
+            if peak.phase and peak.kind == "allocated" and peak.device >= 0:
                 key = trial.case, trial.source
                 basis[key] = peak.source
                 held = found.setdefault(key, {}).setdefault(peak.phase, {})
@@ -274,7 +274,7 @@ def _peak(kind: str, source: str) -> Callable[[Trial], Figures]:
 
     def read(trial: Trial) -> Figures:
         found = [m for m in trial.memory if (m.kind, m.source, m.phase) == (kind, source, "")]
-        return {m.device: [m.peak_bytes] for m in found if m.device != HOST}
+        return {m.device: [m.peak_bytes] for m in found if m.device >= 0}
 
     return read
 

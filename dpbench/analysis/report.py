@@ -64,6 +64,7 @@ class Report:
             engine_costs=costs, tiles=diagnosis.tiles(rows, ladders),
             warnings=[
                 *_of_run(status, provenance), *hosts.warnings(provenance), *hosts.unlike(trials),
+                *hosts.failures(trials),
                 *diagnosis.warnings(rows, trials, provenance),
             ],
             diagnoses=findings.diagnose(rows, trials, cores), self_check=(*self_check, *engine_cost.counts(costs)),

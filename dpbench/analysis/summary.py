@@ -16,7 +16,6 @@ from dpbench.analysis import stats
 from dpbench.hardware import foreign_load
 from dpbench.records import (
     CASE_FIELDS,
-    HOST,
     UNATTRIBUTED,
     Case,
     Fault,
@@ -159,9 +158,9 @@ def _row(case: Case, trials: Sequence[Trial], series: stats.Rounds) -> Row:
         busy={device: statistics.median(values) for device, values in busy.items()},
         busy_source=source,
         occupied=_occupied(good),
-        memory={device: size for device, size in memory.items() if device != HOST},
-        memory_source=next((m.source for t in good for m in t.memory if m.device != HOST), ""),
-        host_bytes=memory.get(HOST, 0),
+        memory={device: size for device, size in memory.items() if device >= 0},
+        memory_source=next((m.source for t in good for m in t.memory if m.device >= 0), ""),
+        host_bytes=max((size for device, size in memory.items() if device < 0), default=0),
         imbalance=_imbalance(good, source) if source else None,
         memory_imbalance=_memory_imbalance(case, memory),
     )

@@ -213,9 +213,18 @@ def _oversubscribed(trial: Trial, cores: int) -> Finding | None:
     """
     if not cores or trial.case.device_kind == "emulated":
         return None
-    of_machines = Counter(host.machine for host in trial.hosts for _ in host.ranks)
-    devices = max(of_machines.values(), default=len(trial.case.rows))
+    each = trial.case.traits.devices_per_replica
+    machines = Counter(host.machine for host in trial.hosts for _ in host.ranks)
+    own = {host.machine: host.cores or cores for host in trial.hosts}
+    worst = max(machines, key=lambda machine: machines[machine] * each - own[machine], default=None)
+    devices, cores = (len(trial.case.rows) * each, cores) if worst is None else (machines[worst] * each, own[worst])
     return max(0.0, float(devices - cores)), {"devices": devices, "cores": cores}
+
+
+def _clocks(trial: Trial, cores: int) -> Finding | None:
+    """Return the largest error of another machine's clock as a fraction of the median step; None without one."""
+    error_s = trial.provenance.get("clock_error_s")
+    return (error_s / statistics.median(trial.timed), {}) if error_s and trial.timed else None
 
 
 def _peers(trial: Trial, cores: int) -> Finding | None:
@@ -249,7 +258,7 @@ def _percent(check: Check) -> str:
 def _on(check: Check) -> str:
     """Return " on GPU N" if the check is about a GPU, else an empty string."""
     device = check.about.get("device", HOST)
-    return "" if device == HOST else f" on GPU {device}"
+    return "" if device <= HOST else f" on GPU {device}"
 
 
 def _cores(check: Check) -> str:
@@ -304,6 +313,12 @@ RULES: Sequence[ValidityRule] = (
         name="oversubscribed", limit=0.0, measure=_oversubscribed,
         headline="oversubscribed: there are more devices than cores, so devices take turns and speed-ups are too low",
         item=lambda check: f"{words.count(check.about['devices'], 'device')} on {_cores(check)}",
+    ),
+    ValidityRule(
+        name="clock_error", limit=0.05, measure=_clocks,
+        headline="the clocks of the machines are compared with an error of more than 5% of the step, so phases are "
+        "uncertain",
+        item=_percent,
     ),
     ValidityRule(
         name="peer_access", limit=0.0, measure=_peers,

@@ -177,7 +177,7 @@ def cases_of(options: dict[str, Any], cluster: Cluster | None = None) -> tuple[l
     if options["profile"] and options["paired"]:
         raise click.UsageError("--profile needs one case per process: leave out --paired")
     quick = not any(options[axis] for axis in AXES)
-    for option in ("ladder", "paired", "profile", "self_check", "find_max_batch") if cluster else ():
+    for option in ("launcher", "ladder", "paired", "profile", "self_check", "find_max_batch") if cluster else ():
         if options[option]:
             raise click.UsageError(
                 f"--{option.replace('_', '-')} is for one machine: leave it out of a launch by ranks"
@@ -190,7 +190,7 @@ def cases_of(options: dict[str, Any], cluster: Cluster | None = None) -> tuple[l
     kind = options["device_kind"] or ("cuda" if gpus and torch_has_cuda() else "cpu")
     # the default sweep has four devices at most: its time grows with their number
     available = {"cuda": gpus, "cpu": min(usable_cores(), 4), "emulated": 4}[kind]
-    placement = options["placement"] or ("colocated" if kind == "cuda" and gpus == 1 else "spread")
+    placement = options["placement"] or ("colocated" if kind == "cuda" and gpus == 1 and not cluster else "spread")
     for name in options["own"]:
         registry.check_module(name)
     devices = options["devices"] or (cluster.counts() if cluster else plan.default_devices(available, placement))

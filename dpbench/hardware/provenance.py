@@ -65,7 +65,14 @@ def host_key(facts: dict[str, Any]) -> str:
     on several machines, the hash identifies all of them, with their numbers of ranks.
     """
     others = facts.get("hosts", {}).get("machines", ())
-    found = [_stable(facts), *((_stable(one["facts"]), len(one["ranks"])) for one in others)]
+    same = [one["machine"] for one in others]  # which of them are one machine, without the id of its last boot
+    found = [
+        _stable(facts), facts.get("hosts", {}).get("interface"),
+        *(
+            (_stable(one["facts"]), one["ranks"], one["facts"]["software"], same.index(one["machine"]))
+            for one in others
+        ),
+    ]  # fmt: skip
     return hashlib.sha256(json.dumps(found if others else found[0], sort_keys=True).encode()).hexdigest()[:16]
 
 

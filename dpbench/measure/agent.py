@@ -7,10 +7,11 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,7 +22,7 @@ from dpbench.measure.channel import Channel, connect
 from dpbench.measure.launch import Launch, LaunchError
 from dpbench.measure.request import Request
 from dpbench.measure.server import Server
-from dpbench.records import Sample, Trial
+from dpbench.records import Sample, Status, Trial
 from dpbench.records.trial import Failure
 
 
@@ -30,7 +31,7 @@ class Member:
     """The facts with which a rank introduces itself.
 
     `machine` identifies the running system: equal values mean one machine. `sees` lists the cores and GPUs that the
-    process may use. `facts` describe the machine and its software.
+    process may use. `version` is that of dpbench. `facts` describe the machine and its software.
     """
 
     rank: int
@@ -39,7 +40,15 @@ class Member:
     machine: str
     pid: int
     sees: str
+    cores: tuple[int, ...]
+    version: str
     facts: Mapping[str, Any]
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Return the member that `asdict` wrote; another version of dpbench may have written other fields."""
+        known = {field.name: data.get(field.name) for field in fields(cls)}
+        return cls(**known | {"cores": tuple(known["cores"] or ()), "version": known["version"] or "an older version"})
 
     @classmethod
     def of(cls, launch: Launch) -> Self:
@@ -48,7 +57,8 @@ class Member:
         software = {"dpbench": dpbench.__version__, "torch": provenance.version("torch")}
         return cls(
             rank=launch.rank, node=launch.node, host=launch.host, machine=_machine(), pid=os.getpid(),
-            sees=json.dumps([cores, os.environ.get("CUDA_VISIBLE_DEVICES", "")]),
+            sees=json.dumps([cores, os.environ.get("CUDA_VISIBLE_DEVICES", "")]), cores=tuple(cores),
+            version=dpbench.__version__,
             facts={"host": provenance.host_facts(), "gpus": describe(), "software": software},
         )  # fmt: skip
 
@@ -94,7 +104,7 @@ class Work:
 class Answer:
     """An agent's answer to the work with the number `turn`: its trials, or a failure; and its machine's samples."""
 
-    turn: int
+    turn: int = 0
     trials: tuple[Trial, ...] = ()
     failure: Failure | None = None
     samples: tuple[Sample, ...] = ()
@@ -132,13 +142,16 @@ class Agent:
         """The resources of the thread that runs work. Linux ends a process when the thread that started it ends."""
         self._server: Server | None = None
         self._series: samplers.Series | None = None
+        self._aborted = -1
+        """The number of the last request that rank 0 has ended."""
 
     def serve(self) -> None:
         """Work until rank 0 ends the run. Raises LaunchError if rank 0 cannot be reached, or is lost."""
+        member = Member.of(self._launch)  # before connecting, because a driver may be slow
         rank_0 = connect(self._launch, self._interface)
         with ThreadPoolExecutor(1) as worker:
             try:
-                rank_0.send("hello", **asdict(Member.of(self._launch)))
+                rank_0.send("hello", **asdict(member))
                 self._obey(rank_0, worker)
             except (EOFError, OSError) as error:
                 raise LaunchError(f"{self._launch} lost the connection to rank 0, so the run has ended") from error
@@ -152,12 +165,14 @@ class Agent:
             kind, data = rank_0.receive()
             match kind:
                 case "ping":  # answered at once: the delay bounds the error of the clock's offset
-                    rank_0.send("pong", at_s=time.perf_counter())
+                    rank_0.send("pong", at_s=time.perf_counter(), number=data["number"])
                 case "renew":
-                    worker.submit(self._renew, rank_0, data["turn"])
+                    worker.submit(self._answer, rank_0, data["turn"], self._renew)
                 case "work":
-                    worker.submit(self._work, rank_0, Work.from_dict(data))
+                    work = Work.from_dict(data)
+                    worker.submit(self._answer, rank_0, work.turn, partial(self._work, work))
                 case "abort":
+                    self._aborted = data["turn"]
                     self._abort()
                 case "reject":
                     raise LaunchError(f"rank 0 has refused {self._launch}: {data['reason']}")
@@ -168,17 +183,26 @@ class Agent:
         if self._server:
             self._server.end_worker()
 
-    def _renew(self, rank_0: Channel, turn: int) -> None:
+    def _answer(self, rank_0: Channel, turn: int, do: Callable[[], Answer]) -> None:
+        """Do what rank 0 has requested, and send the answer; an error is an answer too."""
+        try:
+            answer = do()
+        except Exception as error:
+            answer = Answer(failure=Failure(status=Status.FAILED, reason=f"its agent failed: {error!r}"))
+        with suppress(OSError):  # rank 0 is lost, which the thread that reads its messages reports
+            rank_0.send("answer", **replace(answer, turn=turn).to_dict())
+
+    def _renew(self) -> Answer:
         """Start a new server, and answer when it is ready."""
         if self._server is None:
             self._scratch = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="dpbench-")))
             self._server = self._stack.enter_context(Server(self._scratch))
         self._server.stop()
         self._server.prepare()
-        _answer(rank_0, Answer(turn=turn))
+        return Answer()
 
-    def _work(self, rank_0: Channel, work: Work) -> None:
-        """Run work in a fresh worker, and send its answer."""
+    def _work(self, work: Work) -> Answer:
+        """Run work in a fresh worker, and return its answer."""
         assert self._server is not None
         if work.sample is not None and self._series is None:
             output = self._scratch / "samples.jsonl"
@@ -187,17 +211,12 @@ class Agent:
         if seat:  # the interfaces of two machines may have different names
             request = replace(request, seat=replace(seat, interface=self._interface))
         before, began_s = foreign_load.snapshot(work.roots), time.perf_counter()
-        found = self._server.answer(request, work.limit_s)
+        found = self._server.answer(request, work.limit_s, cancelled=lambda: self._aborted >= work.turn)
         load = foreign_load.since(before, work.roots)
         samples = self._series.cut(began_s, time.perf_counter()) if work.sample is not None and self._series else ()
         failure, trials = (found, ()) if isinstance(found, Failure) else (None, tuple(found))
         known = load if work.roots and isinstance(load, foreign_load.Load) else None
-        _answer(rank_0, Answer(turn=work.turn, trials=trials, failure=failure, samples=samples, load=known))
-
-
-def _answer(rank_0: Channel, answer: Answer) -> None:
-    with suppress(OSError):  # rank 0 is lost, which the thread that reads its messages reports
-        rank_0.send("answer", **answer.to_dict())
+        return Answer(trials=trials, failure=failure, samples=samples, load=known)
 
 
 def serve(launch: Launch, interface: str) -> None:

@@ -1,11 +1,12 @@
 """Channels: authenticated connections between rank 0 and the other ranks of a launch.
 
 Rank 0 listens at one address only. Both sides prove that they know a key before they exchange messages, which are JSON:
-nothing is unpickled. The messages are not encrypted.
+nothing is unpickled. The messages are authenticated, not encrypted.
 """
 
 from __future__ import annotations
 
+import hmac
 import json
 import os
 import secrets
@@ -17,7 +18,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
 from typing import Any
 
@@ -28,33 +28,78 @@ JOIN_S = 60.0
 PROVE_S = 5.0
 """The longest wait in seconds for the other side's proof that it knows the key."""
 RETRY_S = 0.2
+LARGEST_BYTES = 1 << 30
+_OPTIONS = (
+    ((socket.IPPROTO_TCP, socket.TCP_NODELAY), 1),  # clocks are compared by the delay of short messages
+    ((socket.SOL_SOCKET, socket.SO_KEEPALIVE), 1),  # notices a machine that has lost its power
+    ((socket.IPPROTO_TCP, getattr(socket, "TCP_KEEPIDLE", socket.TCP_KEEPINTVL)), 10),
+    ((socket.IPPROTO_TCP, socket.TCP_KEEPINTVL), 10),
+    ((socket.IPPROTO_TCP, socket.TCP_KEEPCNT), 6),
+)
 KEY = "DPBENCH_KEY"
 """The environment variable with the key, for machines that do not share the key's file."""
 
 
 class Channel:
-    """A connection that sends and receives messages; several threads may send."""
+    """A connection that sends and receives messages; several threads may send.
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection, self._sending = connection, threading.Lock()
+    Every message carries a code that only the two ends of this connection can make, so that nobody on the way can
+    insert, change or repeat one.
+    """
+
+    def __init__(self, end: socket.socket, session: bytes, *, first: bool) -> None:
+        self._end, self._session = end, session
+        self._mine, self._theirs = (b"0", b"1") if first else (b"1", b"0")
+        self._sent = self._received = 0
+        self._sending = threading.Lock()
 
     def send(self, kind: str, **data: Any) -> None:
         """Send a message, whose `data` are plain values. Raises OSError if the connection is closed."""
+        payload = json.dumps([kind, data]).encode()
         with self._sending:
-            self._connection.send_bytes(json.dumps([kind, data]).encode())
+            self._sent += 1
+            code = self._code(self._mine, self._sent, payload)
+            self._end.sendall(struct.pack(">Q", len(payload)) + code + payload)
 
     def receive(self) -> tuple[str, dict[str, Any]]:
-        """Wait for a message; return its kind and its data. Raises EOFError or OSError if the connection is closed."""
-        kind, data = json.loads(self._connection.recv_bytes())
+        """Wait for a message; return its kind and its data.
+
+        Raises EOFError or OSError if the connection is closed, if the rest of a message does not arrive, or if the
+        message is not from the other end.
+        """
+        size, code = struct.unpack(">Q32s", self._read(40))
+        if size > LARGEST_BYTES:
+            raise ConnectionError(f"a message of {size} bytes was announced")
+        payload = self._read(size)
+        self._received += 1
+        if not hmac.compare_digest(code, self._code(self._theirs, self._received, payload)):
+            raise ConnectionError("a message is not from the other end of the connection")
+        kind, data = json.loads(payload)
         return kind, data
+
+    def _code(self, direction: bytes, number: int, payload: bytes) -> bytes:
+        return hmac.digest(self._session, direction + struct.pack(">Q", number) + payload, "sha256")
+
+    def _read(self, size: int) -> bytes:
+        found = bytearray()
+        while len(found) < size:
+            chunk = self._end.recv(min(size - len(found), 1 << 20))
+            if not chunk:
+                raise EOFError("the connection is closed")
+            found += chunk
+        return bytes(found)
+
+    def limit(self, seconds: float | None) -> None:
+        """Limit the wait for each part of a message; None means no limit."""
+        self._end.settimeout(seconds)
 
     def fileno(self) -> int:
         """Return the descriptor, with which `multiprocessing.connection.wait` waits for several channels."""
-        return self._connection.fileno()
+        return self._end.fileno()
 
     def close(self) -> None:
         """Close the connection; the other side's `receive` then raises EOFError."""
-        self._connection.close()
+        self._end.close()
 
 
 def key() -> bytes:
@@ -82,20 +127,23 @@ def key() -> bytes:
 def prove(end: socket.socket, secret: bytes, *, first: bool) -> Channel:
     """Return a channel after both sides have proved that they know the secret; `first` is True on rank 0's side.
 
+    Both sides contribute a random number to the key of the channel, so that no earlier connection can be repeated.
     Raises AuthenticationError, EOFError or OSError if the other side does not prove it within `PROVE_S` seconds.
     """
-    end.setblocking(True)
-    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # clocks are compared by the delay of short messages
-    end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(PROVE_S), 0))
-    connection = Connection(os.dup(end.fileno()))
-    try:
-        for prove_to in (deliver_challenge, answer_challenge) if first else (answer_challenge, deliver_challenge):
-            prove_to(connection, secret)
-    except BaseException:
-        connection.close()
-        raise
-    end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
-    return Channel(connection)
+    end.settimeout(PROVE_S)
+    for option, value in _OPTIONS:
+        end.setsockopt(*option, value)
+    mine = secrets.token_bytes(32)
+    end.sendall(mine)
+    plain = Channel(end, b"", first=first)
+    theirs = plain._read(32)
+    session = hmac.digest(secret, b"dpbench" + (mine + theirs if first else theirs + mine), "sha256")
+    proofs = [hmac.digest(session, side, "sha256") for side in (b"rank 0", b"another rank")]
+    own, other = proofs if first else reversed(proofs)
+    end.sendall(own)
+    if not hmac.compare_digest(plain._read(32), other):
+        raise AuthenticationError("the other side has another key")
+    return Channel(end, session, first=first)
 
 
 @contextmanager
@@ -117,9 +165,12 @@ def connect(launch: Launch, interface: str) -> Channel:
     deadline_s, seen = time.monotonic() + JOIN_S, "nothing listens there"
     while time.monotonic() < deadline_s:
         for port in launch.ports:
-            with suppress(OSError, EOFError), socket.create_connection((address, port), timeout=PROVE_S) as end:
+            with suppress(OSError, EOFError):
+                end = socket.create_connection((address, port), timeout=PROVE_S)
                 try:
-                    return prove(end, secret, first=False)
+                    found = prove(end, secret, first=False)
+                    found.limit(None)  # rank 0 may be silent for as long as a trial takes
+                    return found
                 except AuthenticationError:
                     seen = f"its key differs: set {KEY} to the same secret text on all machines"
         time.sleep(RETRY_S)

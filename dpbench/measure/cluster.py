@@ -2,11 +2,13 @@
 
 Every process of the launch, rank 0 included, has an agent (`measure.agent`). Rank 0 plans, stores and reports. It sends
 each rank its part of a trial, and merges the answers. If a rank fails, its trial fails. If the agent of a rank is lost,
-the later cases that need this rank fail too, and all other cases are measured.
+the later cases that need this rank fail too, and all other cases are measured. (torchrun then ends all ranks of that
+machine, and rank 0 with them if it is one of them; the trials stay stored.)
 """
 
 from __future__ import annotations
 
+import secrets
 import socket
 import threading
 import time
@@ -25,7 +27,7 @@ from dpbench.measure.request import Job, Request, Seat
 from dpbench.measure.server import START_LIMIT_S, as_trials
 from dpbench.records import HOST, Case, Effort, Sample, Status, Trial, host_device
 from dpbench.records.registry import Role
-from dpbench.records.trial import ALONE, HOSTS, Failure, Host, cause_of
+from dpbench.records.trial import ALONE, FAILED_HOSTS, HOSTS, Failure, Host, cause_of
 
 TIMEOUT_S = 60.0
 """The longest time in seconds that a rank waits for its peers, if a third of the trial's limit is not shorter."""
@@ -44,7 +46,6 @@ class Cluster:
             own = threading.Thread(target=self._be_agent, name="agent of rank 0", daemon=True)
             own.start()
             self._peers = Peers(gather(listener, self._launch))
-        self._refuse_others()
         # no other user's process can listen at this port, and every worker of rank 0 can
         self._reserved = socket.socket()
         self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -54,7 +55,7 @@ class Cluster:
 
     def __exit__(self, *error: object) -> None:
         for rank in self._peers:
-            rank.send("abort")
+            rank.send("abort", turn=self._peers.turn)
             rank.send("end")
         self._reserved.close()
         self._own.join(START_LIMIT_S)
@@ -62,18 +63,6 @@ class Cluster:
     def _be_agent(self) -> None:
         with suppress(LaunchError):  # rank 0 sees that its own agent is missing
             agent.serve(self._launch, self._interface)
-
-    def _refuse_others(self) -> None:
-        """Lose the ranks whose version of dpbench differs from rank 0's. Raises LaunchError without rank 0's agent."""
-        first = self._peers[0].member
-        if first is None:
-            raise LaunchError(f"rank 0 cannot connect to itself at {self._address}: check the firewall of this machine")
-        for rank in self._peers:
-            theirs = rank.member and rank.member.facts["software"]["dpbench"]
-            if theirs not in (None, ours := first.facts["software"]["dpbench"]):
-                reason = f"it has dpbench {theirs}, and rank 0 has {ours}: install the same version"
-                rank.send("reject", reason=reason)
-                rank.lose(reason)
 
     # -- what takes part
 
@@ -89,20 +78,20 @@ class Cluster:
 
     def hosts(self, count: int | None = None) -> list[Host]:
         """Return the machines of the first `count` ranks (None: of all), in the order of their first ranks."""
-        members = [rank.member for rank in self._peers[:count] if rank.member]
+        members = [rank.member for rank in self._peers[:count]]
         called = names([(member.node, member.host) for member in members])
-        machine = {member.node: member.machine for member in members}
-        return [
-            Host(called[node], machine[node], tuple(m.rank for m in members if m.node == node))
-            for node in dict.fromkeys(m.node for m in members)
-        ]
+        found = []
+        for node in dict.fromkeys(member.node for member in members):
+            own = [member for member in members if member.node == node]
+            cores = {core for member in own for core in member.cores}
+            found.append(Host(called[node], own[0].machine, tuple(member.rank for member in own), len(cores)))
+        return found
 
     def facts(self) -> dict[str, Any]:
         """Return the machines, with the facts of each, as plain data for the run's provenance."""
         described = []
         for host in self.hosts():
-            member = self._peers[host.ranks[0]].member
-            described.append(asdict(host) | {"facts": member.facts if member else {}})
+            described.append(asdict(host) | {"facts": self._peers[host.ranks[0]].member.facts})
         return {"by": self._launch.by, "interface": self._interface, "machines": described}
 
     def placed(self, case: Case) -> Case:
@@ -149,6 +138,9 @@ class Cluster:
 
     def _everywhere(self, request: Request, limit_s: float) -> Trial:
         """Run a case on every machine alone; return the trial of rank 0's machine with the steps of all as samples."""
+        if reason := self._absent(1):
+            (case,) = request.cases
+            return Trial(case=case, status=Status.FAILED, reason=reason, round=request.round, started_s=time.time())
         hosts = [replace(host, ranks=host.ranks[:1]) for host in self.hosts()]
         leads = [lead for host in hosts for lead in host.ranks if not self._peers[lead].lost]
         answers = self._peers.ask({
@@ -162,7 +154,15 @@ class Cluster:
             for step in one.steps
             if not step.warmup
         ]
-        return self._described(replace(trial, samples=(*trial.samples, *steps)), hosts, answers, Offset())
+        failed = {}
+        for host in hosts[1:]:
+            answer = answers.get(host.ranks[0])
+            if answer is None or answer.failure:
+                failed[host.name] = (
+                    answer.failure.reason if answer and answer.failure else self._peers[host.ranks[0]].lost
+                )
+        trial = replace(trial, samples=(*trial.samples, *steps), provenance={**trial.provenance, FAILED_HOSTS: failed})
+        return self._described(trial, hosts, answers, Offset())
 
     def _over_ranks(self, request: Request, limit_s: float) -> Trial:
         """Run a case over its ranks, and return its trial."""
@@ -172,18 +172,18 @@ class Cluster:
             return Trial(case=case, status=Status.FAILED, reason=reason, round=request.round, started_s=time.time())
         timeout_s, hosts = min(TIMEOUT_S, limit_s / 3), self.hosts(size)
         leads = {host.ranks[0] for host in hosts}
+        secret = secrets.token_hex(16)  # another user cannot guess the keys of the trial's store
         work = {}
         for number in range(size):
             place, peers = self._place(number)
             seat = Seat(
                 rank=number, size=size, place=place, address=self._address, port=self._reserved.getsockname()[1],
-                key=f"{self._launch.id} {self._peers.turn}", interface=self._interface, timeout_s=timeout_s,
+                key=secret, interface=self._interface, timeout_s=timeout_s,
             )  # fmt: skip
-            gpus = tuple(range(len(peers))) if case.device_kind == "cuda" else ()
+            gpus = case.device_ids or tuple(range(len(peers) * case.traits.devices_per_replica))
             work[number] = Work(
-                request=replace(request, seat=seat), limit_s=limit_s,
-                sample=gpus if number in leads or (gpus and place == 0) else None,
-                roots=self._roots(number) if number in leads else (),
+                request=replace(request, seat=seat), limit_s=limit_s, roots=self._roots(number),
+                sample=(gpus if case.device_kind == "cuda" else ()) if place == 0 or number in leads else None,
             )  # fmt: skip
         before = self._offsets(hosts)
         answers = self._peers.ask(work, timeout_s=timeout_s)
@@ -191,6 +191,9 @@ class Cluster:
         if failures := [one.failure for one in answers.values() if one.failure]:
             return self._failed(request, failures)
         offsets = {rank: before[rank].between(after[rank]) for host in hosts for rank in host.ranks}
+        if gone := [str(self._peers[rank]) for rank, one in offsets.items() if one.error_s == float("inf")]:
+            reason = f"{', '.join(gone)} is lost, so that its times cannot be compared with those of the other ranks"
+            return Trial(case=case, status=Status.FAILED, reason=reason, round=request.round, started_s=time.time())
         parts = [shifted(answers[rank].trials[0], -offsets[rank].seconds) for rank in range(size)]
         samples = [
             sample
@@ -212,32 +215,38 @@ class Cluster:
     def _place(self, number: int) -> tuple[int, list[int]]:
         """Return a rank's position among the ranks that see the same cores and GPUs, and the numbers of these ranks."""
         mine = self._peers[number].member
-        assert mine is not None
         peers = [
-            rank.number
-            for rank in self._peers
-            if rank.member and (rank.member.machine, rank.member.sees) == (mine.machine, mine.sees)
+            rank.number for rank in self._peers if (rank.member.machine, rank.member.sees) == (mine.machine, mine.sees)
         ]
         return peers.index(number), peers
 
     def _roots(self, number: int) -> tuple[int, ...]:
-        """Return the process ids of the agents on a rank's machine."""
-        mine = self._peers[number].member
-        members = [rank.member for rank in self._peers if rank.member]
-        return tuple(member.pid for member in members if mine and member.machine == mine.machine)
+        """Return the process ids of the agents that see the same cores as a rank; empty unless it is their first."""
+        place, peers = self._place(number)
+        return tuple(self._peers[peer].member.pid for peer in peers) if place == 0 else ()
+
+    def _devices_of(self, case: Case, number: int) -> dict[int, int]:
+        """Return the index of each device in a case, by its CUDA ordinal, for the ranks that see the same GPUs."""
+        each, found = case.traits.devices_per_replica, {}
+        for place, peer in enumerate(self._place(number)[1]):
+            for position in range(place * each, (place + 1) * each):
+                if peer < len(case.rows) and position < len(case.device_ids or range(position + 1)):
+                    ordinal = case.device_ids[position] if case.device_ids else position
+                    found[ordinal] = peer * each + position - place * each
+        return found
 
     def _sampled(self, host: int, rank: int, answer: Answer, part: Trial, offset: Offset) -> Iterator[Sample]:
-        """Yield the samples that a rank's agent took during its timed steps, by rank and machine, on rank 0's clock.
+        """Yield the samples that a rank's agent took during its timed steps, by device, on rank 0's clock.
 
-        Those of the first machine's host are left out, because the run samples it.
+        Those of the first machine's host are left out, because the run samples it, and so are those of other GPUs.
         """
         timed = [step for step in part.steps if not step.warmup]
-        _, peers = self._place(rank)
+        devices = {HOST: host_device(host)} if host else {}
+        devices |= self._devices_of(part.case, rank) if part.case.device_kind == "cuda" else {}
         for sample in answer.samples:
             at_s = sample.time_s - offset.seconds
-            device = host_device(host) if sample.device == HOST else peers[sample.device]
-            if timed and timed[0].start_s <= at_s <= timed[-1].end_s and device != HOST:
-                yield replace(sample, time_s=at_s, device=device)
+            if timed and timed[0].start_s <= at_s <= timed[-1].end_s and sample.device in devices:
+                yield replace(sample, time_s=at_s, device=devices[sample.device])
 
     def _described(self, trial: Trial, hosts: Sequence[Host], answers: Mapping[int, Answer], worst: Offset) -> Trial:
         """Return the trial with its machines, the largest error of their clocks, and the highest load of the others."""

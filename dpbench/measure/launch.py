@@ -133,13 +133,14 @@ def leader_address(launch: Launch, interface: str) -> str:
         address = socket.gethostbyname(launch.leader)
     except OSError as error:
         raise LaunchError(f"the name {launch.leader} of rank 0's machine cannot be resolved: {error}") from None
-    if launch.rank == 0 and address != own:
+    # rank 0's own name often resolves to its loopback interface; the other ranks resolve it to another address
+    if launch.rank == 0 and address != own and not address.startswith("127."):
         fits = [name for name, one in addresses().items() if one == address]
         way = f"give --interface {fits[0]}" if fits else f"start {launch.by} with an address of {interface}"
         raise LaunchError(
             f"the other ranks look for rank 0 at {launch.leader} ({address}), but {interface} has {own}: {way}"
         )
-    return address
+    return own if launch.rank == 0 else address
 
 
 def names(launches: Sequence[tuple[int, str]]) -> dict[int, str]:

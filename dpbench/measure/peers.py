@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import queue
 import socket
 import statistics
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -11,14 +13,16 @@ from dataclasses import dataclass, replace
 from multiprocessing import AuthenticationError, connection
 from typing import Any
 
+import dpbench
 from dpbench.measure import channel
 from dpbench.measure.agent import Answer, Member, Work
 from dpbench.measure.channel import Channel
-from dpbench.measure.launch import Launch
+from dpbench.measure.launch import Launch, LaunchError
 from dpbench.measure.server import START_LIMIT_S
 from dpbench.records import Status
 from dpbench.records.trial import Failure
 
+POLL_S = 0.1
 PINGS = 10
 """The number of messages from whose delays the offset of a machine's clock is estimated; the shortest one counts."""
 SETTLE_S = 2.5
@@ -30,27 +34,24 @@ SILENT_S = 20.0
 class Peer:
     """One rank of a launch; `lost` is the reason why it can no longer be used, or empty.
 
-    `member` has the facts with which it introduced itself; None if it has never connected.
+    `member` has the facts with which it introduced itself.
     """
 
-    def __init__(self, number: int, member: Member | None, to: Channel | None) -> None:
+    def __init__(self, number: int, member: Member, to: Channel) -> None:
         self.number, self.member, self.lost = number, member, ""
         self._to = to
-        if to is None:
-            self.lost = f"it did not connect within {channel.JOIN_S:.0f} s"
 
     def __str__(self) -> str:
-        return f"rank {self.number}" + (f" on {self.member.host}" if self.member else "")
+        return f"rank {self.number} on {self.member.host}"
 
     def fileno(self) -> int:
         """Return the file descriptor of the connection."""
-        assert self._to is not None
         return self._to.fileno()
 
     def send(self, kind: str, **data: Any) -> None:
         """Send a message. If the connection is closed, the rank is lost; if it is lost already, nothing is sent."""
         try:
-            if self._to is not None and not self.lost:
+            if not self.lost:
                 self._to.send(kind, **data)
         except OSError as error:
             self.lose(f"its connection failed: {error}")
@@ -60,7 +61,6 @@ class Peer:
 
         If the connection is closed, or no message arrives for `limit_s` seconds, the rank is lost; return None.
         """
-        assert self._to is not None
         try:
             if not connection.wait([self._to.fileno()], limit_s):
                 self.lose(f"it did not answer for {limit_s:.0f} s")
@@ -74,8 +74,7 @@ class Peer:
     def lose(self, reason: str) -> None:
         """Mark the rank as lost for `reason`, and close its connection, so that its agent ends."""
         self.lost = self.lost or reason
-        if self._to is not None:
-            self._to.close()
+        self._to.close()
 
     def failure(self, reason: str, *, secondary: bool = False) -> Answer:
         """Return an answer in place of the rank's; with `secondary`, another rank's failure caused this one."""
@@ -100,20 +99,51 @@ class Offset:
 
 
 def gather(listener: socket.socket, launch: Launch) -> list[Peer]:
-    """Wait at most `JOIN_S` seconds for all ranks to connect; return them in order. Those that did not are lost."""
+    """Wait at most `JOIN_S` seconds for all ranks to connect; return them in order.
+
+    Raises LaunchError if a rank is missing then, because the cases depend on the ranks that take part.
+    """
     found: dict[int, tuple[Member, Channel]] = {}
+    guests: queue.Queue[tuple[Member, Channel]] = queue.Queue()
     secret, deadline_s = channel.key(), time.monotonic() + channel.JOIN_S
-    while len(found) < launch.size and (left_s := deadline_s - time.monotonic()) > 0:
-        listener.settimeout(left_s)
-        with suppress(OSError, EOFError, AuthenticationError):  # nobody connected, or somebody without the key
+    listener.settimeout(POLL_S)
+    while len(found) < launch.size and time.monotonic() < deadline_s:
+        with suppress(OSError):  # nobody has connected
             end, _ = listener.accept()
-            with end:
-                to = channel.prove(end, secret, first=True)
-            kind, data = to.receive()
-            if kind == "hello":
-                member = Member(**data)
-                found.setdefault(member.rank, (member, to))
-    return [Peer(number, *found.get(number, (None, None))) for number in range(launch.size)]
+            # in a thread, because a stranger may be slow
+            threading.Thread(target=_introduce, args=(end, secret, guests), daemon=True).start()
+        while not guests.empty():
+            member, to = guests.get()
+            reason = _objection(member, launch, found)
+            if reason:
+                with suppress(OSError):
+                    to.send("reject", reason=reason)
+            else:
+                found[member.rank] = member, to
+    if missing := [str(rank) for rank in range(launch.size) if rank not in found]:
+        raise LaunchError(f"rank(s) {', '.join(missing)} did not connect to rank 0 within {channel.JOIN_S:.0f} s")
+    return [Peer(number, *found[number]) for number in range(launch.size)]
+
+
+def _introduce(end: socket.socket, secret: bytes, guests: queue.Queue[tuple[Member, Channel]]) -> None:
+    """Put the rank at the other end of a connection into the queue, if it knows the key."""
+    try:
+        to = channel.prove(end, secret, first=True)
+        kind, data = to.receive()
+        if kind == "hello":
+            to.limit(SILENT_S)  # a message that has begun must arrive
+            guests.put((Member.from_dict(data), to))
+    except (OSError, EOFError, AuthenticationError):
+        end.close()
+
+
+def _objection(member: Member, launch: Launch, found: Mapping[int, object]) -> str:
+    """Return why a rank cannot take part; an empty string if it can."""
+    if member.version != dpbench.__version__:
+        return f"it has dpbench {member.version}, and rank 0 has {dpbench.__version__}: install the same version"
+    if not 0 <= member.rank < launch.size:
+        return f"it is rank {member.rank}, and the launch has {launch.size} ranks"
+    return f"another process is rank {member.rank} of this launch" if member.rank in found else ""
 
 
 class Peers(Sequence[Peer]):
@@ -166,7 +196,7 @@ class Peers(Sequence[Peer]):
     def _end(self, peers: Sequence[Peer]) -> None:
         """End the work of ranks that have not answered; a rank that then does not answer either is lost."""
         for peer in peers:
-            peer.send("abort")
+            peer.send("abort", turn=self.turn)
         ended = self._collect(peers, SILENT_S)
         for peer in peers:
             if peer.number not in ended:
@@ -201,12 +231,12 @@ class Peers(Sequence[Peer]):
         return min(self._pings(peer), key=lambda one: one.error_s, default=Offset(0.0, float("inf")))
 
     def _pings(self, peer: Peer) -> Iterator[Offset]:
-        for _ in range(PINGS):
+        for number in range(PINGS):
             sent_s = time.perf_counter()
-            peer.send("ping")
+            peer.send("ping", number=number)
             data = None if peer.lost else peer.receive("pong")
             now_s = time.perf_counter()
-            if data:
+            if data and data["number"] == number:
                 yield Offset(data["at_s"] - (sent_s + now_s) / 2, (now_s - sent_s) / 2)
 
 

@@ -62,6 +62,7 @@ class Server:
         self._scratch = scratch
         self._process: subprocess.Popen[bytes] | None = None
         self._worker = 0
+        self._cancelled: Callable[[], bool] = lambda: False
 
     def __enter__(self) -> Self:
         return self
@@ -111,8 +112,15 @@ class Server:
         request = Request(cases=tuple(cases), effort=effort, round=number, job=job, self_check=self_check)
         return as_trials(self.answer(request, limit_s), request)
 
-    def answer(self, request: Request, limit_s: float) -> list[Trial] | Failure:
-        """Run a request in a fresh worker; return its trials, or the record of how the worker or a rank failed."""
+    def answer(
+        self, request: Request, limit_s: float, cancelled: Callable[[], bool] = lambda: False
+    ) -> list[Trial] | Failure:
+        """Run a request in a fresh worker; return its trials, or the record of how the worker or a rank failed.
+
+        If `cancelled` returns True when the worker has started, the worker is ended, because `end_worker` came too
+        early for it.
+        """
+        self._cancelled = cancelled
         with tempfile.TemporaryDirectory(prefix="trial-", dir=self._scratch, ignore_cleanup_errors=True) as name:
             folder = Path(name)
             try:
@@ -159,6 +167,8 @@ class Server:
         except OSError as error:
             raise ServerDied(self._obituary()) from error
         self._worker = pid = int(self._answer(START_LIMIT_S)["pid"])
+        if self._cancelled():
+            _kill_group(pid)
         try:
             answer = self._answer(limit_s, progress)
             _kill_group(pid)  # also end processes that the model has started

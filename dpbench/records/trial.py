@@ -67,22 +67,28 @@ and `copied_bytes` (the bytes of these copies).
 
 HOSTS = "hosts"
 """The name under which the provenance of a trial, and of a run, lists the machines of its ranks."""
+FAILED_HOSTS = "failed_hosts"
+"""The name under which a baseline's provenance has the reasons why other machines could not run it, by machine."""
 ALONE = "step_alone_s"
 """The name of the metric for the seconds of a step that every machine runs alone, at the same time as the others."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """One machine of a trial: its name and the ranks that run on it; `machine` identifies the running system."""
+    """One machine of a trial: its name and the ranks that run on it; `machine` identifies the running system.
+
+    `cores` is the number of cores that these ranks may use together; 0 means unknown.
+    """
 
     name: str
     machine: str
     ranks: tuple[int, ...]
+    cores: int = 0
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """Return the host that `dataclasses.asdict` wrote, also after JSON."""
-        return cls(data["name"], data["machine"], tuple(data["ranks"]))
+        return cls(data["name"], data["machine"], tuple(data["ranks"]), data.get("cores", 0))
 
 
 class Source(StrEnum):

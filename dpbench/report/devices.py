@@ -9,7 +9,7 @@ from typing import NamedTuple
 from dpbench.analysis.imbalance import PHASES, Footprint, Index
 from dpbench.analysis.report import Report
 from dpbench.analysis.transfers import Counted, Flow
-from dpbench.records import HOST, Case, words
+from dpbench.records import Case, words
 from dpbench.records.trial import Estimate
 from dpbench.report import naming, small_multiples
 from dpbench.report.table import Cell, Table
@@ -171,7 +171,7 @@ def _flow(flow: Flow) -> tuple[Cell, ...]:
 def _ways(flow: Flow) -> str:
     """Return the direction in which a flow's bytes move, such as "host → each", "0 → each" or "a ring"."""
     sources, targets = {move.source for move in flow.moves}, {move.target for move in flow.moves}
-    if sources == {HOST}:
+    if all(source < 0 for source in sources):
         return "host → each" if len(targets) > 1 else "host → 0"
     if sources == {0}:
         return "0 → each"

@@ -17,7 +17,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from numpy.typing import NDArray
 
 from dpbench.analysis.summary import Row
-from dpbench.records import HOST, Case, Source, Trial, words
+from dpbench.records import Case, Source, Trial, words
 from dpbench.records.registry import Role
 from dpbench.records.trial import Estimate
 from dpbench.report import naming, small_multiples, svg
@@ -59,7 +59,7 @@ def _series(trial: Trial) -> Series:
     gpus: Series = {}
     cores: Series = {}
     for sample in trial.samples:
-        if sample.metric == "utilization_ratio" and sample.device != HOST:
+        if sample.metric == "utilization_ratio" and sample.device >= 0:
             gpus.setdefault(("GPU", sample.device), []).append((sample.time_s, sample.value))
         elif core := _CORE.fullmatch(sample.metric):
             cores.setdefault(("core", int(core[1])), []).append((sample.time_s, sample.value))

@@ -239,10 +239,15 @@ def torch_facts(case: Case, device: Device) -> dict[str, Any]:
 
 
 def blocked_pairs(case: Case) -> list[list[int]] | None:
-    """Return the pairs of the case's GPUs without peer access, as CUDA ordinals; None for fewer than two GPUs."""
+    """Return the pairs of the case's GPUs without peer access, as CUDA ordinals.
+
+    Return None for fewer than two GPUs, and if this process does not see all of them.
+    """
     if case.device_kind != "cuda" or case.placement != "spread" or case.devices == 1:
         return None
     ids = case.device_ids[: case.devices] or tuple(range(case.devices))
+    if max(ids) >= torch.cuda.device_count():  # the ranks of a launch may each see only their own GPUs
+        return None
     reaches = torch.cuda.can_device_access_peer
     return [[a, b] for i, a in enumerate(ids) for b in ids[i + 1 :] if not (reaches(a, b) and reaches(b, a))]
 
@@ -302,6 +307,8 @@ def _run(case: Case, effort: Effort, folder: Path) -> Trial:
 def _take(seat: Seat, case: Case, effort: Effort) -> list[Trial] | Failure:
     """Be one rank of a trial in this process; return this rank's part of the trial, or the record of its failure."""
     strategy = strategies.load(case.strategy)
+    if reason := strategy.skip(case):
+        return [Trial(case=case, status=Status.SKIPPED, reason=reason)]
     try:
         RankGroup.of_seat(seat, strategy.backend(case)).join(seat.rank, seat.place)
         part = measure(case, effort, strategy, RankPlace(seat.rank, seat.place))
