@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,6 +21,9 @@ import pytest
 
 from dpbench.hardware import processes
 from dpbench.hardware.samplers import host
+from dpbench.measure import batch_search, checks
+from dpbench.measure import run as runner
+from dpbench.measure.server import Server
 from dpbench.store import Store
 from tests import commands, exported, standing_in
 
@@ -79,6 +82,21 @@ def folder(tmp_path: Path) -> Iterator[commands.Folder]:
 def dpbench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> exported.Command:
     """Call the command line in this process, in a folder of its own; return exit code, stdout and stderr."""
     return exported.command(tmp_path, monkeypatch, capfd)
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One server for all tests of this process that only need trials, because each server loads torch anew."""
+    with Server(tmp_path_factory.mktemp("server")) as server:
+        server.prepare()  # here, and not in the folder of the first test that uses it
+        yield server
+
+
+@pytest.fixture
+def one_server(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the runs, searches and self-checks of this process have the one server in the place of their own."""
+    for module in (runner, batch_search, checks):
+        monkeypatch.setattr(module, "Server", lambda scratch: nullcontext(server))
 
 
 @contextmanager

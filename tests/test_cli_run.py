@@ -15,18 +15,19 @@ from tests.test_cli import CHEAP
 from tests.test_cli_readers import WEAK
 
 
-def test_a_case_that_fails_is_stored_shown_and_makes_the_exit_code_2(folder):
-    done = folder.do(
+@pytest.mark.usefixtures("one_server")
+def test_a_case_that_fails_is_stored_shown_and_makes_the_exit_code_2(folder, dpbench):
+    code, out, err = dpbench(
         "run", "--models", "mlp", "--model", "tests.hungry:RAISES", "--strategies", "single,torch_dp",
         "--batch-sizes", "8", "--devices", "1", "--rounds", "1",
     )  # fmt: skip
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
-    table = {tuple(line.split()[:2]): line for line in done.stdout.splitlines()}
+    assert code == 2
+    assert "Traceback" not in err
+    table = {tuple(line.split()[:2]): line for line in out.splitlines()}
     assert " failed" in table["tests.hungry:RAISES", "single"]
     assert " skipped" in table["mlp", "torch_dp"]
     assert " bitwise" in table["mlp", "single"]
-    assert "planted in forward" in done.stderr
+    assert "planted in forward" in err
     assert sorted(status for (status,) in folder.query("SELECT status FROM trial")) == [
         "failed",
         "failed",
@@ -35,12 +36,40 @@ def test_a_case_that_fails_is_stored_shown_and_makes_the_exit_code_2(folder):
     ]
 
 
-def test_models_that_cannot_be_imported_built_or_stepped_fail_once_before_the_run(folder):
-    (folder.path / "broken.py").write_text("import no_such_module\n")
-    done = folder.do(
-        "run", "--model", "broken:NET", "--model", "tests.hungry:RAISES", "--model", "tests.hungry:KILLED",
-        "--model", "tests.hungry:TWICE_THE_ROWS", "--strategies", "single,dp", "--batch-sizes", "8", "--devices", "2",
-    )  # fmt: skip
+TINY = """
+import torch
+from torch import nn
+class Net:
+    @staticmethod
+    def build(size):
+        return nn.Linear(4, 2)
+    @staticmethod
+    def batch(n, seed, size):
+        g = torch.Generator().manual_seed(seed)
+        return torch.randn(n, 4, generator=g), torch.randn(n, 2, generator=g)
+    loss = staticmethod(nn.functional.mse_loss)
+"""
+
+
+@pytest.fixture(scope="module")
+def own_models(tmp_path_factory):
+    """A run of a user's models, of which one can be measured and four cannot, and what the command printed."""
+    with commands.folder(tmp_path_factory.mktemp("models")) as folder:
+        package = folder.path / "mine" / "nets"
+        package.mkdir(parents=True)
+        for part in (package.parent, package):
+            (part / "__init__.py").write_text("print('imported')\n")
+        (package / "tiny.py").write_text(TINY)
+        (folder.path / "broken.py").write_text("import no_such_module\n")
+        (folder.path / "torch.py").write_text("raise SystemExit('a file of the user hides the real torch')\n")
+        models = ("broken:NET", *(f"tests.hungry:{name}" for name in ("RAISES", "KILLED", "TWICE_THE_ROWS")))
+        named = [word for model in (*models, "mine.nets.tiny:Net") for word in ("--model", model)]
+        axes = ("--strategies", "single,dp", "--batch-sizes", "8", "--devices", "2", "--rounds", "1", "--limit", "60")
+        yield folder, folder.do("run", *named, *axes)
+
+
+def test_models_that_cannot_be_imported_built_or_stepped_fail_once_before_the_run(own_models):
+    folder, done = own_models
     assert done.returncode == 2
     told = [line for line in done.stderr.splitlines() if "will not be measured" in line]
     assert len(told) == 4
@@ -55,65 +84,48 @@ def test_models_that_cannot_be_imported_built_or_stepped_fail_once_before_the_ru
             and why in line
             for line in told
         )
-    assert folder.query("SELECT status, round, count(*) FROM trial GROUP BY status, round") == [("failed", 0, 8)]
+    rows = folder.query("SELECT case_json, status, round FROM trial")
+    assert [row[1:] for row in rows if "mine.nets.tiny:Net" not in row[0]] == [("failed", 0)] * 8
 
 
-def test_a_run_in_which_nothing_was_measured_says_why_and_makes_the_exit_code_2(folder):
-    done = folder.do(
+def test_a_model_of_the_current_directory_is_found_by_package_module_and_name(own_models):
+    folder, done = own_models
+    rows = folder.query("SELECT case_json, status, verified FROM trial")
+    assert [row[1:] for row in rows if "mine.nets.tiny:Net" in row[0]] == [("ok", "bitwise")] * 2, done.stderr
+    assert "imported" not in done.stdout
+
+
+@pytest.mark.usefixtures("one_server")
+def test_a_run_in_which_nothing_was_measured_says_why_and_makes_the_exit_code_2(folder, dpbench):
+    code, out, err = dpbench(
         "run", "--models", "mlp", "--strategies", "torch_dp", "--batch-sizes", "8", "--devices", "2", "--rounds", "1",
         "--device-kind", "cpu",
     )  # fmt: skip
-    assert done.returncode == 2
-    assert "No result: 1 case without a verified step; the warnings give the reasons." in done.stdout
-    assert "torch.nn.DataParallel needs an accelerator" in done.stderr
+    assert code == 2
+    assert "No result: 1 case without a verified step; the warnings give the reasons." in out
+    assert "torch.nn.DataParallel needs an accelerator" in err
     assert folder.query("SELECT DISTINCT status FROM trial") == [("skipped",)]
 
 
 @pytest.mark.slow
-def test_more_devices_than_rows_are_measured_and_shown_by_every_reader(folder, dpbench):
+@pytest.mark.usefixtures("one_server")
+def test_more_devices_than_rows_are_measured_and_shown_by_every_reader(dpbench):
     case = ("--models", "mlp", "--devices", "2", "--batch-sizes", "1", "--strategies", "single,dp,ddp")
-    done = folder.do("run", *case, "--budget", "4")
-    assert done.returncode == 0, done.stderr
-    assert len([line for line in done.stdout.splitlines() if line.startswith("mlp ")]) == 3
+    code, out, err = dpbench("run", *case, "--rounds", "1")
+    assert code == 0, err
+    assert len([line for line in out.splitlines() if line.startswith("mlp ")]) == 3
     for reader in (("report",), ("explain",), ("export", "csv"), ("export", "pyperf"), ("list", "runs")):
         assert dpbench(*reader)[0] == 0, reader
 
 
-def test_a_model_of_the_current_directory_is_found_by_package_module_and_name(folder):
-    package = folder.path / "mine" / "nets"
-    package.mkdir(parents=True)
-    for part in (package.parent, package):
-        (part / "__init__.py").write_text("print('imported')\n")
-    (package / "tiny.py").write_text("""
-import torch
-from torch import nn
-class Net:
-    @staticmethod
-    def build(size):
-        return nn.Linear(4, 2)
-    @staticmethod
-    def batch(n, seed, size):
-        g = torch.Generator().manual_seed(seed)
-        return torch.randn(n, 4, generator=g), torch.randn(n, 2, generator=g)
-    loss = staticmethod(nn.functional.mse_loss)
-""")
-    (folder.path / "torch.py").write_text("raise SystemExit('a file of the user hides the real torch')\n")
-    done = folder.do(
-        "run", "--model", "mine.nets.tiny:Net", "--strategies", "single,dp", "--devices", "2", "--batch-sizes", "8",
-        "--rounds", "1", "--limit", "60",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert folder.query("SELECT DISTINCT status, verified FROM trial") == [("ok", "bitwise")]
-    assert "imported" not in done.stdout
-
-
-def test_a_budget_leaves_the_rest_skipped_with_the_reason_and_exit_code_0(folder):
-    done = folder.do(
-        "run", "--models", "mlp", "--strategies", "single,dp", "--devices", "1,2,4", "--rounds", "40", "--budget", "3"
+@pytest.mark.usefixtures("one_server")
+def test_a_budget_leaves_the_rest_skipped_with_the_reason_and_exit_code_0(folder, dpbench):
+    code, _, err = dpbench(
+        "run", "--models", "mlp", "--strategies", "single,dp", "--devices", "1,2", "--rounds", "20", "--budget", "2"
     )
-    assert done.returncode == 0, done.stderr
+    assert code == 0, err
     rows = folder.query("SELECT status, reason FROM trial")
-    assert len(rows) == 4 * 40
+    assert len(rows) == 3 * 20
     assert {status for status, _ in rows} == {"ok", "skipped"}
     assert all("--budget" in reason for status, reason in rows if status == "skipped")
 
@@ -127,7 +139,7 @@ signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 cli.main()
 """
     done = subprocess.run(
-        [sys.executable, "-c", code, *WEAK, "--rounds", "4"],
+        [sys.executable, "-c", code, *WEAK, "--rounds", "2"],
         cwd=folder.path, env=folder.env, capture_output=True, text=True, check=False, timeout=100,
     )  # fmt: skip
     assert done.returncode == 2
@@ -140,8 +152,9 @@ cli.main()
 
 
 @pytest.mark.slow
-def test_a_closed_pipe_ends_a_run_cleanly_says_so_and_leaves_it_to_be_resumed(folder):
-    arguments = ("run", "--models", "mlp", "--strategies", "single,dp", "--devices", "1,2", "--rounds", "1")
+@pytest.mark.usefixtures("one_server")
+def test_a_closed_pipe_ends_a_run_cleanly_says_so_and_leaves_it_to_be_resumed(folder, dpbench, monkeypatch):
+    arguments = ("run", "--models", "mlp", "--strategies", "single,dp", "--devices", "2", "--rounds", "1")
     reader, writer = os.pipe()
     with (folder.path / "out").open("w") as out:
         process = subprocess.Popen(
@@ -154,9 +167,11 @@ def test_a_closed_pipe_ends_a_run_cleanly_says_so_and_leaves_it_to_be_resumed(fo
         assert process.wait(60) == 128 + signal.SIGPIPE
     assert folder.query("SELECT status FROM run") == [("interrupted",)]
     assert (folder.path / "out").read_text() == ""
-    done = folder.do(*arguments)
-    assert done.returncode == 0, done.stderr
-    assert "resuming run" in done.stderr
+    for name, value in folder.env.items():
+        monkeypatch.setenv(name, value)
+    code, _, err = dpbench(*arguments)
+    assert code == 0, err
+    assert "resuming run" in err
     assert folder.query("SELECT status FROM run") == [("finished",)]
 
 

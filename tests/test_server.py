@@ -104,26 +104,7 @@ def build(size):
         file.write(f"{{os.getpid()}} {{os.getppid()}}\\n")
     return mlp.build(size)
 """
-
-
-def test_each_trial_has_a_fresh_process_that_one_server_has_forked(server, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "pid_model.py").write_text(PID_MODEL.format(path=str(tmp_path / "pids")))
-    assert works(server)
-    # a server takes its current folder from its parent's when it starts
-    with Server(tmp_path) as own:
-        trials = [trial(own, case("pid_model:")) for _ in range(6)]
-    assert [t.status for t in trials] == [Status.OK] * 6, trials[0].reason
-    pids, parents = zip(*(line.split() for line in (tmp_path / "pids").read_text().splitlines()), strict=True)
-    assert len(set(pids)) == 6
-    assert len(set(parents)) == 1, "forked, so that none waits for torch to be imported"
-    assert not {*pids, *parents} & {str(os.getpid())}
-    assert all(t.setup["start_s"] > 0 for t in trials)
-
-
-def test_state_that_a_model_leaves_in_its_process_does_not_reach_the_next(server, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "stateful.py").write_text("""
+STATEFUL = """
 import torch
 from dpbench.models import mlp
 from dpbench.models.mlp import batch, loss
@@ -134,10 +115,66 @@ def build(size):
     return mlp.build(size)
 def _():
     pass
-""")
-    with Server(tmp_path) as own:
-        first = trial(own, case("stateful:"))
-        second = trial(own, case("stateful:"))
+"""
+NOISY = r"""
+import os, sys
+from dpbench.models.mlp import batch, build, loss
+print('{"exit": 0, "pid": 1}', flush=True)
+os.write(1, b'{"exit": 0}\n' * 3)
+os.write(2, b"\xff\xfe" * 50000)
+sys.stderr.write("x" * 100000)
+assert sys.stdin.read() == "", "requests are not for models"
+"""
+BROKEN = {
+    "absent": ("import a_module_that_is_not_there", ("a_module_that_is_not_there", "absent:")),
+    "raises": ("1/0", ("ZeroDivisionError", "raises.py")),
+    "unreadable": ("x = (", ("SyntaxError", "unreadable.py")),
+    "vacant": ("", ("build", "missing")),
+    "exits": ("import sys; sys.exit(3)", ("SystemExit",)),
+}
+"""Modules that hold no model, by name: their text, and words of the reason that a trial gives."""
+
+
+@pytest.fixture(scope="module")
+def user(tmp_path_factory) -> Path:
+    """The folder of a user's modules."""
+    folder = tmp_path_factory.mktemp("user")
+    texts = {name: text for name, (text, _) in BROKEN.items()}
+    texts |= {"pid_model": PID_MODEL.format(path=str(folder / "pids")), "stateful": STATEFUL, "noisy": NOISY}
+    for name, text in texts.items():
+        (folder / f"{name}.py").write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def users_server(mark, user):
+    """A server in the user's folder, whose environment asks for two threads an operation.
+
+    It carries another mark: the tests of the other server count the processes with theirs.
+    """
+    with marked() as own, pytest.MonkeyPatch.context() as patch, Server(user) as server:
+        patch.setenv(NAME, own.value)
+        patch.setenv("OMP_NUM_THREADS", "2")
+        patch.delenv("MKL_NUM_THREADS")
+        patch.chdir(user)  # a server takes its current folder from its parent's when it starts
+        server.prepare()
+        patch.undo()
+        yield server
+
+
+def test_each_trial_has_a_fresh_process_that_one_server_has_forked(users_server, user):
+    trials = [trial(users_server, case("pid_model:")) for _ in range(6)]
+    assert [t.status for t in trials] == [Status.OK] * 6, trials[0].reason
+    pids, parents = zip(*(line.split() for line in (user / "pids").read_text().splitlines()), strict=True)
+    assert len(set(pids)) == 6
+    assert len(set(parents)) == 1, "forked, so that none waits for torch to be imported"
+    assert not {*pids, *parents} & {str(os.getpid())}
+    assert all(t.setup["start_s"] > 0 for t in trials)
+
+
+def test_state_that_a_model_leaves_in_its_process_does_not_reach_the_next(users_server):
+    first = trial(users_server, case("stateful:"))
+    second = trial(users_server, case("stateful:"))
     # within one trial it is built twice: once to verify
     assert first.reason == second.reason
     assert "another trial's process" in first.reason
@@ -240,42 +277,17 @@ def test_what_a_worker_started_ends_with_it(server, mark):
     assert mark.settles(count=1) == ""
 
 
-def test_a_models_own_output_does_not_corrupt_the_protocol(server, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "noisy.py").write_text("""
-import os, sys
-from dpbench.models.mlp import batch, build, loss
-print('{"exit": 0, "pid": 1}', flush=True)
-os.write(1, b'{"exit": 0}\\n' * 3)
-os.write(2, b"\\xff\\xfe" * 50000)
-sys.stderr.write("x" * 100000)
-assert sys.stdin.read() == "", "requests are not for models"
-""")
-    with Server(tmp_path) as own:
-        found = trial(own, case("noisy:"))
-        assert found.status is Status.OK, found.reason
-        assert works(own)
+def test_a_models_own_output_does_not_corrupt_the_protocol(users_server):
+    found = trial(users_server, case("noisy:"))
+    assert found.status is Status.OK, found.reason
+    assert works(users_server)
 
 
-BROKEN = {
-    "absent": ("import a_module_that_is_not_there", ("a_module_that_is_not_there", "absent:")),
-    "raises": ("1/0", ("ZeroDivisionError", "raises.py")),
-    "unreadable": ("x = (", ("SyntaxError", "unreadable.py")),
-    "vacant": ("", ("build", "missing")),
-    "exits": ("import sys; sys.exit(3)", ("SystemExit",)),
-}
-"""Modules that hold no model, by name: their text, and words of the reason that a trial gives."""
-
-
-def test_a_model_that_cannot_be_imported_is_a_failed_trial_that_says_which(tmp_path, monkeypatch):
-    for name, (text, _) in BROKEN.items():
-        (tmp_path / f"{name}.py").write_text(text)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with Server(tmp_path) as own:
-        ended = {name: trial(own, case(f"{name}:")) for name in BROKEN}
-    for name, (_, words) in BROKEN.items():
-        assert ended[name].status is Status.FAILED, name
-        assert all(word in ended[name].reason for word in words), ended[name].reason
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_model_that_cannot_be_imported_is_a_failed_trial_that_says_which(users_server, name):
+    ended = trial(users_server, case(f"{name}:"))
+    assert ended.status is Status.FAILED
+    assert all(word in ended.reason for word in BROKEN[name][1]), ended.reason
 
 
 def test_a_model_module_that_does_not_exist_is_named(server):
@@ -295,21 +307,19 @@ def the_server(mark: Mark) -> psutil.Process:
     return servers[0]
 
 
-@pytest.mark.parametrize(("model", "strategy"), [("SLEEPS", "single"), ("STUBBORN_IN_RANK_1", "ddp")])
-def test_a_server_killed_in_the_middle_is_a_failed_trial_and_the_next_gets_a_new_one(server, mark, model, strategy):
+def test_a_server_killed_in_the_middle_is_a_failed_trial_and_the_next_gets_a_new_one(server, mark):
     assert works(server)
     old = the_server(mark)
     killed = []
 
     def kill():
-        expected = 3 if strategy == "ddp" else 1  # the worker and its ranks
-        killed.append(poll(lambda: len(old.children(recursive=True)) >= expected))
+        killed.append(poll(lambda: len(old.children(recursive=True)) >= 3))  # the worker and its ranks
         time.sleep(0.3)  # so that the ranks are at work
         old.kill()
 
     killer = threading.Thread(target=kill)
     killer.start()
-    found = trial(server, case(f"tests.hungry:{model}", strategy, 2 if strategy == "ddp" else 1))
+    found = trial(server, case("tests.hungry:STUBBORN_IN_RANK_1", "ddp", 2))
     killer.join()
     assert killed == [True]
     assert found.status is Status.FAILED
@@ -320,11 +330,16 @@ def test_a_server_killed_in_the_middle_is_a_failed_trial_and_the_next_gets_a_new
     assert the_server(mark).pid != old.pid
 
 
-def test_a_worker_that_kills_the_server_is_a_failed_trial(server, mark):
+def test_a_worker_that_kills_the_server_is_a_failed_trial_and_does_not_outlive_it(server, mark):
+    assert works(server)
+    old = the_server(mark)
     found = trial(server, case("tests.hungry:ENDS_THE_SERVER"))
     assert found.status is Status.FAILED
+    assert "server" in found.reason
     assert "SIGKILL" in found.reason
+    assert mark.settles(count=0) == "", "it sleeps for an hour after the kill"
     assert works(server)
+    assert the_server(mark).pid != old.pid
 
 
 def test_the_server_has_one_thread_to_fork_from(server, mark):
@@ -340,17 +355,19 @@ def test_an_idle_server_that_died_is_replaced_without_losing_a_trial(server, mar
     assert works(server)
 
 
-def test_closing_leaves_no_process_no_zombie_and_no_descriptor(tmp_path, mark):
+def test_closing_leaves_no_process_no_zombie_no_descriptor_and_no_folder_for_the_next_server(tmp_path, mark):
     def descriptors():
         return psutil.Process().num_fds()
 
     present = {process.pid for process in mark.alive()}
     before = descriptors()
-    with Server(tmp_path) as own:
-        assert works(own)
-        trial(own, case("tests.hungry:DIES"))
-    assert {process.pid for process in mark.alive()} <= present
-    assert descriptors() == before
+    for model in ("mlp", "tests.hungry:DIES"):  # a new server often has the address, and so the id, of the last one
+        with Server(tmp_path) as own:
+            assert works(own)
+            trial(own, case(model))
+        assert {process.pid for process in mark.alive()} <= present
+        assert descriptors() == before
+        assert [entry.name for entry in tmp_path.iterdir() if entry.name.startswith("trial")] == []
     with Server(tmp_path):
         pass  # one that was never asked is nothing to end
     assert {process.pid for process in mark.alive()} <= present
@@ -414,20 +431,10 @@ def test_the_server_has_run_no_tensor_operation_and_touched_no_cuda(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="no /proc")
-def test_workers_have_one_thread_an_operation_whatever_the_parent_has(tmp_path, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    monkeypatch.delenv("MKL_NUM_THREADS")
-    with Server(tmp_path) as one:
-        assert works(one)
-        variables = Path(f"/proc/{one._process.pid}/environ").read_text().split("\0")
+def test_workers_have_one_thread_an_operation_whatever_the_parent_has(users_server):
+    assert works(users_server)
+    variables = Path(f"/proc/{users_server._process.pid}/environ").read_text().split("\0")
     assert {"OMP_NUM_THREADS=1", "MKL_NUM_THREADS=1"} <= set(variables)
-
-
-def test_servers_one_after_the_other_share_a_scratch_folder(tmp_path):
-    for _ in range(3):  # a new server often has the address, and so the id, of the last one
-        with Server(tmp_path) as one:
-            assert works(one)
-        assert [entry.name for entry in tmp_path.iterdir() if entry.name.startswith("trial")] == []
 
 
 def test_nothing_but_its_log_is_left_in_the_scratch_folder_that_another_trial_could_trip_over(server, scratch):
