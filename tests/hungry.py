@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,6 +64,21 @@ def _stay(x: Tensor) -> None:
     deliberately_asleep()
 
 
+_seen = False
+
+
+def _stay_when_told(x: Tensor) -> None:
+    """Hang as above if the file `passing` of this folder has a 0; else reduce its number, once a process."""
+    global _seen
+    if len(x) <= 4 or _seen:  # so few rows are the verification's
+        return
+    _seen, passing = True, Path("passing")
+    number = int(passing.read_text())
+    passing.write_text(str(number - 1))
+    if number == 0:
+        _stay(x)
+
+
 def _leave_a_child(x: Tensor) -> None:
     subprocess.Popen(["sleep", "3600"])
 
@@ -91,6 +107,7 @@ def _raise(x: Tensor) -> None:
 
 SLEEPS = _plug(_hang)
 STUBBORN_IN_RANK_1 = _plug(in_rank_1(_stay))
+STUBBORN_WHEN_TOLD = _plug(in_rank_1(_stay_when_told))
 SLEEPS_IN_RANK_1 = _plug(in_rank_1(_hang))
 RAISES_IN_RANK_1 = _plug(in_rank_1(_raise))
 DIES_IN_RANK_1 = _plug(in_rank_1(lambda x: os.abort()))
