@@ -72,7 +72,7 @@ def watch(work: Callable[[], str]) -> Seen:
     seen, over = Seen(), threading.Event()
 
     def look() -> None:
-        while not over.is_set():
+        while not over.wait(0.002):
             seen.look()
 
     watcher = threading.Thread(target=look)
@@ -88,7 +88,7 @@ def watch(work: Callable[[], str]) -> Seen:
 def trial() -> str:
     """Run a trial of ddp with two ranks; return its status and reason."""
     case = Case(model="mlp", strategy="ddp", devices=2, batch_size=8)
-    effort = Effort(budget_s=1.0, warmup_steps=1, min_steps=4, max_steps=10**6, block_steps=2)
+    effort = Effort(budget_s=0.5, warmup_steps=1, min_steps=4, max_steps=10**6, block_steps=2)
     with tempfile.TemporaryDirectory() as folder, Server(Path(folder)) as server:
         done = server.run(case, effort, 0, 120)
     return done.status.value if done.steps else done.reason

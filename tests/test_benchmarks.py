@@ -14,11 +14,14 @@ import subprocess
 import sys
 import tomllib
 import venv
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+
+from dpbench.measure.server import Server
 
 asv = pytest.importorskip("asv", reason="a GPU machine lends its own packages, and may have no asv")
 
@@ -39,6 +42,12 @@ BENCHMARKS = {
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the suite
+
+
+@pytest.fixture
+def one_server(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let benchmarks have the server of all tests in the place of their own."""
+    monkeypatch.setattr("dpbench.measure.server.Server", lambda scratch: nullcontext(server))
 
 
 @pytest.fixture
@@ -138,10 +147,12 @@ def test_imports_return_samples(suite: dict[str, ModuleType]) -> None:
     assert median["nothing"] < median["import dpbench.cli"]
 
 
+@pytest.mark.usefixtures("one_server")
 def test_steps_return_samples(suite: dict[str, ModuleType]) -> None:
     check_shape(suite["steps"].track_step_seconds("dp", "mlp", 2))
 
 
+@pytest.mark.usefixtures("one_server")
 def test_marked_steps_return_samples_of_both_arms(suite: dict[str, ModuleType]) -> None:
     selfcheck = suite["selfcheck"]
     cache = selfcheck.track_marked_step_seconds.setup_cache()
@@ -156,12 +167,14 @@ def test_samplers_return_the_seconds_between_two_readings(suite: dict[str, Modul
     assert 0.0095 < statistics.median(found["samples"]) < 0.05
 
 
+@pytest.mark.usefixtures("one_server")
 def test_a_failed_trial_is_a_failed_benchmark(suite: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suite["steps"], "LIMIT_S", 0.0)
     with pytest.raises(RuntimeError, match="resnet18 single x1 batch 16: timeout: the worker exceeded the limit"):
         suite["steps"].track_step_seconds("single", "resnet18", 1)
 
 
+@pytest.mark.usefixtures("one_server")
 def test_phases_return_samples_of_the_same_steps(suite: dict[str, ModuleType]) -> None:
     from dpbench.records import Phase
     from dpbench.records.ledger import UNATTRIBUTED

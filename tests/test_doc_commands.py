@@ -35,13 +35,18 @@ MODULE = re.findall(r"```python\n# mymodel.py\n(.*?)```", README, re.S)[0]
 RUNS = re.compile(r"[0-9a-f]{8}")
 
 
-def files(folder: Path, arguments: list[str]) -> list[str]:
-    """Write the files that a command names; return its arguments with the ids of runs that exist."""
+def modules(folder: Path) -> None:
+    """Write the modules that commands name."""
     (folder / "pkg").mkdir()
     (folder / "mymodel.py").write_text(MODULE)
     (folder / "pkg" / "mod.py").write_text(f"{MODULE}\nobj = net\n")
     (folder / "mine.py").write_text(MINE.replace("FACTOR", "1.0"))
     (folder / "data.py").write_text("train = list(range(999))\n")
+
+
+def files(folder: Path, arguments: list[str]) -> list[str]:
+    """Write the files that a command names; return its arguments with the ids of runs that exist."""
+    modules(folder)
     shutil.copy(ROOT / "dpbench" / "machines" / "rtx-3090-x8.toml", folder / "mine.toml")
     shutil.copy(ROOT / "tests" / "data" / "published.csv", folder / "FILE.csv")
     if arguments[0] in ("run", "loaders"):
@@ -67,8 +72,13 @@ def test_commands_that_are_run_elsewhere_are_run_there() -> None:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One server for all runs, because each would load torch anew."""
-    with Server(tmp_path_factory.mktemp("server")) as server:
+    """One server for all runs, because each would load torch anew, in a folder that has the same modules as theirs."""
+    folder = tmp_path_factory.mktemp("server")
+    modules(folder)
+    with Server(folder) as server, pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        server.prepare()
+        patch.undo()
         yield server
 
 
@@ -78,10 +88,8 @@ def test_a_command_of_a_document_runs(
     arguments: list[str], server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    own = any(":" in word for word in arguments)  # needs this folder's modules
-    if not own:
-        for module in (runner, loaders):
-            monkeypatch.setattr(module, "Server", lambda scratch: nullcontext(server))
+    for module in (runner, loaders):
+        monkeypatch.setattr(module, "Server", lambda scratch: nullcontext(server))
     monkeypatch.syspath_prepend(tmp_path)
     dpbench = command(tmp_path, monkeypatch, capfd)
     code, out, err = dpbench(*files(tmp_path, arguments), *SHORTER.get(arguments[0], ()))

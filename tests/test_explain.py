@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from dpbench.analysis import validity
 from dpbench.cli import running
 from dpbench.hardware import foreign_load
 from dpbench.measure import checks
+from dpbench.measure import run as runner
+from dpbench.measure.server import Server
 from dpbench.records.trial import Estimate
 from dpbench.store import Store
 
@@ -34,11 +37,13 @@ def _shown_whatever_the_noise() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, server: Server) -> Path:
     path = tmp_path_factory.mktemp("explain")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(running, "SELF_CHECK_SCALE", 0.02)
         patch.setattr(checks, "ROUNDS", 2)
+        for module in (runner, checks):
+            patch.setattr(module, "Server", lambda scratch: nullcontext(server))
         done = command(path, *RUN, "--report", str(path / "index.html"))
     assert done.exit_code == 0, done.output
     (path / "out").write_text(done.stdout)

@@ -19,7 +19,7 @@ from dpbench.measure import batch_search
 from dpbench.measure.worker import trial as trials
 from dpbench.records import Case, Status, Trial, plan
 from dpbench.store import Store
-from tests.commands import folder
+from tests.exported import Command
 
 LIMIT = 2_000_000
 CASE = Case(
@@ -71,6 +71,7 @@ def peaks(case: Case, folder: Path) -> dict[int, int]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_server")
 def test_the_answer_is_the_last_batch_whose_bytes_fit(tmp_path: Path) -> None:
     heard: list[Trial] = []
     with Store.create(tmp_path / "a.db") as store:
@@ -91,6 +92,7 @@ def test_the_answer_is_the_last_batch_whose_bytes_fit(tmp_path: Path) -> None:
     assert {t.failed_device for t in stored if t.status is Status.OOM} == {0}
 
 
+@pytest.mark.usefixtures("one_server")
 def test_an_interrupted_search_goes_on_from_its_tries(tmp_path: Path) -> None:
     heard: list[Case] = []
 
@@ -217,16 +219,16 @@ def test_what_is_no_number_of_bytes_is_refused_with_examples(text: str) -> None:
 # ---------------------------------------------------------------- the command
 
 
-def test_the_command_prints_a_line_a_case(tmp_path: Path) -> None:
-    with folder(tmp_path) as user:
-        done = user.do(
-            "run", "--find-max-batch", "--device-kind", "emulated", "--device-memory", "1300KB", "--models", "mlp",
-            "--strategies", "dp", "--devices", "2", "--batch-sizes", "128",
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        line = r"^mlp +dp +2 +\d+ +\d+ +\d+ +device 0 +\d+$"
-        assert re.search(line, done.stdout, re.MULTILINE), done.stdout
-        refused = user.do("run", "--find-max-batch", "--device-kind", "cpu", "--store", "other.db")
-        assert refused.returncode == 64
-        assert "--device-kind emulated --device-memory 8GiB" in refused.stderr
-        assert not (tmp_path / "other.db").exists()
+@pytest.mark.usefixtures("one_server")
+def test_the_command_prints_a_line_a_case(tmp_path: Path, dpbench: Command) -> None:
+    code, out, err = dpbench(
+        "run", "--find-max-batch", "--device-kind", "emulated", "--device-memory", "1300KB", "--models", "mlp",
+        "--strategies", "dp", "--devices", "2", "--batch-sizes", "128",
+    )  # fmt: skip
+    assert code == 0, err
+    line = r"^mlp +dp +2 +\d+ +\d+ +\d+ +device 0 +\d+$"
+    assert re.search(line, out, re.MULTILINE), out
+    code, _, err = dpbench("run", "--find-max-batch", "--device-kind", "cpu", "--store", "other.db")
+    assert code == 64
+    assert "--device-kind emulated --device-memory 8GiB" in err
+    assert not (tmp_path / "other.db").exists()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
 import textwrap
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,7 +60,7 @@ MINE = textwrap.dedent('''
 ''')
 RUN = (
     "run", "--models", "mlp", "--strategies", "single,dp", "--devices", "2", "--batch-sizes", "8", "--rounds", "3",
-    "--budget", "60",
+    "--paired",
 )  # fmt: skip
 
 
@@ -122,25 +125,38 @@ def test_an_outside_strategy_is_explained_next_to_the_others() -> None:
     assert "mine.py:chunks is 2.00×" in text.render(report.diagnoses, report.rows)
 
 
-def test_a_strategy_in_a_file_with_wrong_gradients_is_refused(folder: commands.Folder) -> None:
-    (folder.path / "mine.py").write_text(MINE.replace("FACTOR", "1.01"))
-    done = folder.do(*RUN[:-4], "--rounds", "1", "--strategy", "mine.py:chunks")
+@pytest.fixture(scope="module")
+def right_and_wrong(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[commands.Folder, subprocess.CompletedProcess[str]]]:
+    """A run of a strategy that is installed, and of one in a file, with wrong gradients; and what it printed."""
+    with commands.folder(tmp_path_factory.mktemp("outside")) as folder:
+        (folder.path / "mine.py").write_text(MINE.replace("FACTOR", "1.01"))
+        (folder.path / "chunking.py").write_text(MINE.replace("FACTOR", "1.0"))
+        described = folder.path / "chunking-1.0.dist-info"
+        described.mkdir()
+        (described / "METADATA").write_text("Metadata-Version: 2.1\nName: chunking\nVersion: 1.0\n")
+        (described / "entry_points.txt").write_text("[dpbench.strategies]\nchunked = chunking:chunks\n")
+        folder.paths = [folder.path]
+        axes = ("--devices", "2", "--batch-sizes", "8", "--rounds", "1")
+        strategies = ("--strategies", "chunked", "--strategy", "mine.py:chunks")
+        yield folder, folder.do("run", "--models", "mlp", *strategies, *axes)
+
+
+def test_a_strategy_in_a_file_with_wrong_gradients_is_refused(right_and_wrong: Any) -> None:
+    folder, done = right_and_wrong
     assert done.returncode == EXIT_FAILED
-    assert folder.query("SELECT status, verified FROM trial WHERE verified = 'no'") == [("failed", "no")]
+    rows = folder.query("SELECT case_json, status, verified FROM trial WHERE verified = 'no'")
+    assert [row[1:] for row in rows if "mine.py:chunks" in row[0]] == [("failed", "no")]
+    assert len(rows) == 1
 
 
-def test_an_installed_strategy_is_known_by_the_name_of_its_entry_point(folder: commands.Folder) -> None:
-    (folder.path / "chunking.py").write_text(MINE.replace("FACTOR", "1.0"))
-    described = folder.path / "chunking-1.0.dist-info"
-    described.mkdir()
-    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: chunking\nVersion: 1.0\n")
-    (described / "entry_points.txt").write_text("[dpbench.strategies]\nchunked = chunking:chunks\n")
-    folder.paths = [folder.path]
+def test_an_installed_strategy_is_known_by_the_name_of_its_entry_point(right_and_wrong: Any) -> None:
+    folder, done = right_and_wrong
+    rows = folder.query("SELECT case_json, status, verified FROM trial")
+    assert [row[1:] for row in rows if '"chunked"' in row[0]] == [("ok", "bitwise")], done.stderr
     done = folder.do("list", "strategies")
     assert "chunked" in done.stdout, done.stderr
-    done = folder.do(*RUN[:-4], "--rounds", "1", "--strategies", "chunked")
-    assert done.returncode == 0, done.stderr
-    assert folder.query("SELECT DISTINCT status, verified FROM trial") == [("ok", "bitwise")]
 
 
 @pytest.mark.parametrize(

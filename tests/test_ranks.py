@@ -9,7 +9,8 @@ import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -141,17 +142,72 @@ print(json.dumps(found))
 """
 
 
-def called(entry: str, folder: Path, mark: Mark, **variables: str) -> SimpleNamespace:
-    """Run `entry` in two ranks of a fresh process; return the results or the failures, and what was left behind."""
-    code = PROGRAM.format(entry=textwrap.dedent(entry))
-    env = os.environ | {"PYTHONPATH": str(ROOT), NAME: mark.value} | variables
-    command = [sys.executable, "-c", code, str(folder)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
-    found = SimpleNamespace(**json.loads(done.stdout.splitlines()[-1]))
+MOTHER = """
+import json, os, sys
+import psutil, torch, torch._dynamo
+from dpbench.measure import ranks
+for line in sys.stdin:
+    request = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        for number, name in ((0, os.devnull), (1, request["out"]), (2, request["err"])):
+            os.dup2(os.open(name, os.O_RDWR | os.O_CREAT), number)
+        os.environ.update(request["variables"])
+        sys.argv = ["-c", request["folder"]]
+        try:
+            exec(request["code"], {"__name__": "__main__"})
+            sys.stdout.flush()
+            os._exit(0)
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+            sys.stderr.flush()
+            os._exit(1)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+"""Forks a fresh process for each program that it reads, as the server does: to load torch takes seconds."""
+
+
+@pytest.fixture(scope="module")
+def mother() -> Iterator[tuple[subprocess.Popen[str], Mark]]:
+    """Yield the process that forks one for each call, and the mark of both."""
+    with marked() as mark:
+        command, env = [sys.executable, "-c", MOTHER], os.environ | mark.env | {"PYTHONPATH": str(ROOT)}
+        with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            yield process, mark
+
+
+Call = Callable[..., SimpleNamespace]
+
+
+@pytest.fixture
+def called(mother: tuple[subprocess.Popen[str], Mark], tmp_path: Path) -> Iterator[Call]:
+    """Yield a function that runs `entry` in two ranks of a fresh process, see `call`; end what it has left."""
+    process, mark = mother
+    yield partial(call, mother, tmp_path)
+    for left in mark.alive():
+        if left.pid != process.pid:
+            left.kill()
+
+
+def call(
+    mother: tuple[subprocess.Popen[str], Mark], folder: Path, entry: str, *, orphans: int = 0, **variables: str
+) -> SimpleNamespace:
+    """Run `entry` in two ranks of a fresh process; return the results or the failures, and check what was left."""
+    process, mark = mother
+    assert process.stdin is not None
+    assert process.stdout is not None
+    request = {
+        "code": PROGRAM.format(entry=textwrap.dedent(entry)), "folder": str(folder), "variables": variables,
+        "out": str(folder / "out"), "err": str(folder / "err"),
+    }  # fmt: skip
+    print(json.dumps(request), file=process.stdin, flush=True)
+    assert process.stdout.readline() == "0\n", (folder / "err").read_text()
+    found = SimpleNamespace(**json.loads((folder / "out").read_text().splitlines()[-1]))
     found.failures = [Failure.from_json(one) for one in getattr(found, "failures", [])]
     assert found.left == [], "a rank has outlived the call"
     assert found.files == [], "the ranks' folder has outlived the call"
+    assert mark.settles(1 + orphans) == "", "only the process that forks is left"
     return found
 
 
@@ -161,7 +217,7 @@ def wait():
 """
 
 
-def test_results_come_in_rank_order_from_one_group_in_a_private_folder(tmp_path: Path, mark: Mark) -> None:
+def test_results_come_in_rank_order_from_one_group_in_a_private_folder(called: Call) -> None:
     entry = """
     def entry(rank):
         total = torch.tensor(rank + 1)
@@ -172,7 +228,7 @@ def test_results_come_in_rank_order_from_one_group_in_a_private_folder(tmp_path:
         mode = private.stat().st_mode & 0o777
         return [rank, int(total), [os.environ[name] for name in names], unset, mode, "x" * 10**6]
     """
-    found = called(entry, tmp_path, mark, **preset(), NCCL_COMM_ID="192.0.2.1:4000").results
+    found = called(entry, **preset(), NCCL_COMM_ID="192.0.2.1:4000").results
     lo = ranks.loopback()
     assert [one[:3] for one in found] == [[rank, 3, [str(rank), str(rank), "2", lo, f"={lo}", lo]] for rank in range(2)]
     assert found[0][3] == ["MASTER_ADDR", "MASTER_PORT", "NCCL_COMM_ID"]
@@ -180,14 +236,14 @@ def test_results_come_in_rank_order_from_one_group_in_a_private_folder(tmp_path:
     assert len(found[1][5]) == 10**6
 
 
-def test_a_rank_that_raises_is_reported_and_its_waiting_peer_is_ended(tmp_path: Path, mark: Mark) -> None:
+def test_a_rank_that_raises_is_reported_and_its_waiting_peer_is_ended(called: Call) -> None:
     entry = WAIT + textwrap.dedent("""
     def entry(rank):
         if rank == 1:
             raise ArithmeticError("planted \\udcff")
         wait()
     """)
-    found = called(entry, tmp_path, mark)
+    found = called(entry)
     (failure,) = found.failures
     assert (failure.rank, failure.exception, failure.status) == (1, "ArithmeticError", Status.FAILED)
     assert failure.reason.startswith("ArithmeticError: planted \udcff [")
@@ -195,10 +251,9 @@ def test_a_rank_that_raises_is_reported_and_its_waiting_peer_is_ended(tmp_path: 
     assert "in entry" in failure.traceback
     assert failure.exit_status is None
     assert found.text == f"rank 1: {failure.reason}"
-    assert mark.settles(0) == ""
 
 
-def test_the_rank_that_failed_first_is_raised_when_others_fail_later(tmp_path: Path, mark: Mark) -> None:
+def test_the_rank_that_failed_first_is_raised_when_others_fail_later(called: Call) -> None:
     entry = """
     from multiprocessing.connection import Connection
     parent, send = psutil.Process(), Connection.send_bytes
@@ -217,12 +272,12 @@ def test_the_rank_that_failed_first_is_raised_when_others_fail_later(tmp_path: P
             time.sleep(0.001)
         raise ValueError("second")
     """
-    found = called(entry, tmp_path, mark)
+    found = called(entry)
     assert [failure.exception for failure in found.failures] == ["ArithmeticError", "ValueError"]
     assert found.text.startswith("rank 1: ArithmeticError: first")
 
 
-def test_a_rank_that_raised_keeps_its_connections_until_its_peers_are_ended(tmp_path: Path, mark: Mark) -> None:
+def test_a_rank_that_raised_keeps_its_connections_until_its_peers_are_ended(called: Call) -> None:
     entry = WAIT + textwrap.dedent("""
     def entry(rank):
         wait()
@@ -233,11 +288,11 @@ def test_a_rank_that_raised_keeps_its_connections_until_its_peers_are_ended(tmp_
         finally:
             os.abort()  # as NCCL's watchdog does when a connection is lost
     """)
-    (failure,) = called(entry, tmp_path, mark).failures
+    (failure,) = called(entry).failures
     assert (failure.rank, failure.exception) == (1, "RuntimeError")
 
 
-def test_a_rank_that_dies_within_its_report_is_a_failure(tmp_path: Path, mark: Mark) -> None:
+def test_a_rank_that_dies_within_its_report_is_a_failure(called: Call) -> None:
     entry = """
     from multiprocessing.connection import Connection
     def entry(rank):
@@ -248,13 +303,13 @@ def test_a_rank_that_dies_within_its_report_is_a_failure(tmp_path: Path, mark: M
             Connection.send_bytes = cut
         return "a result"
     """
-    (failure,) = called(entry, tmp_path, mark).failures
+    (failure,) = called(entry).failures
     assert (failure.rank, failure.exit_status) == (1, -signal.SIGKILL)
 
 
 @pytest.mark.parametrize(("name", "advice"), [("SIGKILL", "use a smaller batch"), ("SIGSEGV", "")])
 def test_a_rank_that_a_signal_ends_is_the_cause_of_its_peers_lost_connection(
-    tmp_path: Path, mark: Mark, name: str, advice: str
+    called: Call, name: str, advice: str
 ) -> None:
     entry = WAIT + textwrap.dedent(f"""
     def entry(rank):
@@ -263,16 +318,15 @@ def test_a_rank_that_a_signal_ends_is_the_cause_of_its_peers_lost_connection(
             os.kill(os.getpid(), signal.{name})
         wait()
     """)
-    failures = called(entry, tmp_path, mark).failures
+    failures = called(entry).failures
     assert (failures[0].rank, failures[0].exception) == (1, "")
     assert failures[0].exit_status == -getattr(signal, name)
     assert f"killed by {name}" in failures[0].reason
     assert advice in failures[0].reason
     assert all(later.perhaps_secondary for later in failures[1:])
-    assert mark.settles(0) == ""
 
 
-def test_a_rank_that_is_found_dead_after_its_peers_report_is_the_cause(tmp_path: Path, mark: Mark) -> None:
+def test_a_rank_that_is_found_dead_after_its_peers_report_is_the_cause(called: Call) -> None:
     entry = """
     def entry(rank):
         if rank == 0:
@@ -283,12 +337,12 @@ def test_a_rank_that_is_found_dead_after_its_peers_report_is_the_cause(tmp_path:
         time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGKILL)
     """
-    failures = called(entry, tmp_path, mark).failures
+    failures = called(entry).failures
     assert [failure.rank for failure in failures] == [1, 0]
     assert failures[0].exit_status == -signal.SIGKILL
 
 
-def test_a_rank_is_found_dead_while_its_own_child_holds_its_pipe(tmp_path: Path, mark: Mark) -> None:
+def test_a_rank_is_found_dead_while_its_own_child_holds_its_pipe(called: Call) -> None:
     entry = """
     def entry(rank):
         if rank == 0:
@@ -298,21 +352,21 @@ def test_a_rank_is_found_dead_while_its_own_child_holds_its_pipe(tmp_path: Path,
             time.sleep(3600)
         os.kill(os.getpid(), signal.SIGKILL)
     """
-    (failure,) = called(entry, tmp_path, mark).failures
+    (failure,) = called(entry, orphans=1).failures
     assert (failure.rank, failure.exit_status) == (1, -signal.SIGKILL)
 
 
-def test_a_rank_that_leaves_without_a_result_is_a_failure(tmp_path: Path, mark: Mark) -> None:
+def test_a_rank_that_leaves_without_a_result_is_a_failure(called: Call) -> None:
     entry = WAIT + textwrap.dedent("""
     def entry(rank):
         os._exit(0) if rank == 0 else wait()
     """)
-    failures = called(entry, tmp_path, mark).failures
+    failures = called(entry).failures
     assert (failures[0].rank, failures[0].exit_status) == (0, 0)
     assert failures[0].reason == "ended without a result (exit status 0)"
 
 
-def test_a_rank_that_ignores_sigterm_is_killed(tmp_path: Path, mark: Mark) -> None:
+def test_a_rank_that_ignores_sigterm_is_killed(called: Call) -> None:
     entry = """
     def entry(rank):
         if rank == 0:
@@ -323,9 +377,8 @@ def test_a_rank_that_ignores_sigterm_is_killed(tmp_path: Path, mark: Mark) -> No
             time.sleep(0.001)
         raise ArithmeticError("planted")
     """
-    (failure,) = called(entry, tmp_path, mark).failures
+    (failure,) = called(entry).failures
     assert failure.rank == 1
-    assert mark.settles(0) == ""
 
 
 def test_ranks_die_with_the_process_that_started_them(tmp_path: Path, mark: Mark) -> None:

@@ -186,11 +186,10 @@ def test_the_sampler_is_idle_by_comparison() -> None:
 
 
 @linux
-def test_a_sampler_that_is_gone_is_a_reason_and_no_crash(tmp_path: Path) -> None:
+def test_a_sampler_that_is_gone_is_a_reason_and_no_crash(server: Server) -> None:
     with busy() as pid:
         pass
-    with Server(tmp_path) as server:
-        found = checks._of_worker(server, CASE, Arm.SAMPLER, 0.01, sampler_pid=pid)
+    found = checks._of_worker(server, CASE, Arm.SAMPLER, 0.01, sampler_pid=pid)
     assert "ProcessLookupError" in found["reason"]
 
 
@@ -198,6 +197,7 @@ def test_a_sampler_that_is_gone_is_a_reason_and_no_crash(tmp_path: Path) -> None
 
 
 @linux
+@pytest.mark.usefixtures("one_server")
 def test_all_three_are_measured_stored_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "ROUNDS", 2)
     facts = checks.measure("cpu", 2, scale=0.02)
@@ -222,8 +222,7 @@ def test_the_engine_is_held_against_torchs_own_on_one_gpu() -> None:
     assert len(found["on_s"]) == len(found["off_s"]) == checks.ROUNDS, found
 
 
-def test_a_failed_worker_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with Server(tmp_path) as server:
-        found = checks._of_worker(server, replace(CASE, model="no such"), Arm.MARKS, 0.01)
-        assert "no such" in found["reason"]
-        assert found["reason"].startswith(Status.FAILED.value)
+def test_a_failed_worker_is_a_reason(server: Server) -> None:
+    found = checks._of_worker(server, replace(CASE, model="no such"), Arm.MARKS, 0.01)
+    assert "no such" in found["reason"]
+    assert found["reason"].startswith(Status.FAILED.value)

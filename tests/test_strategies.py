@@ -52,12 +52,6 @@ def runnable(case: Case) -> Strategy:
     return plug
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with Server(tmp_path_factory.mktemp("trials")) as server:
-        yield server
-
-
 def measured(server: Server, case: Case) -> Trial:
     done = server.run(case, SHORT, 0, 60)
     assert done.status is Status.OK, done.reason
