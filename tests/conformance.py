@@ -53,20 +53,23 @@ def is_flat(schedule: str) -> bool:
     return schedule != FASTEST and parse(schedule).storage == "flat"
 
 
-KINDS: dict[str, tuple[pytest.MarkDecorator, ...]] = {
-    "cpu": (),
-    "emulated": (),
-    "colocated": (pytest.mark.gpu,),
-    "spread": (pytest.mark.multi_gpu,),
+KINDS: dict[str, tuple[int, tuple[pytest.MarkDecorator, ...]]] = {
+    "cpu": (0, ()),
+    "emulated": (0, ()),
+    "colocated": (1, (pytest.mark.gpu,)),
+    "spread": (2, (pytest.mark.multi_gpu,)),
 }
+"""The kinds of device: how many CUDA devices each needs, and its marks."""
+HERE = {kind: marks for kind, (needed, marks) in KINDS.items() if torch.cuda.device_count() >= needed}
+"""The kinds that this machine has. Tests have no others: there are more than a thousand, and each skip takes time."""
 every_kind = pytest.mark.parametrize(
-    "place", [pytest.param((kind, "reference"), marks=marks, id=kind) for kind, marks in KINDS.items()], indirect=True
+    "place", [pytest.param((kind, "reference"), marks=marks, id=kind) for kind, marks in HERE.items()], indirect=True
 )
 every_schedule = pytest.mark.parametrize(
     "place",
     [
         pytest.param((kind, schedule), marks=marks, id=f"{kind}-{schedule}")
-        for (kind, marks), schedule in itertools.product(KINDS.items(), SCHEDULES)
+        for (kind, marks), schedule in itertools.product(HERE.items(), SCHEDULES)
         if not (kind == "emulated" and is_flat(schedule))
     ],
     indirect=True,

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 import dpbench
 from tests.conformance import (
+    HERE,
+    KINDS,
     SWAP,
     Place,
     check_gradients,
@@ -33,6 +35,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),  # it says so on each use
     pytest.mark.filterwarnings("ignore:Converting a tensor to a Python boolean"),  # torch's own check of batch sizes
 ]
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=marks) for kind, (_, marks) in KINDS.items()])
+def test_every_kind_of_device_that_is_here_has_its_tests(kind: str) -> None:
+    """Skipped, with the reason, for the kinds that are not; the tests of this folder leave those out."""
+    assert kind in HERE
 
 
 # ---------------------------------------------------------------- the check of device_ids[0]

@@ -100,6 +100,6 @@ def test_the_report_and_the_terminal_show_findings_and_self_check(folder: Path) 
         assert "replicate takes" in text
         assert "with perfect scaling" in text
         assert "recorded marks" in text
-        assert "reference compared with torch.nn.DataParallel, both in one process: ratio of step times" in text
+        assert f"{checks.NAMES['engine']}: ratio of step times" in text
     out = (folder / "out").read_text()
     assert out.count("self-check: ") == 3

@@ -59,8 +59,7 @@ MINE = textwrap.dedent('''
     plain = object()
 ''')
 RUN = (
-    "run", "--models", "mlp", "--strategies", "single,dp", "--devices", "2", "--batch-sizes", "8", "--rounds", "3",
-    "--paired",
+    "run", "--models", "mlp", "--strategies", "single,dp", "--devices", "2", "--batch-sizes", "8", "--rounds", "1",
 )  # fmt: skip
 
 
@@ -88,6 +87,7 @@ def test_a_strategy_in_a_file_is_run_verified_reported_explained_and_exported(
     folder: commands.Folder, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(Estimate, "WIDEST", math.inf)  # readers leave out figures that other processes made doubtful
+    monkeypatch.setattr(Estimate, "ROUNDS", 1)  # or that have few rounds
     dpbench = command(folder.path, monkeypatch, capfd)
     (folder.path / "mine.py").write_text(MINE.replace("FACTOR", "1.0"))
     done = folder.do(*RUN, "--strategy", "mine.py:chunks")
