@@ -104,7 +104,7 @@ def together(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[str]
 def test_collectives_make_the_weights_of_ordered_adds_on_every_schedule(n: int, together: Any) -> None:
     expected, _ = train("odd", "reference", n, 4 * n - 1, "adamw_two_groups")
     assert not together()
-    for schedule in PERSISTENT:
+    for schedule in PERSISTENT if n == 2 else PERSISTENT[::3]:  # no switch has three positions: each is met in all
         assert not differing(expected, train("odd", schedule, n, 4 * n - 1, "adamw_two_groups")[0]), str(schedule)
         used = set(together())
         if schedule.update == "each":

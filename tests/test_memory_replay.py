@@ -127,7 +127,7 @@ def emulated(model: str, devices: int, optimizer: str, schedule: str = "referenc
 )
 def test_the_reference_is_right_to_the_byte(model: str, optimizer: str) -> None:
     traces = traces_of(emulated(model, 1, optimizer))
-    for devices in (1, 2, 3):
+    for devices in (1, 2, 3) if model == "mlp" else (2, 3):
         case = emulated(model, devices, optimizer)
         assert replayed(case, traces) == measured(case), f"{devices} devices"
 
@@ -147,12 +147,11 @@ def test_one_device_is_right_to_the_byte(optimizer: str) -> None:
         "replicas=persistent,update=each,reduce=overlap",
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_schedules_are_right_to_the_byte(schedule: str, optimizer: str) -> None:
+@pytest.mark.parametrize(("optimizer", "devices"), [("sgd", 2), ("adam", 3)])
+def test_schedules_are_right_to_the_byte(schedule: str, optimizer: str, devices: int) -> None:
     traces = traces_of(emulated("mlp", 1, optimizer))
-    for devices in (2, 3):
-        case = emulated("mlp", devices, optimizer, schedule)
-        assert replayed(case, traces) == measured(case), f"{devices} devices"
+    case = emulated("mlp", devices, optimizer, schedule)
+    assert replayed(case, traces) == measured(case)
 
 
 @pytest.mark.parametrize("schedule", ["loss=local", "replicas=persistent,loss=local,backward=local"])

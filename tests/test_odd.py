@@ -147,7 +147,7 @@ def trials_(draw: st.DrawFn) -> Trial:
 
 
 @pytest.mark.slow
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(trials_(), max_size=8))
 def test_no_run_makes_a_reader_fail(trials: list[Trial]) -> None:
     shown = readers(trials)

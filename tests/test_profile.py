@@ -11,7 +11,6 @@ import pytest
 from dpbench.hardware.devices import open_devices
 from dpbench.measure.worker import bench, trial
 from dpbench.records import Case, Effort, Status
-from tests import commands
 
 QUICK = Effort(budget_s=0.05, warmup_steps=1, min_steps=2, max_steps=4, block_steps=2)
 DP = Case(model="mlp", strategy="dp", devices=2, batch_size=16, schedule="reference")
@@ -26,15 +25,15 @@ def operators(path: Path) -> dict[int, set[str]]:
     return dict(found)
 
 
-def test_a_profiled_run_leaves_a_trace_of_every_thread_of_every_rank_beside_the_store(tmp_path):
+@pytest.mark.usefixtures("one_server")
+def test_a_profiled_run_leaves_a_trace_of_every_thread_of_every_rank_beside_the_store(tmp_path, folder, dpbench):
     axes = ("--models", "mlp", "--strategies", "single,dp,ddp", "--devices", "2", "--batch-sizes", "16")
-    with commands.folder(tmp_path) as folder:
-        done = folder.do("run", *axes, "--rounds", "1", "--profile")
-        assert done.returncode == 0, done.stderr
-        [(run_id,)] = folder.query("SELECT id FROM run")
-        # the step that is profiled is none of the trial's
-        counts = "SELECT (SELECT count(*) FROM step WHERE trial_id=id), (SELECT max(step) FROM span WHERE trial_id=id)"
-        assert all(steps == last + 1 for steps, last in folder.query(f"{counts} FROM trial"))
+    code, _, err = dpbench("run", *axes, "--rounds", "1", "--profile")
+    assert code == 0, err
+    [(run_id,)] = folder.query("SELECT id FROM run")
+    # the step that is profiled is none of the trial's
+    counts = "SELECT (SELECT count(*) FROM step WHERE trial_id=id), (SELECT max(step) FROM span WHERE trial_id=id)"
+    assert all(steps == last + 1 for steps, last in folder.query(f"{counts} FROM trial"))
     files = {path.name: path for path in (tmp_path / "dpbench.db.traces" / run_id).iterdir()}
     cut = sorted(name.replace(name.split("-16-")[1][:8], "") for name in files)
     assert cut == [

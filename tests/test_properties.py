@@ -311,7 +311,7 @@ def on_kind(schedule: Schedule, kind: str) -> Schedule:
 
 @pytest.mark.slow
 @every_kind
-@settings(derandomize=True, max_examples=100, deadline=None)
+@settings(derandomize=True, max_examples=60, deadline=None)
 @given(case=cases(), schedule=st.sampled_from(WRAPPED))
 def test_any_inputs_equal_the_chunked_reference_on_any_schedule(kind: str, case: Case, schedule: Schedule) -> None:
     check(case, kind, on_kind(schedule, kind))

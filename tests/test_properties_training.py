@@ -200,7 +200,7 @@ def check_training(training: Training, kind: str) -> None:
 
 @pytest.mark.slow
 @every_kind
-@settings(derandomize=True, max_examples=80, deadline=None)
+@settings(derandomize=True, max_examples=50, deadline=None)
 @given(training=trainings(STEPPED))
 def test_any_training_equals_the_chunked_reference_on_any_schedule(kind: str, training: Training) -> None:
     check_training(replace(training, schedule=on_kind(training.schedule, kind)), kind)
@@ -208,7 +208,7 @@ def test_any_training_equals_the_chunked_reference_on_any_schedule(kind: str, tr
 
 @pytest.mark.slow
 @every_kind
-@settings(derandomize=True, max_examples=60, deadline=None)
+@settings(derandomize=True, max_examples=40, deadline=None)
 @given(training=trainings(STEPPED, sized=True))
 def test_any_chunk_sizes_equal_the_chunked_reference_on_any_schedule(kind: str, training: Training) -> None:
     check_training(replace(training, schedule=on_kind(training.schedule, kind)), kind)

@@ -105,6 +105,7 @@ def test_strategies_with_processes_or_threads_of_their_own_are_known_to_the_plan
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_server")
 def test_side_by_side_for_real(tmp_path) -> None:
     """Both sides' blocks alternate in one process, and each side's trial is whole."""
     from dpbench.measure.run import run
