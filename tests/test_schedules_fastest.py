@@ -19,6 +19,7 @@ from dpbench.records import Phase, no_mark
 from tests.test_schedules import OPTIMIZERS, problem
 
 
+@pytest.mark.alone
 def test_automatic_chunk_sizes_take_rows_from_a_device_that_is_slow() -> None:
     class Slow(nn.Module):
         def __init__(self) -> None:
