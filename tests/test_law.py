@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:grad and param do not obey the g
 
 SCHEDULES = [*(name for name in climb(TRAIN_STEP) if RUNGS[name].exact), FASTEST]
 LONG = int(os.environ.get("DPBENCH_LAW_STEPS", "0"))
-SEQUENCES = [(50, 3), (50, 6), (110, 32)]
+SEQUENCES = [(50, 3), (50, 6), (200, 32)]
 """(How many, of how many rules); the short ones come first."""
 SMALL = st.integers(0, 5)
 
