@@ -16,7 +16,7 @@ from dpbench import models
 from dpbench.engine import resolve
 from dpbench.measure import verification
 from dpbench.records import Case, Verified, chunk_sizes, no_mark
-from dpbench.strategies import dp, precision_of
+from dpbench.strategies import Split, dp, precision_of
 
 
 def own(module: nn.Module, shape: tuple[int, ...], loss: Any = None) -> models.Model:
@@ -45,7 +45,7 @@ def test_reference_gradients_are_those_of_the_whole_batch(chunks: int) -> None:
     x, y = (t.double() for t in model.batch(8, 0))
     whole = copy.deepcopy(model.module)
     model.loss(whole(x), y).backward()
-    reference = verification.chunked(model.module, model.loss, x, y, chunk_sizes(8, chunks), torch.device("cpu"))
+    reference = verification.chunked(model.module, model.loss, x, y, Split(chunk_sizes(8, chunks)), torch.device("cpu"))
     for ours, theirs in zip(reference.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-14)
 
@@ -56,7 +56,7 @@ def test_reference_normalises_each_chunk_by_itself_and_keeps_the_firsts_statisti
     model = own(module, (3,))
     alone = copy.deepcopy(module)
     alone(x[:4])
-    reference = verification.chunked(copy.deepcopy(module), model.loss, x, y, (4, 4), torch.device("cpu"))
+    reference = verification.chunked(copy.deepcopy(module), model.loss, x, y, Split((4, 4)), torch.device("cpu"))
     assert torch.equal(reference[0].running_mean, alone[0].running_mean)
     whole = copy.deepcopy(module)
     model.loss(whole(x), y).backward()

@@ -87,7 +87,13 @@ SELF_CHECK_SCALE = 1.0
 @click.option("--batch-sizes", type=Numbers(), help="Global batch sizes (strong scaling).  [default: 64]")
 @click.option("--batch-per-device", type=Numbers(), help="Batch sizes per device (weak scaling).")
 @click.option("--size", type=click.Choice(["small", "full"]), default="small", show_default=True, help="Model size.")
-@click.option("--precision", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True)
+@click.option(
+    "--precision",
+    type=click.Choice(["fp32", "tf32", "bf16", "fp16"]),
+    default="fp32",
+    show_default=True,
+    help="fp32: torch's defaults; tf32: GPUs may round products; bf16, fp16: autocast, in fp16 with a GradScaler.",
+)
 @click.option(
     "--inputs",
     type=Names(),

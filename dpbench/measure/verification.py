@@ -28,11 +28,13 @@ Start = Callable[..., AbstractContextManager[Callable[[Any, Any], torch.Tensor]]
 Splits = Callable[[Case, nn.Module], Split]
 """A function of a case and a module that returns how a step of the case splits the batch."""
 
-TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}
+TOLERANCE = {"fp32": 1e-3, "tf32": 1e-2, "bf16": 5e-2, "fp16": 1e-2}
 """The largest permitted relative error of a tensor, by precision; errors are measured by norms.
 
-In fp32, a different order of additions causes much smaller errors.
+In fp32, a different order of additions causes much smaller errors. tf32 and fp16 round to 11 bits, and bf16 to 8.
 """
+SCALES = tuple(2.0**power for power in range(16, -1, -1))
+"""The factors by which a torch.amp.GradScaler multiplies the loss: the first, and the next one after each overflow."""
 
 
 @dataclass(frozen=True)
@@ -72,29 +74,76 @@ def check(
 
     `start` and `split` are the strategy's methods, and `precision` returns the context manager for the forward of a
     case. With `buffers`, the module's buffers are compared too. The step updates the weights of `model`.
+
+    Several steps are taken in fp16 if the gradients overflow, because a GradScaler then skips the update and halves its
+    scale; the gradients of the last step are compared. Raises ValueError if the reference overflows at every scale.
     """
     small = _small(case, lambda one: split(one, model.module))
     parts = split(small, model.module)
     _without_dropout(model.module)
     inputs, target = model.batch(small.batch_size, case.seed + 1)
     pristine = copy.deepcopy(model.module)
-    with start(small, model, devices, no_mark) as step:
-        step(inputs, target)
+    trained, steps = _trained(start, small, model, devices, (inputs, target))
 
     def reference() -> nn.Module:
-        with precision(small):
-            module, device = copy.deepcopy(pristine), devices[0].torch_device
-            if parts.block:
-                return block_chunked(module, model.loss, inputs, target, parts, device)
-            return chunked(module, model.loss, inputs, target, parts.rows, device)
+        return _reference(replace(model, module=pristine), small, inputs, target, parts, devices[0], precision, steps)
 
     rounds = case.traits.rounds_gradients or (case.schedule not in ("", FASTEST) and not parse(case.schedule).exact)
     first, tolerance = reference(), TOLERANCE["bf16" if rounds else case.precision]
-    verdict = compare(model.module, first, tolerance, buffers=buffers)
+    verdict = compare(trained, first, tolerance, buffers=buffers)
     if verdict.verified is Verified.NO:
         itself = compare(reference(), first, tolerance, buffers=buffers)
         return replace(verdict, random=itself.verified is Verified.NO)
     return verdict
+
+
+def _trained(
+    start: Start, case: Case, model: Model, devices: Sequence[Device], batch: tuple[Any, Any]
+) -> tuple[nn.Module, int]:
+    """Take one step and return the trained module and 1; in fp16, repeat with one step more until gradients are finite.
+
+    The number that is returned is the number of steps; all of them but the last have overflowed. The first repetition
+    trains `model`, and each other one a copy of it.
+    """
+    pristine = copy.deepcopy(model.module)
+    for steps in range(1, len(SCALES) + 1):
+        if steps > 1:
+            model = replace(model, module=copy.deepcopy(pristine))
+        with start(case, model, devices, no_mark) as step:
+            for _ in range(steps):
+                step(*batch)
+        if case.precision != "fp16" or _finite(model.module):
+            break
+    return model.module, steps
+
+
+def _reference(
+    model: Model, case: Case, inputs: Any, target: Any, parts: Split, device: Device,
+    precision: Callable[[Case], AbstractContextManager[Any]], steps: int,
+) -> nn.Module:  # fmt: skip
+    """Return a copy of the model's module with the gradients of the chunked reference after `steps` steps.
+
+    The steps do not change the weights, but every forward changes buffers. Raises ValueError if the gradients overflow
+    fp16 at every scale of the loss.
+    """
+    compute = block_chunked if parts.block else chunked
+    # from the scale of the strategy's last step
+    for scale in SCALES[steps - 1 :] if case.precision == "fp16" else SCALES[-1:]:
+        module = copy.deepcopy(model.module)
+        with precision(case):
+            for _ in range(steps):
+                module = compute(module, model.loss, inputs, target, parts, device.torch_device, scale=scale)
+        if case.precision != "fp16" or _finite(module):
+            return module
+    raise ValueError(
+        "the gradients of the chunked reference overflow fp16 even if the loss is not scaled: give --precision "
+        "bf16 or fp32"
+    )
+
+
+def _finite(module: nn.Module) -> bool:
+    """Return whether no gradient of the module has an infinite or NaN element."""
+    return all(bool(_gradient(parameter).isfinite().all()) for parameter in module.parameters())
 
 
 def _small(case: Case, split: Callable[[Case], Split]) -> Case:
@@ -116,16 +165,17 @@ def _without_dropout(module: nn.Module) -> None:
 
 
 def chunked(
-    module: nn.Module, loss: Callable[..., torch.Tensor], inputs: Any, target: Any, rows: Sequence[int],
-    device: torch.device,
+    module: nn.Module, loss: Callable[..., torch.Tensor], inputs: Any, target: Any, split: Split, device: torch.device,
+    *, scale: float = 1.0,
 ) -> nn.Module:  # fmt: skip
     """Compute the chunked reference: return `module` with the gradients and buffers that a correct step produces.
 
     `module` is moved to `device`. `inputs` and `target` are one batch, which is split into one chunk for each number of
-    samples in `rows`. Raises TypeError if the module does not return a tensor.
+    samples in `split.rows`. The loss is multiplied by `scale` for backward, and the gradients are divided by it. Raises
+    TypeError if the module does not return a tensor.
     """
     module = module.to(device)
-    pieces = [_chunk(argument, rows, device) for argument in positional(inputs)]
+    pieces = [_chunk(argument, split.rows, device) for argument in positional(inputs)]
     columns = list(zip(*pieces, strict=True))
     copies = [copy.deepcopy(module) for _ in columns]
     outputs = [one(*arguments) for one, arguments in zip(copies, columns, strict=True)]
@@ -136,17 +186,18 @@ def chunked(
             "returns it"
         )
     whole = torch.cat([output.detach() for output in outputs]).requires_grad_()
-    loss(whole, target.to(device)).backward()
+    (loss(whole, target.to(device)) * scale).backward()
     assert whole.grad is not None
     for output, gradient in zip(outputs, whole.grad.split([len(o) for o in outputs]), strict=True):
         output.backward(gradient.clone())
-    _collect(module, copies)
+    _collect(module, copies, scale)
     return module
 
 
 def block_chunked(
-    module: nn.Module, loss: Callable[..., torch.Tensor], inputs: Any, target: Any, split: Split, device: torch.device
-) -> nn.Module:
+    module: nn.Module, loss: Callable[..., torch.Tensor], inputs: Any, target: Any, split: Split, device: torch.device,
+    *, scale: float = 1.0,
+) -> nn.Module:  # fmt: skip
     """Return `module` with the reference's gradients and buffers, for a step that splits the inputs of one block only.
 
     The arguments are those of `chunked`; `split` has the name of the block and the sizes of its chunks.
@@ -155,7 +206,7 @@ def block_chunked(
     block.to(device)
     copies = [copy.deepcopy(block) for _ in split.rows]
     module.set_submodule(split.block, _Chunked(copies, split.rows, device))
-    module = chunked(module, loss, inputs, target, (len(target),), device)
+    module = chunked(module, loss, inputs, target, Split((len(target),)), device, scale=scale)
     module.set_submodule(split.block, block)
     _collect(block, copies)
     return module
@@ -177,11 +228,12 @@ class _Chunked(nn.Module):
         ])  # fmt: skip
 
 
-def _collect(module: nn.Module, copies: Sequence[nn.Module]) -> None:
-    """Give `module` the sums of the copies' gradients, and the buffers of the first copy."""
+def _collect(module: nn.Module, copies: Sequence[nn.Module], scale: float = 1.0) -> None:
+    """Give `module` the sums of the copies' gradients, divided by `scale`, and the buffers of the first copy."""
     for name, parameter in module.named_parameters():
         parts = [one.get_parameter(name).grad for one in copies]
-        parameter.grad = _ordered_sum([p for p in parts if p is not None])
+        total = _ordered_sum([p for p in parts if p is not None])
+        parameter.grad = total if total is None or scale == 1 else total / scale
     for name, buffer in module.named_buffers():
         buffer.copy_(copies[0].get_buffer(name))
 

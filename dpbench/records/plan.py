@@ -14,7 +14,7 @@ from dpbench.records.registry import Role
 
 DEVICE_KINDS = ("cpu", "cuda", "emulated")
 PLACEMENTS = ("spread", "colocated")
-PRECISIONS = ("fp32", "bf16")
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 SIZES = ("small", "full")
 INPUTS = ("pageable", "pinned", "device")
 LIMIT = (("role", "limit"),)
@@ -56,7 +56,7 @@ def sweep(
     _check_placement(devices, device_kind, device_ids, placement)
     _check_memory(device_kind, device_memory_bytes)
     _one_of("size", size, SIZES)
-    _one_of("precision", precision, PRECISIONS)
+    _check_precision(precision, device_kind)
     _check_habits(inputs, read_loss, device_kind)
     cases = []
     for model, strategy, count in itertools.product(models, strategies, devices):
@@ -325,6 +325,19 @@ def _check_memory(kind: str, size: int) -> None:
     if size and kind == "cuda":
         raise ValueError(
             "the memory of a GPU is fixed, and --device-memory limits only emulated devices: leave out --device-memory"
+        )
+
+
+def _check_precision(precision: str, kind: str) -> None:
+    """Raise ValueError if a precision is unknown, or has no effect on this kind of device."""
+    _one_of("precision", precision, PRECISIONS)
+    if precision == "tf32" and kind != "cuda":
+        raise ValueError(
+            f"--precision tf32 is for GPUs, and the devices are {kind} devices: give --precision fp32 or bf16"
+        )
+    if precision != "fp32" and kind == "emulated":
+        raise ValueError(
+            f"emulated devices have no autocast: leave out --precision {precision}, or give --device-kind cpu or cuda"
         )
 
 

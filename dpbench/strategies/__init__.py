@@ -24,8 +24,8 @@ if TYPE_CHECKING:  # the predictor calls `tasks` without loading torch
     from dpbench.models import Model
 
 __all__ = [
-    "Strategy", "Step", "Split", "Traits", "Role", "Parallelism", "Reduction", "Unpredictable", "load", "optimizer_of",
-    "precision_of",
+    "Strategy", "Step", "Split", "Traits", "Role", "Parallelism", "Reduction", "Unpredictable", "Updates", "load",
+    "optimizer_of", "precision_of", "scaler_of",
 ]  # fmt: skip
 
 Step = Callable[[Any, Any], "torch.Tensor"]
@@ -155,9 +155,41 @@ def optimizer_of(case: Case) -> Callable[[Iterable[nn.Parameter]], torch.optim.O
 
 
 def precision_of(case: Case) -> AbstractContextManager[Any]:
-    """Return the context manager for the case's forward: autocast for bf16; for fp32, one without effect."""
-    if case.precision == "fp32":
+    """Return the context manager for the case's forward: autocast for bf16 and fp16; for others, one without effect."""
+    if case.precision in ("fp32", "tf32"):
         return nullcontext()
     import torch
 
-    return torch.autocast(case.device_kind, dtype=torch.bfloat16)
+    return torch.autocast(case.device_kind, dtype={"bf16": torch.bfloat16, "fp16": torch.float16}[case.precision])
+
+
+def scaler_of(case: Case) -> torch.amp.GradScaler | None:
+    """Return a GradScaler if the case's precision is fp16, in which small gradients would become 0; otherwise None."""
+    if case.precision != "fp16":
+        return None
+    import torch
+
+    return torch.amp.GradScaler(case.device_kind)
+
+
+class Updates:
+    """The optimizer of a case's training loop, with the GradScaler if the case's precision needs one."""
+
+    def __init__(self, case: Case, parameters: Iterable[nn.Parameter]) -> None:
+        self._optimizer, self._scaler = optimizer_of(case)(parameters), scaler_of(case)
+
+    def clear(self) -> None:
+        """Clear the gradients before a step."""
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the tensor on which the loop calls backward: the loss times the scale, or the loss itself."""
+        return loss if self._scaler is None else self._scaler.scale(loss)
+
+    def step(self) -> None:
+        """Update the weights; a GradScaler first unscales the gradients, and skips the update if one is infinite."""
+        if self._scaler is None:
+            self._optimizer.step()
+        else:
+            self._scaler.step(self._optimizer)
+            self._scaler.update()

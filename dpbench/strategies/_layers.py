@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from dpbench.hardware.device import Device
 from dpbench.models import Model, positional
 from dpbench.records import HOST, Case, Mark, Phase
-from dpbench.strategies import optimizer_of, precision_of
+from dpbench.strategies import Updates, precision_of
 from dpbench.strategies.single import put_all
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class SpreadStep:
     def __init__(self, case: Case, model: Model, flow: Flow, mark: Mark, wrapped: nn.Module | None = None) -> None:
         self._case, self._model, self._flow, self._mark = case, model, flow, mark
         self._wrapped = model.module if wrapped is None else wrapped
-        self._optimizer = optimizer_of(case)(model.module.parameters())
+        self._updates = Updates(case, model.module.parameters())
         self.returned_s = 0.0
         """The time at which the last backward returned, in seconds on the clock of `time.perf_counter`."""
 
@@ -143,7 +143,7 @@ class SpreadStep:
         mark, flow = self._mark, self._flow
         root, last = flow.devices[0], flow.devices[-1]
         with mark(Phase.OPTIMIZER, root.index):
-            self._optimizer.zero_grad(set_to_none=True)
+            self._updates.clear()
         with mark(Phase.SCATTER, root.index):
             arguments, (target,) = put_all(positional(inputs), root), put_all([target], last)
         flow.at = root
@@ -153,12 +153,12 @@ class SpreadStep:
                 loss = self._model.loss(output.to(last.torch_device), target)
                 loss = loss if scale == 1.0 else loss * scale
         with flow.during(Phase.BACKWARD, flow.at):
-            loss.backward()
+            self._updates.scaled(loss).backward()
         self.returned_s = time.perf_counter()
         with ExitStack() as stack:
             for device in flow.devices:
                 stack.enter_context(mark(Phase.OPTIMIZER, device.index))
-            self._optimizer.step()
+            self._updates.step()
         return loss.detach()
 
 

@@ -17,7 +17,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from dpbench.hardware.device import Device
 from dpbench.models import Model, positional
 from dpbench.records import Case, Mark, Phase
-from dpbench.strategies import optimizer_of
+from dpbench.strategies import Updates
 from dpbench.strategies._layers import grouped
 from dpbench.strategies.single import put_all
 
@@ -33,7 +33,7 @@ class PipelineStep:
         modules = stages(case, model, self._count)
         self._owner = _owners(model.module, modules)
         mine = modules[self._rank].to(device.torch_device)
-        self._optimizer = optimizer_of(case)(mine.parameters())
+        self._updates = Updates(case, mine.parameters())
         stage = _Stage(mine, self._rank, self._count, device.torch_device)
         stage.mark, stage.index = mark, device.index
         self._rows = 0
@@ -45,7 +45,7 @@ class PipelineStep:
         first, last = self._rank == 0, self._rank == self._count - 1
         self._rows, losses, given = len(target), list[torch.Tensor](), dict[str, Any]()
         with mark(Phase.OPTIMIZER, i):
-            self._optimizer.zero_grad(set_to_none=True)
+            self._updates.clear()
         arguments: list[Any] = []
         if first or last:
             with mark(Phase.SCATTER, i):
@@ -53,7 +53,7 @@ class PipelineStep:
                 given = {"target": put_all([target], self._device)[0], "losses": losses} if last else {}
         self._schedule.step(*arguments, return_outputs=False, **given)
         with mark(Phase.OPTIMIZER, i):
-            self._optimizer.step()
+            self._updates.step()
         return torch.stack(losses).sum().detach() if last else torch.zeros(())
 
     def _loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

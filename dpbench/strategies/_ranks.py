@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpbench.hardware.device import Device
 from dpbench.records import Case, Mark, Phase, chunk_sizes
-from dpbench.strategies import optimizer_of, precision_of
+from dpbench.strategies import Updates, precision_of
 from dpbench.strategies.single import put_all
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class RankStep:
         if device.torch_device.type != "cpu":
             torch.accelerator.set_device_index(device.torch_device)  # otherwise all ranks open contexts on GPU 0
         self.wrapped: Any = wrap(model.module.to(device.torch_device), device)
-        self._optimizer = optimizer_of(case)(self.wrapped.parameters())
+        self._updates = Updates(case, self.wrapped.parameters())
         self.returned_s = 0.0
         """The time at which the last backward returned, in seconds on the clock of `time.perf_counter`."""
 
@@ -51,7 +51,7 @@ class RankStep:
 
         device, mark, i = self._device, self._mark, self._device.index
         with mark(Phase.OPTIMIZER, i):
-            self._optimizer.zero_grad(set_to_none=True)
+            self._updates.clear()
         with mark(Phase.SCATTER, i):
             placed = put_all([rows_of(a, self._case, self._rank) for a in (*positional(inputs), target)], device)
             batches = self._micro_batches(placed)
@@ -61,7 +61,7 @@ class RankStep:
                 losses.append(self._pass(arguments, wanted, len(wanted) * self._world / len(target)))
         self.returned_s = time.perf_counter()
         with mark(Phase.OPTIMIZER, i):
-            self._optimizer.step()
+            self._updates.step()
         return losses[0] if len(losses) == 1 else sum(losses[1:], losses[0])
 
     def _pass(self, arguments: Sequence[Any], target: Any, scale: float) -> torch.Tensor:
@@ -73,7 +73,7 @@ class RankStep:
             with mark(Phase.LOSS, i):
                 loss = self._model.loss(output, target) * scale
         with mark(Phase.BACKWARD, i):
-            loss.backward()
+            self._updates.scaled(loss).backward()
         return loss.detach()
 
     def _micro_batches(self, placed: Sequence[Any]) -> list[tuple[Any, ...]]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpbench.hardware.device import Device
 from dpbench.records import Case, Mark, Phase
-from dpbench.strategies import Split, Step, Strategy, Traits, optimizer_of, precision_of
+from dpbench.strategies import Split, Step, Strategy, Traits, Updates, precision_of
 from dpbench.strategies.single import put_all
 
 if TYPE_CHECKING:
@@ -40,11 +40,11 @@ class DataParallelBlock(Strategy):
 
         module, root = model.module.to(devices[0].torch_device), devices[0]
         name, flow = largest(module), Flow(devices, mark)
-        block, optimizer = module.get_submodule(name), optimizer_of(case)(module.parameters())
+        block, updates = module.get_submodule(name), Updates(case, module.parameters())
 
         def step(inputs: Any, target: Any) -> torch.Tensor:
             with mark(Phase.OPTIMIZER, root.index):
-                optimizer.zero_grad(set_to_none=True)
+                updates.clear()
             with mark(Phase.SCATTER, root.index):
                 *arguments, target = put_all([*positional(inputs), target], root)
             with precision_of(case):
@@ -53,9 +53,9 @@ class DataParallelBlock(Strategy):
                 with mark(Phase.LOSS, root.index):
                     loss = model.loss(output, target)
             with flow.during(Phase.BACKWARD, root):
-                loss.backward()
+                updates.scaled(loss).backward()
             with mark(Phase.OPTIMIZER, root.index):
-                optimizer.step()
+                updates.step()
             return loss.detach()
 
         module.set_submodule(name, Block(block, devices, flow, mark))

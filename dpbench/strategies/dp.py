@@ -10,7 +10,7 @@ from dpbench.hardware.device import Device
 from dpbench.records import Case, Mark, Profile, Task
 from dpbench.records.schedule import FASTEST, REFERENCE, TRAIN_STEP, Schedule, best, parse
 from dpbench.records.work import Move, Shapes
-from dpbench.strategies import Role, Step, Strategy, Traits, _tasks, optimizer_of, precision_of, single
+from dpbench.strategies import Role, Step, Strategy, Traits, _tasks, optimizer_of, precision_of, scaler_of, single
 from dpbench.strategies._tasks import Chain
 
 if TYPE_CHECKING:
@@ -40,8 +40,9 @@ class Engine(Strategy):
 
         module = model.module.to(devices[0].torch_device)
         train_step = TrainStep(
-            module, model.loss, optimizer_of(case), list(devices), case.schedule or "reference", mark=mark
-        )
+            module, model.loss, optimizer_of(case), list(devices), case.schedule or "reference",
+            scaler=scaler_of(case), mark=mark,
+        )  # fmt: skip
 
         def step(inputs: Any, target: Any) -> torch.Tensor:
             with precision_of(case):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from dpbench.hardware.device import Device
 from dpbench.records import HOST, Case, Mark, Phase, Profile, Task
 from dpbench.records.work import Move, Shapes
-from dpbench.strategies import Parallelism, Role, Step, Strategy, Traits, optimizer_of, precision_of
+from dpbench.strategies import Parallelism, Role, Step, Strategy, Traits, Updates, precision_of
 from dpbench.strategies._tasks import Graph
 
 if TYPE_CHECKING:
@@ -30,11 +30,11 @@ class Single(Strategy):
 
         device = devices[0]
         module = model.module.to(device.torch_device)
-        optimizer = optimizer_of(case)(module.parameters())
+        updates = Updates(case, module.parameters())
 
         def step(inputs: Any, target: Any) -> torch.Tensor:
             with mark(Phase.OPTIMIZER, device.index):
-                optimizer.zero_grad(set_to_none=True)
+                updates.clear()
             with mark(Phase.SCATTER, device.index):
                 *arguments, target = put_all([*positional(inputs), target], device)
             with precision_of(case):
@@ -43,9 +43,9 @@ class Single(Strategy):
                 with mark(Phase.LOSS, device.index):
                     loss = model.loss(output, target)
             with mark(Phase.BACKWARD, device.index):
-                loss.backward()
+                updates.scaled(loss).backward()
             with mark(Phase.OPTIMIZER, device.index):
-                optimizer.step()
+                updates.step()
             return loss.detach()
 
         yield step

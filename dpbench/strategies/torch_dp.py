@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dpbench.hardware.device import Device
 from dpbench.records import Case, Mark, Phase, Profile, Task
 from dpbench.records.work import Move, Shapes
-from dpbench.strategies import Reduction, Role, Step, Strategy, Traits, _tasks, optimizer_of, precision_of, single
+from dpbench.strategies import Reduction, Role, Step, Strategy, Traits, Updates, _tasks, precision_of, single
 from dpbench.strategies._tasks import Chain
 from dpbench.strategies.single import put_all
 
@@ -54,12 +54,12 @@ class TorchDataParallel(Strategy):
 
         root = devices[0]
         model.module.to(root.torch_device)
-        optimizer = optimizer_of(case)(model.module.parameters())
+        updates = Updates(case, model.module.parameters())
         used = range(len(case.rows))
 
         def step(inputs: Any, target: Any) -> torch.Tensor:
             with mark(Phase.OPTIMIZER, 0):
-                optimizer.zero_grad(set_to_none=True)
+                updates.clear()
             with mark(Phase.SCATTER, 0):
                 (target,) = put_all([target], root)
             with precision_of(case):
@@ -69,9 +69,9 @@ class TorchDataParallel(Strategy):
             with ExitStack() as stack:
                 for device in used:
                     stack.enter_context(mark(Phase.BACKWARD, device))
-                loss.backward()
+                updates.scaled(loss).backward()
             with mark(Phase.OPTIMIZER, 0):
-                optimizer.step()
+                updates.step()
             return loss.detach()
 
         with on_emulated_devices(case.devices) if case.device_kind == "emulated" else nullcontext():

@@ -42,6 +42,10 @@ BATCHES = 4
 """The number of distinct batches that the steps use in turn, so that results do not depend on a single batch."""
 
 
+TF32_SINCE = 8
+"""The major compute capability of the first GPUs with TF32, the Ampere generation."""
+
+
 @dataclass(frozen=True)
 class RankPlace:
     """A rank, and its position among the ranks that see the same cores and GPUs."""
@@ -100,6 +104,7 @@ def prepare(case: Case, strategy: Strategy, rank: RankPlace | None = None) -> Pr
     threads = usable_cores() if strategy.traits.all_cores else 1
     torch.set_num_threads(threads)
     devices = _devices(case, strategy, rank)
+    _allow_tf32(case, devices[0])
     if threads == 1:  # a strategy that uses all cores must not be bound to one of them
         devices[0].settle()
     at = [time.perf_counter()]
@@ -116,6 +121,23 @@ def prepare(case: Case, strategy: Strategy, rank: RankPlace | None = None) -> Pr
         case=case, strategy=strategy, devices=devices, model=model, batches=batches, verified=verified, facts=facts,
         setup={"verify_s": at[1] - at[0], "build_s": at[2] - at[1]},
     )  # fmt: skip
+
+
+def _allow_tf32(case: Case, device: Device) -> None:
+    """Let the GPU round the inputs of matrix products and convolutions to TF32 if this is the case's precision.
+
+    Raises ValueError if the GPU has no TF32, which would leave the products in fp32.
+    """
+    if case.precision != "tf32":
+        return
+    major, minor = torch.cuda.get_device_capability(device.torch_device)
+    if major < TF32_SINCE:
+        raise ValueError(
+            f"tf32 needs a GPU of compute capability {TF32_SINCE}.0 or higher, and {device.name} has {major}.{minor}: "
+            "give --precision fp32 or fp16"
+        )
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.allow_tf32 = True
 
 
 def _devices(case: Case, strategy: Strategy, rank: RankPlace | None) -> list[Device]:
@@ -234,6 +256,7 @@ def torch_facts(case: Case, device: Device) -> dict[str, Any]:
     }
     if case.device_kind == "cuda":
         facts |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+        facts |= {"cudnn_tf32": torch.backends.cudnn.allow_tf32}
         facts |= {"gpu": torch.cuda.get_device_name(device.torch_device), "no_peer_access": blocked_pairs(case)}
     return facts
 
