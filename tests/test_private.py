@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -23,6 +24,7 @@ PRIVATE = {
     r"_post_accumulate_grad_hooks": "engine/legal.py",
     r"\._forward_hooks|\._forward_pre_hooks|\._backward_pre_hooks": "engine/cuda_graphs.py",
     r"_flatten_dense_tensors": "probe/host.py",
+    r"torch\._dynamo\.utils": "models/__init__.py",
     r"FakeTensorMode": "predict/trace.py",
     r"_make_wrapper_subclass|_disabled_torch_function_impl|DispatchKeySet": "hardware/devices/_wrapper.py",
 }
@@ -51,6 +53,7 @@ def test_private_parts_exist_in_this_torch() -> None:
     assert not torch.nn.Linear(1, 1)._backward_pre_hooks, where
     assert hasattr(torch._utils, "_flatten_dense_tensors"), where
     assert hasattr(torch._subclasses.fake_tensor, "FakeTensorMode"), where
+    assert importlib.util.find_spec("torch._dynamo.utils"), where
     leaf = torch.zeros(1, requires_grad=True)
     assert hasattr(leaf.view(1).grad_fn, "_set_sequence_nr"), where
     assert leaf._post_accumulate_grad_hooks is None, where

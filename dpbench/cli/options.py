@@ -150,6 +150,22 @@ class Rounds(click.ParamType["int | str"]):
         return value if value == "auto" else int(value)
 
 
+class Switches(click.ParamType["tuple[bool, ...]"]):
+    """A comma-separated list of `yes` and `no`."""
+
+    name = "no,yes"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        """Return a tuple of bools; fail for any other word."""
+        if isinstance(value, tuple):
+            return value
+        known = {"no": False, "yes": True}
+        words = [word.strip() for word in value.split(",")]
+        if unknown := [word for word in words if word not in known]:
+            self.fail(f"{unknown[0]!r} is neither yes nor no", param, ctx)
+        return tuple(known[word] for word in words)
+
+
 class Bytes(click.ParamType[int]):
     """A number of bytes, with or without a unit."""
 
@@ -200,7 +216,7 @@ def cases_of(options: dict[str, Any], cluster: Cluster | None = None) -> tuple[l
         "batch_sizes": options["batch_sizes"] or (() if options["batch_per_device"] else (64,)),
         "batch_per_device": options["batch_per_device"] or (), "size": options["size"],
         "precision": options["precision"], "device_memory_bytes": options["device_memory"],
-        "inputs": options["inputs"], "read_loss": options["read_loss"],
+        "inputs": options["inputs"], "read_loss": options["read_loss"], "compile": options["compile"],
     }  # fmt: skip
     if options["scenario"]:
         for axis in ("strategies", "schedules", "ladder", "devices", "device_ids", "batch_per_device"):

@@ -20,6 +20,7 @@ from dpbench.cli.options import (  # fmt: skip
     Numbers,
     Rounds,
     Schedules,
+    Switches,
     cases_of,
     last_words,
     patience_option,
@@ -106,6 +107,14 @@ SELF_CHECK_SCALE = 1.0
     type=Numbers(),
     default=(0,),
     help="Read the loss as a number every N steps, as loops that print the loss do; 0: never.  [default: 0]",
+)
+@click.option(
+    "--compile",
+    type=Switches(),
+    is_flag=False,
+    flag_value="yes",
+    default=(False,),
+    help="Compile the module with torch.compile; no,yes measures both.  [default: no]",
 )
 @click.option(
     "--rounds",

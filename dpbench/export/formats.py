@@ -35,6 +35,7 @@ IN_LABEL = frozenset(
         "precision",
         "inputs",
         "read_loss",
+        "compile",
     }
 )
 """The fields of a case that are part of its label, `Case.label`."""

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from dpbench.hardware.device import Device
-from dpbench.models import Model, positional
+from dpbench.models import Model, compile_forward, positional
 from dpbench.records import Case, Verified, no_mark
 from dpbench.records.schedule import FASTEST, parse
 from dpbench.strategies import Split
@@ -109,6 +109,8 @@ def _trained(
     for steps in range(1, len(SCALES) + 1):
         if steps > 1:
             model = replace(model, module=copy.deepcopy(pristine))
+        if case.compile:
+            compile_forward(model.module)
         with start(case, model, devices, no_mark) as step:
             for _ in range(steps):
                 step(*batch)

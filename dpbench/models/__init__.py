@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import copy
 import importlib
+import inspect
+import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +27,8 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from dpbench.records import Profile, registry
 
 SIZES = ("small", "full")
+RECOMPILE_LIMIT = 64
+"""How often torch compiles the same code before it runs the code uncompiled: for each device and shape of a chunk."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +139,27 @@ def profile(model: Model, samples: int = 2) -> Profile:
         forward_flop=forward.get_total_flops() / samples,
         backward_flop=backward.get_total_flops() / samples,
     )
+
+
+def compile_forward(module: nn.Module) -> None:
+    """Compile the forward of `module` in place with torch.compile, as the forward of a new subclass of its class.
+
+    A replica of the module is of the same class, and runs the compiled forward with its own weights; `module.compile()`
+    would call the original module in every replica.
+    """
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no process of the compiler outlives a trial
+    kind = type(module)
+    known = "recompile_limit" in inspect.signature(torch.compile).parameters  # not in older versions of torch
+    limit: dict[str, Any] = {"recompile_limit": RECOMPILE_LIMIT} if known else {}
+    forward = torch.compile(kind.forward, **limit)
+    module.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+
+
+def compilations() -> Counter[str]:
+    """Return the numbers of graphs and of graph breaks that torch.compile has made in this process so far."""
+    from torch._dynamo.utils import counters
+
+    return Counter(graphs=counters["stats"]["unique_graphs"], graph_breaks=counters["graph_break"].total())
 
 
 def positional(inputs: Any) -> tuple[Any, ...]:

@@ -93,6 +93,8 @@ class Case:
     """The number of machines on which the ranks run, in the order of a launch by torchrun or srun."""
     read_loss: int = 0
     """The training loop reads the loss as a number in every step whose index is a multiple of this; 0 means never."""
+    compile: bool = False
+    """Whether torch.compile has compiled the forward of the module."""
     declared: Traits | None = field(default=None, compare=False, repr=False)
     """The traits of an external strategy, stored so that they are known without its code; else None."""
 
@@ -143,8 +145,9 @@ class Case:
 
     @property
     def habits(self) -> tuple[str, ...]:
-        """Return short texts on where the inputs are and how often the loss is read, if these are not the defaults."""
-        found = [] if self.inputs == "pinned" else [f"inputs {self.inputs}"]
+        """Return short texts on the settings of the training loop that differ from the default."""
+        found = ["compiled"] if self.compile else []
+        found += [] if self.inputs == "pinned" else [f"inputs {self.inputs}"]
         if self.read_loss:
             found.append("loss read" if self.read_loss == 1 else f"loss read every {self.read_loss}")
         return tuple(found)

@@ -41,6 +41,7 @@ def sweep(
     device_memory_bytes: int = 0,
     inputs: Sequence[str] = ("pinned",),
     read_loss: Sequence[int] = (0,),
+    compile: Sequence[bool] = (False,),
 ) -> list[Case]:
     """Return a case for each combination of values of the axes, which are the arguments with several values.
 
@@ -57,16 +58,16 @@ def sweep(
     _check_memory(device_kind, device_memory_bytes)
     _one_of("size", size, SIZES)
     _check_precision(precision, device_kind)
-    _check_habits(inputs, read_loss, device_kind)
+    _check_habits(inputs, read_loss, compile, device_kind)
     cases = []
     for model, strategy, count in itertools.product(models, strategies, devices):
         for batch in batch_sizes or [each * count for each in batch_per_device]:
-            for written, where, every in itertools.product(schedules, inputs, read_loss):
+            for written, where, every, compiled in itertools.product(schedules, inputs, read_loss, compile):
                 case = Case(
                     model=model, strategy=strategy, devices=count, batch_size=batch, size=size, schedule=written,
                     device_kind=device_kind, device_ids=tuple(device_ids[: max(devices)]), placement=placement,
                     precision=precision, device_memory_bytes=device_memory_bytes, inputs=where, read_loss=every,
-                    declared=registry.declared(strategy),
+                    compile=compiled, declared=registry.declared(strategy),
                 )  # fmt: skip
                 cases.append(normalise(case, weak_batches=tuple(batch_per_device)))
     return list(dict.fromkeys(cases))
@@ -341,7 +342,7 @@ def _check_precision(precision: str, kind: str) -> None:
         )
 
 
-def _check_habits(inputs: Sequence[str], read_loss: Sequence[int], kind: str) -> None:
+def _check_habits(inputs: Sequence[str], read_loss: Sequence[int], compile: Sequence[bool], kind: str) -> None:
     """Raise ValueError if a habit of the training loop is unknown, or has no effect on this kind of device."""
     for where in inputs:
         _one_of("place of the inputs", where, INPUTS)
@@ -355,6 +356,8 @@ def _check_habits(inputs: Sequence[str], read_loss: Sequence[int], kind: str) ->
     for every in read_loss:
         if every < 0:
             raise ValueError(f"--read-loss must be 0 (never) or a number of steps, got {every}")
+    if any(compile) and kind == "emulated":
+        raise ValueError("torch.compile cannot trace the tensors of emulated devices: leave out --compile")
 
 
 def _one_of(kind: str, value: str, known: Sequence[str]) -> None:

@@ -13,7 +13,7 @@ from dpbench.report import naming
 
 PANELS = 12
 """The largest number of panels in a section; cases in further panels are shown only in the table."""
-_SETTING = ("model", "size", "precision", "optimizer", "device_kind", "inputs", "read_loss")
+_SETTING = ("model", "size", "precision", "optimizer", "device_kind", "inputs", "read_loss", "compile")
 
 
 @dataclass(frozen=True)

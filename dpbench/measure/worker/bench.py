@@ -12,7 +12,7 @@ import gc
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,8 @@ from dpbench.hardware.device import Device
 from dpbench.hardware.devices.host import counting
 from dpbench.measure import clocks
 from dpbench.measure.stopping import Stopping
-from dpbench.models import Model
-from dpbench.records import Case, Effort, Memory, Sample, Status, Trial, Verified
+from dpbench.models import Model, compilations
+from dpbench.records import Case, Effort, Mark, Memory, Phase, Sample, Status, Trial, Verified, no_mark
 from dpbench.records.trial import DISPATCHED
 from dpbench.strategies import Strategy
 
@@ -91,6 +91,8 @@ SLOW = 10
 If a case has longer blocks, its blocks are shortened to one step, and its warm-up to one step.
 """
 SLOW_STEPS = 3
+COMPILING_STEPS = 10
+"""The steps within which torch.compile must have compiled everything."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,9 +116,48 @@ class PreparedCase:
 @contextmanager
 def start_timer(prepared: PreparedCase, effort: Effort) -> Iterator[CaseTimer]:
     """Start the strategy of a prepared case with a clock for the case's devices, and yield the case's timer."""
-    listener = clocks.choose(prepared.devices)
-    with prepared.strategy.start(prepared.case, prepared.model, prepared.devices, listener.mark) as step:
+    listener, marking = clocks.choose(prepared.devices), _Marking()
+    mark = marking if prepared.case.compile else listener.mark
+    with prepared.strategy.start(prepared.case, prepared.model, prepared.devices, mark) as step:
+        if prepared.case.compile:
+            prepared = _compiled(prepared, step)
+        marking.mark = listener.mark
         yield CaseTimer(prepared, effort, step, listener)
+
+
+class _Marking:
+    """A mark that records nothing while torch.compile works, and then calls the mark of the clock."""
+
+    def __init__(self) -> None:
+        self.mark: Mark = no_mark
+
+    def __call__(self, phase: Phase, device: int) -> AbstractContextManager[Any]:
+        return self.mark(phase, device)
+
+
+def _compiled(prepared: PreparedCase, step: Callable[[Any, Any], Any]) -> PreparedCase:
+    """Take steps until one of them compiles nothing in any rank, and return the case with the time of these steps.
+
+    Its setup has `compile_s`, the seconds of the steps that compiled, which are shorter if torch's cache on disk has
+    the graphs. Its facts have the numbers of graphs and graph breaks. Raises ValueError if nothing was compiled, and
+    RuntimeError if every step compiles.
+    """
+    begun, at = compilations(), time.perf_counter()
+    for number in range(COMPILING_STEPS):
+        before, seconds = compilations()["graphs"], time.perf_counter() - at
+        step(*prepared.batches[number % len(prepared.batches)])
+        if not _agreed(compilations()["graphs"] > before):
+            break
+    else:
+        raise RuntimeError(f"torch.compile has compiled again in each of {COMPILING_STEPS} steps: leave out --compile")
+    made = compilations() - begun
+    if not _agreed(made["graphs"] > 0):
+        raise ValueError(
+            f"torch.compile has compiled nothing of the model {prepared.model.name}, so the case would be timed "
+            "without compilation: leave out --compile"
+        )
+    facts = {**prepared.facts, "compiled": {name: made[name] for name in begun}}
+    return replace(prepared, setup={**prepared.setup, "compile_s": seconds}, facts=facts)
 
 
 class CaseTimer:
@@ -128,6 +169,7 @@ class CaseTimer:
         self._prepared, self._effort = prepared, effort
         self._step, self._listener = step, listener
         self._observe = getattr(step, "observe", list)
+        self._compilations = compilations() if prepared.case.compile else None
         self._block_steps, self._steps_s, self._taken = effort.block_steps, 0.0, 0
         self._stopping = Stopping(effort.budget_s, effort.min_steps, effort.max_steps, least_warmup=effort.warmup_steps)
 
@@ -177,6 +219,11 @@ class CaseTimer:
         timed.
         """
         of, warm = self._prepared, self._stopping.warmup
+        if of.case.compile and compilations() != self._compilations:
+            raise RuntimeError(
+                "torch.compile has compiled again during the timed steps, so their times are not those of a compiled "
+                "step: leave out --compile, or remove the model's dependence on values that change between steps"
+            )
         steps = tuple(replace(step, warmup=i < warm) for i, step in enumerate(self._listener.steps()))
         samples = [*self._listener.samples(), *_profiled(self._step, of.batches[0], of.devices, self._listener)]
         return Trial(

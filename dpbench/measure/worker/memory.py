@@ -31,6 +31,8 @@ def by_phase(
     if on_host:
         if case.precision != "fp32":
             return (), f"CPU memory by phase is measured on emulated devices, which do not support {case.precision}"
+        if case.compile:
+            return (), "CPU memory by phase is measured on emulated devices, which cannot run compiled modules"
         emulated = replace(case, device_kind="emulated")
         if reason := strategy.skip(emulated):
             return (), f"CPU memory by phase is measured on emulated devices, which cannot run the case: {reason}"

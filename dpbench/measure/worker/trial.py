@@ -117,6 +117,9 @@ def prepare(case: Case, strategy: Strategy, rank: RankPlace | None = None) -> Pr
     batches = [_placed(model.batch(case.batch_size, case.seed + i), case, devices[0]) for i in range(count)]
     at.append(time.perf_counter())
     facts = torch_facts(case, devices[0]) | ({"model": of_model(model, batches[0])} if leads else {})
+    if case.compile:
+        torch.compiler.reset()  # the shapes of verification must not make the graphs dynamic
+        models.compile_forward(model.module)
     return PreparedCase(
         case=case, strategy=strategy, devices=devices, model=model, batches=batches, verified=verified, facts=facts,
         setup={"verify_s": at[1] - at[0], "build_s": at[2] - at[1]},

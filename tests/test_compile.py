@@ -1,0 +1,178 @@
+"""torch.compile: each replica runs the compiled forward with its own weights, and the time of compilation is apart."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dpbench import models, strategies
+from dpbench.engine.replicate import rebuild
+from dpbench.measure.failures import Unverified
+from dpbench.measure.worker import bench, trial
+from dpbench.records import Case, Effort, Trial, Verified, plan
+
+# torch.compile asks the weights of replicas, which are not leaves, for their gradients
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+
+FEW = Effort(budget_s=9, min_steps=3, max_steps=3, warmup_steps=1, block_steps=1)
+NAME = f"{__name__}:small"
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 8), nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.layer(x))
+
+
+def batch(n: int, seed: int, size: str) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(n, 4, generator=generator), torch.randint(8, (n,), generator=generator)
+
+
+small = SimpleNamespace(build=lambda size: Net(), batch=batch, loss=nn.functional.cross_entropy)
+CASE = Case(model=NAME, strategy="dp", schedule="reference", batch_size=20, devices=2, compile=True)
+
+Backend = Callable[[Any, Any], Any]
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Compile with a backend that needs no C++ compiler, and yield the list of its graphs' inputs."""
+    torch.compiler.reset()
+    seen: list[Any] = []
+
+    def keep(graph: Any, inputs: Any) -> Any:
+        seen.append(inputs)
+        return graph.forward
+
+    original = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda one, **limit: original(one, backend=keep))
+    yield seen
+    torch.compiler.reset()
+
+
+def measured(case: Case = CASE) -> Trial:
+    return trial.measure(case, FEW, strategies.load(case.strategy))
+
+
+def test_a_replica_runs_the_compiled_forward_with_its_own_weights(backend: list[Any]) -> None:
+    module = Net()
+    models.compile_forward(module)
+    replica = rebuild(module, {id(t): torch.zeros_like(t) for t in (*module.parameters(), *module.buffers())})
+    assert not replica(torch.ones(3, 4)).any()
+    assert len(backend) == 1
+    assert (type(module).__name__, isinstance(module, Net)) == ("Net", True)
+
+
+@pytest.mark.parametrize("schedule", ["reference", "zero1"])
+def test_the_time_of_compilation_is_apart_from_the_steps(schedule: str, backend: list[Any]) -> None:
+    done = measured(replace(CASE, schedule=schedule))
+    assert done.verified is Verified.BITWISE
+    assert done.provenance["compiled"] == {"graphs": 2, "graph_breaks": 0}
+    assert done.setup["compile_s"] > 0
+    assert "no_memory_by_phase" in done.provenance
+    spans = Counter(span.step for span in done.spans)
+    assert spans[0] == spans[2], "the steps that compile have no spans"
+
+
+@pytest.mark.usefixtures("backend")
+def test_a_plain_case_has_no_time_of_compilation() -> None:
+    done = measured(replace(CASE, compile=False))
+    assert not {*done.setup, *done.provenance} & {"compile_s", "compiled"}
+
+
+def test_the_timed_graphs_are_compiled_for_the_batch_of_the_case(backend: list[Any]) -> None:
+    """Verification uses another batch size, after which torch would make the graphs dynamic."""
+    measured()
+    assert len(backend) > 2
+    assert not [one for inputs in backend[-2:] for one in inputs if isinstance(one, torch.SymInt)]
+
+
+def test_a_graph_that_computes_another_gradient_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = torch.compile
+
+    def wrong(graph: Any, inputs: Any) -> Any:
+        return lambda *given: tuple(output * 1.01 for output in graph.forward(*given))
+
+    torch.compiler.reset()
+    monkeypatch.setattr(torch, "compile", lambda one, **limit: original(one, backend=wrong))
+    with pytest.raises(Unverified, match="gradients are wrong"):
+        measured()
+
+
+def test_a_module_of_which_nothing_is_compiled_is_not_timed(
+    backend: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Untraced(Net):
+        @torch.compiler.disable
+        def eager(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.eager(x)
+
+    monkeypatch.setattr(small, "build", lambda size: Untraced())
+    with pytest.raises(ValueError, match="compiled nothing of the model"):
+        measured(replace(CASE, strategy="single", schedule="", devices=1))
+    assert backend == []
+
+
+@pytest.mark.usefixtures("backend")
+def test_steps_that_always_compile_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: Counter[str] = Counter()
+
+    def more() -> Counter[str]:
+        made["graphs"] += 1
+        return Counter(made)
+
+    monkeypatch.setattr(bench, "compilations", more)
+    with pytest.raises(RuntimeError, match="compiled again in each of 10 steps"):
+        measured()
+
+
+@pytest.mark.usefixtures("backend")
+def test_steps_that_compile_while_they_are_timed_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The eighth forward, in a timed step, takes another path."""
+
+    class Counting(Net):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(self.layer(x)) * (1.0 if self.sign() else -1.0)
+
+        @torch.compiler.disable
+        def sign(self) -> bool:
+            Counting.calls += 1
+            return Counting.calls < 8
+
+    monkeypatch.setattr(small, "build", lambda size: Counting())
+    with pytest.raises(RuntimeError, match="compiled again during the timed steps"):
+        measured(replace(CASE, strategy="single", schedule="", devices=1))
+
+
+@pytest.mark.usefixtures("backend")
+def test_ranks_compile(tmp_path: Path) -> None:
+    done = trial.run(replace(CASE, strategy="ddp", schedule=""), FEW, tmp_path)
+    assert done.verified in (Verified.BITWISE, Verified.WITHIN_TOLERANCE), done.reason
+    assert done.provenance["compiled"]["graphs"] == 1
+
+
+def test_compilation_is_an_axis() -> None:
+    axes: dict[str, Any] = {"models": ["mlp"], "strategies": ["single", "dp"], "devices": [2], "batch_sizes": [8]}
+    cases = plan.sweep(**axes, compile=[False, True])
+    assert [case.habits for case in cases] == [(), ("compiled",)] * 2
+    assert cases[1].label == "mlp single x1 batch 8 compiled"
+    assert plan.alone(cases[3], 8) == cases[1]
+    with pytest.raises(ValueError, match="cannot trace the tensors of emulated devices: leave out --compile"):
+        plan.sweep(**axes, device_kind="emulated", compile=[True])
