@@ -117,7 +117,7 @@ def test_a_run_without_options_on_a_cpu_compares_the_engines(monkeypatch: pytest
     given = dict.fromkeys(options.AXES, ()) | {
         "profile": False, "paired": False, "device_ids": (), "device_kind": None, "placement": None, "size": "small",
         "precision": "fp32", "device_memory": 0, "budget": None, "inputs": ("pinned",), "read_loss": (0,),
-        "compile": (False,),
+        "zero_grad": ("none",), "compile": (False,),
     }  # fmt: skip
     for ladder in (False, True):
         cases, _ = options.cases_of(given | {"ladder": ladder})

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from dpbench import strategies
+from dpbench import models, strategies
 from dpbench.analysis import transfers
 from dpbench.analysis.report import Report
 from dpbench.cli import progress
 from dpbench.export import formats
 from dpbench.hardware.devices import open_devices
 from dpbench.measure.worker import trial
-from dpbench.records import HOST, Case, Effort, Phase, Step, Trial, Verified, plan
+from dpbench.records import HABITS, HOST, Case, Effort, Phase, Status, Step, Trial, Verified, no_mark, plan
 from dpbench.records.work import Shapes
 from dpbench.report import markdown, small_multiples
 
@@ -138,6 +138,7 @@ def test_each_habit_is_a_case_with_a_baseline_of_the_same_habit() -> None:
         ("emulated", {"inputs": ["pageable"]}, "no effect on emulated devices"),
         ("cuda", {"inputs": ["disk"]}, "unknown place of the inputs 'disk'"),
         ("cuda", {"read_loss": [-1]}, "--read-loss must be 0"),
+        ("cuda", {"zero_grad": ["one"]}, "unknown way to clear gradients 'one'"),
     ],
 )
 def test_a_habit_without_effect_is_refused(kind: str, given: dict[str, Any], message: str) -> None:
@@ -155,6 +156,16 @@ def test_batches_that_wait_on_the_device_do_not_count_as_memory_of_the_step() ->
     for inputs, expected in (("pinned", trial.BATCHES), ("device", 1)):
         case = replace(EMULATED, inputs=inputs)
         assert len(trial.prepare(case, strategies.load("single")).batches) == expected
+
+
+def test_every_habit_is_a_field_with_a_text() -> None:
+    usual = Case(model="mlp", strategy="single", batch_size=8)
+    other = replace(usual, inputs="device", read_loss=1, zero_grad="zero", compile=True)
+    assert {name for name, value in vars(other).items() if value != getattr(usual, name)} == {*HABITS}
+    assert not usual.habits
+    assert len({*other.habits}) == len(HABITS)
+    for name in HABITS:
+        assert other.without(name).habits == tuple(one for one in other.habits if one != other.habit(name))
 
 
 def report() -> Report:
@@ -188,3 +199,57 @@ def test_every_reader_tells_the_habits_apart() -> None:
     exported = {formats.name(row.case) for row in found.rows}
     assert len(exported) == 8
     assert not [name for name in exported if "inputs=" in name], "the label has it"
+
+
+@pytest.mark.parametrize("strategy", ["single", "model_parallel"])
+def test_gradients_are_dropped_or_filled_with_zeros(strategy: str) -> None:
+    for how, kept in (("none", False), ("zero", True)):
+        case = Case(
+            model="mlp", strategy=strategy, batch_size=8, devices=1 if strategy == "single" else 2, zero_grad=how
+        )
+        model = models.load("mlp", "small", 0)
+        with strategies.load(strategy).start(case, model, open_devices("cpu", case.devices), no_mark) as step:
+            step(*model.batch(8, 1))
+            first = [parameter.grad for parameter in model.module.parameters()]
+            step(*model.batch(8, 1))
+            after = [parameter.grad for parameter in model.module.parameters()]
+        assert [one is other for one, other in zip(first, after, strict=True)] == [kept] * len(first)
+
+
+def test_zeroed_gradients_are_those_of_the_reference() -> None:
+    done = trial.measure(
+        replace(EMULATED, zero_grad="zero"), replace(FOUR, min_steps=3, max_steps=3), strategies.load("single")
+    )
+    assert (done.verified, done.case.habits) == (Verified.BITWISE, ("gradients zeroed",))
+
+
+def test_the_engine_which_always_drops_gradients_skips_zeroing_them(tmp_path: Path) -> None:
+    done = trial.run(replace(EMULATED, strategy="dp", schedule="reference", zero_grad="zero"), FOUR, tmp_path)
+    assert done.status is Status.SKIPPED
+    assert "leave out --zero-grad" in done.reason
+
+
+def timed(case: Case, step_s: float, **setup: float) -> list[Trial]:
+    """Return three trials of a case, whose steps take about `step_s` seconds."""
+    lengths = [step_s * (1 + 0.001 * k) for k in range(5)]
+    steps = tuple(Step(length, False, k) for k, length in enumerate(lengths))
+    return [Trial(case=case, verified=Verified.BITWISE, steps=steps, round=n, setup=setup) for n in range(3)]
+
+
+def test_the_effect_of_each_habit_is_told_apart_from_the_others() -> None:
+    both = Case(model="mlp", strategy="single", batch_size=8, read_loss=1, compile=True)
+    trials = [
+        *timed(both, 0.009, compile_s=3.0), *timed(both.without("read_loss"), 0.006, compile_s=4.0),
+        *timed(both.without("compile"), 0.012), *timed(both.without("compile").without("read_loss"), 0.010),
+    ]  # fmt: skip
+    said = Report.of(trials, run_id="r", started_s=0.0, provenance={}).verdict
+    assert said.endswith(
+        "Steps compared with a loop without the habit: "
+        "compiled 0.600× (0.597–0.603) in mlp single x1 batch 8, "
+        "0.750× (0.747–0.753) in mlp single x1 batch 8 loss read; "
+        "loss read 1.20× (1.19–1.21) in mlp single x1 batch 8, "
+        "1.50× (1.49–1.51) in mlp single x1 batch 8 compiled. "
+        "Compilation, which no step includes, took at most 4.00 s."
+    ), said
+    alone = Report.of(timed(both, 0.01), run_id="r", started_s=0.0, provenance={}).verdict
+    assert "habit" not in alone

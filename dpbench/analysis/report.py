@@ -58,7 +58,13 @@ class Report:
         return cls(
             run_id=run_id, started_s=started_s, provenance=provenance, trials=trials, rows=rows, ladders=ladders,
             verdict=" ".join(
-                filter(None, [diagnosis.verdict(rows, ladders), *hosts.sentences(trials), engine_cost.sentence(costs)])
+                filter(
+                    None,
+                    [
+                        diagnosis.verdict(rows, ladders), *hosts.sentences(trials), engine_cost.sentence(costs),
+                        diagnosis.habits(rows, trials),
+                    ],
+                )
             )
             + _noisy(provenance),
             engine_costs=costs, tiles=diagnosis.tiles(rows, ladders),

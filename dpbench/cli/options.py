@@ -216,7 +216,8 @@ def cases_of(options: dict[str, Any], cluster: Cluster | None = None) -> tuple[l
         "batch_sizes": options["batch_sizes"] or (() if options["batch_per_device"] else (64,)),
         "batch_per_device": options["batch_per_device"] or (), "size": options["size"],
         "precision": options["precision"], "device_memory_bytes": options["device_memory"],
-        "inputs": options["inputs"], "read_loss": options["read_loss"], "compile": options["compile"],
+        "inputs": options["inputs"], "read_loss": options["read_loss"], "zero_grad": options["zero_grad"],
+        "compile": options["compile"],
     }  # fmt: skip
     if options["scenario"]:
         for axis in ("strategies", "schedules", "ladder", "devices", "device_ids", "batch_per_device"):

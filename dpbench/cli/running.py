@@ -109,6 +109,12 @@ SELF_CHECK_SCALE = 1.0
     help="Read the loss as a number every N steps, as loops that print the loss do; 0: never.  [default: 0]",
 )
 @click.option(
+    "--zero-grad",
+    type=Names(),
+    default=("none",),
+    help="How the loop clears gradients: none drops them, zero fills them with zeros in place.  [default: none]",
+)
+@click.option(
     "--compile",
     type=Switches(),
     is_flag=False,

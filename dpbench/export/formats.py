@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpbench.records import CASE_FIELDS, UNATTRIBUTED, Case, Phase, Source, Trial, ledger, words
+from dpbench.records import CASE_FIELDS, HABITS, UNATTRIBUTED, Case, Phase, Source, Trial, ledger, words
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -33,9 +33,7 @@ IN_LABEL = frozenset(
         "placement",
         "batch_size",
         "precision",
-        "inputs",
-        "read_loss",
-        "compile",
+        *HABITS,
     }
 )
 """The fields of a case that are part of its label, `Case.label`."""

@@ -5,6 +5,7 @@ All of them are immutable. The package imports only the standard library and, fo
 
 from dpbench.records.case import (
     CASE_FIELDS,
+    HABITS,
     HOST,
     UNATTRIBUTED,
     Case,
@@ -24,6 +25,7 @@ __all__ = [
     "chunk_sizes",
     "UNATTRIBUTED",
     "CASE_FIELDS",
+    "HABITS",
     "Phase",
     "Mark",
     "no_mark",

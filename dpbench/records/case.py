@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any
 
@@ -53,6 +53,10 @@ def no_mark(phase: Phase, device: int) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
+HABITS = ("compile", "inputs", "read_loss", "zero_grad")
+"""The names of a case's fields for the habits of a training loop, which are axes of a sweep."""
+
+
 def chunk_sizes(rows: int, chunks: int) -> tuple[int, ...]:
     """Return the sizes of the chunks into which `torch.chunk` splits `rows` rows; they may be fewer than `chunks`."""
     piece = -(-rows // chunks)
@@ -93,6 +97,8 @@ class Case:
     """The number of machines on which the ranks run, in the order of a launch by torchrun or srun."""
     read_loss: int = 0
     """The training loop reads the loss as a number in every step whose index is a multiple of this; 0 means never."""
+    zero_grad: str = "none"
+    """How the training loop clears gradients: "none" drops them, and "zero" fills them with zeros."""
     compile: bool = False
     """Whether torch.compile has compiled the forward of the module."""
     declared: Traits | None = field(default=None, compare=False, repr=False)
@@ -145,12 +151,22 @@ class Case:
 
     @property
     def habits(self) -> tuple[str, ...]:
-        """Return short texts on the settings of the training loop that differ from the default."""
-        found = ["compiled"] if self.compile else []
-        found += [] if self.inputs == "pinned" else [f"inputs {self.inputs}"]
-        if self.read_loss:
-            found.append("loss read" if self.read_loss == 1 else f"loss read every {self.read_loss}")
-        return tuple(found)
+        """Return a short text for each habit of the training loop that differs from the default."""
+        return tuple(filter(None, map(self.habit, HABITS)))
+
+    def habit(self, name: str) -> str:
+        """Return a short text on one habit of the training loop, given by the name of its field; "" for the default."""
+        if name == "inputs":
+            return "" if self.inputs == "pinned" else f"inputs {self.inputs}"
+        if name == "read_loss":
+            return f"loss read{f' every {self.read_loss}' if self.read_loss > 1 else ''}" if self.read_loss else ""
+        if name == "zero_grad":
+            return "gradients zeroed" if self.zero_grad == "zero" else ""
+        return "compiled" if self.compile else ""
+
+    def without(self, habit: str) -> Case:
+        """Return the case with one habit, given by the name of its field, set to its default."""
+        return replace(self, **{habit: getattr(type(self), habit)})
 
     @property
     def extent(self) -> str:

@@ -17,6 +17,7 @@ PLACEMENTS = ("spread", "colocated")
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 SIZES = ("small", "full")
 INPUTS = ("pageable", "pinned", "device")
+ZERO_GRAD = ("none", "zero")
 LIMIT = (("role", "limit"),)
 """The options that mark a case as the limit: the strategy `single` on one device's share of the batch.
 
@@ -41,6 +42,7 @@ def sweep(
     device_memory_bytes: int = 0,
     inputs: Sequence[str] = ("pinned",),
     read_loss: Sequence[int] = (0,),
+    zero_grad: Sequence[str] = ("none",),
     compile: Sequence[bool] = (False,),
 ) -> list[Case]:
     """Return a case for each combination of values of the axes, which are the arguments with several values.
@@ -58,16 +60,18 @@ def sweep(
     _check_memory(device_kind, device_memory_bytes)
     _one_of("size", size, SIZES)
     _check_precision(precision, device_kind)
-    _check_habits(inputs, read_loss, compile, device_kind)
+    _check_habits(inputs, read_loss, zero_grad, compile, device_kind)
     cases = []
     for model, strategy, count in itertools.product(models, strategies, devices):
         for batch in batch_sizes or [each * count for each in batch_per_device]:
-            for written, where, every, compiled in itertools.product(schedules, inputs, read_loss, compile):
+            for written, where, every, how, compiled in itertools.product(
+                schedules, inputs, read_loss, zero_grad, compile
+            ):
                 case = Case(
                     model=model, strategy=strategy, devices=count, batch_size=batch, size=size, schedule=written,
                     device_kind=device_kind, device_ids=tuple(device_ids[: max(devices)]), placement=placement,
                     precision=precision, device_memory_bytes=device_memory_bytes, inputs=where, read_loss=every,
-                    compile=compiled, declared=registry.declared(strategy),
+                    zero_grad=how, compile=compiled, declared=registry.declared(strategy),
                 )  # fmt: skip
                 cases.append(normalise(case, weak_batches=tuple(batch_per_device)))
     return list(dict.fromkeys(cases))
@@ -342,7 +346,9 @@ def _check_precision(precision: str, kind: str) -> None:
         )
 
 
-def _check_habits(inputs: Sequence[str], read_loss: Sequence[int], compile: Sequence[bool], kind: str) -> None:
+def _check_habits(
+    inputs: Sequence[str], read_loss: Sequence[int], zero_grad: Sequence[str], compile: Sequence[bool], kind: str
+) -> None:
     """Raise ValueError if a habit of the training loop is unknown, or has no effect on this kind of device."""
     for where in inputs:
         _one_of("place of the inputs", where, INPUTS)
@@ -356,6 +362,8 @@ def _check_habits(inputs: Sequence[str], read_loss: Sequence[int], compile: Sequ
     for every in read_loss:
         if every < 0:
             raise ValueError(f"--read-loss must be 0 (never) or a number of steps, got {every}")
+    for how in zero_grad:
+        _one_of("way to clear gradients", how, ZERO_GRAD)
     if any(compile) and kind == "emulated":
         raise ValueError("torch.compile cannot trace the tensors of emulated devices: leave out --compile")
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from dpbench.analysis.summary import Row
-from dpbench.records import Case, plan, words
+from dpbench.records import HABITS, Case, plan, words
 from dpbench.records.registry import Role
 from dpbench.report import naming
 
 PANELS = 12
 """The largest number of panels in a section; cases in further panels are shown only in the table."""
-_SETTING = ("model", "size", "precision", "optimizer", "device_kind", "inputs", "read_loss", "compile")
+_SETTING = ("model", "size", "precision", "optimizer", "device_kind", *HABITS)
 
 
 @dataclass(frozen=True)

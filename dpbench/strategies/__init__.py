@@ -177,10 +177,11 @@ class Updates:
 
     def __init__(self, case: Case, parameters: Iterable[nn.Parameter]) -> None:
         self._optimizer, self._scaler = optimizer_of(case)(parameters), scaler_of(case)
+        self._drops = case.zero_grad == "none"
 
     def clear(self) -> None:
-        """Clear the gradients before a step."""
-        self._optimizer.zero_grad(set_to_none=True)
+        """Clear the gradients before a step, in the way that the case gives."""
+        self._optimizer.zero_grad(set_to_none=self._drops)
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the tensor on which the loop calls backward: the loss times the scale, or the loss itself."""

@@ -25,7 +25,12 @@ class Engine(Strategy):
     traits = Traits(role=Role.ENGINE)
 
     def skip(self, case: Case) -> str:
-        """Return the reason why this strategy cannot run a case (flat storage on emulated devices); "" if it can."""
+        """Return the reason why this strategy cannot run a case, or "" if it can.
+
+        The engine always drops gradients, and emulated devices have no flat storage.
+        """
+        if case.zero_grad == "zero":
+            return f"{case.strategy} always drops gradients, so zero_grad=zero has no effect: leave out --zero-grad"
         flat = case.schedule not in ("", FASTEST) and parse(case.schedule).storage == "flat"
         if case.device_kind == "emulated" and flat:
             return (
