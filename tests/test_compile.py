@@ -137,13 +137,13 @@ def test_steps_that_always_compile_are_not_timed(monkeypatch: pytest.MonkeyPatch
         return Counter(made)
 
     monkeypatch.setattr(bench, "compilations", more)
-    with pytest.raises(RuntimeError, match="compiled again in each of 10 steps"):
+    with pytest.raises(RuntimeError, match="compiled again in each of 10 passes"):
         measured()
 
 
 @pytest.mark.usefixtures("backend")
 def test_steps_that_compile_while_they_are_timed_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The eighth forward, in a timed step, takes another path."""
+    """The 14th forward, in a timed step, takes another path."""
 
     class Counting(Net):
         calls = 0
@@ -154,7 +154,7 @@ def test_steps_that_compile_while_they_are_timed_are_an_error(monkeypatch: pytes
         @torch.compiler.disable
         def sign(self) -> bool:
             Counting.calls += 1
-            return Counting.calls < 8
+            return Counting.calls < 14
 
     monkeypatch.setattr(small, "build", lambda size: Counting())
     with pytest.raises(RuntimeError, match="compiled again during the timed steps"):
@@ -166,6 +166,13 @@ def test_ranks_compile(tmp_path: Path) -> None:
     done = trial.run(replace(CASE, strategy="ddp", schedule=""), FEW, tmp_path)
     assert done.verified in (Verified.BITWISE, Verified.WITHIN_TOLERANCE), done.reason
     assert done.provenance["compiled"]["graphs"] == 1
+
+
+@pytest.mark.usefixtures("backend")
+def test_cases_measured_together_compile_apart(tmp_path: Path) -> None:
+    cases = [replace(CASE, batch_size=rows) for rows in (8, 20)]
+    for done in trial.run_together(cases, replace(FEW, memory_by_phase=False), tmp_path):
+        assert (done.verified, done.provenance["compiled"]["graphs"]) == (Verified.BITWISE, 2), done.reason
 
 
 def test_compilation_is_an_axis() -> None:

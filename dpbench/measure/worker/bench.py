@@ -91,8 +91,8 @@ SLOW = 10
 If a case has longer blocks, its blocks are shortened to one step, and its warm-up to one step.
 """
 SLOW_STEPS = 3
-COMPILING_STEPS = 10
-"""The steps within which torch.compile must have compiled everything."""
+COMPILING_PASSES = 10
+"""The most passes over the batches in which torch.compile may compile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,28 +136,38 @@ class _Marking:
 
 
 def _compiled(prepared: PreparedCase, step: Callable[[Any, Any], Any]) -> PreparedCase:
-    """Take steps until one of them compiles nothing in any rank, and return the case with the time of these steps.
+    """Take a step with each batch until no step of any rank compiles; return the case with the time of compilation.
 
     Its setup has `compile_s`, the seconds of the steps that compiled, which are shorter if torch's cache on disk has
     the graphs. Its facts have the numbers of graphs and graph breaks. Raises ValueError if nothing was compiled, and
-    RuntimeError if every step compiles.
+    RuntimeError if it never ends.
     """
-    begun, at = compilations(), time.perf_counter()
-    for number in range(COMPILING_STEPS):
-        before, seconds = compilations()["graphs"], time.perf_counter() - at
-        step(*prepared.batches[number % len(prepared.batches)])
-        if not _agreed(compilations()["graphs"] > before):
+    begun, compile_s = compilations(), 0.0
+    for _ in range(COMPILING_PASSES):
+        found_s = sum(_compiling_s(step, batch) for batch in prepared.batches)
+        compile_s += found_s
+        if not _agreed(found_s > 0):
             break
     else:
-        raise RuntimeError(f"torch.compile has compiled again in each of {COMPILING_STEPS} steps: leave out --compile")
-    made = compilations() - begun
-    if not _agreed(made["graphs"] > 0):
+        raise RuntimeError(
+            f"torch.compile has compiled again in each of {COMPILING_PASSES} passes over the batches: leave out "
+            "--compile"
+        )
+    if not _agreed(compile_s > 0):
         raise ValueError(
             f"torch.compile has compiled nothing of the model {prepared.model.name}, so the case would be timed "
             "without compilation: leave out --compile"
         )
+    made = compilations() - begun
     facts = {**prepared.facts, "compiled": {name: made[name] for name in begun}}
-    return replace(prepared, setup={**prepared.setup, "compile_s": seconds}, facts=facts)
+    return replace(prepared, setup={**prepared.setup, "compile_s": compile_s}, facts=facts)
+
+
+def _compiling_s(step: Callable[[Any, Any], Any], batch: tuple[Any, Any]) -> float:
+    """Take a step, and return its duration in seconds if torch.compile has made a graph in it, otherwise 0."""
+    graphs, at = compilations()["graphs"], time.perf_counter()
+    step(*batch)
+    return time.perf_counter() - at if compilations()["graphs"] > graphs else 0.0
 
 
 class CaseTimer:
@@ -169,7 +179,6 @@ class CaseTimer:
         self._prepared, self._effort = prepared, effort
         self._step, self._listener = step, listener
         self._observe = getattr(step, "observe", list)
-        self._compilations = compilations() if prepared.case.compile else None
         self._block_steps, self._steps_s, self._taken = effort.block_steps, 0.0, 0
         self._stopping = Stopping(effort.budget_s, effort.min_steps, effort.max_steps, least_warmup=effort.warmup_steps)
 
@@ -195,7 +204,8 @@ class CaseTimer:
 
     def _block(self, steps: int) -> float:
         """Take `steps` steps back to back; return the duration of the last step in seconds."""
-        at, batches, every = time.perf_counter(), self._prepared.batches, self._prepared.case.read_loss
+        case, batches = self._prepared.case, self._prepared.batches
+        every, graphs, at = case.read_loss, compilations() if case.compile else None, time.perf_counter()
         with self._listener.block():
             for i in range(steps):
                 inputs, target = batches[i % len(batches)]
@@ -205,6 +215,11 @@ class CaseTimer:
                         loss.item()  # the host waits for the device, as in a loop that prints the loss
                 for span in self._observe():
                     self._listener.add(*span)
+        if graphs is not None and graphs != compilations():
+            raise RuntimeError(
+                "torch.compile has compiled again during the timed steps, so their times are not those of a compiled "
+                "step: leave out --compile, or remove the model's dependence on values that change between steps"
+            )
         self._taken += steps
         # seconds from the clock, not from the calls: on CUDA, a call returns before its work is done
         for one in self._listener.steps()[-steps:]:
@@ -219,11 +234,6 @@ class CaseTimer:
         timed.
         """
         of, warm = self._prepared, self._stopping.warmup
-        if of.case.compile and compilations() != self._compilations:
-            raise RuntimeError(
-                "torch.compile has compiled again during the timed steps, so their times are not those of a compiled "
-                "step: leave out --compile, or remove the model's dependence on values that change between steps"
-            )
         steps = tuple(replace(step, warmup=i < warm) for i, step in enumerate(self._listener.steps()))
         samples = [*self._listener.samples(), *_profiled(self._step, of.batches[0], of.devices, self._listener)]
         return Trial(
