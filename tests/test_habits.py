@@ -17,6 +17,7 @@ from dpbench.analysis.report import Report
 from dpbench.cli import progress
 from dpbench.export import formats
 from dpbench.hardware.devices import open_devices
+from dpbench.measure.verification import Verdict
 from dpbench.measure.worker import trial
 from dpbench.records import HABITS, HOST, Case, Effort, Phase, Status, Step, Trial, Verified, no_mark, plan
 from dpbench.records.work import Shapes
@@ -53,7 +54,7 @@ class Loop(strategies.Strategy):
 
 @pytest.mark.parametrize("every", [0, 1, 5, 100])
 def test_the_loss_is_read_in_every_nth_step(every: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "_verify", lambda *_, **__: Verified.BITWISE)
+    monkeypatch.setattr(trial, "_verify", lambda *_, **__: Verdict(Verified.BITWISE))
     monkeypatch.setattr(Reading, "reads", 0)
     loop = Loop()
     effort = replace(FOUR, memory_by_phase=False)

@@ -10,6 +10,7 @@ the reference, because replicas draw from one random generator in an undefined o
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -43,12 +44,14 @@ class Verdict:
 
     `worst` is the name of the parameter or buffer with the largest relative error, and `error` is this error. `worst`
     is empty if all tensors are equal. `random` is True if two runs of the reference have different gradients.
+    `steps_s` is the time of the strategy's steps in seconds; the first step of a compiled module contains compilation.
     """
 
     verified: Verified
     worst: str = ""
     error: float = 0.0
     random: bool = False
+    steps_s: float = 0.0
 
     def __str__(self) -> str:
         text = f"{self.worst} differs from the chunked reference by {self.error:.2g} times the norm of the reference"
@@ -83,14 +86,14 @@ def check(
     _without_dropout(model.module)
     inputs, target = model.batch(small.batch_size, case.seed + 1)
     pristine = copy.deepcopy(model.module)
-    trained, steps = _trained(start, small, model, devices, (inputs, target))
+    trained, steps, steps_s = _trained(start, small, model, devices, (inputs, target))
 
     def reference() -> nn.Module:
         return _reference(replace(model, module=pristine), small, inputs, target, parts, devices[0], precision, steps)
 
     rounds = case.traits.rounds_gradients or (case.schedule not in ("", FASTEST) and not parse(case.schedule).exact)
     first, tolerance = reference(), TOLERANCE["bf16" if rounds else case.precision]
-    verdict = compare(trained, first, tolerance, buffers=buffers)
+    verdict = replace(compare(trained, first, tolerance, buffers=buffers), steps_s=steps_s)
     if verdict.verified is Verified.NO:
         itself = compare(reference(), first, tolerance, buffers=buffers)
         return replace(verdict, random=itself.verified is Verified.NO)
@@ -99,24 +102,26 @@ def check(
 
 def _trained(
     start: Start, case: Case, model: Model, devices: Sequence[Device], batch: tuple[Any, Any]
-) -> tuple[nn.Module, int]:
+) -> tuple[nn.Module, int, float]:
     """Take one step and return the trained module and 1; in fp16, repeat with one step more until gradients are finite.
 
-    The number that is returned is the number of steps; all of them but the last have overflowed. The first repetition
-    trains `model`, and each other one a copy of it.
+    The number that is returned is the number of steps; all of them but the last have overflowed. The last value is the
+    time of all steps in seconds. The first repetition trains `model`, and each other one a copy of it.
     """
-    pristine = copy.deepcopy(model.module)
+    pristine, steps_s = copy.deepcopy(model.module), 0.0
     for steps in range(1, len(SCALES) + 1):
         if steps > 1:
             model = replace(model, module=copy.deepcopy(pristine))
         if case.compile:
             compile_forward(model.module)
         with start(case, model, devices, no_mark) as step:
+            at = time.perf_counter()
             for _ in range(steps):
                 step(*batch)
+            steps_s += time.perf_counter() - at
         if case.precision != "fp16" or _finite(model.module):
             break
-    return model.module, steps
+    return model.module, steps, steps_s
 
 
 def _reference(

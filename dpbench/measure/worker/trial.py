@@ -31,6 +31,7 @@ from dpbench.measure.failures import Unverified, of_error, of_rank
 from dpbench.measure.merging import merge
 from dpbench.measure.ranks import RankGroup, RanksFailed
 from dpbench.measure.request import Job, Request, Seat
+from dpbench.measure.verification import Verdict
 from dpbench.measure.worker import loaders, memory, selfcheck
 from dpbench.measure.worker.bench import PreparedCase, run_timers, start_timer
 from dpbench.models import Model, positional
@@ -109,7 +110,7 @@ def prepare(case: Case, strategy: Strategy, rank: RankPlace | None = None) -> Pr
         devices[0].settle()
     at = [time.perf_counter()]
     leads = rank is None or rank.rank == 0
-    verified = _verify(case, strategy, devices, buffers=strategy.compares_buffers(case) and leads)
+    verdict = _verify(case, strategy, devices, buffers=strategy.compares_buffers(case) and leads)
     at.append(time.perf_counter())
     _forget(devices)
     model = models.load(case.model, case.size, case.seed)
@@ -117,12 +118,14 @@ def prepare(case: Case, strategy: Strategy, rank: RankPlace | None = None) -> Pr
     batches = [_placed(model.batch(case.batch_size, case.seed + i), case, devices[0]) for i in range(count)]
     at.append(time.perf_counter())
     facts = torch_facts(case, devices[0]) | ({"model": of_model(model, batches[0])} if leads else {})
+    compiling = {"compile_s": verdict.steps_s} if case.compile else {}
     if case.compile:
         torch.compiler.reset()  # the shapes of verification must not make the graphs dynamic
         models.compile_forward(model.module)
     return PreparedCase(
-        case=case, strategy=strategy, devices=devices, model=model, batches=batches, verified=verified, facts=facts,
-        setup={"verify_s": at[1] - at[0], "build_s": at[2] - at[1]},
+        case=case, strategy=strategy, devices=devices, model=model, batches=batches, verified=verdict.verified,
+        facts=facts,
+        setup={"verify_s": at[1] - at[0] - sum(compiling.values()), "build_s": at[2] - at[1], **compiling},
     )  # fmt: skip
 
 
@@ -158,10 +161,10 @@ def _devices(case: Case, strategy: Strategy, rank: RankPlace | None) -> list[Dev
     return mine
 
 
-def _verify(case: Case, strategy: Strategy, devices: Sequence[Device], *, buffers: bool) -> Verified:
+def _verify(case: Case, strategy: Strategy, devices: Sequence[Device], *, buffers: bool) -> Verdict:
     """Compare the strategy's gradients, and with `buffers` its buffers, with those of the reference.
 
-    Return the result. Raises Unverified if the gradients are wrong.
+    Return the verdict. Raises Unverified if the gradients are wrong.
     """
     model = models.load(case.model, case.size, case.seed)
     verdict = verification.check(
@@ -169,7 +172,7 @@ def _verify(case: Case, strategy: Strategy, devices: Sequence[Device], *, buffer
     )
     if verdict.verified is Verified.NO:
         raise Unverified(f"the case was not timed, because its gradients are wrong: {verdict}")
-    return verdict.verified
+    return verdict
 
 
 def _forget(devices: Sequence[Device]) -> None:
