@@ -246,9 +246,9 @@ def test_the_effect_of_each_habit_is_told_apart_from_the_others() -> None:
     said = Report.of(trials, run_id="r", started_s=0.0, provenance={}).verdict
     assert said.endswith(
         "Steps compared with a loop without the habit: "
-        "compiled 0.600× (0.597–0.603) in mlp single x1 batch 8, "
+        "compiled: 0.600× (0.597–0.603) in mlp single x1 batch 8, "
         "0.750× (0.747–0.753) in mlp single x1 batch 8 loss read; "
-        "loss read 1.20× (1.19–1.21) in mlp single x1 batch 8, "
+        "loss read: 1.20× (1.19–1.21) in mlp single x1 batch 8, "
         "1.50× (1.49–1.51) in mlp single x1 batch 8 compiled. "
         "Compilation, which no step includes, took at most 4.00 s."
     ), said

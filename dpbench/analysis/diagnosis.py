@@ -79,10 +79,10 @@ def habits(rows: Sequence[Row], trials: Sequence[Trial]) -> str:
 
 
 def _of_habit(habit: str, pairs: Sequence[tuple[Case, Estimate]]) -> str:
-    """Return a clause with the effects of a habit, such as "loss read 1.04× (1.01–1.07) in mlp single x1 batch 64"."""
+    """Return a clause with the effects of a habit, such as "loss read: 1.04× (1.01–1.07) in mlp single x1 batch 64"."""
     kept = sorted(pairs, key=lambda pair: pair[1].value)
     joiner, kept = (" to ", [kept[0], kept[-1]]) if len(kept) > 3 else (", ", kept)
-    return f"{habit} " + joiner.join(f"{words.times(effect)} in {label(case)}" for case, effect in kept)
+    return f"{habit}: " + joiner.join(f"{words.times(effect)} in {label(case)}" for case, effect in kept)
 
 
 def _shown(estimate: Estimate | None) -> bool:
