@@ -202,8 +202,9 @@ def test_every_reader_tells_the_habits_apart() -> None:
     assert not [name for name in exported if "inputs=" in name], "the label has it"
 
 
-@pytest.mark.parametrize("strategy", ["single", "model_parallel"])
+@pytest.mark.parametrize("strategy", ["single", "model_parallel", "data_parallel_block"])
 def test_gradients_are_dropped_or_filled_with_zeros(strategy: str) -> None:
+    trained = []
     for how, kept in (("none", False), ("zero", True)):
         case = Case(
             model="mlp", strategy=strategy, batch_size=8, devices=1 if strategy == "single" else 2, zero_grad=how
@@ -215,6 +216,8 @@ def test_gradients_are_dropped_or_filled_with_zeros(strategy: str) -> None:
             step(*model.batch(8, 1))
             after = [parameter.grad for parameter in model.module.parameters()]
         assert [one is other for one, other in zip(first, after, strict=True)] == [kept] * len(first)
+        trained.append(torch.cat([parameter.detach().flatten() for parameter in model.module.parameters()]))
+    assert torch.equal(*trained), "the gradients of one step are not added to those of the step before"
 
 
 def test_zeroed_gradients_are_those_of_the_reference() -> None:

@@ -52,7 +52,7 @@ def test_each_rank_of_fsdp_keeps_its_part_of_the_weights_gradients_and_state(tmp
 
     def look(step: Any, model: models.Model) -> dict[str, Any]:
         weights = dict(model.module.named_parameters())
-        state = step._optimizer.state
+        state = step._updates._optimizer.state
         return {
             name: [p.numel(), p.to_local().numel(), p.grad.to_local().numel(), state[p]["exp_avg"].to_local().numel()]
             for name, p in weights.items()
@@ -295,14 +295,20 @@ def test_a_rank_with_two_devices_has_half_of_the_layers_on_each(tmp_path: Path) 
         ("ddp_model_parallel", {"devices": 1}, "needs 2 devices per rank, but the case has 1: give --devices 2"),
         ("ddp_model_parallel", {"devices": 3}, "needs 2 devices per rank, but the case has 3: give --devices 4"),
         ("model_parallel_pipelined", {"batch_size": 9}, "9 rows cannot be split into 4: give a batch of 12 rows"),
-        ("model_parallel_pipelined", {"precision": "bf16"}, "runs in fp32 only"),
+        ("model_parallel_pipelined", {"precision": "bf16"}, "would include backward: leave out --precision bf16"),
+        ("model_parallel_pipelined", {"precision": "fp16"}, "would include backward: leave out --precision fp16"),
+        ("model_parallel_pipelined", {"compile": True}, "cannot record a compiled module: leave out --compile"),
+        ("data_parallel_block", {"compile": True}, "would compile only the rest: leave out --compile"),
         ("half_cpu", {}, "needs an accelerator beside the host; without a GPU, give --device-kind emulated"),
-        ("half_cpu", {"device_kind": "cuda", "precision": "bf16"}, "runs in fp32 only"),
+        ("half_cpu", {"device_kind": "cuda", "precision": "bf16"}, "one kind of device: leave out --precision bf16"),
+        ("half_cpu", {"device_kind": "cuda", "precision": "fp16"}, "one kind of device: leave out --precision fp16"),
+        ("half_cpu", {"device_kind": "cuda", "compile": True}, "on the host and a GPU: leave out --compile"),
     ],
 )
 def test_strategies_say_why_they_cannot_run_a_case(strategy: str, changed: dict[str, Any], reason: str) -> None:
     assert reason in load(strategy).skip(replace(DDP, strategy=strategy, **changed))
-    assert load(strategy).skip(replace(DDP, strategy=strategy, devices=2, batch_size=8, device_kind="cuda")) == ""
+    plain = replace(DDP, strategy=strategy, devices=2, batch_size=8, device_kind="cuda")
+    assert [load(strategy).skip(replace(plain, precision=precision)) for precision in ("fp32", "tf32")] == ["", ""]
 
 
 @pytest.mark.slow

@@ -150,22 +150,6 @@ class Rounds(click.ParamType["int | str"]):
         return value if value == "auto" else int(value)
 
 
-class Switches(click.ParamType["tuple[bool, ...]"]):
-    """A comma-separated list of `yes` and `no`."""
-
-    name = "no,yes"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        """Return a tuple of bools; fail for any other word."""
-        if isinstance(value, tuple):
-            return value
-        known = {"no": False, "yes": True}
-        words = [word.strip() for word in value.split(",")]
-        if unknown := [word for word in words if word not in known]:
-            self.fail(f"{unknown[0]!r} is neither yes nor no", param, ctx)
-        return tuple(known[word] for word in words)
-
-
 class Bytes(click.ParamType[int]):
     """A number of bytes, with or without a unit."""
 

@@ -118,9 +118,9 @@ SELF_CHECK_SCALE = 1.0
     "--compile",
     type=Switches(),
     is_flag=False,
-    flag_value="yes",
+    flag_value="on",
     default=(False,),
-    help="Compile the module with torch.compile; no,yes measures both.  [default: no]",
+    help="Compile the module with torch.compile; off,on measures both.  [default: off]",
 )
 @click.option(
     "--rounds",

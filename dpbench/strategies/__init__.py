@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # the predictor calls `tasks` without loading torch
 
 __all__ = [
     "Strategy", "Step", "Split", "Traits", "Role", "Parallelism", "Reduction", "Unpredictable", "Updates", "load",
-    "optimizer_of", "precision_of", "scaler_of",
+    "AUTOCAST", "optimizer_of", "precision_of", "scaler_of",
 ]  # fmt: skip
 
 Step = Callable[[Any, Any], "torch.Tensor"]
@@ -154,13 +154,17 @@ def optimizer_of(case: Case) -> Callable[[Iterable[nn.Parameter]], torch.optim.O
     return OPTIMIZERS[case.optimizer]
 
 
+AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}
+"""torch's name of the type to which autocast rounds in forward, by precision; other precisions have no autocast."""
+
+
 def precision_of(case: Case) -> AbstractContextManager[Any]:
     """Return the context manager for the case's forward: autocast for bf16 and fp16; for others, one without effect."""
-    if case.precision in ("fp32", "tf32"):
+    if case.precision not in AUTOCAST:
         return nullcontext()
     import torch
 
-    return torch.autocast(case.device_kind, dtype={"bf16": torch.bfloat16, "fp16": torch.float16}[case.precision])
+    return torch.autocast(case.device_kind, dtype=getattr(torch, AUTOCAST[case.precision]))
 
 
 def scaler_of(case: Case) -> torch.amp.GradScaler | None:

@@ -28,6 +28,14 @@ class DataParallelBlock(Strategy):
 
     traits = Traits()
 
+    def skip(self, case: Case) -> str:
+        """Return the reason why this strategy cannot run a case (it has replicas of an uncompiled block), or ""."""
+        if case.compile:
+            return (
+                "torch.compile stops at the replicas of the block, and would compile only the rest: leave out --compile"
+            )
+        return super().skip(case)
+
     @contextmanager
     def start(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Step]:
         """Wrap the block and yield the training step; on exit, put the unwrapped block back.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from dpbench.hardware.device import Device
 from dpbench.records import HOST, Case, Mark
-from dpbench.strategies import Parallelism, Step, Strategy, Traits
+from dpbench.strategies import AUTOCAST, Parallelism, Step, Strategy, Traits
 
 if TYPE_CHECKING:
     from dpbench.models import Model
@@ -29,8 +29,13 @@ class HalfCpu(Strategy):
         """Return the reason why this strategy cannot run a case (it has no accelerator beside the host), or ""."""
         if case.device_kind == "cpu":
             return "half_cpu needs an accelerator beside the host; without a GPU, give --device-kind emulated"
-        if case.precision != "fp32":
-            return f"half_cpu runs in fp32 only: autocast to {case.precision} is set for one kind of device"
+        if case.precision in AUTOCAST:
+            return (
+                f"half_cpu runs without autocast, which is set for one kind of device: leave out --precision "
+                f"{case.precision}"
+            )
+        if case.compile:
+            return "torch.compile is not verified over layers on the host and a GPU: leave out --compile"
         return ""
 
     @contextmanager

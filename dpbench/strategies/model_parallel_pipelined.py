@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from dpbench.hardware.device import Device
 from dpbench.records import Case, Mark, Phase, Profile, Task, chunk_sizes
-from dpbench.strategies import Parallelism, Split, Step, Strategy, Traits
+from dpbench.strategies import AUTOCAST, Parallelism, Split, Step, Strategy, Traits
 from dpbench.strategies._tasks import Graph
 
 if TYPE_CHECKING:
@@ -38,8 +38,15 @@ class Pipelined(Strategy):
                 f"torch's pipeline needs micro-batches of equal size, but {case.batch_size} rows cannot be split into "
                 f"{MICRO_BATCHES}: give a batch of {case.batch_size - rest + MICRO_BATCHES} rows"
             )
-        if case.precision != "fp32":
-            return f"model_parallel_pipelined runs in fp32 only: autocast to {case.precision} would include backward"
+        if case.precision in AUTOCAST:
+            return (
+                "model_parallel_pipelined runs without autocast, which would include backward: leave out --precision "
+                f"{case.precision}"
+            )
+        if case.compile:
+            return (
+                "torch.fx, which records the layers of each stage, cannot record a compiled module: leave out --compile"
+            )
         return ""
 
     def compares_buffers(self, case: Case) -> bool:
