@@ -71,7 +71,9 @@ def test_the_scenario_of_the_seeds_has_every_strategy_and_every_habit(kind: str)
     assert {case.strategy for case in cases} == {*registry.own("strategies")}
     assert {case.read_loss for case in cases} == {0, 1, 10}
     assert {"pinned", "device"} <= {case.inputs for case in cases}
-    assert {case.precision for case in cases} >= {"fp32", "bf16"}
+    assert {case.precision for case in cases} == {"fp32", "bf16", "fp16"}
+    assert {case.compile for case in cases} == {False, True}
+    assert {case.zero_grad for case in cases} == {"none", "zero"}
     assert all(len(case.rows) == 2 for case in cases if case.traits.devices_per_replica == 2)
     assert not [case for case in cases if case.device_kind == "emulated" and case.traits.ranks]
     assert len(cases) == len({case.fingerprint for case in cases})

@@ -26,10 +26,11 @@ RESULT = re.compile(
     r"```sh\ndpbench (?P<command>[^\n]+)\n```\n\n(?P<marker><!-- result(?: memory)? -->)\n(?P<table>(?:\|[^\n]*\n)*)"
 )
 MEASURED = re.compile(
-    r"```sh\ndpbench (?P<command>[^\n]+)\n```\n\n(?P<marker><!-- measured -->)\n(?P<table>(?:[|>][^\n]*\n)*)"
+    r"```sh\ndpbench (?P<command>[^\n]+)\n```\n\n(?P<marker><!-- measured(?: run)? -->)\n(?P<table>(?:[|>][^\n]*\n)*)"
 )
 COLUMNS = {
     "<!-- measured -->": ("setting", "examples/s", "of best", "first batch, ms", "bound"),
+    "<!-- measured run -->": ("strategy", "devices", "ms/step", "95 % interval", "speed-up"),
     "<!-- result -->": ("strategy", "devices", "ms/step", "80 % interval", "speed-up", "phases, ms"),
     "<!-- result memory -->": ("strategy", "devices", "GPU 0 allocated", "other GPUs", "GPU 0 reserved"),
 }

@@ -70,7 +70,7 @@ SELF_CHECK_SCALE = 1.0
     "--scenario",
     type=click.Choice(["seeds"]),
     help="Measure the situations in which people meet multi-GPU training: every strategy, habits of a training loop, "
-    "and precisions, on two devices; about five minutes.  [default model: mlp]",
+    "precisions and torch.compile, on two devices; about five minutes.  [default model: mlp]",
 )
 @click.option(
     "--devices",

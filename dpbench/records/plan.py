@@ -98,15 +98,18 @@ def ladder(*, devices: Sequence[int], device_kind: str = "cpu", **axes: Any) -> 
 def seeds(device_kind: str, **axes: Any) -> list[Case]:
     """Return the cases of the situations in which people meet multi-GPU training, on two devices and `device_kind`.
 
-    They are: every strategy; where the batch is before the step, and how often the loss is read; and bf16. For a CPU,
-    strategies of one process also run on emulated devices. `axes` are further axes of `sweep`.
+    They are: every strategy; where the batch is before the step, how often the loss is read, and how gradients are
+    cleared; bf16, fp16 and torch.compile. For a CPU, strategies of one process also run on emulated devices. `axes` are
+    further axes of `sweep`.
     """
     found = []
     for name in registry.names("strategies"):
         replicas = 2 * registry.traits(name).devices_per_replica
         found += sweep(strategies=(name,), devices=(replicas,), device_kind=device_kind, **axes)
     usual = {"strategies": default_strategies(device_kind), "devices": (2,), "device_kind": device_kind, **axes}
-    found += sweep(read_loss=(1, 10), **usual) + sweep(precision="bf16", **usual)
+    found += sweep(read_loss=(1, 10), **usual) + sweep(zero_grad=("zero",), **usual) + sweep(compile=(True,), **usual)
+    for precision in ("bf16", "fp16"):
+        found += sweep(precision=precision, **usual)
     if device_kind == "cuda":
         return list(dict.fromkeys([*found, *sweep(inputs=INPUTS, **usual)]))
     emulated = {"devices": (2,), "device_kind": "emulated", **axes}
