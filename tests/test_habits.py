@@ -257,3 +257,4 @@ def test_the_effect_of_each_habit_is_told_apart_from_the_others() -> None:
     ), said
     alone = Report.of(timed(both, 0.01), run_id="r", started_s=0.0, provenance={}).verdict
     assert "habit" not in alone
+    assert "  " not in Report.of(timed(both, 0.01, compile_s=3.0), run_id="r", started_s=0.0, provenance={}).verdict

@@ -74,8 +74,9 @@ def habits(rows: Sequence[Row], trials: Sequence[Trial]) -> str:
                 found.setdefault(case.habit(name), []).append((usual.case, stats.ratio(row.series, usual.series)))
     clauses = [_of_habit(habit, pairs) for habit, pairs in found.items()]
     longest_s = max((trial.setup.get("compile_s", 0.0) for trial in trials), default=0.0)
-    compiled = f" Compilation, which no step includes, took at most {words.time(longest_s)}." if longest_s else ""
-    return (f"Steps compared with a loop without the habit: {'; '.join(clauses)}." if clauses else "") + compiled
+    compiled = f"Compilation, which no step includes, took at most {words.time(longest_s)}." if longest_s else ""
+    compared = f"Steps compared with a loop without the habit: {'; '.join(clauses)}." if clauses else ""
+    return " ".join(filter(None, [compared, compiled]))
 
 
 def _of_habit(habit: str, pairs: Sequence[tuple[Case, Estimate]]) -> str:

@@ -204,8 +204,16 @@ def cases_of(options: dict[str, Any], cluster: Cluster | None = None) -> tuple[l
         "compile": options["compile"],
     }  # fmt: skip
     if options["scenario"]:
-        for axis in ("strategies", "schedules", "ladder", "devices", "device_ids", "batch_per_device"):
-            if options[axis]:
+        plain = {
+            "precision": "fp32",
+            "inputs": ("pinned",),
+            "read_loss": (0,),
+            "zero_grad": ("none",),
+            "compile": (False,),
+        }
+        selecting = ("strategies", "schedules", "ladder", "devices", "device_ids", "batch_per_device")
+        for axis in (*selecting, *plain):
+            if options[axis] and options[axis] != plain.get(axis):
                 name = axis.replace("_", "-")
                 raise click.UsageError(f"--scenario selects the cases: leave out --{name}")
         chosen = {"models": swept["models"] if options["models"] or options["own"] else ("mlp",)}
