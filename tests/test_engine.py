@@ -212,7 +212,7 @@ def test_the_lowest_replicas_error_is_raised_after_all_have_ended() -> None:
     with pytest.raises(KeyError, match="in replica 1 on device 1"):
         DataParallel(module, cpus(4))(torch.arange(8))
     assert sorted(module.ended) == [0, 6]
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
 
 
 def test_steps_leave_no_threads_and_no_cycles() -> None:
@@ -238,7 +238,7 @@ def test_steps_leave_no_threads_and_no_cycles() -> None:
         assert gc.collect() == 0
     finally:
         gc.enable()
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
 
 
 def test_an_error_leaves_no_cycles() -> None:
