@@ -42,8 +42,8 @@ patience_option = click.option(
     help="Maximum seconds to wait until other processes leave the cores idle.  [default: $DPBENCH_PATIENCE, or 30]",
 )
 
-QUICK_BUDGET_S = {"cpu": 60.0, "cuda": 180.0, "emulated": 60.0}
-"""The budget in seconds of `dpbench run` without arguments, by device kind; on two cores the command ends within 90 s.
+QUICK_BUDGET_S = {"cpu": 80.0, "cuda": 180.0, "emulated": 80.0}
+"""The budget in seconds of `dpbench run` without arguments, by device kind; on two cores the command ends within 120 s.
 
 The budget for GPUs is larger, because each trial creates a CUDA context and loads libraries.
 """

@@ -146,7 +146,7 @@ SELF_CHECK_SCALE = 1.0
 @click.option(
     "--budget",
     type=click.FloatRange(1),
-    help="Maximum seconds for the whole run.  [default: 60, or 180 on GPUs, for default cases; 300 for --rounds auto]",
+    help="Maximum seconds for the whole run.  [default: 80, or 180 on GPUs, for default cases; 300 for --rounds auto]",
 )
 @click.option("--limit", type=click.FloatRange(1), default=120.0, show_default=True, help="Maximum seconds per trial.")
 @patience_option

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 Slot = tuple[Case, int]
 """A case and the number of the round in which it is measured."""
+SHARED = 0.9
+"""The share of the remaining budget that the next trials may plan with; the rest is for trials that take longer."""
 OVERHEAD_S = 1.0
 """The first estimate of a trial's duration in seconds without its timed steps; each successful trial updates it."""
 
@@ -277,10 +279,10 @@ class _Session:
     @contextmanager
     def _workers(self, scratch: Path) -> Iterator[Workers]:
         """Yield an object that runs trials in new processes; a cluster's start does not count against the budget."""
-        began = time.perf_counter()
+        entered = time.perf_counter()
         with self._cluster.workers() if self._cluster else Server(scratch) as found:
             if self._deadline is not None:
-                self._deadline += time.perf_counter() - began
+                self._deadline += time.perf_counter() - entered
             yield found
 
     def _refuse(self, cases: Sequence[Case], number: int, server: Workers) -> set[Case]:
@@ -393,7 +395,7 @@ class _Session:
         left_s = self._deadline - time.perf_counter()
         if left_s <= 0:
             return None
-        share_s = left_s / max(1, self._total - self._done) - self._overhead_s
+        share_s = SHARED * left_s / max(1, self._total - self._done) - self._overhead_s
         return replace(self._effort, budget_s=min(self._effort.budget_s, max(0.05, share_s)))
 
 
