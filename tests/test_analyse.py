@@ -8,7 +8,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from dpbench.analysis import summary
+from dpbench.analysis import comparison, summary
 from dpbench.records import UNATTRIBUTED, Case, Memory, Phase, Sample, Source, Span, Status, Step, Trial, Verified
 
 
@@ -344,10 +344,10 @@ def test_the_order_of_trials_changes_no_row() -> None:
 def test_comparing_a_run_with_itself_is_the_same_and_with_a_slower_one_slower() -> None:
     before = [trial(case(), [2.0, 2.001] * 5, number=r) for r in range(3)]
     slower = [trial(case(), [3.0, 3.001] * 5, number=r) for r in range(3)]
-    (same,), (found,) = summary.compare(before, before), summary.compare(before, slower)
+    (same,), (found,) = comparison.compare(before, before), comparison.compare(before, slower)
     assert same.verdict == "same"
     assert (found.verdict, found.ratio.value) == ("slower", pytest.approx(2 / 3, rel=1e-3))
-    assert summary.compare(before, [failed(case())]) == []
+    assert comparison.compare(before, [failed(case())]) == []
 
 
 def test_a_prediction_keeps_the_interval_that_was_stated_with_it() -> None:

@@ -208,11 +208,11 @@ def test_one_device_raises_what_the_module_raised() -> None:
 
 def test_the_lowest_replicas_error_is_raised_after_all_have_ended() -> None:
     module = Failing({2: KeyError("lower"), 4: Awkward(2, 2)}, pause_s=0.05)
-    before = threading.active_count()
+    before = set(threading.enumerate())
     with pytest.raises(KeyError, match="in replica 1 on device 1"):
         DataParallel(module, cpus(4))(torch.arange(8))
     assert sorted(module.ended) == [0, 6]
-    assert threading.active_count() <= before
+    assert set(threading.enumerate()) <= before, "a thread is left"
 
 
 def test_steps_leave_no_threads_and_no_cycles() -> None:
@@ -230,7 +230,7 @@ def test_steps_leave_no_threads_and_no_cycles() -> None:
         step(x, target)
 
     use()
-    before = threading.active_count()
+    before = set(threading.enumerate())
     gc.collect()
     gc.disable()
     try:
@@ -238,7 +238,7 @@ def test_steps_leave_no_threads_and_no_cycles() -> None:
         assert gc.collect() == 0
     finally:
         gc.enable()
-    assert threading.active_count() <= before
+    assert set(threading.enumerate()) <= before, "a thread is left"
 
 
 def test_an_error_leaves_no_cycles() -> None:

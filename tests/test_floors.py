@@ -21,7 +21,7 @@ FLOORS = (
 """The packages of dpbench, from the ground up: each imports only packages before it."""
 ARROWS = 55
 """The most pairs of packages of which one imports the other."""
-MODULES = 170
+MODULES = 174
 """The most modules in these packages. Merge modules that are one concept before raising this number."""
 HOMES = {
     "torch": (
@@ -104,7 +104,7 @@ def test_heavy_libraries_have_one_home(path: Path) -> None:
 @every_file
 def test_modules_stay_small_and_say_what_they_are(path: Path) -> None:
     lines = len(path.read_text().splitlines())
-    assert lines <= 420, f"{lines} lines"
+    assert lines <= 400, f"{lines} lines"
     if lines > 250:
         print(f"{path.relative_to(ROOT)}: {lines} lines, more than the 250 to aim at")
     assert path.stem not in {"utils", "util", "common", "core", "base", "helpers"}

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from dpbench import models
 from dpbench.analysis import transfers
 from dpbench.hardware.devices import _wrapper, open_devices
-from dpbench.measure.worker.trial import of_model
+from dpbench.measure.worker.facts import of_model
 from dpbench.records import HOST, Case, Phase, Sample, Span, Step, Trial, Verified, registry
 from dpbench.records.work import FACT, Move, Shapes, received, sent
 

@@ -419,6 +419,7 @@ def test_the_step_of_a_model_is_measured_beside_the_loader(
     here: Path, dpbench: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loaders, "STEP_EFFORT", Effort(budget_s=0.05, memory_by_phase=False))
+    monkeypatch.setattr(Estimate, "WIDEST", 100.0)  # on a busy machine, rounds of a step of a millisecond differ much
     code, out, err = dpbench(
         "loaders",
         "--workers",
@@ -436,8 +437,7 @@ def test_the_step_of_a_model_is_measured_beside_the_loader(
     )
     assert code == 0, err
     assert "mlp single x1 batch 2: ok" in err
-    # on a busy machine, three rounds of a step of a millisecond may not be enough for an interval
-    assert "loader-bound with 1 worker" in out or "cannot tell with 1 worker" in out  # 100 ms against about 1 ms
+    assert "loader-bound with 1 worker" in out  # 100 ms against about 1 ms
     assert {*json.loads(Path("reports/loaders/index.json").read_text())["step_s"]} == {"0", "1", "2"}
 
 

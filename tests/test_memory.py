@@ -17,12 +17,14 @@ import torch
 from dpbench import models
 from dpbench.engine.errors import in_replica
 from dpbench.hardware.devices import open_devices, resolve
-from dpbench.hardware.devices._wrapper import DeviceFull
+from dpbench.hardware.devices._ledger import DeviceFull
 from dpbench.hardware.devices.host import EmulatedDevice, bounded, bytes_only
 from dpbench.measure.failures import of_error, of_rank
-from dpbench.measure.worker import memory, trial
+from dpbench.measure.merging import merge
+from dpbench.measure.worker import memory
+from dpbench.measure.worker.facts import of_model
 from dpbench.measure.worker.memory import Peaks
-from dpbench.measure.worker.trial import merge, run
+from dpbench.measure.worker.trial import run
 from dpbench.records import UNATTRIBUTED, Case, Effort, Memory, Phase, Status, Trial, Verified
 from dpbench.records.work import FACT, Shapes
 
@@ -234,14 +236,14 @@ def test_shapes_move_neither_statistics_nor_random_numbers() -> None:
     model = models.load("resnet18", "small", 0)
     before = [b.clone() for b in model.module.buffers()]
     state = torch.get_rng_state()
-    found = trial.of_model(model, model.batch(4, 0))
+    found = of_model(model, model.batch(4, 0))
     assert found["output_bytes"] == 40
     assert all(torch.equal(a, b) for a, b in zip(before, model.module.buffers(), strict=True))
     assert torch.equal(state, torch.get_rng_state())
     module = torch.nn.Linear(3, 3)
     module.forward = lambda x: (x, x)  # type: ignore[method-assign,assignment]
     odd: Any = SimpleNamespace(module=module)
-    assert Shapes.of({FACT: trial.of_model(odd, (torch.zeros(4, 3), torch.zeros(4)))}) is None
+    assert Shapes.of({FACT: of_model(odd, (torch.zeros(4, 3), torch.zeros(4)))}) is None
 
 
 # ---------------------------------------------------------------- out of memory
@@ -263,7 +265,7 @@ def test_a_trial_out_of_memory_names_the_device_that_failed_first(tmp_path: Path
 def test_a_planted_lack_on_another_device_is_that_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
     def only_device_1(case: Case) -> Iterator[None]:
-        from dpbench.hardware.devices._wrapper import ledger
+        from dpbench.hardware.devices._ledger import ledger
 
         ledger.bind(torch.device("lazy", 1), 400_000)
         yield

@@ -15,7 +15,7 @@ import dpbench
 from dpbench import models
 from dpbench.engine import errors
 from dpbench.hardware import processes
-from dpbench.hardware.devices import _wrapper
+from dpbench.hardware.devices import _ledger
 from dpbench.measure import failures, verification
 from dpbench.measure.worker import memory, trial
 from dpbench.records import Case, Effort, Mark, Status, Trial, Verified, registry
@@ -111,11 +111,11 @@ def bounded_device_1(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) 
 
     @contextmanager
     def bound(case: Case) -> Iterator[None]:
-        _wrapper.ledger.bind(torch.device("lazy", 1), 400_000)
+        _ledger.ledger.bind(torch.device("lazy", 1), 400_000)
         try:
             yield
         finally:
-            _wrapper.ledger.bind(torch.device("lazy", 1), None)
+            _ledger.ledger.bind(torch.device("lazy", 1), None)
 
     monkeypatch.setattr(memory, "bound", bound)
     return trial.run(case, TINY, folder)
@@ -148,7 +148,7 @@ def say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "ending", lambda status: "-")
     monkeypatch.setattr(processes, "advice", lambda status: "-")
     monkeypatch.setattr(errors, "_rebuilt", lambda error, message: RuntimeError("-"))
-    monkeypatch.setattr(_wrapper.DeviceFull, "__init__", lambda self, *_: RuntimeError.__init__(self, "-"))
+    monkeypatch.setattr(_ledger.DeviceFull, "__init__", lambda self, *_: RuntimeError.__init__(self, "-"))
 
 
 @pytest.mark.parametrize("silent", [False, True], ids=["as usual", "every message changed"])

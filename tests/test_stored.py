@@ -1,4 +1,4 @@
-"""Profiles from a results file: the newest run's steps of one device, and what is said where there are none."""
+"""Profiles from a results file: the newest run's steps of one device, and the message if there are none."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_another_gpus_steps_are_said_to_stand_badly(tmp_path: Path) -> None:
 
 
 def test_all_of_a_measured_step_is_in_the_profile(tmp_path: Path) -> None:
-    """On a GPU what no phase covers counts to the phases; on the host it stands apart."""
+    """On a GPU, unattributed time counts to the phases; on the host, it is separate."""
     for kind in ("cuda", "cpu"):
         case = single(32, device_kind=kind)
         steps = tuple(Step(0.3, False, 0.3 * (i + 1)) for i in range(10))

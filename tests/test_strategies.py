@@ -1,4 +1,4 @@
-"""The laws of all strategies, whatever files there are: what they compute, and what they say that they do."""
+"""The laws of all strategies: their gradients, and the tasks and phases that they declare."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_trace_of_every_rung_is_what_tasks_say(server: Server, name: str, devi
 
 
 def hold(done: Trial, tasks: Sequence[Task], first: int = 0) -> None:
-    """Hold a trace, from step `first` on, against the tasks: what happens where, and what waits for what."""
+    """Hold a trace, from step `first` on, against the tasks: the phases on each device, and their dependencies."""
     assert len(done.steps) >= SHORT.warmup_steps + SHORT.min_steps
     edges = collapsed(tasks, overlap=False)
     strict = edges - collapsed(tasks, overlap=True)
@@ -147,7 +147,7 @@ def hold(done: Trial, tasks: Sequence[Task], first: int = 0) -> None:
 
 
 def reaches(start: DevicePhase, goal: DevicePhase, edges: set[tuple[DevicePhase, DevicePhase]]) -> bool:
-    """Tell whether a chain of edges leads from one (phase, device) to another."""
+    """Return whether a chain of edges leads from one (phase, device) to another."""
     seen, todo = {start}, [start]
     while todo:
         here = todo.pop()

@@ -309,7 +309,7 @@ print(json.dumps({
 
 
 def analysed(folder: Path) -> dict[str, Any]:
-    """Return what HTA says, in a process of its own: it forks, and warns of its own code."""
+    """Return the result of HTA in a separate process, because it forks and warns about its code."""
     done = subprocess.run([sys.executable, "-c", ANALYSE, folder], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

@@ -1,4 +1,4 @@
-"""Verification: the reference is right, what is right passes, and what is wrong is named."""
+"""Verification: the reference is right, correct gradients pass, and a wrong one is named."""
 
 from __future__ import annotations
 

@@ -27,8 +27,9 @@ from typing import Any
 
 import psutil
 
-from dpbench.analysis import stats, summary
-from dpbench.measure.run import RoundsRule, run
+from dpbench.analysis import comparison, stats, summary
+from dpbench.measure.rounds import RoundsRule
+from dpbench.measure.run import run
 from dpbench.measure.stopping import UntilPrecise
 from dpbench.records import Case, Effort, Trial
 from dpbench.store import Store
@@ -59,14 +60,14 @@ def inside(first: Case, second: Case, budget_s: float) -> dict[str, Any]:
     sides = [[trial for trial in trials if trial.case == case] for case in (first, second)]
     one, other = (summary.measured(side) for side in sides)
     ratio = stats.ratio(one, other)
-    phase, phase_s = summary.blame(*sides)
+    phase, phase_s = comparison.blame(*sides)
     return _row(ratio, stats.verdict(ratio)) | {"phase": phase, "phase_s": phase_s, "step_s": stats.median(one).value}
 
 
 def between() -> dict[str, Any]:
     """Compare a case with itself in a second run."""
     first, second = (measure([CASE], 5) for _ in range(2))
-    (found,) = summary.compare(first, second)
+    (found,) = comparison.compare(first, second)
     return _row(found.ratio, found.verdict) | {"step_s": stats.median(summary.measured(first)).value}
 
 

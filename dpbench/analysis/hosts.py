@@ -31,12 +31,11 @@ class Pace:
     ratio: Estimate
 
     def __str__(self) -> str:
-        of = f"a step of {self.case.model} on one device takes"
-        if self.ratio.doubt:
-            return f"{self.host} against {self.fastest}: not enough rounds to tell whether {of} longer there"
         interval = f"{words.number(self.ratio.value)}x ({words.interval(self.ratio)})"
-        slow = f"{self.host} is slow: {of} {interval} as long there as on {self.fastest}, and every rank waits for it"
-        return slow if self.ratio.low > SLOW else f"{of} {interval} as long on {self.host} as on {self.fastest}"
+        return (
+            f"{self.host} is slow: a step of {self.case.model} on one device takes {interval} as long there as on "
+            f"{self.fastest}, and every rank waits for it"
+        )
 
     @property
     def slow(self) -> bool:

@@ -46,7 +46,7 @@ MOST_WORKERS = 1024
 @click.option("--json", "as_json", is_flag=True, help="Print all measurements as JSON instead of the table.")
 @click.option(
     "--report", type=click.Path(path_type=Path), default=LOADERS_REPORT, show_default=True,
-    help="The page to write; the measurements go into a JSON file beside it.",
+    help="The page to write; the measurements go into a JSON file in the same folder.",
 )  # fmt: skip
 @patience_option
 def loaders(report: Path, as_json: bool, patience: float | None, **options: Any) -> None:

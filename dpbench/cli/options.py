@@ -95,7 +95,7 @@ class Numbers(click.ParamType[tuple[int, ...]]):
     name = "1,2,..."
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        """Return the integers in a comma-separated text; fail for an empty list, and for a part that is no integer."""
+        """Return the integers in a comma-separated text; fail for an empty list, and for other parts."""
         if isinstance(value, tuple):
             return value
         try:

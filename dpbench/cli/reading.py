@@ -229,11 +229,11 @@ def compare(before: str, after: str, margin: float, store: Path) -> None:
     BEFORE and AFTER are each the beginning of a run's id in the store, or another store file, whose newest run is used.
     Exit code 0: no case became slower; 1: at least one case did; 3: none did, but some cases are undecided.
     """
-    from dpbench.analysis import summary
+    from dpbench.analysis import comparison
 
     first, second = (_side(store, name) for name in (before, after))
-    lines = summary.compare(first, second, margin=margin)
-    lost = summary.uncompared(first, second)
+    lines = comparison.compare(first, second, margin=margin)
+    lost = comparison.uncompared(first, second)
     if not lines:
         reasons = "".join(f"; {case.label}: {reason}" for case, reason in lost.items())
         raise click.UsageError(f"the runs {before} and {after} have no measured case in common{reasons}")

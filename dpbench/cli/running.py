@@ -196,8 +196,6 @@ def run(store: Path, report: Path, interface: str | None, **options: Any) -> Non
         from dpbench.measure.cluster import Cluster
 
         with Cluster(placed, chosen) as cluster:
-            for line in cluster.lost:
-                click.echo(f"warning: {line}", err=True)
             _measure(store, report, cluster, options)
     except launch.LaunchError as error:
         click.echo(f"error: {error}", err=True)

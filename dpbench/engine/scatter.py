@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.autograd.function import Function
 
-from dpbench.engine.containers import first_tensor, keys_of, parts_of, rebuilt, tensors_in
+from dpbench.engine.containers import device_of, first_tensor, keys_of, mapped, parts_of, rebuilt, tensors_in
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices import Devices, as_devices
 from dpbench.records import HOST, Mark, Phase, no_mark
@@ -271,3 +271,35 @@ def _chunks(length: int, devices: int) -> int:
         return devices
     piece = -(-length // devices)
     return -(-length // piece)
+
+
+def checked_target(target: Any, root: Device) -> Any:
+    """Return the target unchanged. Raises RuntimeError if it is on an accelerator other than `root`."""
+    where = device_of(target)
+    if where is not None and where.type != "cpu" and where != root.torch_device:
+        raise _wrong_target(where, root.torch_device)
+    return target
+
+
+def place_target(target: Any, device: torch.device | None, root: Device, mark: Mark) -> Any:
+    """Return the target on `device`, the output's device; a target on the host is copied there, in the phase scatter.
+
+    None as `device` leaves the target unchanged. Raises RuntimeError for a target on another accelerator.
+    """
+
+    def placed(tensor: torch.Tensor) -> torch.Tensor:
+        if device is None or tensor.device == device:
+            return tensor
+        if tensor.device.type != "cpu":
+            raise _wrong_target(tensor.device, device)
+        with mark(Phase.SCATTER, root.index):
+            return tensor.to(device, non_blocking=True)
+
+    return mapped(target, placed)
+
+
+def _wrong_target(where: torch.device, device: torch.device) -> RuntimeError:
+    return RuntimeError(
+        f"the target is on {where} but the output, and therefore the loss, is on {device} (device_ids[0]); "
+        f"move it first: target.to('{device}')"
+    )

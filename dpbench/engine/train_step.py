@@ -21,7 +21,7 @@ from dpbench.engine.losses import LocalLoss, Loss, Summed
 from dpbench.engine.parallel_apply import in_stages, parallel_apply, run_on_devices
 from dpbench.engine.persistent_step import PersistentReplicas
 from dpbench.engine.replicas import replicas_of
-from dpbench.engine.scatter import Shares, scatter
+from dpbench.engine.scatter import Shares, checked_target, place_target, scatter
 from dpbench.engine.workers import IntraOp, Workers, choose, keep_memory, without_cast_cache
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices import Devices, as_devices, resolve
@@ -258,7 +258,7 @@ class TrainStep:
         """
         root = self.devices[0]
         output = gather(outputs, root, devices, mark=mark) if len(self.devices) > 1 else outputs[0]
-        placed = self._place(target, device_of(output), root)
+        placed = place_target(target, device_of(output), root, self._marking)
         with mark(Phase.LOSS, root.index):
             loss = self._loss.whole(output, placed)
             scaled = self._scaled(loss)
@@ -314,7 +314,7 @@ class TrainStep:
     def _local(self, arguments: tuple[Any, ...], target: Any, summed: Summed, mark: Mark) -> torch.Tensor:
         """Compute each replica's loss over its own rows, without gathering outputs; return the loss of the batch."""
         root = self.devices[0]
-        pieces = self._scatter((arguments, self._on_host_or(root, target)), mark)
+        pieces = self._scatter((arguments, checked_target(target, root)), mark)
         devices = self.devices[: len(pieces)]
         replicas = self._replicas.modules(len(pieces), self._workers)
         recorded = self._graphs.prepare(pieces, replicas) if self._graphs else None
@@ -330,7 +330,8 @@ class TrainStep:
             parts.meet()
             if parts.split and summed.rule is None and not self._checked:
                 whole = gather([mapped(output, torch.Tensor.detach) for output in parts.outputs], root, devices)
-                self._checked = losses.check(self._loss, parts.loss, whole, self._place(target, device_of(whole), root))
+                placed = place_target(target, device_of(whole), root, self._marking)
+                self._checked = losses.check(self._loss, parts.loss, whole, placed)
             if parts.split:
                 parts.outputs = []  # free their memory for backward
 
@@ -361,32 +362,6 @@ class TrainStep:
         if self._accumulate > 1:
             loss = loss / self._accumulate
         return loss if self._scaler is None else self._scaler.scale(loss)
-
-    def _on_host_or(self, root: Device, target: Any) -> Any:
-        """Return the target unchanged. Raises RuntimeError if it is on an accelerator other than the first device."""
-        where = device_of(target)
-        if where is not None and where.type != "cpu" and where != root.torch_device:
-            self._place(target, root.torch_device, root)
-        return target
-
-    def _place(self, target: Any, device: torch.device | None, root: Device) -> Any:
-        """Return the target on `device`, the output's device; a target on the host is copied there.
-
-        None as `device` leaves the target unchanged. Raises RuntimeError for a target on another accelerator.
-        """
-
-        def placed(tensor: torch.Tensor) -> torch.Tensor:
-            if device is None or tensor.device == device:
-                return tensor
-            if tensor.device.type != "cpu":
-                raise RuntimeError(
-                    f"the target is on {tensor.device} but the output, and therefore the loss, is on {device} "
-                    f"(device_ids[0]); move it first: target.to('{device}')"
-                )
-            with self._marking(Phase.SCATTER, root.index):
-                return tensor.to(device, non_blocking=True)
-
-        return mapped(target, placed)
 
     @property
     def advice(self) -> str:

@@ -28,13 +28,8 @@ from dpbench.records.work import owners
 
 Sources = Sequence[tuple[Device, Sequence[torch.Tensor | None]]]
 """For each replica that has gradients: its device, and its gradients in the order of the parameters."""
-
-
 SMALL_BYTES = 2**16
-"""The size in bytes up to which gradients are summed together in one call.
-
-This call writes each sum twice, but small sums stay in a core's cache.
-"""
+"""The size in bytes up to which gradients are summed in one call, which writes each sum twice, but within the cache."""
 FEW = 8
 """The minimum number of small gradients to sum in one call; fewer gradients are summed separately."""
 HELD = 2

@@ -148,7 +148,7 @@ def prove(end: socket.socket, secret: bytes, *, first: bool) -> Channel:
 
 @contextmanager
 def listen(address: str, launch: Launch) -> Iterator[socket.socket]:
-    """Yield a socket that listens at the first free port of the launch. Raises LaunchError if none is free."""
+    """Yield a socket that listens at the first free port of the launch. Raises LaunchError if all are in use."""
     for port in launch.ports:
         with suppress(OSError):
             found = socket.create_server((address, port), backlog=launch.size)

@@ -71,11 +71,6 @@ class Cluster:
         """Return the number of ranks, lost ones included."""
         return len(self._peers)
 
-    @property
-    def lost(self) -> list[str]:
-        """Return a line of text for each lost rank."""
-        return [f"{rank}: {rank.lost}" for rank in self._peers if rank.lost]
-
     def hosts(self, count: int | None = None) -> list[Host]:
         """Return the machines of the first `count` ranks (None: of all), in the order of their first ranks."""
         members = [rank.member for rank in self._peers[:count]]

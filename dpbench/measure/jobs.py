@@ -32,13 +32,13 @@ SETTLE_S = 5.0
 Between the end of a job and the appearance of its files, a network file system needs some time.
 """
 CANCEL_S = 30.0
-"""The longest wait in seconds for the end of a cancelled job."""
+"""The longest wait in seconds for the end of cancelled jobs."""
 START_S = 300.0
 """The part of a job's time limit that is for its start and the check of its model, in seconds."""
 
 
 class JobsError(RuntimeError):
-    """Jobs cannot be submitted; the message says why, and what to install or change."""
+    """Jobs cannot be submitted; the message has the reason and the remedy."""
 
 
 class Job(Protocol):
@@ -65,15 +65,12 @@ class SlurmJob:
         """Return whether the job is in the queue; True if the queue cannot be read."""
         command = ["squeue", "--noheader", "--format=%T", f"--jobs={self.job_id}"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-        forgotten = "Invalid job id" in done.stderr  # squeue has no exit status of its own for this
+        forgotten = "Invalid job id" in done.stderr  # squeue exits with 1 for other errors too
         return bool(done.stdout.strip()) if done.returncode == 0 else not forgotten
 
     def cancel(self) -> None:
-        """End the job with scancel, and wait until it has left the queue, at most `CANCEL_S` seconds."""
+        """End the job with scancel."""
         subprocess.run(["scancel", self.job_id], capture_output=True, check=False)
-        deadline_s = time.monotonic() + CANCEL_S
-        while self.queued() and time.monotonic() < deadline_s:
-            time.sleep(POLL_S)
 
 
 @dataclass(frozen=True)
@@ -92,11 +89,8 @@ class LocalJob:
         return not self.job.done()
 
     def cancel(self) -> None:
-        """End the job, and wait for its end."""
+        """End the job."""
         self.job.cancel()
-        deadline_s = time.monotonic() + CANCEL_S
-        while self.queued() and time.monotonic() < deadline_s:
-            time.sleep(POLL_S)
 
 
 @dataclass(frozen=True)
@@ -169,8 +163,12 @@ class _Jobs:
                 self._running = [job for job in self._running if not self._collected(job)]
                 time.sleep(POLL_S if self._running else 0)
         finally:
-            for job in self._running:  # such as after Ctrl-C: keep what the jobs have measured
+            for job in self._running:  # such as after Ctrl-C: keep the trials that the jobs have finished
                 job.job.cancel()
+            deadline_s = time.monotonic() + CANCEL_S
+            while any(job.job.queued() for job in self._running) and time.monotonic() < deadline_s:
+                time.sleep(POLL_S)
+            for job in self._running:
                 self._absorb(job)
 
     def _submit(self, request: JobRequest) -> None:

@@ -74,7 +74,7 @@ def stacks(folder: Path, worker: int) -> Path:
 
 
 class Unfit(ValueError):
-    """The sweep cannot be measured as it was requested; the message says why, and the way out."""
+    """The sweep cannot be measured as it was requested; the message has the reason and the remedy."""
 
 
 class Failed(RuntimeError):

@@ -49,7 +49,7 @@ class Peer:
         return self._to.fileno()
 
     def send(self, kind: str, **data: Any) -> None:
-        """Send a message. If the connection is closed, the rank is lost; if it is lost already, nothing is sent."""
+        """Send a message. If the connection is closed, the rank is lost; if it is lost already, do nothing."""
         try:
             if not self.lost:
                 self._to.send(kind, **data)
@@ -108,7 +108,7 @@ def gather(listener: socket.socket, launch: Launch) -> list[Peer]:
     secret, deadline_s = channel.key(), time.monotonic() + channel.JOIN_S
     listener.settimeout(POLL_S)
     while len(found) < launch.size and time.monotonic() < deadline_s:
-        with suppress(OSError):  # nobody has connected
+        with suppress(OSError):  # no connection within the wait
             end, _ = listener.accept()
             # in a thread, because a stranger may be slow
             threading.Thread(target=_introduce, args=(end, secret, guests), daemon=True).start()
@@ -170,7 +170,7 @@ class Peers(Sequence[Peer]):
 
         `timeout_s` is the time in seconds for which a rank waits for its peers; None if the ranks work independently.
         If ranks wait for each other and one fails, the others are ended. If, after `timeout_s`, only failures have
-        arrived that another rank may have caused, the ranks without an answer are late: their failures say so.
+        arrived that another rank may have caused, the ranks without an answer are late.
         """
         self.turn += 1
         began_s, limit_s = time.perf_counter(), max(one.limit_s for one in work.values())

@@ -17,12 +17,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from dpbench.analysis import validity
 from dpbench.hardware import foreign_load, provenance, samplers
 from dpbench.hardware.nvml import describe
 from dpbench.measure import checks
+from dpbench.measure.rounds import Fixed, RoundsRule
 from dpbench.measure.server import Server, Workers
 from dpbench.records import HOST, Case, Effort, Sample, Status, Trial, plan, registry
 from dpbench.records.trial import HOSTS
@@ -74,44 +75,6 @@ class Note:
 
 
 Listener = Callable[[Started | Ended | Note], None]
-
-
-class RoundsRule(Protocol):
-    """The rule that decides which cases get another round.
-
-    The run adds every ended trial to the rule, first the trials of earlier sessions.
-    """
-
-    @property
-    def name(self) -> int | str:
-        """Return the number of rounds if it is fixed, otherwise the rule's name; the hash of the plan includes it."""
-
-    def add(self, trial: Trial) -> None:
-        """Add an ended trial to the trials on which the decisions of the rule depend."""
-
-    def wanted(self, cases: Sequence[Case], number: int) -> list[Case]:
-        """Return the cases to measure in round `number`, which counts from 0; an empty list ends the run."""
-
-    def reasons(self, cases: Sequence[Case]) -> dict[str, str]:
-        """Return a dictionary from each case's label to the reason why the case got no more rounds."""
-
-
-@dataclass(frozen=True)
-class Fixed:
-    """The rule that measures every case in the same number of rounds; `name` is this number."""
-
-    name: int
-
-    def add(self, trial: Trial) -> None:
-        """Do nothing, because a fixed number of rounds does not depend on the trials."""
-
-    def wanted(self, cases: Sequence[Case], number: int) -> list[Case]:
-        """Return all cases if `number`, which counts from 0, is below the number of rounds; otherwise an empty list."""
-        return list(cases) if number < self.name else []
-
-    def reasons(self, cases: Sequence[Case]) -> dict[str, str]:
-        """Return an empty dictionary, because the plan itself fixes the number of rounds."""
-        return {}
 
 
 @dataclass(frozen=True)

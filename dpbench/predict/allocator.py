@@ -18,8 +18,12 @@ import bisect
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from dpbench.predict.recorder import Op
+
+if TYPE_CHECKING:  # a trace loads torch
+    from dpbench.predict.trace import Trace
 
 KIB, MIB = 2**10, 2**20
 ROUNDING_BYTES = 512
@@ -307,3 +311,51 @@ def replay(tape: Tape, device: int, *, capacity_bytes: int | None = None, roundi
         requested, allocator.peak_allocated_bytes, allocator.peak_reserved_bytes, stage,
         {kind: size for kind, size in kinds.most_common() if size},
     )  # fmt: skip
+
+
+def settle(tape: Tape, device: int, trace: Trace) -> None:
+    """Add the allocations of the module's parameters and buffers on a device to the tape."""
+    tape.stage = "setup"
+    tape.take_all(device, trace.parameters.sizes_bytes, "parameters")
+    tape.take_all(device, trace.buffers.sizes_bytes, "buffers")
+
+
+def take_batch(tape: Tape, device: int, trace: Trace) -> list[int]:
+    """Add the allocations of a batch's inputs and target on a device to the tape; return their holdings."""
+    return tape.take_all(device, [*trace.inputs.sizes_bytes, *trace.target.sizes_bytes], "inputs")
+
+
+def play_forward(tape: Tape, device: int, trace: Trace, names: Names) -> None:
+    """Add the forward of a trace on a device to the tape; update `names`, which maps allocated storages to holdings."""
+    tape.stage = "forward"
+    tape.play(device, trace.forward, names, "activations", dict.fromkeys(trace.outputs, "outputs"))
+
+
+def play_loss(tape: Tape, device: int, trace: Trace, names: Names) -> None:
+    """Add the loss of a trace on a device to the tape; update `names`, which maps allocated storages to holdings."""
+    tape.stage = "loss"
+    tape.play(device, trace.loss, names, "loss")
+
+
+def play_backward(tape: Tape, device: int, trace: Trace, names: Names, start: int = 0, stop: int | None = None) -> None:
+    """Add the backward ops of a trace from `start` up to, but not including, `stop` (None: the end) to the tape.
+
+    `names` maps allocated storages to holdings and is updated.
+    """
+    kinds = dict.fromkeys(trace.gradients, "gradients")
+    tape.play(device, trace.backward[start:stop], names, "backward", kinds)
+
+
+def gradients_of(trace: Trace, names: Names, numbers: Sequence[int] | None = None) -> list[int]:
+    """Remove the gradients of some parameters from `names`; return the holdings of these gradients.
+
+    `numbers` are the indices of the parameters; None means all parameters.
+    """
+    wanted = trace.gradients if numbers is None else [trace.gradients[n] for n in numbers]
+    return [names.pop(storage) for storage in wanted if storage is not None and storage in names]
+
+
+def play_optimizer(tape: Tape, device: int, ops: Sequence[Op], state: Names) -> None:
+    """Add the ops of an optimizer step on a device to the tape; update `state`, which maps storages to holdings."""
+    tape.stage = "optimizer"
+    tape.play(device, ops, state, "optimizer")

@@ -20,15 +20,19 @@ import torch
 
 from dpbench import models
 from dpbench.predict import strategy_memory
-from dpbench.predict.allocator import Names, OutOfDeviceMemory, Peak, Tape, replay
-from dpbench.predict.strategy_memory import (
-    EngineMemory,
+from dpbench.predict.allocator import (
+    Names,
+    OutOfDeviceMemory,
+    Peak,
+    Tape,
     gradients_of,
     play_backward,
     play_forward,
     play_loss,
     play_optimizer,
+    replay,
 )
+from dpbench.predict.strategy_memory import EngineMemory
 from dpbench.predict.trace import Build, OptimizerFactory, Trace, trace, trace_optimizer
 from dpbench.records import Case, registry
 from dpbench.records.registry import Role

@@ -14,7 +14,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dpbench.predict.allocator import Names, Tape
+from dpbench.predict.allocator import (
+    Names,
+    Tape,
+    gradients_of,
+    play_backward,
+    play_forward,
+    play_loss,
+    play_optimizer,
+    settle,
+    take_batch,
+)
 from dpbench.predict.recorder import Op
 from dpbench.predict.trace import Trace
 from dpbench.records.schedule import Schedule
@@ -36,14 +46,14 @@ class Shards:
 
 def single(tape: Tape, trace: Trace, steps: int, device: int = 0) -> None:
     """Add the setup and `steps` training steps of the strategy `single` to the tape."""
-    _settle(tape, device, trace)
+    settle(tape, device, trace)
     state: Names = {}
     gradients: list[int] = []
     for step in range(steps):
         tape.stage = "optimizer"
         tape.give(gradients)
         tape.stage = "scatter"
-        batch = _take_batch(tape, device, trace)
+        batch = take_batch(tape, device, trace)
         gradients = _play_step(tape, device, trace, state, batch, first=not step)
 
 
@@ -67,7 +77,7 @@ def _play_step(tape: Tape, device: int, trace: Trace, state: Names, batch: Seque
 
 def ddp(tape: Tape, trace: Trace, steps: int, device: int) -> None:
     """Add the setup and `steps` training steps of one rank of DistributedDataParallel, on its device, to the tape."""
-    _settle(tape, device, trace)
+    settle(tape, device, trace)
     trainable = [size for size, wants in zip(trace.parameters.sizes_bytes, trace.trainable, strict=True) if wants]
     for chunk in chunks([*trace.parameters.sizes_bytes, *trace.buffers.sizes_bytes], DDP_SYNC_BYTES):
         tape.give(tape.take(device, sum(chunk), "replicas"))
@@ -79,7 +89,7 @@ def ddp(tape: Tape, trace: Trace, steps: int, device: int) -> None:
         tape.stage = "optimizer"
         tape.give(gradients)
         tape.stage = "scatter"
-        batch = _take_batch(tape, device, trace)
+        batch = take_batch(tape, device, trace)
         tape.stage = "forward"
         if step == 1:  # DDP rebuilds its buckets in the order in which gradients became ready
             tape.give(held)
@@ -120,7 +130,7 @@ class EngineMemory:
         summed gradients. Each device that runs an optimizer step has tensors for the sums of its parameters' gradients.
         """
         tape, whole = self._tape, self._shards.whole
-        _settle(tape, 0, whole)
+        settle(tape, 0, whole)
         if not self._kept:
             return
         for i in self._devices[1:]:
@@ -364,50 +374,3 @@ class EngineMemory:
             return tuple(self._sizes[n] for n in self._owned(i))
         size = flat_bytes([self._sizes[n] for n in self._trainable])
         return (-(-size // len(self._devices)) if self._schedule.update == "sharded" else size,)
-
-
-def _settle(tape: Tape, device: int, trace: Trace) -> None:
-    """Add the allocations of the module's parameters and buffers on a device to the tape."""
-    tape.stage = "setup"
-    tape.take_all(device, trace.parameters.sizes_bytes, "parameters")
-    tape.take_all(device, trace.buffers.sizes_bytes, "buffers")
-
-
-def _take_batch(tape: Tape, device: int, trace: Trace) -> list[int]:
-    return tape.take_all(device, [*trace.inputs.sizes_bytes, *trace.target.sizes_bytes], "inputs")
-
-
-def play_forward(tape: Tape, device: int, trace: Trace, names: Names) -> None:
-    """Add the forward of a trace on a device to the tape; update `names`, which maps allocated storages to holdings."""
-    tape.stage = "forward"
-    tape.play(device, trace.forward, names, "activations", dict.fromkeys(trace.outputs, "outputs"))
-
-
-def play_loss(tape: Tape, device: int, trace: Trace, names: Names) -> None:
-    """Add the loss of a trace on a device to the tape; update `names`, which maps allocated storages to holdings."""
-    tape.stage = "loss"
-    tape.play(device, trace.loss, names, "loss")
-
-
-def play_backward(tape: Tape, device: int, trace: Trace, names: Names, start: int = 0, stop: int | None = None) -> None:
-    """Add the backward ops of a trace from `start` up to, but not including, `stop` (None: the end) to the tape.
-
-    `names` maps allocated storages to holdings and is updated.
-    """
-    kinds = dict.fromkeys(trace.gradients, "gradients")
-    tape.play(device, trace.backward[start:stop], names, "backward", kinds)
-
-
-def gradients_of(trace: Trace, names: Names, numbers: Sequence[int] | None = None) -> list[int]:
-    """Remove the gradients of some parameters from `names`; return the holdings of these gradients.
-
-    `numbers` are the indices of the parameters; None stands for all parameters.
-    """
-    wanted = trace.gradients if numbers is None else [trace.gradients[n] for n in numbers]
-    return [names.pop(storage) for storage in wanted if storage is not None and storage in names]
-
-
-def play_optimizer(tape: Tape, device: int, ops: Sequence[Op], state: Names) -> None:
-    """Add the ops of an optimizer step on a device to the tape; update `state`, which maps storages to holdings."""
-    tape.stage = "optimizer"
-    tape.play(device, ops, state, "optimizer")

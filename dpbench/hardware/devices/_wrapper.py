@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import copy
 import functools
-import threading
-import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+from dpbench.hardware.devices._ledger import ledger
 
 LAZY = "lazy"
 """The device type that emulated tensors report. For this type, as for the CPU, backward runs in the calling thread."""
@@ -337,84 +336,3 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, list | tuple):
         for part in value:
             yield from _tensors(part)
-
-
-class DeviceFull(torch.OutOfMemoryError):
-    """The error of an allocation that would exceed the limit of an emulated device; `ordinal` is the device's index."""
-
-    ordinal: int | None = None
-
-
-class Ledger:
-    """A count of the bytes of the tensor storages on each emulated device. All methods are thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()  # reentrant: a finalizer may run within any of these methods
-        self._owned: dict[int, tuple[torch.device, int]] = {}
-        self._now: dict[torch.device, int] = defaultdict(int)
-        self._peak: dict[torch.device, int] = defaultdict(int)
-        self._bound: dict[torch.device, int] = {}
-
-    def own(self, storage: torch.UntypedStorage, device: torch.device) -> None:
-        """Count the bytes of `storage` as bytes of `device` until the storage is freed.
-
-        If the storage is counted already, update its size. Raises DeviceFull, a torch.OutOfMemoryError, and leaves the
-        count unchanged, if the device would exceed its limit.
-        """
-        key, size = id(storage), storage.nbytes()
-        with self._lock:
-            _, before = self._owned.get(key, (device, None))
-            bound = self._bound.get(device)
-            if bound is not None and self._now[device] + size - (before or 0) > bound:
-                full = DeviceFull(
-                    f"emulated device {device.index} has a total capacity of {bound} bytes, of which "
-                    f"{self._now[device]} are in use; tried to allocate {size - (before or 0)} more bytes"
-                )
-                full.ordinal = device.index
-                raise full
-            if before is None:
-                weakref.finalize(storage, self._free, key).atexit = False
-            if before != size:
-                self._owned[key] = (device, size)
-                self._now[device] += size - (before or 0)
-                self._peak[device] = max(self._peak[device], self._now[device])
-
-    def _free(self, key: int) -> None:
-        """Subtract the bytes of a storage that was freed; `key` is the id of the storage."""
-        with self._lock:
-            device, size = self._owned.pop(key)
-            self._now[device] -= size
-
-    def now(self, device: torch.device) -> int:
-        """Return the bytes that are allocated on `device` now."""
-        with self._lock:
-            return self._now[device]
-
-    def peak(self, device: torch.device) -> int:
-        """Return the peak of the bytes allocated on `device` since the last `reset` or `take`."""
-        with self._lock:
-            return self._peak[device]
-
-    def take(self, device: torch.device) -> int:
-        """Return the peak of the bytes allocated on `device`, and reset the peak, in one atomic operation."""
-        with self._lock:
-            peak = self._peak[device]
-            self._peak[device] = self._now[device]
-            return peak
-
-    def bind(self, device: torch.device, size: int | None) -> None:
-        """Limit the bytes allocated on `device` to `size`; None removes the limit."""
-        with self._lock:
-            if size is None:
-                self._bound.pop(device, None)
-            else:
-                self._bound[device] = size
-
-    def reset(self, device: torch.device) -> None:
-        """Reset the peak of `device` to the bytes that are allocated now."""
-        with self._lock:
-            self._peak[device] = self._now[device]
-
-
-ledger = Ledger()
-"""The ledger of all emulated devices; the process has only one, because storages may outlive device objects."""

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from dpbench.hardware.device import Collectives, Device, Recorder
-from dpbench.hardware.devices._wrapper import LAZY, counting, install, ledger, set_home
+from dpbench.hardware.devices._ledger import ledger
+from dpbench.hardware.devices._wrapper import LAZY, counting, install, set_home
 from dpbench.hardware.processes import stay
 
 

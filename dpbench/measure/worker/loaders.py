@@ -164,7 +164,7 @@ def _loader(dataset: Any, loading: Loading, batches: int, folder: Path) -> DataL
 
 
 def _dump_stacks(folder: Path, worker: int) -> None:
-    """Make a worker write its Python stacks to a file of its own when the parent process asks for them."""
+    """Make a worker write its Python stacks to a separate file when the parent process asks for them."""
     faulthandler.register(signal.SIGUSR1, file=stacks(folder, worker).open("w"), all_threads=True)
 
 

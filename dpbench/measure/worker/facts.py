@@ -1,0 +1,72 @@
+"""Facts: the provenance that a worker adds to its trial, about the model, torch and the GPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.func import functional_call
+
+from dpbench.hardware.device import Device
+from dpbench.models import Model, positional
+from dpbench.records import Case
+
+
+def of_model(model: Model, batch: tuple[Any, Any]) -> dict[str, float]:
+    """Return the numbers and bytes of a model's tensors, and the bytes of inputs, target and output per sample.
+
+    A tensor that several modules share counts once, because replication copies it once. The output's bytes come from a
+    forward pass of at most two samples, and are left out if this pass fails.
+    """
+    parameters, buffers = list(model.module.parameters()), list(model.module.buffers())
+    inputs, target = positional(batch[0]), batch[1]
+    samples = len(target)
+    found = {
+        "modules": sum(1 for _ in model.module.modules()),
+        "buffer_tensors": len(buffers),
+        "parameter_tensors": len(parameters),
+        "parameter_bytes": sum(p.nbytes for p in parameters),
+        "trainable_bytes": sum(p.nbytes for p in parameters if p.requires_grad),
+        "buffer_bytes": sum(b.nbytes for b in buffers),
+        "input_bytes": sum(a.nbytes for a in inputs if isinstance(a, torch.Tensor)) / samples,
+        "target_bytes": target.nbytes / samples,
+    }
+    few = slice(0, 2)  # BatchNorm refuses a single sample
+    arguments = tuple(a[few] if isinstance(a, torch.Tensor) else a for a in inputs)
+    statistics = {name: buffer.clone() for name, buffer in model.module.named_buffers()}  # forward changes buffers
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            output = functional_call(model.module, statistics, arguments)
+        found["output_bytes"] = output.nbytes / len(target[few])
+    except Exception:  # a model may raise any error: leave the unknown fact out
+        return found
+    return found
+
+
+def torch_facts(case: Case, device: Device) -> dict[str, Any]:
+    """Return the version and settings of torch, and on GPUs also facts about them, as needed to reproduce results."""
+    facts: dict[str, Any] = {
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "matmul_precision": torch.get_float32_matmul_precision(),
+    }
+    if case.device_kind == "cuda":
+        facts |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+        facts |= {"cudnn_tf32": torch.backends.cudnn.allow_tf32}
+        facts |= {"gpu": torch.cuda.get_device_name(device.torch_device), "no_peer_access": blocked_pairs(case)}
+    return facts
+
+
+def blocked_pairs(case: Case) -> list[list[int]] | None:
+    """Return the pairs of the case's GPUs without peer access, as CUDA ordinals.
+
+    Return None for fewer than two GPUs, and if this process does not see all of them.
+    """
+    if case.device_kind != "cuda" or case.placement != "spread" or case.devices == 1:
+        return None
+    ids = case.device_ids[: case.devices] or tuple(range(case.devices))
+    if max(ids) >= torch.cuda.device_count():  # the ranks of a launch may each see only their own GPUs
+        return None
+    reaches = torch.cuda.can_device_access_peer
+    return [[a, b] for i, a in enumerate(ids) for b in ids[i + 1 :] if not (reaches(a, b) and reaches(b, a))]
