@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from dpbench.analysis import diagnosis, engine_cost, findings, hosts, imbalance, ladder, summary, transfers
+from dpbench.analysis import answer, diagnosis, engine_cost, findings, hosts, imbalance, ladder, summary, transfers
 from dpbench.analysis.imbalance import Footprint, Index
 from dpbench.hardware import foreign_load
 from dpbench.records import Case, Trial
@@ -37,6 +37,7 @@ class Report:
     tiles: Sequence[diagnosis.Tile]
     warnings: Sequence[str]
     diagnoses: Sequence[findings.Diagnosis]
+    answers: Sequence[answer.Answer] = ()
     engine_costs: Sequence[engine_cost.EngineCost] = ()
     self_check: Sequence[str] = ()
 
@@ -67,7 +68,7 @@ class Report:
                 )
             )
             + _noisy(provenance),
-            engine_costs=costs, tiles=diagnosis.tiles(rows, ladders),
+            answers=answer.answers(rows, provenance), engine_costs=costs, tiles=diagnosis.tiles(rows, ladders),
             warnings=[
                 *_of_run(status, provenance), *hosts.warnings(provenance), *hosts.unlike(trials),
                 *hosts.failures(trials),

@@ -68,6 +68,13 @@ def time(value: float) -> str:
     return f"{number(value / scale)} {unit}" if math.isfinite(value) else MISSING
 
 
+def long_time(value: float) -> str:
+    """Return a duration in seconds as text, in hours from 2 hours, in minutes from 2 minutes, and else as `time`."""
+    if not math.isfinite(value) or value < 120:
+        return time(value)
+    return f"{number(value / 60)} min" if value < 7200 else f"{number(value / 3600)} h"
+
+
 def signed_time(value: float) -> str:
     """Return a difference of durations in seconds as text, with its sign and in a suitable unit."""
     return f"{'−' if value < 0 else '+'}{time(abs(value))}"

@@ -1,0 +1,317 @@
+"""Answer: a decision in words, with its reason, its certainty, the memory it needs, and the command to run next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dpbench.analysis import commands, stats
+from dpbench.analysis.decision import Basis, Choice, Decision, Question, decide, questions, speed, unusual
+from dpbench.analysis.findings.text import devices, strategy
+from dpbench.analysis.summary import Row
+from dpbench.hardware import foreign_load
+from dpbench.records import UNATTRIBUTED, Case, Source, Status, plan, registry, schedule, words
+from dpbench.records.registry import Role
+from dpbench.records.trial import Estimate
+
+ROUNDS_MOST = 50
+"""The largest number of rounds that an answer recommends. If more are needed, it recommends `--paired` instead."""
+_OBSTACLES = {
+    Basis.EMULATED: "emulated devices show host cost only, and no speed-up",
+    Basis.COLOCATED: "the replicas share one GPU, so that no speed-up was possible",
+    Basis.ONE_DEVICE: "no case ran on several devices",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """The answer to one question, in words.
+
+    `subject` names the model and, if a run has several, the settings. `headline` is the choice with its speed-up,
+    `reason` a clause with DataParallel's own result and the phase in which it loses most, `certainty` a clause on how
+    sure the answer is and on the measurements that would decide, `memory` a clause on the memory of the recommended
+    case. `command` is the full command to run next. A text is "" if there is nothing to say. `row` is the recommended
+    case and `baseline` the case on one device; each is None if there is none.
+    """
+
+    subject: str
+    choice: Choice
+    headline: str
+    reason: str = ""
+    certainty: str = ""
+    memory: str = ""
+    command: str = ""
+    labels: tuple[str, ...] = ()
+    row: Row | None = None
+    baseline: Row | None = None
+
+    @property
+    def text(self) -> str:
+        """Return the whole answer as one paragraph."""
+        clauses = [part for part in (self.reason, self.certainty, self.memory) if part]
+        following = [f"Next: {self.command}"] if self.command else []
+        sentences = [f"{part[0].upper()}{part[1:]}." for part in clauses]
+        return " ".join([f"{self.subject}: {self.headline}.", *sentences, *following])
+
+    def epoch(self, samples: int) -> str:
+        """Return a clause on the time of an epoch of `samples` samples, and on the time that the answer saves.
+
+        Return "" if the recommended case or the baseline has no throughput, or for a baseline as the recommendation.
+        """
+        new, old = (one.throughput if one else None for one in (self.row, self.baseline))
+        if not (new and old) or new.doubt or old.doubt:
+            return ""
+        now_s = samples / old.value
+        takes = f"an epoch of {words.count(samples, 'sample')} takes {words.long_time(now_s)} on one device"
+        if self.row is self.baseline:
+            return takes
+        then_s = samples / new.value
+        return f"{takes} and {words.long_time(then_s)} here, which saves {words.long_time(now_s - then_s)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """The facts about a run's machine that answers need: cores, GPUs and bytes of memory of a GPU; 0 for unknown."""
+
+    cores: int = 0
+    gpus: int = 0
+    memory_bytes: int = 0
+
+    @classmethod
+    def of(cls, provenance: Mapping[str, Any]) -> Machine:
+        """Return the facts in the provenance of a run."""
+        gpus = (provenance.get("gpus") or {}).get("gpus") or ()
+        sizes = [gpu.get("memory_bytes") or 0 for gpu in gpus]
+        cores = (provenance.get("host") or {}).get("cores", 0)
+        return cls(cores=cores, gpus=len(gpus), memory_bytes=min(sizes, default=0))
+
+
+def answers(rows: Sequence[Row], provenance: Mapping[str, Any]) -> list[Answer]:
+    """Return the answers of a run, one for each question; questions at the usual settings come first.
+
+    `provenance` has the facts about the run's machine.
+    """
+    asked = questions(rows)
+    machine = Machine.of(provenance)
+    return [_answer(one, _subject(one, asked), machine) for one in asked]
+
+
+def _subject(question: Question, asked: Sequence[Question]) -> str:
+    """Return the model, and the settings in which the questions on this model differ."""
+    alike = [one for one in asked if one.home.model == question.home.model]
+    batch = [f"batch {question.home.batch_size}"] if len({one.home.batch_size for one in alike}) > 1 else []
+    settings = unusual(question.home) if len({tuple(unusual(one.home)) for one in alike}) > 1 else []
+    kind = [question.home.device_kind] if len({one.home.device_kind for one in alike}) > 1 else []
+    source = [question.source.value] if len({one.source for one in alike}) > 1 else []
+    found = [*batch, *settings, *kind, *source]
+    return f"{question.home.model} ({', '.join(found)})" if found else question.home.model
+
+
+def _answer(question: Question, subject: str, machine: Machine) -> Answer:
+    decision = decide(question)
+    shown = decision.row or (question.candidates or question.rows)[0]
+    return Answer(
+        subject=subject, choice=decision.choice, row=decision.row, baseline=question.baseline,
+        headline=_headline(question, decision), reason=_reason(question, decision, machine),
+        certainty=_certainty(question, decision), memory=_memory(question, decision, machine),
+        command=_next(question, decision, machine),
+        labels=tuple(dict.fromkeys([*shown.labels, *(label for row in question.rows for label in row.labels
+                                                     if label == foreign_load.NOISY)])),
+    )  # fmt: skip
+
+
+def _name(row: Row) -> str:
+    """Return the strategy of a row and its devices, such as "ddp on 2 GPUs"."""
+    case = row.case
+    if case.traits.all_cores:
+        return strategy(case)
+    hosts = f" on {case.hosts} hosts" if case.hosts > 1 else ""
+    return f"{case.strategy if case.schedule == schedule.REFERENCE else strategy(case)} on {devices(case)}{hosts}"
+
+
+def _one(case: Case) -> str:
+    return "one GPU" if case.device_kind == "cuda" else "one device"
+
+
+def _best(rows: Sequence[Row]) -> Row:
+    return max(rows, key=speed)
+
+
+def _headline(question: Question, decision: Decision) -> str:
+    """Return the choice with the speed-up of the recommended case; for an unknown choice, the reason."""
+    if decision.choice is Choice.UNKNOWN:
+        return f"{Choice.UNKNOWN}: {_unknown(question, decision)}"
+    row, where = decision.row, "on this CPU, " if question.home.device_kind == "cpu" else ""
+    assert row
+    if decision.basis is Basis.ONLY_FITS:
+        return f"use {_name(row)}, because {_one(question.home)} runs out of memory"
+    if decision.basis is Basis.NO_GAIN:
+        best = _best([one for one in question.candidates if one.case.devices > 1])
+        gives = f"the best case on several devices, {_name(best)}, gives only {_gain(best)}"
+        return f"{where}stay with {_one(question.home)}: {gives}"
+    if row.case.traits.all_cores:
+        return f"{where}stay with {strategy(row.case)}: {_gain(row)}"
+    tool = " (dpbench.TrainStep)" if row.case.schedule not in ("", schedule.REFERENCE) else ""
+    return f"{where}use {_name(row)}{tool}: {_gain(row)}"
+
+
+def _gain(row: Row) -> str:
+    weak = ", weak scaling" if row.scaling == "weak" else ""
+    return f"{words.times(row.speedup)}{weak}" if row.speedup else words.MISSING
+
+
+def _unknown(question: Question, decision: Decision) -> str:
+    """Return the reason why a question has no answer."""
+    baseline = plan.baseline(model="", batch_size=1).strategy
+    if decision.basis in _OBSTACLES:
+        return _OBSTACLES[decision.basis]
+    if decision.basis is Basis.NO_RESULT:
+        failed = ", ".join(f"{_name(row)} ({_failure(row)})" for row in question.several[:3])
+        return f"no case on several devices has a result: {failed}"
+    if decision.basis is Basis.NO_BASELINE:
+        why = f"has no result ({_failure(question.baseline)})" if question.baseline else "was not measured"
+        return f"the strategy {baseline} {why}, so that every speed-up is unknown"
+    best = _best(decision.open)
+    if best.speedup and best.speedup.doubt:
+        return f"{words.doubt(best.speedup)} ({_name(best)})"
+    return f"{_name(best)} gives {_gain(best)}, which may be a gain or none"
+
+
+def _failure(row: Row) -> str:
+    return "out of memory" if row.status is Status.OOM else row.outcome
+
+
+def _reason(question: Question, decision: Decision, machine: Machine) -> str:
+    """Return a clause with DataParallel's result and the phase in which it loses most; "" if it was not measured."""
+    dp = _data_parallel(question, decision.row)
+    if dp is None or decision.basis in (Basis.EMULATED, Basis.COLOCATED):
+        return ""
+    if dp.step is None:
+        return f"DataParallel runs out of memory on {devices(dp.case)}" if dp.status is Status.OOM else ""
+    if dp.speedup is None or dp.speedup.doubt:
+        return ""
+    said = "it" if dp is decision.row else f"DataParallel gives {words.times(dp.speedup)} on {devices(dp.case)} and"
+    share = f"; {words.count(len(dp.case.rows), 'device')} share {words.count(machine.cores, 'core')}"
+    shared = dp.case.device_kind == "cpu" and 0 < machine.cores < len(dp.case.rows)
+    return f"{said} {_loses(dp, question)}{share if shared else ''}"
+
+
+def _data_parallel(question: Question, chosen: Row | None) -> Row | None:
+    """Return the row of DataParallel, torch's or the engine's lowest rung, preferably on the devices of `chosen`."""
+    found = [
+        row
+        for row in question.several
+        if row.case.traits.role in (Role.WRAPPER, Role.ENGINE) and row.case.placement != "colocated"
+    ]
+    count = chosen.case.devices if chosen else 0
+    return min(
+        found, default=None,
+        key=lambda row: (row.case.devices != count, -row.case.devices, row.case.traits.role is not Role.WRAPPER,
+                         plan.place(row.case.schedule)),
+    )  # fmt: skip
+
+
+def _loses(row: Row, question: Question) -> str:
+    """Return a clause on the time that a step loses against perfect scaling, and on the phase that loses most."""
+    base = question.baseline
+    assert row.step
+    if base is None or base.step is None:
+        return f"takes {words.time(row.step.value)} per step"
+    divisor = row.case.devices * base.case.batch_size / row.case.batch_size
+    lost_s = row.step.value - base.step.value / divisor
+    if lost_s <= 0:
+        return "loses no time against perfect scaling"
+    phases = {
+        name: row.phases.get(name, 0.0) - base.phases.get(name, 0.0) / divisor for name in {*row.phases, *base.phases}
+    }
+    said = f"loses {words.time(lost_s)} of {words.time(row.step.value)} per step against perfect scaling"
+    if not phases:
+        return said
+    most = max(sorted(phases), key=lambda name: phases[name])
+    where = "Python code between the phases" if most == UNATTRIBUTED else most
+    return f"{said}, the largest part ({words.time(phases[most])}) in {where}"
+
+
+def _certainty(question: Question, decision: Decision) -> str:
+    """Return a clause on how sure the answer is, and on the measurements that would decide."""
+    said = []
+    if question.source is Source.PREDICTED:
+        said.append("predicted, with an 80% interval: nothing was measured")
+    elif decision.basis in (Basis.GAIN, Basis.NO_GAIN):
+        rounds = min(row.rounds for row in question.candidates)
+        said.append(f"decided at the 95% level from {words.count(rounds, 'round')}")
+    elif decision.basis is Basis.OPEN and (rounds := _rounds(decision.open)):
+        more = f"about {rounds} rounds" if rounds <= ROUNDS_MOST else "blocks of steps in one process (--paired)"
+        said.append(f"{more} should decide this")
+    if decision.row and decision.open:
+        names = ", ".join(map(_name, decision.open[:3]))
+        said.append(f"it is undecided whether {names} {words.verb(len(decision.open), 'is', 'are')} faster")
+    if any(foreign_load.NOISY in row.labels for row in question.rows):
+        said.append(f"other processes used the cores ({foreign_load.NOISY})")
+    if question.home.device_kind == "cpu":
+        said.append("this says nothing about GPUs")
+    return "; ".join(said)
+
+
+def _rounds(rows: Sequence[Row]) -> int:
+    """Return the number of rounds that should decide the speed-ups of `rows`; at least `Estimate.ROUNDS`."""
+    needed = [
+        stats.rounds_to_decide(row.speedup, alpha=1 - stats.CONFIDENCE) for row in rows
+        if row.speedup and row.speedup.n >= Estimate.ROUNDS
+    ]  # fmt: skip
+    return max([Estimate.ROUNDS, *needed]) if needed else 10
+
+
+def _memory(question: Question, decision: Decision, machine: Machine) -> str:
+    """Return a clause on the memory of the recommended case and on cases that ran out of memory; "" if unknown."""
+    row, said = decision.row, []
+    if row and row.memory:
+        device, peak = max(row.memory.items(), key=lambda pair: pair[1])
+        capacity = machine.memory_bytes if row.case.device_kind == "cuda" and row.source is Source.MEASURED else 0
+        of = f" of {words.size(capacity)}, so it fits" if capacity else ""
+        said.append(f"device {device} uses up to {words.size(peak)}{of}")
+    told = _data_parallel(question, decision.row)  # the reason names it already
+    out = [_name(one) for one in question.several if one.status is Status.OOM and not one.step and one is not told]
+    if out and decision.basis is not Basis.NO_RESULT:
+        said.append(f"out of memory: {', '.join(out[:3])}")
+    return "; ".join(said)
+
+
+def _next(question: Question, decision: Decision, machine: Machine) -> str:
+    """Return the command to run next: the measurement that the answer lacks, or the most useful further one."""
+    if decision.choice is Choice.UNKNOWN and question.source is Source.MEASURED:
+        return _lacking(question, decision, machine)
+    several = [row for row in question.candidates if row.case.devices > 1]
+    best = decision.row if decision.row in several else _best(several) if several else None
+    both = [question.home, *([best.case] if best else [])]
+    if question.source is Source.PREDICTED:
+        return commands.measure(both, gpus=True)
+    if decision.basis is Basis.ONLY_FITS:
+        return commands.measure(both[1:], "--find-max-batch", gpus=machine.gpus > 0)
+    if question.home.device_kind == "cpu":
+        return commands.predict(question.home)
+    return commands.measure(commands.at_batch(both, 2), gpus=machine.gpus > 0)
+
+
+def _lacking(question: Question, decision: Decision, machine: Machine) -> str:
+    """Return the command that measures, or predicts, the results that a question without an answer lacks."""
+    home, gpus = question.home, machine.gpus > 0
+    cases = [row.case for row in question.rows]
+    one_gpu = decision.basis is Basis.ONE_DEVICE and home.device_kind == "cuda" and machine.gpus == 1
+    if one_gpu or decision.basis in (Basis.EMULATED, Basis.COLOCATED):
+        return commands.predict(home)
+    if decision.basis is Basis.ONE_DEVICE:
+        roles = (Role.ENGINE, Role.CONTROL)
+        two = [replace(home, strategy=registry.of_role(role), devices=2) for role in roles]
+        return commands.measure([home, *two], gpus=gpus)
+    if decision.basis is Basis.NO_BASELINE:
+        return commands.measure([home, *cases], gpus=gpus)
+    if decision.basis is Basis.NO_RESULT:
+        out = any(row.status is Status.OOM for row in question.several) and home.batch_size > 1
+        smaller = commands.at_batch([home, *cases], 0.5)
+        retry = ("--retry", "failed,timeout")
+        return commands.measure(smaller, gpus=gpus) if out else commands.measure(cases, *retry, gpus=gpus)
+    needed = _rounds(decision.open)
+    how = ("--rounds", str(needed)) if needed <= ROUNDS_MOST else ("--rounds", "auto", "--paired")
+    return commands.measure(cases, *how, gpus=gpus)

@@ -1,0 +1,244 @@
+"""Decision: answer whether a model should be trained on several devices, and with which strategy.
+
+`decide` is the rule. A question is one model at one setting: the cases that are compared with one baseline, which is
+the strategy `single` on one device. The rule recommends a case on several devices only if it is decidedly faster than
+the baseline by at least `WORTH`. It never recommends a case on emulated devices or of replicas that share a GPU, and a
+result on a CPU is stated for this CPU alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum, auto
+
+from dpbench.analysis import stats
+from dpbench.analysis.summary import Row
+from dpbench.records import Case, Source, Status, plan
+from dpbench.records.registry import Role
+from dpbench.records.trial import Estimate
+
+WORTH = 1.05
+"""The least speed-up that is worth more devices; also the speed-up below which fewer devices are preferred."""
+
+
+class Choice(StrEnum):
+    """The three answers."""
+
+    USE = "use"
+    STAY = "stay with one device"
+    UNKNOWN = "cannot tell"
+
+
+class Basis(StrEnum):
+    """The reason for a choice."""
+
+    GAIN = auto()
+    """A case is decidedly faster than the baseline."""
+    ONLY_FITS = auto()
+    """The baseline runs out of memory, and a case on several devices does not."""
+    NO_GAIN = auto()
+    """Every case on several devices is decidedly without a worthwhile gain."""
+    OPEN = auto()
+    """It is undecided whether a case has a worthwhile gain."""
+    NO_BASELINE = auto()
+    ONE_DEVICE = auto()
+    """No case ran on several devices."""
+    NO_RESULT = auto()
+    """No case on several devices has a result."""
+    COLOCATED = auto()
+    EMULATED = auto()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """The rows that are compared with one baseline; `baseline` is None if it was not measured.
+
+    `others` has no rows of the baseline's strategy. `home` is the case of the baseline, measured or not.
+    """
+
+    home: Case
+    source: Source
+    baseline: Row | None
+    others: tuple[Row, ...]
+
+    @property
+    def several(self) -> tuple[Row, ...]:
+        """Return the rows of cases on several devices."""
+        return tuple(row for row in self.others if row.case.devices > 1)
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """Return all rows, the baseline's first."""
+        return (*([self.baseline] if self.baseline else []), *self.others)
+
+    @property
+    def candidates(self) -> tuple[Row, ...]:
+        """Return the rows with a result that may be recommended: several devices, or one device with all cores.
+
+        Replicas that share a GPU are left out, and so are predictions for strategies whose predictions were never
+        compared with measurements.
+        """
+        return tuple(
+            row
+            for row in self.others
+            if row.step
+            and (row.case.devices > 1 or row.case.traits.all_cores)
+            and row.case.placement != "colocated"
+            and not (row.source is Source.PREDICTED and row.case.traits.role is Role.OTHER)
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """The decision on a question.
+
+    `row` is the recommended case, None for `Choice.UNKNOWN`. `open` are the candidates on which the measurements leave
+    a doubt: whether they are faster than the recommended case or, without one, whether they have a worthwhile gain.
+    """
+
+    choice: Choice
+    basis: Basis
+    row: Row | None = None
+    open: tuple[Row, ...] = ()
+
+
+def decide(question: Question) -> Decision:
+    """Return the decision on a question.
+
+    All speed-ups of the question are judged together at the 95 % level (Holm's method). Of the candidates that are
+    decidedly faster than the baseline by at least `WORTH`, the fastest wins; a candidate with fewer devices, or with a
+    better-known strategy, wins instead if the fastest is faster by less than `WORTH`. Stay with one device if no
+    candidate can gain `WORTH`: each is decidedly not faster, or its whole interval is below `WORTH`.
+    """
+    candidates, obstacle = question.candidates, _obstacle(question)
+    if obstacle is Basis.ONLY_FITS:
+        return Decision(choice=Choice.USE, basis=obstacle, row=_simplest(candidates))
+    if obstacle:
+        return Decision(choice=Choice.UNKNOWN, basis=obstacle)
+    judged = {row.case: verdict for row, verdict in zip(candidates, _verdicts(candidates), strict=True)}
+    gains = [row for row in candidates if judged[row.case] == "faster" and speed(row) >= WORTH]
+    if gains:
+        best = _simplest(gains)
+        choice = Choice.STAY if best.case.traits.all_cores else Choice.USE
+        return Decision(choice=choice, basis=Basis.GAIN, row=best, open=_rivals(best, candidates))
+    unsure = tuple(row for row in candidates if not _without_gain(row, judged[row.case]))
+    if unsure:
+        return Decision(choice=Choice.UNKNOWN, basis=Basis.OPEN, open=unsure)
+    return Decision(choice=Choice.STAY, basis=Basis.NO_GAIN, row=question.baseline)
+
+
+def _obstacle(question: Question) -> Basis | None:
+    """Return the reason why the speed-ups of a question cannot decide it; None if they can."""
+    several = question.several
+    if question.home.device_kind == "emulated":
+        return Basis.EMULATED
+    if all(row.case.placement == "colocated" for row in several):
+        return Basis.COLOCATED if several else Basis.ONE_DEVICE
+    if not any(row.case.devices > 1 for row in question.candidates):
+        return Basis.NO_RESULT
+    if question.baseline is None or question.baseline.step is None:
+        out = question.baseline is not None and question.baseline.status is Status.OOM
+        return Basis.ONLY_FITS if out else Basis.NO_BASELINE
+    return None
+
+
+def _verdicts(rows: Sequence[Row]) -> list[str]:
+    """Return the verdict on each row's speed-up: "faster", "slower", "same" or "undecided".
+
+    A prediction, which has no rounds, is decided if its 80 % interval excludes 1.
+    """
+    ratios = [row.speedup or Estimate(1.0, 0.0, 1.0, 1) for row in rows]
+    found = stats.verdicts(ratios, alpha=1 - stats.CONFIDENCE)
+    return [_stated(ratio) if ratio.n == 0 else verdict for ratio, verdict in zip(ratios, found, strict=True)]
+
+
+def _stated(ratio: Estimate) -> str:
+    return "faster" if ratio.low > 1 else "slower" if ratio.high < 1 else "undecided"
+
+
+def _without_gain(row: Row, verdict: str) -> bool:
+    """Return whether a row with this verdict has decidedly no gain that is worth more devices."""
+    if row.speedup is None or row.speedup.doubt:
+        return False
+    return verdict in ("slower", "same") or row.speedup.high < WORTH or (verdict == "faster" and speed(row) < WORTH)
+
+
+def speed(row: Row) -> float:
+    """Return the row's speed-up; without one, its throughput in samples per second, for rows of one question."""
+    if row.speedup:
+        return row.speedup.value
+    return row.throughput.value if row.throughput else 0.0
+
+
+def _simplest(rows: Sequence[Row]) -> Row:
+    """Return the row with the fewest devices and the best-known strategy of those about as fast as the fastest."""
+    most = max(map(speed, rows))
+    roles = [Role.ALL_CORES, Role.CONTROL, Role.WRAPPER, Role.ENGINE, Role.OTHER]
+    return min(
+        (row for row in rows if speed(row) * WORTH > most),
+        key=lambda row: (row.case.devices, roles.index(row.case.traits.role), -speed(row)),
+    )
+
+
+def _rivals(best: Row, rows: Sequence[Row]) -> tuple[Row, ...]:
+    """Return the rows that may be faster than `best` by more than `WORTH`: the data do not decide against them."""
+    others = [row for row in rows if row is not best]
+    ratios = [_ratio(row, best) for row in others]
+    found = zip(others, ratios, stats.verdicts(ratios, alpha=1 - stats.CONFIDENCE), strict=True)
+    return tuple(row for row, ratio, verdict in found if verdict == "undecided" and ratio.high >= WORTH)
+
+
+def _ratio(one: Row, other: Row) -> Estimate:
+    """Return the speed of `one` relative to that of `other`, from the rounds that both have, or else from speed-ups."""
+    if one.series and other.series:
+        found = stats.ratio(other.series, one.series)
+        work = one.case.batch_size / other.case.batch_size
+        return Estimate(found.value * work, found.low * work, found.high * work, found.n)
+    assert one.speedup
+    assert other.speedup
+    return stats.quotient(one.speedup, other.speedup)
+
+
+def questions(rows: Iterable[Row]) -> list[Question]:
+    """Return the questions of a run, those at the usual settings first.
+
+    Emulated devices are left out for models that were also measured on other devices. A batch size with one-device
+    cases only is left out for models that have cases on several devices.
+    """
+    table = {(row.case, row.source): row for row in rows if row.case.options != plan.LIMIT}
+    groups: dict[tuple[Case, Source], list[Row]] = {}
+    for (case, source), row in table.items():
+        home = next((one for one in _homes(case) if (one, source) in table), _homes(case)[0])
+        groups.setdefault((home, source), []).append(row)
+    asked = [
+        Question(
+            home=home, source=source, baseline=table.get((home, source)),
+            others=tuple(row for row in group if row.case != home),
+        )
+        for (home, source), group in groups.items()
+    ]  # fmt: skip
+    several = {(one.home.model, one.source) for one in asked if one.several}
+    real = {one.home.model for one in asked if one.home.device_kind != "emulated"}
+    kept = [
+        one
+        for one in asked
+        if (one.several or (one.home.model, one.source) not in several)
+        and (one.home.device_kind != "emulated" or one.home.model not in real)
+    ]
+    return sorted(kept, key=lambda one: bool(unusual(one.home)))
+
+
+def _homes(case: Case) -> list[Case]:
+    """Return the cases that can be the baseline of `case`: the same global batch, then the same batch per device."""
+    if case.traits.role is Role.BASELINE:
+        return [case]
+    share, rest = divmod(case.batch_size, case.devices)
+    return [plan.alone(case, batch) for batch in ([case.batch_size] if rest else [case.batch_size, share])]
+
+
+def unusual(case: Case) -> list[str]:
+    """Return the settings of a case that differ from the usual ones as texts, without model and batch size."""
+    size = [] if case.size == "small" else [case.size]
+    precision = [] if case.precision == "fp32" else [case.precision]
+    return [*size, *precision, *case.habits]

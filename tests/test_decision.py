@@ -1,0 +1,290 @@
+"""The rule that makes a run's answers, on a table of situations that was written before the rule."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from dpbench.analysis import answer as answering
+from dpbench.analysis import stats, summary
+from dpbench.analysis.answer import Answer
+from dpbench.analysis.decision import Choice
+from dpbench.analysis.summary import Row
+from dpbench.cli import options as cli_options
+from dpbench.cli.predicting import predict
+from dpbench.cli.running import run
+from dpbench.hardware import foreign_load
+from dpbench.records import Case, Source, Status, Trial, plan
+from dpbench.records.trial import Estimate
+
+USE, STAY, UNKNOWN = Choice.USE, Choice.STAY, Choice.UNKNOWN
+GPU = {"device_kind": "cuda"}
+CPU = {"device_kind": "cpu"}
+GIB = 2**30
+
+
+def row(strategy: str, devices: int = 1, value: float = 0.0, off: float = 0.03, n: int = 10, **changes: object) -> Row:
+    """Return the row of a case; `value` is its speed-up (0 for none), and the interval is `off` to each side."""
+    fields = {f.name for f in summary.CASE_FIELDS} - {"strategy", "devices"}
+    setting = {"model": "resnet18", "batch_size": 64, **GPU}
+    setting |= {name: changes.pop(name) for name in fields & changes.keys()}
+    if strategy == "dp" and "schedule" not in setting:
+        setting["schedule"] = "reference"
+    case = Case(strategy=strategy, devices=devices, **setting)
+    source = changes.pop("source", Source.MEASURED)
+    step_s = 0.1 / (value or 1.0) * case.batch_size / 64
+    speedup = Estimate(value, value * (1 - off), value * (1 + off), n) if value else None
+    labels = summary.labels(Trial(case=case, source=source))
+    found = Row(
+        case=case, source=source, status=Status.OK, rounds=n, step=Estimate(step_s, step_s, step_s, n),
+        throughput=Estimate(*[case.batch_size / step_s] * 3, n), speedup=speedup,
+        scaling="strong" if speedup else "", labels=labels,
+        phases={"forward": step_s * 0.3, "backward": step_s * 0.3, "reduce": step_s * 0.4},
+    )  # fmt: skip
+    return replace(found, **changes)
+
+
+def lost(strategy: str, devices: int = 1, status: Status = Status.OOM, **setting: object) -> Row:
+    """Return the row of a case without a result."""
+    found = row(strategy, devices, **setting)
+    return replace(found, status=status, reason="it failed", step=None, throughput=None, phases={}, rounds=0)
+
+
+def noisy(one: Row) -> Row:
+    return replace(one, labels=(*one.labels, foreign_load.NOISY))
+
+
+def predicted(strategy: str, devices: int = 1, value: float = 0.0, off: float = 0.2) -> Row:
+    return row(strategy, devices, value, off, n=0, source=Source.PREDICTED)
+
+
+SINGLE = replace(row("single"), phases={"forward": 0.05, "backward": 0.05})
+
+
+@dataclass(frozen=True)
+class Situation:
+    """The rows of a run, and the expected choice with the case that is recommended (strategy, devices) or None."""
+
+    rows: Sequence[Row]
+    choice: Choice
+    case: tuple[str, int] | None
+    says: Sequence[str] = ()
+    facts: dict[str, object] = field(default_factory=dict)
+
+
+SITUATIONS = {
+    # -- a gain
+    "ddp gains, dp does not": Situation(
+        [SINGLE, row("dp", 2, 0.93), row("ddp", 2, 1.34)], USE, ("ddp", 2),
+        ["use ddp on 2 GPUs: 1.34× (1.30–1.38)", "DataParallel gives 0.930×", "reduce"],
+    ),
+    "dp gains and ddp gains more": Situation(
+        [SINGLE, row("dp", 2, 1.5), row("ddp", 2, 1.9)], USE, ("ddp", 2), ["1.90×", "DataParallel gives 1.50×"]
+    ),
+    "dp alone was measured": Situation([SINGLE, row("dp", 2, 1.7)], USE, ("dp", 2)),
+    "torch's wrapper is DataParallel": Situation(
+        [SINGLE, row("torch_dp", 2, 0.8), row("dp", 2, 0.81), row("ddp", 2, 1.6)], USE, ("ddp", 2),
+        ["DataParallel gives 0.800×"],
+    ),
+    "a rung is the best": Situation(
+        [SINGLE, row("dp", 2, 1.2), row("dp", 2, 1.7, schedule="overlap"), row("ddp", 2, 1.5)], USE, ("dp", 2),
+        ["dpbench.TrainStep", "overlap"],
+    ),
+    "more devices gain more": Situation([SINGLE, row("ddp", 2, 1.8), row("ddp", 4, 3.3)], USE, ("ddp", 4)),
+    "more devices gain less than 5 % more": Situation(
+        [SINGLE, row("ddp", 2, 1.28), row("ddp", 4, 1.30), row("ddp", 8, 1.33)], USE, ("ddp", 2), ["on 2 GPUs"]
+    ),
+    "ddp is as good as a rare strategy": Situation(
+        [SINGLE, row("ddp", 2, 1.60), row("ddp_static_graph", 2, 1.63)], USE, ("ddp", 2)
+    ),
+    "one is decided and a better one is not": Situation(
+        [SINGLE, row("ddp", 2, 1.3), row("fsdp", 2, 1.5, off=0.5)], USE, ("ddp", 2), ["fsdp on 2 GPUs"]
+    ),
+    "the runner-up is close": Situation(
+        [SINGLE, row("dp", 2, 1.5, off=0.1), row("ddp", 2, 1.6, off=0.1)], USE, ("ddp", 2),
+        ["undecided whether dp on 2 GPUs is faster"],
+    ),
+    "the gain is weak scaling": Situation(
+        [SINGLE, row("ddp", 2, 1.8, batch_size=128, scaling="weak")], USE, ("ddp", 2), ["weak scaling"]
+    ),
+    "noise did not hide the gain": Situation(
+        [noisy(SINGLE), noisy(row("ddp", 2, 1.8))], USE, ("ddp", 2), ["NOISY"]
+    ),
+    "only several devices have the memory": Situation(
+        [lost("single"), row("ddp", 2)], USE, ("ddp", 2), ["one GPU runs out of memory"]
+    ),
+    "dp runs out of memory": Situation(
+        [SINGLE, lost("dp", 4), row("ddp", 4, 3.0)], USE, ("ddp", 4), ["DataParallel runs out of memory"]
+    ),
+    "several machines": Situation([SINGLE, row("ddp", 4, 3.0, hosts=2)], USE, ("ddp", 4), ["on 2 hosts"]),
+    # -- no gain
+    "everything is slower": Situation(
+        [SINGLE, row("dp", 2, 0.6), row("ddp", 2, 0.8)], STAY, ("single", 1), ["stay with one GPU", "ddp on 2 GPUs"]
+    ),
+    "the gain is real and tiny": Situation([SINGLE, row("ddp", 2, 1.02, off=0.005)], STAY, ("single", 1), ["1.02×"]),
+    "the same": Situation([SINGLE, row("ddp", 2, 1.0, off=0.004)], STAY, ("single", 1)),
+    "undecided, but at most 4 %": Situation([SINGLE, row("ddp", 2, 1.0, off=0.04)], STAY, ("single", 1), ["1.04"]),
+    "a wrapper on one device is no case of several": Situation(
+        [SINGLE, row("dp", 1, 0.9), row("dp", 2, 0.7)], STAY, ("single", 1)
+    ),
+    # -- on a CPU
+    "all cores win on a CPU": Situation(
+        [row("single", **CPU), row("single_all_cores", 1, 1.57, **CPU), row("ddp", 2, 1.38, **CPU)],
+        STAY, ("single_all_cores", 1), ["with all cores", "1.57×", "nothing about GPUs"],
+    ),
+    "ddp wins on a CPU": Situation(
+        [row("single", **CPU), row("single_all_cores", 1, 1.1, **CPU), row("ddp", 2, 1.6, **CPU)],
+        USE, ("ddp", 2), ["on this CPU", "nothing about GPUs"],
+    ),
+    "a CPU decides nothing for GPUs": Situation(
+        [row("single", **CPU), row("dp", 2, 0.4, **CPU), row("ddp", 2, 0.4, **CPU)],
+        STAY, ("single", 1), ["on this CPU", "nothing about GPUs"],
+    ),
+    "more logical devices than cores": Situation(
+        [row("single", **CPU), row("dp", 4, 0.4, **CPU)], STAY, ("single", 1), ["4 devices share 2 cores"],
+        {"host": {"cores": 2}},
+    ),
+    # -- no answer
+    "undecided for lack of rounds": Situation(
+        [SINGLE, row("dp", 2, 0.9), row("ddp", 2, 1.2, off=0.3)], UNKNOWN, None, ["cannot tell", "rounds"]
+    ),
+    "two rounds": Situation([SINGLE, row("ddp", 2, 1.8, n=2)], UNKNOWN, None, ["2 rounds"]),
+    "the interval spans everything": Situation([SINGLE, row("ddp", 2, 1.8, off=0.9)], UNKNOWN, None),
+    "undecided on a busy machine": Situation(
+        [noisy(SINGLE), noisy(row("ddp", 2, 1.2, off=0.3))], UNKNOWN, None, ["other processes used the cores"]
+    ),
+    "single was not measured": Situation([row("ddp", 2), row("dp", 2)], UNKNOWN, None, ["single"]),
+    "single failed": Situation(
+        [lost("single", status=Status.FAILED), row("ddp", 2)], UNKNOWN, None, ["single", "failed"]
+    ),
+    "one device only": Situation([SINGLE], UNKNOWN, None, ["several devices"]),
+    "nothing on several devices has a result": Situation(
+        [SINGLE, lost("dp", 2), lost("ddp", 2, status=Status.FAILED)], UNKNOWN, None,
+        ["dp on 2 GPUs", "out of memory", "ddp on 2 GPUs"],
+    ),
+    "nothing has a result": Situation([lost("single"), lost("dp", 2)], UNKNOWN, None),
+    "replicas share a GPU": Situation(
+        [SINGLE, row("dp", 2, 0.8, placement="colocated")], UNKNOWN, None, ["share one GPU"]
+    ),
+    "colocated replicas are never recommended": Situation(
+        [SINGLE, row("dp", 2, 1.4, placement="colocated")], UNKNOWN, None, ["share one GPU"]
+    ),
+    "emulated devices": Situation(
+        [row("single", device_kind="emulated"), row("dp", 2, device_kind="emulated")], UNKNOWN, None, ["host cost"]
+    ),
+    # -- predictions
+    "a predicted gain": Situation(
+        [predicted("single"), predicted("dp", 8, 2.0), predicted("ddp", 8, 6.0)], USE, ("ddp", 8),
+        ["predicted", "80% interval"],
+    ),
+    "a prediction that may be no gain": Situation(
+        [predicted("single"), predicted("ddp", 2, 1.1)], UNKNOWN, None, ["predicted"]
+    ),
+    "a predicted loss": Situation([predicted("single"), predicted("dp", 2, 0.5)], STAY, ("single", 1), ["predicted"]),
+    "predictions that were never compared are not recommended": Situation(
+        [predicted("single"), predicted("ddp", 8, 5.0), predicted("fsdp", 8, 7.0)], USE, ("ddp", 8)
+    ),
+}  # fmt: skip
+
+
+def only(rows: Sequence[Row], facts: dict[str, object]) -> Answer:
+    (answer,) = answering.answers(rows, facts)
+    return answer
+
+
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_the_rule_decides_each_situation(name: str) -> None:
+    situation = SITUATIONS[name]
+    answer = only(situation.rows, situation.facts)
+    recommended = (answer.row.case.strategy, answer.row.case.devices) if answer.row else None
+    assert (answer.choice, recommended) == (situation.choice, situation.case), answer.text
+    for said in situation.says:
+        assert said.lower() in answer.text.lower()
+    assert answer.text.startswith("resnet18: ")
+    assert answer.labels
+
+
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_the_next_command_selects_the_cases_of_the_answer(name: str) -> None:
+    situation = SITUATIONS[name]
+    answer = only(situation.rows, situation.facts)
+    if any(row.case.hosts > 1 for row in situation.rows):
+        assert not answer.command  # a single command cannot start ranks on several machines
+        return
+    _, verb, *arguments = shlex.split(answer.command)
+    command = {"run": run, "predict": predict}[verb]
+    chosen = command.make_context(verb, arguments).params
+    assert chosen["models"] == ("resnet18",)
+    if verb == "run":
+        cases, _ = cli_options.cases_of(chosen)
+        wanted = {row.case for row in situation.rows if answer.row is None or row is answer.row}
+        found = {(case.strategy, case.devices, case.schedule) for case in cases}
+        if answer.row is None or answer.row.case.devices > 1:
+            assert found >= {(case.strategy, case.devices, case.schedule) for case in wanted}
+        assert any(case.devices > 1 for case in cases)
+
+
+def test_settings_of_a_case_are_in_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text("net = None\n")
+    monkeypatch.chdir(tmp_path)
+    setting = {
+        "model": "mine:net", "size": "full", "precision": "bf16", "read_loss": 10, "zero_grad": "zero", "compile": True,
+        "device_ids": (1, 3), "schedule": "workers=pool,replicas=cached",
+    }  # fmt: skip
+    rows = [row("single", **{**setting, "schedule": ""}), row("dp", 2, 1.2, off=0.3, **setting)]
+    _, _, *arguments = shlex.split(only(rows, {"gpus": {"gpus": [{}, {}]}}).command)
+    chosen = run.make_context("run", arguments).params | {"device_kind": "cuda"}  # the default where there are GPUs
+    cases, _ = cli_options.cases_of(chosen)
+    assert {replace(case, declared=None) for case in cases} == {one.case for one in rows}
+
+
+def test_questions_are_told_apart_and_the_usual_one_comes_first() -> None:
+    rows = [
+        row("single", read_loss=1), row("ddp", 2, 1.1, read_loss=1), SINGLE, row("ddp", 2, 1.8),
+        row("single", batch_size=128), row("ddp", 2, 1.9, batch_size=128),
+        row("dp", 2, device_kind="emulated"),
+    ]  # fmt: skip
+    found = answering.answers(rows, {})
+    assert [one.subject for one in found] == [
+        "resnet18 (batch 64)", "resnet18 (batch 128)", "resnet18 (batch 64, loss read)",
+    ]  # fmt: skip
+
+
+def test_the_limit_of_a_ladder_is_no_baseline() -> None:
+    limit = row("single", batch_size=32, options=plan.LIMIT)
+    (answer,) = answering.answers([limit, SINGLE, row("ddp", 2, 1.8)], {})
+    assert answer.baseline is SINGLE
+
+
+def test_memory_names_the_capacity_of_the_gpu() -> None:
+    full = row("ddp", 2, 1.8, memory={0: 5 * GIB, 1: 4 * GIB})
+    answer = only([SINGLE, full], {"gpus": {"gpus": [{"memory_bytes": 24 * GIB}] * 2}})
+    assert answer.memory == "device 0 uses up to 5.00 GiB of 24.0 GiB, so it fits"
+
+
+def test_an_epoch_is_computed_from_the_throughputs() -> None:
+    answer = only([SINGLE, row("ddp", 2, 2.0)], {})  # 640 and 1,280 samples per second
+    assert answer.epoch(768_000) == (
+        "an epoch of 768,000 samples takes 20.0 min on one device and 10.0 min here, which saves 10.0 min"
+    )
+    stays = only([SINGLE, row("ddp", 2, 0.5)], {})
+    assert stays.epoch(768_000) == "an epoch of 768,000 samples takes 20.0 min on one device"
+
+
+def test_rounds_of_real_series_are_compared_pairwise() -> None:
+    """Two cases that are both decidedly faster than one device are told apart by the ratio of their own rounds."""
+    rounds = range(8)
+    base = {n: [0.100 * (1 + 0.01 * n)] * 5 for n in rounds}
+    fast = {n: [seconds / 2 for seconds in base[n]] for n in rounds}
+    slow = {n: [seconds / 1.5 for seconds in base[n]] for n in rounds}
+    rows = [
+        replace(SINGLE, series=base), replace(row("dp", 2, 1.5, off=0.4), series=slow, speedup=stats.ratio(base, slow)),
+        replace(row("ddp", 2, 2.0, off=0.4), series=fast, speedup=stats.ratio(base, fast)),
+    ]  # fmt: skip
+    answer = only(rows, {})
+    assert "undecided" not in answer.text
+    assert answer.row is rows[2]
