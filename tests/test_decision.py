@@ -18,6 +18,7 @@ from dpbench.cli import options as cli_options
 from dpbench.cli.predicting import predict
 from dpbench.cli.running import run
 from dpbench.hardware import foreign_load
+from dpbench.hardware.provenance import Resources
 from dpbench.records import Case, Source, Status, Trial, plan
 from dpbench.records.trial import Estimate
 
@@ -192,7 +193,7 @@ SITUATIONS = {
 
 
 def only(rows: Sequence[Row], facts: dict[str, object]) -> Answer:
-    (answer,) = answering.answers(rows, facts)
+    (answer,) = answering.answers(rows, Resources.of(facts))
     return answer
 
 
@@ -233,13 +234,13 @@ def test_settings_of_a_case_are_in_the_command(tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     setting = {
         "model": "mine:net", "size": "full", "precision": "bf16", "read_loss": 10, "zero_grad": "zero", "compile": True,
-        "device_ids": (1, 3), "schedule": "workers=pool,replicas=cached",
+        "device_ids": (1, 3), "schedule": "workers=pool,replicas=persistent",
     }  # fmt: skip
     rows = [row("single", **{**setting, "schedule": ""}), row("dp", 2, 1.2, off=0.3, **setting)]
     _, _, *arguments = shlex.split(only(rows, {"gpus": {"gpus": [{}, {}]}}).command)
     chosen = run.make_context("run", arguments).params | {"device_kind": "cuda"}  # the default where there are GPUs
     cases, _ = cli_options.cases_of(chosen)
-    assert {replace(case, declared=None) for case in cases} == {one.case for one in rows}
+    assert {one.case for one in rows} <= {*cases}
 
 
 def test_questions_are_told_apart_and_the_usual_one_comes_first() -> None:
@@ -248,7 +249,7 @@ def test_questions_are_told_apart_and_the_usual_one_comes_first() -> None:
         row("single", batch_size=128), row("ddp", 2, 1.9, batch_size=128),
         row("dp", 2, device_kind="emulated"),
     ]  # fmt: skip
-    found = answering.answers(rows, {})
+    found = answering.answers(rows, Resources())
     assert [one.subject for one in found] == [
         "resnet18 (batch 64)", "resnet18 (batch 128)", "resnet18 (batch 64, loss read)",
     ]  # fmt: skip
@@ -256,7 +257,7 @@ def test_questions_are_told_apart_and_the_usual_one_comes_first() -> None:
 
 def test_the_limit_of_a_ladder_is_no_baseline() -> None:
     limit = row("single", batch_size=32, options=plan.LIMIT)
-    (answer,) = answering.answers([limit, SINGLE, row("ddp", 2, 1.8)], {})
+    (answer,) = answering.answers([limit, SINGLE, row("ddp", 2, 1.8)], Resources())
     assert answer.baseline is SINGLE
 
 

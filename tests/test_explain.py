@@ -55,17 +55,24 @@ def command(path: Path, *arguments: str) -> Result:
 
 
 def test_the_answer_comes_first_and_the_findings_follow_by_size(folder: Path) -> None:
-    done = command(folder, "explain")
+    done = command(folder, "explain", "--all")
     assert done.exit_code == 0, done.output
     said = " ".join(done.stdout.split())
-    assert said.startswith("[MEASURED CPU-ONLY] mlp at batch 8: 2 logical CPU devices under dp[reference] give ")
+    assert said.startswith("mlp: ")
+    assert said.index("- gain: ") < said.index("- cause: ") < said.index("- change: ") < said.index("next: dpbench ")
+    assert "[MEASURED CPU-ONLY] mlp at batch 8: 2 logical CPU devices under dp[reference] give " in said
     assert "with perfect scaling it would take" in said
     assert " 1. " in done.stdout
     assert "replicate takes" in said
     assert "6 parameter tensors × " in said  # three linear layers
     assert "dp[cached]" in said
     assert "Not judged, for lack of measurements: " in said
-    assert max(map(len, done.stdout.splitlines())) <= 100
+    pasted = ("  next: ", "  code: ")
+    assert max(len(line) for line in done.stdout.splitlines() if not line.startswith(pasted)) <= 100
+
+
+def test_the_run_prints_its_answer_first(folder: Path) -> None:
+    assert (folder / "out").read_text().startswith("mlp: ")
 
 
 def test_a_run_can_be_named_and_one_that_is_not_there_says_so(folder: Path) -> None:

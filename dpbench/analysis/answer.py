@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from dpbench.analysis import commands, stats
 from dpbench.analysis.decision import Basis, Choice, Decision, Question, decide, questions, speed, unusual
 from dpbench.analysis.findings.text import devices, strategy
 from dpbench.analysis.summary import Row
 from dpbench.hardware import foreign_load
+from dpbench.hardware.provenance import Resources
 from dpbench.records import UNATTRIBUTED, Case, Source, Status, plan, registry, schedule, words
 from dpbench.records.registry import Role
 from dpbench.records.trial import Estimate
@@ -31,8 +31,9 @@ class Answer:
     `subject` names the model and, if a run has several, the settings. `headline` is the choice with its speed-up,
     `reason` a clause with DataParallel's own result and the phase in which it loses most, `certainty` a clause on how
     sure the answer is and on the measurements that would decide, `memory` a clause on the memory of the recommended
-    case. `command` is the full command to run next. A text is "" if there is nothing to say. `row` is the recommended
-    case and `baseline` the case on one device; each is None if there is none.
+    case. `command` is the full command to run next. A text is "" if there is nothing to say. `home` is the
+    case on one device with which the cases of the question are compared, and `baseline` its row. `row` is the row of
+    the recommended case. A row is None if there is none.
     """
 
     subject: str
@@ -43,6 +44,8 @@ class Answer:
     memory: str = ""
     command: str = ""
     labels: tuple[str, ...] = ()
+    home: Case
+    source: Source
     row: Row | None = None
     baseline: Row | None = None
 
@@ -70,30 +73,12 @@ class Answer:
         return f"{takes} and {words.long_time(then_s)} here, which saves {words.long_time(now_s - then_s)}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Machine:
-    """The facts about a run's machine that answers need: cores, GPUs and bytes of memory of a GPU; 0 for unknown."""
-
-    cores: int = 0
-    gpus: int = 0
-    memory_bytes: int = 0
-
-    @classmethod
-    def of(cls, provenance: Mapping[str, Any]) -> Machine:
-        """Return the facts in the provenance of a run."""
-        gpus = (provenance.get("gpus") or {}).get("gpus") or ()
-        sizes = [gpu.get("memory_bytes") or 0 for gpu in gpus]
-        cores = (provenance.get("host") or {}).get("cores", 0)
-        return cls(cores=cores, gpus=len(gpus), memory_bytes=min(sizes, default=0))
-
-
-def answers(rows: Sequence[Row], provenance: Mapping[str, Any]) -> list[Answer]:
+def answers(rows: Sequence[Row], machine: Resources) -> list[Answer]:
     """Return the answers of a run, one for each question; questions at the usual settings come first.
 
-    `provenance` has the facts about the run's machine.
+    `machine` has the resources of the run's machine.
     """
     asked = questions(rows)
-    machine = Machine.of(provenance)
     return [_answer(one, _subject(one, asked), machine) for one in asked]
 
 
@@ -108,11 +93,12 @@ def _subject(question: Question, asked: Sequence[Question]) -> str:
     return f"{question.home.model} ({', '.join(found)})" if found else question.home.model
 
 
-def _answer(question: Question, subject: str, machine: Machine) -> Answer:
+def _answer(question: Question, subject: str, machine: Resources) -> Answer:
     decision = decide(question)
     shown = decision.row or (question.candidates or question.rows)[0]
     return Answer(
-        subject=subject, choice=decision.choice, row=decision.row, baseline=question.baseline,
+        subject=subject, home=question.home, source=question.source, choice=decision.choice,
+        row=decision.row, baseline=question.baseline,
         headline=_headline(question, decision), reason=_reason(question, decision, machine),
         certainty=_certainty(question, decision), memory=_memory(question, decision, machine),
         command=_next(question, decision, machine),
@@ -182,7 +168,7 @@ def _failure(row: Row) -> str:
     return "out of memory" if row.status is Status.OOM else row.outcome
 
 
-def _reason(question: Question, decision: Decision, machine: Machine) -> str:
+def _reason(question: Question, decision: Decision, machine: Resources) -> str:
     """Return a clause with DataParallel's result and the phase in which it loses most; "" if it was not measured."""
     dp = _data_parallel(question, decision.row)
     if dp is None or decision.basis in (Basis.EMULATED, Basis.COLOCATED):
@@ -263,12 +249,12 @@ def _rounds(rows: Sequence[Row]) -> int:
     return max([Estimate.ROUNDS, *needed]) if needed else 10
 
 
-def _memory(question: Question, decision: Decision, machine: Machine) -> str:
+def _memory(question: Question, decision: Decision, machine: Resources) -> str:
     """Return a clause on the memory of the recommended case and on cases that ran out of memory; "" if unknown."""
     row, said = decision.row, []
     if row and row.memory:
         device, peak = max(row.memory.items(), key=lambda pair: pair[1])
-        capacity = machine.memory_bytes if row.case.device_kind == "cuda" and row.source is Source.MEASURED else 0
+        capacity = machine.gpu_memory_bytes if row.case.device_kind == "cuda" and row.source is Source.MEASURED else 0
         of = f" of {words.size(capacity)}, so it fits" if capacity else ""
         said.append(f"device {device} uses up to {words.size(peak)}{of}")
     told = _data_parallel(question, decision.row)  # the reason names it already
@@ -278,7 +264,7 @@ def _memory(question: Question, decision: Decision, machine: Machine) -> str:
     return "; ".join(said)
 
 
-def _next(question: Question, decision: Decision, machine: Machine) -> str:
+def _next(question: Question, decision: Decision, machine: Resources) -> str:
     """Return the command to run next: the measurement that the answer lacks, or the most useful further one."""
     if decision.choice is Choice.UNKNOWN and question.source is Source.MEASURED:
         return _lacking(question, decision, machine)
@@ -286,17 +272,17 @@ def _next(question: Question, decision: Decision, machine: Machine) -> str:
     best = decision.row if decision.row in several else _best(several) if several else None
     both = [question.home, *([best.case] if best else [])]
     if question.source is Source.PREDICTED:
-        return commands.measure(both, gpus=True)
+        return commands.measure(both, machine=machine)
     if decision.basis is Basis.ONLY_FITS:
-        return commands.measure(both[1:], "--find-max-batch", gpus=machine.gpus > 0)
+        return commands.measure(both[1:], "--find-max-batch", machine=machine)
     if question.home.device_kind == "cpu":
         return commands.predict(question.home)
-    return commands.measure(commands.at_batch(both, 2), gpus=machine.gpus > 0)
+    return commands.measure(commands.at_batch(both, 2), machine=machine)
 
 
-def _lacking(question: Question, decision: Decision, machine: Machine) -> str:
+def _lacking(question: Question, decision: Decision, machine: Resources) -> str:
     """Return the command that measures, or predicts, the results that a question without an answer lacks."""
-    home, gpus = question.home, machine.gpus > 0
+    home = question.home
     cases = [row.case for row in question.rows]
     one_gpu = decision.basis is Basis.ONE_DEVICE and home.device_kind == "cuda" and machine.gpus == 1
     if one_gpu or decision.basis in (Basis.EMULATED, Basis.COLOCATED):
@@ -304,14 +290,14 @@ def _lacking(question: Question, decision: Decision, machine: Machine) -> str:
     if decision.basis is Basis.ONE_DEVICE:
         roles = (Role.ENGINE, Role.CONTROL)
         two = [replace(home, strategy=registry.of_role(role), devices=2) for role in roles]
-        return commands.measure([home, *two], gpus=gpus)
+        return commands.measure([home, *two], machine=machine)
     if decision.basis is Basis.NO_BASELINE:
-        return commands.measure([home, *cases], gpus=gpus)
+        return commands.measure([home, *cases], machine=machine)
     if decision.basis is Basis.NO_RESULT:
         out = any(row.status is Status.OOM for row in question.several) and home.batch_size > 1
         smaller = commands.at_batch([home, *cases], 0.5)
         retry = ("--retry", "failed,timeout")
-        return commands.measure(smaller, gpus=gpus) if out else commands.measure(cases, *retry, gpus=gpus)
+        return commands.measure(smaller, machine=machine) if out else commands.measure(cases, *retry, machine=machine)
     needed = _rounds(decision.open)
     how = ("--rounds", str(needed)) if needed <= ROUNDS_MOST else ("--rounds", "auto", "--paired")
-    return commands.measure(cases, *how, gpus=gpus)
+    return commands.measure(cases, *how, machine=machine)

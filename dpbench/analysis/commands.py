@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 
+from dpbench.hardware.provenance import Resources
 from dpbench.records import Case, plan, schedule
 
 GPUS = "rtx-3090-x8"
@@ -15,12 +16,12 @@ PREDICTABLE = ("fp32", "bf16")
 _DEFAULT = {f.name: f.default for f in fields(Case)}
 
 
-def measure(cases: Sequence[Case], *extra: str, gpus: bool = False) -> str:
+def measure(cases: Sequence[Case], *extra: str, machine: Resources) -> str:
     """Return the `dpbench run` command that measures `cases`, which must differ only in strategy, devices and batch.
 
     The command may select further cases: all combinations of the strategies, the numbers of devices and the batch
-    sizes. `extra` are further arguments, and `gpus` states whether the machine has GPUs, so that cases on the CPU need
-    an option. Return "" for cases on several machines, which a single command cannot start.
+    sizes. `extra` are further arguments. On a `machine` with GPUs, cases on the CPU need an option. Return "" for cases
+    on several machines, which a single command cannot start.
     """
     if any(case.hosts > 1 for case in cases):
         return ""
@@ -31,7 +32,7 @@ def measure(cases: Sequence[Case], *extra: str, gpus: bool = False) -> str:
     parts += (
         ["--batch-per-device", str(*shares)] if weak else ["--batch-sizes", _list(case.batch_size for case in cases)]
     )
-    return shlex.join([*parts, *_setting(one, gpus), *extra])
+    return shlex.join([*parts, *_setting(one, machine), *extra])
 
 
 def predict(case: Case, machine: str = GPUS) -> str:
@@ -69,10 +70,11 @@ def _strategies(cases: Sequence[Case]) -> list[str]:
     return found + (["--schedules", ";".join(schedules)] if schedules not in ([], [schedule.REFERENCE]) else [])
 
 
-def _setting(case: Case, gpus: bool) -> list[str]:
+def _setting(case: Case, machine: Resources) -> list[str]:
     """Return the options for the settings of a case that differ from the defaults of `dpbench run`."""
     found: list[str] = []
-    if case.device_kind != ("cuda" if gpus else "cpu"):
+    # without the option, the default is cuda on a machine with GPUs
+    if case.device_kind == "emulated" or (case.device_kind == "cpu" and machine.gpus):
         found += ["--device-kind", case.device_kind]
     for name, option in (
         ("device_ids", "--device-ids"), ("size", "--size"), ("precision", "--precision"), ("inputs", "--inputs"),

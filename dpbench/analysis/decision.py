@@ -209,7 +209,7 @@ def questions(rows: Iterable[Row]) -> list[Question]:
     table = {(row.case, row.source): row for row in rows if row.case.options != plan.LIMIT}
     groups: dict[tuple[Case, Source], list[Row]] = {}
     for (case, source), row in table.items():
-        home = next((one for one in _homes(case) if (one, source) in table), _homes(case)[0])
+        home = next((one for one in homes(case) if (one, source) in table), homes(case)[0])
         groups.setdefault((home, source), []).append(row)
     asked = [
         Question(
@@ -229,7 +229,7 @@ def questions(rows: Iterable[Row]) -> list[Question]:
     return sorted(kept, key=lambda one: bool(unusual(one.home)))
 
 
-def _homes(case: Case) -> list[Case]:
+def homes(case: Case) -> list[Case]:
     """Return the cases that can be the baseline of `case`: the same global batch, then the same batch per device."""
     if case.traits.role is Role.BASELINE:
         return [case]

@@ -12,6 +12,7 @@ from typing import Any, Self
 from dpbench.analysis import answer, diagnosis, engine_cost, findings, hosts, imbalance, ladder, summary, transfers
 from dpbench.analysis.imbalance import Footprint, Index
 from dpbench.hardware import foreign_load
+from dpbench.hardware.provenance import Resources
 from dpbench.records import Case, Trial
 
 FINISHED = "finished"
@@ -53,9 +54,8 @@ class Report:
         self_check: Sequence[str] = (),
     ) -> Self:
         """Return the report of the run that has these trials; all other arguments are facts stored with the run."""
-        rows = summary.rows(trials)
+        rows, machine = summary.rows(trials), Resources.of(provenance)
         ladders, costs = ladder.ladders(rows), engine_cost.engine_costs(rows, trials)
-        cores = provenance.get("host", {}).get("cores", 0)
         return cls(
             run_id=run_id, started_s=started_s, provenance=provenance, trials=trials, rows=rows, ladders=ladders,
             verdict=" ".join(
@@ -68,13 +68,13 @@ class Report:
                 )
             )
             + _noisy(provenance),
-            answers=answer.answers(rows, provenance), engine_costs=costs, tiles=diagnosis.tiles(rows, ladders),
+            answers=answer.answers(rows, machine), engine_costs=costs, tiles=diagnosis.tiles(rows, ladders),
             warnings=[
                 *_of_run(status, provenance), *hosts.warnings(provenance), *hosts.unlike(trials),
                 *hosts.failures(trials),
                 *diagnosis.warnings(rows, trials, provenance),
             ],
-            diagnoses=findings.diagnose(rows, trials, cores), self_check=(*self_check, *engine_cost.counts(costs)),
+            diagnoses=findings.diagnose(rows, trials, machine), self_check=(*self_check, *engine_cost.counts(costs)),
         )  # fmt: skip
 
     @property

@@ -137,19 +137,25 @@ def report(store: Path, run_id: str | None, html: Path, md: bool) -> None:
 
 
 @click.command()
+@click.option("--all", "full", is_flag=True, help="Also print every finding with its evidence, remedy and command.")
+@click.option("--samples", type=click.IntRange(1), help="Samples of an epoch, to state its time.")
 @run_option
 @store_option
-def explain(store: Path, run_id: str | None) -> None:
-    """Explain a run: the speed-up of more devices, the causes of lost time, and the remedies with their gains.
+def explain(store: Path, run_id: str | None, full: bool, samples: int | None) -> None:
+    """Explain a run: for each model, whether to use several devices, why, and which change helps.
 
-    The answer comes first, then the findings in the order of the time at stake. Each finding has its evidence and its
-    remedy, and the measured gain of the remedy if the same run includes it.
+    With --all, the findings follow in the order of the time at stake. Each finding has its evidence and its remedy, and
+    the measured gain of the remedy if the same run includes it.
     """
     from dpbench.analysis.findings import text
 
     chosen, trials = read(store, run_id)
     found = report_of(chosen, trials)
-    click.echo(text.render(found.diagnoses, found.rows))
+    click.echo(text.explain(found.answers, found.diagnoses, () if full else found.rows, samples or 0))
+    if full:
+        click.echo(f"\n{text.render(found.diagnoses, found.rows)}")
+    elif number := sum(len(one.findings) for one in found.diagnoses):
+        click.echo(f"\n{words.count(number, 'finding')} with evidence: dpbench explain --all")
 
 
 @click.command("list")

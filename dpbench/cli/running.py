@@ -26,7 +26,7 @@ from dpbench.cli.options import (  # fmt: skip
     patience_option,
     store_option,
 )
-from dpbench.cli.showing import choose, print_table, print_verdict, report_of, write_report
+from dpbench.cli.showing import choose, print_answers, print_table, print_verdict, report_of, write_report
 
 if TYPE_CHECKING:
     from dpbench.measure.cluster import Cluster
@@ -247,6 +247,7 @@ def _measure(store: Path, report: Path, cluster: Cluster | None, options: dict[s
     # write the page first: printing fails if the reader has closed the output
     write_report(report, shown)
     try:
+        print_answers(shown)
         print_table(shown)
         print_verdict(shown)
         click.echo(f"report: {report}   store: {store}   run: {outcome.run_id[:8]}", err=True)

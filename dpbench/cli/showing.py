@@ -59,6 +59,18 @@ def write_report(path: Path, report: Report) -> None:
     path.write_text(page.render(report))
 
 
+ANSWERS = 6
+"""The largest number of answers that a run prints; `dpbench explain` prints all."""
+
+
+def print_answers(report: Report) -> None:
+    """Print the answers of a report to stdout: for each model, whether to use several devices, and why."""
+    for one in report.answers[:ANSWERS]:
+        click.echo(f"{one.text} [{' '.join(one.labels)}]\n")
+    if len(report.answers) > ANSWERS:
+        click.echo(f"{len(report.answers) - ANSWERS} more: dpbench explain\n")
+
+
 def print_table(report: Report) -> None:
     """Print a report's table of results, with one line per case, to stdout."""
     from dpbench.cli.progress import table

@@ -12,9 +12,11 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import dpbench
 
@@ -23,6 +25,26 @@ VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NCCL_P2P_DISABLE",
     "PYTORCH_CUDA_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG", "ASV_COMMIT",
 )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resources:
+    """The resources of a run's machine: the cores that the run may use, the GPUs, and the memory of a GPU in bytes.
+
+    A number is 0 if it is unknown. Of GPUs with unequal memory, `gpu_memory_bytes` is the smallest.
+    """
+
+    cores: int = 0
+    gpus: int = 0
+    gpu_memory_bytes: int = 0
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> Self:
+        """Return the resources that the facts of a run state; the facts have the form that `collect` returns."""
+        gpus = (facts.get("gpus") or {}).get("gpus") or ()
+        sizes = [gpu.get("memory_bytes") or 0 for gpu in gpus]
+        cores = (facts.get("host") or {}).get("cores", 0)
+        return cls(cores=cores, gpus=len(gpus), gpu_memory_bytes=min(sizes, default=0))
 
 
 def collect(gpus: dict[str, Any] | None = None) -> dict[str, Any]:

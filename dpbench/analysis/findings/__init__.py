@@ -9,9 +9,9 @@ finding states the gain of the remedy.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from dpbench.analysis import stats
+from dpbench.analysis import commands, stats
 from dpbench.analysis.findings import phases, scale
 from dpbench.analysis.findings.answer import answer
 from dpbench.analysis.findings.rule import (
@@ -26,10 +26,16 @@ from dpbench.analysis.findings.rule import (
     contexts,
 )
 from dpbench.analysis.summary import Row
-from dpbench.records import Trial, schedule, words
+from dpbench.hardware.provenance import Resources
+from dpbench.records import Case, Trial, schedule, words
+from dpbench.records.registry import Role
 
 __all__ = ["Diagnosis", "Finding", "RULES", "diagnose"]
 
+TRAIN_STEP = 'step = dpbench.TrainStep(model, loss_fn, optimizer_fn, device_ids, schedule="{}")'
+"""The line of code that applies a schedule to a training loop."""
+DDP = "model = torch.nn.parallel.DistributedDataParallel(model)  # in each process that torchrun starts"
+"""The line of code that trains with one process per device."""
 RULES: tuple[FindingRule, ...] = (*scale.RULES, *phases.RULES)
 
 
@@ -47,14 +53,14 @@ class Diagnosis:
     unjudged: tuple[str, ...]
 
 
-def diagnose(rows: Sequence[Row], trials: Sequence[Trial], cores: int) -> list[Diagnosis]:
+def diagnose(rows: Sequence[Row], trials: Sequence[Trial], machine: Resources) -> list[Diagnosis]:
     """Return the diagnoses of a run.
 
     There is one for each setting and each batch size that ran on the setting's largest number of devices. A setting is
     a case without its strategy, schedule, number of devices and batch size. The list is empty if no case on several
-    devices has a result. `cores` is the number of cores that the run may use, 0 for unknown.
+    devices has a result. `machine` has the resources of the run's machine.
     """
-    return [_diagnosis(context) for context in contexts(rows, trials, cores)]
+    return [_diagnosis(context) for context in contexts(rows, trials, machine)]
 
 
 def _diagnosis(context: CaseContext) -> Diagnosis:
@@ -90,9 +96,21 @@ def _worth(context: CaseContext, seen: Evidence) -> bool:
 
 def _finding(context: CaseContext, rule: FindingRule, seen: Evidence) -> Finding:
     share = seen.size_s.value / context.step_s if seen.size_s else 0.0
-    return Finding(
-        rule=rule, row=context.row, evidence=seen, share=share, cures=cures(context, rule), labels=context.row.labels
-    )
+    tried = rule.remedies(context.case)
+    found = Finding(
+        rule=rule, row=context.row, evidence=seen, share=share, cures=cures(context, rule), labels=context.row.labels,
+        command=commands.measure([context.case, *tried], machine=context.machine) if tried else "",
+    )  # fmt: skip
+    return replace(found, code=_code(found, tried))
+
+
+def _code(finding: Finding, tried: Sequence[Case]) -> str:
+    """Return the line of code that applies the remedy: the measured cure, or else the first schedule in `tried`."""
+    better = [cure.row.case for cure in finding.cures if cure.verdict == "faster"]
+    schedules = [finding.evidence.schedule, *(case.schedule for case in (*better, *tried))]
+    if chosen := next(filter(None, schedules), ""):
+        return TRAIN_STEP.format(chosen)
+    return DDP if Role.CONTROL in finding.rule.roles else ""
 
 
 def cures(context: CaseContext, rule: FindingRule) -> tuple[Cure, ...]:

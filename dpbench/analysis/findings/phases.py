@@ -145,32 +145,29 @@ RULES = (
         remedy="keep the replicas between steps: the schedule cached keeps their module trees, and persistent also "
         "keeps their weights; flat_storage copies one buffer instead of many tensors; ddp never replicates",
         switches={"replicas": ("cached", "persistent"), "storage": ("flat",)}, roles=(Role.CONTROL,),
-        needs="--schedules cached,flat_storage,persistent --strategies dp,ddp",
     ),
     FindingRule(
         name="reduce", when=_heavy(Phase.REDUCE, _per_gradient),
         remedy="add the gradients in one buffer (flat_storage), during backward (overlap, ddp), or in shares, one "
         "on each device (zero1)",
         switches={"storage": ("flat",), "reduce": ("overlap",), "update": ("each", "sharded")}, roles=(Role.CONTROL,),
-        needs="--schedules flat_storage,overlap,zero1 --strategies dp,ddp",
     ),
     FindingRule(
         name="scatter", when=_heavy(Phase.SCATTER, _of_batch("input_bytes")),
         remedy="send fewer bytes (smaller data types, augmentation on the device), use pinned memory, and send the "
         "bytes before the step needs them; with ddp, each rank loads its own rows",
-        roles=(Role.CONTROL,), needs="--strategies dp,ddp",
+        roles=(Role.CONTROL,),
     ),
     FindingRule(
         name="gather", when=_heavy(Phase.GATHER, _of_batch("output_bytes")),
         remedy="leave the outputs on their devices and compute the loss there: local_loss, or ddp",
-        switches={"loss": ("local",)}, roles=(Role.CONTROL,), needs="--schedules local_loss --strategies dp,ddp",
+        switches={"loss": ("local",)}, roles=(Role.CONTROL,),
     ),
     FindingRule(
         name="optimizer", when=_optimizer,
         remedy="let every device update its share of the weights (zero1), or update all weights in one buffer "
         "(flat_optimizer)",
         switches={"update": ("sharded",), "optimizer": ("flat",)},
-        needs="--schedules flat_optimizer,zero1 --strategies dp",
     ),
     FindingRule(
         name="unattributed", when=_unattributed,
@@ -181,12 +178,11 @@ RULES = (
         name="serial forward", when=_serial(Phase.FORWARD),
         remedy="give each device more work at once (a bigger batch, fewer and larger operators), or use one process "
         "per device (ddp)",
-        switches={"workers": ("pool",)}, roles=(Role.CONTROL,), needs="--schedules pool --strategies dp,ddp",
+        switches={"workers": ("pool",)}, roles=(Role.CONTROL,),
     ),
     FindingRule(
         name="serial backward", when=_serial(Phase.BACKWARD),
         remedy="run each device's backward in a separate thread (local_backward) or a separate process (ddp)",
         switches={"backward": ("local",)}, roles=(Role.CONTROL,),
-        needs="--schedules local_backward --strategies dp,ddp",
     ),
 )  # fmt: skip

@@ -12,6 +12,7 @@ from functools import cached_property
 
 from dpbench.analysis import stats
 from dpbench.analysis.summary import Row
+from dpbench.hardware.provenance import Resources
 from dpbench.records import Case, Phase, Source, Trial, ledger, plan, registry, schedule
 from dpbench.records.registry import Role
 from dpbench.records.trial import Estimate
@@ -27,13 +28,13 @@ class CaseContext:
     """The diagnosed case, and the cases of the run with which it is compared.
 
     `row` is the row of the diagnosed case. `rows` has all measured rows of the run and `trials_of` all trials, by case.
-    `cores` is the number of cores that the run may use, 0 for unknown.
+    `machine` has the resources of the run's machine.
     """
 
     row: Row
     rows: Mapping[Case, Row]
     trials_of: Mapping[Case, Sequence[Trial]]
-    cores: int = 0
+    machine: Resources = field(default_factory=Resources)
 
     @property
     def trials(self) -> Sequence[Trial]:
@@ -50,6 +51,11 @@ class CaseContext:
         """Return the diagnosed case's median step time in seconds."""
         assert self.row.step is not None
         return self.row.step.value
+
+    @property
+    def cores(self) -> int:
+        """Return the number of cores that the run may use; 0 if it is unknown."""
+        return self.machine.cores
 
     @property
     def engine(self) -> bool:
@@ -197,13 +203,13 @@ def scaled(series: stats.Rounds, factor: float) -> dict[int, list[float]]:
     return {number: [one * factor for one in steps] for number, steps in series.items()}
 
 
-def contexts(rows: Sequence[Row], trials: Sequence[Trial], cores: int) -> list[CaseContext]:
+def contexts(rows: Sequence[Row], trials: Sequence[Trial], machine: Resources) -> list[CaseContext]:
     """Return the contexts of the cases to diagnose.
 
     There is one for each setting and each batch size that ran on the setting's largest number of devices. A setting is
     a case without its strategy, schedule, number of devices and batch size. Of the cases with the same batch size, that
-    of torch.nn.DataParallel is preferred, then that of the engine with the lowest rung. `cores` is the number of cores
-    that the run may use, 0 for unknown.
+    of torch.nn.DataParallel is preferred, then that of the engine with the lowest rung. `machine` has the
+    resources of the run's machine.
     """
     measured = [row for row in rows if row.step and row.series and row.source is Source.MEASURED]
     # if other devices were measured too, the emulated ones only compare the engine with torch's DataParallel
@@ -224,7 +230,7 @@ def contexts(rows: Sequence[Row], trials: Sequence[Trial], cores: int) -> list[C
             if row.case.devices == most:
                 batches.setdefault(row.case.batch_size, []).append(row)
         for alike in batches.values():
-            found.append(CaseContext(min(alike, key=_rank), by_case, of_case, cores))
+            found.append(CaseContext(min(alike, key=_rank), by_case, of_case, machine))
     return found
 
 
@@ -251,13 +257,15 @@ class Evidence:
 
     `says` is a clause that states the problem, `numbers` a text with the figures behind it. `size_s` is the cost of the
     problem in seconds per step; it is None if the problem costs memory but no time. If `measured`, the cost is the
-    measured gain of another case. Otherwise it is an upper bound of the time that a remedy can save.
+    measured gain of another case, whose `schedule` is "" if it has none. Otherwise the cost is an upper bound of the
+    time that a remedy can save.
     """
 
     says: str
     numbers: str
     size_s: Estimate | None
     measured: bool = False
+    schedule: str = ""
 
 
 @dataclass(frozen=True)
@@ -278,7 +286,7 @@ class FindingRule:
     `switches` maps a switch of a schedule to the positions that are the remedy. `roles` has the roles of the strategies
     that are the remedy, such as `Role.CONTROL` for ddp. A case applies the remedy if a switch of its schedule has such
     a position, or if its strategy has such a role. If such cases were measured on the same work, a finding shows their
-    gain. Otherwise it shows `needs`, the command-line options that measure them.
+    gain. `others` returns further cases that apply the remedy to a case, on other work or devices.
     """
 
     name: str
@@ -286,7 +294,26 @@ class FindingRule:
     remedy: str
     switches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     roles: tuple[Role, ...] = ()
-    needs: str = ""
+    others: Callable[[Case], Sequence[Case]] = lambda case: ()
+
+    def remedies(self, case: Case) -> list[Case]:
+        """Return the cases that apply the remedy to `case`: rungs of the ladder, other strategies, then `others`."""
+        found = [*remedial(case, self.switches, self.roles), *map(plan.normalise, self.others(case))]
+        return [one for one in found if one != case]
+
+
+def remedial(case: Case, switches: Mapping[str, tuple[str, ...]], roles: Sequence[Role]) -> list[Case]:
+    """Return the cases of the same work as `case` with a remedy.
+
+    They are the rungs that set one of the `switches` to one of its positions, and the strategies with these `roles`.
+    """
+    wanted = [(switch, position) for switch, several in switches.items() for position in several]
+    climbed = schedule.climb(*plan.conditions(case.device_kind))
+    rungs = [rung for rung in climbed if schedule.LADDER.get(rung) in wanted]
+    found = [replace(case, strategy=registry.of_role(Role.ENGINE), schedule=rung) for rung in rungs]
+    found += [plan.normalise(replace(case, strategy=registry.of_role(role), schedule="")) for role in roles]
+    # emulated devices belong to one process
+    return [one for one in found if not (one.device_kind == "emulated" and one.traits.ranks)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,7 +334,9 @@ class Finding:
     """A problem that a rule found in the diagnosed case.
 
     `row` is the row of this case, with its `labels`. `share` is the cost of the problem as a fraction of the step, 0 if
-    it costs no time. `cures` are the measured cases that apply the rule's remedy, the fastest first.
+    it costs no time. `cures` are the measured cases that apply the rule's remedy, the fastest first. `code` is the
+    line of Python that applies the remedy, and `command` the full command that measures it. Each is "" if there is
+    none.
     """
 
     rule: FindingRule
@@ -316,3 +345,5 @@ class Finding:
     share: float
     cures: tuple[Cure, ...]
     labels: tuple[str, ...]
+    code: str = ""
+    command: str = ""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dpbench.analysis import stats
+from dataclasses import replace
+
+from dpbench.analysis import commands, stats
 from dpbench.analysis.findings.rule import (
     COMPUTE,
     CaseContext,
@@ -10,12 +12,13 @@ from dpbench.analysis.findings.rule import (
     FindingRule,
     Judgement,
     Missing,
+    remedial,
     scaled,
     share_of,
 )
 from dpbench.analysis.findings.text import devices, strategy
 from dpbench.analysis.summary import Row
-from dpbench.records import schedule
+from dpbench.records import Case, schedule
 from dpbench.records.registry import Role
 from dpbench.records.trial import Estimate
 from dpbench.records.words import NOT_ENOUGH, REMEDY, count, duration, exact, number, percent, size, time, times, verb
@@ -139,7 +142,8 @@ def _schedules(context: CaseContext) -> Judgement:
     if not rivals:
         return Missing("whether another schedule is faster (measure with --schedules fastest, or --ladder)")
     best = min(rivals, key=lambda row: (row.doubt is not None, row.step.value if row.step else 0.0))
-    return _against(context, best, f"the schedule {strategy(best.case)}")
+    found = _against(context, best, f"the schedule {strategy(best.case)}")
+    return replace(found, schedule=best.case.schedule) if isinstance(found, Evidence) else found
 
 
 def _exact(text: str) -> bool:
@@ -214,7 +218,7 @@ def _uneven(context: CaseContext) -> Judgement:
     lost, compute = 1 - batch / (max(rows) * most), context.phase(*COMPUTE)
     without = most - len(rows)
     idle = f"; {without} of {count(most, 'device')} {verb(without, 'gets', 'get')} no sample" if without else ""
-    multiples = dict.fromkeys((batch // most * most or most, -(-batch // most) * most))
+    multiples = _multiples(batch, most)
     samples = f"{count(batch, 'sample')} {verb(batch, 'does', 'do')}"
     return Evidence(
         says=f"{samples} not split evenly over {count(most, 'device')}{idle}",
@@ -256,22 +260,43 @@ def _diminishing(context: CaseContext) -> Judgement:
     )
 
 
+def _balanced(case: Case) -> list[Case]:
+    """Return cases of the same work that use less memory on device 0: local loss, sharded optimizer, and ddp."""
+    return remedial(case, {"loss": ("local",), "update": ("sharded",)}, [Role.CONTROL])
+
+
+def _fewer(case: Case) -> list[Case]:
+    """Return the case on half as many devices; empty for two devices, which are the fewest."""
+    return [replace(case, devices=case.devices // 2)] if case.devices > 3 else []
+
+
+def _even(case: Case) -> list[Case]:
+    """Return the case with the next smaller and the next larger batch size that splits evenly over its devices."""
+    return [replace(case, batch_size=size) for size in _multiples(case.batch_size, case.devices)]
+
+
+def _multiples(batch: int, devices: int) -> list[int]:
+    """Return the multiples of `devices` next to `batch`, the smaller one first; at least `devices`."""
+    return [*dict.fromkeys((batch // devices * devices or devices, -(-batch // devices) * devices))]
+
+
 RULES = (
     FindingRule(
         name="imbalance", when=_busy,
         remedy="move work from device 0 to the others: the loss (local_loss), the update (zero1), or rows of the batch "
         "(TrainStep's chunk_sizes)",
         switches={"loss": ("local",), "update": ("each", "sharded")}, roles=(Role.CONTROL,),
-        needs="--schedules local_loss,zero1 --strategies dp,ddp",
     ),
     FindingRule(
         name="memory", when=_memory,
         remedy="leave outputs and loss on their devices (local_loss), shard the optimizer's state (zero1), or use ddp",
+        others=_balanced,
     ),
     FindingRule(
         name="oversubscribed", when=_oversubscribed,
         remedy="use at most one device per core, or another machine: these numbers do not show the gain from more "
         "devices",
+        others=_fewer,
     ),
     FindingRule(
         name="all cores", when=_all_cores, roles=(Role.ALL_CORES,),
@@ -279,13 +304,17 @@ RULES = (
     ),
     FindingRule(
         name="small share", when=_small, remedy="give each device more samples: a bigger batch, or fewer devices",
-        needs="--batch-per-device",
+        others=lambda case: [*commands.at_batch([case], 2), *_fewer(case)],
     ),
     FindingRule(name="bigger batch", when=_bigger, remedy="use the bigger batch, if the training converges with it"),
-    FindingRule(name="uneven", when=_uneven, remedy="choose a batch size that is a multiple of the number of devices"),
+    FindingRule(
+        name="uneven", when=_uneven, remedy="choose a batch size that is a multiple of the number of devices",
+        others=_even,
+    ),
     FindingRule(
         name="diminishing", when=_diminishing,
         remedy="use fewer devices, or first shorten the phases that more devices do not shorten",
+        others=_fewer,
     ),
     FindingRule(name="ddp", when=_ddp, remedy="use torch.nn.parallel.DistributedDataParallel", roles=(Role.CONTROL,)),
     FindingRule(name="schedule", when=_schedules, remedy="use dpbench.TrainStep with that schedule"),

@@ -1,4 +1,8 @@
-"""Text: render a diagnosis as plain text: the answer, the findings from largest to smallest, and open questions."""
+"""Text: render answers and diagnoses as plain text.
+
+An answer has three bullets: the gain, the cause of lost time, and the change that helps. A diagnosis has a paragraph,
+the findings from largest to smallest, and open questions.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,14 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from dpbench.analysis.decision import homes
 from dpbench.analysis.findings.rule import Cure, Finding
 from dpbench.analysis.ladder import label, short
 from dpbench.records import Case, words
 from dpbench.records.words import NOT_ENOUGH, duration, percent, time, times
 
 if TYPE_CHECKING:
+    from dpbench.analysis.answer import Answer
     from dpbench.analysis.findings import Diagnosis
     from dpbench.analysis.summary import Row
 
@@ -19,6 +25,7 @@ if TYPE_CHECKING:
 WIDTH = 100
 CURES = 2
 """The largest number of measured cases that a finding names as remedies, the fastest first."""
+NO_FINDING = "no finding exceeds the measurement noise"
 NOTHING = "Nothing to explain: no case with several devices has a verified result in this run."
 NOTE = (
     "Sizes are seconds per step with 95% intervals. 'Costs at most' gives the total cost of a problem: no remedy can "
@@ -27,11 +34,52 @@ NOTE = (
 )
 
 
+def explain(
+    answers: Sequence[Answer], diagnoses: Sequence[Diagnosis], rows: Sequence[Row] = (), samples: int = 0
+) -> str:
+    """Return the answers as text, each with three bullets, followed by the cases in `rows` that have no result.
+
+    `samples` is the number of samples of an epoch, for which each answer states the time; 0 means that it is unknown.
+    """
+    said = ["\n".join(_bullets(one, diagnosis_of(one, diagnoses), samples)) for one in answers] or [NOTHING]
+    return "\n\n".join([*said, *_without_result(rows)])
+
+
 def render(diagnoses: Sequence[Diagnosis], rows: Sequence[Row] = ()) -> str:
     """Return all diagnoses as text, followed by the cases in `rows` that have no result, each with the reason."""
     explained = ["\n".join(_lines(one)) for one in diagnoses] or [NOTHING]
-    lost = [f"No result: {label(row.case)}: {_lost(row)}" for row in rows if row.step is None]
-    return "\n\n".join([*explained, *([textwrap.fill(NOTE, WIDTH)] if diagnoses else []), *lost])
+    note = [textwrap.fill(NOTE, WIDTH)] if diagnoses else []
+    return "\n\n".join([*explained, *note, *_without_result(rows)])
+
+
+def _without_result(rows: Sequence[Row]) -> list[str]:
+    return [f"No result: {label(row.case)}: {_lost(row)}" for row in rows if row.step is None]
+
+
+def diagnosis_of(answer: Answer, diagnoses: Sequence[Diagnosis]) -> Diagnosis | None:
+    """Return the diagnosis of a case with which the answer's question is compared; None if there is none."""
+    return next((one for one in diagnoses if answer.home in homes(one.row.case)), None)
+
+
+def _bullets(answer: Answer, diagnosis: Diagnosis | None, samples: int) -> Iterator[str]:
+    """Yield the lines of an answer: the headline with its labels, three bullets, and the next command."""
+    yield textwrap.fill(f"{answer.subject}: {answer.headline} [{' '.join(answer.labels)}]", WIDTH)
+    epoch = answer.epoch(samples) if samples else ""
+    costly = [one for one in diagnosis.findings if one.evidence.size_s] if diagnosis else []
+    cause = [answer.reason, f"the most costly finding: {headline(costly[0])}" if costly else ""]
+    change = _change(costly[0]) if costly else []
+    bullets = {"gain": [answer.certainty, answer.memory, epoch], "cause": cause, "change": change}
+    nothing = {"gain": words.MISSING, "cause": NO_FINDING, "change": "none that these measurements support"}
+    for name, clauses in bullets.items():
+        yield _filled(f"  - {name}: ", "; ".join(filter(None, clauses)) or nothing[name], hang=4)
+    # not wrapped, so that they can be pasted
+    code = costly[0].code if costly else ""
+    yield from (f"  {name}: {line}" for name, line in (("code", code), ("next", answer.command)) if line)
+
+
+def _change(finding: Finding) -> list[str]:
+    """Return the clauses of the bullet on the remedy of a finding: the remedy and its measured gain."""
+    return [finding.rule.remedy, f"measured: {_cure(finding.cures[0])}" if finding.cures else ""]
 
 
 def _lost(row: Row) -> str:
@@ -42,7 +90,7 @@ def _lines(diagnosis: Diagnosis) -> Iterator[str]:
     yield f"[{' '.join(diagnosis.row.labels)}]"
     yield textwrap.fill(diagnosis.answer, WIDTH)
     if not diagnosis.findings:
-        yield "\nNo finding exceeds the measurement noise."
+        yield f"\n{NO_FINDING[0].upper()}{NO_FINDING[1:]}."
     for number, finding in enumerate(diagnosis.findings, 1):
         yield ""
         yield _filled(f"{number:>2}. ", f"{headline(finding)} [{' '.join(finding.labels)}]")
@@ -67,18 +115,19 @@ def headline(finding: Finding) -> str:
 
 
 def parts(finding: Finding) -> list[tuple[str, str]]:
-    """Return pairs (title, text): the evidence, the remedy, and the remedy's measured gain or how to measure it.
+    """Return pairs (title, text): the evidence, the remedy, its measured gains, the line of code, and the command.
 
-    The last pair is left out if the evidence itself is a measured gain, or if the rule names no case that applies the
-    remedy.
+    The measured gains and the command are left out if the evidence itself is a measured gain. The command is also left
+    out if the gains were measured.
     """
     found = [("evidence", finding.evidence.numbers), ("remedy", finding.rule.remedy)]
-    if finding.evidence.measured or not (finding.rule.switches or finding.rule.roles):
-        return found
-    if finding.cures:
-        shown = [_cure(cure) for cure in finding.cures[:CURES]]
-        return [*found, ("measured in this run", "; ".join(shown))]
-    return [*found, ("not measured in this run", f"measure it with {finding.rule.needs}")]
+    if finding.cures and not finding.evidence.measured:
+        found.append(("measured in this run", "; ".join(_cure(cure) for cure in finding.cures[:CURES])))
+    if finding.code:
+        found.append(("code", finding.code))
+    if finding.command and not (finding.cures or finding.evidence.measured):
+        found.append(("not measured in this run; measure it with", finding.command))
+    return found
 
 
 def _cure(cure: Cure) -> str:
