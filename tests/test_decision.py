@@ -267,6 +267,20 @@ def test_memory_names_the_capacity_of_the_gpu() -> None:
     assert answer.memory == "device 0 uses up to 5.00 GiB of 24.0 GiB, so it fits"
 
 
+def test_the_devices_added_last_are_in_the_reason() -> None:
+    """A student asks why the fourth GPU gives only 1.2 times."""
+    answer = only([SINGLE, row("dp", 3, 2.0), row("dp", 4, 2.4), row("ddp", 4, 3.5)], {})
+    assert "going from 3 to 4 devices makes it 1.20× (" in answer.reason
+    assert "where 1.33× is ideal" in answer.reason
+
+
+def test_a_model_that_only_predictions_know_has_no_command_to_measure_it() -> None:
+    rows = [
+        replace(one, case=replace(one.case, model="resnet50")) for one in (predicted("single"), predicted("ddp", 2, 2))
+    ]
+    assert only(rows, {}).command == ""
+
+
 def test_an_epoch_is_computed_from_the_throughputs() -> None:
     answer = only([SINGLE, row("ddp", 2, 2.0)], {})  # 640 and 1,280 samples per second
     assert answer.epoch(768_000) == (

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from dpbench.analysis import commands, stats
-from dpbench.analysis.decision import Basis, Choice, Decision, Question, decide, questions, speed, unusual
+from dpbench.analysis.decision import Basis, Choice, Decision, Question, decide, questions, ratio_of, speed, unusual
 from dpbench.analysis.findings.text import devices, strategy
 from dpbench.analysis.summary import Row
 from dpbench.hardware import foreign_load
@@ -180,7 +180,25 @@ def _reason(question: Question, decision: Decision, machine: Resources) -> str:
     said = "it" if dp is decision.row else f"DataParallel gives {words.times(dp.speedup)} on {devices(dp.case)} and"
     share = f"; {words.count(len(dp.case.rows), 'device')} share {words.count(machine.cores, 'core')}"
     shared = dp.case.device_kind == "cpu" and 0 < machine.cores < len(dp.case.rows)
-    return f"{said} {_loses(dp, question)}{share if shared else ''}"
+    return f"{said} {_loses(dp, question)}{share if shared else ''}{_added(dp, question)}"
+
+
+def _added(row: Row, question: Question) -> str:
+    """Return a clause on the gain from the devices added last, for more than two devices; "" if it is unknown."""
+    same = [
+        one for one in question.candidates
+        if 1 < one.case.devices < row.case.devices
+        and replace(one.case, devices=row.case.devices, batch_size=row.case.batch_size) == row.case
+    ]  # fmt: skip
+    if not same:
+        return ""
+    fewer = max(same, key=lambda one: one.case.devices)
+    gain = ratio_of(row, fewer)
+    if gain.doubt:
+        return ""
+    ideal = words.exact(round(row.case.devices / fewer.case.devices, 2))
+    counts = f"from {fewer.case.devices} to {row.case.devices} devices"
+    return f"; going {counts} makes it {words.times(gain)} as fast, where {ideal}× is ideal"
 
 
 def _data_parallel(question: Question, chosen: Row | None) -> Row | None:

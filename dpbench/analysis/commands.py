@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 
 from dpbench.hardware.provenance import Resources
-from dpbench.records import Case, plan, schedule
+from dpbench.records import Case, plan, registry, schedule
 
 GPUS = "rtx-3090-x8"
 """The described machine for which a prediction is suggested to a user without several GPUs."""
@@ -21,11 +21,11 @@ def measure(cases: Sequence[Case], *extra: str, machine: Resources) -> str:
 
     The command may select further cases: all combinations of the strategies, the numbers of devices and the batch
     sizes. `extra` are further arguments. On a `machine` with GPUs, cases on the CPU need an option. Return "" for cases
-    on several machines, which a single command cannot start.
+    on several machines, which a single command cannot start, and for models that only predictions know.
     """
-    if any(case.hosts > 1 for case in cases):
-        return ""
     one = cases[0]
+    if any(case.hosts > 1 for case in cases) or not (":" in one.model or one.model in registry.own("models")):
+        return ""
     parts = ["dpbench", "run", *_model(one), *_strategies(cases), "--devices", _list(case.devices for case in cases)]
     shares = {case.batch_size // case.devices for case in cases}
     weak = len(shares) == 1 < len({case.batch_size for case in cases})

@@ -184,12 +184,12 @@ def _simplest(rows: Sequence[Row]) -> Row:
 def _rivals(best: Row, rows: Sequence[Row]) -> tuple[Row, ...]:
     """Return the rows that may be faster than `best` by more than `WORTH`: the data do not decide against them."""
     others = [row for row in rows if row is not best]
-    ratios = [_ratio(row, best) for row in others]
+    ratios = [ratio_of(row, best) for row in others]
     found = zip(others, ratios, stats.verdicts(ratios, alpha=1 - stats.CONFIDENCE), strict=True)
     return tuple(row for row, ratio, verdict in found if verdict == "undecided" and ratio.high >= WORTH)
 
 
-def _ratio(one: Row, other: Row) -> Estimate:
+def ratio_of(one: Row, other: Row) -> Estimate:
     """Return the speed of `one` relative to that of `other`, from the rounds that both have, or else from speed-ups."""
     if one.series and other.series:
         found = stats.ratio(other.series, one.series)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dpbench.cli.options import EXIT_FAILED, Names, Numbers, Schedules, patience_option
+from dpbench.cli.showing import print_answers
 from dpbench.records import UNATTRIBUTED, Source, Step, Trial, ledger, words
 from dpbench.records.words import aligned
 
@@ -164,6 +165,9 @@ def predict(table: Path | None, as_json: bool, all_rows: bool, **options: Any) -
         return
     from dataclasses import replace
 
+    from dpbench.analysis.answer import answers
+    from dpbench.analysis.summary import rows
+    from dpbench.hardware.provenance import Resources
     from dpbench.predict import cases, stored
     from dpbench.predict.cases import needs
     from dpbench.records import machine
@@ -197,6 +201,7 @@ def predict(table: Path | None, as_json: bool, all_rows: bool, **options: Any) -
     basis = "only the steps on one device were measured" if described.logical else "all steps below are predictions"
     click.echo(f"{described.name}: {described.description}; {basis}")
     click.echo("".join(f"{one.words}\n" for one in steps.values()))
+    print_answers(answers(rows([one.trial() for one in found]), Resources()))
     click.echo(predictions_table(found))
     if options["memory"] or options["max_batch"]:
         held = list(needs(asked, described, largest=options["max_batch"]))

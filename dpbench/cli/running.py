@@ -247,7 +247,7 @@ def _measure(store: Path, report: Path, cluster: Cluster | None, options: dict[s
     # write the page first: printing fails if the reader has closed the output
     write_report(report, shown)
     try:
-        print_answers(shown)
+        print_answers(shown.answers)
         print_table(shown)
         print_verdict(shown)
         click.echo(f"report: {report}   store: {store}   run: {outcome.run_id[:8]}", err=True)

@@ -10,6 +10,7 @@ import click
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from dpbench.analysis.answer import Answer
     from dpbench.analysis.report import Report
     from dpbench.records import Trial
     from dpbench.store import StoredRun
@@ -63,12 +64,12 @@ ANSWERS = 6
 """The largest number of answers that a run prints; `dpbench explain` prints all."""
 
 
-def print_answers(report: Report) -> None:
-    """Print the answers of a report to stdout: for each model, whether to use several devices, and why."""
-    for one in report.answers[:ANSWERS]:
+def print_answers(answers: Sequence[Answer]) -> None:
+    """Print answers to stdout: for each model, whether to use several devices, and why."""
+    for one in answers[:ANSWERS]:
         click.echo(f"{one.text} [{' '.join(one.labels)}]\n")
-    if len(report.answers) > ANSWERS:
-        click.echo(f"{len(report.answers) - ANSWERS} more: dpbench explain\n")
+    if len(answers) > ANSWERS:
+        click.echo(f"{len(answers) - ANSWERS} more: dpbench explain\n")
 
 
 def print_table(report: Report) -> None:
