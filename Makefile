@@ -7,6 +7,7 @@
 #                 ARGS="NAME..." takes some of them, ARGS=--list prints all
 # make check      ruff and mypy
 # make history    asv over the last 3 commits, published in .asv/html
+# make gate       decide whether this checkout's engine is slower than BASE=main: slower, not slower, or cannot tell
 #
 # Each target makes the .venv it needs; a second run reuses it. TORCH=system takes torch, and whatever else is
 # installed, from the Python that runs make (a GPU machine with its own build) and downloads nothing.
@@ -17,6 +18,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
 COMMITS ?= 3
+BASE   ?= main
 JOBS   ?= 2
 
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
@@ -27,7 +29,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 SPREAD = $(shell $(BIN)/python -c 'import xdist' 2>/dev/null && echo "--numprocesses=$(JOBS) --dist=worksteal")
 
 .DEFAULT_GOAL := bench
-.PHONY: bench test test-fast faults check history clean
+.PHONY: bench test test-fast faults check history gate clean
 
 ifeq ($(TORCH),system)
 # No registry is asked: the Python that runs make lends its packages (also when it is a virtual environment itself,
@@ -72,6 +74,9 @@ check: $(VENV)/dev.stamp
 
 history: $(VENV)/dev.stamp
 	PATH="$(abspath $(BIN)):$$PATH" COMMITS=$(COMMITS) sh benchmarks/history.sh
+
+gate: $(VENV)/dev.stamp
+	$(BIN)/python benchmarks/scripts/gate.py $(BASE) $(ARGS)
 
 clean:
 	rm -rf $(VENV) .asv build *.egg-info
