@@ -321,8 +321,8 @@ def test_list_runs_names_every_run_with_commit_cases_and_status(dpbench, tmp_pat
     assert (code, err) == (0, "")
     ids, rest = zip(*((line.split()[0], line) for line in out.splitlines()), strict=True)
     assert list(ids) == [third[:12], second[:12], first[:12]]
-    assert re.search(r"  \d{4}-\d\d-\d\d \d\d:\d\d UTC  012345678\+  1 case  interrupted$", rest[0])
-    assert re.search("no commit +1 case  finished$", rest[1])
+    assert re.search(r"  \d{4}-\d\d-\d\d \d\d:\d\d UTC  012345678\+  1 case  interrupted  -  mlp  -  -$", rest[0])
+    assert re.search("no commit +1 case  finished     -  mlp  -  -$", rest[1])
 
 
 def test_list_runs_without_a_store_says_how_to_get_one(dpbench):

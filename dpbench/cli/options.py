@@ -35,7 +35,10 @@ REPORT = Path("reports/latest/index.html")
 store_option = click.option(
     "--store", type=click.Path(path_type=Path), default=Path("dpbench.db"), show_default=True, help="The results file."
 )
-run_option = click.option("--run", "run_id", help="The run whose id begins with this text.  [default: the newest]")
+RUN = "@last, @NAME, or the beginning of an id"
+"""The ways to name a run of a store."""
+run_option = click.option("--run", "run_id", help=f"The run: {RUN}.  [default: the newest]")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, which cli/shapes.py describes.")
 patience_option = click.option(
     "--patience",
     type=click.FloatRange(0),
@@ -103,6 +106,19 @@ class Numbers(click.ParamType[tuple[int, ...]]):
             return found or self.fail(f"{value!r} is an empty list; {EMPTY}", param, ctx)
         except ValueError:
             self.fail(f"{value!r} is not a comma-separated list of integers, such as 1,2,4", param, ctx)
+
+
+class Tag(click.ParamType[tuple[str, str]]):
+    """A key and a value that the user gives to a run."""
+
+    name = "key=value"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        """Return the key and the value; fail if one of them is missing."""
+        if isinstance(value, tuple):
+            return value
+        key, _, text = value.partition("=")
+        return (key, text) if key and text else self.fail(f"{value!r} is not a tag, such as driver=550", param, ctx)
 
 
 class Switches(click.ParamType[tuple[bool, ...]]):

@@ -8,21 +8,27 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from dpbench.cli.options import EXIT_UNDECIDED, EXIT_WORSE, REPORT, last_words, run_option, store_option
+from dpbench.cli import managing
+from dpbench.cli.options import (
+    EXIT_UNDECIDED,
+    EXIT_WORSE,
+    REPORT,
+    json_option,
+    last_words,
+    run_option,
+    store_option,
+)
 from dpbench.cli.showing import choose, read, report_of, write_report
 from dpbench.records import machine, registry, words
 from dpbench.records.schedule import FASTEST, LADDER, REFERENCE, RUNGS, TRAIN_STEP
 
 if TYPE_CHECKING:
     from dpbench.records.trial import Estimate
-    from dpbench.store import StoredRun
 
 
 METRICS = {
@@ -94,20 +100,6 @@ def _rung(name: str) -> str:
     return f"{'='.join(LADDER[name])}; removes {REMOVES[name]}{said}"
 
 
-def runs(found: Iterable[tuple[StoredRun, int]]) -> list[tuple[str, str]]:
-    """Return the id and a description of each run, which has the start time, commit, number of cases and status.
-
-    `found` are pairs of a run and its number of cases.
-    """
-    lines = []
-    for run, cases in found:
-        code = run.provenance.get("dpbench") or {}
-        commit = f"{str(code.get('commit') or 'no commit')[:9]}{'+' if code.get('dirty') else ''}"
-        started = datetime.fromtimestamp(run.started, UTC).strftime("%Y-%m-%d %H:%M UTC")
-        lines.append((run.id[:12], f"{started}  {commit:<10}  {words.count(cases, 'case')}  {run.status}"))
-    return lines
-
-
 def _summary(strategy: object) -> str:
     """Return the first line of the docstring of a strategy's class."""
     return (type(strategy).__doc__ or "").strip().partition("\n")[0]
@@ -160,23 +152,37 @@ def explain(store: Path, run_id: str | None, full: bool, samples: int | None) ->
 
 @click.command("list")
 @click.argument("kind", type=click.Choice(["models", "strategies", "schedules", "machines", "metrics", "runs"]))
+@json_option
 @store_option
-def list_(kind: str, store: Path) -> None:
-    """List the names that options accept, or the runs of a store: one per line, with a description."""
-    shown = runs(_runs(store)) if kind == "runs" else rows(kind)
-    width = max((len(name) for name, _ in shown), default=0)
+def list_(kind: str, as_json: bool, store: Path) -> None:
+    """List the names that options accept, or the runs of a store: one per line, with a description.
+
+    The line of a run has its id, start, commit, number of cases, state, name, models, host and command.
+    """
+    if as_json:
+        _list_json(kind, store)
+        return
+    if kind == "runs":
+        shown = managing.lines(managing.runs(store))
+    else:
+        named = rows(kind)
+        width = max(len(name) for name, _ in named)
+        shown = [f"{name:<{width}}  {text}".rstrip() for name, text in named]
     if sys.stdout.isatty():
         click.echo(f"{kind}:")
-    for name, text in shown:
-        click.echo(f"{name:<{width}}  {text}".rstrip())
+    for line in shown:
+        click.echo(line)
 
 
-def _runs(store: Path) -> list[tuple[StoredRun, int]]:
-    """Return the runs of a store, the newest first, each with its number of cases."""
-    from dpbench.store import Store
+def _list_json(kind: str, store: Path) -> None:
+    """Print the list of `dpbench list` as JSON."""
+    from dpbench.cli import shapes
 
-    with Store.read(store) as opened:
-        return [(run, opened.cases(run.id)) for run in opened.runs()]
+    if kind == "runs":
+        shapes.show(shapes.RunList(runs=managing.runs(store)))
+    else:
+        names = [shapes.Name(name=name, description=text) for name, text in rows(kind)]
+        shapes.show(shapes.NameList(kind=kind, names=names))
 
 
 @click.command()
@@ -232,7 +238,8 @@ def export(store: Path, run_id: str | None, format: str, every: bool, output: Pa
 def compare(before: str, after: str, margin: float, store: Path) -> None:
     """Compare two runs case by case; a ratio above 1 means that AFTER is faster than BEFORE.
 
-    BEFORE and AFTER are each the beginning of a run's id in the store, or another store file, whose newest run is used.
+    BEFORE and AFTER are each a run of the store (@last, @NAME, or the beginning of an id), or another store file, whose
+    newest run is used.
     Exit code 0: no case became slower; 1: at least one case did; 3: none did, but some cases are undecided.
     """
     from dpbench.analysis import comparison
@@ -264,7 +271,7 @@ def _ratio(estimate: Estimate) -> str:
 def _side(store: Path, name: str) -> Any:
     """Return the trials of one side of a comparison: the newest run in the store file `name`, or a run in `store`.
 
-    In the second case, `name` is the beginning of the run's id.
+    In the second case, `showing.choose` explains `name`.
     """
     path = Path(name)
     return read(path, None)[1] if path.is_file() else read(store, name)[1]

@@ -21,6 +21,7 @@ from dpbench.cli.options import (  # fmt: skip
     Rounds,
     Schedules,
     Switches,
+    Tag,
     cases_of,
     last_words,
     patience_option,
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from dpbench.measure.launch import Launch
     from dpbench.measure.run import Listener, Outcome
     from dpbench.records import Case, Trial
-    from dpbench.store import Store
+    from dpbench.store import Naming, Store
 
 
 RESUMES = "the finished trials are stored; to resume the run, give the same command again"
@@ -176,6 +177,8 @@ SELF_CHECK_SCALE = 1.0
     "--interface",
     help="The network interface that connects the machines of a launch by torchrun or srun.  [default: loopback]",
 )
+@click.option("--name", default="", help="A name for the run, with which other commands find it: @NAME.")
+@click.option("--tag", "tags", type=Tag(), multiple=True, help="A tag that is stored with the run; may be repeated.")
 @store_option
 def run(store: Path, report: Path, interface: str | None, **options: Any) -> None:
     """Measure cases in fresh processes, store every trial, and print a table and a verdict.
@@ -219,16 +222,16 @@ def _measure(store: Path, report: Path, cluster: Cluster | None, options: dict[s
     from dpbench.measure.run import statuses
     from dpbench.store import FINISHED, Store
 
-    launcher = _launcher(options)
+    launcher, naming = _launcher(options), _naming(options)
     if options["find_max_batch"]:
         from dpbench.measure import batch_search
 
         cases, _ = cases_of(batch_search.axes(options), cluster)
         batch_search.check(cases)
-        sys.exit(_find_max_batch(cases, store, options["limit"]))
+        sys.exit(_find_max_batch(cases, store, naming, options["limit"]))
     cases, budget_s = cases_of(options, cluster)
     options["retry"] = statuses(options["retry"])
-    with Store.create(store) as opened:
+    with Store.create(store, naming) as opened:
         try:
             with Progress() as progress:
                 if launcher:
@@ -271,8 +274,18 @@ def _run_here(
         paired=options["paired"], budget_s=AUTO_BUDGET_S if auto and not budget_s else budget_s,
         limit_s=options["limit"], retry=options["retry"], patience_s=options["patience"],
         listen=listen, cluster=cluster,
-        traces=opened.path.with_name(f"{opened.path.name}.traces") if options["profile"] else None,
+        traces=opened.traces if options["profile"] else None,
     )  # fmt: skip
+
+
+def _naming(options: dict[str, Any]) -> Naming:
+    """Return the name and the tags that the options give to the run. Raises UsageError for a tag with two values."""
+    from dpbench.store import Naming
+
+    tags = dict(options["tags"])
+    if len(tags) < len(options["tags"]):
+        raise click.UsageError("--tag gives a tag twice: leave out one of its values")
+    return Naming(name=options["name"], tags=tags)
 
 
 def _launcher(options: dict[str, Any]) -> Launcher | None:
@@ -310,7 +323,7 @@ def _run_jobs(
         raise click.UsageError(str(error)) from None
 
 
-def _find_max_batch(cases: Sequence[Case], store: Path, limit_s: float) -> int:
+def _find_max_batch(cases: Sequence[Case], store: Path, naming: Naming, limit_s: float) -> int:
     """Search for the largest batch of each case that fits in memory, and return the exit code.
 
     Each attempt is printed to stderr, and the results are printed to stdout.
@@ -323,7 +336,7 @@ def _find_max_batch(cases: Sequence[Case], store: Path, limit_s: float) -> int:
         words = "fits" if trial.status is Status.OK else f"{trial.status}: {trial.reason.partition(chr(10))[0]}"
         click.echo(f"{trial.case.label}: {words}", err=True)
 
-    with Store.create(store) as opened:
+    with Store.create(store, naming) as opened:
         try:
             outcome = batch_search.run(cases, opened, limit_s=limit_s, listen=listen)
         except KeyboardInterrupt:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -25,20 +26,39 @@ def read(store: Path, run_id: str | None) -> tuple[StoredRun, list[Trial]]:
         return chosen, opened.summaries(chosen.id)
 
 
-def choose(runs: Any, run_id: str | None) -> StoredRun:
-    """Return the run whose id begins with `run_id`, or the newest run for None.
+def choose(runs: Sequence[StoredRun], asked: str | None) -> StoredRun:
+    """Return the run that `asked` names: @last, @ and the run's name, or the beginning of its id; None: the newest run.
 
-    Raises UsageError if there is no such run, or if several ids begin with `run_id`.
+    `runs` are the runs of a store, the newest first. Raises UsageError if there is no such run, or if there are several
+    with this name or beginning.
     """
-    found = [run for run in runs if run.id.startswith(run_id or "")]
+    from dpbench.store import LATEST
+
+    name = asked[1:] if asked and asked.startswith("@") else ""
+    if asked is None or name == LATEST:
+        found, sought = [*runs[:1]], "run"
+    elif asked.startswith("@"):
+        found, sought = [run for run in runs if name and run.naming.name == name], f"run with the name {name!r}"
+    else:
+        found, sought = [run for run in runs if run.id.startswith(asked)], f"run whose id begins with {asked!r}"
     if not found:
-        known = ", ".join(run.id[:8] for run in runs) or "none"
-        raise click.UsageError(f"the store has no run whose id begins with {run_id or ''!r}; its runs are: {known}")
-    if run_id and len(found) > 1:
-        matches = ", ".join(run.id[:12] for run in found)
-        raise click.UsageError(f"{run_id} matches {len(found)} runs: {matches}; give more characters of the id")
-    chosen: StoredRun = found[0]
-    return chosen
+        known = ", ".join(map(_called, runs)) or "none"
+        raise click.UsageError(f"the store has no {sought}; its runs are: {known}")
+    if len(found) > 1:
+        matches = ", ".join(f"{run.id[:12]} ({_date(run)})" for run in found)
+        raise click.UsageError(
+            f"{asked} matches {len(found)} runs: {matches}; give more characters of the id of one run"
+        )
+    return found[0]
+
+
+def _called(run: StoredRun) -> str:
+    """Return the beginning of a run's id, with the run's name if it has one."""
+    return f"{run.id[:8]} @{run.naming.name}" if run.naming.name else run.id[:8]
+
+
+def _date(run: StoredRun) -> str:
+    return datetime.fromtimestamp(run.started, UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def report_of(chosen: StoredRun, trials: Sequence[Trial]) -> Report:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import sqlite3
 import time
 import uuid
@@ -17,15 +18,17 @@ import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
 from dpbench.records import Case, Sample, Status, Trial
-from dpbench.store import file
+from dpbench.store import copying, file
+from dpbench.store.copying import Merged
 from dpbench.store.file import StoreError
+from dpbench.store.runs import LATEST, Naming, StoredRun
 
-__all__ = ["FINAL", "FINISHED", "StoredRun", "Store", "StoreError"]
+__all__ = ["FINAL", "FINISHED", "LATEST", "Merged", "Naming", "StoredRun", "Store", "StoreError"]
 
 RUNNING = "running"
 FINISHED = "finished"
@@ -38,39 +41,32 @@ _RANKED = (
 """The query for all trials. `place` numbers the trials of one run, case and round; only trials with place 1 count."""
 
 
-@dataclass(frozen=True)
-class StoredRun:
-    """One stored run, without its trials.
-
-    `status` is `running`, `finished` or `interrupted`. `started` is in seconds since the epoch. `rounds` is the number
-    of planned rounds.
-    """
-
-    id: str
-    status: str
-    started: float
-    rounds: int
-    provenance: Mapping[str, Any]
-
-
 class Store:
     """An open store, which is a context manager; use `Store.create` for writing, and `Store.read` for reading only."""
 
-    def __init__(self, path: Path, connection: sqlite3.Connection, *, writes: bool) -> None:
-        self.path, self._db, self._writes = path, connection, writes
+    def __init__(
+        self, path: Path, connection: sqlite3.Connection, *, writes: bool, naming: Naming | None = None
+    ) -> None:
+        self.path, self._db, self._writes, self._naming = path, connection, writes, naming or Naming()
 
     @classmethod
-    def create(cls, path: Path) -> Store:
+    def create(cls, path: Path, naming: Naming | None = None) -> Store:
         """Return the store at `path`, opened for writing; create or migrate the file if necessary.
 
-        Raises StoreError if the file is not a store, or if a newer version of dpbench has written it.
+        `naming` is given to the runs that begin through this object. Raises StoreError if the file is not a store, or
+        if a newer version of dpbench has written it.
         """
-        return cls(path, file.open_to_write(path), writes=True)
+        return cls(path, file.open_to_write(path), writes=True, naming=naming)
 
     @classmethod
     def read(cls, path: Path) -> Store:
         """Return the store at `path`, opened read-only. Raises StoreError if the file is missing or is not a store."""
         return cls(path, file.open_to_read(path), writes=False)
+
+    @property
+    def traces(self) -> Path:
+        """Return the folder for profiles of trials, which has one folder per run, named by the run's id."""
+        return self.path.with_name(f"{self.path.name}.traces")
 
     def __enter__(self) -> Self:
         return self
@@ -87,10 +83,11 @@ class Store:
     ) -> tuple[str, bool]:
         """Return the id of the run to add trials to, and whether it is an earlier run that is resumed.
 
-        The latest unfinished run with the same plan, host and code is resumed; with `reopen`, a finished run can be
-        resumed too. Otherwise a new run is added. Trials of the resumed run that are still `running` become `killed`.
-        Raises StoreError if another living process is adding trials to this run.
+        The latest unfinished run with the same plan, name, tags, host and code is resumed; with `reopen`, a finished
+        run can be resumed too. Otherwise a new run is added. Trials of the resumed run that are still `running` become
+        `killed`. Raises StoreError if another living process is adding trials to this run.
         """
+        plan, provenance = self._naming.identified(plan), self._naming.added_to(provenance)
         with file.transaction(self._db):
             row = self._db.execute(
                 "SELECT id, pid, pid_born FROM run WHERE plan=? AND host=? AND code=? AND status<>? "
@@ -144,6 +141,46 @@ class Store:
         )
         return [StoredRun(i, status, started, rounds, json.loads(facts)) for i, status, started, rounds, facts in rows]
 
+    def remove(self, run_ids: Sequence[str]) -> None:
+        """Delete runs with all their trials and profiles, and give the space back to the file system.
+
+        Raises StoreError if a living process is adding trials to one of the runs; then no run is deleted.
+        """
+        with file.transaction(self._db):
+            for run_id in run_ids:
+                self._refuse_measured(run_id)
+                for table in copying.PARTS:
+                    self._db.execute(
+                        f"DELETE FROM {table} WHERE trial_id IN (SELECT id FROM trial WHERE run_id=?)", (run_id,)
+                    )
+                self._db.execute("DELETE FROM trial WHERE run_id=?", (run_id,))
+                self._db.execute("DELETE FROM run WHERE id=?", (run_id,))
+        with suppress(sqlite3.OperationalError):  # another process uses the file, or the disk is full: it stays large
+            self._db.execute("VACUUM")
+        for run_id in run_ids:
+            shutil.rmtree(self.traces / run_id, ignore_errors=True)
+
+    def merge(self, part: Path) -> Merged:
+        """Copy the runs and trials of another store that this store lacks, in one transaction; `copying` has the rules.
+
+        Raises StoreError if `part` is not a store, if the stores contradict each other, and if a living process is
+        adding trials to a run that one of them shares with the other.
+        """
+        with Store.read(part) as other, file.transaction(self._db):
+            for run in other.runs():
+                other._refuse_measured(run.id)
+                self._refuse_measured(run.id)
+            return copying.merge(other._db, self._db)
+
+    def _refuse_measured(self, run_id: str) -> None:
+        """Raise StoreError if a living process is adding trials to a run; the run need not be in this store."""
+        row = self._db.execute("SELECT pid, pid_born, status FROM run WHERE id=?", (run_id,)).fetchone()
+        if row and row[2] == RUNNING and _alive(*row[:2]):
+            raise StoreError(
+                f"process {row[0]} is adding trials to the run {run_id[:12]} in the store {self.path}; wait until the "
+                "process ends, or end it"
+            )
+
     # -- trials
 
     def done(self, run_id: str, *, retry: Iterable[str] = ()) -> set[tuple[str, int]]:
@@ -166,6 +203,20 @@ class Store:
         query = "SELECT count(DISTINCT fingerprint) FROM trial WHERE run_id=?"
         return int(self._db.execute(query, (run_id,)).fetchone()[0])
 
+    def outcomes(self, run_id: str) -> dict[Case, dict[str, int]]:
+        """Return the number of trials by status, for each case that a run has started, in the order of their start.
+
+        Of several trials of one case and round, only one counts.
+        """
+        found: dict[Case, dict[str, int]] = {}
+        query = (
+            f"SELECT case_json, status, count(*) FROM ({_RANKED}) WHERE run_id=? AND place=1 "
+            "GROUP BY fingerprint, status ORDER BY min(id)"
+        )
+        for case, status, number in self._db.execute(query, (run_id,)):
+            found.setdefault(Case.from_dict(json.loads(case)), {})[status] = number
+        return found
+
     def begin_trial(self, run_id: str, case: Case, number: int) -> int:
         """Add a trial of `case` in round `number`, with the status `running`; return the id of the trial."""
         with file.transaction(self._db):
@@ -186,10 +237,13 @@ class Store:
         with Store.read(part) as other:
             for run in other.runs():
                 facts = {name: run.provenance[name] for name in ("host", "gpus") if name in run.provenance}
-                for trial in other.trials(run.id):
+                for number, trial in other._each(run.id, superseded=False):
                     if trial.status in FINAL and (trial.case.fingerprint, trial.round) not in self.done(run_id):
                         copied.append(replace(trial, provenance={**trial.provenance, **facts}))
-                        self.end_trial(self.begin_trial(run_id, trial.case, trial.round), copied[-1])
+                        with file.transaction(self._db):
+                            new = copying.copy_trial(other._db, number, self._db, run_id)
+                            known = json.dumps(copied[-1].provenance)
+                            self._db.execute("UPDATE trial SET provenance=? WHERE id=?", (known, new))
         return copied
 
     def end_trial(self, trial_id: int, trial: Trial) -> None:
@@ -228,16 +282,17 @@ class Store:
         Of several trials of one case and round, only the last trusted trial (see `Trial.trusted`) is returned, or the
         last trial if none is trusted. With `superseded`, all of them are returned. Killed trials are always left out.
         """
-        return list(self._each(run_id, superseded=superseded))
+        return [trial for _, trial in self._each(run_id, superseded=superseded)]
 
     def summaries(self, run_id: str) -> list[Trial]:
         """Return the ended trials of one run without spans, but with the times by phase that follow from the spans.
 
         The spans of only one trial are in memory at a time.
         """
-        return [trial.summary() for trial in self._each(run_id, superseded=False)]
+        return [trial.summary() for _, trial in self._each(run_id, superseded=False)]
 
-    def _each(self, run_id: str | None, *, superseded: bool) -> Iterator[Trial]:
+    def _each(self, run_id: str | None, *, superseded: bool) -> Iterator[tuple[int, Trial]]:
+        """Yield the id and the content of each trial that `trials` returns."""
         where, values = ("run_id=? AND ", (run_id,)) if run_id else ("", ())
         where += "" if superseded else "place=1 AND "
         failed = "failed_device" if "failed_device" in file.columns_of(self._db, "trial") else "NULL"
@@ -246,7 +301,7 @@ class Store:
             f"{failed} FROM ({_RANKED}) WHERE {where}status NOT IN (?,?) ORDER BY id",
             (*values, RUNNING, Status.KILLED),
         ).fetchall()
-        return map(self._trial, rows)
+        return ((row[0], self._trial(row)) for row in rows)
 
     def _trial(self, row: Sequence[Any]) -> Trial:
         trial_id, case, status, reason, verified, source, started, schema, setup, provenance, number, failed = row

@@ -1,0 +1,146 @@
+"""Managing: the commands that look after the runs of a store: show, rm, merge; and the lines of `dpbench list runs`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from dpbench.cli.options import json_option, store_option
+from dpbench.cli.showing import choose
+from dpbench.records import words
+
+if TYPE_CHECKING:
+    from dpbench.cli.shapes import RunFacts, ShownRun
+    from dpbench.store import Store, StoredRun
+
+
+def runs(store: Path) -> list[RunFacts]:
+    """Return the facts of all runs of a store, the newest first."""
+    from dpbench.cli.shapes import RunFacts
+    from dpbench.store import Store
+
+    with Store.read(store) as opened:
+        return [RunFacts.of(run, [*opened.outcomes(run.id)]) for run in opened.runs()]
+
+
+def lines(found: Sequence[RunFacts]) -> list[str]:
+    """Return one line per run: the id, start, commit, number of cases, state, name, models, host and command."""
+    cells = [
+        (
+            run.id[:12], _minute(run), _commit(run), words.count(run.cases, "case"), run.status,
+            f"@{run.name}" if run.name else "-", ",".join(run.models) or "-", run.host or "-", run.command or "-",
+        )
+        for run in found
+    ]  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
+
+
+def _minute(run: RunFacts) -> str:
+    return f"{run.started[:16].replace('T', ' ')} UTC"
+
+
+def _commit(run: RunFacts) -> str:
+    return f"{run.commit[:9] or 'no commit'}{'+' if run.dirty else ''}"
+
+
+def shown_run(opened: Store, run: StoredRun) -> ShownRun:
+    """Return the facts of a stored run and of its cases."""
+    from dpbench.cli.shapes import RunFacts, ShownRun, StartedCase
+
+    outcomes = opened.outcomes(run.id)
+    cases = [StartedCase(label=case.label, case=case, trials=trials) for case, trials in outcomes.items()]
+    return ShownRun(run=RunFacts.of(run, [*outcomes]), cases=cases)
+
+
+def _text(shown: ShownRun) -> str:
+    """Return the facts of a run as text with one fact per line, and then one line per case."""
+    run = shown.run
+    planned = f"{words.count(run.rounds, 'round')}" if run.rounds else "as many rounds as the speed-ups need"
+    facts = {
+        "run": run.id, "name": run.name and f"@{run.name}", "tags": " ".join(map("=".join, run.tags.items())),
+        "command": run.command, "state": run.status, "started": _minute(run), "rounds": planned,
+        "host": ", ".join(filter(None, [run.host, run.cpu])), "GPUs": ", ".join(run.gpus), "commit": _commit(run),
+        "torch": run.torch,
+    }  # fmt: skip
+    cases = [
+        (one.label, ", ".join(f"{number} {status}" for status, number in one.trials.items())) for one in shown.cases
+    ]
+    width = max((len(label) for label, _ in cases), default=0)
+    return "\n".join(
+        [
+            *(f"{title:<8} {fact}" for title, fact in facts.items() if fact),
+            f"{words.count(len(cases), 'case')}, with the number of trials by status:",
+            *(f"  {label:<{width}}  {trials}" for label, trials in cases),
+        ]
+    )
+
+
+@click.command(short_help="Show the facts of a run, and the status of its cases.")
+@click.argument("run_id", metavar="RUN", default="@last")
+@json_option
+@store_option
+def show(run_id: str, as_json: bool, store: Path) -> None:
+    """Show the name, tags, command, host and state of a run, and the number of trials of each case by status.
+
+    RUN is @last (the default), @NAME, or the beginning of an id.
+    """
+    from dpbench.cli import shapes
+    from dpbench.store import Store
+
+    with Store.read(store) as opened:
+        shown = shown_run(opened, choose(opened.runs(), run_id))
+    if as_json:
+        shapes.show(shown)
+    else:
+        click.echo(_text(shown))
+
+
+@click.command(short_help="Remove runs from a store.")
+@click.argument("run_ids", metavar="RUN...", nargs=-1, required=True)
+@click.option("--yes", is_flag=True, help="Remove the runs without asking.")
+@store_option
+def rm(run_ids: Sequence[str], yes: bool, store: Path) -> None:
+    """Remove runs with all their trials and profiles from a store, after a question.
+
+    Each RUN is @last, @NAME, or the beginning of an id. A run that is being measured cannot be removed.
+    """
+    from dpbench.store import Store
+
+    with Store.read(store) as opened:
+        known = opened.runs()
+        chosen = {run.id: shown_run(opened, run).run for run in (choose(known, asked) for asked in run_ids)}
+    for line in lines([*chosen.values()]):
+        click.echo(line, err=True)
+    if not yes:
+        click.confirm(f"Remove {words.count(len(chosen), 'run')} from {store}?", abort=True, err=True)
+    with Store.create(store) as opened:
+        opened.remove([*chosen])
+    click.echo(f"removed {words.count(len(chosen), 'run')} from {store}", err=True)
+
+
+@click.command(short_help="Copy the runs of another store into this one.")
+@click.argument("other", metavar="OTHER.db", type=click.Path(path_type=Path))
+@store_option
+def merge(other: Path, store: Path) -> None:
+    """Copy the runs and trials of the store OTHER.db that the store of --store lacks.
+
+    What is there already is not copied again, so that the command can be repeated. If the two stores contradict each
+    other, nothing is copied, and the error names the runs and cases.
+    """
+    from dpbench.store import Store
+
+    if other.exists() and store.exists() and other.samefile(store):
+        raise click.UsageError(f"{other} is the store itself: give another file, or another store with --store")
+    with Store.read(other):  # before the store of --store is created
+        pass
+    with Store.create(store) as opened:
+        done = opened.merge(other)
+    click.echo(
+        f"{store}: {words.count(done.runs, 'run')} and {words.count(done.trials, 'trial')} added from {other}; "
+        f"{words.count(done.known, 'run')} {words.verb(done.known, 'was', 'were')} there already",
+        err=True,
+    )

@@ -1,0 +1,154 @@
+"""Copying: copy trials and whole runs from one store's database into another, with every stored bit.
+
+Two trials are the same if they have the same run, case, round and start time. A file of an older schema lacks columns,
+which get their defaults in the copy.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from dpbench.records import Case, Status
+from dpbench.store import file
+from dpbench.store.file import StoreError
+
+PARTS = ("step", "span", "memory", "series")
+"""The tables with the rows of a trial, which they name by `trial_id`."""
+IDENTITY = ("plan", "host", "code", "started", "rounds")
+"""The columns of a run that never change, so that two copies of the run have the same values."""
+SHOWN = 5
+"""The largest number of conflicts that an error lists."""
+
+
+@dataclass(frozen=True)
+class Merged:
+    """The result of a merge: the number of runs that were added, and the number of trials that were added to any run.
+
+    `known` is the number of runs that were there before the merge.
+    """
+
+    runs: int
+    trials: int
+    known: int
+
+
+def copy_trial(source: sqlite3.Connection, trial_id: int, target: sqlite3.Connection, run_id: str) -> int:
+    """Copy one trial into the run `run_id` of the database `target`, and return its id there."""
+    names = [name for name in file.columns_of(source, "trial") if name not in ("id", "run_id")]
+    (values,) = source.execute(f"SELECT {', '.join(names)} FROM trial WHERE id=?", (trial_id,))
+    marks = ",".join("?" * (1 + len(names)))
+    new = target.execute(
+        f"INSERT INTO trial (run_id, {', '.join(names)}) VALUES ({marks})", (run_id, *values)
+    ).lastrowid
+    assert new is not None
+    for table in PARTS:
+        columns = [name for name in file.columns_of(source, table) if name != "trial_id"]
+        rows = source.execute(f"SELECT {', '.join(columns)} FROM {table} WHERE trial_id=?", (trial_id,))
+        marks = ",".join("?" * (1 + len(columns)))
+        target.executemany(
+            f"INSERT INTO {table} (trial_id, {', '.join(columns)}) VALUES ({marks})", ((new, *row) for row in rows)
+        )
+    return new
+
+
+def merge(source: sqlite3.Connection, target: sqlite3.Connection) -> Merged:
+    """Copy all runs and trials that `target` lacks, in the transaction that the caller has begun on `target`.
+
+    A run that both have gets the trials that it lacks, and the status and the facts of the copy that ended last. Raises
+    StoreError, which names the rows, if two copies of a run contradict each other: the run has another plan, host,
+    code, start or number of rounds; a trial has other results; or both copies have measured the same case and round
+    after they were separated.
+    """
+    copied = Merged(0, 0, 0)
+    conflicts: list[str] = []
+    for (run_id,) in source.execute("SELECT id FROM run ORDER BY started, rowid").fetchall():
+        if not target.execute("SELECT 1 FROM run WHERE id=?", (run_id,)).fetchone():
+            names = ", ".join(file.columns_of(source, "run"))
+            values = source.execute(f"SELECT {names} FROM run WHERE id=?", (run_id,)).fetchone()
+            target.execute(f"INSERT INTO run ({names}) VALUES ({','.join('?' * len(values))})", values)
+            missing = _ids(source, run_id)
+            copied = Merged(copied.runs + 1, copied.trials + len(missing), copied.known)
+        else:
+            found = [*_contradictions(source, target, run_id)]
+            conflicts += found
+            missing = [] if found else _missing(source, target, run_id)
+            copied = Merged(copied.runs, copied.trials + len(missing), copied.known + 1)
+            if not found:
+                _adopt(source, target, run_id)
+        for trial_id in missing:
+            copy_trial(source, trial_id, target, run_id)
+    if conflicts:
+        more = f"; and {len(conflicts) - SHOWN} more" if len(conflicts) > SHOWN else ""
+        raise StoreError(
+            f"the stores contradict each other, and nothing was merged: {'; '.join(conflicts[:SHOWN])}{more}. Remove "
+            "the run from one of the stores with `dpbench rm RUN --store FILE`"
+        )
+    return copied
+
+
+def _ids(db: sqlite3.Connection, run_id: str) -> list[int]:
+    return [number for (number,) in db.execute("SELECT id FROM trial WHERE run_id=? ORDER BY id", (run_id,))]
+
+
+def _slots(db: sqlite3.Connection, run_id: str) -> dict[tuple[str, int], dict[float, int]]:
+    """Return the ids of a run's ended trials by (fingerprint of the case, round) and by start time."""
+    found: dict[tuple[str, int], dict[float, int]] = {}
+    query = "SELECT fingerprint, round, started, id FROM trial WHERE run_id=? AND status NOT IN ('running', ?)"
+    for fingerprint, number, started, trial_id in db.execute(query, (run_id, Status.KILLED)):
+        found.setdefault((fingerprint, number), {})[started] = trial_id
+    return found
+
+
+def _missing(source: sqlite3.Connection, target: sqlite3.Connection, run_id: str) -> list[int]:
+    """Return the ids in `source` of the ended trials of a run that `target` lacks, in the order of their start."""
+    here = _slots(target, run_id)
+    return sorted(
+        trial_id
+        for slot, trials in _slots(source, run_id).items()
+        for started, trial_id in trials.items()
+        if started not in here.get(slot, {})
+    )
+
+
+def _contradictions(source: sqlite3.Connection, target: sqlite3.Connection, run_id: str) -> Iterator[str]:
+    """Yield one text for each contradiction between two copies of a run."""
+    query = f"SELECT {', '.join(IDENTITY)} FROM run WHERE id=?"
+    mine, theirs = (db.execute(query, (run_id,)).fetchone() for db in (target, source))
+    for name, one, other in zip(IDENTITY, mine, theirs, strict=True):
+        if one != other:
+            yield f"run {run_id[:12]} has the {name} {one!r} here and {other!r} there"
+    here, there = _slots(target, run_id), _slots(source, run_id)
+    for slot in here.keys() & there.keys():
+        both = here[slot].keys() & there[slot].keys()
+        where = f"run {run_id[:12]}, {_label(target, next(iter(here[slot].values())))}, round {slot[1] + 1}"
+        if both not in (here[slot].keys(), there[slot].keys()):
+            yield f"{where}: both stores have a trial that the other lacks"
+        for started in both:
+            one, other = here[slot][started], there[slot][started]
+            if _content(target, one) != _content(source, other):
+                yield f"{where}: trial {one} here and trial {other} there have other results"
+
+
+def _label(db: sqlite3.Connection, trial_id: int) -> str:
+    """Return the description of a trial's case."""
+    (case,) = db.execute("SELECT case_json FROM trial WHERE id=?", (trial_id,)).fetchone()
+    return Case.from_dict(json.loads(case)).label
+
+
+def _content(db: sqlite3.Connection, trial_id: int) -> tuple[object, ...]:
+    """Return the columns of a trial that both schemas have, and its steps."""
+    names = "case_json, status, reason, verified, source, schema, setup, provenance"
+    trial = db.execute(f"SELECT {names} FROM trial WHERE id=?", (trial_id,)).fetchone()
+    steps = db.execute("SELECT step, seconds, warmup, end_s FROM step WHERE trial_id=? ORDER BY step", (trial_id,))
+    return (trial, steps.fetchall())
+
+
+def _adopt(source: sqlite3.Connection, target: sqlite3.Connection, run_id: str) -> None:
+    """Give a run the status, the end and the facts of its copy in `source`, if that copy ended later."""
+    query = "SELECT ended, status, provenance FROM run WHERE id=?"
+    mine, theirs = (db.execute(query, (run_id,)).fetchone() for db in (target, source))
+    if (theirs[0] or 0.0) > (mine[0] or 0.0):
+        target.execute("UPDATE run SET ended=?, status=?, provenance=? WHERE id=?", (*theirs, run_id))

@@ -1,0 +1,70 @@
+"""Runs: the facts of a stored run, and the name and tags that the user gave to it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+LATEST = "last"
+"""The name that always stands for the newest run, so that no run can have it."""
+_WORD = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Naming:
+    """The name and the tags that the user gave to a run, and the command that started the run; empty if not given.
+
+    Name and tags belong to a run's identity: the same command resumes an unfinished run, and a command with another
+    name or other tags begins a new run. Several runs may have the same name. Raises ValueError for a name or the key of
+    a tag with characters other than letters, digits, ".", "-" and "_", and for the name "last".
+    """
+
+    name: str = ""
+    tags: Mapping[str, str] = field(default_factory=dict)
+    command: str = ""
+
+    def __post_init__(self) -> None:
+        for what, word in (("name", self.name), *(("tag", key) for key in self.tags)):
+            if (word or what == "tag") and not _WORD.fullmatch(word):
+                raise ValueError(
+                    f"the {what} {word!r} must consist of letters, digits, '.', '-' and '_', and begin with a letter "
+                    "or a digit"
+                )
+        if self.name == LATEST:
+            raise ValueError(f"a run cannot have the name {LATEST}, because @{LATEST} is the newest run; give another")
+
+    def identified(self, plan: str) -> str:
+        """Return the identity of a run of the plan with the hash `plan`; without name and tags, it is that hash."""
+        if not (self.name or self.tags):
+            return plan
+        return hashlib.sha256(json.dumps([plan, self.name, sorted(self.tags.items())]).encode()).hexdigest()
+
+    def added_to(self, provenance: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a run's provenance with the entries `name`, `tags` and `command`, of which empty ones are left out."""
+        given = {"name": self.name, "tags": dict(self.tags), "command": self.command}
+        return {**provenance, **{key: value for key, value in given.items() if value}}
+
+
+@dataclass(frozen=True)
+class StoredRun:
+    """One stored run, without its trials.
+
+    `status` is `running`, `finished` or `interrupted`. `started` is in seconds since the epoch. `rounds` is the number
+    of planned rounds.
+    """
+
+    id: str
+    status: str
+    started: float
+    rounds: int
+    provenance: Mapping[str, Any]
+
+    @property
+    def naming(self) -> Naming:
+        """Return the name, the tags and the command of the run; a run of an older version has no name and no tags."""
+        facts = self.provenance
+        return Naming(name=facts.get("name", ""), tags=facts.get("tags", {}), command=facts.get("command", ""))
