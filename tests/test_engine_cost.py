@@ -13,9 +13,9 @@ from dpbench.analysis import engine_cost
 from dpbench.analysis.engine_cost import GOAL, Dispatched, EngineCost, engine_costs, sentence
 from dpbench.analysis.report import Report
 from dpbench.analysis.summary import rows
-from dpbench.cli import options
 from dpbench.hardware.devices import open_devices
 from dpbench.hardware.devices.host import counting
+from dpbench.measure.options import Options, cases_of
 from dpbench.measure.worker.trial import run_together
 from dpbench.models import load as load_model
 from dpbench.records import Case, Effort, Step, Trial, Verified, no_mark, plan
@@ -114,18 +114,13 @@ def test_a_sparse_copy_counts_its_indices_and_values() -> None:
 def test_a_run_without_options_on_a_cpu_compares_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dpbench.hardware.nvml.cuda_device_count", lambda: 0)
     monkeypatch.setattr("dpbench.hardware.provenance.usable_cores", lambda: 2)
-    given = dict.fromkeys(options.AXES, ()) | {
-        "profile": False, "paired": False, "device_ids": (), "device_kind": None, "placement": None, "size": "small",
-        "precision": "fp32", "device_memory": 0, "budget": None, "inputs": ("pinned",), "read_loss": (0,),
-        "zero_grad": ("none",), "compile": (False,),
-    }  # fmt: skip
     for ladder in (False, True):
-        cases, _ = options.cases_of(given | {"ladder": ladder})
+        cases, _ = cases_of(Options(ladder=ladder))
         pairs = [case for case in cases if case.device_kind == "emulated"]
         assert [(case.model, case.strategy, case.devices) for case in pairs] == [
             ("mlp", "dp", 2), ("mlp", "torch_dp", 2), ("resnet18", "dp", 2), ("resnet18", "torch_dp", 2),
         ]  # fmt: skip
-    cases, _ = options.cases_of(given | {"models": ("mlp",)})
+    cases, _ = cases_of(Options(models=("mlp",)))
     assert not [case for case in cases if case.device_kind == "emulated"], "axes say what is measured"
 
 

@@ -16,6 +16,7 @@ from hypothesis import given
 
 from dpbench.cli.options import Bytes
 from dpbench.measure import batch_search
+from dpbench.measure.options import Options
 from dpbench.measure.worker import trial as trials
 from dpbench.records import Case, Status, Trial, plan
 from dpbench.store import Store
@@ -193,10 +194,9 @@ def test_only_emulated_devices_can_be_bounded(kind: str, said: str) -> None:
     ],
 )  # fmt: skip
 def test_axes_that_contradict_a_search_are_refused(changed: dict[str, Any], said: str) -> None:
-    options = {"ladder": False, "budget": None, "batch_per_device": None, "batch_sizes": None, "retry": ()}
-    assert batch_search.axes(options)["batch_sizes"] == (1,)
+    assert batch_search.axes(Options()).batch_sizes == (1,)
     with pytest.raises(ValueError, match=said):
-        batch_search.axes(options | changed)
+        batch_search.axes(Options(**changed))
 
 
 @pytest.mark.parametrize(

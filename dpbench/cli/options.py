@@ -1,4 +1,4 @@
-"""Options: the types and defaults of command-line options, the cases that options select, and the exit codes."""
+"""Options: the types of command-line options, options that several commands have, and the exit codes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,9 @@ import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import click
-
-if TYPE_CHECKING:
-    from dpbench.measure.cluster import Cluster
-    from dpbench.records import Case
 
 EXIT_WORSE, EXIT_FAILED, EXIT_UNDECIDED, EXIT_USAGE = 1, 2, 3, 64
 EXIT_CLOSED = 128 + signal.SIGPIPE
@@ -45,19 +41,6 @@ patience_option = click.option(
     help="Maximum seconds to wait until other processes leave the cores idle.  [default: $DPBENCH_PATIENCE, or 30]",
 )
 
-QUICK_BUDGET_S = {"cpu": 80.0, "cuda": 180.0, "emulated": 80.0}
-"""The budget in seconds of `dpbench run` without arguments, by device kind; on two cores the command ends within 120 s.
-
-The budget for GPUs is larger, because each trial creates a CUDA context and loads libraries.
-"""
-AUTO_BUDGET_S = 300.0
-
-
-AXES = (
-    "scenario", "models", "own", "strategies", "own_strategies", "schedules", "ladder", "devices", "batch_sizes",
-    "batch_per_device",
-)  # fmt: skip
-"""The options that select cases. If none of them is given, a run is short and uses default cases."""
 EMPTY = "give at least one value, or leave the option out"
 
 
@@ -178,72 +161,3 @@ class Bytes(click.ParamType[int]):
             self.fail(f"{value!r} is not a number of bytes, such as 8GiB, 512MiB or 1000000", param, ctx)
         power = " KMGT".index((found[2] or " ").upper())
         return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
-
-
-def cases_of(options: dict[str, Any], cluster: Cluster | None = None) -> tuple[list[Case], float | None]:
-    """Return the cases that the options select, and the time budget of the run in seconds, or None for no budget.
-
-    Options that are not given have defaults for this machine.
-    `cluster` has the ranks of a launch by torchrun or srun, whose numbers are then the default numbers of devices.
-    """
-    from dpbench.hardware.nvml import cuda_device_count, cuda_ordinals
-    from dpbench.hardware.provenance import torch_has_cuda, usable_cores
-    from dpbench.records import plan, registry
-
-    if options["profile"] and options["paired"]:
-        raise click.UsageError("--profile needs one case per process: leave out --paired")
-    quick = not any(options[axis] for axis in AXES)
-    for option in ("launcher", "ladder", "paired", "profile", "self_check", "find_max_batch") if cluster else ():
-        if options[option]:
-            raise click.UsageError(
-                f"--{option.replace('_', '-')} is for one machine: leave it out of a launch by ranks"
-            )
-    for axis, option in (("strategies", "strategies"), ("own_strategies", "strategy"), ("schedules", "schedules")):
-        if options["ladder"] and options[axis]:
-            raise click.UsageError(f"--ladder selects the strategies and the schedules: leave out --{option}")
-    ids = tuple(cuda_ordinals([one])[0] if isinstance(one, str) else one for one in options["device_ids"])
-    gpus = len(ids) or cuda_device_count()
-    kind = options["device_kind"] or ("cuda" if gpus and torch_has_cuda() else "cpu")
-    # the default sweep has four devices at most: its time grows with their number
-    available = {"cuda": gpus, "cpu": min(usable_cores(), 4), "emulated": 4}[kind]
-    placement = options["placement"] or ("colocated" if kind == "cuda" and gpus == 1 and not cluster else "spread")
-    for name in options["own"]:
-        registry.check_module(name)
-    devices = options["devices"] or (cluster.counts() if cluster else plan.default_devices(available, placement))
-    swept = {
-        "models": (*(options["models"] or (() if options["own"] else ("mlp", "resnet18"))), *options["own"]),
-        "devices": devices, "device_ids": ids, "device_kind": kind, "placement": placement,
-        "batch_sizes": options["batch_sizes"] or (() if options["batch_per_device"] else (64,)),
-        "batch_per_device": options["batch_per_device"] or (), "size": options["size"],
-        "precision": options["precision"], "device_memory_bytes": options["device_memory"],
-        "inputs": options["inputs"], "read_loss": options["read_loss"], "zero_grad": options["zero_grad"],
-        "compile": options["compile"],
-    }  # fmt: skip
-    if options["scenario"]:
-        plain = {
-            "precision": "fp32",
-            "inputs": ("pinned",),
-            "read_loss": (0,),
-            "zero_grad": ("none",),
-            "compile": (False,),
-        }
-        selecting = ("strategies", "schedules", "ladder", "devices", "device_ids", "batch_per_device")
-        for axis in (*selecting, *plain):
-            if options[axis] and options[axis] != plain.get(axis):
-                name = axis.replace("_", "-")
-                raise click.UsageError(f"--scenario selects the cases: leave out --{name}")
-        chosen = {"models": swept["models"] if options["models"] or options["own"] else ("mlp",)}
-        cases = plan.seeds(kind, **chosen, batch_sizes=swept["batch_sizes"], size=options["size"])
-    elif options["ladder"]:
-        swept["devices"] = options["devices"] or (max(2, *devices),)
-        cases = plan.ladder(**swept)
-        cases += plan.engine_cost(**swept) if kind == "cpu" else []
-    else:
-        schedules = tuple(one for given in options["schedules"] for one in given)
-        usual = plan.default_strategies("launch" if cluster else kind)
-        strategies = (*(options["strategies"] or usual), *options["own_strategies"])
-        cases = plan.sweep(strategies=strategies, schedules=schedules or ("reference",), **swept)
-        cases += plan.engine_cost(**swept) if quick and kind == "cpu" and not cluster else []
-    if cluster:
-        cases = list(dict.fromkeys(cluster.placed(case) for case in cases))
-    return cases, options["budget"] or (QUICK_BUDGET_S[kind] if quick else None)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from dpbench.cli.options import (  # fmt: skip
-    AUTO_BUDGET_S,
     EXIT_FAILED,
     EXIT_USAGE,
     REPORT,
@@ -22,7 +21,6 @@ from dpbench.cli.options import (  # fmt: skip
     Schedules,
     Switches,
     Tag,
-    cases_of,
     last_words,
     patience_option,
     store_option,
@@ -31,25 +29,21 @@ from dpbench.cli.showing import choose, print_answers, print_table, print_verdic
 
 if TYPE_CHECKING:
     from dpbench.measure.cluster import Cluster
-    from dpbench.measure.jobs import Launcher
     from dpbench.measure.launch import Launch
-    from dpbench.measure.run import Listener, Outcome
+    from dpbench.measure.options import Options
     from dpbench.records import Case, Trial
-    from dpbench.store import Naming, Store
+    from dpbench.store import Naming
 
 
 RESUMES = "the finished trials are stored; to resume the run, give the same command again"
-SELF_CHECK_SCALE = 1.0
-"""The duration of the self-check as a multiple of its default duration, which is about a minute."""
 
 
 @click.command()
 @click.option("--models", type=Names(), help="Reference models.  [default: mlp,resnet18]")
-@click.option("--model", "own", multiple=True, help="Your own model, package.module:name; may be repeated.")
+@click.option("--model", multiple=True, help="Your own model, package.module:name; may be repeated.")
 @click.option("--strategies", type=Names(), help="Training strategies.  [default: all that this machine can run]")
 @click.option(
     "--strategy",
-    "own_strategies",
     multiple=True,
     help="Your own strategy, file.py:name or package.module:name, in addition to --strategies; may be repeated.",
 )
@@ -178,7 +172,7 @@ SELF_CHECK_SCALE = 1.0
     help="The network interface that connects the machines of a launch by torchrun or srun.  [default: loopback]",
 )
 @click.option("--name", default="", help="A name for the run, with which other commands find it: @NAME.")
-@click.option("--tag", "tags", type=Tag(), multiple=True, help="A tag that is stored with the run; may be repeated.")
+@click.option("--tag", type=Tag(), multiple=True, help="A tag that is stored with the run; may be repeated.")
 @store_option
 def run(store: Path, report: Path, interface: str | None, **options: Any) -> None:
     """Measure cases in fresh processes, store every trial, and print a table and a verdict.
@@ -188,18 +182,22 @@ def run(store: Path, report: Path, interface: str | None, **options: Any) -> Non
     stores and reports.
     """
     from dpbench.measure import launch
+    from dpbench.measure.options import Options
 
+    options["tag"] = tuple(map("=".join, options["tag"]))
+    options["schedules"] = tuple(one for given in options["schedules"] for one in given) or None
+    asked = Options.of(**{name: value for name, value in options.items() if value != ()})
     try:
         placed = launch.of_environment()
         chosen = interface or launch.loopback()
         if placed is None:
-            _measure(store, report, None, options)
+            _measure(store, report, None, asked)
         if placed.rank:
             sys.exit(_agent(placed, chosen))
         from dpbench.measure.cluster import Cluster
 
         with Cluster(placed, chosen) as cluster:
-            _measure(store, report, cluster, options)
+            _measure(store, report, cluster, asked)
     except launch.LaunchError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(EXIT_USAGE)
@@ -216,35 +214,34 @@ def _agent(placed: Launch, interface: str) -> int:
     return 0
 
 
-def _measure(store: Path, report: Path, cluster: Cluster | None, options: dict[str, Any]) -> NoReturn:
+def _measure(store: Path, report: Path, cluster: Cluster | None, asked: Options) -> NoReturn:
     """Run the cases that the options select, and exit."""
     from dpbench.cli.progress import Progress
-    from dpbench.measure.run import statuses
+    from dpbench.measure import options
+    from dpbench.measure.jobs import JobsError
     from dpbench.store import FINISHED, Store
 
-    launcher, naming = _launcher(options), _naming(options)
-    if options["find_max_batch"]:
+    naming = options.naming(asked)
+    if asked.find_max_batch:
         from dpbench.measure import batch_search
 
-        cases, _ = cases_of(batch_search.axes(options), cluster)
+        cases, _ = options.cases_of(batch_search.axes(asked), cluster)
         batch_search.check(cases)
-        sys.exit(_find_max_batch(cases, store, naming, options["limit"]))
-    cases, budget_s = cases_of(options, cluster)
-    options["retry"] = statuses(options["retry"])
+        sys.exit(_find_max_batch(cases, store, naming, asked.limit))
+    cases, budget_s = options.cases_of(asked, cluster)
     with Store.create(store, naming) as opened:
         try:
             with Progress() as progress:
-                if launcher:
-                    outcome = _run_jobs(cases, opened, launcher, options, progress.listen)
-                else:
-                    outcome = _run_here(cases, opened, cluster, options, budget_s, progress.listen)
+                outcome = options.measure(
+                    asked, cases, opened, budget_s=budget_s, cluster=cluster, listen=progress.listen
+                )
         except KeyboardInterrupt:
             click.echo(f"interrupted; {RESUMES}", err=True)
             sys.exit(130)
         except BrokenPipeError:  # the reader has closed the output, as in `dpbench run 2>&1 | head`
             last_words(f"the output was closed; {RESUMES}")
-        if options["self_check"]:
-            opened.annotate(outcome.run_id, "self_check", _self_check(cases))
+        except JobsError as error:
+            raise click.UsageError(str(error)) from None
         chosen = choose(opened.runs(), outcome.run_id)
         shown = report_of(chosen, opened.summaries(outcome.run_id))
     # write the page first: printing fails if the reader has closed the output
@@ -258,69 +255,6 @@ def _measure(store: Path, report: Path, cluster: Cluster | None, options: dict[s
         last_words(f"the output was closed; the run is complete: `dpbench report --run {outcome.run_id[:8]}` shows it")
     lost = any(outcome.counts.get(bad) for bad in ("failed", "oom", "timeout")) or chosen.status != FINISHED
     sys.exit(EXIT_FAILED if lost or not any(row.step for row in shown.rows) else 0)
-
-
-def _run_here(
-    cases: Sequence[Case], opened: Store, cluster: Cluster | None, options: dict[str, Any], budget_s: float | None,
-    listen: Listener,
-) -> Outcome:  # fmt: skip
-    """Measure the cases in processes of this machine, or of the ranks of a launch."""
-    from dpbench.measure import run as runner
-    from dpbench.measure.stopping import UntilPrecise
-
-    auto = options["rounds"] == "auto"
-    return runner.run(
-        cases, opened, rounds=UntilPrecise(options["within"]) if auto else options["rounds"],
-        paired=options["paired"], budget_s=AUTO_BUDGET_S if auto and not budget_s else budget_s,
-        limit_s=options["limit"], retry=options["retry"], patience_s=options["patience"],
-        listen=listen, cluster=cluster,
-        traces=opened.traces if options["profile"] else None,
-    )  # fmt: skip
-
-
-def _naming(options: dict[str, Any]) -> Naming:
-    """Return the name and the tags that the options give to the run. Raises UsageError for a tag with two values."""
-    from dpbench.store import Naming
-
-    tags = dict(options["tags"])
-    if len(tags) < len(options["tags"]):
-        raise click.UsageError("--tag gives a tag twice: leave out one of its values")
-    return Naming(name=options["name"], tags=tags)
-
-
-def _launcher(options: dict[str, Any]) -> Launcher | None:
-    """Return the launcher that the options choose; None for a run without jobs. Raises UsageError for wrong options."""
-    given = [text.partition("=") for text in options["job"]]
-    if options["launcher"] != "slurm" and given:
-        raise click.UsageError("--job takes options of sbatch: leave it out, or give --launcher slurm")
-    if not options["launcher"]:
-        return None
-    from dpbench.measure.jobs import Launcher
-
-    for option in ("paired", "profile", "self_check", "retry", "budget", "find_max_batch"):
-        if options[option]:
-            name = option.replace("_", "-")
-            raise click.UsageError(f"--{name} is not available for jobs: leave it out, or leave out --launcher")
-    if options["rounds"] == "auto":
-        raise click.UsageError("--rounds auto is not available for jobs: give --rounds as a number")
-    if wrong := next(("".join(parts) for parts in given if not all(parts)), None):
-        raise click.UsageError(f"--job {wrong} is not of the form NAME=VALUE, such as partition=gpu")
-    return Launcher(options["launcher"], {name: value for name, _, value in given})
-
-
-def _run_jobs(
-    cases: Sequence[Case], opened: Store, launcher: Launcher, options: dict[str, Any], listen: Listener
-) -> Outcome:
-    """Measure each case in a job. Raises UsageError if no job can be submitted."""
-    from dpbench.measure import jobs
-
-    try:
-        return jobs.run(
-            cases, opened, launcher, rounds=options["rounds"], limit_s=options["limit"],
-            patience_s=options["patience"], listen=listen,
-        )  # fmt: skip
-    except jobs.JobsError as error:
-        raise click.UsageError(str(error)) from None
 
 
 def _find_max_batch(cases: Sequence[Case], store: Path, naming: Naming, limit_s: float) -> int:
@@ -345,18 +279,3 @@ def _find_max_batch(cases: Sequence[Case], store: Path, naming: Naming, limit_s:
     click.echo(batch_search.table(outcome.found))
     click.echo(f"store: {store}   run: {outcome.run_id[:8]}", err=True)
     return EXIT_FAILED if any(one.largest is None for one in outcome.found) else 0
-
-
-def _self_check(cases: Sequence[Case]) -> dict[str, Any]:
-    """Measure the overhead of measuring on the kind of device that the cases use, and return it as plain data."""
-    from dpbench.measure import checks
-    from dpbench.measure.run import ordinals
-
-    click.echo(
-        "self-check: measuring the overhead of timing phases (marks) and of the sampler process; this takes about a "
-        "minute",
-        err=True,
-    )
-    widest = max(cases, key=lambda case: case.devices)
-    devices = widest.devices if widest.placement == "spread" else 1
-    return checks.measure(widest.device_kind, devices, ordinals(cases), scale=SELF_CHECK_SCALE)

@@ -10,13 +10,13 @@ from __future__ import annotations
 import hashlib
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from dpbench.hardware import provenance
 from dpbench.hardware.nvml import describe
+from dpbench.measure.options import Options
 from dpbench.measure.server import Server
 from dpbench.records import Case, Effort, Status, Trial, plan, words
 from dpbench.records.words import aligned
@@ -108,17 +108,17 @@ def run(
     return SearchOutcome(run_id, resumed, found)
 
 
-def axes(options: Mapping[str, Any]) -> dict[str, Any]:
+def axes(options: Options) -> Options:
     """Return `options` with one value in `batch_sizes`, the batch size at which the search starts (default 1).
 
     Raises ValueError for an option that a search does not support, and for several batch sizes.
     """
     for axis in ("ladder", "batch_per_device", "budget", "retry"):
-        if options[axis]:
+        if getattr(options, axis):
             raise ValueError(f"--find-max-batch does not support this option: leave out --{axis.replace('_', '-')}")
-    if len(options["batch_sizes"] or ()) > 1:
+    if len(options.batch_sizes) > 1:
         raise ValueError("--find-max-batch starts at a single batch size: give only one number with --batch-sizes")
-    return {**options, "batch_sizes": options["batch_sizes"] or (1,)}
+    return replace(options, batch_sizes=options.batch_sizes or (1,))
 
 
 class _Tries:

@@ -171,7 +171,7 @@ def statuses(names: Iterable[str]) -> tuple[str, ...]:
     given = tuple(names)
     for name in given:
         if name not in FINAL:
-            raise ValueError(registry.unknown("status to retry", name, sorted(FINAL)))
+            raise ValueError(registry.unknown("status to retry", name, sorted(status.value for status in FINAL)))
     return given
 
 

@@ -1,0 +1,301 @@
+"""Options: what a run measures and how, for `dpbench run` and `dpbench.run`, and the run that follows from them."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Self
+
+from dpbench.records import Case, plan, registry
+
+if TYPE_CHECKING:
+    from dpbench.measure.cluster import Cluster
+    from dpbench.measure.jobs import Launcher
+    from dpbench.measure.run import Listener, Outcome
+    from dpbench.store import Naming, Store
+
+QUICK_BUDGET_S = {"cpu": 80.0, "cuda": 180.0, "emulated": 80.0}
+"""The budget in seconds of a run without options that select cases, by device kind; on two cores it ends within 120 s.
+
+The budget for GPUs is larger, because each trial creates a CUDA context and loads libraries.
+"""
+AUTO_BUDGET_S = 300.0
+AUTO = "auto"
+"""The value of `rounds` with which a run adds rounds until its speed-ups are precise."""
+SCENARIOS = ("seeds",)
+LAUNCHERS = ("slurm", "local")
+AXES = (
+    "scenario", "models", "model", "strategies", "strategy", "schedules", "ladder", "devices", "batch_sizes",
+    "batch_per_device",
+)  # fmt: skip
+"""The options that select cases. If none of them is given, a run is short and uses default cases."""
+SELF_CHECK_SCALE = 1.0
+"""The duration of the self-check as a multiple of its default duration, which is about a minute."""
+SELF_CHECK = (
+    "self-check: measuring the overhead of timing phases (marks) and of the sampler process; this takes about a minute"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of a run: which cases it measures, and how.
+
+    Each field has the name and the default of an option of `dpbench run`, whose --help explains it. An empty value
+    stands for the default on this machine, which `cases_of` inserts. `model` and `strategy` are the user's own.
+    """
+
+    models: tuple[str, ...] = ()
+    model: tuple[str, ...] = ()
+    strategies: tuple[str, ...] = ()
+    strategy: tuple[str, ...] = ()
+    schedules: tuple[str, ...] = ()
+    ladder: bool = False
+    scenario: str = ""
+    devices: tuple[int, ...] = ()
+    device_ids: tuple[int | str, ...] = ()
+    device_kind: str = ""
+    placement: str = ""
+    batch_sizes: tuple[int, ...] = ()
+    batch_per_device: tuple[int, ...] = ()
+    size: str = "small"
+    precision: str = "fp32"
+    inputs: tuple[str, ...] = ("pinned",)
+    read_loss: tuple[int, ...] = (0,)
+    zero_grad: tuple[str, ...] = ("none",)
+    compile: tuple[bool, ...] = (False,)
+    rounds: int | str = 3
+    within: float = 0.01
+    paired: bool = False
+    budget: float | None = None
+    limit: float = 120.0
+    patience: float | None = None
+    retry: tuple[str, ...] = ()
+    profile: bool = False
+    device_memory: int = 0
+    find_max_batch: bool = False
+    self_check: bool = False
+    launcher: str = ""
+    job: tuple[str, ...] = ()
+    name: str = ""
+    tag: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, **given: Any) -> Self:
+        """Return the options with these values, from the command line or from a caller in Python.
+
+        None stands for the default, a list for a tuple, and one value for a tuple of one value. Raises ValueError for a
+        value of a wrong type, and TypeError for an unknown option.
+        """
+        kinds = {one.name: str(one.type) for one in fields(cls)}
+        named = {name: value for name, value in given.items() if value is not None}
+        if unknown := sorted(named.keys() - kinds.keys()):
+            raise TypeError(registry.unknown("option", unknown[0], [*kinds]))
+        return cls(**{name: _typed(name, value, kinds[name]) for name, value in named.items()})
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a number that is out of its range, or an unknown word."""
+        if self.rounds != AUTO and (isinstance(self.rounds, str) or self.rounds < 1):
+            raise ValueError(f"--rounds: {self.rounds!r} is neither a number of rounds (1 or more) nor auto")
+        for name, least, most in (("within", 1e-4, 1.0), ("budget", 1.0, None), ("limit", 1.0, None),
+                                  ("patience", 0.0, None)):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and not least <= value <= (float("inf") if most is None else most):
+                bound = f"at least {least:g}" if most is None else f"from {least:g} to {most:g}"
+                raise ValueError(f"--{name} must be {bound}, got {value:g}")
+        for name, known in (("scenario", SCENARIOS), ("launcher", LAUNCHERS), ("device_kind", plan.DEVICE_KINDS),
+                            ("placement", plan.PLACEMENTS)):  # fmt: skip
+            if getattr(self, name) not in ("", *known):
+                raise ValueError(registry.unknown(name.replace("_", " "), getattr(self, name), [*known]))
+
+    @property
+    def quick(self) -> bool:
+        """Return whether no option selects cases, so that the run is short and uses default cases."""
+        return not any(getattr(self, axis) for axis in AXES)
+
+    def command(self, *more: str) -> str:
+        """Return the command `dpbench run` that measures the same; `more` are further arguments."""
+        words = ["dpbench", "run"]
+        for one in fields(self):
+            value, option = getattr(self, one.name), f"--{one.name.replace('_', '-')}"
+            if value == one.default:
+                continue
+            if one.name in REPEATED:
+                words += [part for item in value for part in (option, str(item))]
+            else:
+                words += [option] if value is True else [option, _text(value)]
+        return shlex.join([*words, *more])
+
+
+REPEATED = ("model", "strategy", "schedules", "job", "tag")
+"""The options that the command line repeats for each value; it takes other lists as one text with commas."""
+
+
+def _text(value: object) -> str:
+    """Return the value of an option as the text that the command line takes."""
+    if isinstance(value, tuple):
+        return ",".join(map(_text, value))
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
+
+
+KINDS: dict[str, type | tuple[type, ...]] = {"int": int, "str": str, "bool": bool, "float": (int, float)}
+
+
+def _typed(name: str, value: Any, kind: str) -> Any:
+    """Return the value of the option `name` in the type `kind`, given as the text of an annotation.
+
+    Raises ValueError for a value of another type.
+    """
+    several = kind.startswith("tuple[")
+    allowed = [one for one in kind.removeprefix("tuple[").removesuffix(", ...]").split(" | ") if one in KINDS]
+    found = tuple(value) if several and isinstance(value, Iterable) and not isinstance(value, str) else (value,)
+    for one in found:
+        # True is an int in Python, but not a number of devices
+        fits = any(isinstance(one, KINDS[each]) and isinstance(one, bool) <= (each == "bool") for each in allowed)
+        if not fits:
+            listed = f"a list of {' or '.join(allowed)}" if several else " or ".join(allowed)
+            raise ValueError(f"--{name.replace('_', '-')} must be {listed}, got {one!r} ({type(one).__name__})")
+    if several and not found:
+        raise ValueError(f"--{name.replace('_', '-')}: the list is empty; give at least one value, or leave it out")
+    return found if several else value
+
+
+def cases_of(options: Options, cluster: Cluster | None = None) -> tuple[list[Case], float | None]:
+    """Return the cases that the options select, and the time budget of the run in seconds, or None for no budget.
+
+    Options that are not given have defaults for this machine. `cluster` has the ranks of a launch by torchrun or srun,
+    whose numbers are then the default numbers of devices. Raises ValueError for options that exclude each other, or
+    that this machine cannot run, and LookupError for unknown names.
+    """
+    from dpbench.hardware.nvml import cuda_device_count, cuda_ordinals
+    from dpbench.hardware.provenance import torch_has_cuda, usable_cores
+
+    _check_together(options, cluster)
+    ids = tuple(cuda_ordinals([one])[0] if isinstance(one, str) else one for one in options.device_ids)
+    gpus = len(ids) or cuda_device_count()
+    kind = options.device_kind or ("cuda" if gpus and torch_has_cuda() else "cpu")
+    # the default sweep has four devices at most: its time grows with their number
+    available = {"cuda": gpus, "cpu": min(usable_cores(), 4), "emulated": 4}[kind]
+    placement = options.placement or ("colocated" if kind == "cuda" and gpus == 1 and not cluster else "spread")
+    for name in options.model:
+        registry.check_module(name)
+    devices = options.devices or (cluster.counts() if cluster else plan.default_devices(available, placement))
+    swept: dict[str, Any] = {
+        "models": (*(options.models or (() if options.model else ("mlp", "resnet18"))), *options.model),
+        "devices": devices, "device_ids": ids, "device_kind": kind, "placement": placement,
+        "batch_sizes": options.batch_sizes or (() if options.batch_per_device else (64,)),
+        "batch_per_device": options.batch_per_device, "size": options.size, "precision": options.precision,
+        "device_memory_bytes": options.device_memory, "inputs": options.inputs, "read_loss": options.read_loss,
+        "zero_grad": options.zero_grad, "compile": options.compile,
+    }  # fmt: skip
+    if options.scenario:
+        chosen = {"models": swept["models"] if options.models or options.model else ("mlp",)}
+        cases = plan.seeds(kind, **chosen, batch_sizes=swept["batch_sizes"], size=options.size)
+    elif options.ladder:
+        swept["devices"] = options.devices or (max(2, *devices),)
+        cases = plan.ladder(**swept)
+        cases += plan.engine_cost(**swept) if kind == "cpu" else []
+    else:
+        schedules = tuple(one for text in options.schedules for one in plan.split_schedules(text))
+        usual = plan.default_strategies("launch" if cluster else kind)
+        strategies = (*(options.strategies or usual), *options.strategy)
+        cases = plan.sweep(strategies=strategies, schedules=schedules or ("reference",), **swept)
+        cases += plan.engine_cost(**swept) if options.quick and kind == "cpu" and not cluster else []
+    if cluster:
+        cases = list(dict.fromkeys(cluster.placed(case) for case in cases))
+    budget_s = options.budget or (QUICK_BUDGET_S[kind] if options.quick else None)
+    return cases, AUTO_BUDGET_S if options.rounds == AUTO and not budget_s else budget_s
+
+
+def _check_together(options: Options, cluster: Cluster | None) -> None:
+    """Raise ValueError for options that exclude each other, or that a launch by ranks excludes."""
+    from dpbench.measure.run import statuses
+
+    statuses(options.retry)
+    launcher_of(options)
+    if options.profile and options.paired:
+        raise ValueError("--profile needs one case per process: leave out --paired")
+    for name in ("launcher", "ladder", "paired", "profile", "self_check", "find_max_batch") if cluster else ():
+        if getattr(options, name):
+            raise ValueError(f"--{name.replace('_', '-')} is for one machine: leave it out of a launch by ranks")
+    for name in ("strategies", "strategy", "schedules"):
+        if options.ladder and getattr(options, name):
+            raise ValueError(f"--ladder selects the strategies and the schedules: leave out --{name}")
+    selecting = ("strategies", "schedules", "ladder", "devices", "device_ids", "batch_per_device")
+    for name in (*selecting, "precision", "inputs", "read_loss", "zero_grad", "compile") if options.scenario else ():
+        if getattr(options, name) != getattr(Options, name):
+            raise ValueError(f"--scenario selects the cases: leave out --{name.replace('_', '-')}")
+
+
+def naming(options: Options, command: str = "") -> Naming:
+    """Return the name and the tags that the options give to the run.
+
+    `command` is the command that repeats the run; empty for the arguments of this process. Raises ValueError for a
+    wrong name or tag.
+    """
+    from dpbench.store import Naming
+
+    pairs = [text.partition("=") for text in options.tag]
+    if wrong := next(("".join(parts) for parts in pairs if not all(parts)), None):
+        raise ValueError(f"--tag {wrong} is not of the form KEY=VALUE, such as driver=550")
+    tags = {key: value for key, _, value in pairs}
+    if len(tags) < len(pairs):
+        raise ValueError("--tag gives a tag twice: leave out one of its values")
+    return Naming(name=options.name, tags=tags, command=command)
+
+
+def launcher_of(options: Options) -> Launcher | None:
+    """Return the launcher of jobs that the options choose; None for a run without jobs.
+
+    Raises ValueError for options that jobs do not support.
+    """
+    given = [text.partition("=") for text in options.job]
+    if options.launcher != "slurm" and given:
+        raise ValueError("--job takes options of sbatch: leave it out, or give --launcher slurm")
+    if not options.launcher:
+        return None
+    from dpbench.measure.jobs import Launcher
+
+    for name in ("paired", "profile", "self_check", "retry", "budget", "find_max_batch"):
+        if getattr(options, name):
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option} is not available for jobs: leave it out, or leave out --launcher")
+    if options.rounds == AUTO:
+        raise ValueError("--rounds auto is not available for jobs: give --rounds as a number")
+    if wrong := next(("".join(parts) for parts in given if not all(parts)), None):
+        raise ValueError(f"--job {wrong} is not of the form NAME=VALUE, such as partition=gpu")
+    return Launcher(options.launcher, {name: value for name, _, value in given})
+
+
+def measure(
+    options: Options, cases: Sequence[Case], store: Store, *, budget_s: float | None, listen: Listener,
+    cluster: Cluster | None = None,
+) -> Outcome:  # fmt: skip
+    """Measure the cases in processes of this machine, in jobs, or by the ranks of `cluster`; return the result.
+
+    `cases` and `budget_s` are the results of `cases_of`. With `self_check`, the cost of measuring is measured after the
+    cases. Raises JobsError if no job can be submitted.
+    """
+    from dpbench.measure import checks, jobs
+    from dpbench.measure import run as runner
+    from dpbench.measure.stopping import UntilPrecise
+
+    if launcher := launcher_of(options):
+        assert isinstance(options.rounds, int)
+        return jobs.run(
+            cases, store, launcher, rounds=options.rounds, limit_s=options.limit, patience_s=options.patience,
+            listen=listen,
+        )  # fmt: skip
+    outcome = runner.run(
+        cases, store, rounds=options.rounds if isinstance(options.rounds, int) else UntilPrecise(options.within),
+        paired=options.paired, budget_s=budget_s, limit_s=options.limit, retry=options.retry,
+        patience_s=options.patience, listen=listen, cluster=cluster,
+        traces=store.traces if options.profile else None,
+    )  # fmt: skip
+    if options.self_check:
+        listen(runner.Note(SELF_CHECK))
+        widest = max(cases, key=lambda case: case.devices)
+        devices = widest.devices if widest.placement == "spread" else 1
+        found = checks.measure(widest.device_kind, devices, runner.ordinals(cases), scale=SELF_CHECK_SCALE)
+        store.annotate(outcome.run_id, "self_check", found)
+    return outcome

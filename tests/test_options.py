@@ -1,0 +1,132 @@
+"""The options of a run: the same names, defaults, checks and cases from the command line and from Python."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from dataclasses import fields
+from typing import Any
+
+import click
+import pytest
+
+from dpbench.cli import running
+from dpbench.measure.options import Options, cases_of
+
+ELSEWHERE = {"report", "interface", "store", "help"}
+"""The options of `dpbench run` that say neither what to measure nor how: files, and the network of a launch."""
+
+
+def parsed(*arguments: str) -> Options:
+    """Return the options that `dpbench run` gets from these arguments."""
+    found: list[Options] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(running, "_measure", lambda store, report, cluster, asked: found.append(asked) or sys.exit())
+        with pytest.raises(SystemExit):
+            running.run.main([*arguments], standalone_mode=False)
+    return found[0]
+
+
+def test_the_options_are_those_of_the_command_with_their_defaults() -> None:
+    assert {one.name for one in fields(Options)} == {one.name for one in running.run.params} - {*ELSEWHERE}
+    assert parsed() == Options()
+
+
+GIVEN: tuple[dict[str, Any], ...] = (
+    {
+        "models": ("mlp", "lstm"),
+        "devices": (1, 2),
+        "batch_sizes": (8,),
+        "rounds": 5,
+        "strategies": ("single", "dp"),
+        "name": "nightly",
+        "tag": ("driver=550", "a=b=c"),
+    },
+    {
+        "model": ("pkg.mod:net", "b:c"),
+        "strategy": ("mine.py:s",),
+        "schedules": ("pool", "workers=pool,replicas=cached"),
+    },
+    {"ladder": True, "device_kind": "cpu", "size": "full", "budget": 12.5, "batch_per_device": (4, 8)},
+    {"device_ids": (0, "GPU-8d3e"), "device_kind": "cuda", "placement": "colocated", "precision": "bf16"},
+    {"inputs": ("pinned", "device"), "read_loss": (0, 10), "zero_grad": ("none", "zero"), "compile": (False, True)},
+    {"rounds": "auto", "within": 0.02, "paired": True, "patience": 0.0, "limit": 5.0, "retry": ("failed", "oom")},
+    {"scenario": "seeds", "self_check": True, "profile": True},
+    {"find_max_batch": True, "device_memory": 1 << 30, "launcher": "slurm", "job": ("a=b", "c=d e")},
+)
+
+
+@pytest.mark.parametrize("given", GIVEN, ids=lambda given: next(iter(given)))
+def test_the_command_of_options_gives_these_options(given: dict[str, Any]) -> None:
+    assert {name for one in GIVEN for name in one} == {one.name for one in fields(Options)}
+    asked = Options.of(**given)
+    dpbench_, run, *arguments = shlex.split(asked.command())
+    assert (dpbench_, run) == ("dpbench", "run")
+    assert parsed(*arguments) == asked
+
+
+def test_lists_single_values_and_none_are_taken_as_a_caller_means_them() -> None:
+    asked = Options.of(models="mlp", devices=[1, 2], batch_sizes=range(8, 10), compile=True, budget=None, limit=7)
+    assert asked == Options(models=("mlp",), devices=(1, 2), batch_sizes=(8, 9), compile=(True,), limit=7)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"devices": "2"}, r"--devices must be a list of int, got '2' \(str\)"),
+        ({"devices": [1, 2.5]}, "--devices must be a list of int, got 2.5"),
+        ({"devices": 1.5}, "--devices must be a list of int, got 1.5"),
+        ({"devices": True}, "--devices must be a list of int, got True"),
+        ({"models": [object]}, "--models must be a list of str, got <class 'object'>"),
+        ({"models": []}, "--models: the list is empty"),
+        ({"compile": 1}, "--compile must be a list of bool, got 1"),
+        ({"paired": "yes"}, "--paired must be bool, got 'yes'"),
+        ({"budget": "10"}, "--budget must be float, got '10'"),
+        ({"rounds": 0}, "--rounds: 0 is neither"),
+        ({"rounds": "often"}, "--rounds: 'often' is neither"),
+        ({"rounds": True}, "--rounds must be int or str"),
+        ({"budget": 0.5}, "--budget must be at least 1, got 0.5"),
+        ({"limit": float("nan")}, "--limit must be at least 1, got nan"),
+        ({"patience": -1}, "--patience must be at least 0"),
+        ({"within": 2}, "--within must be from 0.0001 to 1, got 2"),
+        ({"device_kind": "gpu"}, "unknown device kind 'gpu'; known: cpu, cuda, emulated"),
+        ({"placement": "spraed"}, "did you mean 'spread'"),
+        ({"scenario": "sedes"}, "did you mean 'seeds'"),
+        ({"launcher": "pbs"}, "unknown launcher 'pbs'; known: slurm, local"),
+    ],
+)
+def test_a_wrong_value_is_refused_and_the_command_refuses_it_too(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Options.of(**wrong)
+    [(name, value)] = wrong.items()
+    if isinstance(value, str | float) and name not in ("devices", "budget", "paired"):
+        with pytest.raises((click.BadParameter, ValueError)):
+            parsed(f"--{name.replace('_', '-')}", str(value))
+
+
+def test_an_unknown_option_is_a_type_error_that_names_the_nearest() -> None:
+    with pytest.raises(TypeError, match="unknown option 'model_names'; known: models"):
+        Options.of(model_names=["mlp"])
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "said"),
+    [
+        ({"models": ["resnet81"]}, LookupError, "did you mean 'resnet18'"),
+        ({"model": "no_such_module:net"}, LookupError, "cannot find the module 'no_such_module'"),
+        ({"retry": "fialed"}, ValueError, "did you mean 'failed'"),
+        ({"paired": True, "profile": True}, ValueError, "leave out --paired"),
+        ({"ladder": True, "strategies": "dp"}, ValueError, "leave out --strategies"),
+        ({"launcher": "local", "paired": True}, ValueError, "leave out --launcher"),
+        ({"scenario": "seeds", "read_loss": 5}, ValueError, "leave out --read-loss"),
+        ({"batch_sizes": 8, "batch_per_device": 8}, ValueError, "and not both"),
+    ],
+)
+def test_options_that_cannot_be_run_are_refused_with_the_text_of_the_command(
+    given: dict[str, Any], kind: type[Exception], said: str, dpbench: Any
+) -> None:
+    asked = Options.of(**given)
+    with pytest.raises(kind, match=said) as caught:
+        cases_of(asked)
+    code, _, err = dpbench(*shlex.split(asked.command())[1:])
+    assert (code, err) == (64, f"error: {caught.value.args[0]}\n")
