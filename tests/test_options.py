@@ -13,15 +13,15 @@ import pytest
 from dpbench.cli import running
 from dpbench.measure.options import Options, cases_of
 
-ELSEWHERE = {"report", "interface", "store", "help"}
-"""The options of `dpbench run` that say neither what to measure nor how: files, and the network of a launch."""
+ELSEWHERE = {"report", "interface", "store", "help", "as_json", "dry_run", "quiet", "verbose"}
+"""The options of `dpbench run` that say neither what to measure nor how: files, output, and the network of a launch."""
 
 
 def parsed(*arguments: str) -> Options:
     """Return the options that `dpbench run` gets from these arguments."""
     found: list[Options] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(running, "_measure", lambda store, report, cluster, asked: found.append(asked) or sys.exit())
+        patch.setattr(running, "_measure", lambda output, cluster, asked: found.append(asked) or sys.exit())
         with pytest.raises(SystemExit):
             running.run.main([*arguments], standalone_mode=False)
     return found[0]

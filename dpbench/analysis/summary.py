@@ -229,6 +229,17 @@ def _compared(
     return replace(row, speedup=speedup, scaling="strong" if strong else "weak", efficiency=efficiency)
 
 
+def speedup(case: Case, series: Mapping[Case, stats.Rounds]) -> Estimate | None:
+    """Return the speed-up of a measured case over its baseline; None if `series` lacks one of them.
+
+    `series` has the durations of the timed steps of each case in seconds, by round.
+    """
+    base = baseline_in(case, series)
+    if base is None or not series.get(case):
+        return None
+    return _scaled(stats.ratio(series[base], series[case]), case.batch_size / base.batch_size)
+
+
 def baseline_in(case: Case, series: Mapping[Case, stats.Rounds]) -> Case | None:
     """Return the baseline of a case: `single` at the same global batch size, or else at the same batch size per device.
 

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 
 import click
 
+from dpbench.cli import shapes
 from dpbench.cli.options import json_option, store_option
+from dpbench.cli.shapes import RunFacts, ShownRun, StartedCase
 from dpbench.cli.showing import choose
 from dpbench.records import words
 
 if TYPE_CHECKING:
-    from dpbench.cli.shapes import RunFacts, ShownRun
     from dpbench.store import Store, StoredRun
 
 
 def runs(store: Path) -> list[RunFacts]:
     """Return the facts of all runs of a store, the newest first."""
-    from dpbench.cli.shapes import RunFacts
     from dpbench.store import Store
 
     with Store.read(store) as opened:
@@ -49,8 +49,6 @@ def _commit(run: RunFacts) -> str:
 
 def shown_run(opened: Store, run: StoredRun) -> ShownRun:
     """Return the facts of a stored run and of its cases."""
-    from dpbench.cli.shapes import RunFacts, ShownRun, StartedCase
-
     outcomes = opened.outcomes(run.id)
     cases = [StartedCase(label=case.label, case=case, trials=trials) for case, trials in outcomes.items()]
     return ShownRun(run=RunFacts.of(run, [*outcomes]), cases=cases)
@@ -88,7 +86,6 @@ def show(run_id: str, as_json: bool, store: Path) -> None:
 
     RUN is @last (the default), @NAME, or the beginning of an id.
     """
-    from dpbench.cli import shapes
     from dpbench.store import Store
 
     with Store.read(store) as opened:

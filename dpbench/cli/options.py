@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 from contextlib import suppress
+from enum import Enum, auto
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -42,6 +43,17 @@ patience_option = click.option(
 )
 
 EMPTY = "give at least one value, or leave the option out"
+
+
+class Detail(Enum):
+    """The amount of progress that `dpbench run` prints."""
+
+    QUIET = auto()
+    """No progress."""
+    USUAL = auto()
+    """One line per trial, and a live display on a terminal."""
+    VERBOSE = auto()
+    """Also the stages, steps and memory of each trial."""
 
 
 class Names(click.ParamType[tuple[str, ...]]):

@@ -5,20 +5,25 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from dpbench.cli.options import EXIT_FAILED, Names, Numbers, Schedules, patience_option
+from dpbench.cli import shapes
+from dpbench.cli.options import EXIT_FAILED, Names, Numbers, Schedules, json_option, patience_option
 from dpbench.cli.showing import print_answers
-from dpbench.records import UNATTRIBUTED, Source, Step, Trial, ledger, words
+from dpbench.records import UNATTRIBUTED, Case, Source, Step, Trial, ledger, words
 from dpbench.records.words import aligned
 
 if TYPE_CHECKING:
+    from dpbench.analysis.answer import Answer
     from dpbench.predict.cases import Need, Prediction, WhatIf
     from dpbench.predict.scoring.published import Excluded
     from dpbench.predict.scoring.score import ScoreLine
+    from dpbench.predict.stored import Stored
+    from dpbench.records.machine import Machine
 
 COLUMNS = ("model", "strategy", "devices", "batch", "ms/step", "80 % interval", "samples/s", "speed-up", "phases, ms",
            "profile", "label")  # fmt: skip
@@ -115,6 +120,52 @@ def excluded_text(rows: Iterable[Excluded], most: int = 5) -> str:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class PredictedCase:
+    """The prediction of one case: `step_s` has an 80 % interval; `speedup` is null without a case on one device.
+
+    `memory` is what `dpbench predict --memory` adds: the peaks in bytes of each device, and whether they fit.
+    """
+
+    label: str
+    labels: Sequence[str]
+    case: Case
+    step_s: shapes.Interval
+    samples_per_s: float
+    speedup: float | None
+    scaling: str
+    phases_s: Mapping[str, float]
+    profile: str
+    memory: Need | None
+
+    @classmethod
+    def of(cls, one: Prediction, others: Sequence[Prediction]) -> PredictedCase:
+        """Return a prediction as a record; `others` are the predictions in which its baseline is sought."""
+        from dpbench.analysis.summary import labels
+        from dpbench.predict.cases import speedup
+
+        ratio, scaling = speedup(one, others)
+        return cls(
+            label=one.case.label, labels=labels(one.trial()), case=one.case, profile=one.profile, scaling=scaling,
+            step_s=shapes.Interval(value=one.seconds, low=one.low_s, high=one.high_s, rounds=0, withheld=""),
+            samples_per_s=one.case.batch_size / one.seconds, speedup=ratio or None, memory=one.need,
+            phases_s=ledger.phases(Step(one.seconds, False, one.seconds), one.spans),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predictions:
+    """The JSON of `dpbench predict`; `what_ifs` has the gains of changes of the schedule or of the machine."""
+
+    machine: str
+    description: str
+    answers: Sequence[shapes.AnswerFacts]
+    cases: Sequence[PredictedCase]
+    what_ifs: Sequence[WhatIf]
+    measured_steps: Sequence[str]
+    schema: int = shapes.SCHEMA
+
+
 DEVICES = (1, 2, 4, 8)
 
 
@@ -151,7 +202,7 @@ DEVICES = (1, 2, 4, 8)
     type=click.Path(path_type=Path, exists=True),
     help="Compare predictions with the published measurements in this CSV file, and print the errors.",
 )
-@click.option("--json", "as_json", is_flag=True, help="With --score: print JSON.")
+@json_option
 @click.option("--all-rows", is_flag=True, help="With --score: also use repeated, suspect and low-trust rows.")
 @click.option("--store", type=click.Path(path_type=Path), help="Store the predictions as a run in this results file.")
 def predict(table: Path | None, as_json: bool, all_rows: bool, **options: Any) -> None:
@@ -163,8 +214,6 @@ def predict(table: Path | None, as_json: bool, all_rows: bool, **options: Any) -
     if table:
         _score(table, as_json, all_rows)
         return
-    from dataclasses import replace
-
     from dpbench.analysis.answer import answers
     from dpbench.analysis.summary import rows
     from dpbench.hardware.provenance import Resources
@@ -198,23 +247,42 @@ def predict(table: Path | None, as_json: bool, all_rows: bool, **options: Any) -
         described, given=known, by_formula=options["quick"], measured={key: one.profile for key, one in steps.items()}
     )
     found = [predictor.predict(case) for case in asked]
-    basis = "only the steps on one device were measured" if described.logical else "all steps below are predictions"
-    click.echo(f"{described.name}: {described.description}; {basis}")
-    click.echo("".join(f"{one.words}\n" for one in steps.values()))
-    print_answers(answers(rows([one.trial() for one in found]), Resources()))
-    click.echo(predictions_table(found))
-    if options["memory"] or options["max_batch"]:
-        held = list(needs(asked, described, largest=options["max_batch"]))
+    memory = options["memory"] or options["max_batch"]
+    held = list(needs(asked, described, largest=options["max_batch"])) if memory else []
+    if held:
         found = [replace(one, need=need) for one, need in zip(found, held, strict=True)]
-        click.echo(f"\n{needs_table(held)}")
-    if not (options["quick"] or described.logical) and (changes := cases.what_ifs(predictor, asked)):
-        click.echo(f"\n{what_ifs_table(changes)}")
+    changes = [] if options["quick"] or described.logical else cases.what_ifs(predictor, asked)
+    answered = answers(rows([one.trial() for one in found]), Resources())
+    if as_json:
+        shapes.show(Predictions(
+            machine=described.name, description=described.description, what_ifs=changes,
+            answers=[shapes.AnswerFacts.of(one) for one in answered],
+            cases=[PredictedCase.of(one, found) for one in found], measured_steps=[one.words for one in steps.values()],
+        ))  # fmt: skip
+    else:
+        _print(described, [*steps.values()], answered, found, held, changes)
     if options["store"]:
         run_id = cases.keep(options["store"], found, described)
         click.echo(f"store: {options['store']}   run: {run_id[:8]}", err=True)
 
 
-def _check(machine: Any, options: Mapping[str, Any]) -> None:
+def _print(
+    machine: Machine, steps: Iterable[Stored], answered: Sequence[Answer], found: Sequence[Prediction],
+    held: Sequence[Need], changes: Sequence[WhatIf],
+) -> None:  # fmt: skip
+    """Print the answers and the tables of predictions, of memory, and of what-ifs; leave out empty tables."""
+    basis = "only the steps on one device were measured" if machine.logical else "all steps below are predictions"
+    click.echo(f"{machine.name}: {machine.description}; {basis}")
+    click.echo("".join(f"{one.words}\n" for one in steps))
+    print_answers(answered)
+    click.echo(predictions_table(found))
+    if held:
+        click.echo(f"\n{needs_table(held)}")
+    if changes:
+        click.echo(f"\n{what_ifs_table(changes)}")
+
+
+def _check(machine: Machine, options: Mapping[str, Any]) -> None:
     """Raise UsageError if options contradict each other or cannot be used for the machine."""
     if options["step_s"] and options["measured"]:
         raise click.UsageError("--step-s and --from both give the step time on one device: leave out one of them")
@@ -248,14 +316,25 @@ def _score(path: Path, as_json: bool, all_rows: bool) -> None:
 @click.command()
 @click.option("--output", type=click.Path(path_type=Path), help="The TOML file to write.  [default: stdout]")
 @patience_option
+@json_option
 @click.option("--anyway", is_flag=True, help="Measure even if the machine is busy, and label the file NOISY.")
-def probe(output: Path | None, patience: float | None, anyway: bool) -> None:
+def probe(output: Path | None, patience: float | None, as_json: bool, anyway: bool) -> None:
     """Measure this machine in a minute, during which nothing else should run; write a machine file for predictions."""
+    import platform
+    import tomllib
+
     from dpbench.probe import Busy, measure_toml
+    from dpbench.records import machine
 
     try:
         text = measure_toml(lambda line: click.echo(line, err=True), patience_s=patience, anyway=anyway)
     except Busy as busy:
         click.echo(f"error: {busy}", err=True)
         sys.exit(EXIT_FAILED)
-    click.echo(text, nl=False) if output is None else output.write_text(text)
+    if output is not None:
+        output.write_text(text)
+    if as_json:
+        name = output.stem if output else platform.node()
+        shapes.show(shapes.ProbedMachine(machine=machine.read(tomllib.loads(text), name)))
+    elif output is None:
+        click.echo(text, nl=False)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-from typing import Any, Self
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Self
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.console import Console, RenderableType
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as RichProgress
+from rich.table import Table
 
-from dpbench.analysis import ladder
-from dpbench.records import Status, plan, words
+from dpbench.analysis import ladder, summary
+from dpbench.cli.options import Detail
+from dpbench.records import Case, Status, Trial, plan, words
 from dpbench.records.trial import Estimate
 from dpbench.records.words import aligned
+
+if TYPE_CHECKING:
+    from dpbench.measure.run import Ended, Note, Started
 
 
 class _Console(Console):
@@ -23,16 +29,60 @@ class _Console(Console):
         raise BrokenPipeError("the output was closed")
 
 
-class Progress:
-    """A context manager that prints one line per trial, and on a terminal also shows a progress bar."""
+class _Live(RichProgress):
+    """A progress bar with a table of the running speed-ups below it."""
+
+    speedups: RunningSpeedups | None = None
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        if self.speedups and (shown := self.speedups.table()):
+            yield shown
+
+
+class RunningSpeedups:
+    """The speed-ups of the cases of the model that is being measured, from the trials so far."""
+
+    MOST = 15
+    """The largest number of cases that the table shows."""
 
     def __init__(self) -> None:
-        self._console = _Console(stderr=True, highlight=False, soft_wrap=True)
-        self._bar = RichProgress(
+        self._series: dict[Case, dict[int, list[float]]] = {}
+        self._found: dict[Case, tuple[Estimate, str]] = {}
+        self._model = ""
+
+    def add(self, trial: Trial) -> None:
+        """Add an ended trial, and compute the speed-up of its case."""
+        self._series.setdefault(trial.case, {}).update(summary.measured([trial]))
+        self._model = trial.case.model
+        if found := summary.speedup(trial.case, self._series):
+            self._found[trial.case] = found, " ".join(summary.labels(trial))
+
+    def table(self) -> Table | None:
+        """Return the speed-ups with their 95 % intervals and labels as a table; None if there are none."""
+        mine = [(case, *found) for case, found in self._found.items() if case.model == self._model][: self.MOST]
+        if not mine:
+            return None
+        shown = Table("case", "speed-up so far", "labels", box=None, padding=(0, 2, 0, 0))
+        for case, estimate, labels in mine:
+            shown.add_row(escape(ladder.label(case)), words.times(estimate), labels)
+        return shown
+
+
+class Progress:
+    """A context manager that prints one line per trial, and on a terminal also shows a progress bar and speed-ups."""
+
+    def __init__(self, detail: Detail = Detail.USUAL, console: Console | None = None) -> None:
+        self._detail = detail
+        self._console = console or _Console(stderr=True, highlight=False, soft_wrap=True)
+        live = self._console.is_terminal and detail is not Detail.QUIET
+        self._bar = _Live(
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-            TextColumn("left"), TimeRemainingColumn(), console=self._console, disable=not sys.stderr.isatty(),
+            TextColumn("{task.fields[left]}"), console=self._console, disable=not live,
         )  # fmt: skip
+        self._bar.speedups = RunningSpeedups() if live else None
         self._task: Any = None
+        self._seconds: list[float] = []
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -41,24 +91,59 @@ class Progress:
     def __exit__(self, *error: object) -> None:
         self._bar.stop()
 
-    def listen(self, event: Any) -> None:
+    def listen(self, event: Started | Ended | Note) -> None:
         """Show an event of a run: a message, the start of the run, or the start or the end of a trial."""
-        from rich.markup import escape
+        from dpbench.measure.run import Ended, Note
 
-        if hasattr(event, "text"):
+        if self._detail is Detail.QUIET:
+            return
+        if isinstance(event, Note):
             self._console.print(escape(event.text))
-        elif hasattr(event, "trial"):
-            trial = event.trial
-            why = "" if trial.status is Status.OK else f": {trial.reason.partition(chr(10))[0]}"
-            what = f"{ladder.label(trial.case)} round {trial.round + 1}: {trial.status}{why}"
-            self._console.print(escape(f"[{event.done}/{event.total}] {what}"))
-            self._bar.update(self._task, completed=event.done, total=event.total)
+        elif isinstance(event, Ended):
+            self._ended(event)
         elif event.case is None:
-            self._task = self._bar.add_task("starting", total=event.total, completed=event.done)
+            self._task = self._bar.add_task("starting", total=event.total, completed=event.done, left="")
             if event.done:
                 self._console.print(f"resuming run {event.run_id[:8]}: {event.done} of {event.total} trials are done")
         else:
-            self._bar.update(self._task, description=escape(ladder.label(event.case)))
+            what = f"{ladder.label(event.case)}, round {event.round + 1}"
+            self._bar.update(self._task, description=escape(what))
+
+    def _ended(self, event: Ended) -> None:
+        """Print a line on an ended trial, and bring the bar and the speed-ups up to date."""
+        trial = event.trial
+        if trial.status is not Status.SKIPPED:
+            self._seconds.append(event.seconds)
+        left = left_text(self._seconds, event.total - event.done)
+        if trial.status is Status.OK:
+            result = f"ok, {words.time(statistics.median(trial.timed))}" if trial.timed else "ok"
+        else:
+            result = f"{trial.status}: {trial.reason.partition(chr(10))[0]}"
+        said = f"[{event.done}/{event.total}] {ladder.label(trial.case)} round {trial.round + 1}: {result}"
+        self._console.print(escape(f"{said}; {left}" if left else said))
+        if self._detail is Detail.VERBOSE:
+            self._console.print(escape(f"    {details(trial)}"))
+        if self._bar.speedups:
+            self._bar.speedups.add(trial)
+        self._bar.update(self._task, completed=event.done, total=event.total, left=left)
+
+
+def left_text(seconds: Sequence[float], trials: int) -> str:
+    """Return the expected time of the next `trials` trials as text, from the seconds of earlier ones; "" if unknown."""
+    return f"about {words.long_time(statistics.mean(seconds) * trials)} left" if seconds and trials > 0 else ""
+
+
+def details(trial: Trial) -> str:
+    """Return the durations of a trial's stages, its number of steps, its memory peaks and its verification as text."""
+    warmup = sum(step.warmup for step in trial.steps)
+    peaks = [one for one in trial.memory if not one.phase and one.kind == "allocated"]
+    named = [("host" if one.device < 0 else f"device {one.device}", words.size(one.peak_bytes)) for one in peaks]
+    parts = [
+        ", ".join(f"{name.removesuffix('_s')} {words.time(seconds)}" for name, seconds in trial.setup.items()),
+        f"{words.count(len(trial.timed), 'timed step')}, {warmup} of warm-up" if trial.steps else "",
+        ", ".join(f"{device} {size}" for device, size in named), f"gradients: {trial.verified.value}",
+    ]  # fmt: skip
+    return "; ".join(filter(None, parts))
 
 
 COLUMNS = ("model", "strategy", "devices", "batch", "ms/step", "95 % interval", "samples/s", "speed-up", "95 %",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dpbench.cli import managing
+from dpbench.cli import managing, shapes
 from dpbench.cli.options import (
     EXIT_UNDECIDED,
     EXIT_WORSE,
@@ -113,12 +113,18 @@ def _first_line(path: Path) -> str:
 @click.command()
 @click.option("--html", type=click.Path(path_type=Path), default=REPORT, show_default=True, help="The page to write.")
 @click.option("--md", is_flag=True, help="Print Markdown for a pull request and write no page.")
+@json_option
 @run_option
 @store_option
-def report(store: Path, run_id: str | None, html: Path, md: bool) -> None:
-    """Write the report of a run as one HTML file that needs no network, or print the report as Markdown."""
+def report(store: Path, run_id: str | None, html: Path, md: bool, as_json: bool) -> None:
+    """Write the report of a run as one HTML file that needs no network, or print the report as Markdown or JSON."""
+    if md and as_json:
+        raise click.UsageError("--md and --json are two formats of one output: leave out one of them")
     chosen, trials = read(store, run_id)
     found = report_of(chosen, trials)
+    if as_json:
+        shapes.show(shapes.Result.of(chosen, found))
+        return
     if md:
         from dpbench.report import markdown
 
@@ -131,9 +137,10 @@ def report(store: Path, run_id: str | None, html: Path, md: bool) -> None:
 @click.command()
 @click.option("--all", "full", is_flag=True, help="Also print every finding with its evidence, remedy and command.")
 @click.option("--samples", type=click.IntRange(1), help="Samples of an epoch, to state its time.")
+@json_option
 @run_option
 @store_option
-def explain(store: Path, run_id: str | None, full: bool, samples: int | None) -> None:
+def explain(store: Path, run_id: str | None, full: bool, samples: int | None, as_json: bool) -> None:
     """Explain a run: for each model, whether to use several devices, why, and which change helps.
 
     With --all, the findings follow in the order of the time at stake. Each finding has its evidence and its remedy, and
@@ -143,6 +150,9 @@ def explain(store: Path, run_id: str | None, full: bool, samples: int | None) ->
 
     chosen, trials = read(store, run_id)
     found = report_of(chosen, trials)
+    if as_json:
+        shapes.show(shapes.Explanation.of(chosen, found))
+        return
     click.echo(text.explain(found.answers, found.diagnoses, () if full else found.rows, samples or 0))
     if full:
         click.echo(f"\n{text.render(found.diagnoses, found.rows)}")
@@ -176,8 +186,6 @@ def list_(kind: str, as_json: bool, store: Path) -> None:
 
 def _list_json(kind: str, store: Path) -> None:
     """Print the list of `dpbench list` as JSON."""
-    from dpbench.cli import shapes
-
     if kind == "runs":
         shapes.show(shapes.RunList(runs=managing.runs(store)))
     else:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+from dpbench.cli import shapes
 from dpbench.cli.options import (  # fmt: skip
     EXIT_FAILED,
     EXIT_USAGE,
     REPORT,
     Bytes,
+    Detail,
     DeviceIds,
     Names,
     Numbers,
@@ -21,11 +24,21 @@ from dpbench.cli.options import (  # fmt: skip
     Schedules,
     Switches,
     Tag,
+    json_option,
     last_words,
     patience_option,
     store_option,
 )
-from dpbench.cli.showing import choose, print_answers, print_table, print_verdict, report_of, write_report
+from dpbench.cli.showing import (
+    choose,
+    print_answers,
+    print_plan,
+    print_table,
+    print_verdict,
+    print_warnings,
+    report_of,
+    write_report,
+)
 
 if TYPE_CHECKING:
     from dpbench.measure.cluster import Cluster
@@ -36,6 +49,17 @@ if TYPE_CHECKING:
 
 
 RESUMES = "the finished trials are stored; to resume the run, give the same command again"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Output:
+    """The output of a run: its files, and its results as a table or as JSON, or only its plan (`dry_run`)."""
+
+    store: Path
+    report: Path
+    as_json: bool
+    dry_run: bool
+    detail: Detail
 
 
 @click.command()
@@ -171,10 +195,21 @@ RESUMES = "the finished trials are stored; to resume the run, give the same comm
     "--interface",
     help="The network interface that connects the machines of a launch by torchrun or srun.  [default: loopback]",
 )
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Print the cases, the rounds and the expected time; measure and store nothing.",
+)
+@json_option
+@click.option("-q", "--quiet", is_flag=True, help="Print no progress; results, warnings and errors stay.")
+@click.option("-v", "--verbose", is_flag=True, help="Also print the stages, steps and memory of each trial.")
 @click.option("--name", default="", help="A name for the run, with which other commands find it: @NAME.")
 @click.option("--tag", type=Tag(), multiple=True, help="A tag that is stored with the run; may be repeated.")
 @store_option
-def run(store: Path, report: Path, interface: str | None, **options: Any) -> None:
+def run(
+    store: Path, report: Path, interface: str | None, as_json: bool, dry_run: bool, quiet: bool, verbose: bool,
+    **options: Any,
+) -> None:  # fmt: skip
     """Measure cases in fresh processes, store every trial, and print a table and a verdict.
 
     Without options that select cases, dpbench selects cases that fit this machine. The same command resumes an
@@ -184,6 +219,10 @@ def run(store: Path, report: Path, interface: str | None, **options: Any) -> Non
     from dpbench.measure import launch
     from dpbench.measure.options import Options
 
+    if quiet and verbose:
+        raise click.UsageError("--quiet and --verbose contradict each other: leave out one of them")
+    detail = Detail.QUIET if quiet else Detail.VERBOSE if verbose else Detail.USUAL
+    output = _Output(store=store, report=report, as_json=as_json, dry_run=dry_run, detail=detail)
     options["tag"] = tuple(map("=".join, options["tag"]))
     options["schedules"] = tuple(one for given in options["schedules"] for one in given) or None
     asked = Options.of(**{name: value for name, value in options.items() if value != ()})
@@ -191,13 +230,13 @@ def run(store: Path, report: Path, interface: str | None, **options: Any) -> Non
         placed = launch.of_environment()
         chosen = interface or launch.loopback()
         if placed is None:
-            _measure(store, report, None, asked)
+            _measure(output, None, asked)
         if placed.rank:
             sys.exit(_agent(placed, chosen))
         from dpbench.measure.cluster import Cluster
 
         with Cluster(placed, chosen) as cluster:
-            _measure(store, report, cluster, asked)
+            _measure(output, cluster, asked)
     except launch.LaunchError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(EXIT_USAGE)
@@ -214,7 +253,7 @@ def _agent(placed: Launch, interface: str) -> int:
     return 0
 
 
-def _measure(store: Path, report: Path, cluster: Cluster | None, asked: Options) -> NoReturn:
+def _measure(output: _Output, cluster: Cluster | None, asked: Options) -> NoReturn:
     """Run the cases that the options select, and exit."""
     from dpbench.cli.progress import Progress
     from dpbench.measure import options
@@ -227,11 +266,17 @@ def _measure(store: Path, report: Path, cluster: Cluster | None, asked: Options)
 
         cases, _ = options.cases_of(batch_search.axes(asked), cluster)
         batch_search.check(cases)
-        sys.exit(_find_max_batch(cases, store, naming, asked.limit))
+        sys.exit(_find_max_batch(cases, naming, asked.limit, output))
     cases, budget_s = options.cases_of(asked, cluster)
-    with Store.create(store, naming) as opened:
+    if output.dry_run:
+        from dpbench.measure import forecast
+
+        known = forecast.earlier(output.store, cluster)
+        print_plan(forecast.forecast(asked, cases, known, budget_s), as_json=output.as_json)
+        sys.exit(0)
+    with Store.create(output.store, naming) as opened:
         try:
-            with Progress() as progress:
+            with Progress(output.detail) as progress:
                 outcome = options.measure(
                     asked, cases, opened, budget_s=budget_s, cluster=cluster, listen=progress.listen
                 )
@@ -245,19 +290,23 @@ def _measure(store: Path, report: Path, cluster: Cluster | None, asked: Options)
         chosen = choose(opened.runs(), outcome.run_id)
         shown = report_of(chosen, opened.summaries(outcome.run_id))
     # write the page first: printing fails if the reader has closed the output
-    write_report(report, shown)
+    write_report(output.report, shown)
     try:
-        print_answers(shown.answers)
-        print_table(shown)
-        print_verdict(shown)
-        click.echo(f"report: {report}   store: {store}   run: {outcome.run_id[:8]}", err=True)
+        print_warnings(shown)
+        if output.as_json:
+            shapes.show(shapes.Result.of(chosen, shown))
+        else:
+            print_answers(shown.answers)
+            print_table(shown)
+            print_verdict(shown)
+        click.echo(f"report: {output.report}   store: {output.store}   run: {outcome.run_id[:8]}", err=True)
     except BrokenPipeError:
         last_words(f"the output was closed; the run is complete: `dpbench report --run {outcome.run_id[:8]}` shows it")
     lost = any(outcome.counts.get(bad) for bad in ("failed", "oom", "timeout")) or chosen.status != FINISHED
     sys.exit(EXIT_FAILED if lost or not any(row.step for row in shown.rows) else 0)
 
 
-def _find_max_batch(cases: Sequence[Case], store: Path, naming: Naming, limit_s: float) -> int:
+def _find_max_batch(cases: Sequence[Case], naming: Naming, limit_s: float, output: _Output) -> int:
     """Search for the largest batch of each case that fits in memory, and return the exit code.
 
     Each attempt is printed to stderr, and the results are printed to stdout.
@@ -266,16 +315,23 @@ def _find_max_batch(cases: Sequence[Case], store: Path, naming: Naming, limit_s:
     from dpbench.records import Status
     from dpbench.store import Store
 
+    if output.dry_run:
+        raise click.UsageError("--dry-run cannot foresee the batch sizes that a search tries: leave it out")
+
     def listen(trial: Trial) -> None:
         words = "fits" if trial.status is Status.OK else f"{trial.status}: {trial.reason.partition(chr(10))[0]}"
         click.echo(f"{trial.case.label}: {words}", err=True)
 
-    with Store.create(store, naming) as opened:
+    with Store.create(output.store, naming) as opened:
         try:
-            outcome = batch_search.run(cases, opened, limit_s=limit_s, listen=listen)
+            quiet = output.detail is Detail.QUIET
+            outcome = batch_search.run(cases, opened, limit_s=limit_s, listen=(lambda trial: None) if quiet else listen)
         except KeyboardInterrupt:
             click.echo(f"interrupted; {RESUMES}", err=True)
             return 130
-    click.echo(batch_search.table(outcome.found))
-    click.echo(f"store: {store}   run: {outcome.run_id[:8]}", err=True)
+    if output.as_json:
+        shapes.show(shapes.Searches(run_id=outcome.run_id, found=outcome.found))
+    else:
+        click.echo(batch_search.table(outcome.found))
+    click.echo(f"store: {output.store}   run: {outcome.run_id[:8]}", err=True)
     return EXIT_FAILED if any(one.largest is None for one in outcome.found) else 0

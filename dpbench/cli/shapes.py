@@ -1,5 +1,7 @@
 """Shapes: the JSON that commands print with --json: one record per command, whose fields are the keys of the JSON.
 
+The records of predictions are in `predicting`, those of loaders in `measure.loaders`.
+
 Times are seconds, memory is bytes, and shares are fractions. A number that is missing, NaN or infinite is null. Keys
 are never removed or changed in meaning without a higher `schema`; new keys may appear.
 """
@@ -15,11 +17,20 @@ import click
 import msgspec
 
 from dpbench.records import Case
+from dpbench.records.machine import Machine
 
 if TYPE_CHECKING:
+    from dpbench.analysis.answer import Answer
+    from dpbench.analysis.findings import Diagnosis, Finding
+    from dpbench.analysis.report import Report
+    from dpbench.analysis.summary import Row
+    from dpbench.measure.batch_search import Found
+    from dpbench.measure.forecast import Forecast
+    from dpbench.records.trial import Estimate
     from dpbench.store import StoredRun
 
 SCHEMA = 1
+"""The version of all records of this module."""
 
 
 def show(record: object) -> None:
@@ -106,4 +117,244 @@ class ShownRun:
 
     run: RunFacts
     cases: Sequence[StartedCase] = field(default_factory=tuple)
+    schema: int = SCHEMA
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """A number with its interval: of 95 % over `rounds` rounds, or of 80 % for a prediction, which has 0 rounds.
+
+    `withheld` is the reason for which dpbench does not show the number as a result; it is empty for a usable number.
+    """
+
+    value: float
+    low: float
+    high: float
+    rounds: int
+    withheld: str
+
+    @classmethod
+    def of(cls, one: Estimate | None) -> Interval | None:
+        """Return an estimate as a record; None for None."""
+        if one is None:
+            return None
+        return cls(value=one.value, low=one.low, high=one.high, rounds=one.n, withheld=one.doubt or "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaseResult:
+    """The results of one case; `analysis.summary.Row` and docs/measuring.md define them.
+
+    `outcome` is "ok", or the status or fault of a case without a result, whose cause `reason` gives. Keys of `busy_s`
+    and `memory_bytes` are device indices.
+    """
+
+    label: str
+    labels: Sequence[str]
+    case: Case
+    outcome: str
+    reason: str
+    rounds: int
+    steps: int
+    verified: str | None
+    step_s: Interval | None
+    samples_per_s: Interval | None
+    speedup: Interval | None
+    scaling: str
+    efficiency: Interval | None
+    phases_s: Mapping[str, float]
+    busy_s: Mapping[int, float]
+    memory_bytes: Mapping[int, int]
+    host_bytes: int
+    imbalance: Interval | None
+
+    @classmethod
+    def of(cls, row: Row) -> CaseResult:
+        """Return the results of a row."""
+        return cls(
+            label=row.case.label, labels=row.labels, case=row.case, outcome=row.outcome, reason=row.reason,
+            rounds=row.rounds, steps=row.steps, verified=row.verified.value if row.verified else None,
+            step_s=Interval.of(row.step), samples_per_s=Interval.of(row.throughput), speedup=Interval.of(row.speedup),
+            scaling=row.scaling, efficiency=Interval.of(row.efficiency), phases_s=row.phases, busy_s=row.busy,
+            memory_bytes=row.memory, host_bytes=row.host_bytes, imbalance=Interval.of(row.imbalance),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerFacts:
+    """The answer to one question, as `analysis.answer.Answer` defines it; `case` is the label of the recommended case.
+
+    `choice` is "use", "stay with one device" or "cannot tell".
+    """
+
+    subject: str
+    choice: str
+    headline: str
+    reason: str
+    certainty: str
+    memory: str
+    command: str
+    labels: Sequence[str]
+    case: str | None
+
+    @classmethod
+    def of(cls, one: Answer) -> AnswerFacts:
+        """Return an answer as a record."""
+        return cls(
+            subject=one.subject, choice=one.choice.value, headline=one.headline, reason=one.reason,
+            certainty=one.certainty, memory=one.memory, command=one.command, labels=one.labels,
+            case=one.row.case.label if one.row else None,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """The JSON of `dpbench run` and of `dpbench report`: the answers of a run, and the results of its cases."""
+
+    run: RunFacts
+    answers: Sequence[AnswerFacts]
+    verdict: str
+    warnings: Sequence[str]
+    self_check: Sequence[str]
+    cases: Sequence[CaseResult]
+    schema: int = SCHEMA
+
+    @classmethod
+    def of(cls, run: StoredRun, report: Report) -> Result:
+        """Return the results of a run."""
+        cases = [*dict.fromkeys(row.case for row in report.rows)]
+        return cls(
+            run=RunFacts.of(run, cases), answers=[AnswerFacts.of(one) for one in report.answers],
+            verdict=report.verdict, warnings=report.warnings, self_check=report.self_check,
+            cases=[CaseResult.of(row) for row in report.rows],
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class CureFacts:
+    """A measured case that applies a remedy: its speed relative to the diagnosed case, and the seconds it saves."""
+
+    label: str
+    ratio: Interval | None
+    gain_s: Interval | None
+    verdict: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class FindingFacts:
+    """A problem of the diagnosed case. `cost_s` is in seconds per step, null for a problem that costs memory only."""
+
+    rule: str
+    problem: str
+    evidence: str
+    labels: Sequence[str]
+    cost_s: Interval | None
+    share: float
+    remedy: str
+    code: str
+    command: str
+    cures: Sequence[CureFacts]
+
+    @classmethod
+    def of(cls, one: Finding) -> FindingFacts:
+        """Return a finding as a record."""
+        cures = [
+            CureFacts(
+                label=cure.row.case.label, ratio=Interval.of(cure.ratio), gain_s=Interval.of(cure.gain_s),
+                verdict=cure.verdict,
+            )
+            for cure in one.cures
+        ]  # fmt: skip
+        return cls(
+            rule=one.rule.name, problem=one.evidence.says, evidence=one.evidence.numbers, labels=one.labels,
+            cost_s=Interval.of(one.evidence.size_s), share=one.share, remedy=one.rule.remedy, cures=cures, code=one.code,
+            command=one.command,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiagnosisFacts:
+    """The explanation of one case; `unjudged` has the questions that the run cannot answer."""
+
+    label: str
+    labels: Sequence[str]
+    answer: str
+    findings: Sequence[FindingFacts]
+    unjudged: Sequence[str]
+
+    @classmethod
+    def of(cls, one: Diagnosis) -> DiagnosisFacts:
+        """Return a diagnosis as a record."""
+        return cls(
+            label=one.row.case.label, labels=one.row.labels, answer=one.answer, unjudged=one.unjudged,
+            findings=[FindingFacts.of(found) for found in one.findings],
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithoutResult:
+    """A case without a result, and the reason."""
+
+    label: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """The JSON of `dpbench explain`."""
+
+    run: RunFacts
+    answers: Sequence[AnswerFacts]
+    diagnoses: Sequence[DiagnosisFacts]
+    without_result: Sequence[WithoutResult]
+    schema: int = SCHEMA
+
+    @classmethod
+    def of(cls, run: StoredRun, report: Report) -> Explanation:
+        """Return the explanation of a run."""
+        return cls(
+            run=RunFacts.of(run, [*dict.fromkeys(row.case for row in report.rows)]),
+            answers=[AnswerFacts.of(one) for one in report.answers],
+            diagnoses=[DiagnosisFacts.of(one) for one in report.diagnoses],
+            without_result=[
+                WithoutResult(label=row.case.label, reason=f"{row.outcome}: {row.reason}")
+                for row in report.rows
+                if row.step is None
+            ],
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbedMachine:
+    """The JSON of `dpbench probe`: the machine that the TOML file would describe."""
+
+    machine: Machine
+    schema: int = SCHEMA
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The JSON of `dpbench run --dry-run`, with the expected `seconds` of the trials, and the basis of this number.
+
+    `seconds` is null if it is unknown; `trials` is the least number of trials.
+    """
+
+    forecast: Forecast
+    trials: int
+    seconds: float | None
+    basis: str
+    schema: int = SCHEMA
+
+    @classmethod
+    def of(cls, planned: Forecast) -> Plan:
+        """Return the plan of a run as a record."""
+        return cls(forecast=planned, trials=planned.trials, seconds=planned.seconds, basis=planned.basis)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Searches:
+    """The JSON of `dpbench run --find-max-batch`."""
+
+    run_id: str
+    found: Sequence[Found]
     schema: int = SCHEMA

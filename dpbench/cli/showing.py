@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING
 
 import click
 
+from dpbench.records import words
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dpbench.analysis.answer import Answer
     from dpbench.analysis.report import Report
+    from dpbench.measure.forecast import Forecast
     from dpbench.records import Trial
     from dpbench.store import StoredRun
 
@@ -99,12 +102,41 @@ def print_table(report: Report) -> None:
     click.echo(table(report.rows, report.ladders))
 
 
-def print_verdict(report: Report) -> None:
-    """Print a report's verdict and self-check to stdout, its warnings and why each case's rounds ended to stderr."""
+def print_warnings(report: Report) -> None:
+    """Print a report's warnings, and the reason for the end of each case's rounds, to stderr."""
     for warning in report.warnings:
         click.echo(f"warning: {warning}", err=True)
     for case, ended in report.provenance.get("rounds", {}).items():
         click.echo(f"{case}: {ended}", err=True)
+
+
+def print_verdict(report: Report) -> None:
+    """Print a report's verdict and self-check to stdout."""
     click.echo(f"\n{report.verdict}")
     for line in report.self_check:
         click.echo(f"self-check: {line}")
+
+
+def print_plan(planned: Forecast, *, as_json: bool) -> None:
+    """Print the plan of a run to stdout: its cases, rounds and expected time, and the basis of the expectation."""
+    from dpbench.cli import shapes
+
+    if as_json:
+        shapes.show(shapes.Plan.of(planned))
+        return
+    width = max(len(one.case.label) for one in planned.cases)
+    for one in planned.cases:
+        known = f"{words.time(one.trial_s)} per trial" if one.trial_s is not None else "no earlier trial"
+        click.echo(f"{one.case.label:<{width}}  {known}")
+    rounds = words.count(planned.rounds, "round")
+    click.echo(
+        f"{words.count(len(planned.cases), 'case')} in {'at least ' if planned.auto else ''}{rounds}: "
+        f"{words.count(planned.trials, 'trial')}"
+    )
+    about = "unknown" if planned.seconds is None else f"about {words.long_time(planned.seconds)}"
+    click.echo(f"expected time: {about} ({planned.basis})")
+    if planned.budget_s:
+        click.echo(
+            f"time budget: {words.long_time(planned.budget_s)}; steps are shortened to fit it, and trials that have "
+            "not started by its end are skipped"
+        )

@@ -217,6 +217,14 @@ class Store:
             found.setdefault(Case.from_dict(json.loads(case)), {})[status] = number
         return found
 
+    def durations(self, host: str) -> dict[str, list[float]]:
+        """Return the durations in seconds of the good trials of all runs on one host, by fingerprint of the case."""
+        found: dict[str, list[float]] = {}
+        query = "SELECT fingerprint, setup FROM trial JOIN run ON run.id=run_id WHERE host=? AND trial.status=?"
+        for fingerprint, setup in self._db.execute(query, (host, Status.OK)):
+            found.setdefault(fingerprint, []).append(sum(json.loads(setup).values()))
+        return found
+
     def begin_trial(self, run_id: str, case: Case, number: int) -> int:
         """Add a trial of `case` in round `number`, with the status `running`; return the id of the trial."""
         with file.transaction(self._db):

@@ -1,0 +1,245 @@
+"""What commands print besides tables: JSON of documented shapes, plans of runs, and progress."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import typing
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from dpbench.cli import predicting, shapes
+from dpbench.cli.progress import Progress
+from dpbench.measure import forecast
+from dpbench.measure import run as runner
+from dpbench.measure.batch_search import Found
+from dpbench.measure.forecast import Forecast
+from dpbench.measure.options import Options
+from dpbench.measure.run import Ended, Note, Outcome, Started
+from dpbench.predict.cases import Need, WhatIf
+from dpbench.records import Case, Status, Trial
+from dpbench.store import Store
+from tests.exported import DP, PROVENANCE, is_error, made, stored
+
+SINGLE = Case(model="mlp", strategy="single", batch_size=64)
+CASES = ("run", "--models", "mlp", "--strategies", "single,dp", "--devices", "2", "--batch-sizes", "64")
+SPEEDS = {SINGLE: 1.0, DP: 0.5}
+
+
+def trials(rounds: int = 3) -> Iterator[Trial]:
+    """Yield trials of `single` and of dp, which is twice as fast, with a little noise over the rounds."""
+    for number in range(rounds):
+        for case, speed in SPEEDS.items():
+            trial = made(case, number=number)
+            factor = speed * (1 + 0.01 * number * (case is DP))
+            steps = tuple(replace(step, seconds=step.seconds * factor) for step in trial.steps)
+            yield replace(trial, steps=steps, spans=())
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Replace the measurement of a run by one that stores made trials, and tells the listener of each."""
+
+    def run(cases, store, *, rounds, listen, **_):
+        run_id, resumed = store.begin_run(plan="p", host="h", code="c", rounds=rounds, provenance=PROVENANCE)
+        listen(Started(run_id, 6, 0))
+        listen(Note("a note"))
+        for number, trial in enumerate(trials(), 1):
+            listen(Started(run_id, 6, number - 1, trial.case, trial.round))
+            store.end_trial(store.begin_trial(run_id, trial.case, trial.round), trial)
+            listen(Ended(trial, number, 6, 2.0))
+        store.end_run(run_id)
+        return Outcome(run_id, resumed, store.counts(run_id))
+
+    monkeypatch.setattr(runner, "run", run)
+
+
+def strict(text: str) -> typing.Any:
+    """Return the data of a JSON text, which must have no NaN."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+# -- JSON
+
+
+@pytest.fixture
+def names(monkeypatch):
+    """Let msgspec read the annotations whose names are imported for type checkers only."""
+    for module, kinds in ((shapes, (Forecast, Found)), (predicting, (Need, WhatIf)), (forecast, (Options,))):
+        for kind in kinds:
+            monkeypatch.setattr(module, kind.__name__, kind, raising=False)
+
+
+def read(kind: type, out: str) -> typing.Any:
+    """Return the record of a JSON text, whose keys and types must be exactly those of the record."""
+    record = msgspec.json.decode(out, type=kind)
+    assert strict(msgspec.json.encode(record).decode()) == strict(out)
+    assert strict(out)["schema"] == shapes.SCHEMA
+    return record
+
+
+def test_a_run_and_its_report_print_the_same_json_and_nothing_else_to_stdout(dpbench, measured):
+    code, out, err = dpbench(*CASES, "--json", "--name", "a", "--tag", "driver=550", "--tag", "room=2")
+    assert code == 0, err
+    found = read(shapes.Result, out)
+    assert (found.run.name, found.run.tags) == ("a", {"driver": "550", "room": "2"})
+    assert "[6/6]" in err
+    two = next(one for one in found.cases if one.case == DP)
+    assert two.speedup.value == pytest.approx(2.0, rel=0.05)
+    assert two.speedup.low < two.speedup.value < two.speedup.high
+    assert (two.speedup.rounds, two.speedup.withheld, list(two.labels)) == (3, "", ["MEASURED", "CPU-ONLY"])
+    assert [one.choice for one in found.answers] == ["use"]
+    assert found.answers[0].case == DP.label
+    assert dpbench("report", "--json", "--run", "@a")[1] == out
+    assert "leave out" in is_error(*dpbench("report", "--json", "--md"))
+
+
+def test_an_estimate_in_doubt_says_so_in_json(dpbench, tmp_path):
+    stored(tmp_path / "dpbench.db", *trials(2))
+    found = read(shapes.Result, dpbench("report", "--json")[1])
+    assert {one.speedup.withheld for one in found.cases if one.speedup} == {"too few rounds"}
+    assert [one.choice for one in found.answers] == ["cannot tell"]
+
+
+def test_explain_list_show_predict_and_searches_print_json(dpbench, tmp_path, names):
+    oom = replace(made(DP), case=replace(DP, devices=4), status=Status.OOM, reason="full", steps=(), spans=())
+    stored(tmp_path / "dpbench.db", *(made(case, number=n) for n in range(3) for case in (SINGLE, DP)), oom)
+    found = read(shapes.Explanation, dpbench("explain", "--json")[1])
+    assert [one.label for one in found.diagnoses] == [DP.label]
+    assert all(finding.cost_s.low > 0 for one in found.diagnoses for finding in one.findings if finding.cost_s)
+    assert [one.reason for one in found.without_result] == ["oom: full"]
+    for kind in ("models", "strategies", "schedules", "machines", "metrics"):
+        listed = read(shapes.NameList, dpbench("list", kind, "--json")[1])
+        assert [one.name for one in listed.names] == [line.split()[0] for line in dpbench("list", kind)[1].splitlines()]
+    assert [one.cases for one in read(shapes.RunList, dpbench("list", "runs", "--json")[1]).runs] == [3]
+    assert [one.trials for one in read(shapes.ShownRun, dpbench("show", "--json")[1]).cases][-1] == {"oom": 1}
+    asked = ("predict", "--machine", "rtx-3090-x8", "--models", "resnet50", "--devices", "1,2", "--strategies")
+    predicted = read(predicting.Predictions, dpbench(*asked, "single,dp", "--json")[1])
+    one, two = predicted.cases[0], predicted.cases[-1]
+    assert one.step_s.low < one.step_s.value < one.step_s.high
+    assert (two.case.devices, two.scaling, list(two.labels)) == (2, "weak", ["PREDICTED"])
+    assert two.speedup > 1
+    assert predicted.what_ifs
+
+
+def test_a_probe_prints_the_machine_that_its_file_describes(dpbench, monkeypatch, tmp_path):
+    from dpbench import probe
+    from dpbench.records import machine
+
+    text = (machine.FOLDER / "rtx-3090-x2.toml").read_text()
+    monkeypatch.setattr(probe, "measure_toml", lambda say, **_: say("measuring") or text)
+    code, out, err = dpbench("probe", "--json", "--output", tmp_path / "rtx-3090-x2.toml")
+    assert (code, err) == (0, "measuring\n")
+    assert read(shapes.ProbedMachine, out).machine == machine.load("rtx-3090-x2")
+    assert (tmp_path / "rtx-3090-x2.toml").read_text() == text
+
+
+# -- the plan of a run
+
+
+def test_a_dry_run_has_the_cases_the_trials_and_the_basis_of_the_time_and_makes_nothing(dpbench, tmp_path, names):
+    code, out, err = dpbench(*CASES, "--rounds", "4", "--budget", "30", "--dry-run")
+    assert (code, err) == (0, "")
+    assert [line for line in out.splitlines() if line.startswith(DP.label)] == [f"{DP.label}  no earlier trial"]
+    assert "2 cases in 4 rounds: 8 trials" in out
+    assumed = 8 * forecast.ASSUMED_S
+    assert f"expected time: about {assumed:.1f} s (2 cases without an earlier trial, for which the planner" in out
+    assert "time budget: 30.0 s" in out
+    assert list(tmp_path.iterdir()) == []
+    plan = read(shapes.Plan, dpbench(*CASES, "--dry-run", "--json")[1])
+    assert (plan.trials, plan.seconds) == (6, 6 * forecast.ASSUMED_S)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_expected_time_is_that_of_earlier_trials_of_this_machine_only(dpbench, tmp_path, monkeypatch):
+    monkeypatch.setattr(forecast.provenance, "host_key", lambda facts: "here")
+    path = tmp_path / "dpbench.db"
+    for host, stage_s in (("here", 2.0), ("there", 50.0)):
+        with Store.create(path) as store:
+            run_id, _ = store.begin_run(plan=host, host=host, code="c", rounds=1, provenance=PROVENANCE)
+            for number, status in enumerate((Status.OK, Status.OK, Status.TIMEOUT)):
+                trial = made(DP, number=number, status=status, setup={"verify_s": 1.0, "steps_s": stage_s + number})
+                store.end_trial(store.begin_trial(run_id, DP, number), trial)
+            store.end_run(run_id)
+    before = path.read_bytes()
+    found = strict(dpbench(*CASES, "--dry-run", "--json", "--rounds", "auto")[1])
+    planned = {one["case"]["strategy"]: (one["trial_s"], one["earlier"]) for one in found["forecast"]["cases"]}
+    assert planned == {"single": (None, 0), "dp": (3.5, 2)}
+    assert found["seconds"] == 3 * (3.5 + forecast.ASSUMED_S)
+    assert (found["forecast"]["auto"], found["forecast"]["budget_s"]) == (True, 300.0)
+    out = dpbench(*CASES, "--dry-run")[1]
+    assert "1 case as measured earlier on this machine; 1 case without" in out
+    assert path.read_bytes() == before
+
+
+def test_the_time_of_jobs_is_unknown_and_a_search_has_no_plan(dpbench):
+    out = dpbench(*CASES, "--dry-run", "--launcher", "slurm")[1]
+    assert "expected time: unknown (it depends on the queue of slurm)" in out
+    search = ("--device-kind", "emulated", "--device-memory", "1GiB", "--find-max-batch", "--batch-sizes", "8")
+    arguments = ("run", "--models", "mlp", "--strategies", "dp", "--devices", "2", *search, "--dry-run")
+    assert "--dry-run" in is_error(*dpbench(*arguments))
+
+
+# -- progress
+
+
+def test_lines_have_milliseconds_and_the_time_left(dpbench, measured):
+    code, out, err = dpbench(*CASES)
+    assert code == 0
+    lines = [line for line in err.splitlines() if line.startswith("[")]
+    assert lines[0] == f"[1/6] {SINGLE.label} round 1: ok, 2.00 ms; about 10.0 s left"
+    assert lines[3] == f"[4/6] {DP.label} round 2: ok, 1.01 ms; about 4.00 s left"
+    assert lines[5].endswith("ok, 1.02 ms")
+    assert "a note" in err
+    assert out == dpbench("run", *CASES[1:], "--quiet")[1] != ""
+
+
+def test_quiet_prints_no_progress_and_verbose_more(dpbench, measured):
+    _, _, quiet = dpbench(*CASES, "-q")
+    assert "[1/6]" not in quiet
+    assert "a note" not in quiet
+    assert "report: " in quiet
+    _, _, verbose = dpbench(*CASES, "-v")
+    assert (
+        "    build 500 ms, steps 1.00 s; 4 timed steps, 2 of warm-up; device 0 1.00 MiB; gradients: bitwise" in verbose
+    )
+    assert "--quiet" in is_error(*dpbench(*CASES, "-q", "-v"))
+
+
+def shown(events: Callable[[Progress], None], **terminal: typing.Any) -> str:
+    """Return what a terminal shows in the end, without control sequences."""
+    file = io.StringIO()
+    with Progress(console=Console(file=file, force_terminal=True, width=120, height=40, **terminal)) as progress:
+        events(progress)
+    return file.getvalue()
+
+
+def listen(progress: Progress, rounds: int = 3) -> None:
+    progress.listen(Started("abc", 6, 0))
+    for number, trial in enumerate(trials(rounds), 1):
+        progress.listen(Started("abc", 6, number - 1, trial.case, trial.round))
+        progress.listen(Ended(trial, number, 6, 2.0))
+
+
+def test_a_terminal_shows_the_case_the_time_left_and_speed_ups_with_intervals_and_labels():
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown(listen))
+    assert f"{DP.label}, round 3" in plain
+    assert re.search(rf"{re.escape(DP.label)} +1\.9\d× \(1\.9\d–2\.0\d\) +MEASURED CPU-ONLY", plain)
+    two = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown(lambda progress: listen(progress, rounds=2)))
+    assert re.search(rf"{re.escape(DP.label)} +not enough rounds +MEASURED CPU-ONLY", two)
+    assert "about 4.00 s left" in two
+
+
+def test_no_color_removes_colours(monkeypatch):
+    assert re.search(r"\x1b\[[0-9;]*3[0-9]", shown(listen))
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not re.search(r"\x1b\[[0-9;]*3[0-9]", shown(listen))
