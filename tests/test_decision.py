@@ -14,13 +14,14 @@ from dpbench.analysis import stats, summary
 from dpbench.analysis.answer import Answer
 from dpbench.analysis.decision import Choice
 from dpbench.analysis.summary import Row
-from dpbench.cli import options as cli_options
 from dpbench.cli.predicting import predict
 from dpbench.cli.running import run
 from dpbench.hardware import foreign_load
 from dpbench.hardware.provenance import Resources
+from dpbench.measure.options import cases_of
 from dpbench.records import Case, Source, Status, Trial, plan
 from dpbench.records.trial import Estimate
+from tests.test_options import parsed
 
 USE, STAY, UNKNOWN = Choice.USE, Choice.STAY, Choice.UNKNOWN
 GPU = {"device_kind": "cuda"}
@@ -221,7 +222,7 @@ def test_the_next_command_selects_the_cases_of_the_answer(name: str) -> None:
     chosen = command.make_context(verb, arguments).params
     assert chosen["models"] == ("resnet18",)
     if verb == "run":
-        cases, _ = cli_options.cases_of(chosen)
+        cases, _ = cases_of(parsed(*arguments))
         wanted = {row.case for row in situation.rows if answer.row is None or row is answer.row}
         found = {(case.strategy, case.devices, case.schedule) for case in cases}
         if answer.row is None or answer.row.case.devices > 1:
@@ -238,8 +239,8 @@ def test_settings_of_a_case_are_in_the_command(tmp_path: Path, monkeypatch: pyte
     }  # fmt: skip
     rows = [row("single", **{**setting, "schedule": ""}), row("dp", 2, 1.2, off=0.3, **setting)]
     _, _, *arguments = shlex.split(only(rows, {"gpus": {"gpus": [{}, {}]}}).command)
-    chosen = run.make_context("run", arguments).params | {"device_kind": "cuda"}  # the default where there are GPUs
-    cases, _ = cli_options.cases_of(chosen)
+    asked = replace(parsed(*arguments), device_kind="cuda")  # the default where there are GPUs
+    cases, _ = cases_of(asked)
     assert {one.case for one in rows} <= {*cases}
 
 

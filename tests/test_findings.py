@@ -16,11 +16,11 @@ from dpbench.analysis import commands, findings, summary
 from dpbench.analysis.findings import text
 from dpbench.analysis.findings.rule import Finding, FindingRule
 from dpbench.analysis.report import Report
-from dpbench.cli import options
-from dpbench.cli.running import run
 from dpbench.hardware.provenance import Resources
+from dpbench.measure.options import cases_of
 from dpbench.records import UNATTRIBUTED, Case, Memory, Phase, Sample, Span, Step, Trial, Verified, plan, schedule
 from dpbench.report import markdown, page
+from tests.test_options import parsed
 
 ROUNDS, STEPS = 3, 12
 MODEL = {
@@ -265,7 +265,7 @@ def rules() -> list[FindingRule]:
 def test_the_command_of_a_remedy_selects_the_cases_that_apply_it(rule: FindingRule) -> None:
     of = case(devices=4, batch=66)
     _, _, *arguments = shlex.split(commands.measure([of, *rule.remedies(of)], machine=Resources()))
-    cases, _ = options.cases_of(run.make_context("run", arguments).params)
+    cases, _ = cases_of(parsed(*arguments))
     assert {of, *rule.remedies(of)} <= {*cases}
 
 

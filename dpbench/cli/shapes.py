@@ -267,8 +267,8 @@ class FindingFacts:
         ]  # fmt: skip
         return cls(
             rule=one.rule.name, problem=one.evidence.says, evidence=one.evidence.numbers, labels=one.labels,
-            cost_s=Interval.of(one.evidence.size_s), share=one.share, remedy=one.rule.remedy, cures=cures, code=one.code,
-            command=one.command,
+            cost_s=Interval.of(one.evidence.size_s), share=one.share, remedy=one.rule.remedy, code=one.code,
+            command=one.command, cures=cures,
         )  # fmt: skip
 
 
