@@ -219,7 +219,7 @@ def test_the_next_command_selects_the_cases_of_the_answer(name: str) -> None:
         return
     _, verb, *arguments = shlex.split(answer.command)
     command = {"run": run, "predict": predict}[verb]
-    chosen = command.make_context(verb, arguments).params
+    chosen = command.make_context(verb, [*arguments]).params  # click empties the list
     assert chosen["models"] == ("resnet18",)
     if verb == "run":
         cases, _ = cases_of(parsed(*arguments))
