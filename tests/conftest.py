@@ -27,6 +27,7 @@ from dpbench.measure.server import Server
 from dpbench.store import Store
 from tests import commands, exported, standing_in
 
+gc.disable()  # until all tests are collected: see pytest_collection_finish
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # before torch is loaded: later has no effect
 os.environ["DPBENCH_PATIENCE"] = "0"  # runs neither wait for a quiet machine nor repeat trials
 
@@ -196,6 +197,7 @@ def pytest_collection_finish() -> None:
     """Let the collector visit only objects made from here on: of torch and the tests there are a million."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 # a suite started in the background inherits an ignored SIGINT, and so would every command that a test interrupts
