@@ -1,7 +1,7 @@
-"""List the sockets at which the processes of a trial, or of the probe, listen: `python -m tests.listening trial`.
+"""List the sockets at which processes of dpbench listen: `python -m tests.listening trial probe`.
 
-Prints JSON: how the work ended, every address that was listened at, and those of them that a client reached by one of
-the machine's own addresses outside loopback.
+Prints for each of the named works, a trial and the probe's ranks, a line of JSON: how the work ended, every address
+that was listened at, and those of them that a client reached by one of the machine's own addresses outside loopback.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from pathlib import Path
 import psutil
 
 from dpbench.measure.server import Server
-from dpbench.probe import collective
 from dpbench.records import Case, Effort
 
 LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
@@ -50,12 +49,11 @@ class Seen:
 
     def look(self) -> None:
         """Add the addresses at which the processes below this one listen now, and try to connect to the new ones."""
-        pids = {process.pid for process in psutil.Process().children(recursive=True)}
-        now = {
-            (one.laddr.ip, one.laddr.port)
-            for one in psutil.net_connections("inet")
-            if one.pid in pids and one.status == psutil.CONN_LISTEN
-        }
+        now: set[Address] = set()
+        for process in psutil.Process().children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                held = getattr(process, "net_connections", None) or process.connections  # before psutil 6
+                now |= {(one.laddr.ip, one.laddr.port) for one in held("inet") if one.status == psutil.CONN_LISTEN}
         for address in now - self.listening:
             self._connect(address)
         self.listening |= now
@@ -72,7 +70,7 @@ def watch(work: Callable[[], str]) -> Seen:
     seen, over = Seen(), threading.Event()
 
     def look() -> None:
-        while not over.wait(0.002):
+        while not over.wait(0.03):
             seen.look()
 
     watcher = threading.Thread(target=look)
@@ -88,7 +86,7 @@ def watch(work: Callable[[], str]) -> Seen:
 def trial() -> str:
     """Run a trial of ddp with two ranks; return its status and reason."""
     case = Case(model="mlp", strategy="ddp", devices=2, batch_size=8)
-    effort = Effort(budget_s=0.5, warmup_steps=1, min_steps=4, max_steps=10**6, block_steps=2)
+    effort = Effort(budget_s=0.3, warmup_steps=1, min_steps=4, max_steps=10**6, block_steps=2, memory_by_phase=False)
     with tempfile.TemporaryDirectory() as folder, Server(Path(folder)) as server:
         done = server.run(case, effort, 0, 120)
     return done.status.value if done.steps else done.reason
@@ -96,10 +94,14 @@ def trial() -> str:
 
 def probe() -> str:
     """Let the probe's ranks measure an all-reduce."""
+    from dpbench.probe import collective  # which loads torch: a trial's parent needs none
+
     return "ok" if collective._measured(2, "gloo", {"reduce": [32 * 1024, 2**20]})["reduce"] else "no figures"
 
 
 if __name__ == "__main__":
-    found = asdict(watch({"trial": trial, "probe": probe}[sys.argv[1]]))
-    print(json.dumps({name: value if name == "ended" else sorted(value) for name, value in found.items()}))
+    for work in sys.argv[1:]:
+        found = asdict(watch({"trial": trial, "probe": probe}[work]))
+        print(json.dumps({name: value if name == "ended" else sorted(value) for name, value in found.items()}))
+    sys.stdout.flush()
     os._exit(0)

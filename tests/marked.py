@@ -22,7 +22,7 @@ def poll(condition: Callable[[], Any], timeout_s: float = 10.0) -> Any:
     """Wait until `condition()` holds, and return what it gave last."""
     deadline_s = time.monotonic() + timeout_s
     while not (result := condition()) and time.monotonic() < deadline_s:
-        time.sleep(0.01)
+        time.sleep(0.03)  # most conditions look at all processes, which takes milliseconds
     return result
 
 

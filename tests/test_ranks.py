@@ -44,26 +44,23 @@ def preset() -> dict[str, str]:
     return {**dict.fromkeys(names, name), "MASTER_ADDR": address, "MASTER_PORT": "29500"} if REAL else {}
 
 
-def seen(work: str, variables: Mapping[str, str], prefix: Sequence[str] = ()) -> Seen:
-    """Watch the sockets of a trial, or of the probe, in a process of its own."""
+def check(works: Sequence[str], variables: Mapping[str, str], prefix: Sequence[str] = ()) -> None:
+    """Watch the sockets of works, a trial or the probe's ranks, in a process of their own."""
     env = os.environ | variables | {"PYTHONPATH": str(ROOT)}
-    command = [*prefix, sys.executable, "-m", "tests.listening", work]
+    command = [*prefix, sys.executable, "-m", "tests.listening", *works]
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return Seen(found["ended"], *({(ip, port) for ip, port in found[name]} for name in ("listening", "reached")))
+    for work, line in zip(works, done.stdout.splitlines(), strict=True):
+        told: dict[str, Any] = json.loads(line)
+        found = Seen(told["ended"], *({(ip, port) for ip, port in told[name]} for name in ("listening", "reached")))
+        assert found.ended == "ok", work
+        assert len({port for _, port in found.listening}) >= 2, f"{work}: each rank listens: the watch was blind"
+        assert found.outside() == set(), work
+        assert found.reached == set(), f"{work}: reached by an address outside loopback"
 
 
-def check(found: Seen) -> None:
-    assert found.ended == "ok"
-    assert len({port for _, port in found.listening}) >= 2, "each rank listens for its peer: the watch was blind"
-    assert found.outside() == set()
-    assert found.reached == set(), "reached by an address outside loopback"
-
-
-@pytest.mark.parametrize("work", ["trial", "probe"])
-def test_no_process_listens_outside_loopback_whatever_the_interface_variables_say(work: str) -> None:
-    check(seen(work, preset()))
+def test_no_process_listens_outside_loopback_whatever_the_interface_variables_say() -> None:
+    check(["trial", "probe"], preset())
 
 
 @pytest.fixture
@@ -85,7 +82,7 @@ def own_host_name(tmp_path: Path) -> list[str]:
 
 
 def test_no_process_listens_outside_loopback_whatever_the_host_name_resolves_to(own_host_name: list[str]) -> None:
-    check(seen("trial", {}, own_host_name))
+    check(["trial"], {}, own_host_name)
 
 
 @needs_a_real_address
