@@ -165,9 +165,28 @@ def test_an_unknown_figure_lists_the_known() -> None:
         FAKE["warp_s"]
 
 
+QUICK = """#!{python}
+# in the place of Python: runs a module as it does, with fewer and shorter measurements
+import runpy
+import sys
+
+from dpbench.probe import collective, engine, figures, host
+
+sys.executable = __file__
+figures.LOOP_S, host.NETS, host.repeats = 2e-4, {{"mlp": 32}}, lambda name, rows: 5
+engine.LAYERS, engine.STEPS, collective.COMPUTED_S, collective.SIZES = (6, 18), 12, 1e-4, collective.SIZES[::2]
+del sys.argv[:2]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+
+
 @pytest.mark.slow
 def test_the_command_measures_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One pass of it: a second one would not fit into this budget."""
+    quick = tmp_path / "python"
+    quick.write_text(QUICK.format(python=sys.executable))
+    quick.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(quick))
     monkeypatch.setattr(probe, "BUDGET_S", 1.0)
     path = tmp_path / "here.toml"
     done = CliRunner().invoke(cli, ["probe", "--anyway", "--output", str(path)], catch_exceptions=False)
@@ -188,7 +207,9 @@ def test_the_command_measures_this_machine(tmp_path: Path, monkeypatch: pytest.M
     for phase in ("scatter", "forward_more", "loss_more", "backward_more", "reduce", "optimizer_more", UNATTRIBUTED):
         assert found[f"ddp_{phase}_s"] >= 0
         assert found[f"ddp_{phase}_tensor_s"] >= 0
-    assert found["ddp_reduce_s"] + found["ddp_backward_more_s"] > 1e-5, "an all-reduce between processes"
+    # of the short chain's 12 tensors: disturbances may move all of the time into one part
+    reduced_s = [found[f"ddp_{phase}_s"] + 12 * found[f"ddp_{phase}_tensor_s"] for phase in ("reduce", "backward_more")]
+    assert sum(reduced_s) > 1e-5, "an all-reduce between processes"
     assert found["mlp_forward_2_processes_ratio"] > 0
 
 
