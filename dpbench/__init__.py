@@ -1,17 +1,31 @@
 """dpbench: measure single-machine data parallelism in PyTorch, phase by phase.
 
-The engine, whose functions and classes are available in this module, is imported on first use, so that `import dpbench`
-does not import torch.
+    import dpbench as dp
+
+    run = dp.run(models=["mlp"], devices=[1, 2])    # measure; the arguments are the options of `dpbench run`
+    run = dp.load("dpbench.db", run="@last")        # or read a stored run
+    run = dp.open_trials("trials.jsonl.gz")         # or read exported trials
+    print(run.verdict)
+    run.frame                                       # one row per case; also run.steps, run.phases, run.samples
+    run.report("report.html")
+
+The engine (`DataParallel`, `TrainStep` and the functions of torch.nn.parallel) trains models in your own code. All
+names are imported on first use, so that `import dpbench` imports neither torch nor pandas.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
 __all__ = [
     "__version__",
+    "run",
+    "load",
+    "open_trials",
+    "Run",
     "DataParallel",
     "TrainStep",
     "data_parallel",
@@ -24,6 +38,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from dpbench.api import Run, load, open_trials, run
     from dpbench.engine import (
         DataParallel,
         TrainStep,
@@ -36,11 +51,16 @@ if TYPE_CHECKING:
         scatter,
     )
 
+_API = ("run", "load", "open_trials", "Run")
+
 
 def __getattr__(name: str) -> Any:
-    """Import the engine and return its object `name`; raise AttributeError if `name` is not in `__all__`."""
+    """Import and return the object `name` of the interface; raise AttributeError if `name` is not in `__all__`."""
     if name in __all__:
-        import dpbench.engine
-
-        return getattr(dpbench.engine, name)
+        return getattr(import_module("dpbench.api" if name in _API else "dpbench.engine"), name)
     raise AttributeError(f"module 'dpbench' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Return the names of the interface, also of objects that are not imported yet."""
+    return sorted(__all__)

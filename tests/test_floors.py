@@ -16,12 +16,12 @@ import pytest
 
 FLOORS = (
     "records", "hardware", "store", "models", "engine", "strategies", "analysis", "export", "measure", "predict",
-    "probe", "report", "cli",
+    "probe", "report", "cli", "api",
 )  # fmt: skip
 """The packages of dpbench, from the ground up: each imports only packages before it."""
 ARROWS = 55
 """The most pairs of packages of which one imports the other."""
-MODULES = 183
+MODULES = 200
 """The most modules in these packages. Merge modules that are one concept before raising this number."""
 HOMES = {
     "torch": (

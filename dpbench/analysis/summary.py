@@ -100,7 +100,8 @@ class Row:
         return self.phases.get(UNATTRIBUTED, 0.0) / total if total else 0.0
 
 
-_BLANK = Row(case=Case(model="", strategy="", batch_size=1), source=Source.MEASURED, status=Status.SKIPPED)
+BLANK = Row(case=Case(model="", strategy="", batch_size=1), source=Source.MEASURED, status=Status.SKIPPED)
+"""The row of no case, which has the default of every field."""
 
 
 def rows(trials: Iterable[Trial]) -> list[Row]:
@@ -327,7 +328,7 @@ def frame(
     """
     count = max([DEVICE_COLUMNS, *(device + 1 for row in table for device in {*row.busy, *row.memory})])
     flat = [_record(row, count) for row in table]
-    found = pd.DataFrame(flat, columns=list(_record(_BLANK, count)))
+    found = pd.DataFrame(flat, columns=list(_record(BLANK, count)))
     if extra:
         found = pd.concat([found, pd.DataFrame(dict(extra))], axis=1)
     if run_ids:

@@ -18,7 +18,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dpbench.export.formats import Labels, jsonl, name, numbered, parquet, pick, pyperf
+from dpbench.export.formats import Labels, jsonl, name, numbered, parquet, pick, pyperf, read_jsonl
 from dpbench.export.traces import split as split_ranks
 from dpbench.export.traces import trace
 
@@ -26,7 +26,19 @@ if TYPE_CHECKING:
     from dpbench.records import Trial
     from dpbench.store import StoredRun
 
-__all__ = ["check", "jsonl", "name", "parquet", "pick", "pieces", "pyperf", "split_ranks", "trace", "write"]
+__all__ = [
+    "check",
+    "jsonl",
+    "name",
+    "parquet",
+    "pick",
+    "pieces",
+    "pyperf",
+    "read_jsonl",
+    "split_ranks",
+    "trace",
+    "write",
+]
 
 
 def check(format: str, *, every: bool, output: Path | None, part: str | None, split: Path | None) -> None:

@@ -1,4 +1,4 @@
-"""Formats: select and name the trials of a run, and write them as JSON lines, as a pyperf suite, or as Parquet.
+"""Formats: select and name the trials of a run; write them as JSON lines, which can be read back, pyperf or Parquet.
 
 The commands `pyperf stats`, `hist`, `check` and `compare_to` read the suite. The Parquet file is a table with one row
 per step; writing it needs the package pyarrow.
@@ -6,14 +6,34 @@ per step; writing it needs the package pyarrow.
 
 from __future__ import annotations
 
+import gzip
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpbench.records import CASE_FIELDS, HABITS, UNATTRIBUTED, Case, Phase, Source, Trial, ledger, words
+import msgspec
+
+from dpbench.records import (
+    CASE_FIELDS,
+    HABITS,
+    UNATTRIBUTED,
+    Case,
+    Memory,
+    Phase,
+    Source,
+    Status,
+    Step,
+    Trial,
+    Verified,
+    ledger,
+    words,
+)
+from dpbench.records.ledger import Ledger
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -142,6 +162,61 @@ def jsonl(run_id: str, trials: Iterable[Trial]) -> Iterator[str]:
 
 VERSION = "1.0"
 Metadata = dict[str, str | int | float]
+
+
+class ExportedStep(msgspec.Struct):
+    """One step in a line of an exported file: its seconds (None if they were not finite), and its seconds by phase."""
+
+    seconds: float | None
+    warmup: bool
+    phases: dict[str, float | None]
+
+
+class ExportedTrial(msgspec.Struct):
+    """One line of a file that `jsonl` wrote; files of older versions lack the fields with a default."""
+
+    run_id: str
+    case: dict[str, Any]
+    source: Source
+    status: Status
+    reason: str
+    verified: Verified
+    steps: list[ExportedStep]
+    memory: list[Memory]
+    provenance: dict[str, Any]
+    round: int = 0
+    failed_device: int | None = None
+    setup: dict[str, float] = {}
+
+    def trial(self) -> Trial:
+        """Return the trial with its ledger, but without spans and samples, and with steps that follow each other."""
+        seconds = [math.nan if step.seconds is None else step.seconds for step in self.steps]
+        found = Trial(
+            case=Case.from_dict(self.case), source=self.source, status=self.status, reason=self.reason,
+            verified=self.verified, memory=tuple(self.memory), setup=self.setup, provenance=self.provenance,
+            round=self.round, failed_device=self.failed_device,
+            steps=tuple(map(Step, seconds, [step.warmup for step in self.steps], accumulate(seconds))),
+        )  # fmt: skip
+        phases = [{name: s or 0.0 for name, s in step.phases.items()} for step in self.steps]
+        return found.with_ledger(Ledger.recorded(phases))
+
+
+def read_jsonl(path: Path) -> dict[str, list[Trial]]:
+    """Return the trials of a file that `jsonl` wrote, by the id of their run; gzip is recognised by the name's end.
+
+    Raises ValueError with the number of the line if a line is not such a trial.
+    """
+    found: dict[str, list[Trial]] = {}
+    number = 1
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            for line in file:
+                one = msgspec.json.decode(line, type=ExportedTrial)
+                found.setdefault(one.run_id, []).append(one.trial())
+                number += 1
+    except (msgspec.MsgspecError, ValueError, EOFError, gzip.BadGzipFile) as error:
+        raise ValueError(f"{path}, line {number}: this is not an export by `dpbench export jsonl`: {error}") from None
+    return found
 
 
 def pyperf(run_id: str, provenance: Mapping[str, Any], trials: Iterable[Trial], labels: Labels) -> str:

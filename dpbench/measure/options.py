@@ -42,7 +42,7 @@ class Options:
     """The options of a run: which cases it measures, and how.
 
     Each field has the name and the default of an option of `dpbench run`, whose --help explains it. An empty value
-    stands for the default on this machine, which `cases_of` inserts. `model` and `strategy` are the user's own.
+    means the default on this machine, which `cases_of` inserts. `model` and `strategy` are the user's own.
     """
 
     models: tuple[str, ...] = ()
@@ -84,7 +84,7 @@ class Options:
     def of(cls, **given: Any) -> Self:
         """Return the options with these values, from the command line or from a caller in Python.
 
-        None stands for the default, a list for a tuple, and one value for a tuple of one value. Raises ValueError for a
+        None means the default. Lists become tuples, and one value becomes a tuple of one value. Raises ValueError for a
         value of a wrong type, and TypeError for an unknown option.
         """
         kinds = {one.name: str(one.type) for one in fields(cls)}

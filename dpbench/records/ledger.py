@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from dpbench.records.case import HOST, UNATTRIBUTED, Phase
 
@@ -26,6 +26,17 @@ class Ledger:
 
     def __init__(self, steps: Sequence[Step], spans: Sequence[Span]) -> None:
         self._steps, self._spans = steps, spans
+
+    @classmethod
+    def recorded(cls, phases: Sequence[dict[str, float]]) -> Self:
+        """Return the ledger of a trial of which only the seconds by phase of every step are known.
+
+        It has no seconds by device.
+        """
+        found = cls((), ())
+        known = {"phases": tuple(phases), "charged": ({},) * len(phases), "occupied": {}, "concurrency": {}}
+        found.__dict__.update(known)
+        return found
 
     @cached_property
     def charged(self) -> tuple[Mapping[tuple[str, int], float], ...]:

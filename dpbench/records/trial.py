@@ -222,9 +222,12 @@ class Trial:
 
         Do not pass the result to `dataclasses.replace`: the new trial would compute its ledger from no spans.
         """
-        found = replace(self, spans=())
-        found.__dict__["ledger"] = self.ledger.close()
-        return found
+        return replace(self, spans=()).with_ledger(self.ledger.close())
+
+    def with_ledger(self, ledger: Ledger) -> Trial:
+        """Set the ledger of this trial, which has no spans from which it could be computed; return the trial."""
+        self.__dict__["ledger"] = ledger
+        return self
 
     def readings(self, metric: str, *, timed: bool = False) -> dict[int, list[float]]:
         """Return the values of a metric by device, in the order of the readings.

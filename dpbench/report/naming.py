@@ -96,13 +96,18 @@ def facts(report: Report) -> list[tuple[str, str]]:
     cores = f", {words.count(host['cores'], 'core')}" if "cores" in host else ""
     return [
         ("run", report.run_id[:12]),
-        ("date", datetime.fromtimestamp(report.started_s, UTC).strftime("%Y-%m-%d %H:%M UTC")),
+        ("date", _date(report.started_s)),
         ("host", f"{host.get('name', 'unknown')}, {host.get('cpu', 'unknown CPU')}{cores}"),
         ("GPUs", _gpus(provenance.get("gpus") or {})),
         ("torch", str(packages.get("torch", "unknown"))),
         ("dpbench", _code(provenance.get("dpbench") or {})),
         *([("project", _code(provenance["project"]))] if provenance.get("project") else []),
     ]
+
+
+def _date(seconds: float) -> str:
+    """Return a time, in seconds since the epoch, as text; "unknown" for 0, which exported trials have."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC") if seconds else "unknown"
 
 
 def _gpus(found: Mapping[str, Any]) -> str:

@@ -127,10 +127,12 @@ def _serial(phase: Phase) -> Callable[[CaseContext], Judgement]:
     return when
 
 
-def _cause(context: CaseContext, at_once: float) -> str:
+def _cause(context: CaseContext, at_once: float | None) -> str:
     devices = count(len(context.case.rows), "device")
     if context.oversubscribed:
         return f"{devices} take turns on {count(context.cores, 'core')}"
+    if at_once is None:
+        return f"how many of {devices} run this phase concurrently is unknown"
     if at_once < SERIAL:
         return f"on average, only {at_once:.1f} of {devices} are in this phase at a time: most run it one after another"
     return (

@@ -191,11 +191,14 @@ def share_of(seconds: Estimate, share: float) -> Estimate:
     return replace(seconds, value=seconds.value * share, low=seconds.low * share, high=seconds.high * share)
 
 
-def overlap(trials: Iterable[Trial], phase: Phase) -> float:
-    """Return the mean number of devices that run `phase`, over the time in which at least one does; 0 without spans."""
+def overlap(trials: Iterable[Trial], phase: Phase) -> float | None:
+    """Return the mean number of devices that run `phase`, over the time in which at least one does.
+
+    Return None if it is unknown, because the trials have no spans of the phase, as exported trials.
+    """
     found = [trial.ledger.concurrency.get(phase, (0.0, 0.0)) for trial in trials]
     apart, together = (sum(column) for column in zip(*found, strict=True)) if found else (0.0, 0.0)
-    return apart / together if together else 0.0
+    return apart / together if together else None
 
 
 def scaled(series: stats.Rounds, factor: float) -> dict[int, list[float]]:

@@ -1,0 +1,132 @@
+"""Api: measure cases, and read stored or exported runs, from Python: `dpbench.run`, `load` and `open_trials`.
+
+A wrong argument raises ValueError, an unknown name LookupError, and a results file that cannot be used StoreError; the
+messages are those of the command line, and name its options, such as --devices for the argument `devices`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+import click
+
+from dpbench import export
+from dpbench.api.runs import Run
+from dpbench.cli import showing
+from dpbench.cli.progress import Progress
+from dpbench.measure import launch, options
+from dpbench.store import FINISHED, Store, StoredRun
+
+__all__ = ["Run", "load", "open_trials", "run"]
+
+STORE = "dpbench.db"
+Names = str | Sequence[str]
+Numbers = int | Sequence[int]
+
+
+def run(
+    *,
+    models: Names = (),
+    model: Names = (),
+    strategies: Names = (),
+    strategy: Names = (),
+    schedules: Names = (),
+    ladder: bool = False,
+    scenario: str = "",
+    devices: Numbers = (),
+    device_ids: int | str | Sequence[int | str] = (),
+    device_kind: str = "",
+    placement: str = "",
+    batch_sizes: Numbers = (),
+    batch_per_device: Numbers = (),
+    size: str = "small",
+    precision: str = "fp32",
+    inputs: Names = ("pinned",),
+    read_loss: Numbers = (0,),
+    zero_grad: Names = ("none",),
+    compile: bool | Sequence[bool] = (False,),
+    rounds: int | str = 3,
+    within: float = 0.01,
+    paired: bool = False,
+    budget: float | None = None,
+    limit: float = 120.0,
+    patience: float | None = None,
+    retry: Names = (),
+    profile: bool = False,
+    device_memory: int = 0,
+    self_check: bool = False,
+    launcher: str = "",
+    job: Names = (),
+    name: str = "",
+    tag: Names = (),
+    store: str | Path = STORE,
+    quiet: bool = False,
+) -> Run:
+    """Measure cases in fresh processes, store every trial in the file `store`, and return the run.
+
+    The arguments are the options of `dpbench run`, whose --help explains them, with the same defaults; an empty value
+    means the default on this machine. Without arguments that select cases, dpbench selects cases that fit this
+    machine. Times are in seconds and sizes in bytes. `model` and `strategy` name your own objects in a file, because
+    the measuring processes import them: "package.module:name". `tag` has texts such as "driver=550". Progress is
+    printed to stderr unless `quiet` is True. After a KeyboardInterrupt, the finished trials are stored, and the same
+    call resumes the run.
+
+    Raises ValueError for a wrong argument, LookupError for an unknown name, and RuntimeError under torchrun or srun,
+    where the command `dpbench run` measures over all ranks.
+    """
+    given = dict(locals())
+    del given["store"], given["quiet"]
+    asked = options.Options.of(**{name: value for name, value in given.items() if value != ()})
+    if launch.of_environment():
+        raise RuntimeError(
+            "dpbench.run measures on one machine: under torchrun or srun, give the command `dpbench run`"
+        )
+    cases, budget_s = options.cases_of(asked)
+    path = Path(store)
+    command = asked.command(*([] if str(path) == STORE else ["--store", str(path)]))
+    naming = options.naming(asked, command)
+    with Store.create(path, naming) as opened, nullcontext() if quiet else Progress() as progress:
+        listen = progress.listen if progress else lambda event: None
+        try:
+            outcome = options.measure(asked, cases, opened, budget_s=budget_s, listen=listen)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(
+                f"interrupted; the finished trials are stored in {path}; to resume the run, call dpbench.run with the "
+                "same arguments again"
+            ) from None
+    return load(path, outcome.run_id)
+
+
+def load(store: str | Path = STORE, run: str | None = None) -> Run:
+    """Return a run of a results file: `run` is @last, @NAME or the beginning of its id; None: the newest run.
+
+    Raises StoreError if the file is not a results file, and ValueError if it has no such run.
+    """
+    path = Path(store)
+    with Store.read(path) as opened:
+        try:
+            chosen = showing.choose(opened.runs(), run)
+        except click.UsageError as error:
+            raise ValueError(error.message) from None
+        return Run(chosen, opened.summaries(chosen.id), path)
+
+
+def open_trials(path: str | Path, run: str | None = None) -> Run:
+    """Return the run in a file that `dpbench export jsonl` wrote, also one compressed by gzip.
+
+    `run` is the beginning of an id, which a file with several runs needs. Such a file has the seconds of each step by
+    phase, but neither spans, samples, the time of the run, nor facts on the machine: what depends on them is missing in
+    the result. Raises ValueError if the file is not an export, or does not have exactly one such run.
+    """
+    found = export.read_jsonl(Path(path))
+    fitting = {name: trials for name, trials in found.items() if name.startswith(run or "")}
+    if len(fitting) != 1:
+        known = ", ".join(name[:12] for name in found) or "none"
+        raise ValueError(
+            f"{path} has {len(fitting)} runs whose id begins with {run or ''!r}; give run= the beginning of one of its "
+            f"ids: {known}"
+        )
+    [(run_id, trials)] = fitting.items()
+    return Run(StoredRun(run_id, FINISHED, 0.0, 0, {}), trials, None)

@@ -1,0 +1,117 @@
+"""Runs: one run with its trials, and its results as answers, tables, text and pages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dpbench.analysis import frames
+from dpbench.analysis.findings import text
+from dpbench.analysis.frames import DataFrame
+from dpbench.cli import showing
+from dpbench.records import Trial, words
+from dpbench.store import Store, StoredRun
+
+if TYPE_CHECKING:
+    from dpbench.analysis.answer import Answer
+    from dpbench.analysis.report import Report
+
+
+class Run:
+    """A run: what was measured, and its results. A notebook shows its answers and the table of its cases.
+
+    The tables `frame`, `steps`, `phases` and `samples` are tidy: they have one row per case, step, phase of a step and
+    sample. Times are seconds and sizes bytes. Each estimate has the columns value, low and high for its 95 % interval
+    (80 % for predictions), and `withheld`, the reason why reports do not show it; `labels` must accompany a number.
+    """
+
+    def __init__(self, stored: StoredRun, trials: Sequence[Trial], store: Path | None) -> None:
+        """`trials` may lack their spans; `store` is the file that has them, or None."""
+        self._stored, self._trials, self._store = stored, trials, store
+
+    @property
+    def id(self) -> str:
+        """Return the id of the run, whose beginning names the run in `load` and on the command line."""
+        return self._stored.id
+
+    @property
+    def status(self) -> str:
+        """Return "finished", "interrupted" or "running"; "exported" for exported trials, which lack it."""
+        return self._stored.status if self._store else "exported"
+
+    @property
+    def started(self) -> datetime | None:
+        """Return the time at which the run began, in UTC; None for exported trials, which lack it."""
+        return datetime.fromtimestamp(self._stored.started, UTC) if self._stored.started else None
+
+    @property
+    def provenance(self) -> Mapping[str, Any]:
+        """Return the facts on host, software and code that are needed to repeat the run; empty for exported trials."""
+        return self._stored.provenance
+
+    @cached_property
+    def trials(self) -> Sequence[Trial]:
+        """Return the trials of the run, with the spans of all steps unless they were exported."""
+        if self._store is None:
+            return self._trials
+        with Store.read(self._store) as opened:
+            return opened.trials(self.id)
+
+    @cached_property
+    def analysis(self) -> Report:
+        """Return the analysis of the run from which all results are taken."""
+        return showing.report_of(self._stored, self._trials)
+
+    @property
+    def answers(self) -> Sequence[Answer]:
+        """Return the answers to the question whether to use several devices, one per model and setting."""
+        return self.analysis.answers
+
+    @property
+    def verdict(self) -> str:
+        """Return the answers as text, one paragraph per answer, each with its labels."""
+        said = [" ".join([one.text, *(f"[{label}]" for label in one.labels)]) for one in self.answers]
+        return "\n\n".join(said) or self.analysis.verdict
+
+    @property
+    def frame(self) -> DataFrame:
+        """Return a new table with one row per case."""
+        return frames.cases(self.id, self.analysis.rows, self._trials)
+
+    @property
+    def steps(self) -> DataFrame:
+        """Return a new table with one row per step, with its duration in seconds."""
+        return frames.steps(self.id, self._trials)
+
+    @property
+    def phases(self) -> DataFrame:
+        """Return a new table with one row per phase of a step; the phases of a step sum to its duration."""
+        return frames.phases(self.id, self._trials)
+
+    @property
+    def samples(self) -> DataFrame:
+        """Return a new table with one row per reading of a sampler; empty for exported trials."""
+        return frames.samples(self.id, self._trials)
+
+    def explain(self) -> str:
+        """Return the causes of lost time and their remedies as text, as `dpbench explain` prints them."""
+        return text.render(self.analysis.diagnoses, self.analysis.rows)
+
+    def report(self, path: str | Path) -> Path:
+        """Write the report of the run as one HTML file, and return its path."""
+        showing.write_report(Path(path), self.analysis)
+        return Path(path)
+
+    def __repr__(self) -> str:
+        rows = self.analysis.rows
+        labels = " ".join(dict.fromkeys(label for row in rows for label in row.labels))
+        return f"<dpbench.Run {self.id[:8]}: {words.count(len(rows), 'case')}, {self.status}; {labels}>"
+
+    def _repr_html_(self) -> str:
+        """Return the answers and the table of cases as HTML, which notebooks show."""
+        from dpbench.report import notebook
+
+        return notebook.render(self.analysis)
