@@ -62,9 +62,8 @@ def run(file: Path) -> dp.Run:
 
 def test_the_arguments_are_the_options_of_the_command_with_their_defaults() -> None:
     offered = inspect.signature(dp.run).parameters
-    assert {*offered} == {one.name for one in running.run.params} - {"report", "interface", "find_max_batch"} | {
-        "quiet"
-    }
+    command_only = {"report", "interface", "find_max_batch", "as_json", "dry_run", "verbose"}
+    assert {*offered} == {one.name for one in running.run.params} - command_only
     defaults = {name: one.default for name, one in offered.items() if name not in {"store", "quiet"}}
     assert defaults == {one.name: one.default for one in fields(Options) if one.name != "find_max_batch"}
     [store] = [one for one in running.run.params if one.name == "store"]
