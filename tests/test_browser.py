@@ -81,7 +81,7 @@ def test_everything_lies_within_the_page(browser: Any, files: dict[str, Path], n
     boxes = browser.execute_script(
         "return [...document.querySelectorAll('svg')].map(e => [e.closest('section').id, e.getBoundingClientRect()])"
     )
-    drawn = {"speedup", "throughput", "phases", "imbalance", "utilisation", "steps"}
+    drawn = {"lanes", "speedup", "throughput", "phases", "imbalance", "utilisation", "steps"}
     without = {"ladder": {"imbalance", "utilisation"}}  # which its trials have no samples for
     expected = (drawn | ({"ladder"} & {name})) - without.get(name, set())
     assert {section for section, _ in boxes} == (set() if name == "empty" else expected)

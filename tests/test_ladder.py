@@ -16,6 +16,7 @@ from dpbench.analysis.report import Report
 from dpbench.cli import progress
 from dpbench.records import Case, Phase, Source, Span, Status, Step, Trial, Verified, plan, schedule
 from dpbench.report import figures, markdown, page
+from tests.test_report import part
 
 GAINS = {
     "reference": 1.0, "pool": 0.85, "cached": 0.6, "flat_storage": 0.6, "persistent": 0.55, "local_loss": 0.55,
@@ -222,9 +223,7 @@ def test_emulated_devices_have_a_ladder_and_no_speed_up() -> None:
     assert "host cost only" in verdict
     assert "ideal" not in verdict
     assert any("EMULATED" in warning for warning in diagnosis.warnings(rows, [], {}))
-    section = next(
-        s for s in figures.sections(replace(content(), rows=rows, trials=[], ladders=[found])) if s.id == "ladder"
-    )
+    section = part(replace(content(), rows=rows, trials=[], ladders=[found]), "ladder")
     assert section.panels[0].labels == ("MEASURED", "EMULATED")
     assert "no speed-up" in section.panels[0].caption
 
@@ -292,9 +291,7 @@ def test_the_verdict_and_the_plain_table_name_the_best_rung_and_the_biggest_step
 
 
 def test_the_ladder_is_drawn_with_labels_tables_and_words_that_need_no_colour() -> None:
-    section = figures.sections(content())[1]
-    (panel,) = section.panels
-    assert section.id == "ladder"
+    (panel,) = part(content(), "ladder").panels
     assert panel.labels == ("MEASURED", "CPU-ONLY")
     words = [unescape(text) for text in re.findall(r">([^<>]+)</text>", panel.svg)]
     for name, change in changes(plain()).items():
@@ -311,11 +308,8 @@ def test_the_ladder_is_drawn_with_labels_tables_and_words_that_need_no_colour() 
 
 
 def drawn(one: ladder.Ladder) -> str:
-    return (
-        figures.sections(replace(content(), rows=[rung.row for rung in one.rungs], trials=[], ladders=[one]))[1]
-        .panels[0]
-        .svg
-    )
+    shown = replace(content(), rows=[rung.row for rung in one.rungs], trials=[], ladders=[one])
+    return part(shown, "ladder").panels[0].svg
 
 
 def test_bars_fall_from_the_step_below_and_what_is_undecided_is_grey() -> None:
@@ -333,7 +327,7 @@ def test_bars_fall_from_the_step_below_and_what_is_undecided_is_grey() -> None:
 def test_no_whisker_leaves_the_plot_however_wide_it_is() -> None:
     found = climbed(trials(drift={0: 1.0, 1: 9.0, 2: 0.1}, noise=1.5))
     assert any(rung.change and rung.change.gain_s.high > found.rungs[0].step.value for rung in found.rungs)
-    places = [float(x) for x in re.findall(r"[ML] ?(-?[\d.]+) -?[\d.]+", drawn(found))]
+    places = [float(x) for x in re.findall(r"[MLH] ?(-?[\d.]+)", drawn(found))]
     assert min(places) >= 0
     assert max(places) <= 420
 
@@ -341,7 +335,7 @@ def test_no_whisker_leaves_the_plot_however_wide_it_is() -> None:
 def test_a_rival_far_beyond_the_rungs_is_said_and_not_drawn() -> None:
     slow = [trial(t.case, t.round, 0.1, 0.0) if t.case.strategy == "ddp" else t for t in trials()]
     rows = summary.rows(slow)
-    panel = figures.sections(replace(content(), rows=rows, trials=[], ladders=ladder.ladders(rows)))[1].panels[0]
+    (panel,) = part(replace(content(), rows=rows, trials=[], ladders=ladder.ladders(rows)), "ladder").panels
     assert ">ddp: " not in panel.svg
     assert "ddp takes 100 ms" in panel.caption
 
@@ -349,7 +343,8 @@ def test_a_rival_far_beyond_the_rungs_is_said_and_not_drawn() -> None:
 @pytest.mark.slow
 def test_the_page_and_the_comment_have_the_ladder_and_other_runs_have_none() -> None:
     text = page.render(content())
-    assert text.index('<section id="speedup"') < text.index('<section id="ladder"') < text.index('<section id="phases"')
+    places = [text.index(f'<section id="{name}"') for name in ("lanes", "imbalance", "ladder", "steps")]
+    assert places == sorted(places)
     assert len(text.encode()) < 400 * 1024
     for table in re.findall(r'<div class="beside.*?</table>', text, re.DOTALL):
         assert "MEASURED" in table

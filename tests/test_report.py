@@ -20,9 +20,23 @@ from dpbench.analysis import summary
 from dpbench.analysis.diagnosis import Tile
 from dpbench.analysis.report import Report
 from dpbench.analysis.summary import Row, labels
-from dpbench.records import UNATTRIBUTED, Case, Memory, Sample, Source, Status, Step, Trial, Verified, words
+from dpbench.records import (
+    UNATTRIBUTED,
+    Case,
+    Memory,
+    Phase,
+    Sample,
+    Source,
+    Span,
+    Status,
+    Step,
+    Trial,
+    Verified,
+    words,
+)
 from dpbench.records.trial import Estimate
-from dpbench.report import figures, markdown, naming, page, small_multiples, table
+from dpbench.report import figures, markdown, naming, page, small_multiples, svg, table
+from dpbench.report.svg import Section
 
 PROVENANCE = {
     "host": {"name": "bench-07", "cpu": "AMD EPYC 7763", "cores": 64},
@@ -66,8 +80,20 @@ def made(case: Case, step_s: float, single_s: float = 0.0, **changes) -> Row:
     return dataclasses.replace(row, **changes)
 
 
-def ran(row: Row, seed: int = 0) -> list[Trial]:
-    """Return trials that could stand behind a row: one a round, with warm-up and utilisation."""
+def spans_of(row: Row, number: int, step: Step) -> list[Span]:
+    """Return the spans of one step of a row: on each device its phases one after the other, device 0 the longest."""
+    spans = []
+    for device in range(row.case.devices):
+        at = step.start_s
+        for phase in Phase:
+            seconds = row.phases.get(phase, 0.0) * step.seconds / row.step.value * (1.0 if device == 0 else 0.8)
+            spans.append(Span(number, phase, device, "host", at, at + seconds))
+            at += seconds
+    return spans
+
+
+def ran(row: Row, seed: int = 0, *, spans: bool = False) -> list[Trial]:
+    """Return trials that could stand behind a row: one a round, with warm-up, utilisation and, if asked for, spans."""
     draw = random.Random(f"{row.case.label} {seed}")
     trials = []
     for number in range(row.rounds):
@@ -82,9 +108,11 @@ def ran(row: Row, seed: int = 0) -> list[Trial]:
             Sample(at, device, "utilization_ratio", draw.uniform(0.3, 1.0))
             for at in ticks for device in range(row.case.devices)
         ]  # fmt: skip
+        timed = range(5, 35) if spans else ()
         trials.append(
             Trial(
                 case=row.case, source=row.source, verified=row.verified, steps=tuple(steps), samples=tuple(samples),
+                spans=tuple(span for step in timed for span in spans_of(row, step, steps[step])),
                 memory=(Memory(0, 2**30, "allocator"),), round=number, provenance={"torch": "2.13.0", "threads": 1},
             )
         )  # fmt: skip
@@ -110,7 +138,7 @@ def gpu_run() -> Report:
     rows.append(
         Row(case=gone, source=Source.MEASURED, status=Status.SKIPPED, reason='needs "spread"', labels=("MEASURED",))
     )
-    trials = [trial for row in rows if row.step for trial in ran(row)]
+    trials = [trial for row in rows if row.step for trial in ran(row, spans=True)]
     tiles = [
         Tile(value, caption, ("MEASURED",))
         for value, caption in (
@@ -177,6 +205,12 @@ def colocated_cpu_and_weak() -> tuple[Row, ...]:
     )
 
 
+def part(run: Report, name: str) -> Section:
+    """Return the section of a report that has this id."""
+    (found,) = [section for section in figures.sections(run) if section.id == name]
+    return found
+
+
 def many(count: int) -> list[Row]:
     return [
         made(Case(model=model, strategy="dp", schedule=f"r{i}", batch_size=64, devices=i % 4 + 1), 0.01 + i / 1e3, 0.1)
@@ -186,7 +220,8 @@ def many(count: int) -> list[Row]:
 
 def test_every_section_is_there_in_order_with_drawings() -> None:
     sections = figures.sections(gpu_run())
-    assert [s.id for s in sections] == ["speedup", "throughput", "phases", "imbalance", "utilisation", "steps"]
+    order = ["lanes", "speedup", "throughput", "phases", "imbalance", "steps", "utilisation"]
+    assert [s.id for s in sections] == order
     assert all(len(section.panels) >= 2 for section in sections)
     places = [gpu_page().index(f'<section id="{name}"') for name in (*(s.id for s in sections), "cases", "method")]
     assert places == sorted(places)
@@ -339,7 +374,7 @@ ODD = {
 def test_odd_runs_make_a_page_and_a_comment(name: str) -> None:
     run = ODD[name]
     text = page.render(run)
-    assert text.count("<section id=") == 9
+    assert text.count("<section id=") == 10
     assert text.count('<tbody class="case">') == len(run.rows)
     assert "nan" not in "".join(re.findall(r'(?: d| x| y|points)="[^"]*"', text)).lower()
     assert markdown.render(run)
@@ -370,14 +405,16 @@ def test_colours_can_be_read_in_every_theme() -> None:
         for ground in (theme["--bg"], theme["--card"]):
             assert min(contrast(theme[text], ground) for text in ("--fg", "--muted", "--warn")) >= 4.5
             assert min(contrast(theme[name], ground) for name in theme if name not in ("--bg", "--card", "--grid")) >= 3
-    for fill, ink in figures.PHASES.values():
-        assert fill == "none" or contrast(fill, ink) >= 4.5
+            for look in svg.PHASES.values():
+                assert look.fill == "none" or contrast(look.fill, ground) >= 3
+    for look in svg.PHASES.values():
+        assert look.fill == "none" or contrast(look.fill, look.ink) >= 4.5
 
 
 def test_markdown_has_the_verdict_the_table_and_no_markup_of_users() -> None:
     text = markdown.render(gpu_run())
     rows = [line for line in text.splitlines() if line.startswith("|")]
-    assert len(rows) == 2 + 20 + 2 + 18
+    assert len(rows) == 2 + 20 + 2 + 18 + 2 + 16
     assert len({line.replace(r"\|", "").count("|") for line in rows[:22]}) == 1
     assert gpu_run().verdict.partition(" [")[0] in text
     assert HOSTILE not in text

@@ -9,11 +9,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from dpbench.analysis import answer, diagnosis, engine_cost, findings, hosts, imbalance, ladder, summary, transfers
+from dpbench.analysis import (
+    answer,
+    diagnosis,
+    engine_cost,
+    findings,
+    hosts,
+    imbalance,
+    ladder,
+    lanes,
+    summary,
+    transfers,
+)
 from dpbench.analysis.imbalance import Footprint, Index
+from dpbench.analysis.lanes import Lanes
 from dpbench.hardware import foreign_load
 from dpbench.hardware.provenance import Resources
-from dpbench.records import Case, Trial
+from dpbench.records import Case, Source, Trial
 
 FINISHED = "finished"
 """The status of a run that has measured all of its cases."""
@@ -81,6 +93,11 @@ class Report:
     def labels(self) -> Mapping[Case, tuple[str, ...]]:
         """Return the labels of each case, such as "MEASURED" and "CPU-ONLY"."""
         return {row.case: row.labels for row in self.rows}
+
+    @property
+    def lanes(self) -> Mapping[tuple[Case, Source], Lanes]:
+        """Return the timeline of one median step of each case and source whose trials have spans."""
+        return lanes.of_rows(self.rows, self.trials)
 
     @property
     def imbalance(self) -> Sequence[Index]:

@@ -1,17 +1,17 @@
 """Ledger: the split of a step's time into phases, which sum to the whole step.
 
 The algorithm goes back in time from the end of the step. It charges the span that ended last with the time back to the
-start of this span, and continues from there. Time that no span covers is charged as `unattributed`. It is not computed
-as a difference, so it is never negative.
+start of this span, and continues from there. The spans that it meets are the critical path of the step. Time that no
+span covers is charged as `unattributed`. It is not computed as a difference, so it is never negative.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Self, TypeVar
 
 from dpbench.records.case import HOST, UNATTRIBUTED, Phase
 
@@ -79,21 +79,42 @@ class Ledger:
             reach = max(reach, span.end_s)
         return sum(span.end_s - span.start_s for span in spans), union
 
+    @cached_property
+    def median_step(self) -> tuple[int, tuple[Span, ...]] | None:
+        """Return the index and the spans of the timed step with the median duration; None if no step was timed.
+
+        If the number of timed steps is even, it is the shorter one of the two steps in the middle.
+        """
+        timed = sorted((step.seconds, number) for number, step in enumerate(self._steps) if not step.warmup)
+        if not timed:
+            return None
+        _, found = timed[(len(timed) - 1) // 2]
+        return found, tuple(span for span in self._spans if span.step == found)
+
     def close(self) -> Ledger:
-        """Compute all properties, release the spans, and return this ledger."""
-        _ = self.phases, self.occupied, self.concurrency
+        """Compute all properties, release the spans except those of the median step, and return this ledger."""
+        _ = self.phases, self.occupied, self.concurrency, self.median_step
         self._spans = ()
         return self
 
 
-def charge(step: Step, spans: Iterable[Span]) -> dict[tuple[str, int], float]:
-    """Return a step's seconds by (phase, device); they sum to the duration of the step.
+class Part(NamedTuple):
+    """A part of the critical path, from `start_s` to `end_s`: the span that is charged, or None for unattributed time.
 
-    Time that no span covers has the key (UNATTRIBUTED, -1). The algorithm goes back in time from the end of the step
-    and charges one span after the other, each back to its start. If several spans are open at the time that it has
-    reached, it charges the one that ends first, or among equal ends the one that began last.
+    `start_s` and `end_s` are seconds on the same clock as the step.
     """
-    charged: dict[tuple[str, int], float] = {}
+
+    span: Span | None
+    start_s: float
+    end_s: float
+
+
+def walk(step: Step, spans: Iterable[Span]) -> Iterator[Part]:
+    """Yield the critical path of a step, from the end of the step back to its start, without gaps or overlaps.
+
+    The algorithm charges one span after the other, each back to its start. If several spans are open at the time that
+    it has reached, it charges the one that ends first, or among equal ends the one that began last.
+    """
     pending = [span for span in spans if max(span.start_s, step.start_s) < min(span.end_s, step.end_s)]
     now = step.end_s
     while now > step.start_s:
@@ -101,17 +122,23 @@ def charge(step: Step, spans: Iterable[Span]) -> dict[tuple[str, int], float]:
         span = max(pending, key=lambda s: (min(s.end_s, now), -s.end_s, s.start_s), default=None)
         until = max(step.start_s, min(span.end_s, now)) if span else step.start_s
         if until < now:
-            _add(charged, (UNATTRIBUTED, -1), now - until)
+            yield Part(None, until, now)
         if span is None:
             break
-        start = max(step.start_s, span.start_s)
-        _add(charged, (span.phase.value, span.device), until - start)
-        now = start
+        now = max(step.start_s, span.start_s)
+        yield Part(span, now, until)
+
+
+def charge(step: Step, spans: Iterable[Span]) -> dict[tuple[str, int], float]:
+    """Return a step's seconds by (phase, device) on the critical path; they sum to the duration of the step.
+
+    Time that no span covers has the key (UNATTRIBUTED, -1).
+    """
+    charged: dict[tuple[str, int], float] = {}
+    for span, start_s, end_s in walk(step, spans):
+        key = (span.phase.value, span.device) if span else (UNATTRIBUTED, -1)
+        charged[key] = charged.get(key, 0.0) + (end_s - start_s)
     return charged
-
-
-def _add(charged: dict[tuple[str, int], float], key: tuple[str, int], seconds: float) -> None:
-    charged[key] = charged.get(key, 0.0) + seconds
 
 
 def by_step(spans: Iterable[Span], steps: int) -> list[list[Span]]:

@@ -218,7 +218,7 @@ class Trial:
         return Ledger(self.steps, self.spans)
 
     def summary(self) -> Trial:
-        """Return the trial without its spans, but with its computed ledger.
+        """Return the trial without its spans, but with its computed ledger, which keeps the spans of the median step.
 
         Do not pass the result to `dataclasses.replace`: the new trial would compute its ledger from no spans.
         """

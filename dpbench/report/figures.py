@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +13,9 @@ from matplotlib.patches import Patch
 from dpbench.analysis.ladder import Ladder, Rung, RungGain, notable
 from dpbench.analysis.report import Report
 from dpbench.analysis.summary import Row
-from dpbench.records import UNATTRIBUTED, Phase, words
+from dpbench.records import words
 from dpbench.records.registry import Role
-from dpbench.report import naming, small_multiples, speedup, svg, table, timeline
+from dpbench.report import naming, small_multiples, speedup, svg, swim_lanes, table, timeline
 from dpbench.report.svg import Panel, Section
 
 COLOURS = {"faster": svg.GAIN, "slower": svg.LOSS}
@@ -43,12 +43,13 @@ def _panel(ladder: Ladder, key: str) -> Panel:
     figure, axes, tops = svg.lanes(names, values, [36] * len(names), keys=-(-len(handles) // 2))
     steps = {rung.name: rung.step.value * 1e3 for rung in ladder.rungs if not rung.step.doubt}
     drawn_rungs = [(rung, top) for rung, top in zip(ladder.rungs, tops, strict=True) if _drawable(rung, steps)]
-    ends = [_bar(axes, rung, steps, top + 25) for rung, top in drawn_rungs]
     drawn = _rivals(ladder)
+    longest = max([0.0, *steps.values(), *(milliseconds for _, milliseconds, _ in drawn)])
+    ends = [_bar(axes, rung, steps, top + 25, svg.FARTHEST * longest) for rung, top in drawn_rungs]
     for _, milliseconds, look in drawn:
         # leave gaps for the text above the bars
         axes.vlines([milliseconds] * len(tops), [top + 16 for top in tops], [top + 35 for top in tops], **look)
-    most = max([0.0, *ends, *steps.values(), *(milliseconds for _, milliseconds, _ in drawn)])
+    most = max([longest, *ends])
     axes.set(xlim=(0, most * 1.04 or 1), xlabel="milliseconds of one step")
     svg.amounts(axes.xaxis)
     svg.legend(figure, handles, 2)
@@ -73,8 +74,8 @@ def _name(rung: Rung) -> str:
     return f"{rung.name}: {words.signed(-rung.change.gain_s.value * 1e3)} ms, {table.VERDICTS[rung.change.verdict]}"
 
 
-def _bar(axes: Axes, rung: Rung, steps: dict[str, float], y: float) -> float:
-    """Draw the bar of a rung at height `y`, and return the upper end of its whisker in milliseconds.
+def _bar(axes: Axes, rung: Rung, steps: dict[str, float], y: float, farthest: float) -> float:
+    """Draw the bar of a rung at height `y`, and return the upper end of its whisker, at most `farthest`, in ms.
 
     The bar of the lowest rung is its step time. The bar of another rung is the difference from the rung below it.
     `steps` has the step times of rungs in milliseconds.
@@ -91,9 +92,8 @@ def _bar(axes: Axes, rung: Rung, steps: dict[str, float], y: float) -> float:
         axes.barh(y, at - start, left=start, height=13, facecolor=colour, edgecolor=colour, alpha=alpha)
         axes.plot([start, start], [y - 9, y + 9], color=svg.FOREGROUND, linewidth=0.9)
         axes.plot([0, min(at, start)], [y, y], color=svg.GRID, linewidth=1.0, zorder=0.5)
-    at = min(max(at, low), high)
-    axes.errorbar([at], [y], xerr=([at - low], [high - at]), color=svg.FOREGROUND, capsize=3.5, linewidth=1.2)
-    return high
+    svg.whisker(axes, y, min(max(at, low), high), (low, high), farthest)
+    return min(high, farthest)
 
 
 def _colour(change: RungGain) -> str:
@@ -143,19 +143,6 @@ def _caption(ladder: Ladder) -> str:
     return " ".join(said)
 
 
-PHASES: Mapping[str, tuple[str, str]] = {
-    Phase.SCATTER: ("#f0e442", "#000000"),
-    Phase.REPLICATE: ("#e69f00", "#000000"),
-    Phase.FORWARD: ("#56b4e9", "#000000"),
-    Phase.GATHER: ("#cc79a7", "#000000"),
-    Phase.LOSS: ("#bbbbbb", "#000000"),
-    Phase.BACKWARD: ("#0072b2", "#ffffff"),
-    Phase.REDUCE: ("#d55e00", "#000000"),
-    Phase.OPTIMIZER: ("#009e73", "#000000"),
-    UNATTRIBUTED: ("none", svg.FOREGROUND),
-}
-"""The fill colour of each phase, and the colour of text on this fill; unattributed time is not filled."""
-
 ENDS = (
     "Of each ladder, only the rung `reference`, the best rung and the schedule that TrainStep selected are drawn; the "
     "table below has the other schedules."
@@ -172,15 +159,14 @@ def sections(report: Report) -> list[Section]:
     climbed = {row.case for row in (*drawable, *(rung.row for found in ladders for rung in found.rungs))}
     with svg.theme():
         drawn = [
-            speedup.section(drawable), throughput(drawable),
-            phases([row for row in report.rows if row.case in climbed]),
-            timeline.imbalance(drawable), timeline.utilisation(drawable, report.trials),
-            timeline.steps(drawable, report.trials),
+            swim_lanes.section(drawable, report.lanes), speedup.section(drawable), throughput(drawable),
+            phases([row for row in report.rows if row.case in climbed]), timeline.imbalance(drawable),
+            timeline.steps(drawable, report.trials), timeline.utilisation(drawable, report.trials),
         ]  # fmt: skip
         if not ladders:
             return drawn
         said = [one if one.id == "phases" else replace(one, note=f"{one.note} {ENDS}".strip()) for one in drawn]
-        return [said[0], section(ladders), *said[1:]]
+        return [*said[:5], section(ladders), *said[5:]]
 
 
 def throughput(rows: Sequence[Row]) -> Section:
@@ -198,13 +184,13 @@ def _throughput(facet: small_multiples.Facet, key: str) -> Panel:
     found = [row.throughput for row in facet.rows if row.throughput]
     values = [f"{words.number(e.value)}/s ({words.interval(e)})" for e in found]
     figure, axes, tops = svg.lanes(facet.names, values, [38] * len(values))
+    end = svg.extent(found)
     for row, e, y in zip(facet.rows, found, (top + 24 for top in tops), strict=True):
         colour = svg.colour(row.case)
         face = "none" if "PREDICTED" in row.labels else colour
         axes.barh(y, e.value, height=11, facecolor=face, edgecolor=colour, linewidth=1.2)
-        whisker = ([e.value - e.low], [e.high - e.value])
-        axes.errorbar([e.value], [y], xerr=whisker, color=svg.FOREGROUND, capsize=3.5, linewidth=1.2)
-    axes.set(xlim=(0, max(e.high for e in found) * 1.03), xlabel="samples per second")
+        svg.whisker(axes, y, e.value, (e.low, e.high), end)
+    axes.set(xlim=(0, end * 1.03), xlabel="samples per second")
     svg.amounts(axes.xaxis)
     said = "; ".join(f"{name}: {value}" for name, value in zip(facet.names, values, strict=True))
     drawing = svg.render(figure, key=key, title=f"Throughput: {facet.title}", description=said)
@@ -226,7 +212,7 @@ def phases(rows: Sequence[Row]) -> Section:
 
 
 def _phases(facet: small_multiples.Facet, key: str) -> Panel:
-    present = [name for name in PHASES if any(name in row.phases for row in facet.rows)]
+    present = [name for name in svg.PHASES if any(name in row.phases for row in facet.rows)]
     values = [f"{words.number(row.step.value * 1e3)} ms" if row.step else "" for row in facet.rows]
     figure, axes, tops = svg.lanes(facet.names, values, [40] * len(values), keys=-(-len(present) // 3))
     widest = max(sum(row.phases.values()) for row in facet.rows) * 1e3
@@ -234,7 +220,7 @@ def _phases(facet: small_multiples.Facet, key: str) -> Panel:
         _stack(axes, row, present, top + 26, widest)
     axes.set(xlim=(0, widest * 1.02), xlabel="milliseconds of one step")
     svg.amounts(axes.xaxis)
-    svg.legend(figure, [_key(name) for name in present], 3)
+    svg.legend(figure, svg.phase_keys(present), 3)
     said = "; ".join(
         f"{name}: " + ", ".join(f"{phase} {words.number(seconds * 1e3)} ms" for phase, seconds in row.phases.items())
         for name, row in zip(facet.names, facet.rows, strict=True)
@@ -251,21 +237,9 @@ def _stack(axes: Axes, row: Row, present: Sequence[str], y: float, widest: float
     left = 0.0
     for name in present:
         width = row.phases.get(name, 0.0) * 1e3
-        fill, ink = PHASES[name]
-        hollow = name == UNATTRIBUTED
-        axes.barh(
-            y, width, left=left, height=16, facecolor=fill, edgecolor=svg.FOREGROUND, linewidth=0.6,
-            linestyle=(0, (2, 1.5)) if hollow else "-",
-        )  # fmt: skip
-        # a letter of the widest common sans-serif font takes 7 units at this size
-        if width / widest * svg.WIDTH * 0.93 > 7 * len(name):
-            axes.text(left + width / 2, y + 4, name, ha="center", color=ink, fontsize=svg.SMALL)
+        look = svg.PHASES[name]
+        axes.barh(y, width, left=left, height=16, facecolor=look.fill, **svg.edge(name))
+        letters = svg.room(width, widest * 1.02)
+        if text := next((text for text in (name, look.short) if len(text) <= letters), ""):
+            axes.text(left + width / 2, y + 4, text, ha="center", color=look.ink, fontsize=svg.SMALL)
         left += width
-
-
-def _key(name: str) -> Patch:
-    hollow = name == UNATTRIBUTED
-    return Patch(
-        facecolor=PHASES[name][0], edgecolor=svg.FOREGROUND, linewidth=0.6, linestyle=(0, (2, 1.5)) if hollow else "-",
-        label=str(name),
-    )  # fmt: skip

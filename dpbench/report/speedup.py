@@ -91,13 +91,13 @@ def _panel(facet: small_multiples.Facet, levels: Sequence[Row], key: str) -> Pan
         if row.speedup:
             lines.setdefault(_identity(row), []).append((row, row.speedup))
     most = max(row.case.devices for row in rows)
-    top = max([most, *(e.high for line in lines.values() for _, e in line)]) * 1.06
-    figure, axes, keys = _frame(most, top, len(lines))
+    end = max(most, svg.extent(e for line in lines.values() for _, e in line))
+    figure, axes, keys = _frame(most, end * 1.06, len(lines))
     numbers: dict[str, count[int]] = {}
     for position, line in enumerate(lines.values()):
         nth = next(numbers.setdefault(line[0][0].case.strategy, count()))
         shift = (position - (len(lines) - 1) / 2) * 0.012 * most
-        keys.append(_level(axes, line) if line[0][0].case.traits.all_cores else _line(axes, line, nth, shift))
+        keys.append(_level(axes, line, end) if line[0][0].case.traits.all_cores else _line(axes, line, nth, shift, end))
     svg.legend(figure, keys, 1)
     scaling, batch = _work(facet.rows[0])
     work = f"Weak scaling: batch {batch} per device" if scaling == "weak" else f"Strong scaling: global batch {batch}"
@@ -132,22 +132,22 @@ def _name(case: Case, labels: Iterable[str], value: str) -> str:
     return f"{naming.clip(name, svg.COLUMNS - 4 - len(value))}: {value}"
 
 
-def _level(axes: Axes, line: Points) -> Line2D:
+def _level(axes: Axes, line: Points, end: float) -> Line2D:
     """Draw the speed-up of one device with all cores as a horizontal line in a band for its interval.
 
-    Return the handle of the legend.
+    The band is cut at the `end` of the axis. Return the handle of the legend.
     """
     row, last = line[-1]
     colour = svg.ROLES[Role.ALL_CORES]
-    axes.axhspan(last.low, last.high, color=colour, alpha=0.15, linewidth=0)
+    axes.axhspan(last.low, min(last.high, end), color=colour, alpha=0.15, linewidth=0)
     label = _name(row.case, row.labels, words.times(last))
     return axes.axhline(last.value, color=colour, linewidth=1.6, dashes=(8, 3), label=label)
 
 
-def _line(axes: Axes, line: Points, nth: int, shift: float) -> Line2D:
+def _line(axes: Axes, line: Points, nth: int, shift: float, end: float) -> Line2D:
     """Draw the `nth` line of a strategy, shifted to the right by `shift` devices so that intervals do not overlap.
 
-    Return the handle of the legend.
+    Intervals are cut at the `end` of the axis. Return the handle of the legend.
     """
     row, last = line[-1]
     first = MARKERS.get(row.case.traits.role, "P")
@@ -157,9 +157,9 @@ def _line(axes: Axes, line: Points, nth: int, shift: float) -> Line2D:
     }  # fmt: skip
     if "PREDICTED" in row.labels:
         look["markerfacecolor"] = svg.BACKGROUND
-    below = [estimate.value - estimate.low for _, estimate in line]
-    above = [estimate.high - estimate.value for _, estimate in line]
-    places, values = [row.case.devices + shift for row, _ in line], [estimate.value for _, estimate in line]
-    axes.errorbar(places, values, yerr=(below, above), capsize=3.5, **look)  # type: ignore[arg-type]
+    axes.plot([one.case.devices + shift for one, _ in line], [e.value for _, e in line], **look)  # type: ignore[arg-type]
+    colour = svg.colour(row.case)
+    for one, e in line:
+        svg.whisker(axes, one.case.devices + shift, e.value, (e.low, e.high), end, upright=True, colour=colour)
     value = f"{words.times(last)} on {row.case.devices}"
     return Line2D([], [], label=_name(row.case, row.labels, value), **look)  # type: ignore[arg-type]

@@ -9,26 +9,31 @@ from __future__ import annotations
 import io
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from dpbench.records import Case, words
+from dpbench.records import UNATTRIBUTED, Case, Phase, words
 from dpbench.records.registry import Role
+from dpbench.records.trial import Estimate
 from dpbench.report import naming
 from dpbench.report.table import Table
 
 WIDTH = 420
 """The width of every panel in SVG units (1/72 inch); text of size `SMALL` is then still legible on a phone."""
+MARGIN, RIGHT = 12.0, 18.0
+"""The usual margins at the left and at the right of the axes, in SVG units."""
 TEXT, SMALL = 12.5, 11.0
 COLUMNS = 54
 """The number of letters that fit on one line across a panel, in the widest common sans-serif font."""
@@ -44,6 +49,33 @@ VARIABLES = {
     "#020302": "--all-cores", "#020303": "--torch-dp", "#020304": "--dp", "#020305": "--ddp",
     "#020306": "--other-a", "#020307": "--other-b", GAIN: "--gain", LOSS: "--loss",
 }  # fmt: skip
+
+
+class Look(NamedTuple):
+    """The fill colour of a phase, the colour of text on this fill, and a short name for bars that are narrow."""
+
+    fill: str
+    ink: str
+    short: str
+
+
+PHASES: Mapping[str, Look] = {
+    Phase.SCATTER: Look("#909060", "#000000", "scat"),
+    Phase.REPLICATE: Look("#e46c00", "#000000", "repl"),
+    Phase.FORWARD: Look("#3c90f0", "#000000", "fwd"),
+    Phase.GATHER: Look("#a86ca8", "#000000", "gath"),
+    Phase.LOSS: Look("#849090", "#000000", "loss"),
+    Phase.BACKWARD: Look("#7854cc", "#ffffff", "bwd"),
+    Phase.REDUCE: Look("#c03030", "#ffffff", "red"),
+    Phase.OPTIMIZER: Look("#00786c", "#ffffff", "opt"),
+    UNATTRIBUTED: Look("none", FOREGROUND, "?"),
+}
+"""The look of each phase in every drawing; unattributed time is not filled, and has a dashed edge.
+
+The phases that move data have warm colours and the phases that compute have cool ones. Every two colours differ by at
+least 10 in CIEDE2000, also for readers with protanopia, deuteranopia or tritanopia. Each colour has a contrast of at
+least 3 to the background of every theme.
+"""
 ODD = ("PREDICTED", "COLOCATED", "EMULATED")
 """The labels that are shown with the name of a line in the legend of a speed-up panel."""
 _STYLE: dict[Any, Any] = {
@@ -100,7 +132,7 @@ def theme() -> Iterator[None]:
 
 
 def canvas(
-    height: float, *, left: float = 12, right: float = 18, top: float = 4, bottom: float = 42
+    height: float, *, left: float = MARGIN, right: float = RIGHT, top: float = 4, bottom: float = 42
 ) -> tuple[Figure, Axes]:
     """Return a figure that is `WIDTH` wide, and its axes; the height and the margins are in SVG units (1/72 inch)."""
     figure = Figure(figsize=(WIDTH / 72, height / 72), facecolor="none")
@@ -110,26 +142,34 @@ def canvas(
 
 
 def lanes(
-    names: Sequence[str], values: Sequence[str], heights: Sequence[float], *, keys: int = 0
+    names: Sequence[str], values: Sequence[str], heights: Sequence[float], *, keys: int = 0, left: float = MARGIN
 ) -> tuple[Figure, Axes, list[float]]:
     """Return a figure with one horizontal lane per case, its axes, and the position of each lane's top edge.
 
     Heights and positions are in SVG units; positions are measured from the top of the axes. The first 16 units of a
-    lane show the name of the case and its value as text. `keys` is the number of rows of the legend.
+    lane show the name of the case and its value as text. `keys` is the number of rows of the legend, and `left` the
+    margin at the left of the axes.
     """
     tops = [0, *accumulate(heights)]
-    figure, axes = canvas(tops[-1] + below(keys) + 4, bottom=below(keys))
+    figure, axes = canvas(tops[-1] + below(keys) + 4, left=left, bottom=below(keys))
     axes.set_ylim(tops[-1], 0)
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
     axes.grid(axis="x")
-    across = axes.get_yaxis_transform()
     for name, value, top in zip(names, values, tops, strict=False):
         # if the text is too long, drop the interval, which is drawn and in the table too, and keep the name
         said = value if len(name) + len(value) <= COLUMNS else value.partition(" (")[0]
-        axes.text(0, top + 12, naming.clip(name, COLUMNS - len(said)), transform=across)
-        axes.text(1, top + 12, said, transform=across, ha="right", fontweight="bold", fontsize=SMALL)
+        write_beside(axes, top + 12, naming.clip(name, COLUMNS - len(said)), left)
+        write_beside(axes, top + 12, said, left, WIDTH - RIGHT, ha="right", fontweight="bold", fontsize=SMALL)
     return figure, axes, tops[:-1]
+
+
+def write_beside(axes: Axes, y: float, text: str, left: float, at: float = MARGIN, **look: Any) -> None:
+    """Write a text with its baseline at the height `y` of the axes, `at` units from the left edge of the figure.
+
+    `left` is the margin at the left of the axes.
+    """
+    axes.text((at - left) / (WIDTH - left - RIGHT), y, text, transform=axes.get_yaxis_transform(), **look)
 
 
 def amounts(axis: Axis, ticks: int = 5) -> None:
@@ -143,6 +183,61 @@ def amounts(axis: Axis, ticks: int = 5) -> None:
 
     axis.set_major_locator(MaxNLocator(ticks, steps=[1, 2, 2.5, 5, 10]))
     axis.set_major_formatter(FuncFormatter(said))
+
+
+FARTHEST = 4.0
+"""An axis with whiskers ends at the latest at this multiple of the largest value; see `extent`."""
+
+
+def extent(estimates: Iterable[Estimate]) -> float:
+    """Return the end of an axis for these estimates: the highest end of their intervals, unless it is too far away.
+
+    A single wide interval would make all other marks small. The axis therefore ends at the latest at `FARTHEST` times
+    the largest value, and `whisker` draws an arrow where an interval goes beyond the end.
+    """
+    found = list(estimates)
+    return min(max(one.high for one in found), FARTHEST * max(one.value for one in found))
+
+
+def whisker(
+    axes: Axes, place: float, value: float, interval: tuple[float, float], end: float, *, upright: bool = False,
+    colour: str = FOREGROUND,
+) -> None:  # fmt: skip
+    """Draw the interval of a value as a whisker with caps, cut at the `end` of the axis, where an arrow replaces a cap.
+
+    `place` is the position on the other axis. With `upright`, values are on the vertical axis.
+    """
+    low, high = interval
+    sides = ([max(0.0, value - low)], [max(0.0, min(high, end) - value)])
+    if upright:
+        axes.errorbar([place], [value], yerr=sides, color=colour, capsize=3.5, linewidth=1.2)
+    else:
+        axes.errorbar([value], [place], xerr=sides, color=colour, capsize=3.5, linewidth=1.2)
+    if high > end:
+        x, y = (place, end) if upright else (end, place)
+        axes.plot([x], [y], "^" if upright else ">", color=colour, markersize=6)
+
+
+def room(width: float, whole: float, left: float = MARGIN) -> float:
+    """Return the number of letters of size `SMALL` that fit on a bar.
+
+    `width` is the width of the bar and `whole` that of the axis, in the unit of the axis; `left` is the margin at the
+    left of the axes.
+    """
+    # a letter of the widest common sans-serif font takes 7 units at this size
+    return width / whole * (WIDTH - left - RIGHT) / 7
+
+
+def phase_keys(names: Iterable[str]) -> list[Patch]:
+    """Return the handles of a legend for these phases, in the order of `PHASES`."""
+    present = set(names)
+    return [Patch(**edge(name), facecolor=PHASES[name].fill, label=str(name)) for name in PHASES if name in present]
+
+
+def edge(name: str) -> dict[str, Any]:
+    """Return the style of the edge of a phase's bar, as keyword arguments for matplotlib."""
+    dashes = (0, (2, 1.5)) if PHASES[name].fill == "none" else "-"
+    return {"edgecolor": FOREGROUND, "linewidth": 0.6, "linestyle": dashes}
 
 
 def below(keys: int) -> float:
@@ -162,15 +257,21 @@ def legend(figure: Figure, handles: Sequence[Any], columns: int) -> None:
     )  # fmt: skip
 
 
-def render(figure: Figure, *, key: str, title: str, description: str) -> str:
-    """Return the figure as the text of an SVG element; `key` makes the ids in it unique on the page."""
+def render(
+    figure: Figure, *, key: str, title: str, description: str, hooks: Mapping[str, str] = MappingProxyType({})
+) -> str:
+    """Return the figure as the text of an SVG element; `key` makes the ids in it unique on the page.
+
+    `hooks` has texts on artists by their `gid`. The SVG group of such an artist gets the attribute `data-bar` and the
+    text as its title, which browsers show while the pointer is on the group.
+    """
     buffer = io.StringIO()
     for artist in figure.findobj():
         artist.set_clip_on(False)  # all artists are inside the axes: clip paths would only add bytes
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     source = ElementTree.fromstring(buffer.getvalue())
     referred = {href[1:] for element in source.iter() if (href := element.get(_XLINK, "")).startswith("#")}
-    root = _cleaned(source, referred, key)
+    root = _cleaned(source, referred, key, hooks)
     root.attrib = {
         "viewBox": source.attrib["viewBox"], "role": "img", "aria-labelledby": f"{key}-title {key}-desc",
     }  # fmt: skip
@@ -181,10 +282,12 @@ def render(figure: Figure, *, key: str, title: str, description: str) -> str:
     return ElementTree.tostring(root, encoding="unicode")
 
 
-def _cleaned(source: ElementTree.Element, referred: set[str], key: str) -> ElementTree.Element:
+def _cleaned(
+    source: ElementTree.Element, referred: set[str], key: str, hooks: Mapping[str, str]
+) -> ElementTree.Element:
     """Return a copy of an SVG element without namespaces, metadata, style sheets and superfluous digits.
 
-    Only the ids in `referred` are kept, with `key` as a prefix.
+    Only the ids in `referred` are kept, with `key` as a prefix. An element whose id is in `hooks` gets a title.
     """
     target = ElementTree.Element(source.tag.rpartition("}")[2])
     target.text, target.tail = (text if text and text.strip() else None for text in (source.text, source.tail))
@@ -192,6 +295,9 @@ def _cleaned(source: ElementTree.Element, referred: set[str], key: str) -> Eleme
         if name == "id":
             if value in referred:
                 target.set("id", f"{key}-{value}")
+            if value in hooks:
+                target.set("data-bar", "")
+                ElementTree.SubElement(target, "title").text = naming.plain(hooks[value])
         elif name == _XLINK:
             target.set("href", value.replace("#", f"#{key}-", 1) if value.startswith("#") else value)
         elif name == "style":
@@ -200,14 +306,24 @@ def _cleaned(source: ElementTree.Element, referred: set[str], key: str) -> Eleme
             target.set(name, _shortened(value))
     for child in source:
         if child.tag.rpartition("}")[2] not in ("metadata", "style"):
-            target.append(_cleaned(child, referred, key))
+            found = _cleaned(child, referred, key, hooks)
+            # a group without attributes has no effect
+            target.extend(found if found.tag == "g" and not found.attrib else [found])
     return target
 
 
 def _shortened(value: str) -> str:
-    """Return the value of an attribute with coordinates rounded to two decimals and vertical lines abbreviated."""
+    """Return the value of an attribute with coordinates rounded to two decimals, and paths in their shortest form."""
     value = re.sub(r"-?\d+\.\d{3,}", lambda match: f"{float(match[0]):.2f}", value)
-    return re.sub(r"M (\S+) (\S+)\s+L \1 (\S+)\s*", r"M\1 \2V\3", value)
+    if not re.fullmatch(r"(\s*([ML] \S+ \S+|z))+\s*", value):
+        return value
+    path, at = "", ("", "")
+    for close, command, x, y in re.findall(r"(z)|([ML]) (\S+) (\S+)", value):
+        level, upright = command == "L" and y == at[1], command == "L" and x == at[0]
+        if not (level and upright):
+            path += close or (f"H{x}" if level else f"V{y}" if upright else f"{command}{x} {y}")
+        at = (x, y)
+    return path
 
 
 def _styled(style: str) -> str:
@@ -215,5 +331,5 @@ def _styled(style: str) -> str:
     style = re.sub(r"#0[12]0[0-9a-f]{3}", lambda m: f"var({VARIABLES[m[0]]})" if m[0] in VARIABLES else m[0], style)
     # matplotlib writes the font as one property or, in newer versions, as several
     style = re.sub(r"font: (?:(\d+) )?([\d.]+px) [^;]*", r"font-size: \2; font-weight: \1", style)
-    style = re.sub(r"font-family: [^;]*; ?|font-weight: (?=;|$);? ?", "", style)
+    style = re.sub(r"font-family: [^;]*; ?|font-weight: (?=;|$);? ?|text-anchor: start; ?", "", style)
     return style.replace(": ", ":").replace("; ", ";")

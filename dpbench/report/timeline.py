@@ -1,18 +1,18 @@
-"""Timeline: report sections about all timed steps, utilisation over time, and device 0 compared with other devices."""
+"""Timeline: report sections on the distribution of steps, utilisation over time, and device 0 against the others."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import PathPatch
-from matplotlib.path import Path
+from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from numpy.typing import NDArray
 
@@ -139,12 +139,6 @@ def _colour_scale(figure: Figure) -> None:
     figure.text(210 / svg.WIDTH, 5 / height, "100%, busy", fontsize=svg.SMALL)
 
 
-TICKS = 80
-"""The largest number of timed steps drawn per round."""
-ROUNDS = 5
-"""The largest number of rounds drawn per case."""
-
-
 def imbalance(rows: Sequence[Row]) -> Section:
     """Return the section that compares device 0 with the other devices in busy time, and in memory if it is known."""
     panels, notes = [], []
@@ -159,86 +153,122 @@ def imbalance(rows: Sequence[Row]) -> Section:
         notes = ["No case with several devices has busy time or memory per device."]
     return Section(
         "imbalance", "Device 0 against the others",
-        "DataParallel gathers outputs on device 0. A filled mark is device 0, and hollow marks are the other devices. "
-        "The number next to a case's name is the ratio of device 0 to the mean of the other devices.",
+        "DataParallel gathers outputs on device 0. The filled bar is device 0, and the hollow bar is the mean of the "
+        "other devices. The number next to a case's name is the ratio of the two.",
         panels, " ".join(filter(None, notes)),
     )  # fmt: skip
 
 
 def _busy(facet: small_multiples.Facet, key: str) -> Panel:
-    """Return the panel with each device's busy time and, below it, the time in which a phase was open on the device."""
+    """Return the panel with the busy time of device 0 and of the other devices."""
     values = [words.times(row.imbalance) if row.imbalance else "" for row in facet.rows]
-    figure, axes, tops = svg.lanes(facet.names, values, [46] * len(values), keys=2)
-    for row, top in zip(facet.rows, tops, strict=True):
-        _dumbbell(axes, {d: s * 1e3 for d, s in row.busy.items()}, top + 24, "D", svg.ROLES[Role.ENGINE])
-        _dumbbell(axes, {d: s * 1e3 for d, s in row.occupied.items()}, top + 37, "s", svg.MUTED)
-    most = max(max([*row.busy.values(), *row.occupied.values()]) for row in facet.rows) * 1e3
-    axes.set(xlim=(0, most * 1.04 or 1), xlabel="milliseconds of one step")
-    svg.amounts(axes.xaxis)
-    keys = [
-        _mark("D", svg.ROLES[Role.ENGINE], True, "device 0, busy"),
-        _mark("D", svg.ROLES[Role.ENGINE], False, "others, busy"),
-        _mark("s", svg.MUTED, True, "device 0, occupied"), _mark("s", svg.MUTED, False, "others, occupied"),
-    ]  # fmt: skip
-    svg.legend(figure, keys, 2)
-    said = "; ".join(f"{name}: busy time {value}" for name, value in zip(facet.names, values, strict=True))
-    drawing = svg.render(figure, key=key, title=f"Busy time of device 0: {facet.title}", description=said)
+    amounts = [{device: seconds * 1e3 for device, seconds in row.busy.items()} for row in facet.rows]
+    drawing = _pairs(
+        facet, values, amounts, svg.ROLES[Role.ENGINE], "milliseconds of one step", key=key,
+        title=f"Busy time of device 0: {facet.title}",
+    )  # fmt: skip
     sources = ", ".join(sorted({row.busy_source for row in facet.rows if row.busy_source}))
-    caption = f"Source of busy time: {sources or 'unknown'}. A device is occupied while a phase is open on it, even if "
-    caption += "the device waits."
+    caption = f"{_sentence(facet)} Source of busy time: {sources or 'unknown'}.".strip()
     return Panel(f"Busy time, {facet.title}", drawing, caption, facet.labels)
 
 
+def _sentence(facet: small_multiples.Facet) -> str:
+    """Return a sentence on the case in which device 0 is busy longest compared with the other devices.
+
+    Return an empty text if the ratio is not known for any case.
+    """
+    known = [
+        (row.imbalance, row.memory_imbalance, name)
+        for row, name in zip(facet.rows, facet.names, strict=True)
+        if row.imbalance and naming.drawable(row.imbalance)
+    ]
+    if not known:
+        return ""
+    ratio, memory, name = max(known, key=lambda one: one[0].value)
+    if ratio.low <= 1 <= ratio.high:
+        return f"Not even {name} shows a difference between device 0 and the others: {words.times(ratio)}."
+    longer = "longer" if ratio.value > 1 else "shorter"
+    holds = f", and holds {words.number(memory)}× their memory" if memory is not None else ""
+    share = words.percent(abs(ratio.value - 1))
+    return f"With {name}, device 0 works {share} {longer} than the mean of the others ({words.times(ratio)}){holds}."
+
+
 def _memory(facet: small_multiples.Facet, key: str) -> Panel:
-    """Return the panel with each device's peak memory."""
+    """Return the panel with the peak memory of device 0 and of the other devices."""
     ratios = [row.memory_imbalance for row in facet.rows]
     values = [f"{words.number(ratio)}×" if ratio is not None else "" for ratio in ratios]
-    figure, axes, tops = svg.lanes(facet.names, values, [38] * len(values), keys=1)
-    most = max(max(row.memory.values()) for row in facet.rows)
-    unit, scale = words.binary(most)
-    for row, top in zip(facet.rows, tops, strict=True):
-        _dumbbell(axes, {d: size / scale for d, size in row.memory.items()}, top + 24, "D", svg.ROLES[Role.CONTROL])
-    axes.set(xlim=(0, most / scale * 1.04 or 1), xlabel=f"peak memory, {unit}")
-    svg.amounts(axes.xaxis)
-    colour = svg.ROLES[Role.CONTROL]
-    svg.legend(figure, [_mark("D", colour, full, name) for full, name in ((True, "device 0"), (False, "others"))], 2)
-    said = "; ".join(f"{name}: {value}" for name, value in zip(facet.names, values, strict=True))
-    drawing = svg.render(figure, key=key, title=f"Peak memory of device 0: {facet.title}", description=said)
+    unit, scale = words.binary(max(max(row.memory.values()) for row in facet.rows))
+    amounts = [{device: size / scale for device, size in row.memory.items()} for row in facet.rows]
+    drawing = _pairs(
+        facet, values, amounts, svg.ROLES[Role.CONTROL], f"peak memory, {unit}", key=key,
+        title=f"Peak memory of device 0: {facet.title}",
+    )  # fmt: skip
     sources = ", ".join(sorted({row.memory_source for row in facet.rows if row.memory_source}))
     return Panel(f"Peak memory, {facet.title}", drawing, f"Source: {sources or 'unknown'}.", facet.labels)
 
 
-def _dumbbell(axes: Axes, values: Mapping[int, float], y: float, marker: str, colour: str) -> None:
-    """Draw the values of all devices as marks on one horizontal line; the mark of device 0 is filled and on top.
+def _pairs(
+    facet: small_multiples.Facet, values: Sequence[str], amounts: Sequence[Mapping[int, float]], colour: str, unit: str,
+    *, key: str, title: str,
+) -> str:  # fmt: skip
+    """Return the drawing of a pair of bars per case: the amount of device 0, and the mean of the other devices.
 
-    `values` has the value of each device by its index.
+    `amounts` has the amount of each device in `unit`, by case, and `values` has the texts next to the cases' names.
     """
-    if not values:
-        return
-    axes.plot([min(values.values()), max(values.values())], [y, y], color=colour, linewidth=1.6)
-    rest = [value for device, value in values.items() if device]
-    axes.plot(rest, [y] * len(rest), marker, color=colour, markerfacecolor=svg.BACKGROUND, markersize=7)
-    if 0 in values:
-        axes.plot([values[0]], [y], marker, color=colour, markersize=6)
+    several = max(map(len, amounts)) > 2
+    figure, axes, tops = svg.lanes(facet.names, values, [44] * len(values), keys=2 if several else 1)
+    for found, top in zip(amounts, tops, strict=True):
+        rest = [amount for device, amount in found.items() if device]
+        axes.barh(top + 24, found.get(0, 0.0), height=9, facecolor=colour, edgecolor=colour, linewidth=1.2)
+        if rest:
+            axes.barh(
+                top + 35, sum(rest) / len(rest), height=9, facecolor=svg.BACKGROUND, edgecolor=colour, linewidth=1.2
+            )
+        if len(rest) > 1:
+            axes.plot([min(rest), max(rest)], [top + 35] * 2, "|-", color=svg.FOREGROUND, linewidth=1.2, markersize=6)
+    most = max(amount for found in amounts for amount in found.values())
+    axes.set(xlim=(0, most * 1.04 or 1), xlabel=unit)
+    svg.amounts(axes.xaxis)
+    keys: list[Patch | Line2D] = [
+        Patch(facecolor=colour, edgecolor=colour, label="device 0"),
+        Patch(facecolor=svg.BACKGROUND, edgecolor=colour, label="mean of the others"),
+    ]
+    if several:
+        keys.append(Line2D([], [], marker="|", color=svg.FOREGROUND, linewidth=1.2, label="range of the others"))
+    svg.legend(figure, keys, 2)
+    said = "; ".join(
+        f"{name}: {', '.join(f'device {device} {words.number(amount)}' for device, amount in found.items())} {unit}"
+        for name, found in zip(facet.names, amounts, strict=True)
+    )
+    return svg.render(figure, key=key, title=title, description=said)
 
 
-def _mark(marker: str, colour: str, filled: bool, label: str) -> Line2D:
-    face = colour if filled else svg.BACKGROUND
-    return Line2D([], [], linestyle="", marker=marker, color=colour, markerfacecolor=face, markersize=6.5, label=label)
+POINTS = 100
+"""The largest number of timed steps by which the curve of a round is drawn."""
+ROUNDS = 5
+"""The largest number of rounds drawn per case."""
+DASHES = ("-", (0, (6, 2)), (0, (3, 1.5)), (0, (1.2, 1.2)), (0, (6, 2, 1.2, 2)))
+"""The line style of each round."""
+CURVE = 50
+"""The height of a curve in SVG units."""
+LEFT = 46.0
+"""The margin for the labels of the curves' axes, in SVG units."""
+OUTLIER = 3.0
+"""A timed step is an outlier if it is farther than this multiple of the interquartile range from the quartiles."""
 
 
 def steps(rows: Sequence[Row], trials: Sequence[Trial]) -> Section:
-    """Return the section that shows all steps of each case, one line of ticks per round; warm-up steps are circles."""
+    """Return the section on the distribution of step times, with a curve per round, warm-up steps and outliers."""
     series: dict[Case, list[Trial]] = {}
     for trial in trials:
         if trial.trusted and trial.source is Source.MEASURED and trial.timed:
             series.setdefault(trial.case, []).append(trial)
     measured = [row for row in rows if row.source is Source.MEASURED and row.case in series]
-    panels, left_out = small_multiples.split([row for row in measured if row.step], per=12)
+    panels, left_out = small_multiples.split([row for row in measured if row.step], per=8)
     return Section(
-        "steps", "All timed steps",
-        "One tick per timed step, and one line of ticks per round (a fresh process). The band is the 95% interval of "
-        "the median step. Open circles are warm-up steps, which do not count.",
+        "steps", "Distribution of step times",
+        "A curve shows the share of a round's timed steps that take at most the time on the axis. Each round is a "
+        "fresh process. The band is the 95% interval of the median step. Warm-up steps do not count.",
         [_steps(facet, series, f"steps{i}") for i, facet in enumerate(panels)],
         left_out if panels else "No steps were recorded.",
     )  # fmt: skip
@@ -247,26 +277,33 @@ def steps(rows: Sequence[Row], trials: Sequence[Trial]) -> Section:
 def _steps(facet: small_multiples.Facet, series: Mapping[Case, Sequence[Trial]], key: str) -> Panel:
     groups = [series[row.case][:ROUNDS] for row in facet.rows]
     values = [words.ms(row.step) if row.step else "" for row in facet.rows]
-    figure, axes, tops = svg.lanes(facet.names, values, [22 + 9 * len(group) for group in groups], keys=1)
-    timed = [seconds * 1e3 for group in groups for trial in group for seconds in trial.timed]
-    low, high = _scale(axes, min(timed), max(timed))
+    figure, axes, tops = svg.lanes(facet.names, values, [CURVE + 42] * len(groups), keys=3, left=LEFT)
+    each = [np.sort(trial.timed) * 1e3 for group in groups for trial in group]
+    end = min(max(times[-1] for times in each), svg.FARTHEST * max(float(np.median(times)) for times in each))
+    low, high = _scale(axes, min(times[0] for times in each), end)
     for row, group, top in zip(facet.rows, groups, tops, strict=True):
+        bottom = top + 24 + CURVE
+        for share in (0.0, 0.5, 1.0):
+            y = bottom - share * CURVE
+            axes.plot([low, high], [y, y], color=svg.GRID, linewidth=0.8, zorder=0.5)
+            svg.write_beside(axes, y + 4, f"{share:.0%}", LEFT, LEFT - 6, ha="right", fontsize=svg.SMALL)
         if row.step and naming.drawable(row.step):
-            _interval(axes, row.step, top + 17, top + 17 + 9 * len(group))
-        for number, trial in enumerate(group):
-            _round(axes, trial, top + 18 + 9 * number, low, high)
+            _interval(axes, row.step, bottom - CURVE, bottom)
+        for trial, dashes in zip(group, DASHES, strict=False):
+            _curve(axes, trial, bottom, (low, high), {"linestyle": dashes, "color": svg.colour(row.case)})
+        _warm_up(axes, group, bottom + 8, (low, high))
     axes.set_xlabel("milliseconds of one step")
-    svg.legend(figure, _step_keys(), 4)
+    svg.legend(figure, _step_keys(max(map(len, groups))), 3)
     said = "; ".join(f"{name}: median {value}" for name, value in zip(facet.names, values, strict=True))
-    drawing = svg.render(figure, key=key, title=f"All timed steps: {facet.title}", description=said)
-    return Panel(facet.title, drawing, _thinned(facet, series), facet.labels)
+    drawing = svg.render(figure, key=key, title=f"Distribution of step times: {facet.title}", description=said)
+    return Panel(facet.title, drawing, _left_out(facet, series, high), facet.labels)
 
 
 def _interval(axes: Axes, step: Estimate, top: float, bottom: float) -> None:
     """Draw the median step as a vertical line and its interval as a band, from `top` to `bottom`."""
-    colour = svg.ROLES[Role.WRAPPER]
-    axes.fill_betweenx([top, bottom], step.low * 1e3, step.high * 1e3, color=colour, alpha=0.35, linewidth=0)
-    axes.plot([step.value * 1e3] * 2, [top, bottom], color=colour, linewidth=1.6)
+    low, high = step.low * 1e3, step.high * 1e3
+    axes.add_patch(Rectangle((low, top), high - low, bottom - top, facecolor=svg.MUTED, alpha=0.25, linewidth=0))
+    axes.plot([step.value * 1e3] * 2, [top, bottom], color=svg.FOREGROUND, linewidth=1.0)
 
 
 def _scale(axes: Axes, low: float, high: float) -> tuple[float, float]:
@@ -290,51 +327,60 @@ def _scale(axes: Axes, low: float, high: float) -> tuple[float, float]:
     return edges
 
 
-def _round(axes: Axes, trial: Trial, y: float, low: float, high: float) -> None:
-    """Draw the timed steps of one round as ticks, and its warm-up steps as circles, or as arrows beyond the axis.
+def _curve(axes: Axes, trial: Trial, bottom: float, ends: tuple[float, float], look: Mapping[str, Any]) -> None:
+    """Draw the distribution of a round's timed steps above the height `bottom`, with its outliers as dots.
 
-    `y` is the top edge of the ticks; `low` and `high` are the ends of the axis in milliseconds.
+    `ends` are the ends of the axis in milliseconds. Where steps are beyond the end, an arrow ends the curve.
     """
-    timed = sorted(seconds * 1e3 for seconds in trial.timed)
-    count = min(TICKS, len(timed))
-    chosen = [timed[round(i * (len(timed) - 1) / max(1, count - 1))] for i in range(count)]
-    vertices = [point for x in chosen for point in ((x, y), (x, y + 7))]
-    axes.add_patch(
-        PathPatch(
-            Path(vertices, [Path.MOVETO, Path.LINETO] * count),
-            edgecolor=svg.FOREGROUND,
-            facecolor="none",
-            linewidth=0.9,
-        )
-    )
-    warm = [step.seconds * 1e3 for step in trial.steps if step.warmup]
+    times = np.sort(trial.timed) * 1e3
+    shares = np.arange(1, len(times) + 1) / len(times)
+    inside = times <= ends[1]
+    # evenly chosen shares, always with the first and the last step
+    chosen = np.unique(np.linspace(0, inside.sum() - 1, min(POINTS, inside.sum())).round().astype(int))
+    heights = bottom - np.concatenate([[0.0], shares[chosen]]) * CURVE
+    axes.plot(np.concatenate([times[:1], times[chosen]]), heights, drawstyle="steps-post", linewidth=1.4, **look)
+    first, third = np.quantile(times, [0.25, 0.75])
+    far = (times < first - OUTLIER * (third - first)) | (times > third + OUTLIER * (third - first))
+    dots = far & inside
+    axes.plot(times[dots], bottom - shares[dots] * CURVE, "o", color=look["color"], markersize=3.2)
+    if not inside.all():
+        axes.plot([ends[1]], [bottom - shares[inside][-1] * CURVE], ">", color=look["color"], markersize=6)
+
+
+def _warm_up(axes: Axes, group: Iterable[Trial], y: float, ends: tuple[float, float]) -> None:
+    """Draw the warm-up steps of a case as circles at the height `y`, or as arrows where they are beyond the axis."""
+    low, high = ends
+    warm = [step.seconds * 1e3 for trial in group for step in trial.steps if step.warmup]
     inside = [x for x in warm if low <= x <= high]
-    beyond = [high if x > high else low for x in warm if not low <= x <= high]
-    axes.plot(inside, [y + 3.5] * len(inside), "o", color=svg.MUTED, markerfacecolor="none", markersize=4.5)
-    for edge in sorted(set(beyond)):
-        axes.plot([edge], [y + 3.5], ">" if edge == high else "<", color=svg.MUTED, markersize=5)
+    axes.plot(inside, [y] * len(inside), "o", color=svg.MUTED, markerfacecolor="none", markersize=4.5)
+    for x, marker, beyond in ((low, "<", min(warm, default=low) < low), (high, ">", max(warm, default=high) > high)):
+        if beyond:
+            axes.plot([x], [y], marker, color=svg.MUTED, markerfacecolor="none", markersize=6)
 
 
-def _step_keys() -> list[Line2D]:
+def _step_keys(rounds: int) -> list[Line2D | Patch]:
+    curve = {"color": svg.FOREGROUND, "linewidth": 1.4}
+    lines = [Line2D([], [], linestyle=DASHES[i], label=f"round {i + 1}", **curve) for i in range(rounds)]  # type: ignore[arg-type]
+    dot = {"linestyle": "", "color": svg.FOREGROUND}
+    warm = {"linestyle": "", "color": svg.MUTED, "markerfacecolor": "none"}
     return [
-        Line2D([], [], linestyle="", marker="|", color=svg.FOREGROUND, markersize=8, label="step"),
-        Line2D([], [], color=svg.ROLES[Role.WRAPPER], linewidth=2, label="median"),
-        Line2D(
-            [], [], linestyle="", marker="o", color=svg.MUTED, markerfacecolor="none", markersize=4.5, label="warm-up"
-        ),
-        Line2D([], [], linestyle="", marker=">", color=svg.MUTED, markersize=5, label="warm-up, beyond"),
+        *lines,
+        Patch(facecolor=svg.MUTED, alpha=0.25, label="median, 95%"),
+        Line2D([], [], marker="o", markersize=3.2, label="outlier", **dot),  # type: ignore[arg-type]
+        Line2D([], [], marker="o", markersize=4.5, label="warm-up", **warm),  # type: ignore[arg-type]
+        Line2D([], [], marker=">", markersize=6, label="beyond the axis", **dot),  # type: ignore[arg-type]
     ]
 
 
-def _thinned(facet: small_multiples.Facet, series: Mapping[Case, Sequence[Trial]]) -> str:
-    """Return a caption that states which steps and rounds are drawn, if not all are."""
-    groups = [series[row.case] for row in facet.rows]
+def _left_out(facet: small_multiples.Facet, series: Mapping[Case, Sequence[Trial]], end: float) -> str:
+    """Return a caption with the timed steps beyond the `end` of the axis, in ms, and the rounds that are not drawn."""
     said = []
-    if any(len(trial.timed) > TICKS for group in groups for trial in group):
-        said.append(
-            f"Of a round with more than {TICKS} timed steps, {TICKS} are drawn: the fastest, the slowest, and evenly "
-            "chosen others."
-        )
-    if any(len(group) > ROUNDS for group in groups):
+    for row, name in zip(facet.rows, facet.names, strict=True):
+        times = [seconds * 1e3 for trial in series[row.case][:ROUNDS] for seconds in trial.timed]
+        beyond = [time for time in times if time > end]
+        if beyond:
+            count = words.count(len(times), "timed step")
+            said.append(f"{name}: {len(beyond)} of {count} beyond the axis, up to {words.number(max(beyond))} ms.")
+    if any(len(series[row.case]) > ROUNDS for row in facet.rows):
         said.append(f"Only the first {words.count(ROUNDS, 'round')} of a case are drawn.")
     return " ".join(said) or "All timed steps."

@@ -295,7 +295,7 @@ class Store:
     def summaries(self, run_id: str) -> list[Trial]:
         """Return the ended trials of one run without spans, but with the times by phase that follow from the spans.
 
-        The spans of only one trial are in memory at a time.
+        All spans of only one trial are in memory at a time; the others keep those of one step (`Ledger.median_step`).
         """
         return [trial.summary() for _, trial in self._each(run_id, superseded=False)]
 

@@ -1,0 +1,248 @@
+"""Swim lanes: the section that draws one median step of each strategy on a common time axis, with a lane per device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch, PathPatch, Rectangle
+from matplotlib.path import Path
+
+from dpbench.analysis.lanes import Bar, Lane, Lanes, Stretch
+from dpbench.analysis.summary import Row
+from dpbench.records import HOST, UNATTRIBUTED, Case, Source, words
+from dpbench.report import small_multiples, svg
+from dpbench.report.svg import Panel, Section
+
+Drawn = Mapping[tuple[Case, Source], Lanes]
+"""The timelines of cases, by case and source."""
+
+BLOCKS = 6
+"""The largest number of cases per panel."""
+DEVICES = 8
+"""The largest number of lanes drawn per case."""
+HEAD, ROW, GAP = 19.0, 15.0, 4.0
+"""The heights of a case's name, of a row of bars, and of the gap below a lane, in SVG units."""
+LEFT = 46.0
+"""The margin for the names of the lanes, in SVG units."""
+IDLE: Mapping[str, Any] = {"facecolor": svg.GRID, "edgecolor": "none", "alpha": 0.55}
+
+
+def section(rows: Sequence[Row], found: Drawn) -> Section:
+    """Return the section of swim lanes: a panel for each setting and batch size, with the cases on most devices."""
+    # a step that was timed is a fact, also if the rounds are too few for an estimate; the caption says so
+    shown = [row for row in rows if (row.case, row.source) in found]
+    facets = [facet for group in _groups(shown) for facet in small_multiples.split(group, per=BLOCKS)[0]]
+    left_out = len(facets) - small_multiples.PANELS
+    several = f"{words.count(left_out, 'more panel')} {words.verb(left_out, 'is', 'are')} not drawn."
+    return Section(
+        "lanes", "One median step, device by device",
+        "The lanes of a panel share one time axis. A bar is a phase on a device; where a lane is grey, no phase is "
+        "open on the device. A thick outline is the critical path: the bars that the end of the step waited for.",
+        [_panel(facet, found, f"lanes{i}") for i, facet in enumerate(facets[: small_multiples.PANELS])],
+        several if left_out > 0 else "" if facets else "No case has spans of a median step.",
+    )  # fmt: skip
+
+
+def _groups(rows: Sequence[Row]) -> Iterator[list[Row]]:
+    """Yield the rows of each panel or, if they are too many, of several panels.
+
+    They have one setting and one batch size, and the largest number of devices. The strategies for one device are those
+    at the same batch size or, if there are none, at the batch size of one of the devices.
+    """
+    settings: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        settings.setdefault(small_multiples.setting(row.case), []).append(row)
+    for group in settings.values():
+        alone = [row for row in group if row.case.traits.one_device]
+        spread = [row for row in group if not row.case.traits.one_device]
+        for batch in sorted({row.case.batch_size for row in spread or alone}):
+            alike = [row for row in spread if row.case.batch_size == batch]
+            most = max((row.case.devices for row in alike), default=1)
+            sizes = {size: [row for row in alone if row.case.batch_size == size] for size in (batch, batch // most)}
+            yield (sizes[batch] or sizes[batch // most]) + [row for row in alike if row.case.devices == most]
+
+
+def _panel(facet: small_multiples.Facet, found: Drawn, key: str) -> Panel:
+    shown = [found[row.case, row.source] for row in facet.rows]
+    said = [_said(one) for one in shown]
+    heights = [HEAD + sum(lane.rows * ROW + GAP for lane in one.lanes[:DEVICES]) + GAP for one in shown]
+    phases = {bar.phase.value for one in shown for lane in one.lanes for bar in lane.bars}
+    phases |= {UNATTRIBUTED for one in shown for stretch in one.path if stretch.bar is None}
+    keys = [*svg.phase_keys(phases), Patch(**IDLE, label="idle"), _path_key()]
+    figure, axes, tops = svg.lanes(facet.names, said, heights, keys=-(-len(keys) // 3), left=LEFT)
+    longest = max(one.seconds for one in shown) * 1e3
+    axes.set(xlim=(0, longest * 1.01), xlabel="milliseconds after the start of the step")
+    hooks: dict[str, str] = {}
+    for number, (one, top) in enumerate(zip(shown, tops, strict=True)):
+        _timeline(axes, one, top + HEAD, longest, f"{key}-{number}", hooks)
+    svg.amounts(axes.xaxis)
+    svg.legend(figure, keys, 3)
+    drawing = svg.render(
+        figure, key=key, title=f"One median step: {facet.title}", hooks=hooks,
+        description=" ".join(f"{name}: {_description(one)}" for name, one in zip(facet.names, shown, strict=True)),
+    )  # fmt: skip
+    return Panel(facet.title, drawing, _caption(facet, shown), facet.labels)
+
+
+def _path_key() -> Patch:
+    return Patch(facecolor="none", edgecolor=svg.FOREGROUND, linewidth=1.3, label="critical path")
+
+
+def _said(one: Lanes) -> str:
+    """Return the duration of a step, and in brackets the range of the idle shares if it has several devices."""
+    took = f"{words.number(one.seconds * 1e3)} ms"
+    shares = sorted(lane.idle_s / one.seconds for lane in one.lanes if lane.device >= 0)
+    if len(shares) < 2:
+        return took
+    return f"{took} (devices idle {' to '.join(words.percent(share) for share in (shares[0], shares[-1]))})"
+
+
+def _timeline(axes: Axes, one: Lanes, top: float, longest: float, key: str, hooks: dict[str, str]) -> None:
+    """Draw the lanes of one case from the height `top` downwards, and add a text for each bar to `hooks`.
+
+    `longest` is the end of the time axis in milliseconds. `key` is unique among the cases.
+    """
+    critical: dict[tuple[int | None, Bar | None], float] = {}
+    for part in one.path:
+        at = (part.device, part.bar)
+        critical[at] = critical.get(at, 0.0) + part.end_s - part.start_s
+    edges: dict[int | None, float] = {}
+    start = top
+    for lane in one.lanes[:DEVICES]:
+        edges[lane.device] = top
+        svg.write_beside(axes, top + 11, _short(lane.device), LEFT, fontsize=svg.SMALL)
+        for number, (begin, end) in enumerate(lane.idle):
+            gid = f"{key}-{lane.device}-idle-{number}"
+            _box(axes, (begin, end), top, lane.rows * ROW, gid=gid, **IDLE)
+            _write(axes, ("idle",), (begin, end), top, longest, svg.MUTED)
+            hooks[gid] = f"{_place(lane.device)} idle: {_extent(begin, end, one.seconds)}"
+        for number, bar in enumerate(lane.bars):
+            gid = f"{key}-{lane.device}-{number}"
+            look, y = svg.PHASES[bar.phase], top + bar.row * ROW
+            _box(axes, (bar.start_s, bar.end_s), y, ROW, gid=gid, facecolor=look.fill)
+            _write(axes, (bar.phase.value, look.short), (bar.start_s, bar.end_s), y, longest, look.ink)
+            waited = critical.get((lane.device, bar), 0.0)
+            on_path = f"; critical for {words.time(waited)}" if waited else ""
+            hooks[gid] = (
+                f"{bar.phase} on {_place(lane.device)}: {_extent(bar.start_s, bar.end_s, one.seconds)}{on_path}"
+            )
+        top += lane.rows * ROW + GAP
+    _outline(axes, one.path, edges, (start, top - GAP))
+
+
+def _short(device: int) -> str:
+    return f"dev {device}" if device >= 0 else _place(device)
+
+
+def _place(device: int) -> str:
+    """Return "device i" for the index of a device, "host" for the host, and "host i" for a further machine of a run."""
+    if device >= 0:
+        return f"device {device}"
+    return "host" if device == HOST else f"host {HOST - device + 1}"
+
+
+def _extent(start_s: float, end_s: float, step_s: float) -> str:
+    """Return, as text, the duration of an interval, its start after that of the step, and its share of the step."""
+    took = end_s - start_s
+    return f"{words.time(took)} from {words.time(start_s)}, {words.percent(took / step_s)}"
+
+
+def _box(axes: Axes, interval: tuple[float, float], y: float, height: float, **look: Any) -> None:
+    """Draw a box over an interval in seconds, with its top edge at the height `y`."""
+    start, end = interval
+    axes.add_patch(Rectangle((start * 1e3, y), (end - start) * 1e3, height - 1, linewidth=0, **look))
+
+
+def _write(
+    axes: Axes, texts: Sequence[str], interval: tuple[float, float], y: float, longest: float, ink: str
+) -> None:  # fmt: skip
+    """Write the first of `texts` that fits into a row over an interval in seconds; write nothing if none fits."""
+    start, end = (at * 1e3 for at in interval)
+    room = svg.room(end - start, longest * 1.01, LEFT)
+    if text := next((text for text in texts if len(text) <= room), ""):
+        axes.text((start + end) / 2, y + 11, text, ha="center", color=ink, fontsize=svg.SMALL)
+
+
+def _outline(
+    axes: Axes, path: Sequence[Stretch], edges: Mapping[int | None, float], whole: tuple[float, float]
+) -> None:  # fmt: skip
+    """Draw the critical path: an outline around each of its stretches, and a line from each lane to the next.
+
+    `edges` has the top edge of each lane that is drawn, by device; `whole` are the top and the bottom of all lanes.
+    A stretch without an open phase is a dashed box across all lanes.
+    """
+    boxes = [(part, *_edges(part, edges)) for part in path if part.device in edges and part.bar]
+    outline = [corner for part, top, bottom in boxes for corner in _corners(part, top, bottom)]
+    for (one, top, bottom), (after, next_top, next_bottom) in pairwise(boxes):
+        if one.end_s == after.start_s and (bottom < next_top or next_bottom < top):
+            at = after.start_s * 1e3
+            ends = (bottom, next_top) if bottom < next_top else (top, next_bottom)
+            outline += [(Path.MOVETO, (at, ends[0])), (Path.LINETO, (at, ends[1]))]
+    gaps = [corner for part in path if part.bar is None for corner in _corners(part, *whole)]
+    for pieces, dashes, width in ((outline, "-", 1.3), (gaps, (0, (2, 1.5)), 0.7)):
+        if pieces:
+            codes, points = zip(*pieces, strict=True)
+            axes.add_patch(
+                PathPatch(
+                    Path(points, codes), facecolor="none", edgecolor=svg.FOREGROUND, linestyle=dashes, linewidth=width,
+                    joinstyle="miter", zorder=3,
+                )
+            )  # fmt: skip
+
+
+def _edges(part: Stretch, edges: Mapping[int | None, float]) -> tuple[float, float]:
+    """Return the top and the bottom edge of the bar in which a stretch of the critical path lies."""
+    assert part.bar
+    top = edges[part.device] + part.bar.row * ROW
+    return top, top + ROW - 1
+
+
+def _corners(part: Stretch, top: float, bottom: float) -> list[tuple[Any, tuple[float, float]]]:
+    """Return the codes and the points of the outline of a stretch of the critical path."""
+    left, right = part.start_s * 1e3, part.end_s * 1e3
+    corners = [(left, top), (right, top), (right, bottom), (left, bottom), (left, top)]
+    return list(zip([Path.MOVETO, *[Path.LINETO] * 3, Path.CLOSEPOLY], corners, strict=True))
+
+
+def _caption(facet: small_multiples.Facet, shown: Sequence[Lanes]) -> str:
+    """Return the caption of a panel: the step of each case, the idle shares of its devices, and cases in doubt."""
+    said = []
+    for name, one in zip(facet.names, shown, strict=True):
+        took = words.time(one.seconds)
+        place = f"step {one.step} of round {one.round + 1}"
+        measured = f"{place}, {took}, the median of its {words.count(one.timed, 'timed step')}"
+        which = f"predicted, {took}" if one.source is Source.PREDICTED else measured
+        idle = ", ".join(f"{_place(lane.device)} {words.percent(lane.idle_s / one.seconds)}" for lane in _many(one))
+        said.append(f"{name}: {which}{f'; idle: {idle}' if idle else ''}.")
+        if len(one.lanes) > DEVICES:
+            said.append(f"Only {DEVICES} of its {len(one.lanes)} lanes are drawn.")
+    doubtful = [name for row, name in zip(facet.rows, facet.names, strict=True) if row.doubt]
+    if doubtful:
+        said.append(f"There are {words.NOT_ENOUGH} to compare these cases with others: {', '.join(doubtful)}.")
+    return " ".join(said)
+
+
+def _many(one: Lanes) -> Sequence[Lane]:
+    """Return the lanes of devices that are drawn, if there are several."""
+    found = [lane for lane in one.lanes[:DEVICES] if lane.device >= 0]
+    return found if len(found) > 1 else ()
+
+
+def _description(one: Lanes) -> str:
+    """Return a text on all that the drawing of a case shows: the phases of each lane, and the critical path."""
+    lanes = []
+    for lane in one.lanes[:DEVICES]:
+        total: dict[str, float] = {}
+        for bar in lane.bars:
+            total[bar.phase.value] = total.get(bar.phase.value, 0.0) + bar.end_s - bar.start_s
+        parts = [f"{phase} {words.time(seconds)}" for phase, seconds in total.items()]
+        lanes.append(f"{_place(lane.device)}: {', '.join([*parts, f'idle {words.time(lane.idle_s)}'])}")
+    path: dict[str, float] = {}
+    for part in one.path:
+        name = f"{part.bar.phase} on {_place(part.device)}" if part.bar and part.device is not None else UNATTRIBUTED
+        path[name] = path.get(name, 0.0) + part.end_s - part.start_s
+    critical = ", ".join(f"{name} {words.time(seconds)}" for name, seconds in path.items())
+    return f"a step of {words.time(one.seconds)}. {'. '.join(lanes)}. Critical path: {critical}."
