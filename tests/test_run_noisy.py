@@ -157,5 +157,5 @@ def test_a_load_that_cannot_be_told_is_not_called_quiet(store, monkeypatch):
     monkeypatch.setattr(foreign_load, "measure", lambda: UnknownLoad("no counts here"))
     outcome = run(CASES[:1], store, rounds=1)
     content = showing.report_of(store.runs()[0], store.trials(outcome.run_id))
-    assert "it is unknown whether other processes used the cores: no counts here" in content.warnings
+    assert "it is unknown whether other processes used the cores: no counts here" in map(str, content.warnings)
     assert "NOISY" not in content.verdict

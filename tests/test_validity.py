@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dpbench.analysis import diagnosis, summary, validity
+from dpbench.analysis import caveats, summary, validity
 from dpbench.hardware import foreign_load
 from dpbench.records import HOST, Case, Phase, Sample, Source, Span, Status, Step, Trial, Verified
 
@@ -214,20 +214,21 @@ def test_facts_of_a_newer_dpbench_are_left_alone() -> None:
 
 def test_the_worst_round_is_said_and_how_many_were_bad() -> None:
     rounds = [trial(covered=share, round=number) for number, share in enumerate([1.0, 0.8, 0.9])]
-    ((headline, said),) = validity.troubles(rounds, 8).items()
-    assert headline == "more than 5% of the step is not covered by any phase"
+    ((rule, said),) = validity.troubles(rounds, 8).items()
+    assert rule.headline == "more than 5% of the step is not covered by any phase"
     assert said == {CASE: "20%, 2 of 3 rounds"}
 
 
 def test_warnings_group_the_cases_of_one_trouble_and_say_all_when_it_is_all() -> None:
     cases = [replace(CASE, batch_size=2**i) for i in range(1, 12)]
     some = [trial(of=one, covered=0.8 if i < 10 else 1.0, round=r) for i, one in enumerate(cases) for r in range(3)]
-    found = diagnosis.warnings(summary.rows(some), some, {"host": {"cores": 8}})
+    found = [str(one) for one in caveats.caveats(summary.rows(some), some, {"host": {"cores": 8}})]
     (grouped,) = [warning for warning in found if "any phase" in warning]
     assert grouped.endswith("and 2 more")
     assert "mlp dp[reference] x2 batch 4 (20%)" in grouped
     every = [trial(of=one, covered=0.8, round=r) for one in cases for r in range(3)]
-    found = diagnosis.warnings(summary.rows(every), every, {"host": {"cores": 8}})
+    found = [str(one) for one in caveats.caveats(summary.rows(every), every, {"host": {"cores": 8}})]
     assert "more than 5% of the step is not covered by any phase: all 11 cases" in found
-    crowded = diagnosis.warnings(summary.rows(every), every, {"host": {"cores": 1}})
-    assert any(warning.startswith("oversubscribed: ") for warning in crowded)
+    crowded = caveats.caveats(summary.rows(every), every, {"host": {"cores": 1}})
+    assert [len(one.cases) for one in crowded if one.kind == "oversubscribed"] == [11]
+    assert caveats.summary(crowded) == "3 kinds in 11 cases"

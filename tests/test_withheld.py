@@ -53,7 +53,7 @@ DOUBTFUL = {
 
 
 def terminal(shown: Report) -> str:
-    return "\n".join([progress.table(shown.rows, shown.ladders), shown.verdict, *shown.warnings])
+    return "\n".join([progress.table(shown.rows, shown.ladders), shown.verdict, *map(str, shown.warnings)])
 
 
 def test_three_sound_rounds_are_shown_in_full() -> None:

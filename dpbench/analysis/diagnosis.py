@@ -1,25 +1,21 @@
-"""Diagnosis: the verdict, the tiles and the warnings of a report.
+"""Diagnosis: the verdict and the tiles of a report.
 
-The verdict is one or more sentences about the speed-ups. A tile is one headline number. A warning describes a problem
-that limits the conclusions.
+The verdict is one or more sentences about the speed-ups. A tile is one headline number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from dpbench.analysis import stats, validity
+from dpbench.analysis import stats
 from dpbench.analysis.ladder import Ladder, label, notable, short
 from dpbench.analysis.summary import Row
-from dpbench.records import HABITS, UNATTRIBUTED, Case, Phase, Status, Trial, words
+from dpbench.records import HABITS, UNATTRIBUTED, Case, Phase, Trial, words
 from dpbench.records.trial import Estimate
 
 ROUNDS_MOST = 50
 """The largest number of rounds that the verdict recommends. If more are needed, it recommends `--paired` instead."""
-NAMES = 8
-"""The largest number of cases that one warning names; of all further cases, it gives only the number."""
 
 
 @dataclass(frozen=True)
@@ -279,61 +275,3 @@ def tiles(rows: Sequence[Row], ladders: Sequence[Ladder] = ()) -> list[Tile]:
         balance,
         Tile(words.percent(row.moving_share), f"share of the step spent on moving data ({where})", row.labels),
     ]
-
-
-def warnings(rows: Sequence[Row], trials: Sequence[Trial], provenance: Mapping[str, Any]) -> list[str]:
-    """Return the warnings of a run, one text for each problem that limits the conclusions; empty if there are none."""
-    cores = provenance.get("host", {}).get("cores", 0)
-    return list(dict.fromkeys([*_of_rows(rows, trials, cores), *_of_host(rows, provenance)]))
-
-
-def _of_rows(rows: Sequence[Row], trials: Sequence[Trial], cores: int) -> Iterator[str]:
-    """Yield the warnings about cases and their trials; one warning names all cases that have the same problem.
-
-    `cores` is the number of cores that the run may use, 0 for unknown.
-    """
-    troubles: dict[str, list[str]] = {}
-    for row in rows:
-        name = label(row.case)
-        first = row.reason.partition("\n")[0] or "no reason given"
-        if row.outcome != Status.OK:
-            troubles.setdefault(f"{row.outcome}: {first}", []).append(name)
-        elif row.reason:
-            troubles.setdefault(f"some rounds gave no result: {first}", []).append(name)
-        for what, estimate in (("step time", row.step), ("speed-up", row.speedup)):
-            if estimate and estimate.doubt:
-                few = f"{words.NOT_ENOUGH} for the {what} ({estimate.doubt}); {words.REMEDY} would help"
-                troubles.setdefault(few, []).append(name)
-    for trouble, cases in validity.troubles(trials, cores).items():
-        troubles[trouble] = [f"{label(case)} ({said})" for case, said in cases.items()]
-    for trouble, names in troubles.items():
-        more = f" and {len(names) - NAMES} more" if len(names) > NAMES else ""
-        said = (
-            f"all {words.count(len(rows), 'case')}" if len(names) == len(rows) > 1 else ", ".join(names[:NAMES]) + more
-        )
-        yield f"{trouble}: {said}"
-
-
-def _of_host(rows: Sequence[Row], provenance: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the warnings about the kind of devices, about replicas on one GPU, and about dpbench's checkout."""
-    cpu = [row for row in rows if row.case.device_kind == "cpu" and row.step]
-    wide = max((row.case.devices for row in cpu), default=0)
-    if wide > 1:
-        yield (
-            "CPU-ONLY: logical CPU devices show whether schedules are correct and how long schedules take on a CPU, "
-            "not the gain on GPUs"
-        )
-        if not any(row.case.traits.all_cores for row in cpu):
-            yield (
-                "each logical CPU device has one thread; add the strategy single_all_cores to compare with one device "
-                "that uses all cores of the machine"
-            )
-    if any(row.case.device_kind == "emulated" for row in rows):
-        yield (
-            "EMULATED devices run one at a time on the host: their steps show host cost only, and no speed-up is "
-            "computed from them"
-        )
-    if any(row.case.placement == "colocated" for row in rows):
-        yield "COLOCATED replicas share one GPU: they show correctness and host cost, not speed-up"
-    if provenance.get("dpbench", {}).get("dirty"):
-        yield "dpbench's checkout has uncommitted changes: the code that ran differs from the recorded commit"

@@ -5,12 +5,13 @@ A report is built once, from trials without spans (`Trial.summary`), so that a r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 from dpbench.analysis import (
     answer,
+    caveats,
     diagnosis,
     engine_cost,
     findings,
@@ -26,9 +27,6 @@ from dpbench.analysis.lanes import Lanes
 from dpbench.hardware import foreign_load
 from dpbench.hardware.provenance import Resources
 from dpbench.records import Case, Source, Trial
-
-FINISHED = "finished"
-"""The status of a run that has measured all of its cases."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +46,7 @@ class Report:
     ladders: Sequence[ladder.Ladder]
     verdict: str
     tiles: Sequence[diagnosis.Tile]
-    warnings: Sequence[str]
+    warnings: Sequence[caveats.Caveat]
     diagnoses: Sequence[findings.Diagnosis]
     answers: Sequence[answer.Answer] = ()
     engine_costs: Sequence[engine_cost.EngineCost] = ()
@@ -62,7 +60,7 @@ class Report:
         run_id: str,
         started_s: float,
         provenance: Mapping[str, Any],
-        status: str = FINISHED,
+        status: str = caveats.FINISHED,
         self_check: Sequence[str] = (),
     ) -> Self:
         """Return the report of the run that has these trials; all other arguments are facts stored with the run."""
@@ -81,11 +79,7 @@ class Report:
             )
             + _noisy(provenance),
             answers=answer.answers(rows, machine), engine_costs=costs, tiles=diagnosis.tiles(rows, ladders),
-            warnings=[
-                *_of_run(status, provenance), *hosts.warnings(provenance), *hosts.unlike(trials),
-                *hosts.failures(trials),
-                *diagnosis.warnings(rows, trials, provenance),
-            ],
+            warnings=caveats.caveats(rows, trials, provenance, status),
             diagnoses=findings.diagnose(rows, trials, machine), self_check=(*self_check, *engine_cost.counts(costs)),
         )  # fmt: skip
 
@@ -118,14 +112,6 @@ class Report:
     def counted(self) -> Sequence[transfers.Counted]:
         """Return the bytes per step that the counters of the devices' links recorded, for each case."""
         return transfers.counted(self.trials)
-
-
-def _of_run(status: str, provenance: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a warning if the run is incomplete, and a warning if the load of other processes is unknown."""
-    if status != FINISHED:
-        yield f"incomplete: the status of this run is {status}; repeat the same `dpbench run` command to continue it"
-    if reason := provenance.get(foreign_load.FACT, {}).get("unknown"):
-        yield f"it is unknown whether other processes used the cores: {reason}"
 
 
 def _noisy(provenance: Mapping[str, Any]) -> str:

@@ -110,20 +110,20 @@ def of(trial: Trial, cores: int) -> list[Check]:
     ]
 
 
-def troubles(trials: Iterable[Trial], cores: int) -> dict[str, dict[Case, str]]:
-    """Return, by headline and case, a text with the worst value of a failed check and the number of failed rounds."""
+def troubles(trials: Iterable[Trial], cores: int) -> dict[ValidityRule, dict[Case, str]]:
+    """Return, by rule and case, a text with the worst value of a failed check and the number of failed rounds."""
     seen: dict[tuple[str, Case], list[Check]] = {}
     for trial in trials:
         for one in of(trial, cores):
             seen.setdefault((one.name, trial.case), []).append(one)
-    found: dict[str, dict[Case, str]] = {}
+    found: dict[ValidityRule, dict[Case, str]] = {}
     for rule in RULES:
         for (name, case), checks in seen.items():
             bad = [one for one in checks if not one.ok]
             if name == rule.name and bad:
                 said = rule.item(max(bad, key=lambda one: abs(one.value)))
                 rounds = f", {len(bad)} of {words.count(len(checks), 'round')}" if len(bad) < len(checks) else ""
-                found.setdefault(rule.headline, {})[case] = said + rounds
+                found.setdefault(rule, {})[case] = said + rounds
     return found
 
 

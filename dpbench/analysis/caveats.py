@@ -1,0 +1,142 @@
+"""Caveats: the problems that limit the conclusions from a run, each with its kind and the cases that have it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dpbench.analysis import hosts, validity
+from dpbench.analysis.ladder import label
+from dpbench.analysis.summary import Row
+from dpbench.hardware import foreign_load
+from dpbench.records import Case, Status, Trial, words
+
+FINISHED = "finished"
+"""The status of a run that has measured all of its cases."""
+NAMES = 8
+"""The largest number of cases that the text of one caveat names; of all further cases, it gives only the number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Caveat:
+    """One problem that limits the conclusions.
+
+    `kind` is a word that problems of one kind share: the outcome of a case, such as "oom", the name of a check, such as
+    "drift", or the subject of the problem, such as "hosts". `cases` are the cases that have the problem, each with a
+    detail, which may be empty; without cases, the problem concerns the whole run. `every` is whether all cases of a run
+    with several cases have the problem.
+    """
+
+    kind: str
+    text: str
+    cases: tuple[tuple[Case, str], ...] = ()
+    every: bool = False
+
+    def __str__(self) -> str:
+        """Return the problem and the names of its cases as one line, such as "oom: out of memory: vgg16 dp x4"."""
+        if not self.cases:
+            return self.text
+        if self.every:
+            return f"{self.text}: all {words.count(len(self.cases), 'case')}"
+        more = f" and {len(self.cases) - NAMES} more" if len(self.cases) > NAMES else ""
+        return f"{self.text}: {', '.join(self.names[:NAMES])}{more}"
+
+    @property
+    def names(self) -> list[str]:
+        """Return the name of each case, followed by its detail in parentheses if it has one."""
+        return [f"{label(case)} ({detail})" if detail else label(case) for case, detail in self.cases]
+
+
+def caveats(
+    rows: Sequence[Row], trials: Sequence[Trial], provenance: Mapping[str, Any], status: str = FINISHED
+) -> list[Caveat]:
+    """Return the caveats of a run, whose status in the store is `status`; the list is empty if there are none."""
+    cores = provenance.get("host", {}).get("cores", 0)
+    machines = [*hosts.warnings(provenance), *hosts.unlike(trials), *hosts.failures(trials)]
+    return list(
+        dict.fromkeys(
+            [
+                *_of_run(status, provenance),
+                *(Caveat(kind="hosts", text=text) for text in machines),
+                *_of_cases(rows, trials, cores),
+                *_of_devices(rows),
+                *_of_code(provenance),
+            ]
+        )
+    )
+
+
+def summary(found: Sequence[Caveat]) -> str:
+    """Return how many kinds of problems there are, and how many cases have one, such as "3 kinds in 12 cases"."""
+    cases = {case for caveat in found for case, _ in caveat.cases}
+    among = f" in {words.count(len(cases), 'case')}" if cases else ""
+    return words.count(len({caveat.kind for caveat in found}), "kind") + among
+
+
+def _of_run(status: str, provenance: Mapping[str, Any]) -> Iterator[Caveat]:
+    """Yield a caveat if the run is incomplete, and a caveat if the load of other processes is unknown."""
+    if status != FINISHED:
+        again = "repeat the same `dpbench run` command to continue it"
+        yield Caveat(kind="incomplete", text=f"incomplete: the status of this run is {status}; {again}")
+    if reason := provenance.get(foreign_load.FACT, {}).get("unknown"):
+        yield Caveat(kind=foreign_load.FACT, text=f"it is unknown whether other processes used the cores: {reason}")
+
+
+def _of_cases(rows: Sequence[Row], trials: Sequence[Trial], cores: int) -> Iterator[Caveat]:
+    """Yield the caveats on cases and their trials; one caveat has all cases with the same problem.
+
+    `cores` is the number of cores that the run may use, 0 for unknown.
+    """
+    found: dict[tuple[str, str], list[tuple[Case, str]]] = {}
+    for row in rows:
+        first = row.reason.partition("\n")[0] or "no reason given"
+        if row.outcome != Status.OK:
+            found.setdefault((row.outcome, f"{row.outcome}: {first}"), []).append((row.case, ""))
+        elif row.reason:
+            found.setdefault(("rounds", f"some rounds gave no result: {first}"), []).append((row.case, ""))
+        for name, estimate in (("step time", row.step), ("speed-up", row.speedup)):
+            if estimate and estimate.doubt:
+                few = f"{words.NOT_ENOUGH} for the {name} ({estimate.doubt}); {words.REMEDY} would help"
+                found.setdefault(("doubt", few), []).append((row.case, ""))
+    for rule, details in validity.troubles(trials, cores).items():
+        found[rule.name, rule.headline] = list(details.items())
+    for (kind, text), cases in found.items():
+        yield Caveat(kind=kind, text=text, cases=tuple(cases), every=len(cases) == len(rows) > 1)
+
+
+def _of_devices(rows: Sequence[Row]) -> Iterator[Caveat]:
+    """Yield the caveats on the kind of devices, and on replicas that share one GPU."""
+    cpu = [row for row in rows if row.case.device_kind == "cpu" and row.step]
+    if max((row.case.devices for row in cpu), default=0) > 1:
+        yield Caveat(
+            kind="cpu",
+            text="CPU-ONLY: logical CPU devices show whether schedules are correct and how long schedules take on a "
+            "CPU, not the gain on GPUs",
+        )
+        if not any(row.case.traits.all_cores for row in cpu):
+            yield Caveat(
+                kind="cpu",
+                text="each logical CPU device has one thread; add the strategy single_all_cores to compare with one "
+                "device that uses all cores of the machine",
+            )
+    if any(row.case.device_kind == "emulated" for row in rows):
+        yield Caveat(
+            kind="emulated",
+            text="EMULATED devices run one at a time on the host: their steps show host cost only, and no speed-up is "
+            "computed from them",
+        )
+    if any(row.case.placement == "colocated" for row in rows):
+        yield Caveat(
+            kind="colocated",
+            text="COLOCATED replicas share one GPU: they show correctness and host cost, not speed-up",
+        )
+
+
+def _of_code(provenance: Mapping[str, Any]) -> Iterator[Caveat]:
+    """Yield a caveat if the code that ran is not that of the recorded commit."""
+    if provenance.get("dpbench", {}).get("dirty"):
+        yield Caveat(
+            kind="code",
+            text="dpbench's checkout has uncommitted changes: the code that ran differs from the recorded commit",
+        )
