@@ -11,12 +11,12 @@ from html import unescape
 
 import pytest
 
-from dpbench.analysis import diagnosis, ladder, summary
+from dpbench.analysis import caveats, diagnosis, ladder, summary
 from dpbench.analysis.report import Report
 from dpbench.cli import progress
 from dpbench.records import Case, Phase, Source, Span, Status, Step, Trial, Verified, plan, schedule
 from dpbench.report import figures, markdown, page
-from tests.test_report import part
+from tests.test_report import badges, part
 
 GAINS = {
     "reference": 1.0, "pool": 0.85, "cached": 0.6, "flat_storage": 0.6, "persistent": 0.55, "local_loss": 0.55,
@@ -222,7 +222,7 @@ def test_emulated_devices_have_a_ladder_and_no_speed_up() -> None:
     verdict = diagnosis.verdict(rows, [found])
     assert "host cost only" in verdict
     assert "ideal" not in verdict
-    assert any("EMULATED" in warning for warning in diagnosis.warnings(rows, [], {}))
+    assert [one.kind for one in caveats.caveats(rows, [], {})] == ["emulated"]
     section = part(replace(content(), rows=rows, trials=[], ladders=[found]), "ladder")
     assert section.panels[0].labels == ("MEASURED", "EMULATED")
     assert "no speed-up" in section.panels[0].caption
@@ -346,9 +346,8 @@ def test_the_page_and_the_comment_have_the_ladder_and_other_runs_have_none() -> 
     places = [text.index(f'<section id="{name}"') for name in ("lanes", "imbalance", "ladder", "steps")]
     assert places == sorted(places)
     assert len(text.encode()) < 400 * 1024
-    for table in re.findall(r'<div class="beside.*?</table>', text, re.DOTALL):
-        assert "MEASURED" in table
-        assert "CPU-ONLY" in table
+    heading = re.search(r'<section id="ladder".*?<figure', text, re.DOTALL)[0]
+    assert badges(heading) == ["MEASURED", "CPU-ONLY"]
     comment = markdown.render(content())
     assert "### The ladder: mlp ×2, small, batch 64 `MEASURED` `CPU-ONLY`" in comment
     assert "zero1 without one of its switches" in comment

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import functools
 import hashlib
@@ -17,6 +18,9 @@ from html.parser import HTMLParser
 import pytest
 
 from dpbench.analysis import summary
+from dpbench.analysis.answer import Answer
+from dpbench.analysis.caveats import Caveat
+from dpbench.analysis.decision import Choice
 from dpbench.analysis.diagnosis import Tile
 from dpbench.analysis.report import Report
 from dpbench.analysis.summary import Row, labels
@@ -47,7 +51,7 @@ PROVENANCE = {
 }
 HOSTILE = "<script>alert(1)</script>"
 STACK = 'Traceback (most recent call last):\n  File "a.py", line 1\nRuntimeError: "it" & \'that\' </script><b>\n' * 4
-OFFLINE = re.compile(r"https?://|@import|<link|url\(|\bsrc\s*=|<iframe|<object|<base", re.IGNORECASE)
+OFFLINE = re.compile(r"https?://|@import|<link|(?<!Object)url\(|\bsrc\s*=|<iframe|<object|<base", re.IGNORECASE)
 """What would reach out of the file; the JSON block and the text of users are searched apart."""
 
 
@@ -119,6 +123,18 @@ def ran(row: Row, seed: int = 0, *, spans: bool = False) -> list[Trial]:
     return trials
 
 
+def answer(row: Row, **changes) -> Answer:
+    """Return an answer that advises a row's case."""
+    found = Answer(
+        subject=f"{row.case.model} at batch {row.case.batch_size}", choice=Choice.USE,
+        headline=f"use {row.case.strategy} on {row.case.devices} devices: {words.times(row.speedup)}",
+        reason="DataParallel gives 2.24×, because device 0 gathers and reduces", certainty="its interval is above 1×",
+        memory="device 0 holds 6.00 GiB", command=f"dpbench run --ladder --models {row.case.model}",
+        labels=row.labels, row=row,
+    )  # fmt: skip
+    return dataclasses.replace(found, **changes)
+
+
 @functools.cache
 def gpu_run() -> Report:
     """Return a report with all that can be in one: 20 cases, some of them broken."""
@@ -150,15 +166,17 @@ def gpu_run() -> Report:
     return Report(
         rows=rows, trials=trials, provenance=PROVENANCE, run_id="7f3a" * 8, started_s=1.7e9, ladders=(), diagnoses=(),
         verdict="On 4 GPUs dp gives 2.24× [2.17–2.31] on vgg16; ddp gives 3.72× (ideal 4×).",
-        warnings=[f"{HOSTILE}: oom"], tiles=tiles,
+        warnings=[Caveat(kind="oom", text="oom: no room", cases=((lost, ""),)), Caveat(kind="cpu", text="CPU-ONLY")],
+        tiles=tiles, answers=[answer(row) for row in rows if row.case.strategy == "ddp" and row.case.devices == 4],
     )  # fmt: skip
 
 
 def run_of(*rows: Row, trials: list[Trial] | None = None) -> Report:
     found = [trial for row in rows if row.step for trial in ran(row)] if trials is None else trials
     return dataclasses.replace(
-        gpu_run(), rows=list(rows), trials=found, warnings=[], tiles=[], verdict="Nothing.", diagnoses=[], ladders=[]
-    )
+        gpu_run(), rows=list(rows), trials=found, warnings=[], tiles=[], verdict="Nothing.", diagnoses=[], ladders=[],
+        answers=[],
+    )  # fmt: skip
 
 
 def of_rows(rows: list[Row], trials: list[Trial] | None = None) -> Report:
@@ -168,6 +186,10 @@ def of_rows(rows: list[Row], trials: list[Trial] | None = None) -> Report:
 @functools.cache
 def gpu_page() -> str:
     return page.render(gpu_run())
+
+
+def badges(text: str) -> list[str]:
+    return re.findall(r'class="badge [^"]*">([^<]*)<', text)
 
 
 def drawings(text: str) -> list[str]:
@@ -223,21 +245,34 @@ def test_every_section_is_there_in_order_with_drawings() -> None:
     order = ["lanes", "speedup", "throughput", "phases", "imbalance", "steps", "utilisation"]
     assert [s.id for s in sections] == order
     assert all(len(section.panels) >= 2 for section in sections)
-    places = [gpu_page().index(f'<section id="{name}"') for name in (*(s.id for s in sections), "cases", "method")]
-    assert places == sorted(places)
+    found = re.findall(r'<section id="([^"]*)"', gpu_page())
+    assert [name for name in found if name in page.ORDER] == [n for n in page.ORDER if n in {s.id for s in sections}]
+    assert (found[0], found[-4:]) == ("answers", ["cases", "method", "environment", "reproduce"])
+    for nav in re.findall(r"<nav.*?</nav>", gpu_page(), re.DOTALL):
+        assert re.findall(r'href="#([^"]*)"', nav) == found
+    assert re.findall(r'class="permalink" href="#([^"]*)"', gpu_page()) == found
     assert len(drawings(gpu_page())) == sum(len(section.panels) for section in sections)
 
 
 @pytest.mark.slow
 def test_labels_stand_beside_every_figure_and_tile() -> None:
     for run in (gpu_run(), run_of(*colocated_cpu_and_weak())):
-        text = page.render(run)
-        found = re.findall(r"<figure>.*?</svg>\s*<figcaption>(.*?)</figcaption>", text, re.DOTALL)
-        panels = [panel for s in figures.sections(run) for panel in s.panels]
-        assert len(found) == len(panels)
-        for caption, panel in zip(found, panels, strict=True):
-            assert panel.labels
-            assert re.findall(r'class="badge [^"]*">([^<]*)<', caption) == list(panel.labels)
+        parts = dict(re.findall(r'<section id="([^"]*)"(.*?)</section>', page.render(run), re.DOTALL))
+        for section in figures.sections(run):
+            heading = badges(parts[section.id].partition("<figure")[0])
+            found = re.findall(r"<figure.*?</svg>\s*<figcaption>(.*?)</figcaption>", parts[section.id], re.DOTALL)
+            assert len(found) == len(section.panels)
+            for caption, panel in zip(found, section.panels, strict=True):
+                assert panel.labels
+                assert {*heading, *badges(caption)} == {*panel.labels}
+                assert not {*heading} & {*badges(caption)}, "each label stands once"
+    mixed = page.render(run_of(*colocated_cpu_and_weak(), *gpu_run().rows[:2]))
+    speedup = re.search(r'<section id="throughput".*?</section>', mixed, re.DOTALL)[0]
+    assert badges(speedup.partition("<figure")[0]) == ["MEASURED"]
+    assert [badges(one) for one in re.findall("<figcaption>.*?</figcaption>", speedup)] == [
+        ["CPU-ONLY", "COLOCATED"],
+        [],
+    ]
     assert re.findall(r'class="tile".*?</div>', gpu_page(), re.DOTALL)[0].count("MEASURED</span>") == 1
 
 
@@ -269,6 +304,24 @@ def test_page_is_offline_and_small() -> None:
     assert "default-src 'none'" in gpu_page()
 
 
+def test_the_policy_allows_only_the_style_sheet_and_the_script_of_the_page() -> None:
+    text = gpu_page()
+    policy = next(a["content"] for a in Tags(text).all("meta") if a.get("http-equiv") == "Content-Security-Policy")
+    assert "unsafe" not in policy
+    for tag, kind in (("style", "style-src"), ("script", "script-src")):
+        content = re.search(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)[1]
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        assert f"{kind} 'sha256-{digest}';" in policy
+    assert not [tag for tag, attributes in Tags(text).found if "style" in attributes]
+
+
+def test_a_style_in_the_text_of_a_user_stays_text() -> None:
+    hostile = 'm style="}body{display:none" x'
+    text = page.render(run_of(made(Case(model=hostile, strategy="dp", batch_size=8), 0.1, 0.1)))
+    assert "display:none" not in re.search("<style>(.*?)</style>", text, re.DOTALL)[1]
+    assert unescape(text).count(hostile) > 5
+
+
 def test_ids_are_unique_and_every_reference_is_met() -> None:
     tags = Tags(gpu_page())
     ids = [attributes["id"] for _, attributes in tags.found if "id" in attributes]
@@ -288,7 +341,10 @@ def test_what_users_wrote_stays_text() -> None:
         ),
     ]
     tiles = [Tile(HOSTILE, HOSTILE, (HOSTILE,))]
-    given = dataclasses.replace(run_of(*rows), verdict=HOSTILE, warnings=[HOSTILE], tiles=tiles)
+    caveats = [Caveat(kind=HOSTILE, text=HOSTILE, cases=((rows[0].case, HOSTILE), (rows[2].case, "")))]
+    said = dict.fromkeys(("subject", "headline", "reason", "certainty", "memory", "command"), HOSTILE)
+    answers = [answer(rows[0], **said, labels=(HOSTILE,))]
+    given = dataclasses.replace(run_of(*rows), verdict=HOSTILE, warnings=caveats, tiles=tiles, answers=answers)
     provenance = {"command": HOSTILE, "host": {"name": HOSTILE}, HOSTILE: HOSTILE}
     given = dataclasses.replace(given, run_id=HOSTILE, provenance=provenance)
     text = page.render(given)
@@ -306,7 +362,7 @@ def test_what_users_wrote_stays_text() -> None:
 
 def test_every_case_is_in_the_table_and_failures_keep_their_reason() -> None:
     rows = gpu_run().rows
-    assert gpu_page().count('<tbody class="case">') == len(rows) == 20
+    assert gpu_page().count('<tbody class="case"') == len(rows) == 20
     assert len(json.loads(re.search(r'id="numbers">(.*?)</script>', gpu_page())[1])) == len(rows)
     pre = re.search(r"<pre>(.*?)</pre>", gpu_page(), re.DOTALL)[1]
     assert unescape(pre) == STACK
@@ -374,8 +430,8 @@ ODD = {
 def test_odd_runs_make_a_page_and_a_comment(name: str) -> None:
     run = ODD[name]
     text = page.render(run)
-    assert text.count("<section id=") == 10
-    assert text.count('<tbody class="case">') == len(run.rows)
+    assert text.count("<section id=") == 7 + 5 - (not run.provenance)  # of drawings; of others, one with the command
+    assert text.count('<tbody class="case"') == len(run.rows)
     assert "nan" not in "".join(re.findall(r'(?: d| x| y|points)="[^"]*"', text)).lower()
     assert markdown.render(run)
     for section in figures.sections(run):

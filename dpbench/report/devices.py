@@ -26,7 +26,7 @@ SAID: Mapping[str, Callable[[float], str]] = {
 class TableSection(NamedTuple):
     """A section of a report: a table with the text before it (`lead`) and the labels of its cases.
 
-    `open` is whether the table is expanded when the page opens.
+    `open` is whether the table is expanded when the page opens. `cases` has the case of each line.
     """
 
     id: str
@@ -35,6 +35,7 @@ class TableSection(NamedTuple):
     table: Table
     labels: tuple[str, ...]
     open: bool
+    cases: Sequence[Case] = ()
 
 
 def parts(report: Report) -> list[TableSection]:
@@ -48,7 +49,9 @@ def parts(report: Report) -> list[TableSection]:
         ("link-counters", "Bytes in device counters", COUNTERS, *_counters(found.counted)),
     ]
     return [
-        TableSection(id, title, lead, table, _union(labels.get(case, ()) for case in cases), len(table.lines) <= OPEN)
+        TableSection(
+            id, title, lead, table, _union(labels.get(case, ()) for case in cases), len(table.lines) <= OPEN, cases
+        )
         for id, title, lead, table, cases in tables
         if table.lines
     ]

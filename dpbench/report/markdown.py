@@ -25,7 +25,7 @@ def render(report: Report) -> str:
         " ".join(f"**{label}**{f' ({where})' if where else ''}" for label, where in naming.badges(rows)),
         f"> {_said(report.verdict)}",
         "\n".join(f"- **{_said(tile.value)}** {_said(tile.caption)}{_labels(tile.labels)}" for tile in report.tiles),
-        "\n".join(["**Warnings**", "", *(f"- {_said(warning, 400)}" for warning in report.warnings)])
+        "\n".join(["**Warnings**", "", *(f"- {_said(str(warning), 400)}" for warning in report.warnings)])
         if report.warnings
         else "No warnings.",
         *(part for one in report.diagnoses for part in _diagnosis(one)),
@@ -99,8 +99,9 @@ def _notes(lines: Iterable[table.TableLine]) -> Iterator[str]:
 
 
 def _phases(rows: Sequence[Row]) -> str:
-    found = table.phase_lines(rows)
-    return _table(("", *table.PHASE_COLUMNS, "step"), ([_said(name), *cells] for name, cells in found)) if found else ""
+    found, _ = table.phases(rows)
+    lines = ([_cell(cell) for cell in line] for line in found.lines)
+    return _table(found.columns, lines, found.columns[: found.text]) if found.lines else ""
 
 
 def _part(part: devices.TableSection) -> str:

@@ -42,6 +42,11 @@ def strategy(case: Case) -> str:
     return f"{case.strategy}[{short(case.schedule)}]" if case.schedule else case.strategy
 
 
+def case_id(case: Case) -> str:
+    """Return the id of a case on the page: the first characters of its fingerprint, which are the same in every run."""
+    return case.fingerprint[:10]
+
+
 def setting(case: Case) -> list[str]:
     """Return the settings of a case as texts: the model's size, and every other setting that is not the default."""
     extra = [getattr(case, name) for name in ("precision", "optimizer")]
@@ -58,6 +63,23 @@ def setting(case: Case) -> list[str]:
 def labels(rows: Iterable[Row]) -> tuple[str, ...]:
     """Return the labels of all rows without duplicates, in the order in which they first occur."""
     return tuple(dict.fromkeys(label for row in rows for label in row.labels))
+
+
+def axes(rows: Iterable[Row]) -> list[tuple[str, str, list[str]]]:
+    """Return the axes by which the page filters its cases, each with its column, its title and the cases' values.
+
+    An axis on which all cases have the same value is left out.
+    """
+    cases = [row.case for row in rows]
+    names = (("model", "Model"), ("strategy", "Strategy"), ("devices", "Devices"), ("batch_size", "Batch"))
+    found = [(name, title, sorted({getattr(case, name) for case in cases})) for name, title in names]
+    return [(name, title, list(map(str, values))) for name, title, values in found if len(values) > 1]
+
+
+def common(groups: Iterable[Sequence[str]]) -> tuple[str, ...]:
+    """Return the labels that all groups have, in the order of the first group; empty without groups."""
+    first, *rest = [*groups] or [()]
+    return tuple(label for label in first if all(label in group for group in rest))
 
 
 def rounds(rows: Sequence[Row]) -> str:

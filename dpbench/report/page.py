@@ -1,45 +1,204 @@
-"""Page: the report of a run as one HTML file that needs neither a network nor scripts to be read."""
+"""Page: the report of a run as one HTML file that needs neither a network nor scripts to be read.
+
+The page's script filters the cases, shows the value of a mark, and saves a section's numbers as a file. The browser
+runs this script only, and uses this style sheet only, because the page's policy has their hashes.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from dpbench.analysis import caveats
 from dpbench.analysis.findings import text
 from dpbench.analysis.report import Report
-from dpbench.records import words
+from dpbench.analysis.summary import Row
+from dpbench.records import Case, words
 from dpbench.report import devices, figures, naming, table
+from dpbench.report.svg import Panel, Section
+
+FOLDER = Path(__file__).parent
+ORDER = (
+    "lanes", "speedup", "throughput", "phases", "imbalance", "imbalance-index", "ladder", "memory-by-phase", "links",
+    "link-counters", "steps", "utilisation",
+)  # fmt: skip
+"""The ids of the sections with drawings or tables, in the order of the page; other sections come after these."""
+COLUMNS: Mapping[str, tuple[str, ...]] = {
+    "speedup": ("speedup", "scaling", "efficiency"),
+    "throughput": ("throughput",),
+    "phases": ("step", "phase"),
+    "imbalance": ("imbalance", "busy", "memory"),
+    "ladder": ("step", "speedup", "phase"),
+    "steps": ("step",),
+}
+"""The first parts of the names of the numbers that the page's script saves for a section; see `summary.frame`."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A drawing of a section. `labels` are only those that the section's heading does not have; `cases` are ids."""
+
+    title: str
+    drawing: Markup
+    caption: str
+    labels: tuple[str, ...]
+    tables: Sequence[table.Table]
+    cases: str
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """A table below the drawings of a section, which can be folded; `cases` has the id of each line's case, if any."""
+
+    content: table.Table
+    cases: Sequence[str]
+    open: bool
+
+
+@dataclass(frozen=True)
+class Part:
+    """A section of the page. `labels` are those of all of its drawings; `columns` names the numbers that are saved."""
+
+    id: str
+    title: str
+    lead: str
+    labels: tuple[str, ...]
+    panels: Sequence[Figure] = ()
+    tables: Sequence[Numbers] = ()
+    note: str = ""
+    columns: str = ""
+
+
+class Styles:
+    """The style sheet of the drawings: each distinct style of their elements becomes a class.
+
+    The page's policy allows only the style sheet, whose hash it has; a style in an attribute would have no effect.
+    """
+
+    def __init__(self) -> None:
+        self._names: dict[str, str] = {}
+
+    def without(self, drawing: str) -> Markup:
+        """Return a drawing whose elements have classes in place of styles.
+
+        Text and attributes of a drawing contain no `<` and no `>`, so that the pattern matches only in tags.
+        """
+        return Markup(re.sub(r'(<\w[^<>]*?) style="([^"]*)"', self._named, drawing))  # svg.render has escaped all text
+
+    def _named(self, match: re.Match[str]) -> str:
+        name = self._names.setdefault(match[2], f"s{len(self._names)}")
+        return f'{match[1]} class="{name}"'
+
+    def __str__(self) -> str:
+        """Return the style sheet."""
+        return "".join(f".{name}{{{style}}}\n" for style, name in self._names.items())
 
 
 def render(report: Report) -> str:
     """Return the HTML text of the page."""
     jinja = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
+        loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True,
     )  # fmt: skip
+    styles = Styles()
+    found = _parts(report, styles)
+    style, script = f"{_text('page.css')}{styles}", _text("page.js")
+    command = str(report.provenance.get("command", ""))
     rendered = jinja.get_template("page.html").render(
         report=report,
+        policy=Markup(f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; img-src data:"),
+        style=Markup(style),
+        script=Markup(script),
         facts=naming.facts(report),
-        command=str(report.provenance.get("command", "")),
+        command=command,
         badges=naming.badges(report.rows),
+        axes=naming.axes(report.rows),
+        contents=_contents(found, findings=bool(report.diagnoses), command=bool(command)),
+        alike=lambda row: _alike(row, report.rows),
+        summary=caveats.summary,
         count=words.count,
         intervals=words.INTERVALS,
         withheld=words.WITHHELD,
         headline=text.headline,
-        parts=text.parts,
+        finding_parts=text.parts,
         findings_note=text.NOTE,
-        sections=figures.sections(report),
-        drawing=Markup,  # svg.render has escaped all text
-        device_parts=devices.parts(report),
+        parts=found,
         columns=table.COLUMNS,
         text_columns=table.TEXT_COLUMNS,
         lines=table.lines(report.rows, report.trials),
-        phase_columns=table.PHASE_COLUMNS,
-        phase_lines=table.phase_lines(report.rows),
         environment=naming.environment(report.provenance, report.trials),
         numbers=Markup(table.as_json(report.rows)),
     )
     # a name that was not UTF-8 contains lone surrogates, which cannot be encoded
     return rendered.encode("utf-8", "replace").decode()
+
+
+def _text(name: str) -> str:
+    return (FOLDER / name).read_text(encoding="utf-8")
+
+
+def _hash(content: str) -> str:
+    """Return the expression by which a policy allows an element with this content."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
+
+
+def _parts(report: Report, styles: Styles) -> list[Part]:
+    """Return the sections with drawings or tables, in the order of the page."""
+    drawn = (_drawn(section, report, styles) for section in figures.sections(report))
+    found = [*drawn, *(_tabled(section) for section in devices.parts(report))]
+    return sorted(found, key=lambda part: ORDER.index(part.id) if part.id in ORDER else len(ORDER))
+
+
+def _drawn(section: Section, report: Report, styles: Styles) -> Part:
+    labels = naming.common(panel.labels for panel in section.panels)
+    tables = []
+    if section.id == "phases":
+        content, cases = table.phases(report.rows)
+        tables = [Numbers(content, list(map(naming.case_id, cases)), open=False)] if cases else []
+    panels = [_figure(panel, labels, styles) for panel in section.panels]
+    columns = " ".join(COLUMNS.get(section.id, ())) if panels else ""
+    return Part(section.id, section.title, section.lead, labels, panels, tables, section.note, columns)
+
+
+def _figure(panel: Panel, above: Sequence[str], styles: Styles) -> Figure:
+    """Return a panel with only those labels that are not among the labels `above`, in the section's heading."""
+    labels = tuple(label for label in panel.labels if label not in above)
+    drawing = styles.without(panel.svg)
+    return Figure(panel.title, drawing, panel.caption, labels, panel.tables, _ids(panel.cases))
+
+
+def _tabled(section: devices.TableSection) -> Part:
+    cases = list(map(naming.case_id, section.cases))
+    tables = [Numbers(section.table, cases, section.open)]
+    return Part(section.id, section.title, section.lead, section.labels, tables=tables)
+
+
+def _ids(cases: Iterable[Case]) -> str:
+    """Return the ids of cases, separated by spaces and without duplicates."""
+    return " ".join(dict.fromkeys(map(naming.case_id, cases)))
+
+
+def _alike(row: Row, rows: Sequence[Row]) -> str:
+    """Return the ids of the cases with the model and the batch size of `row`, for which the answer on `row` stands."""
+    work = (row.case.model, row.case.batch_size)
+    return _ids(other.case for other in rows if (other.case.model, other.case.batch_size) == work)
+
+
+def _contents(found: Sequence[Part], *, findings: bool, command: bool) -> list[tuple[str, str]]:
+    """Return the id and the title of each section of the page, in order."""
+    return [
+        ("answers", "Answers"),
+        *((part.id, part.title) for part in found),
+        ("cases", "All cases"),
+        *([("findings", "Causes and remedies")] if findings else []),
+        ("method", "How it was measured"),
+        ("environment", "Environment"),
+        *([("reproduce", "Command")] if command else []),
+    ]

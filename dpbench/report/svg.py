@@ -92,13 +92,17 @@ _XLINK = "{http://www.w3.org/1999/xlink}href"
 
 @dataclass(frozen=True)
 class Panel:
-    """One drawing with its title, its caption and the labels of its cases; `tables` have the numbers in more detail."""
+    """One drawing with its title, its caption and the labels of its cases; `tables` have the numbers in more detail.
+
+    `cases` are the cases in the drawing, by which the page filters it; without any, the page always shows it.
+    """
 
     title: str
     svg: str
     caption: str
     labels: tuple[str, ...]
     tables: Sequence[Table] = ()
+    cases: Sequence[Case] = ()
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,12 @@ class Cell:
 
 @dataclass(frozen=True)
 class TableLine:
-    """The line of one case: its cells, its status, and its problems (`notes`) as pairs of a headline and a text."""
+    """The line of one case: its cells, its status, and its problems (`notes`) as pairs of a headline and a text.
 
+    `id` is the case's id on the page.
+    """
+
+    id: str
     cells: tuple[Cell, ...]
     status: str
     notes: tuple[tuple[str, str], ...]
@@ -80,7 +84,7 @@ def _line(row: Row, trials: Sequence[Trial]) -> TableLine:
         Cell("\n".join(row.labels)),
         Cell(row.outcome),
     )
-    return TableLine(cells, row.outcome, _notes(row, trials))
+    return TableLine(naming.case_id(case), cells, row.outcome, _notes(row, trials))
 
 
 def _estimate(estimate: Estimate | None, scale: float = 1.0, unit: str = "") -> Cell:
@@ -131,22 +135,26 @@ def _notes(row: Row, trials: Sequence[Trial]) -> tuple[tuple[str, str], ...]:
     )
 
 
-def phase_lines(rows: Iterable[Row]) -> list[tuple[str, list[str]]]:
-    """Return, for each measured case, its name and texts with the milliseconds of each phase and of the whole step."""
+def phases(rows: Iterable[Row]) -> tuple[Table, list[Case]]:
+    """Return a table with the milliseconds of each phase and of the whole step of each measured case, and the cases."""
     measured = [row for row in small_multiples.order(rows) if row.step and row.phases and not row.doubt]
-    return [
+    found = tuple(
         (
-            f"{naming.plain(row.case.model)}, {name}",
-            [words.number(row.phases.get(phase, 0.0) * 1e3) for phase in PHASE_COLUMNS]
-            + [words.number(row.step.value * 1e3) if row.step else ""],
+            Cell(f"{naming.plain(row.case.model)}, {name}"),
+            *(Cell(words.number(row.phases.get(phase, 0.0) * 1e3)) for phase in PHASE_COLUMNS),
+            Cell(words.number(row.step.value * 1e3) if row.step else ""),
         )
         for row, name in zip(measured, small_multiples.named(measured) if measured else (), strict=True)
-    ]
+    )
+    columns = ("case", *PHASE_COLUMNS, "step")
+    return Table("Milliseconds of a step by phase", columns, found), [row.case for row in measured]
 
 
 def as_json(rows: Sequence[Row]) -> str:
     """Return the numbers of all rows as JSON text that is safe inside an HTML script element."""
-    records = frame(small_multiples.order(rows)).to_dict("records")
+    ordered = small_multiples.order(rows)
+    flat = frame(ordered).to_dict("records")
+    records = [{"id": naming.case_id(row.case), **record} for row, record in zip(ordered, flat, strict=True)]
     text = words.dumps(records, default=str, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
