@@ -28,7 +28,10 @@ def last_words(text: str) -> NoReturn:
     sys.exit(EXIT_CLOSED)
 
 
-REPORT = Path("reports/latest/index.html")
+REPORTS = Path("reports")
+LATEST = REPORTS / "latest" / "index.html"
+PAGE = f"The page to write.  [default: {LATEST}, and a page of its own below {REPORTS}/runs/]"
+"""The help of the options for the page."""
 store_option = click.option(
     "--store", type=click.Path(path_type=Path), default=Path("dpbench.db"), show_default=True, help="The results file."
 )

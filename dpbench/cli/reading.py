@@ -17,7 +17,7 @@ from dpbench.cli import managing, shapes
 from dpbench.cli.options import (
     EXIT_UNDECIDED,
     EXIT_WORSE,
-    REPORT,
+    PAGE,
     json_option,
     last_words,
     run_option,
@@ -111,12 +111,12 @@ def _first_line(path: Path) -> str:
 
 
 @click.command()
-@click.option("--html", type=click.Path(path_type=Path), default=REPORT, show_default=True, help="The page to write.")
+@click.option("--html", type=click.Path(path_type=Path), help=PAGE)
 @click.option("--md", is_flag=True, help="Print Markdown for a pull request and write no page.")
 @json_option
 @run_option
 @store_option
-def report(store: Path, run_id: str | None, html: Path, md: bool, as_json: bool) -> None:
+def report(store: Path, run_id: str | None, html: Path | None, md: bool, as_json: bool) -> None:
     """Write the report of a run as one HTML file that needs no network, or print the report as Markdown or JSON."""
     if md and as_json:
         raise click.UsageError("--md and --json are two formats of one output: leave out one of them")
@@ -130,8 +130,7 @@ def report(store: Path, run_id: str | None, html: Path, md: bool, as_json: bool)
 
         click.echo(markdown.render(found))
         return
-    write_report(html, found)
-    click.echo(str(html))
+    click.echo(str(write_report(html, found)))
 
 
 @click.command()

@@ -14,7 +14,7 @@ from dpbench.cli import shapes
 from dpbench.cli.options import (  # fmt: skip
     EXIT_FAILED,
     EXIT_USAGE,
-    REPORT,
+    PAGE,
     Bytes,
     Detail,
     DeviceIds,
@@ -56,7 +56,7 @@ class _Output:
     """The output of a run: its files, and its results as a table or as JSON, or only its plan (`dry_run`)."""
 
     store: Path
-    report: Path
+    report: Path | None
     as_json: bool
     dry_run: bool
     detail: Detail
@@ -173,7 +173,7 @@ class _Output:
 @click.option("--profile", is_flag=True, help="Profile one additional step of each trial; write Chrome traces.")
 @click.option("--find-max-batch", is_flag=True, help="Search for the largest batch of each case that fits in memory.")
 @click.option("--device-memory", type=Bytes(), default=0, help="Memory of each emulated device, such as 8GiB.")
-@click.option("--report", type=click.Path(path_type=Path), default=REPORT, show_default=True, help="The page to write.")
+@click.option("--report", type=click.Path(path_type=Path), help=PAGE)
 @click.option(
     "--self-check",
     is_flag=True,
@@ -207,7 +207,7 @@ class _Output:
 @click.option("--tag", type=Tag(), multiple=True, help="A tag that is stored with the run; may be repeated.")
 @store_option
 def run(
-    store: Path, report: Path, interface: str | None, as_json: bool, dry_run: bool, quiet: bool, verbose: bool,
+    store: Path, report: Path | None, interface: str | None, as_json: bool, dry_run: bool, quiet: bool, verbose: bool,
     **options: Any,
 ) -> None:  # fmt: skip
     """Measure cases in fresh processes, store every trial, and print a table and a verdict.
@@ -290,7 +290,7 @@ def _measure(output: _Output, cluster: Cluster | None, asked: Options) -> NoRetu
         chosen = choose(opened.runs(), outcome.run_id)
         shown = report_of(chosen, opened.summaries(outcome.run_id))
     # write the page first: printing fails if the reader has closed the output
-    write_report(output.report, shown)
+    written = write_report(output.report, shown)
     try:
         print_warnings(shown)
         if output.as_json:
@@ -299,7 +299,7 @@ def _measure(output: _Output, cluster: Cluster | None, asked: Options) -> NoRetu
             print_answers(shown.answers)
             print_table(shown)
             print_verdict(shown)
-        click.echo(f"report: {output.report}   store: {output.store}   run: {outcome.run_id[:8]}", err=True)
+        click.echo(f"report: {written}   store: {output.store}   run: {outcome.run_id[:8]}", err=True)
     except BrokenPipeError:
         last_words(f"the output was closed; the run is complete: `dpbench report --run {outcome.run_id[:8]}` shows it")
     lost = any(outcome.counts.get(bad) for bad in ("failed", "oom", "timeout")) or chosen.status != FINISHED

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from dpbench.cli.options import LATEST, REPORTS
 from dpbench.records import words
 
 if TYPE_CHECKING:
@@ -75,12 +76,29 @@ def report_of(chosen: StoredRun, trials: Sequence[Trial]) -> Report:
     )  # fmt: skip
 
 
-def write_report(path: Path, report: Report) -> None:
-    """Write a report as an HTML page to the file `path`, and create its parent folders if they are missing."""
-    from dpbench.report import page
+def write_report(path: Path | None, report: Report) -> Path:
+    """Write a report as an HTML page, and return the page's file.
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page.render(report))
+    The page is written to the file `path`, whose parent folders are created. If `path` is None, the page is kept in the
+    archive `REPORTS`, and the file is the latest page, or the run's own page if the latest page is that of another run.
+    """
+    from dpbench.report import archive, page
+
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(page.render(report), encoding="utf-8")
+        return path
+    kept = archive.keep(report, REPORTS)
+    if kept.latest_run == report.run_id:
+        return LATEST
+    if not any(row.step for row in report.rows):
+        click.echo(f"no case has a result, so {LATEST} stays {_owner(kept.latest_run)}", err=True)
+    return kept.page
+
+
+def _owner(run_id: str) -> str:
+    """Return a clause on the run that the latest page shows."""
+    return f"the page of run {run_id[:8]}" if run_id else "as it is"
 
 
 ANSWERS = 6

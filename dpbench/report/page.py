@@ -109,11 +109,11 @@ def render(report: Report) -> str:
     )  # fmt: skip
     styles = Styles()
     found = _parts(report, styles)
-    style, script = f"{_text('page.css')}{styles}", _text("page.js")
+    style, script = f"{text_of('page.css')}{styles}", text_of("page.js")
     command = str(report.provenance.get("command", ""))
     rendered = jinja.get_template("page.html").render(
         report=report,
-        policy=Markup(f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; img-src data:"),
+        policy=Markup(f"default-src 'none'; style-src {allowed(style)}; script-src {allowed(script)}; img-src data:"),
         style=Markup(style),
         script=Markup(script),
         facts=naming.facts(report),
@@ -140,11 +140,12 @@ def render(report: Report) -> str:
     return rendered.encode("utf-8", "replace").decode()
 
 
-def _text(name: str) -> str:
+def text_of(name: str) -> str:
+    """Return the text of a file in the folder of the templates."""
     return (FOLDER / name).read_text(encoding="utf-8")
 
 
-def _hash(content: str) -> str:
+def allowed(content: str) -> str:
     """Return the expression by which a policy allows an element with this content."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
 
