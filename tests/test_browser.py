@@ -1,5 +1,8 @@
 """The report in a real browser: from a file, with the network off, wide and narrow, light and dark."""
 
+import csv
+import io
+import json
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,12 +12,14 @@ from typing import Any
 import pytest
 
 from dpbench.report import page
+from tests import axe
 from tests.test_ladder import content
 from tests.test_report import colocated_cpu_and_weak, gpu_page, run_of
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 DRIVER = shutil.which("chromedriver")
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+wait = pytest.importorskip("selenium.webdriver.support.wait", reason="selenium is not installed")
 pytestmark = [
     pytest.mark.browser,
     pytest.mark.skipif(not CHROMIUM, reason="there is no chromium on this system"),
@@ -180,3 +185,125 @@ def test_page_is_whole_without_scripts(browser: Any, files: dict[str, Path]) -> 
     cases = "return document.querySelectorAll('tbody.case').length"
     assert browser.execute_script(cases) == 20
     assert browser.execute_script("return document.querySelectorAll('th button').length") == 0
+    shown = "return [...document.querySelectorAll('nav.side, figure svg, #filters')].map(e => e.checkVisibility())"
+    nav, filters, *drawings = browser.execute_script(shown)
+    assert (nav, filters) == (True, False)
+    assert drawings
+    assert all(drawings)
+
+
+@pytest.fixture(scope="module")
+def axe_script() -> str:
+    try:
+        return axe.script()
+    except axe.UnavailableError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("name", ["gpu", "ladder", "empty"])
+def test_axe_finds_nothing_serious(
+    browser: Any, files: dict[str, Path], axe_script: str, name: str, scheme: str
+) -> None:
+    show(browser, files[name], scheme=scheme)
+    browser.execute_script("document.querySelectorAll('details').forEach((one) => { one.open = true; });" + axe_script)
+    found = browser.execute_async_script("axe.run().then(arguments[0])")
+    assert len(found["passes"]) > 20
+    serious = [one for one in found["violations"] if one["impact"] in ("serious", "critical")]
+    assert [(one["id"], one["nodes"][0]["html"], one["nodes"][0]["failureSummary"]) for one in serious] == []
+
+
+SHOWN = "return [...document.querySelectorAll('tbody.case')].filter(e => !e.hidden).length"
+CHOOSE = "document.querySelector(`#filters input[name=${arguments[0]}][value='${arguments[1]}']`).click()"
+STATUS = "return document.querySelector('#filters [role=status]').textContent"
+
+
+def test_filters_show_the_chosen_cases_and_the_address_keeps_them(browser: Any, files: dict[str, Path]) -> None:
+    show(browser, files["gpu"])
+    assert (browser.execute_script(SHOWN), browser.execute_script(STATUS)) == (20, "all 20 cases")
+    browser.execute_script(CHOOSE, "model", "vgg16")
+    browser.execute_script(CHOOSE, "devices", "4")
+    assert (browser.execute_script(SHOWN), browser.execute_script(STATUS)) == (4, "4 of 20 cases")
+    address = browser.current_url
+    assert address.partition("#")[2] == "&model=vgg16&devices=4"
+    cards = "return [...document.querySelectorAll('.card')].filter(e => e.checkVisibility()).map(e => e.innerText)"
+    assert [text.splitlines()[0] for text in browser.execute_script(cards)] == ["vgg16 at batch 256"]
+    links = "return [...document.querySelectorAll('.permalink')].map(e => e.hash)"
+    assert all(link.endswith("&model=vgg16&devices=4") for link in browser.execute_script(links))
+    show(browser, files["empty"])
+    browser.get(address.replace("#", "#throughput"))
+    assert browser.execute_script(SHOWN) == 4
+    top = "return document.getElementById('throughput').getBoundingClientRect().top"
+    assert abs(browser.execute_script(top)) < 30
+    browser.execute_script("document.querySelector('#filters [type=reset]').click()")
+    assert browser.execute_async_script(f"setTimeout(() => arguments[0]((() => {{{SHOWN}}})()))") == 20
+    assert browser.current_url.partition("#")[2] == "throughput"
+    assert browser.get_log("browser") == []
+
+
+def test_filters_work_with_the_keyboard_alone(browser: Any, files: dict[str, Path]) -> None:
+    show(browser, files["gpu"])
+    keys = webdriver.Keys
+    active = browser.switch_to.active_element
+    for _ in range(60):
+        active.send_keys(keys.TAB)
+        active = browser.switch_to.active_element
+        if active.get_attribute("name") == "strategy":
+            break
+    assert active.accessible_name == "ddp"
+    active.send_keys(keys.SPACE)
+    assert browser.execute_script(SHOWN) == 4
+
+
+def test_a_link_to_a_section_leads_there_and_the_contents_name_it(browser: Any, files: dict[str, Path]) -> None:
+    show(browser, files["gpu"])
+    browser.execute_script("document.querySelector('nav.side a[href=\"#cases\"]').click()")
+    assert browser.current_url.endswith("#cases")
+    assert abs(browser.execute_script("return document.getElementById('cases').getBoundingClientRect().top")) < 30
+    current = "return document.querySelector('nav.side [aria-current]')?.hash"
+    wait.WebDriverWait(browser, 10).until(lambda driver: driver.execute_script(current) == "#cases")
+    show(browser, files["gpu"], 400)
+    folded = "return [...document.querySelectorAll('nav')].map(e => e.checkVisibility())"
+    assert browser.execute_script(folded) == [False, True]
+
+
+def test_the_numbers_of_a_section_are_saved_without_the_hidden_cases(browser: Any, files: dict[str, Path]) -> None:
+    show(browser, files["gpu"])
+    browser.execute_script(CHOOSE, "model", "vgg16")
+    saved = browser.execute_async_script(
+        """
+        const done = arguments[0], usual = URL.createObjectURL, blobs = [];
+        URL.createObjectURL = (blob) => { blobs.push(blob); return 'data:,'; };
+        document.querySelectorAll('#throughput .tools button').forEach((button) => button.click());
+        URL.createObjectURL = usual;
+        Promise.all(blobs.map((blob) => blob.text())).then(done);
+        """
+    )
+    rows, records = list(csv.DictReader(io.StringIO(saved[0]))), json.loads(saved[1])
+    assert len(rows) == len(records) == 9
+    assert {row["model"] for row in rows} == {"vgg16"}
+    for row, record in zip(rows, records, strict=True):
+        assert float(row["throughput_value"]) == record["throughput_value"] > 0
+        assert not {name for name in row if name.startswith("step")}
+
+
+def test_the_printed_page_has_two_drawings_a_row_and_no_lonely_heading(browser: Any, files: dict[str, Path]) -> None:
+    show(browser, files["gpu"], 718)  # the width of a sheet of A4 without its margins
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    try:
+        lefts, breaks, hidden = browser.execute_script(
+            """
+            const style = (e) => getComputedStyle(e);
+            return [
+              [...document.querySelectorAll('#throughput figure')].map(e => e.getBoundingClientRect().left),
+              [...document.querySelectorAll('h2, h3, .head')].map(e => style(e).breakAfter),
+              [...document.querySelectorAll('aside, .tools, .copy')].map(e => e.checkVisibility()),
+            ];
+            """
+        )
+        assert len(set(lefts)) == len(lefts) == 2
+        assert set(breaks) == {"avoid"}
+        assert not any(hidden)
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= 718
+    finally:
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})

@@ -1,6 +1,7 @@
 
 "use strict";
 const $ = (selector, root = document) => [...root.querySelectorAll(selector)];
+const MARK = "svg [data-bar]";
 const numbers = JSON.parse(document.getElementById("numbers").textContent);
 
 function button(text, act) {
@@ -87,7 +88,7 @@ function linesOf(section) {
 
 /** The marks of a section's drawings: the title of the drawing, and the text of each mark. */
 function marksOf(section) {
-  return $("figure", section).flatMap((figure) => $(".mark", figure).filter((mark) => !mark.closest("[hidden]"))
+  return $("figure", section).flatMap((figure) => $(MARK, figure).filter((mark) => !mark.closest("[hidden]"))
     .map((mark) => ({drawing: figure.querySelector("h3").textContent, mark: mark.getAttribute("aria-label")})));
 }
 
@@ -194,18 +195,18 @@ function tell(mark) {
 }
 
 for (const svg of $("svg")) {
-  const marks = $(".mark", svg);
+  const marks = $(MARK, svg);
   if (!marks.length) continue;
   svg.setAttribute("role", "group");  // an image may not contain elements that take the focus
   for (const mark of marks) {
-    const title = mark.querySelector("title");
+    const title = mark.querySelector(":scope > title");
     mark.setAttribute("aria-label", title.textContent);
     title.remove();  // else the browser shows a second tooltip
     mark.setAttribute("role", "img");
     mark.setAttribute("tabindex", mark === marks[0] ? "0" : "-1");
   }
   svg.addEventListener("pointerover", (event) => {
-    const mark = event.target.closest(".mark");
+    const mark = event.target.closest(MARK);
     if (mark) tell(mark); else tip.hidden = true;
   });
   svg.addEventListener("pointerleave", () => { tip.hidden = true; });
@@ -228,7 +229,7 @@ for (const svg of $("svg")) {
 
 for (const section of $("main > section")) {
   const read = section.dataset.columns ? recordsOf : $("table", section).length ? linesOf : marksOf;
-  if (section.dataset.columns || $("table:not(.environment), .mark", section).length) {
+  if (section.dataset.columns || $(`table:not(.environment), ${MARK}`, section).length) {
     const tools = document.createElement("div");
     tools.className = "tools";
     const name = (kind) => `dpbench-${document.title.split(" ").at(-1)}-${section.id}.${kind}`;
@@ -281,14 +282,16 @@ $("#lanes figure").forEach(zoomable);
 
 // -- contents: the section that is on the screen
 
+const sections = $("main > section");
+const visible = new Set();
 const spy = new IntersectionObserver((entries) => {
-  for (const entry of entries.filter((one) => one.isIntersecting)) {
-    for (const link of $("aside li a")) {
-      const here = link.getAttribute("href").split("&")[0] === `#${entry.target.id}`;
-      if (here) link.setAttribute("aria-current", "location"); else link.removeAttribute("aria-current");
-    }
+  for (const entry of entries) visible[entry.isIntersecting ? "add" : "delete"](entry.target);
+  const first = sections.find((section) => visible.has(section));
+  for (const link of $("aside li a")) {
+    const here = first && link.getAttribute("href").split("&")[0] === `#${first.id}`;
+    if (here) link.setAttribute("aria-current", "location"); else link.removeAttribute("aria-current");
   }
-}, {rootMargin: "-10% 0px -80% 0px"});
-$("main > section").forEach((section) => spy.observe(section));
+}, {rootMargin: "0px 0px -70% 0px"});
+sections.forEach((section) => spy.observe(section));
 
 follow();
