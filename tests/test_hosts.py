@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from multiprocessing import AuthenticationError
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from dpbench.analysis import hosts, validity
+from dpbench.analysis.report import Report
 from dpbench.analysis.summary import labels, rows
 from dpbench.hardware.foreign_load import Load, during
 from dpbench.measure import channel, jobs, launch
@@ -24,6 +26,7 @@ from dpbench.measure.merging import merge, shifted
 from dpbench.measure.peers import Offset, Peer, Peers
 from dpbench.records import HOST, Case, Effort, Memory, Phase, Sample, Span, Step, Trial, host_device
 from dpbench.records.trial import ALONE, HOSTS, Host
+from dpbench.report import markdown, page
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "RANK": "3", "WORLD_SIZE": "4",
@@ -334,6 +337,17 @@ def test_unlike_machines_are_said_to_be_unlike_and_equal_ones_to_be_one() -> Non
     (same,) = hosts.warnings({HOSTS: {"machines": [a, {**a, "name": "c"}]}})
     assert same.startswith("COLOCATED: a and c are the same machine")
     assert list(hosts.warnings({})) == []
+
+
+@pytest.mark.parametrize("form", [page.render, markdown.render])
+def test_a_report_of_a_launch_has_its_machines(form: Callable[[Report], str]) -> None:
+    machines = [{"name": name, "machine": name * 9, "facts": facts()} for name in "ab"]
+    trials = [alone(n, ratio) for n, ratio in enumerate((1.49, 1.5, 1.5, 1.51))]
+    found = Report.of(trials, run_id="a" * 32, started_s=0.0, provenance={HOSTS: {"machines": machines}})
+    text = form(found)
+    assert "Hosts<" in text
+    assert re.search(r"mlp: 1\.50× \([^)]*\) of a", text)
+    assert "Hosts<" not in form(replace(found, provenance={}))
 
 
 def test_jobs_on_unlike_machines_are_said_to_compare_machines() -> None:

@@ -476,6 +476,12 @@ def test_markdown_has_the_verdict_the_table_and_no_markup_of_users() -> None:
     assert HOSTILE not in text
     assert "MEASURED" in text
     assert "skipped: needs" in text
+    for one in gpu_run().answers:
+        (line,) = (line for line in text.splitlines() if line.startswith(f"**{one.subject}: {one.headline}**"))
+        assert "Device 0 holds 6.00 GiB." in line
+        assert line.endswith(f"Next: `{one.command}`")
+    strange = answer(gpu_run().rows[1], command="a `` b")
+    assert "Next: ```a `` b```\n" in markdown.render(dataclasses.replace(gpu_run(), answers=[strange]))
     hostile = Row(
         case=Case(model="a|b`c", strategy="@me", batch_size=1),
         source=Source.MEASURED,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
+from dpbench.analysis.answer import Answer
 from dpbench.analysis.findings import Diagnosis, text
 from dpbench.analysis.ladder import Ladder
 from dpbench.analysis.report import Report
@@ -23,8 +24,8 @@ def render(report: Report) -> str:
     parts = [
         f"## dpbench: run {_said(report.run_id[:12])}",
         " ".join(f"**{label}**{f' ({where})' if where else ''}" for label, where in naming.badges(rows)),
-        f"> {_said(report.verdict)}",
-        "\n".join(f"- **{_said(tile.value)}** {_said(tile.caption)}{_labels(tile.labels)}" for tile in report.tiles),
+        *(_answer(one) for one in report.answers),
+        *([_details("All ratios", _ratios(report))] if report.answers else [_ratios(report)]),
         "\n".join(["**Warnings**", "", *(f"- {_said(str(warning), 400)}" for warning in report.warnings)])
         if report.warnings
         else "No warnings.",
@@ -34,6 +35,7 @@ def render(report: Report) -> str:
         "\n".join(_notes(lines)),
         _details("Step time by phase, in ms", _phases(rows)),
         *(_part(part) for part in devices.parts(report)),
+        _machines(report),
         _details("Overhead of measuring", "\n".join(f"- {_said(line)}" for line in report.self_check)),
         _details(
             "Machine and code",
@@ -48,6 +50,32 @@ def _said(text: str, columns: int = 1000) -> str:
     escaped = re.sub(r"([\\`*_\[\]#|~])", r"\\\1", naming.clip(text, columns))
     escaped = escaped.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return escaped.replace("@", "@\u200b").replace("://", ":\u200b//")
+
+
+def _answer(one: Answer) -> str:
+    """Return the Markdown of an answer: its headline, its clauses as sentences, and the command to run next."""
+    clauses = [_said(f"{part[0].upper()}{part[1:]}.") for part in (one.reason, one.certainty, one.memory) if part]
+    command = [f"Next: {_code(one.command)}"] if one.command else []
+    return " ".join([f"**{_said(one.subject)}: {_said(one.headline)}**{_labels(one.labels)}", *clauses, *command])
+
+
+def _code(text: str) -> str:
+    """Return the text as code in Markdown, between more backticks than the text has in a row."""
+    fence = "`" * (max((len(run) for run in re.findall("`+", text)), default=0) + 1)
+    space = " " * text.startswith("`") or " " * text.endswith("`")
+    return f"{fence}{space}{naming.plain(text)}{space}{fence}"
+
+
+def _ratios(report: Report) -> str:
+    """Return the verdict of a run, and its tiles as a list."""
+    tiles = (f"- **{_said(tile.value)}** {_said(tile.caption)}{_labels(tile.labels)}" for tile in report.tiles)
+    return "\n\n".join(filter(None, (f"> {_said(report.verdict, 4000)}", "\n".join(tiles))))
+
+
+def _machines(report: Report) -> str:
+    found = table.machines(report)
+    cells = [[_cell(cell) for cell in line] for line in found.lines] if found else []
+    return _details("Hosts", _table(found.columns, cells, found.columns)) if found else ""
 
 
 def _labels(labels: Iterable[str]) -> str:

@@ -120,7 +120,7 @@ def facts(report: Report) -> list[tuple[str, str]]:
         ("run", report.run_id[:12]),
         ("date", _date(report.started_s)),
         ("host", f"{host.get('name', 'unknown')}, {host.get('cpu', 'unknown CPU')}{cores}"),
-        ("GPUs", _gpus(provenance.get("gpus") or {})),
+        ("GPUs", gpus(provenance.get("gpus") or {})),
         ("torch", str(packages.get("torch", "unknown"))),
         ("dpbench", _code(provenance.get("dpbench") or {})),
         *([("project", _code(provenance["project"]))] if provenance.get("project") else []),
@@ -132,7 +132,7 @@ def _date(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC") if seconds else "unknown"
 
 
-def _gpus(found: Mapping[str, Any]) -> str:
+def gpus(found: Mapping[str, Any]) -> str:
     """Return a text with the number of GPUs of each model and the driver's version; "none" without GPUs."""
     models = Counter(str(gpu.get("name", "unknown")) for gpu in found.get("gpus") or ())
     driver = f", driver {found['driver']}" if "driver" in found else ""

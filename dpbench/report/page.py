@@ -27,7 +27,7 @@ from dpbench.report.svg import Panel, Section
 FOLDER = Path(__file__).parent
 ORDER = (
     "lanes", "speedup", "throughput", "phases", "imbalance", "imbalance-index", "ladder", "memory-by-phase", "links",
-    "link-counters", "steps", "utilisation",
+    "link-counters", "steps", "utilisation", "hosts",
 )  # fmt: skip
 """The ids of the sections with drawings or tables, in the order of the page; other sections come after these."""
 COLUMNS: Mapping[str, tuple[str, ...]] = {
@@ -154,6 +154,11 @@ def _parts(report: Report, styles: Styles) -> list[Part]:
     """Return the sections with drawings or tables, in the order of the page."""
     drawn = (_drawn(section, report, styles) for section in figures.sections(report))
     found = [*drawn, *(_tabled(section) for section in devices.parts(report))]
+    if machines := table.machines(report):
+        lead = "The machines of the launch. A slow machine delays every rank at each collective."
+        found.append(
+            Part("hosts", "Hosts", lead, naming.labels(report.rows), tables=[Numbers(machines, (), open=True)])
+        )
     return sorted(found, key=lambda part: ORDER.index(part.id) if part.id in ORDER else len(ORDER))
 
 

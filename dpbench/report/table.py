@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from dpbench.analysis import hosts
 from dpbench.analysis.ladder import Ladder, Rung, RungGain, short
+from dpbench.analysis.report import Report
 from dpbench.analysis.summary import Row, frame
 from dpbench.records import Case, Fault, Phase, Source, Status, Trial, plan, schedule, words
 from dpbench.records.registry import Role
-from dpbench.records.trial import Estimate
+from dpbench.records.trial import HOSTS, Estimate
 from dpbench.report import naming, small_multiples
 
 COLUMNS = (
@@ -157,6 +159,27 @@ def as_json(rows: Sequence[Row]) -> str:
     records = [{"id": naming.case_id(row.case), **record} for row, record in zip(ordered, flat, strict=True)]
     text = words.dumps(records, default=str, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def machines(report: Report) -> Table | None:
+    """Return the table of the machines of a launch, with their pace on the baseline; None for a single machine."""
+    found = report.provenance.get(HOSTS, {}).get("machines", ())
+    paces: dict[str, list[str]] = {}
+    for pace in hosts.paces(report.trials):
+        paces.setdefault(pace.host, []).append(f"{pace.case.model}: {words.times(pace.ratio)} of {pace.fastest}")
+    lines = tuple(
+        (
+            Cell(naming.plain(one["name"]), one["machine"][:8]),
+            Cell(one["facts"]["host"]["cpu"], words.count(one["facts"]["host"]["cores"], "core")),
+            Cell(words.size(one["facts"]["host"]["memory_bytes"])),
+            Cell(naming.gpus(one["facts"].get("gpus") or {})),
+            Cell(one["facts"]["software"]["torch"]),
+            Cell("; ".join(paces.get(one["name"], []))),
+        )
+        for one in found
+    )
+    columns = ("machine", "processor", "memory", "GPUs", "torch", "step of single over that of the fastest machine")
+    return Table("Machines", columns, lines, text=6) if len(lines) > 1 else None
 
 
 TITLE = "The ladder"
