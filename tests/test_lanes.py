@@ -15,11 +15,10 @@ import pytest
 
 from dpbench.analysis import lanes, summary
 from dpbench.analysis.lanes import Bar, Lanes
-from dpbench.analysis.report import Report
 from dpbench.records import HOST, Case, Phase, Source, Span, Step, Trial, Verified
-from dpbench.report import swim_lanes
+from dpbench.report import svg, swim_lanes
+from dpbench.report.svg import Panel, Section
 from tests.test_ledger import STEP, span, spans
-from tests.test_report import part
 
 DP = Case(model="mlp", strategy="dp", schedule="reference", devices=2, batch_size=64)
 SINGLE = Case(model="mlp", strategy="single", batch_size=64)
@@ -51,10 +50,6 @@ def of(*trials: Trial) -> Lanes:
     """Return the timeline of the only case of some trials."""
     (found,) = lanes.of_rows(summary.rows(trials), trials).values()
     return found
-
-
-def report(*trials: Trial) -> Report:
-    return Report.of(trials, run_id="7f" * 16, started_s=1.7e9, provenance={})
 
 
 def test_bars_idle_time_and_critical_path_of_a_known_step() -> None:
@@ -91,8 +86,9 @@ def test_the_critical_path_is_the_step_and_idle_time_is_the_rest_of_each_lane(gi
         lane = [lane for lane in found.lanes if lane.device == one.device]
         if one.bar:
             assert one.bar in lane[0].bars
-            assert one.bar.start_s == one.start_s
+            assert one.bar.start_s <= one.start_s
             assert one.end_s <= one.bar.end_s
+            assert any(s.phase is one.bar.phase and s.device == one.device for s in given)
     for lane in found.lanes:
         ticks = [k / 10 + 0.05 for k in range(100)]
         idle = [any(start < at < end for start, end in lane.idle) for at in ticks]
@@ -121,10 +117,9 @@ def test_summaries_keep_the_spans_of_one_step_and_give_the_same_timeline() -> No
 
 def test_cases_without_trusted_spans_have_no_timeline() -> None:
     rounds = [trial(DP, [1, 2, 3], i, given=[]) for i in range(3)]
-    assert report(*rounds).lanes == {}
-    section = part(report(*rounds), "lanes")
-    assert not section.panels
-    assert section.note == "No case has spans of a median step."
+    assert lanes.of_rows(summary.rows(rounds), rounds) == {}
+    assert not section(*rounds).panels
+    assert section(*rounds).note == "No case has spans of a median step."
     wrong = replace(trial(DP, [1, 2, 3]), verified=Verified.NO)
     assert lanes.of_rows(summary.rows([wrong]), [wrong]) == {}
 
@@ -132,24 +127,32 @@ def test_cases_without_trusted_spans_have_no_timeline() -> None:
 # ---------------------------------------------------------------- the drawing
 
 
+def section(*trials: Trial) -> Section:
+    """Return the section of swim lanes on some trials."""
+    rows = summary.rows(trials)
+    with svg.theme():
+        return swim_lanes.section(rows, lanes.of_rows(rows, trials))
+
+
 @cache
-def drawn() -> Report:
-    """Return the report of dp, which takes 10 s per step, and of single, which takes 4 s."""
+def drawn() -> Panel:
+    """Return the panel on dp, which takes 10 s per step, and single, which takes 4 s."""
     rounds = [trial(DP, [10, 10, 10], i) for i in range(3)]
     alone = [span(0, 10, "forward")]
-    return report(*rounds, *(trial(SINGLE, [4, 4, 4], i, given=alone) for i in range(3)))
+    (panel,) = section(*rounds, *(trial(SINGLE, [4, 4, 4], i, given=alone) for i in range(3))).panels
+    return panel
 
 
 BAR = re.compile(r'<g data-bar=""><title>([^<]*)</title><path d="M([\d.]+) ([\d.]+)H([\d.]+)V([\d.]+)[^"]*"')
 
 
-def bars(svg: str) -> dict[str, tuple[float, float, float, float]]:
+def bars(drawing: str) -> dict[str, tuple[float, float, float, float]]:
     """Return the left, top, right and bottom edge of each bar of a drawing, by the text that names the bar."""
-    return {unescape(said): tuple(map(float, edges)) for said, *edges in BAR.findall(svg)}
+    return {unescape(said): tuple(map(float, edges)) for said, *edges in BAR.findall(drawing)}
 
 
 def test_bars_share_one_axis_and_say_their_phase_device_time_and_share() -> None:
-    (panel,) = part(drawn(), "lanes").panels
+    panel = drawn()
     found = bars(panel.svg)
     assert len(found) == panel.svg.count("data-bar") == 1 + 7 + 2 + 3 + 2
     single = found["forward on device 0: 4.00 s from 0 ms, 100%; critical for 4.00 s"]
@@ -165,7 +168,7 @@ def test_bars_share_one_axis_and_say_their_phase_device_time_and_share() -> None
 
 
 def test_the_outline_is_the_critical_path() -> None:
-    (panel,) = part(drawn(), "lanes").panels
+    panel = drawn()
     found = bars(panel.svg)
     outlines = re.findall(r'd="([^"]*)" style="fill:none;[^"]*stroke:var\(--fg\);stroke-width:([\d.]+)', panel.svg)
     (dp,) = [path for path, width in outlines if width == "1.3" and path.count("z") > 1]
@@ -184,7 +187,7 @@ def test_the_outline_is_the_critical_path() -> None:
 
 
 def test_phases_are_written_on_their_bars_and_idle_on_the_gaps() -> None:
-    (panel,) = part(drawn(), "lanes").panels
+    panel = drawn()
     said = re.findall(r">([^<>]+)</text>", panel.svg)
     assert {"dev 0", "dev 1", "host", "forward", "backward", "gath", "opt", "idle", "critical path"} <= set(said)
     assert panel.labels == ("MEASURED", "CPU-ONLY")
@@ -210,10 +213,10 @@ def test_many_devices_are_cut_and_doubtful_and_predicted_steps_say_so() -> None:
     wide = replace(DP, devices=16, device_kind="cuda")
     many = [span(0, 9, "backward", device) for device in range(16)]
     foreseen = trial(replace(wide, schedule=""), [8], given=many, source=Source.PREDICTED)
-    (panel,) = part(report(trial(wide, [10, 10], given=many), foreseen), "lanes").panels
+    (panel,) = section(trial(wide, [10, 10], given=many), foreseen).panels
     assert len(bars(panel.svg)) == 2 * 2 * swim_lanes.DEVICES
-    assert panel.caption.count("Only 8 of its 16 lanes are drawn.") == 2
-    assert "PREDICTED dp ×16: predicted, 8.00 s; idle:" in panel.caption
+    assert panel.caption.count("Of its devices, 8 are not drawn.") == 2
+    assert "PREDICTED dp ×16: predicted, 8.00 s; idle: device 0 10%, the others 10%." in panel.caption
     assert (
         "There are not enough rounds to compare these cases with others: MEASURED dp[reference] ×16." in panel.caption
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from dpbench.records import Case, Phase, Source, Span, Step, Trial, ledger
@@ -19,7 +19,8 @@ Interval = tuple[float, float]
 class Bar:
     """A phase on one device, from `start_s` to `end_s` in seconds after the start of the step.
 
-    `row` is the index of the row of the lane; bars of one row do not overlap.
+    Spans of one phase that overlap or touch are one bar. `row` is the index of a row of the lane; bars of one row do
+    not overlap.
     """
 
     phase: Phase
@@ -51,7 +52,7 @@ class Lane:
 class Stretch:
     """A stretch of the critical path, from `start_s` to `end_s` in seconds after the start of the step.
 
-    It lies in the bar `bar` of the lane of `device`. Both are None for time in which no phase is open anywhere.
+    It is a part of the bar `bar` of the lane of `device`. Both are None for time in which no phase is open anywhere.
     """
 
     device: int | None
@@ -117,39 +118,51 @@ def _place(device: int) -> tuple[bool, int]:
     return device >= 0, abs(device)
 
 
-def _bars(step: Step, spans: Iterable[Span]) -> dict[Span, Bar]:
-    """Return the bar of each span of one device, cut at the ends of the step; each is on the first row with room."""
-    found: dict[Span, Bar] = {}
+def _bars(step: Step, spans: Iterable[Span]) -> tuple[Bar, ...]:
+    """Return the bars of one device in a step; each is on the first row with room, and cut at the ends of the step."""
+    opened: dict[Phase, list[Interval]] = {}
+    for span in sorted(spans, key=lambda s: s.start_s):
+        start, end = max(span.start_s, step.start_s) - step.start_s, min(span.end_s, step.end_s) - step.start_s
+        known = opened.setdefault(span.phase, [])
+        if known and start <= known[-1][1]:
+            known[-1] = known[-1][0], max(end, known[-1][1])
+        elif start < end:
+            known.append((start, end))
+    found: list[Bar] = []
     ends: list[float] = []
-    for span in sorted(spans, key=lambda s: (s.start_s, -s.end_s)):
-        start, end = max(span.start_s, step.start_s), min(span.end_s, step.end_s)
-        if start >= end:
-            continue
+    for start, end, phase in sorted((*interval, phase) for phase, known in opened.items() for interval in known):
         row = next((row for row, reach in enumerate(ends) if reach <= start), len(ends))
         ends[row : row + 1] = [end]
-        found[span] = Bar(span.phase, start - step.start_s, end - step.start_s, row)
-    return found
+        found.append(Bar(phase, start, end, row))
+    return tuple(found)
 
 
-def _lane(device: int, bars: Mapping[Span, Bar], seconds: float) -> Lane:
+def _lane(device: int, bars: tuple[Bar, ...], seconds: float) -> Lane:
     """Return the lane of one device in a step of `seconds`; its idle intervals are the gaps between all its bars."""
     idle, reach = [], 0.0
-    for bar in sorted(bars.values(), key=lambda bar: bar.start_s):
+    for bar in bars:
         if bar.start_s > reach:
             idle.append((reach, bar.start_s))
         reach = max(reach, bar.end_s)
     if reach < seconds:
         idle.append((reach, seconds))
-    return Lane(device, tuple(bars.values()), tuple(idle))
+    return Lane(device, bars, tuple(idle))
 
 
-def _path(step: Step, spans: Iterable[Span], bars: Mapping[int, Mapping[Span, Bar]]) -> tuple[Stretch, ...]:
-    """Return the critical path of a step in the order of time; `bars` has the bar of each span, by device."""
-    back = [
-        Stretch(
-            part.span.device if part.span else None, bars[part.span.device][part.span] if part.span else None,
-            part.start_s - step.start_s, part.end_s - step.start_s,
-        )
-        for part in ledger.walk(step, spans)
-    ]  # fmt: skip
-    return tuple(reversed(back))
+def _path(step: Step, spans: Iterable[Span], bars: Mapping[int, Sequence[Bar]]) -> tuple[Stretch, ...]:
+    """Return the critical path of a step in the order of time; `bars` has the bars of each device."""
+    path: list[Stretch] = []
+    for span, start_s, end_s in reversed(list(ledger.walk(step, spans))):
+        start, end = start_s - step.start_s, end_s - step.start_s
+        device = span.device if span else None
+        bar = _bar_at(bars[span.device], span.phase, start) if span else None
+        if path and (path[-1].device, path[-1].bar) == (device, bar):
+            path[-1] = replace(path[-1], end_s=end)
+        else:
+            path.append(Stretch(device, bar, start, end))
+    return tuple(path)
+
+
+def _bar_at(bars: Sequence[Bar], phase: Phase, at_s: float) -> Bar:
+    """Return the bar of a phase that is open at the time `at_s`, in seconds after the start of the step."""
+    return next(bar for bar in reversed(bars) if bar.phase == phase and bar.start_s <= at_s)

@@ -22,17 +22,17 @@ Drawn = Mapping[tuple[Case, Source], Lanes]
 BLOCKS = 6
 """The largest number of cases per panel."""
 DEVICES = 8
-"""The largest number of lanes drawn per case."""
+"""The largest number of devices drawn per case."""
 HEAD, ROW, GAP = 19.0, 15.0, 4.0
 """The heights of a case's name, of a row of bars, and of the gap below a lane, in SVG units."""
 LEFT = 46.0
 """The margin for the names of the lanes, in SVG units."""
-IDLE: Mapping[str, Any] = {"facecolor": svg.GRID, "edgecolor": "none", "alpha": 0.55}
+IDLE: Mapping[str, Any] = {"facecolor": svg.GRID, "edgecolor": "none", "alpha": 0.8}
 
 
 def section(rows: Sequence[Row], found: Drawn) -> Section:
     """Return the section of swim lanes: a panel for each setting and batch size, with the cases on most devices."""
-    # a step that was timed is a fact, also if the rounds are too few for an estimate; the caption says so
+    # a timed step is a fact, also if the rounds are too few for an estimate; the caption then names the case
     shown = [row for row in rows if (row.case, row.source) in found]
     facets = [facet for group in _groups(shown) for facet in small_multiples.split(group, per=BLOCKS)[0]]
     left_out = len(facets) - small_multiples.PANELS
@@ -58,6 +58,7 @@ def _groups(rows: Sequence[Row]) -> Iterator[list[Row]]:
     for group in settings.values():
         alone = [row for row in group if row.case.traits.one_device]
         spread = [row for row in group if not row.case.traits.one_device]
+        spread = [row for row in spread if row.case.devices > 1] or spread
         for batch in sorted({row.case.batch_size for row in spread or alone}):
             alike = [row for row in spread if row.case.batch_size == batch]
             most = max((row.case.devices for row in alike), default=1)
@@ -68,7 +69,7 @@ def _groups(rows: Sequence[Row]) -> Iterator[list[Row]]:
 def _panel(facet: small_multiples.Facet, found: Drawn, key: str) -> Panel:
     shown = [found[row.case, row.source] for row in facet.rows]
     said = [_said(one) for one in shown]
-    heights = [HEAD + sum(lane.rows * ROW + GAP for lane in one.lanes[:DEVICES]) + GAP for one in shown]
+    heights = [HEAD + sum(lane.rows * ROW + GAP for lane in _shown(one)) + GAP for one in shown]
     phases = {bar.phase.value for one in shown for lane in one.lanes for bar in lane.bars}
     phases |= {UNATTRIBUTED for one in shown for stretch in one.path if stretch.bar is None}
     keys = [*svg.phase_keys(phases), Patch(**IDLE, label="idle"), _path_key()]
@@ -94,10 +95,13 @@ def _path_key() -> Patch:
 def _said(one: Lanes) -> str:
     """Return the duration of a step, and in brackets the range of the idle shares if it has several devices."""
     took = f"{words.number(one.seconds * 1e3)} ms"
-    shares = sorted(lane.idle_s / one.seconds for lane in one.lanes if lane.device >= 0)
-    if len(shares) < 2:
-        return took
-    return f"{took} (devices idle {' to '.join(words.percent(share) for share in (shares[0], shares[-1]))})"
+    shares = [lane.idle_s / one.seconds for lane in one.lanes if lane.device >= 0]
+    return f"{took} (devices idle {_range(shares)})" if len(shares) > 1 else took
+
+
+def _range(shares: Sequence[float]) -> str:
+    """Return the lowest and the highest of some fractions as text, or one text if both are the same."""
+    return " to ".join(dict.fromkeys(words.percent(share) for share in (min(shares), max(shares))))
 
 
 def _timeline(axes: Axes, one: Lanes, top: float, longest: float, key: str, hooks: dict[str, str]) -> None:
@@ -111,7 +115,7 @@ def _timeline(axes: Axes, one: Lanes, top: float, longest: float, key: str, hook
         critical[at] = critical.get(at, 0.0) + part.end_s - part.start_s
     edges: dict[int | None, float] = {}
     start = top
-    for lane in one.lanes[:DEVICES]:
+    for lane in _shown(one):
         edges[lane.device] = top
         svg.write_beside(axes, top + 11, _short(lane.device), LEFT, fontsize=svg.SMALL)
         for number, (begin, end) in enumerate(lane.idle):
@@ -215,26 +219,34 @@ def _caption(facet: small_multiples.Facet, shown: Sequence[Lanes]) -> str:
         place = f"step {one.step} of round {one.round + 1}"
         measured = f"{place}, {took}, the median of its {words.count(one.timed, 'timed step')}"
         which = f"predicted, {took}" if one.source is Source.PREDICTED else measured
-        idle = ", ".join(f"{_place(lane.device)} {words.percent(lane.idle_s / one.seconds)}" for lane in _many(one))
-        said.append(f"{name}: {which}{f'; idle: {idle}' if idle else ''}.")
-        if len(one.lanes) > DEVICES:
-            said.append(f"Only {DEVICES} of its {len(one.lanes)} lanes are drawn.")
+        said.append(f"{name}: {which}{_idle(one)}.")
+        if left_out := len(one.lanes) - len(_shown(one)):
+            said.append(f"Of its devices, {left_out} are not drawn.")
     doubtful = [name for row, name in zip(facet.rows, facet.names, strict=True) if row.doubt]
     if doubtful:
         said.append(f"There are {words.NOT_ENOUGH} to compare these cases with others: {', '.join(doubtful)}.")
     return " ".join(said)
 
 
-def _many(one: Lanes) -> Sequence[Lane]:
-    """Return the lanes of devices that are drawn, if there are several."""
-    found = [lane for lane in one.lanes[:DEVICES] if lane.device >= 0]
-    return found if len(found) > 1 else ()
+def _shown(one: Lanes) -> Sequence[Lane]:
+    """Return the lanes that are drawn: those of the hosts, and those of the first devices."""
+    return [lane for lane in one.lanes if lane.device < DEVICES]
+
+
+def _idle(one: Lanes) -> str:
+    """Return a clause with the idle shares of device 0 and of the others; an empty text if there is only one device."""
+    first = [lane.idle_s / one.seconds for lane in one.lanes if lane.device == 0]
+    rest = [lane.idle_s / one.seconds for lane in one.lanes if lane.device > 0]
+    if not first or not rest:
+        return ""
+    others = "device 1" if len(rest) == 1 else "the others"
+    return f"; idle: device 0 {words.percent(first[0])}, {others} {_range(rest)}"
 
 
 def _description(one: Lanes) -> str:
     """Return a text on all that the drawing of a case shows: the phases of each lane, and the critical path."""
     lanes = []
-    for lane in one.lanes[:DEVICES]:
+    for lane in _shown(one):
         total: dict[str, float] = {}
         for bar in lane.bars:
             total[bar.phase.value] = total.get(bar.phase.value, 0.0) + bar.end_s - bar.start_s

@@ -222,10 +222,10 @@ def _pairs(
         axes.barh(top + 24, found.get(0, 0.0), height=9, facecolor=colour, edgecolor=colour, linewidth=1.2)
         if rest:
             axes.barh(
-                top + 35, sum(rest) / len(rest), height=9, facecolor=svg.BACKGROUND, edgecolor=colour, linewidth=1.2
+                top + 36, sum(rest) / len(rest), height=9, facecolor=svg.BACKGROUND, edgecolor=colour, linewidth=1.2
             )
         if len(rest) > 1:
-            axes.plot([min(rest), max(rest)], [top + 35] * 2, "|-", color=svg.FOREGROUND, linewidth=1.2, markersize=6)
+            axes.plot([min(rest), max(rest)], [top + 36] * 2, "|-", color=svg.FOREGROUND, linewidth=1.2, markersize=6)
     most = max(amount for found in amounts for amount in found.values())
     axes.set(xlim=(0, most * 1.04 or 1), xlabel=unit)
     svg.amounts(axes.xaxis)
