@@ -225,7 +225,7 @@ class Result:
         cases = [*dict.fromkeys(row.case for row in report.rows)]
         return cls(
             run=RunFacts.of(run, cases), answers=[AnswerFacts.of(one) for one in report.answers],
-            verdict=report.verdict, warnings=report.warnings, self_check=report.self_check,
+            verdict=report.verdict, warnings=[*map(str, report.warnings)], self_check=report.self_check,
             cases=[CaseResult.of(row) for row in report.rows],
         )  # fmt: skip
 

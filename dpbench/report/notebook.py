@@ -35,7 +35,7 @@ def render(report: Report) -> str:
         Markup(STYLE),
         *map(_card, report.answers),
         Markup("<p>{}</p>").format(facts),
-        _folded(f"Warnings: {len(report.warnings)}", map(_line, report.warnings)) if report.warnings else "",
+        _folded(f"Warnings: {len(report.warnings)}", map(_line, map(str, report.warnings))) if report.warnings else "",
         _table(report),
     ]
     return Markup('<div class="dpbench">{}</div>').format(Markup("\n").join(parts))
