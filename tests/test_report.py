@@ -130,7 +130,7 @@ def answer(row: Row, **changes) -> Answer:
         headline=f"use {row.case.strategy} on {row.case.devices} devices: {words.times(row.speedup)}",
         reason="DataParallel gives 2.24×, because device 0 gathers and reduces", certainty="its interval is above 1×",
         memory="device 0 holds 6.00 GiB", command=f"dpbench run --ladder --models {row.case.model}",
-        labels=row.labels, row=row,
+        labels=row.labels, row=row, home=row.case, source=row.source,
     )  # fmt: skip
     return dataclasses.replace(found, **changes)
 
