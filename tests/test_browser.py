@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,26 @@ FLAGS = (
     "--host-resolver-rules=MAP * ~NOTFOUND",
 )  # fmt: skip
 WIDTHS = (1280, 400)
+SPOILT = """
+const found = [];
+for (const svg of document.querySelectorAll('svg')) {
+  const frame = svg.getBoundingClientRect();
+  const texts = [...svg.querySelectorAll('text')].filter(e => e.textContent.trim() && e.getBoundingClientRect().width);
+  const boxes = texts.map(e => e.getBoundingClientRect());
+  boxes.forEach((a, i) => {
+    const sideways = a.left < frame.left - 1 || a.right > frame.right + 1;
+    if (sideways || a.top < frame.top - 1 || a.bottom > frame.bottom + 1)
+      found.push(['cut off', texts[i].textContent]);
+    boxes.slice(i + 1).forEach((b, j) => {
+      const across = Math.min(a.right, b.right) - Math.max(a.left, b.left);
+      const down = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
+      if (across > 1 && down > 3) found.push([texts[i].textContent, texts[i + 1 + j].textContent]);
+    });
+  });
+}
+return found;
+"""
+"""The texts of drawings that are cut off, or that overlap another text."""
 
 
 @contextmanager
@@ -75,6 +96,7 @@ def show(browser: Any, file: Path, width: int = 1280, scheme: str = "light") -> 
     metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    browser.get("about:blank")  # else only the fragment may change, and the page stays
     browser.get(file.as_uri())
 
 
@@ -101,28 +123,7 @@ def test_everything_lies_within_the_page(browser: Any, files: dict[str, Path], n
 @pytest.mark.parametrize("name", ["gpu", "cpu", "ladder"])
 def test_no_text_is_cut_off_or_overlaps_another(browser: Any, files: dict[str, Path], name: str, width: int) -> None:
     show(browser, files[name], width)
-    spoilt = browser.execute_script(
-        """
-        const found = [];
-        for (const svg of document.querySelectorAll('svg')) {
-          const frame = svg.getBoundingClientRect();
-          const texts = [...svg.querySelectorAll('text')].filter(e => e.textContent.trim());
-          const boxes = texts.map(e => e.getBoundingClientRect());
-          boxes.forEach((a, i) => {
-            const sideways = a.left < frame.left - 1 || a.right > frame.right + 1;
-            if (sideways || a.top < frame.top - 1 || a.bottom > frame.bottom + 1)
-              found.push(['cut off', texts[i].textContent]);
-            boxes.slice(i + 1).forEach((b, j) => {
-              const across = Math.min(a.right, b.right) - Math.max(a.left, b.left);
-              const down = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
-              if (across > 1 && down > 3) found.push([texts[i].textContent, texts[i + 1 + j].textContent]);
-            });
-          });
-        }
-        return found;
-        """
-    )
-    assert spoilt == []
+    assert browser.execute_script(SPOILT) == []
     smallest = browser.execute_script(
         "return Math.min(...[...document.querySelectorAll('svg text')].map("
         "e => parseFloat(getComputedStyle(e).fontSize) * e.ownerSVGElement.getBoundingClientRect().width / 420))"
@@ -238,6 +239,48 @@ def test_filters_show_the_chosen_cases_and_the_address_keeps_them(browser: Any, 
     browser.execute_script("document.querySelector('#filters [type=reset]').click()")
     assert browser.execute_async_script(f"setTimeout(() => arguments[0]((() => {{{SHOWN}}})()))") == 20
     assert browser.current_url.partition("#")[2] == "throughput"
+    assert browser.get_log("browser") == []
+
+
+def test_a_filter_closes_the_gaps_in_a_drawing_and_keeps_its_axis(browser: Any, files: dict[str, Path]) -> None:
+    show(browser, files["gpu"])
+    look = """
+        const svg = document.querySelector('#throughput svg');
+        const wide = (e) => e.getBoundingClientRect().width;
+        const texts = [...svg.querySelectorAll('text')].filter(wide).map(e => e.textContent);
+        const bottom = svg.getBoundingClientRect().bottom;
+        const label = [...svg.querySelectorAll('text')].find(e => e.textContent === 'samples per second');
+        return [texts, svg.viewBox.baseVal.height, bottom - label.getBoundingClientRect().bottom];
+        """
+    before, height, below = browser.execute_script(look)
+    browser.execute_script(CHOOSE, "strategy", "ddp")
+    after, lower, still_below = browser.execute_script(look)
+    assert [text for text in after if "×" in text] == ["ddp ×2", "ddp ×4"]
+    assert height - lower == pytest.approx(7 * 38)  # seven of nine lanes
+    assert still_below == pytest.approx(below, abs=0.5)
+    assert {text for text in before if "k" in text} <= {*after}, "the axis stays"
+    assert browser.execute_script(SPOILT) == []
+    browser.execute_script(CHOOSE, "strategy", "ddp")
+    assert browser.execute_script(look) == [before, height, below]
+
+
+def test_a_mark_tells_its_value_to_the_pointer_and_to_the_keyboard(browser: Any, files: dict[str, Path]) -> None:
+    show(browser, files["gpu"])
+    tip = "const tip = document.getElementById('tip'); return tip.hidden ? '' : tip.textContent"
+    mark = browser.find_element("css selector", "#throughput [data-bar]")
+    webdriver.ActionChains(browser).move_to_element(mark).perform()
+    said = browser.execute_script(tip)
+    assert re.fullmatch(r"single: [\d,]+ samples per second \([\d,]+–[\d,]+\), 3 rounds with 90 steps", said)
+    assert browser.execute_script("return document.querySelectorAll('#throughput [data-bar] title').length") == 0
+    browser.execute_script("document.querySelector('#phases [data-bar]').focus()")
+    assert "scatter" in browser.execute_script(tip)
+    browser.switch_to.active_element.send_keys(webdriver.Keys.ARROW_RIGHT)
+    said = browser.execute_script(tip)
+    assert re.fullmatch(r"single: forward .* ms, 30% of the step, 3 rounds with 90 steps", said), said
+    stops = "return document.querySelectorAll('#phases svg:first-of-type [tabindex=\"0\"]').length"
+    assert browser.execute_script(stops) == 2, "one in each drawing"
+    browser.switch_to.active_element.send_keys(webdriver.Keys.ESCAPE)
+    assert browser.execute_script(tip) == ""
     assert browser.get_log("browser") == []
 
 

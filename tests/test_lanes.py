@@ -143,7 +143,7 @@ def drawn() -> Panel:
     return panel
 
 
-BAR = re.compile(r'<g data-bar=""><title>([^<]*)</title><path d="M([\d.]+) ([\d.]+)H([\d.]+)V([\d.]+)[^"]*"')
+BAR = re.compile(r'<g[^>]* data-bar=""><title>([^<]*)</title><path d="M([\d.]+) ([\d.]+)H([\d.]+)V([\d.]+)[^"]*"')
 
 
 def bars(drawing: str) -> dict[str, tuple[float, float, float, float]]:

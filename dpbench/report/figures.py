@@ -15,7 +15,7 @@ from dpbench.analysis.report import Report
 from dpbench.analysis.summary import Row
 from dpbench.records import words
 from dpbench.records.registry import Role
-from dpbench.report import naming, small_multiples, speedup, svg, swim_lanes, table, timeline
+from dpbench.report import marks, naming, small_multiples, speedup, svg, swim_lanes, table, timeline
 from dpbench.report.svg import Panel, Section
 
 COLOURS = {"faster": svg.GAIN, "slower": svg.LOSS}
@@ -40,7 +40,9 @@ def _panel(ladder: Ladder, key: str) -> Panel:
     names = [_name(rung) for rung in ladder.rungs]
     values = [words.times(r.change.ratio) if r.change else words.ms(r.step) for r in ladder.rungs]
     handles = list(_handles(ladder))
-    figure, axes, tops = svg.lanes(names, values, [36] * len(names), keys=-(-len(handles) // 2))
+    figure, axes, tops = svg.lanes(
+        names, values, [36] * len(names), keys=-(-len(handles) // 2), cases=[rung.row.case for rung in ladder.rungs]
+    )
     steps = {rung.name: rung.step.value * 1e3 for rung in ladder.rungs if not rung.step.doubt}
     drawn_rungs = [(rung, top) for rung, top in zip(ladder.rungs, tops, strict=True) if _drawable(rung, steps)]
     drawn = _rivals(ladder)
@@ -55,7 +57,14 @@ def _panel(ladder: Ladder, key: str) -> Panel:
     svg.legend(figure, handles, 2)
     said = "; ".join(f"{name}: {value}" for name, value in zip(names, values, strict=True))
     drawing = svg.render(figure, key=key, title=f"The ladder: {table.title(ladder)}", description=said)
-    return Panel(table.title(ladder), drawing, _caption(ladder), naming.labels(ladder.rows), table.tables(ladder))
+    return Panel(
+        table.title(ladder),
+        drawing,
+        _caption(ladder),
+        naming.labels(ladder.rows),
+        table.tables(ladder),
+        [row.case for row in ladder.rows],
+    )
 
 
 def _drawable(rung: Rung, steps: dict[str, float]) -> bool:
@@ -81,7 +90,7 @@ def _bar(axes: Axes, rung: Rung, steps: dict[str, float], y: float, farthest: fl
     `steps` has the step times of rungs in milliseconds.
     """
     if rung.change is None:
-        axes.barh(y, steps[rung.name], height=13, facecolor=svg.MUTED, edgecolor=svg.MUTED, alpha=0.55)
+        (bar,) = axes.barh(y, steps[rung.name], height=13, facecolor=svg.MUTED, edgecolor=svg.MUTED, alpha=0.55)
         low, high, at = rung.step.low * 1e3, rung.step.high * 1e3, steps[rung.name]
     else:
         start, gain = steps[rung.change.over], rung.change.gain_s
@@ -89,9 +98,11 @@ def _bar(axes: Axes, rung: Rung, steps: dict[str, float], y: float, farthest: fl
         alpha = 0.9 if rung.change.verdict in COLOURS else 0.55
         at = start - gain.value * 1e3
         low, high = max(0.0, start - gain.high * 1e3), start - gain.low * 1e3  # a step time is not negative
-        axes.barh(y, at - start, left=start, height=13, facecolor=colour, edgecolor=colour, alpha=alpha)
+        (bar,) = axes.barh(y, at - start, left=start, height=13, facecolor=colour, edgecolor=colour, alpha=alpha)
         axes.plot([start, start], [y - 9, y + 9], color=svg.FOREGROUND, linewidth=0.9)
         axes.plot([0, min(at, start)], [y, y], color=svg.GRID, linewidth=1.0, zorder=0.5)
+    over = f", {words.times(rung.change.ratio)} over {rung.change.over}" if rung.change else ""
+    marks.explain(bar, f"{_name(rung)}: a step takes {words.ms(rung.step)}{over}, {naming.basis(rung.row)}")
     svg.whisker(axes, y, min(max(at, low), high), (low, high), farthest)
     return min(high, farthest)
 
@@ -183,18 +194,21 @@ def throughput(rows: Sequence[Row]) -> Section:
 def _throughput(facet: small_multiples.Facet, key: str) -> Panel:
     found = [row.throughput for row in facet.rows if row.throughput]
     values = [f"{words.number(e.value)}/s ({words.interval(e)})" for e in found]
-    figure, axes, tops = svg.lanes(facet.names, values, [38] * len(values))
+    figure, axes, tops = svg.lanes(facet.names, values, [38] * len(values), cases=facet.cases)
     end = svg.extent(found)
-    for row, e, y in zip(facet.rows, found, (top + 24 for top in tops), strict=True):
+    for row, name, e, y in zip(facet.rows, facet.names, found, (top + 24 for top in tops), strict=True):
         colour = svg.colour(row.case)
         face = "none" if "PREDICTED" in row.labels else colour
-        axes.barh(y, e.value, height=11, facecolor=face, edgecolor=colour, linewidth=1.2)
+        (bar,) = axes.barh(y, e.value, height=11, facecolor=face, edgecolor=colour, linewidth=1.2)
+        marks.explain(
+            bar, f"{name}: {words.number(e.value)} samples per second ({words.interval(e)}), {naming.basis(row)}"
+        )
         svg.whisker(axes, y, e.value, (e.low, e.high), end)
     axes.set(xlim=(0, end * 1.03), xlabel="samples per second")
     svg.amounts(axes.xaxis)
     said = "; ".join(f"{name}: {value}" for name, value in zip(facet.names, values, strict=True))
     drawing = svg.render(figure, key=key, title=f"Throughput: {facet.title}", description=said)
-    return Panel(facet.title, drawing, naming.rounds(facet.rows), facet.labels)
+    return Panel(facet.title, drawing, naming.rounds(facet.rows), facet.labels, cases=facet.cases)
 
 
 def phases(rows: Sequence[Row]) -> Section:
@@ -214,10 +228,12 @@ def phases(rows: Sequence[Row]) -> Section:
 def _phases(facet: small_multiples.Facet, key: str) -> Panel:
     present = [name for name in svg.PHASES if any(name in row.phases for row in facet.rows)]
     values = [f"{words.number(row.step.value * 1e3)} ms" if row.step else "" for row in facet.rows]
-    figure, axes, tops = svg.lanes(facet.names, values, [40] * len(values), keys=-(-len(present) // 3))
+    figure, axes, tops = svg.lanes(
+        facet.names, values, [40] * len(values), keys=-(-len(present) // 3), cases=facet.cases
+    )
     widest = max(sum(row.phases.values()) for row in facet.rows) * 1e3
-    for row, top in zip(facet.rows, tops, strict=True):
-        _stack(axes, row, present, top + 26, widest)
+    for row, name, top in zip(facet.rows, facet.names, tops, strict=True):
+        _stack(axes, row, name, present, top + 26, widest)
     axes.set(xlim=(0, widest * 1.02), xlabel="milliseconds of one step")
     svg.amounts(axes.xaxis)
     svg.legend(figure, svg.phase_keys(present), 3)
@@ -226,10 +242,11 @@ def _phases(facet: small_multiples.Facet, key: str) -> Panel:
         for name, row in zip(facet.names, facet.rows, strict=True)
     )
     drawing = svg.render(figure, key=key, title=f"Step time by phase: {facet.title}", description=said)
-    return Panel(facet.title, drawing, "Each bar is the median step time, and its parts add up to it.", facet.labels)
+    caption = "Each bar is the median step time, and its parts add up to it."
+    return Panel(facet.title, drawing, caption, facet.labels, cases=facet.cases)
 
 
-def _stack(axes: Axes, row: Row, present: Sequence[str], y: float, widest: float) -> None:
+def _stack(axes: Axes, row: Row, case: str, present: Sequence[str], y: float, widest: float) -> None:
     """Draw the phases of one case as the parts of a bar at height `y`, with the names of phases that fit.
 
     `present` has the names of the phases to draw, and `widest` is the longest bar of the panel in milliseconds.
@@ -238,7 +255,10 @@ def _stack(axes: Axes, row: Row, present: Sequence[str], y: float, widest: float
     for name in present:
         width = row.phases.get(name, 0.0) * 1e3
         look = svg.PHASES[name]
-        axes.barh(y, width, left=left, height=16, facecolor=look.fill, **svg.edge(name))
+        (bar,) = axes.barh(y, width, left=left, height=16, facecolor=look.fill, **svg.edge(name))
+        if width:
+            share = words.percent(width / 1e3 / sum(row.phases.values()))
+            marks.explain(bar, f"{case}: {name} {words.time(width / 1e3)}, {share} of the step, {naming.basis(row)}")
         letters = svg.room(width, widest * 1.02)
         if text := next((text for text in (name, look.short) if len(text) <= letters), ""):
             axes.text(left + width / 2, y + 4, text, ha="center", color=look.ink, fontsize=svg.SMALL)

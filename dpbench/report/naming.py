@@ -47,6 +47,11 @@ def case_id(case: Case) -> str:
     return case.fingerprint[:10]
 
 
+def case_ids(cases: Iterable[Case]) -> str:
+    """Return the ids of cases, separated by spaces and without duplicates."""
+    return " ".join(dict.fromkeys(map(case_id, cases)))
+
+
 def setting(case: Case) -> list[str]:
     """Return the settings of a case as texts: the model's size, and every other setting that is not the default."""
     extra = [getattr(case, name) for name in ("precision", "optimizer")]
@@ -89,6 +94,13 @@ def rounds(rows: Sequence[Row]) -> str:
         return "The numbers are predicted, not measured; intervals are 80% intervals."
     least = f"{counts[0]}–" if len(counts) > 1 else ""
     return f"Medians with 95% intervals over {least}{words.count(counts[-1], 'round')}."
+
+
+def basis(row: Row) -> str:
+    """Return the source of a row's numbers as text, such as "3 rounds with 90 steps"."""
+    if row.source is not Source.MEASURED:
+        return "predicted, 80% interval"
+    return f"{words.count(row.rounds, 'round')} with {words.count(row.steps, 'step')}"
 
 
 def plain(text: str) -> str:

@@ -139,6 +139,7 @@ function compact(svg) {
     up.push(gone);
     if (!shown.has(id)) gone += Number(height);
   }
+  for (const element of $("[data-lane]", svg)) element.toggleAttribute("hidden", !shown.has(lanes[element.dataset.lane][0]));
   const move = (node, by) => {
     const usual = (node.dataset.usual ??= node.getAttribute("transform") || "");
     const moved = by ? `translate(0 ${-by}) ${usual}` : usual;
@@ -194,6 +195,12 @@ function tell(mark) {
   tip.style.top = `${(above > 4 ? above : box.bottom + 6) + scrollY}px`;
 }
 
+/** Show the text of the mark that has the focus, or none. */
+function rest() {
+  const mark = document.activeElement?.closest(MARK);
+  if (mark) tell(mark); else tip.hidden = true;
+}
+
 for (const svg of $("svg")) {
   const marks = $(MARK, svg);
   if (!marks.length) continue;
@@ -207,9 +214,9 @@ for (const svg of $("svg")) {
   }
   svg.addEventListener("pointerover", (event) => {
     const mark = event.target.closest(MARK);
-    if (mark) tell(mark); else tip.hidden = true;
+    if (mark) tell(mark); else rest();
   });
-  svg.addEventListener("pointerleave", () => { tip.hidden = true; });
+  svg.addEventListener("pointerleave", rest);
   svg.addEventListener("focusin", (event) => tell(event.target));
   svg.addEventListener("focusout", () => { tip.hidden = true; });
   svg.addEventListener("keydown", (event) => {

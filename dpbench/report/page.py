@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,10 +17,11 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from dpbench.analysis import caveats
+from dpbench.analysis.answer import Answer
 from dpbench.analysis.findings import text
 from dpbench.analysis.report import Report
 from dpbench.analysis.summary import Row
-from dpbench.records import Case, words
+from dpbench.records import words
 from dpbench.report import devices, figures, naming, table
 from dpbench.report.svg import Panel, Section
 
@@ -121,7 +122,7 @@ def render(report: Report) -> str:
         badges=naming.badges(report.rows),
         axes=naming.axes(report.rows),
         contents=_contents(found, findings=bool(report.diagnoses), command=bool(command)),
-        alike=lambda row: _alike(row, report.rows),
+        alike=lambda one: _alike(one, report.rows),
         summary=caveats.summary,
         count=words.count,
         intervals=words.INTERVALS,
@@ -177,7 +178,7 @@ def _figure(panel: Panel, above: Sequence[str], styles: Styles) -> Figure:
     """Return a panel with only those labels that are not among the labels `above`, in the section's heading."""
     labels = tuple(label for label in panel.labels if label not in above)
     drawing = styles.without(panel.svg)
-    return Figure(panel.title, drawing, panel.caption, labels, panel.tables, _ids(panel.cases))
+    return Figure(panel.title, drawing, panel.caption, labels, panel.tables, naming.case_ids(panel.cases))
 
 
 def _tabled(section: devices.TableSection) -> Part:
@@ -186,15 +187,11 @@ def _tabled(section: devices.TableSection) -> Part:
     return Part(section.id, section.title, section.lead, section.labels, tables=tables)
 
 
-def _ids(cases: Iterable[Case]) -> str:
-    """Return the ids of cases, separated by spaces and without duplicates."""
-    return " ".join(dict.fromkeys(map(naming.case_id, cases)))
-
-
-def _alike(row: Row, rows: Sequence[Row]) -> str:
-    """Return the ids of the cases with the model and the batch size of `row`, for which the answer on `row` stands."""
-    work = (row.case.model, row.case.batch_size)
-    return _ids(other.case for other in rows if (other.case.model, other.case.batch_size) == work)
+def _alike(answer: Answer, rows: Sequence[Row]) -> str:
+    """Return the ids of the cases for which an answer stands: those of its model and of the batch sizes it compares."""
+    batches = {answer.home.batch_size, *([answer.row.case.batch_size] if answer.row else [])}
+    cases = (row.case for row in rows)
+    return naming.case_ids(one for one in cases if one.model == answer.home.model and one.batch_size in batches)
 
 
 def _contents(found: Sequence[Part], *, findings: bool, command: bool) -> list[tuple[str, str]]:

@@ -25,6 +25,11 @@ class Facet:
     names: tuple[str, ...]
 
     @property
+    def cases(self) -> tuple[Case, ...]:
+        """Return the panel's cases."""
+        return tuple(row.case for row in self.rows)
+
+    @property
     def labels(self) -> tuple[str, ...]:
         """Return the labels of the panel's cases, without duplicates."""
         return naming.labels(self.rows)

@@ -7,7 +7,6 @@ from dataclasses import replace
 from itertools import count
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
@@ -15,7 +14,8 @@ from dpbench.analysis.summary import Row
 from dpbench.records import Case, words
 from dpbench.records.registry import Role
 from dpbench.records.trial import Estimate
-from dpbench.report import naming, small_multiples, svg
+from dpbench.report import marks, naming, small_multiples, svg
+from dpbench.report.marks import Drawing
 from dpbench.report.svg import Panel, Section
 
 LINES = 8
@@ -97,17 +97,34 @@ def _panel(facet: small_multiples.Facet, levels: Sequence[Row], key: str) -> Pan
     for position, line in enumerate(lines.values()):
         nth = next(numbers.setdefault(line[0][0].case.strategy, count()))
         shift = (position - (len(lines) - 1) / 2) * 0.012 * most
-        keys.append(_level(axes, line, end) if line[0][0].case.traits.all_cores else _line(axes, line, nth, shift, end))
-    svg.legend(figure, keys, 1)
+        level = line[0][0].case.traits.all_cores
+        with marks.owned(axes, _cases(line)):
+            keys.append(_level(axes, line, end) if level else _line(axes, line, nth, shift, end))
+    legend = svg.legend(figure, keys, 1)
+    for line, text, handle in zip(lines.values(), legend.texts[2:], legend.legend_handles[2:], strict=True):
+        for artist in filter(None, (text, handle)):
+            marks.own(artist, _cases(line))
     scaling, batch = _work(facet.rows[0])
     work = f"Weak scaling: batch {batch} per device" if scaling == "weak" else f"Strong scaling: global batch {batch}"
     title = f"{facet.title}, weak scaling" if scaling == "weak" else facet.title
     said = f"{work}. {'; '.join(str(one.get_label()) for one in keys)}."
     drawing = svg.render(figure, key=key, title=f"Speed-up against ideal: {title}", description=said)
-    return Panel(title, drawing, f"{work}. {naming.rounds(rows)}", naming.labels(rows))
+    return Panel(
+        title, drawing, f"{work}. {naming.rounds(rows)}", naming.labels(rows), cases=[row.case for row in rows]
+    )
 
 
-def _frame(most: int, top: float, lines: int) -> tuple[Figure, Axes, list[Line2D]]:
+def _cases(line: Points) -> list[Case]:
+    return [row.case for row, _ in line]
+
+
+def _said(row: Row, speedup: Estimate) -> str:
+    """Return the text on a point: its case, its speed-up with the interval, and the rounds."""
+    count = "" if row.case.traits.one_device else f" ×{row.case.devices}"
+    return f"{naming.strategy(row.case)}{count}: speed-up {words.times(speedup)}, {naming.basis(row)}"
+
+
+def _frame(most: int, top: float, lines: int) -> tuple[Drawing, Axes, list[Line2D]]:
     """Return a figure and axes with only the ideal line and the baseline, and the legend's handles for these two.
 
     `most` is the largest number of devices, `top` the largest speed-up, and `lines` the number of lines to be drawn.
@@ -141,7 +158,9 @@ def _level(axes: Axes, line: Points, end: float) -> Line2D:
     colour = svg.ROLES[Role.ALL_CORES]
     axes.axhspan(last.low, min(last.high, end), color=colour, alpha=0.15, linewidth=0)
     label = _name(row.case, row.labels, words.times(last))
-    return axes.axhline(last.value, color=colour, linewidth=1.6, dashes=(8, 3), label=label)
+    level = axes.axhline(last.value, color=colour, linewidth=1.6, dashes=(8, 3), label=label)
+    marks.explain(level, _said(row, last), _cases(line))
+    return level
 
 
 def _line(axes: Axes, line: Points, nth: int, shift: float, end: float) -> Line2D:
@@ -157,9 +176,13 @@ def _line(axes: Axes, line: Points, nth: int, shift: float, end: float) -> Line2
     }  # fmt: skip
     if "PREDICTED" in row.labels:
         look["markerfacecolor"] = svg.BACKGROUND
-    axes.plot([one.case.devices + shift for one, _ in line], [e.value for _, e in line], **look)  # type: ignore[arg-type]
+    places = [one.case.devices + shift for one, _ in line]
+    axes.plot(places, [e.value for _, e in line], **{**look, "marker": ""})  # type: ignore[arg-type]
     colour = svg.colour(row.case)
-    for one, e in line:
-        svg.whisker(axes, one.case.devices + shift, e.value, (e.low, e.high), end, upright=True, colour=colour)
+    for place, (one, e) in zip(places, line, strict=True):
+        with marks.owned(axes, [one.case]):
+            svg.whisker(axes, place, e.value, (e.low, e.high), end, upright=True, colour=colour)
+            (point,) = axes.plot([place], [e.value], **{**look, "linestyle": ""})  # type: ignore[arg-type]
+            marks.explain(point, _said(one, e), [one.case])
     value = f"{words.times(last)} on {row.case.devices}"
     return Line2D([], [], label=_name(row.case, row.labels, value), **look)  # type: ignore[arg-type]

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
-from types import MappingProxyType
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
@@ -21,6 +20,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.legend import Legend
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
@@ -28,6 +28,7 @@ from dpbench.records import UNATTRIBUTED, Case, Phase, words
 from dpbench.records.registry import Role
 from dpbench.records.trial import Estimate
 from dpbench.report import naming
+from dpbench.report.marks import Drawing, give_bands, hook
 from dpbench.report.table import Table
 
 WIDTH = 420
@@ -137,25 +138,32 @@ def theme() -> Iterator[None]:
 
 def canvas(
     height: float, *, left: float = MARGIN, right: float = RIGHT, top: float = 4, bottom: float = 42
-) -> tuple[Figure, Axes]:
+) -> tuple[Drawing, Axes]:
     """Return a figure that is `WIDTH` wide, and its axes; the height and the margins are in SVG units (1/72 inch)."""
-    figure = Figure(figsize=(WIDTH / 72, height / 72), facecolor="none")
+    figure = Drawing((WIDTH, height))
     box = (left / WIDTH, bottom / height, (WIDTH - left - right) / WIDTH, (height - bottom - top) / height)
     axes = figure.add_axes(box, facecolor="none")
     return figure, axes
 
 
 def lanes(
-    names: Sequence[str], values: Sequence[str], heights: Sequence[float], *, keys: int = 0, left: float = MARGIN
-) -> tuple[Figure, Axes, list[float]]:
+    names: Sequence[str],
+    values: Sequence[str],
+    heights: Sequence[float],
+    *,
+    keys: int = 0,
+    left: float = MARGIN,
+    cases: Sequence[Case] = (),
+) -> tuple[Drawing, Axes, list[float]]:
     """Return a figure with one horizontal lane per case, its axes, and the position of each lane's top edge.
 
     Heights and positions are in SVG units; positions are measured from the top of the axes. The first 16 units of a
     lane show the name of the case and its value as text. `keys` is the number of rows of the legend, and `left` the
-    margin at the left of the axes.
+    margin at the left of the axes. `cases` has the case of each lane, by which the page filters the lanes.
     """
     tops = [0, *accumulate(heights)]
     figure, axes = canvas(tops[-1] + below(keys) + 4, left=left, bottom=below(keys))
+    figure.bands = list(zip(cases, tops, tops[1:], strict=False))
     axes.set_ylim(tops[-1], 0)
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
@@ -249,36 +257,37 @@ def below(keys: int) -> float:
     return 42 + 14.5 * keys
 
 
-def legend(figure: Figure, handles: Sequence[Any], columns: int) -> None:
-    """Draw a legend with `columns` columns below the plot, and fill it row by row."""
+def legend(figure: Figure, handles: Sequence[Any], columns: int) -> Legend:
+    """Draw and return a legend with `columns` columns below the plot, and fill it row by row."""
     rows = -(-len(handles) // columns)
     by_column = [
         handles[r * columns + c] for c in range(columns) for r in range(rows) if r * columns + c < len(handles)
     ]
-    figure.legend(
+    return figure.legend(
         handles=by_column, loc="lower left", bbox_to_anchor=(0, 0), ncols=columns, borderaxespad=0.1,
         handlelength=1.8, handletextpad=0.5, columnspacing=1.2, labelspacing=0.3, borderpad=0.1,
     )  # fmt: skip
 
 
-def render(
-    figure: Figure, *, key: str, title: str, description: str, hooks: Mapping[str, str] = MappingProxyType({})
-) -> str:
+def render(figure: Drawing, *, key: str, title: str, description: str) -> str:
     """Return the figure as the text of an SVG element; `key` makes the ids in it unique on the page.
 
-    `hooks` has texts on artists by their `gid`. The SVG group of such an artist gets the attribute `data-bar` and the
-    text as its title, which browsers show while the pointer is on the group.
+    The element has the id of the case and the height of each lane as `data-lanes`; `marks.hook` explains the attributes
+    of its groups.
     """
     buffer = io.StringIO()
     for artist in figure.findobj():
         artist.set_clip_on(False)  # all artists are inside the axes: clip paths would only add bytes
+    give_bands(figure)
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     source = ElementTree.fromstring(buffer.getvalue())
     referred = {href[1:] for element in source.iter() if (href := element.get(_XLINK, "")).startswith("#")}
-    root = _cleaned(source, referred, key, hooks)
+    root = _cleaned(source, referred, key, figure)
     root.attrib = {
         "viewBox": source.attrib["viewBox"], "role": "img", "aria-labelledby": f"{key}-title {key}-desc",
     }  # fmt: skip
+    if figure.bands:
+        root.set("data-lanes", " ".join(f"{naming.case_id(case)}:{end - top:g}" for case, top, end in figure.bands))
     for position, (tag, text) in enumerate((("title", title), ("desc", description))):
         child = ElementTree.Element(tag, {"id": f"{key}-{tag}"})
         child.text = naming.plain(text)
@@ -286,12 +295,10 @@ def render(
     return ElementTree.tostring(root, encoding="unicode")
 
 
-def _cleaned(
-    source: ElementTree.Element, referred: set[str], key: str, hooks: Mapping[str, str]
-) -> ElementTree.Element:
+def _cleaned(source: ElementTree.Element, referred: set[str], key: str, figure: Drawing) -> ElementTree.Element:
     """Return a copy of an SVG element without namespaces, metadata, style sheets and superfluous digits.
 
-    Only the ids in `referred` are kept, with `key` as a prefix. An element whose id is in `hooks` gets a title.
+    Only the ids in `referred` are kept, with `key` as a prefix.
     """
     target = ElementTree.Element(source.tag.rpartition("}")[2])
     target.text, target.tail = (text if text and text.strip() else None for text in (source.text, source.tail))
@@ -299,9 +306,7 @@ def _cleaned(
         if name == "id":
             if value in referred:
                 target.set("id", f"{key}-{value}")
-            if value in hooks:
-                target.set("data-bar", "")
-                ElementTree.SubElement(target, "title").text = naming.plain(hooks[value])
+            hook(target, value, figure)
         elif name == _XLINK:
             target.set("href", value.replace("#", f"#{key}-", 1) if value.startswith("#") else value)
         elif name == "style":
@@ -310,7 +315,7 @@ def _cleaned(
             target.set(name, _shortened(value))
     for child in source:
         if child.tag.rpartition("}")[2] not in ("metadata", "style"):
-            found = _cleaned(child, referred, key, hooks)
+            found = _cleaned(child, referred, key, figure)
             # a group without attributes has no effect
             target.extend(found if found.tag == "g" and not found.attrib else [found])
     return target

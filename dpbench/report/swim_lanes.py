@@ -13,7 +13,7 @@ from matplotlib.path import Path
 from dpbench.analysis.lanes import Bar, Lane, Lanes, Stretch
 from dpbench.analysis.summary import Row
 from dpbench.records import HOST, UNATTRIBUTED, Case, Source, words
-from dpbench.report import small_multiples, svg
+from dpbench.report import marks, small_multiples, svg
 from dpbench.report.svg import Panel, Section
 
 Drawn = Mapping[tuple[Case, Source], Lanes]
@@ -73,19 +73,18 @@ def _panel(facet: small_multiples.Facet, found: Drawn, key: str) -> Panel:
     phases = {bar.phase.value for one in shown for lane in one.lanes for bar in lane.bars}
     phases |= {UNATTRIBUTED for one in shown for stretch in one.path if stretch.bar is None}
     keys = [*svg.phase_keys(phases), Patch(**IDLE, label="idle"), _path_key()]
-    figure, axes, tops = svg.lanes(facet.names, said, heights, keys=-(-len(keys) // 3), left=LEFT)
+    figure, axes, tops = svg.lanes(facet.names, said, heights, keys=-(-len(keys) // 3), left=LEFT, cases=facet.cases)
     longest = max(one.seconds for one in shown) * 1e3
     axes.set(xlim=(0, longest * 1.01), xlabel="milliseconds after the start of the step")
-    hooks: dict[str, str] = {}
-    for number, (one, top) in enumerate(zip(shown, tops, strict=True)):
-        _timeline(axes, one, top + HEAD, longest, f"{key}-{number}", hooks)
+    for one, top in zip(shown, tops, strict=True):
+        _timeline(axes, one, top + HEAD, longest)
     svg.amounts(axes.xaxis)
     svg.legend(figure, keys, 3)
     drawing = svg.render(
-        figure, key=key, title=f"One median step: {facet.title}", hooks=hooks,
+        figure, key=key, title=f"One median step: {facet.title}",
         description=" ".join(f"{name}: {_description(one)}" for name, one in zip(facet.names, shown, strict=True)),
     )  # fmt: skip
-    return Panel(facet.title, drawing, _caption(facet, shown), facet.labels)
+    return Panel(facet.title, drawing, _caption(facet, shown), facet.labels, cases=facet.cases)
 
 
 def _path_key() -> Patch:
@@ -104,11 +103,8 @@ def _range(shares: Sequence[float]) -> str:
     return " to ".join(dict.fromkeys(words.percent(share) for share in (min(shares), max(shares))))
 
 
-def _timeline(axes: Axes, one: Lanes, top: float, longest: float, key: str, hooks: dict[str, str]) -> None:
-    """Draw the lanes of one case from the height `top` downwards, and add a text for each bar to `hooks`.
-
-    `longest` is the end of the time axis in milliseconds. `key` is unique among the cases.
-    """
+def _timeline(axes: Axes, one: Lanes, top: float, longest: float) -> None:
+    """Draw the lanes of one case from the height `top` downwards; `longest` is the end of the time axis in ms."""
     critical: dict[tuple[int | None, Bar | None], float] = {}
     for part in one.path:
         at = (part.device, part.bar)
@@ -118,21 +114,18 @@ def _timeline(axes: Axes, one: Lanes, top: float, longest: float, key: str, hook
     for lane in _shown(one):
         edges[lane.device] = top
         svg.write_beside(axes, top + 11, _short(lane.device), LEFT, fontsize=svg.SMALL)
-        for number, (begin, end) in enumerate(lane.idle):
-            gid = f"{key}-{lane.device}-idle-{number}"
-            _box(axes, (begin, end), top, lane.rows * ROW, gid=gid, **IDLE)
+        for begin, end in lane.idle:
+            box = _box(axes, (begin, end), top, lane.rows * ROW, **IDLE)
             _write(axes, ("idle",), (begin, end), top, longest, svg.MUTED)
-            hooks[gid] = f"{_place(lane.device)} idle: {_extent(begin, end, one.seconds)}"
-        for number, bar in enumerate(lane.bars):
-            gid = f"{key}-{lane.device}-{number}"
+            marks.explain(box, f"{_place(lane.device)} idle: {_extent(begin, end, one.seconds)}")
+        for bar in lane.bars:
             look, y = svg.PHASES[bar.phase], top + bar.row * ROW
-            _box(axes, (bar.start_s, bar.end_s), y, ROW, gid=gid, facecolor=look.fill)
+            box = _box(axes, (bar.start_s, bar.end_s), y, ROW, facecolor=look.fill)
             _write(axes, (bar.phase.value, look.short), (bar.start_s, bar.end_s), y, longest, look.ink)
             waited = critical.get((lane.device, bar), 0.0)
             on_path = f"; critical for {words.time(waited)}" if waited else ""
-            hooks[gid] = (
-                f"{bar.phase} on {_place(lane.device)}: {_extent(bar.start_s, bar.end_s, one.seconds)}{on_path}"
-            )
+            said = f"{bar.phase} on {_place(lane.device)}: {_extent(bar.start_s, bar.end_s, one.seconds)}{on_path}"
+            marks.explain(box, said)
         top += lane.rows * ROW + GAP
     _outline(axes, one.path, edges, (start, top - GAP))
 
@@ -154,10 +147,12 @@ def _extent(start_s: float, end_s: float, step_s: float) -> str:
     return f"{words.time(took)} from {words.time(start_s)}, {words.percent(took / step_s)}"
 
 
-def _box(axes: Axes, interval: tuple[float, float], y: float, height: float, **look: Any) -> None:
-    """Draw a box over an interval in seconds, with its top edge at the height `y`."""
+def _box(axes: Axes, interval: tuple[float, float], y: float, height: float, **look: Any) -> Rectangle:
+    """Draw and return a box over an interval in seconds, with its top edge at the height `y`."""
     start, end = interval
-    axes.add_patch(Rectangle((start * 1e3, y), (end - start) * 1e3, height - 1, linewidth=0, **look))
+    box = Rectangle((start * 1e3, y), (end - start) * 1e3, height - 1, linewidth=0, **look)
+    axes.add_patch(box)
+    return box
 
 
 def _write(

@@ -20,7 +20,7 @@ from dpbench.analysis.summary import Row
 from dpbench.records import Case, Source, Trial, words
 from dpbench.records.registry import Role
 from dpbench.records.trial import Estimate
-from dpbench.report import naming, small_multiples, svg
+from dpbench.report import marks, naming, small_multiples, svg
 from dpbench.report.svg import Panel, Section
 
 COLUMNS = 200
@@ -71,10 +71,11 @@ def _strips(facet: small_multiples.Facet, by_case: dict[Case, list[Series]], key
     devices = [sorted({device for series in group for device in series})[:DEVICES] for group in groups]
     thick = max(4, min(10, 60 // max(map(len, devices))))
     heights = [22 + thick * len(rows) for rows in devices]
-    figure, axes, tops = svg.lanes(facet.names, [""] * len(groups), heights, keys=1)
+    figure, axes, tops = svg.lanes(facet.names, [""] * len(groups), heights, keys=1, cases=facet.cases)
     pause = PAUSE * max(_length(series) for group in groups for series in group)
     ends = [
-        _case(axes, group, rows, top + 17, thick, pause) for group, rows, top in zip(groups, devices, tops, strict=True)
+        _case(axes, name, group, rows, top + 17, thick, pause)
+        for name, group, rows, top in zip(facet.names, groups, devices, tops, strict=True)
     ]
     axes.set(xlim=(0, max(ends) * 1.01 or 1), xlabel="seconds, one round after another", aspect="auto")
     axes.set_ylim(sum(heights), 0)  # imshow has changed the limits
@@ -86,7 +87,7 @@ def _strips(facet: small_multiples.Facet, by_case: dict[Case, list[Series]], key
     drawing = svg.render(figure, key=key, title=f"Utilisation: {facet.title}", description=said)
     more = any(len({d for series in group for d in series}) > DEVICES for group in groups)
     caption = f"One row per {kind}, with number 0 on top." + (f" Only the first {DEVICES} are drawn." if more else "")
-    return Panel(facet.title, drawing, caption, facet.labels)
+    return Panel(facet.title, drawing, caption, facet.labels, cases=facet.cases)
 
 
 def _length(series: Series) -> float:
@@ -94,15 +95,20 @@ def _length(series: Series) -> float:
     return max(times) - min(times)
 
 
-def _case(axes: Axes, group: Iterable[Series], devices: Sequence[Place], y: float, thick: float, pause: float) -> float:
+def _case(
+    axes: Axes, name: str, group: Iterable[Series], devices: Sequence[Place], y: float, thick: float, pause: float
+) -> float:  # fmt: skip
     """Draw the utilisation in the rounds of one case, one after another; return the end of the last round in seconds.
 
     `y` is the top edge of the drawing, `thick` the height of one device's row, and `pause` the gap between two rounds.
     """
     left = 0.0
-    for series in group:
+    for number, series in enumerate(group, start=1):
         image, width = _image(series, devices)
-        axes.imshow(image, extent=(left, left + width, y + thick * len(devices), y), interpolation="none", zorder=2)
+        extent = (left, left + width, y + thick * len(devices), y)
+        strip = axes.imshow(image, extent=extent, interpolation="none", zorder=2)
+        mean = float(np.mean([value for readings in series.values() for _, value in readings]))
+        marks.explain(strip, f"{name}, round {number}: {words.percent(mean)} busy on average")
         left += width + pause
     return left - pause
 
@@ -169,7 +175,7 @@ def _busy(facet: small_multiples.Facet, key: str) -> Panel:
     )  # fmt: skip
     sources = ", ".join(sorted({row.busy_source for row in facet.rows if row.busy_source}))
     caption = f"{_sentence(facet)} Source of busy time: {sources or 'unknown'}.".strip()
-    return Panel(f"Busy time, {facet.title}", drawing, caption, facet.labels)
+    return Panel(f"Busy time, {facet.title}", drawing, caption, facet.labels, cases=facet.cases)
 
 
 def _sentence(facet: small_multiples.Facet) -> str:
@@ -204,7 +210,8 @@ def _memory(facet: small_multiples.Facet, key: str) -> Panel:
         title=f"Peak memory of device 0: {facet.title}",
     )  # fmt: skip
     sources = ", ".join(sorted({row.memory_source for row in facet.rows if row.memory_source}))
-    return Panel(f"Peak memory, {facet.title}", drawing, f"Source: {sources or 'unknown'}.", facet.labels)
+    caption = f"Source: {sources or 'unknown'}."
+    return Panel(f"Peak memory, {facet.title}", drawing, caption, facet.labels, cases=facet.cases)
 
 
 def _pairs(
@@ -216,14 +223,15 @@ def _pairs(
     `amounts` has the amount of each device in `unit`, by case, and `values` has the texts next to the cases' names.
     """
     several = max(map(len, amounts)) > 2
-    figure, axes, tops = svg.lanes(facet.names, values, [44] * len(values), keys=2 if several else 1)
-    for found, top in zip(amounts, tops, strict=True):
+    figure, axes, tops = svg.lanes(facet.names, values, [44] * len(values), keys=2 if several else 1, cases=facet.cases)
+    for row, name, found, top in zip(facet.rows, facet.names, amounts, tops, strict=True):
         rest = [amount for device, amount in found.items() if device]
-        axes.barh(top + 24, found.get(0, 0.0), height=9, facecolor=colour, edgecolor=colour, linewidth=1.2)
+        means = [("device 0", found.get(0, 0.0), top + 24, colour)]
         if rest:
-            axes.barh(
-                top + 36, sum(rest) / len(rest), height=9, facecolor=svg.BACKGROUND, edgecolor=colour, linewidth=1.2
-            )
+            means.append(("mean of the others", sum(rest) / len(rest), top + 36, svg.BACKGROUND))
+        for device, amount, y, face in means:
+            (bar,) = axes.barh(y, amount, height=9, facecolor=face, edgecolor=colour, linewidth=1.2)
+            marks.explain(bar, f"{name}, {device}: {words.number(amount)} {unit}, {naming.basis(row)}")
         if len(rest) > 1:
             axes.plot([min(rest), max(rest)], [top + 36] * 2, "|-", color=svg.FOREGROUND, linewidth=1.2, markersize=6)
     most = max(amount for found in amounts for amount in found.values())
@@ -277,11 +285,13 @@ def steps(rows: Sequence[Row], trials: Sequence[Trial]) -> Section:
 def _steps(facet: small_multiples.Facet, series: Mapping[Case, Sequence[Trial]], key: str) -> Panel:
     groups = [series[row.case][:ROUNDS] for row in facet.rows]
     values = [words.ms(row.step) if row.step else "" for row in facet.rows]
-    figure, axes, tops = svg.lanes(facet.names, values, [CURVE + 42] * len(groups), keys=3, left=LEFT)
+    figure, axes, tops = svg.lanes(
+        facet.names, values, [CURVE + 42] * len(groups), keys=3, left=LEFT, cases=facet.cases
+    )
     each = [np.sort(trial.timed) * 1e3 for group in groups for trial in group]
     end = min(max(times[-1] for times in each), svg.FARTHEST * max(float(np.median(times)) for times in each))
     low, high = _scale(axes, min(times[0] for times in each), end)
-    for row, group, top in zip(facet.rows, groups, tops, strict=True):
+    for row, name, group, top in zip(facet.rows, facet.names, groups, tops, strict=True):
         bottom = top + 24 + CURVE
         for share in (0.0, 0.5, 1.0):
             y = bottom - share * CURVE
@@ -290,13 +300,15 @@ def _steps(facet: small_multiples.Facet, series: Mapping[Case, Sequence[Trial]],
         if row.step and naming.drawable(row.step):
             _interval(axes, row.step, bottom - CURVE, bottom)
         for trial, dashes in zip(group, DASHES, strict=False):
-            _curve(axes, trial, bottom, (low, high), {"linestyle": dashes, "color": svg.colour(row.case)})
+            curve = _curve(axes, trial, bottom, (low, high), {"linestyle": dashes, "color": svg.colour(row.case)})
+            basis = f"{words.time(float(np.median(trial.timed)))} of {words.count(len(trial.timed), 'timed step')}"
+            marks.explain(curve, f"{name}, round {trial.round + 1}: median {basis}")
         _warm_up(axes, group, bottom + 8, (low, high))
     axes.set_xlabel("milliseconds of one step")
     svg.legend(figure, _step_keys(max(map(len, groups))), 3)
     said = "; ".join(f"{name}: median {value}" for name, value in zip(facet.names, values, strict=True))
     drawing = svg.render(figure, key=key, title=f"Distribution of step times: {facet.title}", description=said)
-    return Panel(facet.title, drawing, _left_out(facet, series, high), facet.labels)
+    return Panel(facet.title, drawing, _left_out(facet, series, high), facet.labels, cases=facet.cases)
 
 
 def _interval(axes: Axes, step: Estimate, top: float, bottom: float) -> None:
@@ -327,8 +339,8 @@ def _scale(axes: Axes, low: float, high: float) -> tuple[float, float]:
     return edges
 
 
-def _curve(axes: Axes, trial: Trial, bottom: float, ends: tuple[float, float], look: Mapping[str, Any]) -> None:
-    """Draw the distribution of a round's timed steps above the height `bottom`, with its outliers as dots.
+def _curve(axes: Axes, trial: Trial, bottom: float, ends: tuple[float, float], look: Mapping[str, Any]) -> Line2D:
+    """Draw the distribution of a round's timed steps above the height `bottom`, outliers as dots; return its curve.
 
     `ends` are the ends of the axis in milliseconds. Where steps are beyond the end, an arrow ends the curve.
     """
@@ -338,13 +350,15 @@ def _curve(axes: Axes, trial: Trial, bottom: float, ends: tuple[float, float], l
     # evenly chosen shares, always with the first and the last step
     chosen = np.unique(np.linspace(0, inside.sum() - 1, min(POINTS, inside.sum())).round().astype(int))
     heights = bottom - np.concatenate([[0.0], shares[chosen]]) * CURVE
-    axes.plot(np.concatenate([times[:1], times[chosen]]), heights, drawstyle="steps-post", linewidth=1.4, **look)
+    places = np.concatenate([times[:1], times[chosen]])
+    (curve,) = axes.plot(places, heights, drawstyle="steps-post", linewidth=1.4, **look)
     first, third = np.quantile(times, [0.25, 0.75])
     far = (times < first - OUTLIER * (third - first)) | (times > third + OUTLIER * (third - first))
     dots = far & inside
     axes.plot(times[dots], bottom - shares[dots] * CURVE, "o", color=look["color"], markersize=3.2)
     if not inside.all():
         axes.plot([ends[1]], [bottom - shares[inside][-1] * CURVE], ">", color=look["color"], markersize=6)
+    return curve
 
 
 def _warm_up(axes: Axes, group: Iterable[Trial], y: float, ends: tuple[float, float]) -> None:

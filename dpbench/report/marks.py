@@ -1,0 +1,113 @@
+"""Marks: the texts and the cases of a drawing's artists, by which the page explains and filters the drawing.
+
+Matplotlib writes the `gid` of an artist as the id of its SVG group. The functions here choose the `gid`, and turn it
+into attributes of the group.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from xml.etree import ElementTree
+
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.spines import Spine
+from matplotlib.text import Text
+
+from dpbench.records import Case
+from dpbench.report import naming
+
+
+class Drawing(Figure):
+    """A figure that knows what its artists show.
+
+    `hooks` has a text on artists by their `gid`, and `owners` the cases that artists show. `bands` has the case of each
+    lane, if the figure has lanes, and the lane's edges from the top of the axes. `size` is in SVG units (1/72 inch).
+    """
+
+    def __init__(self, size: tuple[float, float]) -> None:
+        super().__init__(figsize=(size[0] / 72, size[1] / 72), facecolor="none")
+        self.hooks: dict[str, str] = {}
+        self.owners: dict[str, Sequence[Case]] = {}
+        self.bands: Sequence[tuple[Case, float, float]] = ()
+
+
+def explain(artist: Artist, text: str, cases: Sequence[Case] = ()) -> None:
+    """Give an artist of a drawing a text, which the page shows while the pointer or the focus is on the artist.
+
+    `cases` are the cases that the artist shows; without any, they are those of the lane in which the artist lies.
+    """
+    figure = artist.figure
+    assert isinstance(figure, Drawing)
+    gid = f"mark-{len(figure.hooks)}"
+    artist.set_gid(gid)
+    figure.hooks[gid] = text
+    figure.owners[gid] = cases
+
+
+@contextmanager
+def owned(axes: Axes, cases: Sequence[Case]) -> Iterator[None]:
+    """Return a context in which artists that are added to `axes` show these cases, unless they have a text."""
+    before = set(axes.get_children())
+    yield
+    for artist in axes.get_children():
+        if artist not in before and not artist.get_gid():
+            own(artist, cases)
+
+
+def own(artist: Artist, cases: Sequence[Case]) -> None:
+    """Give an artist of a drawing the cases that it shows; the page hides it if none of them is chosen."""
+    figure = artist.figure
+    assert isinstance(figure, Drawing)
+    gid = f"of-{len(figure.owners)}"
+    artist.set_gid(gid)
+    figure.owners[gid] = cases
+
+
+def give_bands(figure: Drawing) -> None:
+    """Put the number of its band into the `gid` of each artist that lies within one band of the drawing."""
+    for axes in figure.axes[:1] if figure.bands else ():
+        for artist in axes.get_children():
+            band = _band(figure.bands, axes, artist)
+            if band is not None:
+                artist.set_gid(f"band-{band}:{artist.get_gid() or ''}")
+
+
+def _band(bands: Sequence[tuple[Case, float, float]], axes: Axes, artist: Artist) -> int | None:
+    """Return the number of the band in which an artist lies; None for one that no band contains, such as an axis."""
+    if isinstance(artist, Axis | Spine) or artist is axes.patch or not artist.get_visible():
+        return None
+    if isinstance(artist, Text):
+        low = high = artist.get_position()[1] if artist.get_text() else -1.0
+    else:
+        box = artist.get_window_extent()
+        if not np.isfinite([box.y0, box.y1]).all():
+            return None  # nothing is drawn
+        low, high = sorted(axes.transData.inverted().transform([[0, box.y0], [0, box.y1]])[:, 1])
+    middle = (low + high) / 2
+    found = (number for number, (_, top, bottom) in enumerate(bands) if top <= middle < bottom)
+    number = next(found, None)
+    # what is higher than a band, such as a line across several, belongs to none
+    return number if number is not None and high - low <= bands[number][2] - bands[number][1] else None
+
+
+def hook(target: ElementTree.Element, gid: str, figure: Drawing) -> None:
+    """Give an element the attributes that follow from the `gid` of its artist.
+
+    The group of an artist with a text gets the attribute `data-bar`, and the text as its title, which browsers show
+    while the pointer is on the group. The group of an artist with cases gets their ids as `data-cases`, and the group
+    of an artist in a band the number of the band as `data-lane`.
+    """
+    if band := re.match(r"band-(\d+):", gid):
+        target.set("data-lane", band[1])
+        gid = gid.removeprefix(band[0])
+    if cases := figure.owners.get(gid):
+        target.set("data-cases", naming.case_ids(cases))
+    if gid in figure.hooks:
+        target.set("data-bar", "")
+        ElementTree.SubElement(target, "title").text = naming.plain(figure.hooks[gid])
