@@ -85,3 +85,8 @@ def is_error(code: int, out: str, err: str, expected: int = 64) -> str:
     assert err.startswith(("Usage: ", "error: ")), err
     assert err.startswith("Usage: ") or err.count("\n") == 1, err
     return err[err.lower().index("error: ") :]
+
+
+def compared(out: str) -> list[str]:
+    """Return the lines on cases in the text that `dpbench compare` printed."""
+    return out.partition("--\n")[2].partition("\n\n")[0].splitlines()

@@ -17,7 +17,7 @@ import pytest
 from dpbench.records import Case, Phase, Span, Status, Step, Trial, Verified, registry, schedule
 from dpbench.store import Store
 from tests import commands
-from tests.exported import is_error
+from tests.exported import compared, is_error
 
 PHASES = {*(phase.value for phase in Phase), "unattributed"}
 WEAK = ("run", "--models", "mlp", "--strategies", "single,dp", "--devices", "1,2", "--batch-per-device", "8")
@@ -100,8 +100,9 @@ def fill(
 def test_comparing_a_run_with_itself_finds_no_difference(dpbench, weak):
     folder, _ = weak
     code, out, err = dpbench("compare", folder.store, folder.store)
-    verdicts = {line.split()[0] for line in out.splitlines()}
-    assert len(out.splitlines()) == 3
+    lines = compared(out)
+    verdicts = {line.split()[0] for line in lines}
+    assert len(lines) == 3
     assert verdicts <= {"same", "undecided"}
     assert code == (3 if "undecided" in verdicts else 0)
     assert err == ""
@@ -125,7 +126,7 @@ def test_compare_tells_slower_faster_same_and_undecided_by_words_and_exit_code(
         fill(store, seconds, noise=noise)
     code, out, err = dpbench("compare", *stores)
     assert code == expected, out + err
-    (line,) = out.splitlines()
+    (line,) = compared(out)
     assert line.split()[0] == verdict
     if noise > 0.1:
         assert "not enough rounds (the estimate's interval spans more than a factor of 4; more rounds" in line
