@@ -60,11 +60,14 @@ def run(file: Path) -> dp.Run:
 # -- the interface
 
 
+COMMAND_ONLY = {"report", "interface", "find_max_batch", "as_json", "dry_run"}
+"""The options of `dpbench run` with other results than a run, and the network of a launch by ranks."""
+
+
 def test_the_arguments_are_the_options_of_the_command_with_their_defaults() -> None:
     offered = inspect.signature(dp.run).parameters
-    command_only = {"report", "interface", "find_max_batch", "as_json", "dry_run", "verbose"}
-    assert {*offered} == {one.name for one in running.run.params} - command_only
-    defaults = {name: one.default for name, one in offered.items() if name not in {"store", "quiet"}}
+    assert {*offered} == {one.name for one in running.run.params} - COMMAND_ONLY
+    defaults = {name: one.default for name, one in offered.items() if name not in {"store", "quiet", "verbose"}}
     assert defaults == {one.name: one.default for one in fields(Options) if one.name != "find_max_batch"}
     [store] = [one for one in running.run.params if one.name == "store"]
     assert offered["store"].default == str(store.default)
@@ -260,6 +263,7 @@ def test_a_run_is_measured_stored_and_resumed_after_an_interrupt(
 def test_wrong_arguments_leave_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for wrong, kind in (
+        ({"quiet": True, "verbose": True}, ValueError),
         ({"models": "resnet81"}, LookupError),
         ({"devices": 0}, ValueError),
         ({"tag": "a"}, ValueError),

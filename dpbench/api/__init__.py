@@ -7,7 +7,6 @@ messages are those of the command line, and name its options, such as --devices 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 
 import click
@@ -15,6 +14,7 @@ import click
 from dpbench import export
 from dpbench.api.runs import Run
 from dpbench.cli import showing
+from dpbench.cli.options import Detail
 from dpbench.cli.progress import Progress
 from dpbench.measure import launch, options
 from dpbench.store import FINISHED, Store, StoredRun
@@ -63,6 +63,7 @@ def run(
     tag: Names = (),
     store: str | Path = STORE,
     quiet: bool = False,
+    verbose: bool = False,
 ) -> Run:
     """Measure cases in fresh processes, store every trial in the file `store`, and return the run.
 
@@ -77,7 +78,9 @@ def run(
     where the command `dpbench run` measures over all ranks.
     """
     given = dict(locals())
-    del given["store"], given["quiet"]
+    del given["store"], given["quiet"], given["verbose"]
+    if quiet and verbose:
+        raise ValueError("--quiet and --verbose contradict each other: leave out one of them")
     asked = options.Options.of(**{name: value for name, value in given.items() if value != ()})
     if launch.of_environment():
         raise RuntimeError(
@@ -87,10 +90,10 @@ def run(
     path = Path(store)
     command = asked.command(*([] if str(path) == STORE else ["--store", str(path)]))
     naming = options.naming(asked, command)
-    with Store.create(path, naming) as opened, nullcontext() if quiet else Progress() as progress:
-        listen = progress.listen if progress else lambda event: None
+    detail = Detail.QUIET if quiet else Detail.VERBOSE if verbose else Detail.USUAL
+    with Store.create(path, naming) as opened, Progress(detail) as progress:
         try:
-            outcome = options.measure(asked, cases, opened, budget_s=budget_s, listen=listen)
+            outcome = options.measure(asked, cases, opened, budget_s=budget_s, listen=progress.listen)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(
                 f"interrupted; the finished trials are stored in {path}; to resume the run, call dpbench.run with the "
