@@ -129,7 +129,7 @@ def test_compare_tells_slower_faster_same_and_undecided_by_words_and_exit_code(
     (line,) = compared(out)
     assert line.split()[0] == verdict
     if noise > 0.1:
-        assert "not enough rounds (the estimate's interval spans more than a factor of 4; more rounds" in line
+        assert "not enough rounds: the estimate's interval spans more than a factor of 4; more rounds" in line
     else:
         assert float(re.search(r"([\d.]+)x", line).group(1)) == pytest.approx(before / after, rel=0.01 + 2 * noise)
     assert "mlp dp[reference] x2 batch 64" in line
@@ -159,8 +159,7 @@ def test_runs_with_nothing_in_common_cannot_be_compared(dpbench, tmp_path, other
     fill(tmp_path / "a.db", FAST)
     fill(tmp_path / "b.db", FAST, **other)
     last = is_error(*dpbench("compare", tmp_path / "a.db", tmp_path / "b.db"))
-    assert "a.db" in last
-    assert "common" in last
+    assert "no measured case in common" in last
 
 
 def test_a_run_that_is_not_there_or_not_alone_is_named_with_those_that_are(dpbench, tmp_path):

@@ -1,48 +1,200 @@
-"""Comparison: two runs of the same cases, with the speed ratio, its verdict, and the phase that changed most."""
+"""Comparison: two runs of the same cases, with the ratio of their speeds, its verdict, and the phase that changed most.
+
+Runs on unlike machines are compared only if the caller asks for it.
+"""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from dpbench.analysis import stats
-from dpbench.analysis.summary import measured
-from dpbench.records import Case, Trial, ledger
+from dpbench.analysis.summary import labels, measured, order
+from dpbench.records import Case, Trial, ledger, words
 from dpbench.records.trial import Estimate
 
+if TYPE_CHECKING:
+    from dpbench.analysis.report import Report
 
-@dataclass(frozen=True)
+UNKNOWN = "unknown"
+NEVER = 100
+"""The number of rounds from which on more rounds are not recommended."""
+ORDER = ("slower", "faster", "undecided", "same")
+"""The verdicts in the order in which cases are listed."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """One case compared between two runs: the speed ratio, its verdict, and the phase that changed most.
+    """One case compared between two runs.
 
-    `ratio` is above 1 if the second run is faster. `phase_s` is the change of the phase `phase` in seconds per step; it
-    is negative if the phase became shorter.
+    `before` and `after` are the seconds of a step. `ratio` is above 1 if the second run is faster. `reason` explains
+    the verdict. `phase_s` is the change of the phase `phase` in seconds per step, negative if the phase became shorter,
+    and `share` its fraction of the changes of all phases, without regard to their signs. `other` is the case in the
+    second run, which differs from `case` only between unlike machines. `labels` are those of both sides.
     """
 
     case: Case
+    other: Case
+    before: Estimate
+    after: Estimate
     ratio: Estimate
     verdict: str
+    reason: str
     phase: str
     phase_s: float
+    share: float
+    labels: tuple[str, ...]
+
+    @property
+    def decided(self) -> bool:
+        """Return whether the case became faster or slower."""
+        return self.verdict in ("faster", "slower")
+
+    @property
+    def name(self) -> str:
+        """Return the label of the case, with the kinds of devices if they differ."""
+        kinds = f" ({self.case.device_kind}, then {self.other.device_kind})"
+        return self.case.label + (kinds if self.case.device_kind != self.other.device_kind else "")
 
 
-def compare(before: Sequence[Trial], after: Sequence[Trial], *, margin: float = 0.01) -> list[Comparison]:
+@dataclass(frozen=True)
+class Unlike:
+    """A fact in which the machines or the software of two runs differ."""
+
+    name: str
+    before: str
+    after: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.before}, then {self.after}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparisons:
+    """Two runs compared: their common cases, sorted by verdict, and the facts in which their machines differ.
+
+    `lost` has the reason for each case that is in both runs but has no result in at least one of them.
+    """
+
+    lines: Sequence[Comparison]
+    lost: Mapping[Case, str]
+    unlike: Sequence[Unlike]
+    margin: float
+
+    @property
+    def verdicts(self) -> Counter[str]:
+        """Return the number of cases by verdict; cases without a result count as undecided."""
+        return Counter([*(line.verdict for line in self.lines), *("undecided" for _ in self.lost)])
+
+
+def between(before: Report, after: Report, *, margin: float = stats.MARGIN, unlike: bool = False) -> Comparisons:
+    """Return the comparison of two runs; `margin` is the relative difference up to which two cases count as the same.
+
+    Raises ValueError if the machines or the software of the runs are unlike, unless `unlike` is True, and if they have
+    no measured case in common.
+    """
+    differing = unlikes(before, after)
+    if differing and not unlike:
+        said = "; ".join(map(str, differing))
+        raise ValueError(f"the two runs are unlike ({said}): give --unlike to compare them nevertheless")
+    lines = compare(before.trials, after.trials, margin=margin, unlike=unlike)
+    lost = uncompared(before.trials, after.trials)
+    if not lines:
+        reasons = "".join(f"; {case.label}: {reason}" for case, reason in lost.items())
+        raise ValueError(
+            f"the runs {before.run_id[:8]} and {after.run_id[:8]} have no measured case in common{reasons}"
+        )
+    return Comparisons(lines=lines, lost=lost, unlike=differing, margin=margin)
+
+
+def unlikes(before: Report, after: Report) -> list[Unlike]:
+    """Return the facts in which the machines or the software of two runs differ, and which change the step time."""
+    first, second = _facts(before), _facts(after)
+    return [Unlike(name, first[name], second[name]) for name in first if first[name] != second[name]]
+
+
+def _facts(report: Report) -> dict[str, str]:
+    """Return the facts on which step times depend, by name: processor, cores, GPUs, torch, kinds of devices."""
+    host, gpus = (report.provenance.get(key) or {} for key in ("host", "gpus"))
+    models = Counter(str(gpu.get("name", UNKNOWN)) for gpu in gpus.get("gpus") or ())
+    versions = dict.fromkeys(str(one.provenance["torch"]) for one in report.trials if "torch" in one.provenance)
+    installed: Any = (report.provenance.get("packages") or {}).get("torch", UNKNOWN)
+    return {
+        "processor": str(host.get("cpu", UNKNOWN)),
+        "cores": str(host.get("cores", UNKNOWN)),
+        "GPUs": ", ".join(f"{count} {name}" for name, count in sorted(models.items())) or "none",
+        "torch": ", ".join(versions) or str(installed),
+        "devices": ", ".join(sorted({trial.case.device_kind for trial in report.trials})) or UNKNOWN,
+    }
+
+
+def compare(
+    before: Sequence[Trial], after: Sequence[Trial], *, margin: float = stats.MARGIN, unlike: bool = False
+) -> list[Comparison]:
     """Return the comparison of every case with results in both runs; a ratio above 1 means that `after` is faster.
 
     `margin` is the relative difference up to which two cases count as the same. The verdicts are corrected for multiple
-    comparisons.
+    comparisons. With `unlike`, cases that differ only in the kind of device are the same case; emulated devices, whose
+    time is host time only, are never compared with others.
     """
-    both = {}
-    for case in dict.fromkeys(trial.case for trial in before):
-        sides = [[trial for trial in side if trial.case == case] for side in (before, after)]
-        if all(measured(side) for side in sides):
-            both[case] = sides
-    ratios = [stats.ratio(*map(measured, sides), paired=False) for sides in both.values()]
-    return [
-        Comparison(case, ratio, verdict, *blame(*both[case]))
-        for case, ratio, verdict in zip(both, ratios, stats.verdicts(ratios, margin=margin), strict=True)
-    ]
+    sides = [_by_case(side, unlike=unlike) for side in (before, after)]
+    pairs = [(one, sides[1][key]) for key, one in sides[0].items() if key in sides[1]]
+    ratios = [stats.ratio(measured(one), measured(other), paired=False) for one, other in pairs]
+    permitted = stats.thresholds(ratios)
+    found = []
+    for (one, other), ratio, most in zip(pairs, ratios, permitted, strict=True):
+        verdict = stats.verdict(ratio, margin=margin, alpha=most)
+        changes = moved(one, other)
+        phase, phase_s = _largest(changes)
+        total_s = sum(map(abs, changes.values()))
+        found.append(
+            Comparison(
+                case=one[-1].case, other=other[-1].case, before=stats.median(measured(one)),
+                after=stats.median(measured(other)), ratio=ratio, verdict=verdict,
+                reason=_reason(ratio, verdict, most, len(pairs), margin), phase=phase, phase_s=phase_s,
+                share=abs(phase_s) / total_s if total_s else 0.0,
+                labels=tuple(dict.fromkeys((*labels(one[-1]), *labels(other[-1]), *["UNLIKE"] * unlike))),
+            )
+        )  # fmt: skip
+    return sorted(found, key=lambda line: (ORDER.index(line.verdict), order(line.case)))
+
+
+def _by_case(trials: Iterable[Trial], *, unlike: bool) -> dict[Case, list[Trial]]:
+    """Return the trials of each case that has a result; with `unlike`, the key is the case on a CPU."""
+    groups: dict[Case, list[Trial]] = {}
+    for trial in trials:
+        groups.setdefault(trial.case, []).append(trial)
+    found: dict[Case, list[Trial]] = {}
+    for case, group in groups.items():
+        real = unlike and case.device_kind != "emulated"
+        key = replace(case, device_kind="cpu", device_ids=()) if real else case
+        if measured(group):
+            found.setdefault(key, group)
+    return found
+
+
+def _reason(ratio: Estimate, verdict: str, most: float, count: int, margin: float) -> str:
+    """Return a clause that explains the verdict on one of `count` ratios; `most` is the largest p-value permitted."""
+    if ratio.doubt:
+        return f"{words.NOT_ENOUGH}: {words.doubt(ratio)}; {words.REMEDY} would help"
+    p, excludes = stats.p_value(ratio), not ratio.low <= 1 <= ratio.high
+    if verdict == "same":
+        although = ", although it excludes 1" if excludes else ""
+        return f"the whole interval is within the margin of {words.percent(margin)} around 1{although}"
+    if verdict != "undecided":
+        return f"p = {p:.2g}, at most {most:.2g}"
+    if excludes and not most:
+        return f"the interval excludes 1, but p = {p:.2g} is larger than that of another undecided case (Holm's method)"
+    if excludes:
+        cases = f" for one of {count} cases read together (Holm's method)" if count > 1 else ""
+        return f"the interval excludes 1, but p = {p:.2g}, and at most {most:.2g} decides{cases}"
+    rounds = stats.rounds_to_decide(ratio, margin=margin, most=NEVER)
+    hopeless = rounds >= NEVER
+    more = "more rounds will hardly decide" if hopeless else f"about {words.count(rounds, 'round')} each should decide"
+    return f"the interval includes 1 and exceeds the margin of {words.percent(margin)}; {more}"
 
 
 def uncompared(before: Sequence[Trial], after: Sequence[Trial]) -> dict[Case, str]:
@@ -61,10 +213,19 @@ def blame(before: Sequence[Trial], after: Sequence[Trial]) -> tuple[str, float]:
 
     The change is negative if the phase became shorter.
     """
+    return _largest(moved(before, after))
+
+
+def _largest(changes: Mapping[str, float]) -> tuple[str, float]:
+    """Return the phase with the largest change, and the change."""
+    name = max(sorted(changes), key=lambda phase: abs(changes[phase]))
+    return name, changes[name]
+
+
+def moved(before: Sequence[Trial], after: Sequence[Trial]) -> dict[str, float]:
+    """Return the change of each phase from `before` to `after` in seconds per step; negative if it became shorter."""
     first, second = (_phase_medians(trials) for trials in (before, after))
-    moved = {name: second.get(name, 0.0) - first.get(name, 0.0) for name in {*first, *second}}
-    name = max(sorted(moved), key=lambda phase: abs(moved[phase]))
-    return name, moved[name]
+    return {name: second.get(name, 0.0) - first.get(name, 0.0) for name in {*first, *second}}
 
 
 def _phase_medians(trials: Sequence[Trial]) -> dict[str, float]:

@@ -214,19 +214,24 @@ def verdict(estimate: Estimate, *, margin: float = MARGIN, alpha: float = ALPHA)
 
 
 def verdicts(estimates: Sequence[Estimate], *, margin: float = MARGIN, alpha: float = ALPHA) -> list[str]:
-    """Return the verdicts on ratios that are read together, corrected for multiple comparisons by Holm's method.
+    """Return the verdicts on ratios that are read together, with the p-values that `thresholds` permits."""
+    permitted = thresholds(estimates, alpha=alpha)
+    return [verdict(one, margin=margin, alpha=most) for one, most in zip(estimates, permitted, strict=True)]
 
-    `alpha` bounds the probability that any equal case is called "faster" or "slower". The m p-values are sorted, and
-    the one at index k (from 0) must be at most alpha / (m - k). If it is larger, neither its ratio nor the ratios with
-    larger p-values are called "faster" or "slower".
+
+def thresholds(estimates: Sequence[Estimate], *, alpha: float = ALPHA) -> list[float]:
+    """Return, for each of several ratios, the largest p-value with which it is called "faster" or "slower".
+
+    Holm's method corrects for multiple comparisons: `alpha` bounds the probability that any equal case is called
+    "faster" or "slower". The m p-values are sorted, and the one at index k (from 0) must be at most alpha / (m - k). If
+    it is larger, the ratios with larger p-values are not called "faster" or "slower" either: their threshold is 0.
     """
     order = sorted(range(len(estimates)), key=lambda i: p_value(estimates[i]))
-    found = [""] * len(estimates)
-    lost = False
+    found = [0.0] * len(estimates)
     for place, i in enumerate(order):
-        strict = alpha / (len(order) - place)
-        found[i] = verdict(estimates[i], margin=margin, alpha=0.0 if lost else strict)
-        lost = lost or p_value(estimates[i]) > strict
+        found[i] = alpha / (len(order) - place)
+        if p_value(estimates[i]) > found[i]:
+            break
     return found
 
 

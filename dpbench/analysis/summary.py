@@ -110,7 +110,7 @@ def rows(trials: Iterable[Trial]) -> list[Row]:
     Among equal settings, one-device strategies come first, in the order of `Role`.
     """
     groups: dict[tuple[Case, Source], list[Trial]] = {}
-    for trial in sorted(trials, key=_order):
+    for trial in sorted(trials, key=lambda trial: order(trial.case)):
         groups.setdefault((trial.case, trial.source), []).append(trial)
     series = {key: measured(group) for key, group in groups.items()}
     table = [_row(case, group, series[case, source]) for (case, source), group in groups.items()]
@@ -118,9 +118,8 @@ def rows(trials: Iterable[Trial]) -> list[Row]:
     return [_compared(row, series, steps) for row in table]
 
 
-def _order(trial: Trial) -> tuple[object, ...]:
-    """Return the sort key of a trial, which decides the order of the rows."""
-    case = trial.case
+def order(case: Case) -> tuple[object, ...]:
+    """Return the sort key of a case, which decides the order of the rows."""
     roles = [*Role]
     rank = roles.index(case.traits.role) if case.traits.one_device else len(roles)
     return (case.model, case.size, case.device_kind, case.precision, rank, case.strategy, plan.place(case.schedule),

@@ -12,16 +12,15 @@ from pathlib import Path
 import click
 
 from dpbench import export
-from dpbench.api.runs import Run
+from dpbench.api.runs import STORE, Compared, Run
 from dpbench.cli import showing
 from dpbench.cli.options import Detail
 from dpbench.cli.progress import Progress
 from dpbench.measure import launch, options
-from dpbench.store import FINISHED, Store, StoredRun
+from dpbench.store import Store
 
-__all__ = ["Run", "load", "open_trials", "run"]
+__all__ = ["Compared", "Run", "load", "open_trials", "run"]
 
-STORE = "dpbench.db"
 Names = str | Sequence[str]
 Numbers = int | Sequence[int]
 
@@ -116,20 +115,12 @@ def load(store: str | Path = STORE, run: str | None = None) -> Run:
         return Run(chosen, opened.summaries(chosen.id), path)
 
 
-def open_trials(path: str | Path, run: str | None = None) -> Run:
+def open_trials(path: str | Path, run: str = "") -> Run:
     """Return the run in a file that `dpbench export jsonl` wrote, also one compressed by gzip.
 
     `run` is the beginning of an id, which a file with several runs needs. Such a file has the seconds of each step by
     phase, but neither spans, samples, the time of the run, nor facts on the machine: what depends on them is missing in
     the result. Raises ValueError if the file is not an export, or does not have exactly one such run.
     """
-    found = export.read_jsonl(Path(path))
-    fitting = {name: trials for name, trials in found.items() if name.startswith(run or "")}
-    if len(fitting) != 1:
-        known = ", ".join(name[:12] for name in found) or "none"
-        raise ValueError(
-            f"{path} has {len(fitting)} runs whose id begins with {run or ''!r}; give run= the beginning of one of its "
-            f"ids: {known}"
-        )
-    [(run_id, trials)] = fitting.items()
-    return Run(StoredRun(run_id, FINISHED, 0.0, 0, {}), trials, None)
+    stored, trials = export.read_run(Path(path), run)
+    return Run(stored, trials, None)

@@ -8,16 +8,24 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpbench.analysis import frames
+import click
+
+from dpbench.analysis import comparison, frames, stats
+from dpbench.analysis.comparison import Comparison, Unlike
 from dpbench.analysis.findings import text
 from dpbench.analysis.frames import DataFrame
-from dpbench.cli import showing
+from dpbench.cli import comparing, showing
 from dpbench.records import Trial, words
 from dpbench.store import Store, StoredRun
 
 if TYPE_CHECKING:
     from dpbench.analysis.answer import Answer
+    from dpbench.analysis.comparison import Comparisons
     from dpbench.analysis.report import Report
+
+
+STORE = "dpbench.db"
+"""The results file of the command line and of this interface."""
 
 
 class Run:
@@ -105,6 +113,21 @@ class Run:
         showing.write_report(Path(path), self.analysis)
         return Path(path)
 
+    def compare(self, after: Run | str | Path, *, margin: float = stats.MARGIN, unlike: bool = False) -> Compared:
+        """Return the comparison of this run with a run after a change, as `dpbench compare` makes it.
+
+        `after` is a run, or one of the names that the command takes, in the results file of this run. Relative
+        differences below `margin` count as equal. Raises ValueError for an unknown name, for runs without a measured
+        case in common, and for unlike machines unless `unlike` is True.
+        """
+        if not isinstance(after, Run):
+            try:
+                after = Run(*comparing.side(self._store or Path(STORE), str(after)), None)
+            except click.UsageError as error:
+                raise ValueError(error.message) from None
+        found = comparison.between(self.analysis, after.analysis, margin=margin, unlike=unlike)
+        return Compared(self.analysis, after.analysis, found)
+
     def __repr__(self) -> str:
         rows = self.analysis.rows
         labels = " ".join(dict.fromkeys(label for row in rows for label in row.labels))
@@ -115,3 +138,44 @@ class Run:
         from dpbench.report import notebook
 
         return notebook.render(self.analysis)
+
+
+class Compared:
+    """Two runs compared case by case: its text, or in a notebook its HTML, has a line on each case."""
+
+    def __init__(self, before: Report, after: Report, found: Comparisons) -> None:
+        self._before, self._after, self._found = before, after, found
+
+    @property
+    def cases(self) -> Sequence[Comparison]:
+        """Return the comparison of each case that has a result in both runs."""
+        return self._found.lines
+
+    @property
+    def unlike(self) -> Sequence[Unlike]:
+        """Return the facts in which the machines or the software of the runs differ."""
+        return self._found.unlike
+
+    def page(self, path: str | Path) -> Path:
+        """Write the comparison with the answers and the phases of both runs as one HTML file, and return its path."""
+        from dpbench.report import comparing as drawing
+
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(drawing.page(self._before, self._after, self._found))
+        return Path(path)
+
+    def __repr__(self) -> str:
+        from dpbench.report import comparing as drawing
+
+        return f"<dpbench.Compared: {drawing.summary(self._found)}>"
+
+    def __str__(self) -> str:
+        from dpbench.report import comparing as drawing
+
+        return drawing.text(self._before, self._after, self._found)
+
+    def _repr_html_(self) -> str:
+        """Return the runs and the table of cases as HTML, which notebooks show."""
+        from dpbench.report import notebook
+
+        return notebook.compared(self._before, self._after, self._found)

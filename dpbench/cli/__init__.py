@@ -12,7 +12,7 @@ import sys
 import click
 
 from dpbench import __version__
-from dpbench.cli import loading, managing, predicting, reading, running
+from dpbench.cli import comparing, loading, managing, predicting, reading, running
 from dpbench.cli.options import EXIT_FAILED, EXIT_USAGE
 
 
@@ -26,7 +26,7 @@ def cli() -> None:
 
 
 for command in (
-    running.run, loading.loaders, reading.report, reading.explain, reading.compare, reading.list_, managing.show,
+    running.run, loading.loaders, reading.report, reading.explain, comparing.compare, reading.list_, managing.show,
     managing.rm, managing.merge, reading.export, predicting.predict, predicting.probe,
 ):  # fmt: skip
     cli.add_command(command)

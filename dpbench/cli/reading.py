@@ -1,4 +1,4 @@
-"""Reading: the commands that read a store: report, explain, compare, list, export.
+"""Reading: the commands that read a store: report, explain, list, export.
 
 `dpbench list` also prints the values that options of `dpbench run` accept. It reads the descriptions of dpbench's
 models and strategies from their files, without importing them.
@@ -9,14 +9,12 @@ from __future__ import annotations
 import ast
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from dpbench.cli import managing, shapes
 from dpbench.cli.options import (
-    EXIT_UNDECIDED,
-    EXIT_WORSE,
     PAGE,
     json_option,
     last_words,
@@ -26,10 +24,6 @@ from dpbench.cli.options import (
 from dpbench.cli.showing import choose, read, report_of, write_report
 from dpbench.records import machine, registry, words
 from dpbench.records.schedule import FASTEST, LADDER, REFERENCE, RUNGS, TRAIN_STEP
-
-if TYPE_CHECKING:
-    from dpbench.records.trial import Estimate
-
 
 METRICS = {
     "busy_s": "CPU seconds that the threads of one logical CPU device spend in a step",
@@ -232,53 +226,3 @@ def export(store: Path, run_id: str | None, format: str, every: bool, output: Pa
         export.write(pieces, None if format == "parquet" else output)
     except BrokenPipeError:
         last_words("the output was closed")
-
-
-@click.command()
-@click.argument("before")
-@click.argument("after")
-@click.option(
-    "--margin", type=click.FloatRange(0, 1), default=0.01, show_default=True,
-    help="Relative differences below this margin count as equal.",
-)  # fmt: skip
-@store_option
-def compare(before: str, after: str, margin: float, store: Path) -> None:
-    """Compare two runs case by case; a ratio above 1 means that AFTER is faster than BEFORE.
-
-    BEFORE and AFTER are each a run of the store (@last, @NAME, or the beginning of an id), or another store file, whose
-    newest run is used.
-    Exit code 0: no case became slower; 1: at least one case did; 3: none did, but some cases are undecided.
-    """
-    from dpbench.analysis import comparison
-
-    first, second = (_side(store, name) for name in (before, after))
-    lines = comparison.compare(first, second, margin=margin)
-    lost = comparison.uncompared(first, second)
-    if not lines:
-        reasons = "".join(f"; {case.label}: {reason}" for case, reason in lost.items())
-        raise click.UsageError(f"the runs {before} and {after} have no measured case in common{reasons}")
-    for line in lines:
-        decided = line.verdict not in ("same", "undecided")
-        moved = f"; {line.phase} {words.signed_time(line.phase_s)}" if decided else ""
-        click.echo(f"{line.verdict:<9}  {_ratio(line.ratio)}  {line.case.label}{moved}")
-    for case, reason in lost.items():
-        click.echo(f"undecided  {case.label}: {reason}")
-    verdicts = {line.verdict for line in lines} | {"undecided" for _ in lost}
-    sys.exit(EXIT_WORSE if "slower" in verdicts else EXIT_UNDECIDED if "undecided" in verdicts else 0)
-
-
-def _ratio(estimate: Estimate) -> str:
-    """Return a ratio and its interval as text with four digits, which a margin of 1 % needs."""
-    if estimate.doubt:
-        return f"{words.NOT_ENOUGH} ({words.doubt(estimate)}; {words.REMEDY} would help)"
-    value, low, high = (words.number(part, 4) for part in (estimate.value, estimate.low, estimate.high))
-    return f"{value:>6}x [{low}-{high}]"
-
-
-def _side(store: Path, name: str) -> Any:
-    """Return the trials of one side of a comparison: the newest run in the store file `name`, or a run in `store`.
-
-    In the second case, `showing.choose` explains `name`.
-    """
-    path = Path(name)
-    return read(path, None)[1] if path.is_file() else read(store, name)[1]

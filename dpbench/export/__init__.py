@@ -18,7 +18,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dpbench.export.formats import Labels, jsonl, name, numbered, parquet, pick, pyperf, read_jsonl
+from dpbench.export.formats import Labels, jsonl, name, numbered, parquet, pick, pyperf, read_run
 from dpbench.export.traces import split as split_ranks
 from dpbench.export.traces import trace
 
@@ -34,7 +34,7 @@ __all__ = [
     "pick",
     "pieces",
     "pyperf",
-    "read_jsonl",
+    "read_run",
     "split_ranks",
     "trace",
     "write",

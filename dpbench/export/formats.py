@@ -38,6 +38,8 @@ from dpbench.records.ledger import Ledger
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from dpbench.store import StoredRun
+
 
 Labels = Callable[[Trial], tuple[str, ...]]
 """A function that returns the labels that must accompany a trial's numbers, such as MEASURED and CPU-ONLY."""
@@ -217,6 +219,25 @@ def read_jsonl(path: Path) -> dict[str, list[Trial]]:
     except (msgspec.MsgspecError, ValueError, EOFError, gzip.BadGzipFile) as error:
         raise ValueError(f"{path}, line {number}: this is not an export by `dpbench export jsonl`: {error}") from None
     return found
+
+
+def read_run(path: Path, run: str = "") -> tuple[StoredRun, list[Trial]]:
+    """Return the run whose id begins with `run` in a file that `jsonl` wrote, and its trials.
+
+    The run has no time and no facts, which the file lacks. Raises ValueError if the file does not have exactly one such
+    run.
+    """
+    from dpbench.store import FINISHED, StoredRun
+
+    found = read_jsonl(path)
+    fitting = {name: trials for name, trials in found.items() if name.startswith(run)}
+    if len(fitting) != 1:
+        known = ", ".join(name[:12] for name in found) or "none"
+        raise ValueError(
+            f"{path} has {len(fitting)} runs whose id begins with {run!r}; give the beginning of an id: {known}"
+        )
+    [(run_id, trials)] = fitting.items()
+    return StoredRun(run_id, FINISHED, 0.0, 0, {}), trials
 
 
 def pyperf(run_id: str, provenance: Mapping[str, Any], trials: Iterable[Trial], labels: Labels) -> str:

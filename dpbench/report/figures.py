@@ -263,3 +263,12 @@ def _stack(axes: Axes, row: Row, case: str, present: Sequence[str], y: float, wi
         if text := next((text for text in (name, look.short) if len(text) <= letters), ""):
             axes.text(left + width / 2, y + 4, text, ha="center", color=look.ink, fontsize=svg.SMALL)
         left += width
+
+
+def compared(title: str, before: Row, after: Row, key: str) -> Panel:
+    """Return the panel with the step of a case by phase in two runs, one below the other; `key` makes its ids unique.
+
+    Both rows must have phases.
+    """
+    with svg.theme():
+        return _phases(small_multiples.Facet(title, (before, after), ("before", "after")), key)

@@ -145,3 +145,14 @@ def _details(summary: str, body: str) -> str:
 
 def _facts(report: Report) -> list[tuple[str, str]]:
     return [*naming.facts(report), ("command", str(report.provenance.get("command", "")))]
+
+
+def compared(title: str, facts: Sequence[tuple[str, str]], columns: Sequence[str], cells: Iterable[Sequence[str]],
+             text: Sequence[str], note: str) -> str:  # fmt: skip
+    """Return a comparison of two runs as Markdown: its facts as a list, its table, and a note.
+
+    `text` has the columns of the table that contain text, and not numbers.
+    """
+    listed = "\n".join(f"- {name}: {_said(value)}" for name, value in facts)
+    body = _table(columns, ([_said(cell) for cell in line] for line in cells), text)
+    return f"## {_said(title)}\n\n{listed}\n\n{body}\n\n{_said(note)}\n"

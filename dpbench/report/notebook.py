@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from markupsafe import Markup
 
 from dpbench.analysis.answer import Answer
+from dpbench.analysis.comparison import Comparisons
 from dpbench.analysis.report import Report
-from dpbench.report import naming, table
+from dpbench.report import comparing, naming, table
 
 STYLE = """<style>
-.dpbench { font: 14px/1.45 system-ui, sans-serif; max-width: 75em; overflow-x: auto; }
+.dpbench { font: 14px/1.45 system-ui, sans-serif; overflow-x: auto; }
 .dpbench .card { border: 1px solid #8884; border-left: 4px solid #0072b2; border-radius: 6px; padding: .5em .9em;
-  margin: .5em 0; }
+  margin: .5em 0; max-width: 60em; }
 .dpbench .card b { display: block; font-size: 1.35em; }
 .dpbench .card p { margin: .1em 0; }
 .dpbench .badge { border: 1px solid; border-radius: 4px; padding: 0 .35em; font-size: .75em; }
 .dpbench table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-.dpbench th, .dpbench td { text-align: right; padding: .2em .5em; border-bottom: 1px solid #8884; vertical-align: top; }
+.dpbench th, .dpbench td { text-align: right; padding: .2em .5em; border-bottom: 1px solid #8884; vertical-align: top;
+  white-space: nowrap; }
 .dpbench .text { text-align: left; }
 .dpbench small { display: block; opacity: .75; }
 .dpbench code, .dpbench pre { white-space: pre-wrap; overflow-wrap: anywhere; text-align: left; }
@@ -38,7 +40,23 @@ def render(report: Report) -> str:
         _folded(f"Warnings: {len(report.warnings)}", map(_line, map(str, report.warnings))) if report.warnings else "",
         _table(report),
     ]
-    return Markup('<div class="dpbench">{}</div>').format(Markup("\n").join(parts))
+    return str(Markup('<div class="dpbench">{}</div>').format(Markup("\n").join(parts)))
+
+
+def compared(before: Report, after: Report, found: Comparisons) -> str:
+    """Return the HTML of two runs that are compared: a line on each run, and the table of their common cases."""
+    sides = [("before", before), ("after", after)]
+    head = [_line(f"{name}: {comparing.heading(report)}") for name, report in sides]
+    head += [_line(f"UNLIKE: {one}") for one in found.unlike]
+    cells = [
+        Markup("").join(
+            _cell("td", *pair, text=comparing.TEXT_COLUMNS) for pair in zip(comparing.COLUMNS, line, strict=True)
+        )
+        for line in comparing.cells(found)
+    ]
+    columns = Markup("").join(_cell("th", name, name, text=comparing.TEXT_COLUMNS) for name in comparing.COLUMNS)
+    summary = Markup('<div class="card"><b>{}</b>{}</div>').format(comparing.summary(found), Markup("").join(head))
+    return str(Markup('<div class="dpbench">{}{}{}</div>').format(Markup(STYLE), summary, _rows(columns, cells)))
 
 
 def _card(answer: Answer) -> Markup:
@@ -76,12 +94,17 @@ def _table(report: Report) -> Markup:
             )
             for headline, reason in line.notes
         ]
+    return _rows(head, lines)
+
+
+def _rows(head: Markup, lines: Iterable[Markup]) -> Markup:
+    """Return a table; `head` and each of `lines` are the cells of a row."""
     body = Markup("").join(Markup("<tr>{}</tr>").format(line) for line in lines)
     return Markup("<table><thead><tr>{}</tr></thead><tbody>{}</tbody></table>").format(head, body)
 
 
-def _cell(tag: str, column: str, text: str, small: str = "") -> Markup:
-    """Return a cell of the table; `tag` is th or td, and `column` decides the alignment."""
-    align = Markup(' class="text"') if column in table.TEXT_COLUMNS else ""
+def _cell(tag: str, column: str, said: str, small: str = "", text: Collection[str] = table.TEXT_COLUMNS) -> Markup:
+    """Return a cell of a table; `tag` is th or td, and columns in `text` are aligned at the left."""
+    align = Markup(' class="text"') if column in text else ""
     under = Markup("<small>{}</small>").format(small) if small else ""
-    return Markup("<{0}{1}>{2}{3}</{0}>").format(Markup(tag), align, text, under)
+    return Markup("<{0}{1}>{2}{3}</{0}>").format(Markup(tag), align, said, under)

@@ -1,0 +1,194 @@
+"""Comparing: the command `dpbench compare`, which compares two runs case by case."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from dpbench.cli import showing
+from dpbench.cli.options import EXIT_UNDECIDED, EXIT_WORSE, json_option, store_option
+
+if TYPE_CHECKING:
+    from dpbench.analysis.comparison import Comparison, Comparisons
+    from dpbench.analysis.report import Report
+    from dpbench.records import Trial
+    from dpbench.store import StoredRun
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedSide:
+    """One side in the JSON of `dpbench compare`; `started` is in seconds since the epoch, 0 if unknown."""
+
+    run: str
+    name: str
+    started: float
+    commit: str
+    project_commit: str
+    host: str
+    answers: Sequence[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedCase:
+    """One case in the JSON of `dpbench compare`; `phase` changed most, by `phase_s` seconds per step.
+
+    `before_s`, `after_s` and `ratio` have the value and the ends of the 95 % interval; `shown` is False if there are
+    not enough rounds to show them.
+    """
+
+    case: str
+    verdict: str
+    reason: str
+    before_s: tuple[float, float, float]
+    after_s: tuple[float, float, float]
+    ratio: tuple[float, float, float]
+    shown: bool
+    phase: str
+    phase_s: float
+    phase_share: float
+    labels: Sequence[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """The JSON of `dpbench compare`; `lost` has the reason for each case without a result on one of the sides."""
+
+    before: ComparedSide
+    after: ComparedSide
+    unlike: Sequence[str]
+    margin: float
+    cases: Sequence[ComparedCase]
+    lost: dict[str, str]
+    schema: int = SCHEMA
+
+
+@click.command(short_help="Compare two runs case by case.")
+@click.argument("before")
+@click.argument("after")
+@click.option(
+    "--margin", type=click.FloatRange(0, 1), default=0.01, show_default=True,
+    help="Relative differences below this margin count as equal.",
+)  # fmt: skip
+@click.option("--unlike", is_flag=True, help="Compare runs on unlike machines, or with unlike versions of torch.")
+@click.option("--md", is_flag=True, help="Print Markdown for a pull request.")
+@json_option
+@click.option("--page", type=click.Path(path_type=Path), help="Also write an HTML page with both runs to this file.")
+@store_option
+def compare(
+    before: str, after: str, margin: float, unlike: bool, md: bool, as_json: bool, page: Path | None, store: Path
+) -> None:
+    """Compare two runs case by case; a ratio above 1 means that AFTER is faster than BEFORE.
+
+    BEFORE and AFTER are each a run of the store (@last, @NAME, or the beginning of an id), the beginning of a commit of
+    dpbench or of the project (its newest run), or a file: another store, or trials that `dpbench export jsonl` wrote;
+    FILE:RUN names a run in a file, whose newest run is the default. Runs on machines with unlike processors, cores,
+    GPUs, versions of torch or kinds of devices are refused without --unlike.
+
+    \b
+    Exit codes:
+      0   no case became slower
+      1   at least one case became slower
+      2   a file cannot be read
+      3   no case became slower, but some are undecided
+      64  wrong usage, unlike runs, or no case in common
+    """
+    if md and as_json:
+        raise click.UsageError("--md and --json are two formats of stdout: leave out one of them")
+    from dpbench.analysis import comparison
+    from dpbench.report import comparing
+
+    first, second = (showing.report_of(*side(store, name)) for name in (before, after))
+    found = comparison.between(first, second, margin=margin, unlike=unlike)
+    if page:
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text(comparing.page(first, second, found))
+        click.echo(f"page: {page}", err=True)
+    if as_json:
+        from dpbench.cli import shapes
+
+        shapes.show(_plain(first, second, found))
+    else:
+        click.echo((comparing.as_markdown if md else comparing.text)(first, second, found))
+    verdicts = found.verdicts
+    sys.exit(EXIT_WORSE if verdicts["slower"] else EXIT_UNDECIDED if verdicts["undecided"] else 0)
+
+
+def side(store: Path, asked: str) -> tuple[StoredRun, list[Trial]]:
+    """Return the run that `asked` names, as the help of the command explains, and its trials without their spans.
+
+    Raises UsageError if there is no such run, or if there are several.
+    """
+    path, colon, run = asked.rpartition(":")
+    whole = Path(asked).is_file()
+    if whole or (colon and Path(path).is_file()):
+        return _in_file(Path(asked if whole else path), "" if whole else run)
+    from dpbench.store import Store
+
+    with Store.read(store) as opened:
+        runs = opened.runs()
+        chosen = _of_commit(runs, asked) or showing.choose(runs, asked)
+        return chosen, opened.summaries(chosen.id)
+
+
+def _in_file(path: Path, run: str) -> tuple[StoredRun, list[Trial]]:
+    """Return a run in a store or in an exported file; an empty `run` means the newest, or the only one of an export."""
+    if path.suffix in (".jsonl", ".gz"):
+        from dpbench import export
+
+        return export.read_run(path, run)
+    return showing.read(path, run or None)
+
+
+def _of_commit(runs: Sequence[StoredRun], asked: str) -> StoredRun | None:
+    """Return the newest run of the commit that begins with `asked`; None if there is none.
+
+    `runs` are the runs of a store, the newest first. Raises UsageError if `asked` may be several commits, or also a
+    run.
+    """
+    if asked.startswith("@"):
+        return None
+    found: dict[str, StoredRun] = {}
+    for run in runs:
+        for code in ("dpbench", "project"):
+            commit = str((run.provenance.get(code) or {}).get("commit") or "")
+            if commit.startswith(asked):
+                found.setdefault(commit, run)
+    also = [run.id for run in runs if found and run.id.startswith(asked)]
+    if len(found) + len(also) > 1:
+        matches = ", ".join([*(f"commit {commit[:12]}" for commit in found), *(f"run {run[:12]}" for run in also)])
+        raise click.UsageError(f"{asked} is the beginning of several: {matches}; give more characters")
+    return next(iter(found.values()), None)
+
+
+def _plain(before: Report, after: Report, found: Comparisons) -> Compared:
+    """Return the comparison as the record that --json prints."""
+    return Compared(
+        before=_side(before), after=_side(after), unlike=[str(one) for one in found.unlike], margin=found.margin,
+        cases=[_case(line) for line in found.lines], lost={case.label: why for case, why in found.lost.items()},
+    )  # fmt: skip
+
+
+def _side(report: Report) -> ComparedSide:
+    facts = report.provenance
+    commits = [str((facts.get(code) or {}).get("commit") or "") for code in ("dpbench", "project")]
+    return ComparedSide(
+        run=report.run_id, name=facts.get("name", ""), started=report.started_s, commit=commits[0],
+        project_commit=commits[1], host=(facts.get("host") or {}).get("name", ""),
+        answers=[one.text for one in report.answers],
+    )  # fmt: skip
+
+
+def _case(line: Comparison) -> ComparedCase:
+    before, after, ratio = ((one.value, one.low, one.high) for one in (line.before, line.after, line.ratio))
+    return ComparedCase(
+        case=line.name, verdict=line.verdict, reason=line.reason, before_s=before, after_s=after, ratio=ratio,
+        shown=not (line.before.doubt or line.after.doubt or line.ratio.doubt), phase=line.phase, phase_s=line.phase_s,
+        phase_share=line.share, labels=line.labels,
+    )  # fmt: skip

@@ -1,0 +1,339 @@
+"""Two runs compared: which runs are meant, what may be compared, verdicts with reasons, and the forms of the result."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dpbench as dp
+from dpbench import export
+from dpbench.analysis import comparison, stats
+from dpbench.analysis.report import Report
+from dpbench.records import Case, Phase, Span, Status, Step, Trial, Verified
+from dpbench.records.trial import Estimate
+from dpbench.store import Naming, Store
+from tests.exported import is_error
+
+SINGLE = Case(model="mlp", strategy="single", batch_size=64)
+DP = Case(model="mlp", strategy="dp", devices=2, batch_size=64, schedule="reference")
+HOSTILE = "<script>alert(1)</script>"
+
+
+def trial(case: Case, forward_s: float, backward_s: float, number: int = 0, noise: float = 0.001) -> Trial:
+    """Return a trial of ten steps, each a forward and a backward."""
+    draw = random.Random(f"{case.label} {number} {forward_s}")
+    steps, spans, end_s = [], [], 100.0
+    level = 1 + noise * draw.uniform(-1, 1)
+    for index in range(10):
+        start_s, half_s = end_s, end_s + forward_s * level
+        end_s = half_s + backward_s * level
+        steps.append(Step(end_s - start_s, index < 2, end_s))
+        spans += [
+            Span(index, Phase.FORWARD, 0, "host", start_s, half_s),
+            Span(index, Phase.BACKWARD, 0, "host", half_s, end_s),
+        ]
+    return Trial(
+        case=case, round=number, verified=Verified.BITWISE, steps=tuple(steps), spans=tuple(spans),
+        provenance={"torch": "2.13.0+cpu"},
+    )  # fmt: skip
+
+
+def rounds(*cases: tuple[Case, float, float], noise: float = 0.001) -> list[Trial]:
+    return [trial(*one, number=number, noise=noise) for one in cases for number in range(5)]
+
+
+BEFORE = rounds((SINGLE, 0.002, 0.004), (DP, 0.002, 0.003))
+AFTER = rounds((SINGLE, 0.002, 0.004), (DP, 0.002, 0.001))
+FACTS = {
+    "host": {"name": "bench-07", "cpu": "EPYC", "cores": 2},
+    "dpbench": {"version": "0.1.0", "commit": "aaaa1111", "dirty": True},
+    "project": {"commit": "bbbb2222"},
+    "packages": {"torch": "2.13.0"},
+}
+
+
+def stored(path: Path, trials: Sequence[Trial], facts: dict[str, Any] = FACTS, name: str = "") -> str:
+    with Store.create(path, Naming(name=name)) as store:
+        run_id, _ = store.begin_run(plan=str(random.random()), host="h", code="c", rounds=5, provenance=facts)
+        for one in trials:
+            store.end_trial(store.begin_trial(run_id, one.case, one.round), one)
+        store.end_run(run_id)
+    return run_id
+
+
+def report(trials: Sequence[Trial], facts: dict[str, Any] = FACTS) -> Report:
+    return Report.of([one.summary() for one in trials], run_id="r" * 32, started_s=1.7e9, provenance=facts)
+
+
+# -- verdicts and their reasons
+
+
+def test_each_case_has_both_times_the_ratio_and_the_phase_that_changed_most() -> None:
+    found = comparison.between(report(BEFORE), report(AFTER))
+    lines = {line.case: line for line in found.lines}
+    same, faster = lines[SINGLE], lines[DP]
+    assert (same.verdict, faster.verdict) == ("same", "faster")
+    assert [line.case for line in found.lines] == [DP, SINGLE], "what changed comes first"
+    assert same.reason == "the whole interval is within the margin of 1.0% around 1"
+    assert (faster.before.value, faster.after.value) == (pytest.approx(0.005, rel=0.01), pytest.approx(0.003, rel=0.01))
+    assert faster.ratio.value == pytest.approx(5 / 3, rel=0.01)
+    assert (faster.phase, faster.phase_s) == ("backward", pytest.approx(-0.002, rel=0.01))
+    assert faster.share == pytest.approx(1.0, abs=0.01)
+    assert faster.labels == ("MEASURED", "CPU-ONLY")
+    assert found.verdicts == {"same": 1, "faster": 1}
+    back = comparison.between(report(AFTER), report(BEFORE))
+    assert {line.case: line.verdict for line in back.lines} == {SINGLE: "same", DP: "slower"}
+
+
+def test_the_share_of_a_phase_is_that_of_all_changes() -> None:
+    first, second = [trial(DP, 0.002, 0.004)], [trial(DP, 0.003, 0.001)]
+    [line] = comparison.compare(first, second)
+    assert (line.phase, line.share) == ("backward", pytest.approx(0.75, abs=0.01))
+
+
+def of(value: float, half: float, n: int = 5) -> Estimate:
+    return Estimate(value, value * (1 - half), value * (1 + half), n)
+
+
+@pytest.mark.parametrize(
+    ("others", "ratio", "verdict", "said"),
+    [
+        (0, of(1.5, 0.01), "faster", r"p = .*e-0\d, at most 0.01"),
+        (0, of(1.002, 0.0015), "same", "within the margin of 1.0% around 1, although it excludes 1"),
+        (
+            0,
+            of(1.05, 0.2),
+            "undecided",
+            r"includes 1 and exceeds the margin of 1.0%; about \d+ rounds each should decide",
+        ),
+        (0, of(1.0, 0.5), "undecided", r"the margin of 1.0%; more rounds will hardly decide"),
+        (0, of(1.1, 0.08), "undecided", r"the interval excludes 1, but p = 0.03, and at most 0.01 decides$"),
+        (4, of(1.1, 0.045), "undecided", r"p = 0.0042, and at most 0.002 decides for one of 5 cases read together"),
+        (0, of(1.5, 0.01, 2), "undecided", "not enough rounds: 2 rounds, but at least 3 are needed"),
+        (0, Estimate(1.0, 0.3, 3.0, 5), "undecided", "not enough rounds: the estimate's interval spans"),
+    ],
+)
+def test_a_verdict_has_its_reason(
+    others: int, ratio: Estimate, verdict: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ratios = iter([ratio, *[of(1.0, 0.3)] * others])
+    monkeypatch.setattr(stats, "ratio", lambda *sides, paired: next(ratios))
+    cases = [replace(DP, batch_size=size) for size in range(8, 9 + others)]
+    lines = comparison.compare([trial(case, 1, 1) for case in cases], [trial(case, 1, 1) for case in cases])
+    line = next(line for line in lines if line.case == cases[0])
+    assert line.verdict == verdict
+    assert re.search(said, line.reason), line.reason
+
+
+def test_after_a_case_that_stays_undecided_no_case_is_decided_and_the_reason_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    estimates = [of(1.1, 0.06), of(1.1, 0.0605)]
+    assert stats.thresholds(estimates) == [0.005, 0.0]
+    ratios = iter(estimates)
+    monkeypatch.setattr(stats, "ratio", lambda *sides, paired: next(ratios))
+    cases = [replace(DP, batch_size=size) for size in (8, 9)]
+    lines = comparison.compare([trial(case, 1, 1) for case in cases], [trial(case, 1, 1) for case in cases])
+    assert [line.verdict for line in lines] == ["undecided", "undecided"]
+    assert "for one of 2 cases read together (Holm's method)" in lines[0].reason
+    assert "is larger than that of another undecided case (Holm's method)" in lines[1].reason
+
+
+# -- what may be compared
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"host": {"cpu": "Xeon", "cores": 2}}, "processor: EPYC, then Xeon"),
+        ({"host": {"cpu": "EPYC", "cores": 4}}, "cores: 2, then 4"),
+        ({"host": {}}, "processor: EPYC, then unknown; cores: 2, then unknown"),
+        ({"gpus": {"gpus": [{"name": "A100"}] * 2}}, "GPUs: none, then 2 A100"),
+    ],
+)
+def test_unlike_machines_are_refused_and_labelled_if_asked_for(changed: dict[str, Any], said: str) -> None:
+    before, after = report(BEFORE), report(AFTER, FACTS | changed)
+    with pytest.raises(ValueError, match=rf"are unlike \({said}\): give --unlike"):
+        comparison.between(before, after)
+    found = comparison.between(before, after, unlike=True)
+    assert "; ".join(map(str, found.unlike)) == said
+    assert all("UNLIKE" in line.labels for line in found.lines)
+
+
+def test_another_torch_is_unlike_as_the_workers_say_it() -> None:
+    other = [replace(one, provenance={"torch": "2.14.0+cpu"}) for one in AFTER]
+    with pytest.raises(ValueError, match=r"torch: 2.13.0\+cpu, then 2.14.0\+cpu"):
+        comparison.between(report(BEFORE), report(other))
+
+
+def test_other_devices_are_the_same_case_only_between_unlike_runs_and_never_emulated_ones() -> None:
+    def on(kind: str) -> Report:
+        return report([replace(one, case=replace(one.case, device_kind=kind)) for one in AFTER])
+
+    with pytest.raises(ValueError, match="devices: cpu, then cuda"):
+        comparison.between(report(BEFORE), on("cuda"))
+    lines = comparison.between(report(BEFORE), on("cuda"), unlike=True).lines
+    assert lines[1].name == "mlp single x1 batch 64 (cpu, then cuda)"
+    assert {line.labels for line in lines} == {("MEASURED", "CPU-ONLY", "UNLIKE")}
+    with pytest.raises(ValueError, match="no measured case in common"):
+        comparison.between(report(BEFORE), on("emulated"), unlike=True)
+
+
+def test_a_case_without_a_result_is_undecided_with_its_reason(tmp_path: Path, dpbench: Any) -> None:
+    failed = Trial(case=DP, status=Status.OOM, reason="out of memory\nat line 1")
+    first = stored(tmp_path / "dpbench.db", BEFORE)
+    second = stored(tmp_path / "dpbench.db", [*[one for one in AFTER if one.case != DP], failed])
+    code, out, err = dpbench("compare", first[:9], second[:9])
+    assert (code, err) == (3, "")
+    [line] = [line for line in out.splitlines() if "dp[reference]" in line]
+    assert line.startswith("undecided ")
+    assert line.endswith("no result after: out of memory")
+    assert "1 case undecided, 1 case same. A ratio above 1 means" in out
+
+
+# -- which runs are meant
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> tuple[str, str]:
+    """The ids of two runs in the store of this folder, of different commits."""
+    first = stored(tmp_path / "dpbench.db", BEFORE, name="base")
+    later = {**FACTS, "dpbench": {"commit": "cccc3333"}, "project": {"commit": "dddd4444"}}
+    return first, stored(tmp_path / "dpbench.db", AFTER, later)
+
+
+def test_a_side_is_a_run_a_commit_or_a_file(two: tuple[str, str], tmp_path: Path, dpbench: Any) -> None:
+    first, second = two
+    elsewhere = tmp_path / "other.db"
+    copy = stored(elsewhere, BEFORE)
+    stored(elsewhere, AFTER)
+    with gzip.open(tmp_path / "trials.jsonl.gz", "wt") as out:
+        out.writelines(export.jsonl(first, dp.load(tmp_path / "dpbench.db", first).trials))
+    expected = {
+        "@base": first, first[:9]: first, "@last": second, "aaaa1": first, "bbbb2222": first, "cccc": second,
+        "dddd4": second, f"{elsewhere}:{copy[:9]}": copy, f"{tmp_path / 'dpbench.db'}:@base": first,
+        str(tmp_path / "trials.jsonl.gz"): first,
+    }  # fmt: skip
+    for asked, run_id in expected.items():
+        code, text, err = dpbench("compare", asked, "@last", "--json", *["--unlike"] * asked.endswith("gz"))
+        assert (code, err) == (0, ""), asked
+        assert json.loads(text)["before"]["run"] == run_id, asked
+
+
+def test_a_side_that_is_not_there_or_not_clear_is_a_usage_error(
+    two: tuple[str, str], tmp_path: Path, dpbench: Any
+) -> None:
+    assert "no run whose id begins with 'zzz'" in is_error(*dpbench("compare", "zzz", "@last"))
+    assert "no run with the name 'night'" in is_error(*dpbench("compare", "@night", "@last"))
+    stored(tmp_path / "dpbench.db", AFTER, {**FACTS, "dpbench": {"commit": "aaaa9999"}})
+    said = is_error(*dpbench("compare", "aaaa", "@last"))
+    assert "aaaa is the beginning of several: commit aaaa9999, commit aaaa1111; give more characters" in said
+    assert dpbench("compare", "bbbb2222", "@last")[0] == 0, "of the commit of a project, the newest run"
+    both = stored(tmp_path / "dpbench.db", AFTER, {**FACTS, "dpbench": {"commit": two[0]}})
+    assert f"commit {two[0][:12]}, run {two[0][:12]}" in is_error(*dpbench("compare", two[0][:12], both))
+
+
+# -- the forms of the result
+
+
+def test_the_text_has_both_sides_and_a_line_per_case_and_the_code_says_the_worst(
+    two: tuple[str, str], dpbench: Any
+) -> None:
+    first, second = two
+    code, out, err = dpbench("compare", "@base", "@last")
+    assert (code, err) == (0, "")
+    before, after, _, head, rule, *lines, _, last = out.splitlines()
+    assert before.startswith(f"before  {first[:8]}  @base  20")
+    assert before.endswith("dpbench 0.1.0 commit aaaa1111 dirty  project commit bbbb2222  bench-07, EPYC, 2 cores")
+    assert after.startswith(f"after   {second[:8]}  20")
+    assert head.split() == ["verdict", "case", "ratio", "95", "%", "before,", "ms", "after,", "ms", "labels", "why"]
+    assert set(rule) == {"-", " "}
+    assert lines[0].startswith("faster   mlp dp[reference] x2 batch 64  1.66")
+    assert "      5.00       3.00  MEASURED CPU-ONLY  backward −2.00 ms (100% of what the phases" in lines[0]
+    assert last == "1 case faster, 1 case same. A ratio above 1 means that the run after is faster."
+    assert dpbench("compare", "@last", "@base")[0] == 1
+
+
+def test_the_json_is_one_documented_record(two: tuple[str, str], dpbench: Any) -> None:
+    code, out, err = dpbench("compare", "@base", "@last", "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert {*found} == {"before", "after", "unlike", "margin", "cases", "lost", "schema"}
+    assert (found["before"]["name"], found["before"]["commit"], found["after"]["run"]) == ("base", "aaaa1111", two[1])
+    faster = next(one for one in found["cases"] if one["verdict"] == "faster")
+    assert faster["ratio"][1] < faster["ratio"][0] < faster["ratio"][2]
+    assert faster["before_s"][0] == pytest.approx(0.005, rel=0.01)
+    assert (faster["phase"], faster["shown"], faster["labels"]) == ("backward", True, ["MEASURED", "CPU-ONLY"])
+    assert "leave out one" in is_error(*dpbench("compare", "@base", "@last", "--json", "--md"))
+
+
+def test_markdown_is_a_table_with_escaped_text(tmp_path: Path, dpbench: Any) -> None:
+    facts = {**FACTS, "host": {**FACTS["host"], "name": "a|b*"}}
+    stored(tmp_path / "a.db", BEFORE, facts)
+    stored(tmp_path / "b.db", AFTER, facts)
+    code, out, err = dpbench("compare", tmp_path / "a.db", tmp_path / "b.db", "--md")
+    assert (code, err) == (0, "")
+    assert out.startswith("## dpbench: 1 case faster, 1 case same\n\n- before: ")
+    assert r"a\|b\*, EPYC, 2 cores" in out
+    table = [line for line in out.splitlines() if line.startswith("| ")]
+    assert len(table) == 2 + 2
+    assert {line.count(" | ") for line in table} == {7}
+
+
+def test_the_page_has_answers_table_and_phases_of_both_runs_without_scripts_or_network(
+    tmp_path: Path, dpbench: Any
+) -> None:
+    wrong = [replace(one, case=replace(one.case, model=HOSTILE)) for one in BEFORE]
+    first = stored(tmp_path / "dpbench.db", [*BEFORE, *wrong])
+    second = stored(tmp_path / "dpbench.db", [*AFTER, *wrong])
+    page = tmp_path / "new" / "page.html"
+    code, _, err = dpbench("compare", first, second, "--page", page)
+    assert (code, err) == (0, f"page: {page}\n")
+    text = page.read_text()
+    assert "<script" not in text
+    assert not {"http:", "https:", "src=", "<link", "url("} & {*text.split()}
+    assert text.count("<svg") == 4
+    assert text.count("<tr>") == 1 + 4
+    said = unescape(text)
+    runs = [dp.load(tmp_path / "dpbench.db", run) for run in (first, second)]
+    for answer in (answer for run in runs for answer in run.answers):
+        assert answer.headline in said
+    assert '<td class="text faster">faster</td>' in text
+    assert all(name in text for name in ("forward", "backward", "before", "after", "MEASURED CPU-ONLY"))
+    again = runs[0].compare(runs[1]).page(tmp_path / "again.html")
+    assert again.read_text() == text, "the same runs give the same page"
+
+
+def test_python_compares_like_the_command(two: tuple[str, str], tmp_path: Path, dpbench: Any) -> None:
+    first, second = (dp.load(tmp_path / "dpbench.db", run) for run in two)
+    found = first.compare(second)
+    assert repr(found) == "<dpbench.Compared: 1 case faster, 1 case same>"
+    assert str(found) + "\n" == dpbench("compare", *two)[1]
+    assert str(first.compare(two[1][:9])) == str(first.compare("@last")) == str(found)
+    assert [line.verdict for line in found.cases] == ["faster", "same"]
+    html = found._repr_html_()
+    assert "<script" not in html
+    assert html.count("<tr>") == 3
+    assert "backward −2.00 ms" in html
+    with pytest.raises(ValueError, match="no run whose id begins with 'zzz'"):
+        first.compare("zzz")
+    other = stored(tmp_path / "dpbench.db", AFTER, {**FACTS, "host": {"cpu": "Xeon", "cores": 2}})
+    with pytest.raises(ValueError, match="give --unlike"):
+        first.compare(other)
+    assert [str(one) for one in first.compare(other, unlike=True).unlike] == ["processor: EPYC, then Xeon"]
+
+
+def test_the_help_says_the_exit_codes(dpbench: Any) -> None:
+    code, out, _ = dpbench("compare", "--help")
+    assert code == 0
+    for meaning in ("0   no case became slower", "1   at least one", "2   a file", "3   no case", "64  wrong usage"):
+        assert meaning in out
