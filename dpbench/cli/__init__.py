@@ -8,21 +8,30 @@ from __future__ import annotations
 
 import signal
 import sys
+from pathlib import Path
 
 import click
 
 from dpbench import __version__
-from dpbench.cli import comparing, loading, managing, predicting, reading, running
+from dpbench.cli import comparing, config, loading, managing, predicting, reading, running
 from dpbench.cli.options import EXIT_FAILED, EXIT_USAGE
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="dpbench")
-def cli() -> None:
+@click.option("--no-config", is_flag=True, help="Ignore dpbench.toml, and [tool.dpbench] in pyproject.toml.")
+@click.pass_context
+def cli(context: click.Context, no_config: bool) -> None:
     """Measure data parallelism in PyTorch, phase by phase.
 
-    Start with `dpbench run`: it measures this machine, prints a verdict and writes a report.
+    Start with `dpbench run`: it measures this machine, prints an answer and writes a report.
+
+    Options have defaults in dpbench.toml, or [tool.dpbench] in pyproject.toml, in the working folder: a table such as
+    [run] for a command. The command line has precedence. `eval "$(_DPBENCH_COMPLETE=bash_source dpbench)"` turns on
+    completion in bash; zsh and fish have zsh_source and fish_source. The variable NO_COLOR turns off colours.
     """
+    if not no_config and (found := config.read(Path.cwd(), cli.commands)):
+        context.obj, context.default_map = found, {name: {**values} for name, values in found.values.items()}
 
 
 for command in (

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import click
 
 from dpbench.cli import showing
-from dpbench.cli.options import EXIT_UNDECIDED, EXIT_WORSE, json_option, store_option
+from dpbench.cli.config import Documented
+from dpbench.cli.options import EXIT_FAILED, EXIT_UNDECIDED, EXIT_USAGE, EXIT_WORSE, json_option, store_option
 
 if TYPE_CHECKING:
     from dpbench.analysis.comparison import Comparison, Comparisons
@@ -69,7 +70,14 @@ class Compared:
     schema: int = SCHEMA
 
 
-@click.command(short_help="Compare two runs case by case.")
+@click.command(
+    cls=Documented, short_help="Compare two runs case by case.",
+    exits={
+        0: "no case became slower", EXIT_WORSE: "at least one case became slower", EXIT_FAILED: "a file cannot be read",
+        EXIT_UNDECIDED: "no case became slower, but some are undecided",
+        EXIT_USAGE: "wrong usage, unlike runs, or no case in common",
+    },
+)  # fmt: skip
 @click.argument("before")
 @click.argument("after")
 @click.option(
@@ -90,14 +98,6 @@ def compare(
     dpbench or of the project (its newest run), or a file: another store, or trials that `dpbench export jsonl` wrote;
     FILE:RUN names a run in a file, whose newest run is the default. Runs on machines with unlike processors, cores,
     GPUs, versions of torch or kinds of devices are refused without --unlike.
-
-    \b
-    Exit codes:
-      0   no case became slower
-      1   at least one case became slower
-      2   a file cannot be read
-      3   no case became slower, but some are undecided
-      64  wrong usage, unlike runs, or no case in common
     """
     if md and as_json:
         raise click.UsageError("--md and --json are two formats of stdout: leave out one of them")

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dpbench.cli.options import EXIT_FAILED, Bytes, Numbers, Switches, patience_option
+from dpbench.cli.config import Documented
+from dpbench.cli.options import EXIT_FAILED, EXIT_USAGE, Bytes, Numbers, Switches, patience_option
 
 if TYPE_CHECKING:
     from dpbench.measure.loaders import Plan, Sweep
@@ -18,7 +19,16 @@ LOADERS_REPORT = Path("reports/loaders/index.html")
 MOST_WORKERS = 1024
 
 
-@click.command()
+@click.command(
+    cls=Documented,
+    short_help="Find how many workers a DataLoader needs.",
+    exits={
+        0: "all measurements succeeded",
+        EXIT_FAILED: "a measurement failed, or a file cannot be written",
+        EXIT_USAGE: "wrong usage",
+        130: "interrupted",
+    },
+)
 @click.option(
     "--dataset",
     default="",
@@ -50,10 +60,7 @@ MOST_WORKERS = 1024
 )  # fmt: skip
 @patience_option
 def loaders(report: Path, as_json: bool, patience: float | None, **options: Any) -> None:
-    """Measure a DataLoader over its number of workers, find the knee, and compare it with a training step.
-
-    Exit code 0: all measurements succeeded; 2: at least one failed.
-    """
+    """Measure a DataLoader over its number of workers, find the knee, and compare it with a training step."""
     from dpbench.measure import loaders as measuring
 
     plan = _loaders_plan(options)

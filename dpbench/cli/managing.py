@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import click
 
 from dpbench.cli import shapes
-from dpbench.cli.options import json_option, store_option
+from dpbench.cli.config import EXITS, Documented
+from dpbench.cli.options import EXIT_FAILED, json_option, store_option
 from dpbench.cli.shapes import RunFacts, ShownRun, StartedCase
 from dpbench.cli.showing import choose
 from dpbench.records import words
@@ -77,7 +78,7 @@ def _text(shown: ShownRun) -> str:
     )
 
 
-@click.command(short_help="Show the facts of a run, and the status of its cases.")
+@click.command(cls=Documented, short_help="Show the facts of a run, and the status of its cases.")
 @click.argument("run_id", metavar="RUN", default="@last")
 @json_option
 @store_option
@@ -96,7 +97,11 @@ def show(run_id: str, as_json: bool, store: Path) -> None:
         click.echo(_text(shown))
 
 
-@click.command(short_help="Remove runs from a store.")
+@click.command(
+    cls=Documented,
+    short_help="Remove runs from a store.",
+    exits=EXITS | {EXIT_FAILED: "a run is being measured, or the store cannot be used", 130: "not confirmed"},
+)
 @click.argument("run_ids", metavar="RUN...", nargs=-1, required=True)
 @click.option("--yes", is_flag=True, help="Remove the runs without asking.")
 @store_option
@@ -119,7 +124,11 @@ def rm(run_ids: Sequence[str], yes: bool, store: Path) -> None:
     click.echo(f"removed {words.count(len(chosen), 'run')} from {store}", err=True)
 
 
-@click.command(short_help="Copy the runs of another store into this one.")
+@click.command(
+    cls=Documented,
+    short_help="Copy the runs of another store into this one.",
+    exits=EXITS | {EXIT_FAILED: "the stores contradict each other, a run is being measured, or a file cannot be used"},
+)
 @click.argument("other", metavar="OTHER.db", type=click.Path(path_type=Path))
 @store_option
 def merge(other: Path, store: Path) -> None:

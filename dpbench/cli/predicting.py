@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dpbench.cli import shapes
-from dpbench.cli.options import EXIT_FAILED, Names, Numbers, Schedules, json_option, patience_option
+from dpbench.cli.config import EXITS, Documented
+from dpbench.cli.options import EXIT_FAILED, EXIT_USAGE, Names, Numbers, Schedules, json_option, patience_option
 from dpbench.cli.showing import print_answers
 from dpbench.records import UNATTRIBUTED, Case, Source, Step, Trial, ledger, words
 from dpbench.records.words import aligned
@@ -169,7 +170,11 @@ class Predictions:
 DEVICES = (1, 2, 4, 8)
 
 
-@click.command()
+@click.command(
+    cls=Documented,
+    short_help="Predict steps on another machine.",
+    exits=EXITS | {EXIT_USAGE: "wrong usage, or a machine or model that lacks a needed value"},
+)
 @click.option("--machine", "machine_name", help="A name from `dpbench list machines`, or a TOML file.")
 @click.option("--models", type=Names(), default=(), help="Reference models, or well-known ones such as resnet50.")
 @click.option("--model", "own", multiple=True, help="Your own model, package.module:name; may be repeated.")
@@ -313,7 +318,11 @@ def _score(path: Path, as_json: bool, all_rows: bool) -> None:
         click.echo(f"\nleft out:\n{excluded_text(excluded)}")
 
 
-@click.command()
+@click.command(
+    cls=Documented,
+    short_help="Measure this machine, and write a machine file.",
+    exits=EXITS | {EXIT_FAILED: "other processes use the cores (see --anyway), or the file cannot be written"},
+)
 @click.option("--output", type=click.Path(path_type=Path), help="The TOML file to write.  [default: stdout]")
 @patience_option
 @json_option

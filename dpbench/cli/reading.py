@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from dpbench.cli import managing, shapes
+from dpbench.cli.config import Documented
 from dpbench.cli.options import (
     PAGE,
     json_option,
@@ -104,7 +105,7 @@ def _first_line(path: Path) -> str:
     return (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
 
 
-@click.command()
+@click.command(cls=Documented, short_help="Write the report of a run as a page, Markdown or JSON.")
 @click.option("--html", type=click.Path(path_type=Path), help=PAGE)
 @click.option("--md", is_flag=True, help="Print Markdown for a pull request and write no page.")
 @json_option
@@ -127,7 +128,7 @@ def report(store: Path, run_id: str | None, html: Path | None, md: bool, as_json
     click.echo(str(write_report(html, found)))
 
 
-@click.command()
+@click.command(cls=Documented, short_help="Explain whether, why and how several devices help.")
 @click.option("--all", "full", is_flag=True, help="Also print every finding with its evidence, remedy and command.")
 @click.option("--samples", type=click.IntRange(1), help="Samples of an epoch, to state its time.")
 @json_option
@@ -153,7 +154,7 @@ def explain(store: Path, run_id: str | None, full: bool, samples: int | None, as
         click.echo(f"\n{words.count(number, 'finding')} with evidence: dpbench explain --all")
 
 
-@click.command("list")
+@click.command("list", cls=Documented, short_help="List models, strategies, machines, runs and more.")
 @click.argument("kind", type=click.Choice(["models", "strategies", "schedules", "machines", "metrics", "runs"]))
 @json_option
 @store_option
@@ -186,7 +187,7 @@ def _list_json(kind: str, store: Path) -> None:
         shapes.show(shapes.NameList(kind=kind, names=names))
 
 
-@click.command()
+@click.command(cls=Documented, short_help="Export trials for other tools.")
 @click.argument("format", type=click.Choice(["jsonl", "csv", "parquet", "trace", "pyperf"]))
 @click.option("--output", type=click.Path(path_type=Path), help="The file to write.  [default: stdout]")
 @click.option("--all", "every", is_flag=True, help="Export every run of the store; with trace, every trial of one run.")

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from dpbench.cli import shapes
+from dpbench.cli import config, shapes
+from dpbench.cli.config import Documented
 from dpbench.cli.options import (  # fmt: skip
+    EXIT_CLOSED,
     EXIT_FAILED,
     EXIT_USAGE,
     PAGE,
@@ -60,9 +62,21 @@ class _Output:
     as_json: bool
     dry_run: bool
     detail: Detail
+    command: str
+    """The command that repeats the run, if defaults come from a file; else empty."""
 
 
-@click.command()
+@click.command(
+    cls=Documented,
+    short_help="Measure cases, and print an answer and a table.",
+    exits={
+        0: "every case was measured, or skipped with a reason",
+        EXIT_FAILED: "a trial failed, nothing was measured, or the store cannot be used",
+        EXIT_USAGE: "wrong usage",
+        130: "interrupted; the same command resumes the run",
+        EXIT_CLOSED: "the reader of the output closed it",
+    },
+)
 @click.option("--models", type=Names(), help="Reference models.  [default: mlp,resnet18]")
 @click.option("--model", multiple=True, help="Your own model, package.module:name; may be repeated.")
 @click.option("--strategies", type=Names(), help="Training strategies.  [default: all that this machine can run]")
@@ -222,10 +236,14 @@ def run(
     if quiet and verbose:
         raise click.UsageError("--quiet and --verbose contradict each other: leave out one of them")
     detail = Detail.QUIET if quiet else Detail.VERBOSE if verbose else Detail.USUAL
-    output = _Output(store=store, report=report, as_json=as_json, dry_run=dry_run, detail=detail)
     options["tag"] = tuple(map("=".join, options["tag"]))
     options["schedules"] = tuple(one for given in options["schedules"] for one in given) or None
     asked = Options.of(**{name: value for name, value in options.items() if value != ()})
+    more = ["--store", str(store), *(["--interface", interface] if interface else [])]
+    output = _Output(
+        store=store, report=report, as_json=as_json, dry_run=dry_run, detail=detail,
+        command=config.command_of(click.get_current_context(), asked.command(*more)),
+    )  # fmt: skip
     try:
         placed = launch.of_environment()
         chosen = interface or launch.loopback()
@@ -260,7 +278,7 @@ def _measure(output: _Output, cluster: Cluster | None, asked: Options) -> NoRetu
     from dpbench.measure.jobs import JobsError
     from dpbench.store import FINISHED, Store
 
-    naming = options.naming(asked)
+    naming = options.naming(asked, output.command)
     if asked.find_max_batch:
         from dpbench.measure import batch_search
 

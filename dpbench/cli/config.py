@@ -1,0 +1,175 @@
+"""Config: defaults of options from `dpbench.toml`, or from [tool.dpbench] in `pyproject.toml`, in the working folder.
+
+A table such as [run] has the defaults of one command; its keys are the long names of options. The keys `store` and
+`patience` outside of these tables are for all commands that have the option. The command line has precedence. The help
+of a command ends with the defaults that come from a file, and with the command's exit codes.
+"""
+
+from __future__ import annotations
+
+import difflib
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+from click.core import ParameterSource
+
+OWN, PROJECT = "dpbench.toml", "pyproject.toml"
+SHARED = ("store", "patience")
+"""The options that may stand outside of the table of a command."""
+Value = str | int | float | bool | list[str | int | float | bool]
+EXITS = {0: "done", 2: "a file cannot be read or written", 64: "wrong usage"}
+"""The meaning of the exit codes of most commands."""
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """Defaults of options from the file `path`: by command, the option's values as the words of a command line."""
+
+    path: Path
+    words: Mapping[str, Mapping[str, Sequence[str]]]
+    values: Mapping[str, Mapping[str, Any]]
+    """The same as `default_map` of click, which has the names of a command's parameters."""
+
+
+class Documented(click.Command):
+    """A command whose help ends with the defaults from a file and with the command's exit codes."""
+
+    def __init__(self, *args: Any, exits: Mapping[int, str] = EXITS, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.exits = exits
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the defaults from a file and the exit codes to the help."""
+        found = ctx.find_root().obj
+        if isinstance(found, Defaults) and (words := found.words.get(self.name or "")):
+            with formatter.section(f"Defaults from {found.path.name}"):
+                formatter.write_dl([(f"--{name}", _shown(given)) for name, given in words.items()])
+        with formatter.section("Exit codes"):
+            formatter.write_dl([(str(code), meaning) for code, meaning in self.exits.items()])
+
+
+def _shown(words: Sequence[str]) -> str:
+    """Return the words of an option without its name; "on" or "off" for a switch."""
+    return shlex.join(words[1:]) or ("on" if words else "off")
+
+
+def read(folder: Path, commands: Mapping[str, click.Command]) -> Defaults | None:
+    """Return the defaults that a file in `folder` has for the options of `commands`; None without such a file.
+
+    Raises UsageError, which names the file and the key, for unknown keys, values that the option does not accept, and
+    two files with defaults.
+    """
+    found = [(path, where, table) for path, where in _sources(folder) if (table := _table(path, where)) is not None]
+    if not found:
+        return None
+    if len(found) > 1:
+        raise click.UsageError(f"{OWN} and [tool.dpbench] in {PROJECT} both have defaults: remove one of them")
+    path, where, table = found[0]
+    words: dict[str, dict[str, Sequence[str]]] = {name: {} for name in commands}
+    values: dict[str, dict[str, Any]] = {name: {} for name in commands}
+    for command, name, value in _entries(table, path, where, commands):
+        at = f"{path.name}: {'.'.join(filter(None, [where, command if command in table else '']))}"
+        option = _options(commands[command])[name]
+        words[command][name] = _words(option, name, value, at)
+        values[command][option.name or ""] = _checked(option, value, commands[command], f"{at} {name}")
+    return Defaults(path, words, values)
+
+
+def command_of(context: click.Context, repeated: str) -> str:
+    """Return the command that repeats a run without a file of defaults; "" if no default comes from a file.
+
+    `context` is that of the command, and `repeated` the command `dpbench run` with all options of the measurement.
+    """
+    given = [name for name in context.params if context.get_parameter_source(name) is ParameterSource.DEFAULT_MAP]
+    return f"dpbench --no-config {repeated.removeprefix('dpbench ')}" if given else ""
+
+
+def _sources(folder: Path) -> Iterator[tuple[Path, str]]:
+    yield folder / OWN, ""
+    yield folder / PROJECT, "tool.dpbench"
+
+
+def _table(path: Path, where: str) -> Mapping[str, Any] | None:
+    """Return the table `where` of a TOML file; None if there is no such file or table."""
+    import tomllib
+
+    if not path.is_file():
+        return None
+    try:
+        table: Any = tomllib.loads(path.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise click.UsageError(f"{path.name} is not valid TOML: {error}") from None
+    for key in where.split(".") if where else ():
+        table = table.get(key)
+        if table is None:
+            return None
+    try:
+        return msgspec.convert(table, dict[str, Value | dict[str, Value]])
+    except msgspec.ValidationError as error:
+        raise click.UsageError(f"{path.name}: {where or 'the file'}: {error}") from None
+
+
+def _entries(
+    table: Mapping[str, Any], path: Path, where: str, commands: Mapping[str, click.Command]
+) -> Iterator[tuple[str, str, Any]]:
+    """Yield the command, the option and the value of each entry; shared options come before those of a command."""
+    for key, value in table.items():
+        if key in SHARED and not isinstance(value, dict):
+            yield from ((name, key, value) for name, command in commands.items() if key in _options(command))
+        elif key not in commands or not isinstance(value, dict):
+            raise _unknown(f"{path.name}: {where or 'the file'}", key, [*SHARED, *(f"[{name}]" for name in commands)])
+    for command, entries in table.items():
+        for key, value in entries.items() if isinstance(entries, dict) else ():
+            known = _options(commands[command])
+            if key not in known:
+                raise _unknown(f"{path.name}: {'.'.join(filter(None, [where, command]))}", key, [*known])
+            yield command, key, value
+
+
+def _options(command: click.Command) -> dict[str, click.Option]:
+    """Return the options of a command by their long names without dashes, such as `batch-sizes`."""
+    return {
+        long.removeprefix("--"): one
+        for one in command.params
+        if isinstance(one, click.Option)
+        for long in one.opts
+        if long.startswith("--")
+    }
+
+
+def _unknown(where: str, key: str, known: Sequence[str]) -> click.UsageError:
+    near = difflib.get_close_matches(key, [one.strip("[]") for one in known], n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return click.UsageError(f"{where} has the unknown key {key!r}; known: {', '.join(known)}{hint}")
+
+
+def _words(option: click.Option, name: str, value: Any, where: str) -> Sequence[str]:
+    """Return the words of a command line that give an option this value. Raises UsageError for a wrong type."""
+    if option.is_flag and not isinstance(value, bool):
+        raise click.UsageError(f"{where} {name}: {value!r} is neither true nor false")
+    if option.is_flag:
+        return [f"--{name}"] if value else []
+    texts = [_text(one) for one in value] if isinstance(value, list) else [_text(value)]
+    return [word for text in (texts if option.multiple else [",".join(texts)]) for word in (f"--{name}", text)]
+
+
+def _text(value: str | float) -> str:
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
+
+
+def _checked(option: click.Option, value: Any, command: click.Command, where: str) -> Any:
+    """Return the value for `default_map`. Raises UsageError, which names the entry, if the option refuses it."""
+    if option.is_flag:
+        return value
+    texts = [_text(one) for one in value] if isinstance(value, list) else [_text(value)]
+    given = texts if option.multiple else ",".join(texts)
+    try:
+        option.type_cast_value(click.Context(command), given)
+    except click.BadParameter as error:
+        raise click.UsageError(f"{where}: {error.message}") from None
+    return given
