@@ -40,7 +40,7 @@ def _one_thread_and_seed() -> Iterator[None]:
     import torch
 
     torch.set_num_threads(1)
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # torch.manual_seed writes down the stack for each accelerator
     yield
     processes.roam()  # a trial in this process stays on its device's core
 
