@@ -6,7 +6,7 @@ import json
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -225,13 +225,6 @@ def scarce(): return Examples(16)
 def broken(): return 1 / 0
 def number(): return 5
 """
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One server for all measurements, because each would load torch anew."""
-    with Server(tmp_path_factory.mktemp("server")) as server:
-        yield server
 
 
 @pytest.fixture
