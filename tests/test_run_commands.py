@@ -35,11 +35,25 @@ ENDS = {"interrupt": 130, "interrupt group": 130, "terminate": None, "kill": -9,
 """The ways in which a command is ended, and its exit status, where it is one alone."""
 
 
+def refuses_a_second(folder, first, command):
+    """Check that the command of a run that `first` is at is refused; `first` can go on afterwards."""
+    first.send_signal(signal.SIGSTOP)  # or it might finish before the second one has begun
+    second = subprocess.run(
+        [*commands.COMMAND, *command], cwd=folder.path, env=folder.env, capture_output=True, text=True, check=False
+    )
+    first.send_signal(signal.SIGCONT)
+    assert second.returncode == 2
+    assert second.stdout == ""
+    assert second.stderr.startswith("error: ")
+    assert str(first.pid) in second.stderr
+    assert second.stderr.count("\n") == 1
+
+
 @pytest.mark.slow
-def test_however_it_is_ended_the_same_command_completes_the_run_without_repeating_a_trial(folder):
+def test_however_it_is_ended_the_same_command_completes_the_run_once_without_repeating_a_trial(folder):
     """Five cases; the command is ended in five ways, each time while a rank hangs that no signal but SIGKILL ends.
 
-    Each command but the first completes a trial before.
+    Each command but the first completes a trial before. The last one goes on while the same command is refused.
     """
     axes = ("--strategies", "ddp", "--devices", "2", "--batch-sizes", "16,20,24,28,32")
     command = ("run", "--model", "tests.hungry:STUBBORN_WHEN_TOLD", *axes, "--rounds", "1", "--store", "acceptance.db")
@@ -64,9 +78,11 @@ def test_however_it_is_ended_the_same_command_completes_the_run_without_repeatin
             assert "Traceback" not in folder.err
     passing.write_text("1")
     left = set(folder.temporary.iterdir())
-    done = folder.do(*command)
-    assert done.returncode == 0, done.stderr
-    assert f"{len(kept)} of 5 trials are done" in done.stderr
+    last = folder.start(*command)
+    assert folder.wait_for(last, len(kept)), folder.err
+    refuses_a_second(folder, last, command)
+    assert last.wait(60) == 0, folder.err
+    assert f"{len(kept)} of 5 trials are done" in folder.err
     assert folder.final()[: len(kept)] == kept
     assert set(folder.temporary.iterdir()) <= left, "a run that finishes leaves no temporary file"
     assert folder.mark.settles(0) == ""
@@ -82,21 +98,3 @@ def test_however_it_is_ended_the_same_command_completes_the_run_without_repeatin
     assert {trial.verified for trial in trials} <= {"bitwise", "within_tolerance"}
     assert folder.query("SELECT count(*) FROM trial WHERE status='killed'")[0][0] <= 5
     assert folder.query("PRAGMA integrity_check") == [("ok",)]
-
-
-def test_a_second_command_for_the_same_run_is_refused_and_the_first_goes_on(folder):
-    command = ("run", "--models", "mlp", "--strategies", "single", "--batch-sizes", "8", "--rounds", "1")
-    first = folder.start(*command)
-    assert folder.wait_for(first, 0)
-    first.send_signal(signal.SIGSTOP)  # or it might finish before the second one has begun
-    second = subprocess.run(
-        [*commands.COMMAND, *command], cwd=folder.path, env=folder.env, capture_output=True, text=True, check=False
-    )
-    first.send_signal(signal.SIGCONT)
-    assert second.returncode == 2
-    assert second.stdout == ""
-    assert second.stderr.startswith("error: ")
-    assert str(first.pid) in second.stderr
-    assert second.stderr.count("\n") == 1
-    assert first.wait(60) == 0, folder.err
-    assert len(folder.final()) == 1
