@@ -58,16 +58,6 @@ MINE = textwrap.dedent('''
     chunks = Chunks()
     plain = object()
 ''')
-RUN = (
-    "run", "--models", "mlp", "--strategies", "single,dp", "--devices", "2", "--batch-sizes", "8", "--rounds", "1",
-)  # fmt: skip
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("DPBENCH_PATIENCE", "0")
-    with commands.folder(tmp_path) as there:
-        yield there
 
 
 def shown_everywhere(dpbench: Command, name: str) -> None:
@@ -82,27 +72,65 @@ def shown_everywhere(dpbench: Command, name: str) -> None:
     assert {trial["verified"] for trial in trials if trial["case"]["strategy"] == name} == {"bitwise"}
 
 
+@pytest.fixture(scope="module")
+def right_and_wrong(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[commands.Folder, subprocess.CompletedProcess[str]]]:
+    """A run of strategies in a file, one of which has wrong gradients, and of one that is installed; and its output."""
+    with commands.folder(tmp_path_factory.mktemp("outside")) as folder:
+        (folder.path / "mine.py").write_text(MINE.replace("FACTOR", "1.0"))
+        (folder.path / "wrong.py").write_text(MINE.replace("FACTOR", "1.01"))
+        (folder.path / "chunking.py").write_text(MINE.replace("FACTOR", "1.0"))
+        described = folder.path / "chunking-1.0.dist-info"
+        described.mkdir()
+        (described / "METADATA").write_text("Metadata-Version: 2.1\nName: chunking\nVersion: 1.0\n")
+        (described / "entry_points.txt").write_text("[dpbench.strategies]\nchunked = chunking:chunks\n")
+        folder.paths = [folder.path]
+        axes = ("--devices", "2", "--batch-sizes", "8", "--rounds", "1")
+        files = ("--strategy", "mine.py:chunks", "--strategy", "wrong.py:chunks")
+        yield folder, folder.do("run", "--models", "mlp", "--strategies", "single,dp,chunked", *files, *axes)
+
+
+def ended(folder: commands.Folder, strategy: str) -> list[tuple]:
+    """Return status and verdict of each trial of a strategy."""
+    rows = folder.query("SELECT case_json, status, verified FROM trial")
+    return [row[1:] for row in rows if json.loads(row[0])["strategy"] == strategy]
+
+
 @pytest.mark.slow
 def test_a_strategy_in_a_file_is_run_verified_reported_explained_and_exported(
-    folder: commands.Folder, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    right_and_wrong: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(Estimate, "WIDEST", math.inf)  # readers leave out figures that other processes made doubtful
     monkeypatch.setattr(Estimate, "ROUNDS", 1)  # or that have few rounds
+    folder, done = right_and_wrong
     dpbench = command(folder.path, monkeypatch, capfd)
-    (folder.path / "mine.py").write_text(MINE.replace("FACTOR", "1.0"))
-    done = folder.do(*RUN, "--strategy", "mine.py:chunks")
-    assert done.returncode == 0, done.stderr
-    rows = folder.query("SELECT DISTINCT status, verified FROM trial")
-    assert rows == [("ok", "bitwise")]
+    assert ended(folder, "mine.py:chunks") == [("ok", "bitwise")], done.stderr
     aside = (folder.path / "mine.py").rename(folder.path / "aside")
     shown_everywhere(dpbench, "mine.py:chunks")  # a stored run tells the traits of its strategies without their code
     aside.rename(folder.path / "mine.py")
-    shown_everywhere(dpbench, "mine.py:chunks")
+    assert dpbench("report", "--md")[0] == 0
     with Store.read(folder.store) as store:
         cases = {trial.case for run in store.runs() for trial in store.trials(run.id)}
     (mine,) = (case for case in cases if case.strategy == "mine.py:chunks")
     assert mine.declared is not None
     assert mine.traits.threads
+
+
+@pytest.mark.slow
+def test_a_strategy_in_a_file_with_wrong_gradients_is_refused(right_and_wrong: Any) -> None:
+    folder, done = right_and_wrong
+    assert done.returncode == EXIT_FAILED
+    assert ended(folder, "wrong.py:chunks") == [("failed", "no")]
+    assert len(folder.query("SELECT 1 FROM trial WHERE verified = 'no'")) == 1
+
+
+@pytest.mark.slow
+def test_an_installed_strategy_is_known_by_the_name_of_its_entry_point(right_and_wrong: Any) -> None:
+    folder, done = right_and_wrong
+    assert ended(folder, "chunked") == [("ok", "bitwise")], done.stderr
+    done = folder.do("list", "strategies")
+    assert "chunked" in done.stdout, done.stderr
 
 
 def test_an_outside_strategy_is_explained_next_to_the_others() -> None:
@@ -123,40 +151,6 @@ def test_an_outside_strategy_is_explained_next_to_the_others() -> None:
     (found,) = report.diagnoses
     assert found.row.case.strategy == "dp"
     assert "mine.py:chunks is 2.00×" in text.render(report.diagnoses, report.rows)
-
-
-@pytest.fixture(scope="module")
-def right_and_wrong(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[tuple[commands.Folder, subprocess.CompletedProcess[str]]]:
-    """A run of a strategy that is installed, and of one in a file, with wrong gradients; and what it printed."""
-    with commands.folder(tmp_path_factory.mktemp("outside")) as folder:
-        (folder.path / "mine.py").write_text(MINE.replace("FACTOR", "1.01"))
-        (folder.path / "chunking.py").write_text(MINE.replace("FACTOR", "1.0"))
-        described = folder.path / "chunking-1.0.dist-info"
-        described.mkdir()
-        (described / "METADATA").write_text("Metadata-Version: 2.1\nName: chunking\nVersion: 1.0\n")
-        (described / "entry_points.txt").write_text("[dpbench.strategies]\nchunked = chunking:chunks\n")
-        folder.paths = [folder.path]
-        axes = ("--devices", "2", "--batch-sizes", "8", "--rounds", "1")
-        strategies = ("--strategies", "chunked", "--strategy", "mine.py:chunks")
-        yield folder, folder.do("run", "--models", "mlp", *strategies, *axes)
-
-
-def test_a_strategy_in_a_file_with_wrong_gradients_is_refused(right_and_wrong: Any) -> None:
-    folder, done = right_and_wrong
-    assert done.returncode == EXIT_FAILED
-    rows = folder.query("SELECT case_json, status, verified FROM trial WHERE verified = 'no'")
-    assert [row[1:] for row in rows if "mine.py:chunks" in row[0]] == [("failed", "no")]
-    assert len(rows) == 1
-
-
-def test_an_installed_strategy_is_known_by_the_name_of_its_entry_point(right_and_wrong: Any) -> None:
-    folder, done = right_and_wrong
-    rows = folder.query("SELECT case_json, status, verified FROM trial")
-    assert [row[1:] for row in rows if '"chunked"' in row[0]] == [("ok", "bitwise")], done.stderr
-    done = folder.do("list", "strategies")
-    assert "chunked" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(
