@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import importlib
 import os
 import signal
 import sys
@@ -195,6 +196,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """Let the collector visit only objects made from here on: of torch and the tests there are a million."""
+    # the first optimizer of a process loads it, and so would each rank that is forked before
+    importlib.import_module("torch._dynamo")
     gc.collect()
     gc.freeze()
     gc.enable()
