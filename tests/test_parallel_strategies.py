@@ -86,24 +86,28 @@ def test_after_fsdp_the_module_has_whole_weights_and_gradients(tmp_path: Path) -
     assert all(map(math.isfinite, first["weights"]))
 
 
+OPTIONS = ("gradient_as_bucket_view", "static_graph")
+DEFAULTS = {**dict.fromkeys(OPTIONS, False), "rounded": False}
+
+
 @pytest.mark.parametrize(
-    ("name", "option"), [("ddp_bucket_view", "gradient_as_bucket_view"), ("ddp_static_graph", "static_graph")]
+    ("name", "changed"),
+    [
+        ("ddp", {}),
+        ("ddp_bucket_view", {"gradient_as_bucket_view": True}),
+        ("ddp_static_graph", {"static_graph": True}),
+        ("ddp_fp16", {"rounded": True}),
+    ],
 )
-def test_the_variants_of_ddp_set_torchs_options(name: str, option: str, tmp_path: Path) -> None:
-    for strategy, expected in ((name, True), ("ddp", False)):
-        found = in_ranks(
-            replace(DDP, strategy=strategy), tmp_path, lambda step, model: {"on": getattr(step.wrapped, option)}
-        )
-        assert [rank["on"] for rank in found] == [expected, expected]
-
-
-def test_ddp_fp16_rounds_gradients(tmp_path: Path) -> None:
+def test_the_variants_of_ddp_set_torchs_options_or_round_gradients(
+    name: str, changed: dict[str, bool], tmp_path: Path
+) -> None:
     def look(step: Any, model: models.Model) -> dict[str, Any]:
         gradients = [p.grad for p in model.module.parameters()]
-        return {"rounded": all(torch.equal(g, g.half().float()) for g in gradients)}
+        rounded = all(torch.equal(g, g.half().float()) for g in gradients)
+        return {**{option: getattr(step.wrapped, option) for option in OPTIONS}, "rounded": rounded}
 
-    for strategy, expected in (("ddp_fp16", True), ("ddp", False)):
-        assert in_ranks(replace(DDP, strategy=strategy), tmp_path, look)[0]["rounded"] is expected
+    assert in_ranks(replace(DDP, strategy=name), tmp_path, look) == [{**DEFAULTS, **changed}] * 2
 
 
 def test_ddp_bf16_names_what_it_needs() -> None:
