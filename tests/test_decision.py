@@ -19,7 +19,7 @@ from dpbench.cli.running import run
 from dpbench.hardware import foreign_load
 from dpbench.hardware.provenance import Resources
 from dpbench.measure.options import cases_of
-from dpbench.records import Case, Source, Status, Trial, plan
+from dpbench.records import Case, Fault, Source, Status, Trial, plan
 from dpbench.records.trial import Estimate
 from tests.test_options import parsed
 
@@ -53,7 +53,9 @@ def row(strategy: str, devices: int = 1, value: float = 0.0, off: float = 0.03, 
 def lost(strategy: str, devices: int = 1, status: Status = Status.OOM, **setting: object) -> Row:
     """Return the row of a case without a result."""
     found = row(strategy, devices, **setting)
-    return replace(found, status=status, reason="it failed", step=None, throughput=None, phases={}, rounds=0)
+    return replace(
+        found, status=status, reason="it failed", step=None, throughput=None, phases={}, rounds=0, lost=(status,)
+    )
 
 
 def noisy(one: Row) -> Row:
@@ -178,6 +180,49 @@ SITUATIONS = {
     "emulated devices": Situation(
         [row("single", device_kind="emulated"), row("dp", 2, device_kind="emulated")], UNKNOWN, None, ["host cost"]
     ),
+    # -- cases that failed, and limits of a result
+    "wrong gradients are never recommended": Situation(
+        [SINGLE, row("dp", 2, 1.5), row("ddp", 2, 1.9, lost=(Fault.UNVERIFIED,))], USE, ("dp", 2),
+        ["ddp on 2 GPUs (wrong gradients)"],
+    ),
+    "no gain, but the best-known strategy failed": Situation(
+        [SINGLE, row("dp", 2, 0.5), lost("ddp", 2, status=Status.FAILED)], UNKNOWN, None, ["ddp on 2 GPUs (failed)"]
+    ),
+    "no gain, and the rest does not fit": Situation(
+        [SINGLE, row("dp", 2, 0.5), row("ddp", 2, 0.6), lost("dp", 4)], STAY, ("single", 1),
+        ["runs out of memory on 4 GPUs"],
+    ),
+    "some rounds were lost": Situation(
+        [SINGLE, row("ddp", 2, 1.7, n=3, lost=(Status.TIMEOUT,) * 2)], USE, ("ddp", 2),
+        ["2 of 5 rounds of ddp on 2 GPUs have no result (timeout)", "from 3 rounds"],
+    ),
+    "ddp was not measured": Situation([SINGLE, row("dp", 2, 0.5)], STAY, ("single", 1), ["ddp was not measured"]),
+    "hosts on one machine": Situation(
+        [SINGLE, row("ddp", 2, 1.6, hosts=2, labels=("MEASURED", "COLOCATED"))], UNKNOWN, None,
+        ["the hosts are one machine"],
+    ),
+    "only all cores are undecided": Situation(
+        [row("single", **CPU), row("dp", 2, 0.5, **CPU), row("ddp", 2, 0.7, **CPU),
+         row("single_all_cores", 1, 1.04, off=0.1, **CPU)],
+        STAY, ("single", 1), ["undecided whether one device with all cores is faster"],
+    ),
+    "the host's memory is shared": Situation(
+        [lost("single", **CPU), row("ddp", 2, **CPU)], UNKNOWN, None, ["single has no result (out of memory)"]
+    ),
+    "what fits is ranked by samples per second": Situation(
+        [lost("single"), replace(row("ddp", 2), speedup=Estimate(1.2, 1.1, 1.3, 9), scaling="weak"),
+         replace(row("ddp", 4), throughput=Estimate(533.0, 533.0, 533.0, 9))],
+        USE, ("ddp", 2),
+    ),
+    "most devices are idle": Situation(
+        [row("single", batch_size=2), row("ddp", 8, 1.9, batch_size=2)], USE, ("ddp", 8), ["6 of 8 GPUs get no sample"]
+    ),
+    "another schedule is not DataParallel": Situation(
+        [SINGLE, row("dp", 2, 1.2, schedule="overlap"), row("ddp", 2, 1.6)], USE, ("ddp", 2)
+    ),
+    "a small gain may be a worthwhile one": Situation(
+        [SINGLE, row("ddp", 2, 1.049, off=0.03)], UNKNOWN, None, ["may be a gain or none"]
+    ),
     # -- predictions
     "a predicted gain": Situation(
         [predicted("single"), predicted("dp", 8, 2.0), predicted("ddp", 8, 6.0)], USE, ("ddp", 8),
@@ -187,6 +232,9 @@ SITUATIONS = {
         [predicted("single"), predicted("ddp", 2, 1.1)], UNKNOWN, None, ["predicted"]
     ),
     "a predicted loss": Situation([predicted("single"), predicted("dp", 2, 0.5)], STAY, ("single", 1), ["predicted"]),
+    "only predictions that were never compared": Situation(
+        [predicted("single"), predicted("fsdp", 8, 7.0)], UNKNOWN, None, ["never compared with measurements"]
+    ),
     "predictions that were never compared are not recommended": Situation(
         [predicted("single"), predicted("ddp", 8, 5.0), predicted("fsdp", 8, 7.0)], USE, ("ddp", 8)
     ),
@@ -215,7 +263,7 @@ def test_the_next_command_selects_the_cases_of_the_answer(name: str) -> None:
     situation = SITUATIONS[name]
     answer = only(situation.rows, situation.facts)
     if any(row.case.hosts > 1 for row in situation.rows):
-        assert not answer.command  # a single command cannot start ranks on several machines
+        assert not answer.command.startswith("dpbench run")  # a command cannot start ranks on several machines
         return
     _, verb, *arguments = shlex.split(answer.command)
     command = {"run": run, "predict": predict}[verb]
@@ -260,6 +308,47 @@ def test_the_limit_of_a_ladder_is_no_baseline() -> None:
     limit = row("single", batch_size=32, options=plan.LIMIT)
     (answer,) = answering.answers([limit, SINGLE, row("ddp", 2, 1.8)], Resources())
     assert answer.baseline is SINGLE
+
+
+def test_another_schedule_of_the_engine_is_not_called_data_parallel() -> None:
+    situation = SITUATIONS["another schedule is not DataParallel"]
+    assert "DataParallel" not in only(situation.rows, {}).text
+
+
+def test_strong_and_weak_scaling_are_two_questions() -> None:
+    """As in --batch-per-device 32,64 --devices 1,2."""
+    rows = [
+        row("single", batch_size=32), SINGLE, row("ddp", 2, 0.97),
+        row("ddp", 2, 1.75, batch_size=128, scaling="weak"),
+    ]  # fmt: skip
+    found = {one.subject: one.choice for one in answering.answers(rows, Resources())}
+    assert found == {"resnet18 (batch 64)": STAY, "resnet18 (batch 64 per device)": USE}
+
+
+def test_more_rounds_are_more_than_there_are() -> None:
+    """Holm's method judges three candidates together, so that a single one's number of rounds is not enough."""
+    rounds = {"off": 0.26, "n": 3}
+    answer = only([SINGLE, *(row(name, 2, 1.4, **rounds) for name in ("dp", "ddp", "torch_dp"))], {})
+    assert answer.choice is UNKNOWN
+    assert int(answer.command.split()[-1]) > 3
+
+
+def test_ddp_alone_is_not_promised_that_pairs_help() -> None:
+    answer = only([SINGLE, row("ddp", 2, 1.01, off=0.3)], {})
+    assert answer.command.endswith("--rounds auto")
+
+
+def test_the_order_of_device_ids_is_kept() -> None:
+    rows = [row("single", device_ids=(3, 1)), row("ddp", 2, 1.2, off=0.3, device_ids=(3, 1))]
+    assert "--device-ids 3,1" in only(rows, {}).command
+
+
+def test_the_memory_is_that_of_the_gpus_of_the_case() -> None:
+    full = row("ddp", 2, 1.8, memory={0: 60 * GIB, 1: 50 * GIB}, device_ids=(1, 2))
+    facts = {"gpus": {"gpus": [{"memory_bytes": size * GIB} for size in (24, 80, 80)]}}
+    answer = only([row("single", device_ids=(1, 2)), full], facts)
+    assert answer.memory == "device 0 uses up to 60.0 GiB of 80.0 GiB, so it fits"
+    assert answer.command.endswith("--find-max-batch")  # twice the batch would not fit
 
 
 def test_memory_names_the_capacity_of_the_gpu() -> None:

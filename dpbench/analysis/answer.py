@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from dpbench.analysis import commands, stats
-from dpbench.analysis.decision import Basis, Choice, Decision, Question, decide, questions, ratio_of, speed, unusual
+from dpbench.analysis import commands
+from dpbench.analysis.decision import (
+    Basis,
+    Choice,
+    Decision,
+    Question,
+    best_of,
+    decide,
+    questions,
+    ratio_of,
+    unusual,
+)
 from dpbench.analysis.findings.text import devices, strategy
 from dpbench.analysis.summary import Row
 from dpbench.hardware import foreign_load
 from dpbench.hardware.provenance import Resources
-from dpbench.records import UNATTRIBUTED, Case, Source, Status, plan, registry, schedule, words
+from dpbench.records import UNATTRIBUTED, Case, Fault, Source, Status, plan, registry, schedule, words
 from dpbench.records.registry import Role
-from dpbench.records.trial import Estimate
 
-ROUNDS_MOST = 50
-"""The largest number of rounds that an answer recommends. If more are needed, it recommends `--paired` instead."""
 _OBSTACLES = {
     Basis.EMULATED: "emulated devices show host cost only, and no speed-up",
     Basis.COLOCATED: "the replicas share one GPU, so that no speed-up was possible",
@@ -32,7 +39,7 @@ class Answer:
     `reason` a clause with DataParallel's own result and the phase in which it loses most, `certainty` a clause on how
     sure the answer is and on the measurements that would decide, `memory` a clause on the memory of the recommended
     case. `command` is the full command to run next. A text is "" if there is nothing to say. `home` is the
-    case on one device with which the cases of the question are compared, and `baseline` its row. `row` is the row of
+    case on one device with which the cases in `compared` are compared, and `baseline` its row. `row` is the row of
     the recommended case. A row is None if there is none.
     """
 
@@ -46,6 +53,7 @@ class Answer:
     labels: tuple[str, ...] = ()
     home: Case
     source: Source
+    compared: frozenset[Case] = frozenset()
     row: Row | None = None
     baseline: Row | None = None
 
@@ -60,16 +68,19 @@ class Answer:
     def epoch(self, samples: int) -> str:
         """Return a clause on the time of an epoch of `samples` samples, and on the time that the answer saves.
 
-        Return "" if the recommended case or the baseline has no throughput, or for a baseline as the recommendation.
+        Return "" if the throughput of the baseline, or the speed-up of the recommended case, is unknown.
         """
-        new, old = (one.throughput if one else None for one in (self.row, self.baseline))
-        if not (new and old) or new.doubt or old.doubt:
+        old = self.baseline.throughput if self.baseline else None
+        if not old or old.doubt or not self.row:
             return ""
         now_s = samples / old.value
         takes = f"an epoch of {words.count(samples, 'sample')} takes {words.long_time(now_s)} on one device"
         if self.row is self.baseline:
             return takes
-        then_s = samples / new.value
+        if not self.row.speedup:
+            return ""
+        # not by the throughput of the row, of which the speed-up uses only the rounds that the baseline has too
+        then_s = now_s / self.row.speedup.value
         return f"{takes} and {words.long_time(then_s)} here, which saves {words.long_time(now_s - then_s)}"
 
 
@@ -79,13 +90,15 @@ def answers(rows: Sequence[Row], machine: Resources) -> list[Answer]:
     `machine` has the resources of the run's machine.
     """
     asked = questions(rows)
-    return [_answer(one, _subject(one, asked), machine) for one in asked]
+    return [_answer(one, asked, machine) for one in asked]
 
 
 def _subject(question: Question, asked: Sequence[Question]) -> str:
     """Return the model, and the settings in which the questions on this model differ."""
     alike = [one for one in asked if one.home.model == question.home.model]
-    batch = [f"batch {question.home.batch_size}"] if len({one.home.batch_size for one in alike}) > 1 else []
+    each = " per device" if question.weak else ""
+    several = len({(one.home.batch_size, one.weak) for one in alike}) > 1
+    batch = [f"batch {question.home.batch_size}{each}"] if several else []
     settings = unusual(question.home) if len({tuple(unusual(one.home)) for one in alike}) > 1 else []
     kind = [question.home.device_kind] if len({one.home.device_kind for one in alike}) > 1 else []
     source = [question.source.value] if len({one.source for one in alike}) > 1 else []
@@ -93,15 +106,17 @@ def _subject(question: Question, asked: Sequence[Question]) -> str:
     return f"{question.home.model} ({', '.join(found)})" if found else question.home.model
 
 
-def _answer(question: Question, subject: str, machine: Resources) -> Answer:
+def _answer(question: Question, asked: Sequence[Question], machine: Resources) -> Answer:
     decision = decide(question)
+    measured = {one.home.batch_size for one in asked if one.home.model == question.home.model}
     shown = decision.row or (question.candidates or question.rows)[0]
     return Answer(
-        subject=subject, home=question.home, source=question.source, choice=decision.choice,
+        subject=_subject(question, asked), home=question.home, source=question.source,
+        compared=frozenset(row.case for row in question.others), choice=decision.choice,
         row=decision.row, baseline=question.baseline,
         headline=_headline(question, decision), reason=_reason(question, decision, machine),
         certainty=_certainty(question, decision), memory=_memory(question, decision, machine),
-        command=_next(question, decision, machine),
+        command=commands.following(question, decision, machine, measured),
         labels=tuple(dict.fromkeys([*shown.labels, *(label for row in question.rows for label in row.labels
                                                      if label == foreign_load.NOISY)])),
     )  # fmt: skip
@@ -120,20 +135,17 @@ def _one(case: Case) -> str:
     return "one GPU" if case.device_kind == "cuda" else "one device"
 
 
-def _best(rows: Sequence[Row]) -> Row:
-    return max(rows, key=speed)
-
-
 def _headline(question: Question, decision: Decision) -> str:
     """Return the choice with the speed-up of the recommended case; for an unknown choice, the reason."""
     if decision.choice is Choice.UNKNOWN:
         return f"{Choice.UNKNOWN}: {_unknown(question, decision)}"
-    row, where = decision.row, "on this CPU, " if question.home.device_kind == "cpu" else ""
+    here = question.home.device_kind == "cpu" and question.source is Source.MEASURED
+    row, where = decision.row, "on this CPU, " if here else ""
     assert row
     if decision.basis is Basis.ONLY_FITS:
         return f"use {_name(row)}, because {_one(question.home)} runs out of memory"
     if decision.basis is Basis.NO_GAIN:
-        best = _best([one for one in question.candidates if one.case.devices > 1])
+        best = best_of([one for one in question.candidates if one.case.devices > 1])
         gives = f"the best case on several devices, {_name(best)}, gives only {_gain(best)}"
         return f"{where}stay with {_one(question.home)}: {gives}"
     if row.case.traits.all_cores:
@@ -151,27 +163,40 @@ def _unknown(question: Question, decision: Decision) -> str:
     """Return the reason why a question has no answer."""
     baseline = plan.baseline(model="", batch_size=1).strategy
     if decision.basis in _OBSTACLES:
-        return _OBSTACLES[decision.basis]
+        hosts = any(row.case.hosts > 1 for row in question.several)
+        return "the hosts are one machine, so that no speed-up was possible" if hosts else _OBSTACLES[decision.basis]
     if decision.basis is Basis.NO_RESULT:
-        failed = ", ".join(f"{_name(row)} ({_failure(row)})" for row in question.several[:3])
-        return f"no case on several devices has a result: {failed}"
+        return f"no case on several devices has a result: {_failures(question.several)}"
+    if decision.basis is Basis.LOST:
+        return f"the cases with a result have no gain, but others have none: {_failures(question.failed)}"
     if decision.basis is Basis.NO_BASELINE:
         why = f"has no result ({_failure(question.baseline)})" if question.baseline else "was not measured"
         return f"the strategy {baseline} {why}, so that every speed-up is unknown"
-    best = _best(decision.open)
+    best = best_of(decision.open)
     if best.speedup and best.speedup.doubt:
         return f"{words.doubt(best.speedup)} ({_name(best)})"
     return f"{_name(best)} gives {_gain(best)}, which may be a gain or none"
 
 
+def _failures(rows: Sequence[Row]) -> str:
+    """Return the names of the first three cases, each with its outcome in parentheses."""
+    more = f" and {len(rows) - 3} more" if len(rows) > 3 else ""
+    return ", ".join(f"{_name(row)} ({_failure(row)})" for row in rows[:3]) + more
+
+
 def _failure(row: Row) -> str:
-    return "out of memory" if row.status is Status.OOM else row.outcome
+    """Return the reason why a case has no result, or why its result is not used."""
+    if row.status is Status.OOM and not row.step:
+        return "out of memory"
+    if row.step and row.source is Source.PREDICTED:
+        return "its predictions were never compared with measurements"
+    return "wrong gradients" if Fault.UNVERIFIED in row.lost else row.outcome
 
 
 def _reason(question: Question, decision: Decision, machine: Resources) -> str:
     """Return a clause with DataParallel's result and the phase in which it loses most; "" if it was not measured."""
     dp = _data_parallel(question, decision.row)
-    if dp is None or decision.basis in (Basis.EMULATED, Basis.COLOCATED):
+    if dp is None or decision.basis in _OBSTACLES:
         return ""
     if dp.step is None:
         return f"DataParallel runs out of memory on {devices(dp.case)}" if dp.status is Status.OOM else ""
@@ -202,17 +227,18 @@ def _added(row: Row, question: Question) -> str:
 
 
 def _data_parallel(question: Question, chosen: Row | None) -> Row | None:
-    """Return the row of DataParallel, torch's or the engine's lowest rung, preferably on the devices of `chosen`."""
+    """Return the row of DataParallel, torch's or the engine's `reference`, preferably on the devices of `chosen`."""
     found = [
         row
         for row in question.several
-        if row.case.traits.role in (Role.WRAPPER, Role.ENGINE) and row.case.placement != "colocated"
-    ]
+        if not row.colocated
+        and (row.case.traits.role is Role.WRAPPER
+             or (row.case.traits.role is Role.ENGINE and row.case.schedule == schedule.REFERENCE))
+    ]  # fmt: skip
     count = chosen.case.devices if chosen else 0
     return min(
         found, default=None,
-        key=lambda row: (row.case.devices != count, -row.case.devices, row.case.traits.role is not Role.WRAPPER,
-                         plan.place(row.case.schedule)),
+        key=lambda row: (row.case.devices != count, -row.case.devices, row.case.traits.role is not Role.WRAPPER),
     )  # fmt: skip
 
 
@@ -230,24 +256,30 @@ def _loses(row: Row, question: Question) -> str:
         name: row.phases.get(name, 0.0) - base.phases.get(name, 0.0) / divisor for name in {*row.phases, *base.phases}
     }
     said = f"loses {words.time(lost_s)} of {words.time(row.step.value)} per step against perfect scaling"
-    if not phases:
+    if not {*phases} - {UNATTRIBUTED}:  # as in a prediction by formulas
         return said
     most = max(sorted(phases), key=lambda name: phases[name])
     where = "Python code between the phases" if most == UNATTRIBUTED else most
-    return f"{said}, the largest part ({words.time(phases[most])}) in {where}"
+    return f"{said}; {where} adds {words.time(phases[most])}"
 
 
 def _certainty(question: Question, decision: Decision) -> str:
     """Return a clause on how sure the answer is, and on the measurements that would decide."""
     said = []
     if question.source is Source.PREDICTED:
-        said.append("predicted, with an 80% interval: nothing was measured")
-    elif decision.basis in (Basis.GAIN, Basis.NO_GAIN):
-        rounds = min(row.rounds for row in question.candidates)
-        said.append(f"decided at the 95% level from {words.count(rounds, 'round')}")
-    elif decision.basis is Basis.OPEN and (rounds := _rounds(decision.open)):
-        more = f"about {rounds} rounds" if rounds <= ROUNDS_MOST else "blocks of steps in one process (--paired)"
+        said.append("predicted, with an 80% interval")
+    elif decision.basis is Basis.OPEN:
+        rounds = commands.rounds_needed(decision.open, question)
+        more = (
+            f"about {rounds} rounds" if rounds <= commands.ROUNDS_MOST else f"more than {commands.ROUNDS_MOST} rounds"
+        )
         said.append(f"{more} should decide this")
+    elif decision.basis in (Basis.GAIN, Basis.NO_GAIN):
+        judged = [decision.row] if decision.basis is Basis.GAIN else question.candidates
+        rounds = min(row.speedup.n for row in judged if row and row.speedup)
+        said.append(f"decided at the 95% level from {words.count(rounds, 'round')}")
+    if decision.row:
+        said += _gaps(question, decision.row)
     if decision.row and decision.open:
         names = ", ".join(map(_name, decision.open[:3]))
         said.append(f"it is undecided whether {names} {words.verb(len(decision.open), 'is', 'are')} faster")
@@ -258,13 +290,18 @@ def _certainty(question: Question, decision: Decision) -> str:
     return "; ".join(said)
 
 
-def _rounds(rows: Sequence[Row]) -> int:
-    """Return the number of rounds that should decide the speed-ups of `rows`; at least `Estimate.ROUNDS`."""
-    needed = [
-        stats.rounds_to_decide(row.speedup, alpha=1 - stats.CONFIDENCE) for row in rows
-        if row.speedup and row.speedup.n >= Estimate.ROUNDS
-    ]  # fmt: skip
-    return max([Estimate.ROUNDS, *needed]) if needed else 10
+def _gaps(question: Question, row: Row) -> Iterator[str]:
+    """Yield clauses on the measurements that an answer which recommends `row` lacks."""
+    if question.failed:
+        yield f"without a result: {_failures(question.failed)}"
+    for one in [row, *([question.baseline] if question.baseline and question.baseline is not row else [])]:
+        if one.lost:
+            rounds = f"{len(one.lost)} of {one.rounds + len(one.lost)} rounds"
+            yield f"{rounds} of {_name(one)} have no result ({', '.join(dict.fromkeys(one.lost))})"
+    if row.case.working < row.case.devices:
+        yield f"{row.case.devices - row.case.working} of {devices(row.case)} get no sample"
+    if question.source is Source.MEASURED and not commands.has_control(question):
+        yield f"{registry.of_role(Role.CONTROL)} was not measured"
 
 
 def _memory(question: Question, decision: Decision, machine: Resources) -> str:
@@ -272,50 +309,11 @@ def _memory(question: Question, decision: Decision, machine: Resources) -> str:
     row, said = decision.row, []
     if row and row.memory:
         device, peak = max(row.memory.items(), key=lambda pair: pair[1])
-        capacity = machine.gpu_memory_bytes if row.case.device_kind == "cuda" and row.source is Source.MEASURED else 0
-        of = f" of {words.size(capacity)}, so it fits" if capacity else ""
+        capacity = machine.memory_of(row.case, device) if row.source is Source.MEASURED else 0
+        of = f" of {words.size(capacity)}, so it fits" if capacity > peak else ""
         said.append(f"device {device} uses up to {words.size(peak)}{of}")
     told = _data_parallel(question, decision.row)  # the reason names it already
     out = [_name(one) for one in question.several if one.status is Status.OOM and not one.step and one is not told]
     if out and decision.basis is not Basis.NO_RESULT:
         said.append(f"out of memory: {', '.join(out[:3])}")
     return "; ".join(said)
-
-
-def _next(question: Question, decision: Decision, machine: Resources) -> str:
-    """Return the command to run next: the measurement that the answer lacks, or the most useful further one."""
-    if decision.choice is Choice.UNKNOWN and question.source is Source.MEASURED:
-        return _lacking(question, decision, machine)
-    several = [row for row in question.candidates if row.case.devices > 1]
-    best = decision.row if decision.row in several else _best(several) if several else None
-    both = [question.home, *([best.case] if best else [])]
-    if question.source is Source.PREDICTED:
-        return commands.measure(both, machine=machine)
-    if decision.basis is Basis.ONLY_FITS:
-        return commands.measure(both[1:], "--find-max-batch", machine=machine)
-    if question.home.device_kind == "cpu":
-        return commands.predict(question.home)
-    return commands.measure(commands.at_batch(both, 2), machine=machine)
-
-
-def _lacking(question: Question, decision: Decision, machine: Resources) -> str:
-    """Return the command that measures, or predicts, the results that a question without an answer lacks."""
-    home = question.home
-    cases = [row.case for row in question.rows]
-    one_gpu = decision.basis is Basis.ONE_DEVICE and home.device_kind == "cuda" and machine.gpus == 1
-    if one_gpu or decision.basis in (Basis.EMULATED, Basis.COLOCATED):
-        return commands.predict(home)
-    if decision.basis is Basis.ONE_DEVICE:
-        roles = (Role.ENGINE, Role.CONTROL)
-        two = [replace(home, strategy=registry.of_role(role), devices=2) for role in roles]
-        return commands.measure([home, *two], machine=machine)
-    if decision.basis is Basis.NO_BASELINE:
-        return commands.measure([home, *cases], machine=machine)
-    if decision.basis is Basis.NO_RESULT:
-        out = any(row.status is Status.OOM for row in question.several) and home.batch_size > 1
-        smaller = commands.at_batch([home, *cases], 0.5)
-        retry = ("--retry", "failed,timeout")
-        return commands.measure(smaller, machine=machine) if out else commands.measure(cases, *retry, machine=machine)
-    needed = _rounds(decision.open)
-    how = ("--rounds", str(needed)) if needed <= ROUNDS_MOST else ("--rounds", "auto", "--paired")
-    return commands.measure(cases, *how, machine=machine)

@@ -1,14 +1,22 @@
-"""Commands: the full `dpbench` command that measures or predicts given cases, as text to paste into a shell."""
+"""Commands: full `dpbench` commands as text to paste into a shell: for given cases, and after a decision."""
 
 from __future__ import annotations
 
+import itertools
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import fields, replace
 
+from dpbench.analysis import stats
+from dpbench.analysis.decision import Basis, Choice, Decision, Question, best_of
+from dpbench.analysis.summary import Row
 from dpbench.hardware.provenance import Resources
-from dpbench.records import Case, plan, registry, schedule
+from dpbench.records import Case, Fault, Source, Status, plan, registry, schedule
+from dpbench.records.registry import Role
+from dpbench.records.trial import Estimate
 
+ROUNDS_MOST = 50
+"""The largest number of rounds that a command asks for; beyond it, a rule decides how many are measured."""
 GPUS = "rtx-3090-x8"
 """The described machine for which a prediction is suggested to a user without several GPUs."""
 PREDICTABLE = ("fp32", "bf16")
@@ -20,8 +28,9 @@ def measure(cases: Sequence[Case], *extra: str, machine: Resources) -> str:
     """Return the `dpbench run` command that measures `cases`, which must differ only in strategy, devices and batch.
 
     The command may select further cases: all combinations of the strategies, the numbers of devices and the batch
-    sizes. `extra` are further arguments. On a `machine` with GPUs, cases on the CPU need an option. Return "" for cases
-    on several machines, which a single command cannot start, and for models that only predictions know.
+    sizes. `extra` are further arguments. The command names the kind of devices unless it is the default of `machine`.
+    Return "" for cases on several machines, which a single command cannot start, and for models that only predictions
+    know.
     """
     one = cases[0]
     if any(case.hosts > 1 for case in cases) or not (":" in one.model or one.model in registry.own("models")):
@@ -38,9 +47,9 @@ def measure(cases: Sequence[Case], *extra: str, machine: Resources) -> str:
 def predict(case: Case, machine: str = GPUS) -> str:
     """Return the `dpbench predict` command for the work of `case` on one and more GPUs of a described machine.
 
-    Return "" if `dpbench predict` does not know the precision of the case.
+    Return "" if `dpbench predict` does not know the precision or a habit of the training loop of the case.
     """
-    if case.precision not in PREDICTABLE:
+    if case.precision not in PREDICTABLE or case.habits:
         return ""
     precision = ["--precision", case.precision] if case.precision != _DEFAULT["precision"] else []
     return shlex.join(
@@ -52,6 +61,93 @@ def predict(case: Case, machine: str = GPUS) -> str:
 def at_batch(cases: Iterable[Case], factor: float) -> list[Case]:
     """Return the cases with their batch sizes multiplied by `factor`, rounded down, but at least 1."""
     return [replace(case, batch_size=max(1, int(case.batch_size * factor))) for case in cases]
+
+
+def following(question: Question, decision: Decision, machine: Resources, measured: Collection[int]) -> str:
+    """Return the command to run next: the measurement that the answer lacks, or the most useful further one.
+
+    `measured` has the batch sizes of one device on which the run has a question about the same model.
+    """
+    if decision.choice is Choice.UNKNOWN:
+        return _lacking(question, decision, machine)
+    home = question.home
+    several = [row for row in question.candidates if row.case.devices > 1]
+    best = decision.row if decision.row in several else best_of(several)
+    assert best
+    if question.source is Source.PREDICTED:
+        return measure([home, best.case], machine=Resources())
+    if not has_control(question):
+        control = replace(best.case, strategy=registry.of_role(Role.CONTROL), schedule="")
+        return measure([home, best.case, control], machine=machine)
+    if home.device_kind == "cpu":
+        return predict(home)
+    full = any(2 * peak > machine.memory_of(best.case, device) > 0 for device, peak in best.memory.items())
+    if full or decision.basis is Basis.ONLY_FITS:
+        return measure([best.case], "--find-max-batch", machine=machine)
+    factor = next(factor for factor in itertools.count(2) if factor * home.batch_size not in measured)
+    return measure(at_batch([home, best.case], factor), machine=machine)
+
+
+def _lacking(question: Question, decision: Decision, machine: Resources) -> str:
+    """Return the command that measures, or predicts, the results that a question without an answer lacks."""
+    home, basis = question.home, decision.basis
+    cases = list(dict.fromkeys([home, *(row.case for row in question.rows)]))
+    few = home.device_kind == "cuda" and len(machine.gpu_memory_bytes) < 2
+    if question.source is Source.PREDICTED and basis is Basis.OPEN:
+        return measure([home, best_of(decision.open).case], machine=Resources())
+    if basis is Basis.EMULATED or question.source is Source.PREDICTED or (basis in ELSEWHERE and few):
+        return predict(home)
+    if basis in ELSEWHERE:
+        spread = replace(home, device_ids=())
+        roles = (Role.ENGINE, Role.CONTROL)
+        two = [replace(spread, strategy=registry.of_role(role), devices=2, schedule="") for role in roles]
+        return measure([spread, *two], machine=machine)
+    if basis is Basis.OPEN:
+        return measure(cases, *_more(decision.open, question), machine=machine)
+    if basis in (Basis.NO_RESULT, Basis.LOST):
+        return _again(question, cases, machine)
+    return measure(cases, machine=machine)
+
+
+ELSEWHERE = (Basis.ONE_DEVICE, Basis.COLOCATED)
+"""The reasons without an answer for which other GPUs are needed, or a described machine with several GPUs."""
+
+
+def _more(rows: Sequence[Row], question: Question) -> tuple[str, ...]:
+    """Return the options with which more rounds should decide the speed-ups of `rows`."""
+    needed = rounds_needed(rows, question)
+    if needed <= ROUNDS_MOST:
+        return "--rounds", str(needed)
+    # --paired does not help cases that need a worker to themselves
+    return ("--rounds", "auto") if any(row.case.traits.alone for row in rows) else ("--rounds", "auto", "--paired")
+
+
+def _again(question: Question, cases: Sequence[Case], machine: Resources) -> str:
+    """Return the command for cases without a result: half the batch if memory ran out, or the failed cases again.
+
+    Return "" if neither would help, as for wrong gradients.
+    """
+    if any(row.status is Status.OOM and not row.step for row in question.several) and question.home.batch_size > 1:
+        return measure(at_batch(cases, 0.5), machine=machine)
+    ended = [row.status for row in question.several if not row.step and Fault.UNVERIFIED not in row.lost]
+    retry = [status.value for status in (Status.FAILED, Status.TIMEOUT) if status in ended]
+    return measure(cases, "--retry", ",".join(retry), machine=machine) if retry else ""
+
+
+def has_control(question: Question) -> bool:
+    """Return whether the question has a case of the control, which is ddp."""
+    return any(row.case.traits.role is Role.CONTROL for row in question.several)
+
+
+def rounds_needed(rows: Sequence[Row], question: Question) -> int:
+    """Return the number of rounds that should decide the speed-ups of `rows`, more than they have.
+
+    All candidates of the question are judged together, so that each is judged at a stricter level.
+    """
+    alpha = (1 - stats.CONFIDENCE) / max(1, len(question.candidates))
+    known = [row.speedup for row in rows if row.speedup and row.speedup.n >= Estimate.ROUNDS]
+    needed = [max(stats.rounds_to_decide(one, alpha=alpha), one.n + 1) for one in known]
+    return max(needed, default=10)
 
 
 def _model(case: Case) -> list[str]:
@@ -73,8 +169,7 @@ def _strategies(cases: Sequence[Case]) -> list[str]:
 def _setting(case: Case, machine: Resources) -> list[str]:
     """Return the options for the settings of a case that differ from the defaults of `dpbench run`."""
     found: list[str] = []
-    # without the option, the default is cuda on a machine with GPUs
-    if case.device_kind == "emulated" or (case.device_kind == "cpu" and machine.gpus):
+    if case.device_kind != machine.device_kind:
         found += ["--device-kind", case.device_kind]
     for name, option in (
         ("device_ids", "--device-ids"), ("size", "--size"), ("precision", "--precision"), ("inputs", "--inputs"),
@@ -82,12 +177,12 @@ def _setting(case: Case, machine: Resources) -> list[str]:
     ):  # fmt: skip
         value = getattr(case, name)
         if value != _DEFAULT[name]:
-            found += [option, _list(value) if isinstance(value, tuple) else str(value)]
+            found += [option, ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
     if case.placement != plan.PLACEMENTS[0]:
         found += ["--placement", case.placement]
     return found + (["--compile"] if case.compile else [])
 
 
-def _list(values: Iterable[object]) -> str:
+def _list(values: Iterable[int]) -> str:
     """Return the values without duplicates, in ascending order, separated by commas."""
-    return ",".join(map(str, sorted(set(values), key=lambda value: (isinstance(value, str), value))))
+    return ",".join(map(str, sorted(set(values))))

@@ -8,18 +8,18 @@ result on a CPU is stated for this CPU alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum, auto
 
 from dpbench.analysis import stats
 from dpbench.analysis.summary import Row
-from dpbench.records import Case, Source, Status, plan
+from dpbench.records import Case, Fault, Source, Status, plan
 from dpbench.records.registry import Role
 from dpbench.records.trial import Estimate
 
 WORTH = 1.05
-"""The least speed-up that is worth more devices; also the speed-up below which fewer devices are preferred."""
+"""The least speed-up that is worth more devices; also the gain below which fewer devices are preferred."""
 
 
 class Choice(StrEnum):
@@ -36,11 +36,13 @@ class Basis(StrEnum):
     GAIN = auto()
     """A case is decidedly faster than the baseline."""
     ONLY_FITS = auto()
-    """The baseline runs out of memory, and a case on several devices does not."""
+    """The baseline runs out of a GPU's memory, and a case on several GPUs does not."""
     NO_GAIN = auto()
     """Every case on several devices is decidedly without a worthwhile gain."""
     OPEN = auto()
     """It is undecided whether a case has a worthwhile gain."""
+    LOST = auto()
+    """No case with a result has a gain, but other cases on several devices failed."""
     NO_BASELINE = auto()
     ONE_DEVICE = auto()
     """No case ran on several devices."""
@@ -54,13 +56,15 @@ class Basis(StrEnum):
 class Question:
     """The rows that are compared with one baseline; `baseline` is None if it was not measured.
 
-    `others` has no rows of the baseline's strategy. `home` is the case of the baseline, measured or not.
+    `others` has no rows of the baseline's strategy. `home` is the case of the baseline, measured or not. `weak` is
+    whether the cases on several devices have its batch size on each device, and not in all.
     """
 
     home: Case
     source: Source
     baseline: Row | None
     others: tuple[Row, ...]
+    weak: bool = False
 
     @property
     def several(self) -> tuple[Row, ...]:
@@ -76,16 +80,27 @@ class Question:
     def candidates(self) -> tuple[Row, ...]:
         """Return the rows with a result that may be recommended: several devices, or one device with all cores.
 
-        Replicas that share a GPU are left out, and so are predictions for strategies whose predictions were never
-        compared with measurements.
+        Left out are replicas that share a GPU, cases of which a round had wrong gradients, and predictions for
+        strategies whose predictions were never compared with measurements.
         """
         return tuple(
             row
             for row in self.others
             if row.step
             and (row.case.devices > 1 or row.case.traits.all_cores)
-            and row.case.placement != "colocated"
+            and not row.colocated
+            and Fault.UNVERIFIED not in row.lost
             and not (row.source is Source.PREDICTED and row.case.traits.role is Role.OTHER)
+        )
+
+    @property
+    def failed(self) -> tuple[Row, ...]:
+        """Return the rows of cases on several devices that gave no result, or wrong gradients in a round.
+
+        Cases that ran out of memory or were skipped do not count: their outcome is a result.
+        """
+        return tuple(
+            row for row in self.several if Fault.UNVERIFIED in row.lost or (not row.step and {*row.lost} - {Status.OOM})
         )
 
 
@@ -108,37 +123,42 @@ def decide(question: Question) -> Decision:
 
     All speed-ups of the question are judged together at the 95 % level (Holm's method). Of the candidates that are
     decidedly faster than the baseline by at least `WORTH`, the fastest wins; a candidate with fewer devices, or with a
-    better-known strategy, wins instead if the fastest is faster by less than `WORTH`. Stay with one device if no
-    candidate can gain `WORTH`: each is decidedly not faster, or its whole interval is below `WORTH`.
+    better-known strategy, wins instead if the fastest is faster by less than `WORTH`. Stay with one device if no case
+    on several devices failed, and none can gain `WORTH`: each is decidedly not faster, or its whole interval is below
+    `WORTH`.
     """
     candidates, obstacle = question.candidates, _obstacle(question)
     if obstacle is Basis.ONLY_FITS:
-        return Decision(choice=Choice.USE, basis=obstacle, row=_simplest(candidates))
+        # without a baseline there are no speed-ups of this question
+        return Decision(choice=Choice.USE, basis=obstacle, row=_simplest(candidates, _rate))
     if obstacle:
         return Decision(choice=Choice.UNKNOWN, basis=obstacle)
     judged = {row.case: verdict for row, verdict in zip(candidates, _verdicts(candidates), strict=True)}
     gains = [row for row in candidates if judged[row.case] == "faster" and speed(row) >= WORTH]
     if gains:
-        best = _simplest(gains)
+        best = _simplest(gains, speed)
         choice = Choice.STAY if best.case.traits.all_cores else Choice.USE
         return Decision(choice=choice, basis=Basis.GAIN, row=best, open=_rivals(best, candidates))
     unsure = tuple(row for row in candidates if not _without_gain(row, judged[row.case]))
-    if unsure:
+    if any(row.case.devices > 1 for row in unsure):
         return Decision(choice=Choice.UNKNOWN, basis=Basis.OPEN, open=unsure)
-    return Decision(choice=Choice.STAY, basis=Basis.NO_GAIN, row=question.baseline)
+    if question.failed:
+        return Decision(choice=Choice.UNKNOWN, basis=Basis.LOST)
+    return Decision(choice=Choice.STAY, basis=Basis.NO_GAIN, row=question.baseline, open=unsure)
 
 
 def _obstacle(question: Question) -> Basis | None:
     """Return the reason why the speed-ups of a question cannot decide it; None if they can."""
-    several = question.several
+    several, baseline = question.several, question.baseline
     if question.home.device_kind == "emulated":
         return Basis.EMULATED
-    if all(row.case.placement == "colocated" for row in several):
+    if all(row.colocated for row in several):
         return Basis.COLOCATED if several else Basis.ONE_DEVICE
     if not any(row.case.devices > 1 for row in question.candidates):
         return Basis.NO_RESULT
-    if question.baseline is None or question.baseline.step is None:
-        out = question.baseline is not None and question.baseline.status is Status.OOM
+    if baseline is None or baseline.step is None:
+        # logical CPU devices share one memory: what fits in several fits in one
+        out = baseline is not None and baseline.status is Status.OOM and question.home.device_kind == "cuda"
         return Basis.ONLY_FITS if out else Basis.NO_BASELINE
     return None
 
@@ -161,23 +181,33 @@ def _without_gain(row: Row, verdict: str) -> bool:
     """Return whether a row with this verdict has decidedly no gain that is worth more devices."""
     if row.speedup is None or row.speedup.doubt:
         return False
-    return verdict in ("slower", "same") or row.speedup.high < WORTH or (verdict == "faster" and speed(row) < WORTH)
+    return verdict in ("slower", "same") or row.speedup.high < WORTH
 
 
 def speed(row: Row) -> float:
-    """Return the row's speed-up; without one, its throughput in samples per second, for rows of one question."""
-    if row.speedup:
-        return row.speedup.value
+    """Return the row's speed-up; without one, its samples per second."""
+    return row.speedup.value if row.speedup else _rate(row)
+
+
+def best_of(rows: Sequence[Row]) -> Row:
+    """Return the fastest of one or more rows of a question."""
+    return max(rows, key=speed)
+
+
+def _rate(row: Row) -> float:
     return row.throughput.value if row.throughput else 0.0
 
 
-def _simplest(rows: Sequence[Row]) -> Row:
-    """Return the row with the fewest devices and the best-known strategy of those about as fast as the fastest."""
-    most = max(map(speed, rows))
+def _simplest(rows: Sequence[Row], of: Callable[[Row], float]) -> Row:
+    """Return the row with the fewest devices and the best-known strategy of those about as fast as the fastest.
+
+    `of` returns the speed of a row.
+    """
+    most = max(map(of, rows))
     roles = [Role.ALL_CORES, Role.CONTROL, Role.WRAPPER, Role.ENGINE, Role.OTHER]
     return min(
-        (row for row in rows if speed(row) * WORTH > most),
-        key=lambda row: (row.case.devices, roles.index(row.case.traits.role), -speed(row)),
+        (row for row in rows if of(row) * WORTH > most),
+        key=lambda row: (row.case.devices, roles.index(row.case.traits.role), -of(row)),
     )
 
 
@@ -203,21 +233,20 @@ def ratio_of(one: Row, other: Row) -> Estimate:
 def questions(rows: Iterable[Row]) -> list[Question]:
     """Return the questions of a run, those at the usual settings first.
 
-    Emulated devices are left out for models that were also measured on other devices. A batch size with one-device
-    cases only is left out for models that have cases on several devices.
+    Cases of strong and of weak scaling that have the same baseline belong to two questions. Emulated devices are left
+    out for models that were also measured on other devices. A batch size with one-device cases only is left out for
+    models that have cases on several devices.
     """
     table = {(row.case, row.source): row for row in rows if row.case.options != plan.LIMIT}
-    groups: dict[tuple[Case, Source], list[Row]] = {}
+    groups: dict[tuple[Case, Source, bool], list[Row]] = {}
     for (case, source), row in table.items():
         home = next((one for one in homes(case) if (one, source) in table), homes(case)[0])
-        groups.setdefault((home, source), []).append(row)
-    asked = [
-        Question(
-            home=home, source=source, baseline=table.get((home, source)),
-            others=tuple(row for row in group if row.case != home),
-        )
-        for (home, source), group in groups.items()
-    ]  # fmt: skip
+        groups.setdefault((home, source, home.batch_size != case.batch_size), []).append(row)
+    asked = []
+    for (home, source, weak), group in groups.items():
+        alone = [row for row in groups.get((home, source, False), ()) if row.case.devices == 1] if weak else []
+        others = tuple(row for row in (*alone, *group) if row.case != home)
+        asked.append(Question(home=home, source=source, baseline=table.get((home, source)), others=others, weak=weak))
     several = {(one.home.model, one.source) for one in asked if one.several}
     real = {one.home.model for one in asked if one.home.device_kind != "emulated"}
     kept = [

@@ -78,7 +78,7 @@ def footprints(trials: Iterable[Trial]) -> list[Footprint]:
     for trial in (trial for trial in trials if trial.trusted):
         most = used.setdefault((trial.case, trial.source), {})
         for sample in trial.samples:
-            if sample.metric == "memory_used_bytes" and 0 <= sample.device < len(trial.case.rows):
+            if sample.metric == "memory_used_bytes" and 0 <= sample.device < trial.case.working:
                 most[sample.device] = max(most.get(sample.device, 0), int(sample.value))
         for peak in trial.memory:
             if peak.phase and peak.kind == "allocated" and peak.device >= 0:
@@ -178,7 +178,7 @@ def _figures(quantity: Quantity, trials: Iterable[Trial]) -> _Found | None:
     for basis, read in quantity.sources:
         rounds: dict[int, Figures] = {}
         for trial in trials:
-            figures = {d: v for d, v in read(trial).items() if v and 0 <= d < len(trial.case.rows)}
+            figures = {d: v for d, v in read(trial).items() if v and 0 <= d < trial.case.working}
             if figures:
                 rounds[trial.round] = figures
         columns = max((tuple(sorted(figures)) for figures in rounds.values()), key=len, default=())

@@ -33,6 +33,7 @@ from dpbench.records.trial import Doubt, Estimate
 
 BUSY_METRICS = {"kernel_busy_s": "kernels of one profiled step", "busy_s": "thread CPU time"}
 """The metrics from which busy time is taken, the best first, each with a description of its source."""
+COLOCATED = "COLOCATED"
 DEVICE_COLUMNS = 8
 """The number of devices for which every flat table has columns, so that the tables of different runs match."""
 
@@ -49,7 +50,8 @@ class Row:
     `memory` has the peaks of the devices, and `host_bytes` is the peak of the host's memory. `imbalance` and
     `memory_imbalance` are the ratios of device 0's busy time and memory to the mean of the other devices'. `reason`
     explains why a round gave no result. `fault` is set if no round gave a result although the last trial ended
-    normally.
+    normally. `lost` has the outcome of each round without a result, such as "timeout", or "unverified" for gradients
+    that differ from the reference.
     """
 
     case: Case
@@ -76,6 +78,12 @@ class Row:
     imbalance: Estimate | None = None
     memory_imbalance: float | None = None
     labels: tuple[str, ...] = ()
+    lost: tuple[Fault | Status, ...] = ()
+
+    @property
+    def colocated(self) -> bool:
+        """Return whether replicas share a GPU, or hosts of a launch a machine, so that no speed-up is possible."""
+        return COLOCATED in self.labels
 
     @property
     def outcome(self) -> str:
@@ -139,7 +147,7 @@ def _row(case: Case, trials: Sequence[Trial], series: stats.Rounds) -> Row:
     row = Row(
         case=case, source=last.source, status=last.status, fault=last.fault,
         reason=next((why for trial in trials if (why := trial.refusal)), ""), rounds=len(series),
-        steps=sum(map(len, series.values())), labels=labels(last),
+        steps=sum(map(len, series.values())), labels=labels(last), lost=_lost(trials, series),
     )  # fmt: skip
     if not good:
         return row
@@ -166,6 +174,17 @@ def _row(case: Case, trials: Sequence[Trial], series: stats.Rounds) -> Row:
     )
 
 
+def _lost(trials: Sequence[Trial], series: stats.Rounds) -> tuple[Fault | Status, ...]:
+    """Return the outcome of each round that was measured without a result; of a round's trials, the last counts."""
+    latest = {trial.round: trial for trial in trials}
+    ended = [trial for number, trial in sorted(latest.items()) if number not in series]
+    return tuple(
+        Fault.UNVERIFIED if trial.verified is Verified.NO else trial.fault or trial.status
+        for trial in ended
+        if trial.status not in (Status.SKIPPED, Status.KILLED)
+    )
+
+
 def _stated(trial: Trial) -> Estimate | None:
     """Return the predicted step time with its stored 80 % interval; None for a measurement or without an interval."""
     interval = trial.provenance.get("interval_80_s")
@@ -188,7 +207,7 @@ def _memory_imbalance(case: Case, memory: Mapping[int, int]) -> float | None:
 
     Return None if device 0's peak is unknown, or if no other such device has a known peak.
     """
-    others = [memory.get(device, 0) for device in range(1, len(case.rows))]
+    others = [memory.get(device, 0) for device in range(1, case.working)]
     return memory[0] / statistics.mean(others) if 0 in memory and any(others) else None
 
 
@@ -202,7 +221,7 @@ def labels(trial: Trial) -> tuple[str, ...]:
     if case.device_kind != "cuda":
         found.append({"cpu": "CPU-ONLY"}.get(case.device_kind, case.device_kind.upper()))
     if case.placement == "colocated" or len({host.machine for host in trial.hosts}) < len(trial.hosts):
-        found.append("COLOCATED")
+        found.append(COLOCATED)
     return tuple(found)
 
 
@@ -297,7 +316,7 @@ def _imbalance(trials: Sequence[Trial], source: str) -> Estimate | None:
     vectors: dict[int, list[tuple[float, ...]]] = {}
     for trial in trials:
         # devices without rows of the batch do no work and are left out
-        values = {d: v for d, v in trial.readings(metric, timed=True).items() if 0 <= d < len(trial.case.rows)}
+        values = {d: v for d, v in trial.readings(metric, timed=True).items() if 0 <= d < trial.case.working}
         if 0 in values and len(values) > 1:
             vectors[trial.round] = list(zip(*(values[device] for device in sorted(values)), strict=False))
     idle = any(min(row) <= 0 for rows in vectors.values() for row in rows)

@@ -32,8 +32,9 @@ REPORTS = Path("reports")
 LATEST = REPORTS / "latest" / "index.html"
 PAGE = f"The page to write.  [default: {LATEST}, and a page of its own below {REPORTS}/runs/]"
 """The help of the options for the page."""
+STORE = Path("dpbench.db")
 store_option = click.option(
-    "--store", type=click.Path(path_type=Path), default=Path("dpbench.db"), show_default=True, help="The results file."
+    "--store", type=click.Path(path_type=Path), default=STORE, show_default=True, help="The results file."
 )
 RUN = "@last, @NAME, or the beginning of an id"
 """The ways to name a run of a store."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from dpbench.cli.options import (  # fmt: skip
     EXIT_FAILED,
     EXIT_USAGE,
     PAGE,
+    STORE,
     Bytes,
     Detail,
     DeviceIds,
@@ -314,7 +316,8 @@ def _measure(output: _Output, cluster: Cluster | None, asked: Options) -> NoRetu
         if output.as_json:
             shapes.show(shapes.Result.of(chosen, shown))
         else:
-            print_answers(shown.answers)
+            where = [] if output.store == STORE else ["--store", str(output.store)]
+            print_answers(shown.answers, shlex.join(["dpbench", "explain", "--run", chosen.id[:8], *where]))
             print_table(shown)
             print_verdict(shown)
         click.echo(f"report: {written}   store: {output.store}   run: {outcome.run_id[:8]}", err=True)

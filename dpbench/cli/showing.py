@@ -105,12 +105,16 @@ ANSWERS = 6
 """The largest number of answers that a run prints; `dpbench explain` prints all."""
 
 
-def print_answers(answers: Sequence[Answer]) -> None:
-    """Print answers to stdout: for each model, whether to use several devices, and why."""
-    for one in answers[:ANSWERS]:
+def print_answers(answers: Sequence[Answer], rest: str = "") -> None:
+    """Print answers to stdout: for each model, whether to use several devices, and why.
+
+    If `rest` is a command that prints all answers, only the first `ANSWERS` are printed, followed by this command.
+    """
+    shown = answers[:ANSWERS] if rest else answers
+    for one in shown:
         click.echo(f"{one.text} [{' '.join(one.labels)}]\n")
-    if len(answers) > ANSWERS:
-        click.echo(f"{len(answers) - ANSWERS} more: dpbench explain\n")
+    if len(shown) < len(answers):
+        click.echo(f"{len(answers) - len(shown)} more: {rest}\n")
 
 
 def print_table(report: Report) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import dpbench
+from dpbench.records import Case
 
 PACKAGES = ("torch", "numpy", "pandas", "matplotlib", "nvidia-ml-py", "asv", "scipy")
 VARIABLES = (
@@ -29,22 +30,31 @@ VARIABLES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """The resources of a run's machine: the cores that the run may use, the GPUs, and the memory of a GPU in bytes.
+    """The resources of a run's machine: the number of cores that the run may use, and the bytes of memory of each GPU.
 
-    A number is 0 if it is unknown. Of GPUs with unequal memory, `gpu_memory_bytes` is the smallest.
+    A number is 0 if it is unknown.
     """
 
     cores: int = 0
-    gpus: int = 0
-    gpu_memory_bytes: int = 0
+    gpu_memory_bytes: tuple[int, ...] = ()
+
+    @property
+    def device_kind(self) -> str:
+        """Return the kind of devices that a run on this machine uses by default."""
+        return "cuda" if self.gpu_memory_bytes else "cpu"
+
+    def memory_of(self, case: Case, device: int) -> int:
+        """Return the bytes of memory of a GPU of a case on this machine, by its index in the case; 0 if unknown."""
+        gpu = case.device_ids[device] if device < len(case.device_ids) else device
+        known = case.device_kind == "cuda" and case.hosts == 1 and gpu < len(self.gpu_memory_bytes)
+        return self.gpu_memory_bytes[gpu] if known else 0
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> Self:
         """Return the resources that the facts of a run state; the facts have the form that `collect` returns."""
         gpus = (facts.get("gpus") or {}).get("gpus") or ()
-        sizes = [gpu.get("memory_bytes") or 0 for gpu in gpus]
-        cores = (facts.get("host") or {}).get("cores", 0)
-        return cls(cores=cores, gpus=len(gpus), gpu_memory_bytes=min(sizes, default=0))
+        sizes = tuple(gpu.get("memory_bytes") or 0 for gpu in gpus)
+        return cls(cores=(facts.get("host") or {}).get("cores", 0), gpu_memory_bytes=sizes)
 
 
 def collect(gpus: dict[str, Any] | None = None) -> dict[str, Any]:

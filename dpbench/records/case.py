@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import Any
 
 from dpbench.records import registry
-from dpbench.records.registry import Traits
+from dpbench.records.registry import Parallelism, Traits
 
 HOST = -1
 """The device index that stands for the host; in a trial on several machines, for the first of them."""
@@ -148,6 +148,13 @@ class Case:
         Replicas that get no samples are left out, so there may be fewer numbers than replicas.
         """
         return chunk_sizes(self.batch_size, max(1, self.devices // self.traits.devices_per_replica))
+
+    @property
+    def working(self) -> int:
+        """Return the number of devices that do work; with few samples, some replicas have none."""
+        if self.traits.parallelism is Parallelism.LAYERS:
+            return self.devices
+        return len(self.rows) * self.traits.devices_per_replica
 
     @property
     def habits(self) -> tuple[str, ...]:

@@ -107,10 +107,11 @@ def _finding(context: CaseContext, rule: FindingRule, seen: Evidence) -> Finding
 def _code(finding: Finding, tried: Sequence[Case]) -> str:
     """Return the line of code that applies the remedy: the measured cure, or else the first schedule in `tried`."""
     better = [cure.row.case for cure in finding.cures if cure.verdict == "faster"]
-    schedules = [finding.evidence.schedule, *(case.schedule for case in (*better, *tried))]
-    if chosen := next(filter(None, schedules), ""):
+    slower = {cure.row.case for cure in finding.cures if cure.verdict == "slower"}
+    best = better[0] if better else next((case for case in tried if case not in slower), None)
+    if chosen := finding.evidence.schedule or (best.schedule if best else ""):
         return TRAIN_STEP.format(chosen)
-    return DDP if Role.CONTROL in finding.rule.roles else ""
+    return DDP if best and best.traits.role is Role.CONTROL else ""
 
 
 def cures(context: CaseContext, rule: FindingRule) -> tuple[Cure, ...]:

@@ -45,11 +45,9 @@ def _gives(context: CaseContext) -> str:
             f"({doubt(row.speedup)}). {_REMEDY}"
         )
     else:
-        unsure = {"undecided": ", but it is undecided whether this is a gain", "same": ", without a gain"}
-        verdict = unsure.get(stats.verdict(row.speedup), "")
         weak = " (weak scaling)" if row.scaling == "weak" else ""
         ideal = "" if case.placement == "colocated" else f" (ideal: {case.devices}×)"
-        said = f"{subject} give {times(row.speedup)} over one device{weak}{ideal}{verdict}."
+        said = f"{subject} give {times(row.speedup)} over one device{weak}{ideal}."
     if context.oversubscribed:
         said += (
             f" But {len(case.rows)} devices share {count(context.cores, 'core')} (oversubscribed): at most "

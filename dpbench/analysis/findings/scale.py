@@ -19,7 +19,7 @@ from dpbench.analysis.findings.rule import (
 from dpbench.analysis.findings.text import devices, strategy
 from dpbench.analysis.summary import Row
 from dpbench.records import Case, schedule
-from dpbench.records.registry import Role
+from dpbench.records.registry import Parallelism, Role
 from dpbench.records.trial import Estimate
 from dpbench.records.words import NOT_ENOUGH, REMEDY, count, duration, exact, number, percent, size, time, times, verb
 
@@ -212,8 +212,9 @@ def _bigger(context: CaseContext) -> Judgement:
 
 def _uneven(context: CaseContext) -> Judgement:
     """Return evidence if the devices' shares of the batch differ, so that all wait for the largest share; else None."""
-    rows, most, batch = context.case.rows, context.case.devices, context.case.batch_size
-    if len(rows) == most and len(set(rows)) == 1:
+    rows, batch = context.case.rows, context.case.batch_size
+    most = context.case.devices // context.case.traits.devices_per_replica
+    if context.case.traits.parallelism is Parallelism.LAYERS or (len(rows) == most and len(set(rows)) == 1):
         return None
     lost, compute = 1 - batch / (max(rows) * most), context.phase(*COMPUTE)
     without = most - len(rows)
@@ -271,8 +272,9 @@ def _fewer(case: Case) -> list[Case]:
 
 
 def _even(case: Case) -> list[Case]:
-    """Return the case with the next smaller and the next larger batch size that splits evenly over its devices."""
-    return [replace(case, batch_size=size) for size in _multiples(case.batch_size, case.devices)]
+    """Return the case with the next smaller and the next larger batch size that splits evenly over its replicas."""
+    replicas = case.devices // case.traits.devices_per_replica
+    return [replace(case, batch_size=size) for size in _multiples(case.batch_size, replicas)]
 
 
 def _multiples(batch: int, devices: int) -> list[int]:

@@ -10,7 +10,6 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from dpbench.analysis.decision import homes
 from dpbench.analysis.findings.rule import Cure, Finding
 from dpbench.analysis.ladder import label, short
 from dpbench.records import Case, words
@@ -57,8 +56,9 @@ def _without_result(rows: Sequence[Row]) -> list[str]:
 
 
 def diagnosis_of(answer: Answer, diagnoses: Sequence[Diagnosis]) -> Diagnosis | None:
-    """Return the diagnosis of a case with which the answer's question is compared; None if there is none."""
-    return next((one for one in diagnoses if answer.home in homes(one.row.case)), None)
+    """Return the diagnosis of a case that the answer's question compares with the baseline; None if there is none."""
+    alike = [one for one in diagnoses if one.row.source is answer.source]
+    return next((one for one in alike if one.row.case in answer.compared), None)
 
 
 def _bullets(answer: Answer, diagnosis: Diagnosis | None, samples: int) -> Iterator[str]:
@@ -66,15 +66,23 @@ def _bullets(answer: Answer, diagnosis: Diagnosis | None, samples: int) -> Itera
     yield textwrap.fill(f"{answer.subject}: {answer.headline} [{' '.join(answer.labels)}]", WIDTH)
     epoch = answer.epoch(samples) if samples else ""
     costly = [one for one in diagnosis.findings if one.evidence.size_s] if diagnosis else []
-    cause = [answer.reason, f"the most costly finding: {headline(costly[0])}" if costly else ""]
+    cause = [
+        answer.reason,
+        f"the most costly finding in {_named(costly[0].row.case)}: {headline(costly[0])}" if costly else "",
+    ]
     change = _change(costly[0]) if costly else []
     bullets = {"gain": [answer.certainty, answer.memory, epoch], "cause": cause, "change": change}
-    nothing = {"gain": words.MISSING, "cause": NO_FINDING, "change": "none that these measurements support"}
+    unexplained = NO_FINDING if diagnosis else "no case was diagnosed"
+    nothing = {"gain": words.MISSING, "cause": unexplained, "change": "none that these measurements support"}
     for name, clauses in bullets.items():
         yield _filled(f"  - {name}: ", "; ".join(filter(None, clauses)) or nothing[name], hang=4)
     # not wrapped, so that they can be pasted
     code = costly[0].code if costly else ""
     yield from (f"  {name}: {line}" for name, line in (("code", code), ("next", answer.command)) if line)
+
+
+def _named(case: Case) -> str:
+    return f"{strategy(case)} on {devices(case)}"
 
 
 def _change(finding: Finding) -> list[str]:
