@@ -15,7 +15,7 @@ import pytest
 from dpbench.report import page
 from tests import axe
 from tests.test_ladder import content
-from tests.test_report import colocated_cpu_and_weak, gpu_page, run_of
+from tests.test_report import colocated_cpu_and_weak, gpu_page, ran, run_of
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 DRIVER = shutil.which("chromedriver")
@@ -80,9 +80,10 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
+    cpu = colocated_cpu_and_weak()
     pages = {
         "gpu": gpu_page(),
-        "cpu": page.render(run_of(*colocated_cpu_and_weak())),
+        "cpu": page.render(run_of(*cpu, trials=[trial for row in cpu for trial in ran(row, spans=True)])),
         "ladder": page.render(content()),
         "empty": page.render(run_of()),
     }

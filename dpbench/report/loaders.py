@@ -73,10 +73,14 @@ def draw(curves: Sequence[Curve], step: Estimate | None) -> str:
     axes.text(0, 1.035, "examples per second", transform=axes.transAxes, fontsize=svg.SMALL)
     axes.set(xlabel="workers")
     axes.grid()
-    keys = [key for one, colour in zip(curves, _colours(len(curves)), strict=True) for key in _curve(axes, one, colour)]
+    rates = [rate for one in curves for _, rate in _drawable(one)]
+    needed = [curves[0].points[0].batch_size / step.value] if step else []
+    end = max([svg.extent(rates) if rates else 1.0, *needed])
+    colours = _colours(len(curves))
+    keys = [key for one, colour in zip(curves, colours, strict=True) for key in _curve(axes, one, colour, end)]
     if step:
         keys.append(_demand(axes, curves[0].points[0].batch_size, step))
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, end * 1.06)
     axes.set_xticks(sorted({count for one in curves for count in one.counts}))
     svg.amounts(axes.yaxis, 6)
     svg.legend(figure, keys, 1)
@@ -88,16 +92,20 @@ def _colours(count: int) -> list[str]:
     return [COLOURS[number % len(COLOURS)] for number in range(count)]
 
 
-def _curve(axes: Axes, one: Curve, colour: str) -> list[Line2D]:
-    """Draw one curve and its knee; return their legend handles."""
-    shown = [(p.setting.workers, p.rate) for p in one.points if p.rate and naming.drawable(p.rate)]
+def _drawable(one: Curve) -> list[tuple[int, Estimate]]:
+    """Return the points of a curve that may be drawn, as pairs of a number of workers and a rate."""
+    return [(p.setting.workers, p.rate) for p in one.points if p.rate and naming.drawable(p.rate)]
+
+
+def _curve(axes: Axes, one: Curve, colour: str, end: float) -> list[Line2D]:
+    """Draw one curve and its knee, with intervals cut at the `end` of the axis; return their legend handles."""
     name = naming.clip(one.family or "DataLoader", svg.COLUMNS - 4)
-    places, rates = [count for count, _ in shown], [rate for _, rate in shown]
-    below, above = [r.value - r.low for r in rates], [r.high - r.value for r in rates]
-    axes.errorbar(
-        places, [r.value for r in rates], yerr=(below, above), color=colour, marker="o", markersize=6, linewidth=1.8,
-        capsize=3.5,
-    )  # fmt: skip
+    shown = _drawable(one)
+    axes.plot(
+        [count for count, _ in shown], [e.value for _, e in shown], "o-", color=colour, markersize=6, linewidth=1.8
+    )
+    for count, e in shown:
+        svg.whisker(axes, count, e.value, (e.low, e.high), end, upright=True, colour=colour)
     line = Line2D([], [], color=colour, marker="o", markersize=6, linewidth=1.8, label=name)
     return [line, _knee(axes, one.knee, colour)] if one.shape is Shape.KNEE else [line]
 

@@ -69,7 +69,7 @@ PHASES: Mapping[str, Look] = {
     Phase.BACKWARD: Look("#7854cc", "#ffffff", "bwd"),
     Phase.REDUCE: Look("#c03030", "#ffffff", "red"),
     Phase.OPTIMIZER: Look("#00786c", "#ffffff", "opt"),
-    UNATTRIBUTED: Look("none", FOREGROUND, "?"),
+    UNATTRIBUTED: Look("none", FOREGROUND, "unattr"),
 }
 """The look of each phase in every drawing; unattributed time is not filled, and has a dashed edge.
 

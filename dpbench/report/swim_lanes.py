@@ -53,7 +53,7 @@ def _groups(rows: Sequence[Row]) -> Iterator[list[Row]]:
     at the same batch size or, if there are none, at the batch size of one of the devices.
     """
     settings: dict[tuple[str, ...], list[Row]] = {}
-    for row in rows:
+    for row in small_multiples.order(rows):
         settings.setdefault(small_multiples.setting(row.case), []).append(row)
     for group in settings.values():
         alone = [row for row in group if row.case.traits.one_device]
@@ -72,7 +72,8 @@ def _panel(facet: small_multiples.Facet, found: Drawn, key: str) -> Panel:
     heights = [HEAD + sum(lane.rows * ROW + GAP for lane in _shown(one)) + GAP for one in shown]
     phases = {bar.phase.value for one in shown for lane in one.lanes for bar in lane.bars}
     phases |= {UNATTRIBUTED for one in shown for stretch in one.path if stretch.bar is None}
-    keys = [*svg.phase_keys(phases), Patch(**IDLE, label="idle"), _path_key()]
+    idle = any(lane.idle for one in shown for lane in one.lanes)
+    keys = [*svg.phase_keys(phases), *[Patch(**IDLE, label="idle")] * idle, _path_key()]
     figure, axes, tops = svg.lanes(facet.names, said, heights, keys=-(-len(keys) // 3), left=LEFT, cases=facet.cases)
     longest = max(one.seconds for one in shown) * 1e3
     axes.set(xlim=(0, longest * 1.01), xlabel="milliseconds after the start of the step")

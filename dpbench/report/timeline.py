@@ -223,7 +223,7 @@ def _pairs(
     `amounts` has the amount of each device in `unit`, by case, and `values` has the texts next to the cases' names.
     """
     several = max(map(len, amounts)) > 2
-    figure, axes, tops = svg.lanes(facet.names, values, [44] * len(values), keys=2 if several else 1, cases=facet.cases)
+    figure, axes, tops = svg.lanes(facet.names, values, [47] * len(values), keys=2 if several else 1, cases=facet.cases)
     for row, name, found, top in zip(facet.rows, facet.names, amounts, tops, strict=True):
         rest = [amount for device, amount in found.items() if device]
         means = [("device 0", found.get(0, 0.0), top + 24, colour)]
