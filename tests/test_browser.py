@@ -259,6 +259,16 @@ def test_a_filter_closes_the_gaps_in_a_drawing_and_keeps_its_axis(browser: Any, 
     assert [text for text in after if "×" in text] == ["ddp ×2", "ddp ×4"]
     assert height - lower == pytest.approx(7 * 38)  # seven of nine lanes
     assert still_below == pytest.approx(below, abs=0.5)
+    astray = """
+        const svg = document.querySelector('#throughput svg');
+        const bars = [...svg.querySelectorAll('[data-bar]')].filter(e => !e.hasAttribute('hidden'));
+        const ends = bars.map(e => e.getBoundingClientRect());
+        const whiskers = [...svg.querySelectorAll('[data-lane]')].filter(e => e.getBoundingClientRect().height < 3)
+          .filter(e => e.getBoundingClientRect().width > 3).map(e => e.getBoundingClientRect());
+        return [bars.length, whiskers.filter(w => ends.some(b => w.left < b.right && w.right > b.right
+          && w.top > b.top && w.bottom < b.bottom)).length];
+        """
+    assert browser.execute_script(astray) == [2, 2], "each whisker stays at the end of its bar"
     assert {text for text in before if "k" in text} <= {*after}, "the axis stays"
     assert browser.execute_script(SPOILT) == []
     browser.execute_script(CHOOSE, "strategy", "ddp")
@@ -283,6 +293,46 @@ def test_a_mark_tells_its_value_to_the_pointer_and_to_the_keyboard(browser: Any,
     browser.switch_to.active_element.send_keys(webdriver.Keys.ESCAPE)
     assert browser.execute_script(tip) == ""
     assert browser.get_log("browser") == []
+
+
+def test_the_lanes_of_a_step_grow_with_buttons_keys_and_the_wheel(browser: Any, files: dict[str, Path]) -> None:
+    show(browser, files["gpu"])
+    width = "return document.querySelector('#lanes svg').getBoundingClientRect().width"
+    page_width = "return document.documentElement.scrollWidth"
+    before = browser.execute_script(width)
+    (zoom_in, zoom_out, whole), frame = (
+        browser.find_elements("css selector", "#lanes figure:first-of-type .tools button")[:3],
+        browser.find_element("css selector", "#lanes .zoom"),
+    )
+    zoom_in.click()
+    assert browser.execute_script(width) == pytest.approx(2 * before, rel=0.01)
+    assert browser.execute_script(page_width) <= 1280
+    zoom_out.click()
+    assert browser.execute_script(width) == pytest.approx(before, rel=0.01)
+    frame.send_keys("+")
+    frame.send_keys("+")
+    assert browser.execute_script(width) == pytest.approx(4 * before, rel=0.01)
+    whole.click()
+    wheel = "document.querySelector('#lanes .zoom').dispatchEvent(new WheelEvent('wheel', arguments[0]))"
+    browser.execute_script(wheel, {"deltaY": -300})
+    assert browser.execute_script(width) == pytest.approx(before, rel=0.01), "the wheel alone scrolls the page"
+    browser.execute_script(wheel, {"deltaY": -300, "ctrlKey": True})
+    assert browser.execute_script(width) > 2 * before
+    assert browser.get_log("browser") == []
+
+
+def test_a_filter_leaves_the_lines_of_the_chosen_cases(browser: Any, files: dict[str, Path]) -> None:
+    show(browser, files["gpu"])
+    browser.execute_script(CHOOSE, "strategy", "ddp")
+    browser.execute_script(CHOOSE, "model", "vgg16")
+    shown = """
+        const wide = (e) => e.getBoundingClientRect().width;
+        return [...document.querySelectorAll('#speedup text')].filter(wide).map(e => e.textContent);
+        """
+    found = browser.execute_script(shown)
+    assert [text for text in found if ":" in text][2:] == ["ddp: 3.72× (3.61–3.83) on 4"]
+    marks = "return [...document.querySelectorAll('#speedup [data-bar]')].filter(e => !e.closest('[hidden]')).length"
+    assert browser.execute_script(marks) == 2
 
 
 def test_filters_work_with_the_keyboard_alone(browser: Any, files: dict[str, Path]) -> None:

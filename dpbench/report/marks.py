@@ -15,6 +15,7 @@ import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.spines import Spine
 from matplotlib.text import Text
@@ -82,18 +83,24 @@ def _band(bands: Sequence[tuple[Case, float, float]], axes: Axes, artist: Artist
     """Return the number of the band in which an artist lies; None for one that no band contains, such as an axis."""
     if isinstance(artist, Axis | Spine) or artist is axes.patch or not artist.get_visible():
         return None
-    if isinstance(artist, Text):
-        low = high = artist.get_position()[1] if artist.get_text() else -1.0
-    else:
-        box = artist.get_window_extent()
-        if not np.isfinite([box.y0, box.y1]).all():
-            return None  # nothing is drawn
-        low, high = sorted(axes.transData.inverted().transform([[0, box.y0], [0, box.y1]])[:, 1])
+    low, high = _edges(axes, artist)
     middle = (low + high) / 2
     found = (number for number, (_, top, bottom) in enumerate(bands) if top <= middle < bottom)
     number = next(found, None)
     # what is higher than a band, such as a line across several, belongs to none
     return number if number is not None and high - low <= bands[number][2] - bands[number][1] else None
+
+
+def _edges(axes: Axes, artist: Artist) -> tuple[float, float]:
+    """Return the top and the bottom edge of an artist in the units of the axes; -1 if it draws nothing."""
+    if isinstance(artist, Text):
+        ends = [artist.get_position()[1]] if artist.get_text() else []
+    elif isinstance(artist, LineCollection):  # whose extent in the window matplotlib does not know
+        ends = [y for segment in artist.get_segments() for _, y in segment]
+    else:
+        box = artist.get_window_extent()
+        ends = list(axes.transData.inverted().transform([[0, box.y0], [0, box.y1]])[:, 1])
+    return (min(ends), max(ends)) if ends and np.isfinite(ends).all() else (-1.0, -1.0)
 
 
 def hook(target: ElementTree.Element, gid: str, figure: Drawing) -> None:
