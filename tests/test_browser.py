@@ -7,15 +7,16 @@ import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dpbench.report import page
+from dpbench.report import archive, page
 from tests import axe
 from tests.test_ladder import content
-from tests.test_report import colocated_cpu_and_weak, gpu_page, ran, run_of
+from tests.test_report import colocated_cpu_and_weak, gpu_page, gpu_run, ran, run_of
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 DRIVER = shutil.which("chromedriver")
@@ -87,6 +88,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "ladder": page.render(content()),
         "empty": page.render(run_of()),
     }
+    archive.keep(replace(run_of(), answers=gpu_run().answers), folder)
+    pages["runs"] = (folder / "runs" / "index.html").read_text(encoding="utf-8")
     for name, text in pages.items():
         (folder / f"{name}.html").write_text(text, encoding="utf-8")
     return {name: folder / f"{name}.html" for name in pages}
@@ -203,14 +206,14 @@ def axe_script() -> str:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("name", ["gpu", "ladder", "empty"])
+@pytest.mark.parametrize("name", ["gpu", "ladder", "empty", "runs"])
 def test_axe_finds_nothing_serious(
     browser: Any, files: dict[str, Path], axe_script: str, name: str, scheme: str
 ) -> None:
     show(browser, files[name], scheme=scheme)
     browser.execute_script("document.querySelectorAll('details').forEach((one) => { one.open = true; });" + axe_script)
     found = browser.execute_async_script("axe.run().then(arguments[0])")
-    assert len(found["passes"]) > 20
+    assert len(found["passes"]) > 15
     serious = [one for one in found["violations"] if one["impact"] in ("serious", "critical")]
     assert [(one["id"], one["nodes"][0]["html"], one["nodes"][0]["failureSummary"]) for one in serious] == []
 
@@ -241,6 +244,14 @@ def test_filters_show_the_chosen_cases_and_the_address_keeps_them(browser: Any, 
     assert browser.execute_async_script(f"setTimeout(() => arguments[0]((() => {{{SHOWN}}})()))") == 20
     assert browser.current_url.partition("#")[2] == "throughput"
     assert browser.get_log("browser") == []
+
+
+def test_a_link_that_names_a_case_of_another_run_says_so(browser: Any, files: dict[str, Path]) -> None:
+    show(browser, files["gpu"])
+    browser.get(f"{files['gpu'].as_uri()}#phases&model=vgg16,bert%2Clarge&kind=x")
+    wait.WebDriverWait(browser, 10).until(lambda driver: driver.execute_script(SHOWN) == 9)
+    said = "9 of 20 cases; the link also names model bert,large, kind x, which this run does not have"
+    assert browser.execute_script(STATUS) == said
 
 
 def test_a_filter_closes_the_gaps_in_a_drawing_and_keeps_its_axis(browser: Any, files: dict[str, Path]) -> None:

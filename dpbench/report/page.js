@@ -106,6 +106,7 @@ const cased = $("[data-cases]").map((element) => ({element, ids: element.dataset
 const drawings = $("svg[data-lanes]");
 let shown = new Set(numbers.map((record) => record.id));
 let target = "";
+let unknown = [];
 
 function choices() {
   const chosen = new Map();
@@ -123,7 +124,8 @@ function filter() {
   drawings.forEach(compact);
   const all = new Set(numbers.map((record) => record.id)).size;
   document.querySelector("#filters [role=status]").textContent =
-    shown.size < all ? `${shown.size} of ${all} cases` : `all ${all} cases`;
+    (shown.size < all ? `${shown.size} of ${all} cases` : `all ${all} cases`)
+    + (unknown.length ? `; the link also names ${unknown.join(", ")}, which this run does not have` : "");
   const suffix = chosen.map(([axis, values]) => `&${axis}=${values.map(encodeURIComponent).join(",")}`).join("");
   for (const link of $(".permalink, aside a")) link.setAttribute("href", link.getAttribute("href").split("&")[0] + suffix);
   return suffix;
@@ -162,6 +164,8 @@ function follow() {
     return [axis, values.split(",").map(decodeURIComponent)];
   }));
   for (const box of boxes) box.checked = (chosen.get(box.name) || []).includes(box.value);
+  unknown = [...chosen].flatMap(([axis, values]) => values
+    .filter((value) => !boxes.some((box) => box.name === axis && box.value === value)).map((value) => `${axis} ${value}`));
   filter();
   target = id;
   const section = id && document.getElementById(id);
@@ -173,8 +177,12 @@ if (boxes.length) {
   document.getElementById("filters").open = matchMedia("(min-width: 1100px)").matches;
 }
 form.addEventListener("submit", (event) => event.preventDefault());
-form.addEventListener("change", () => history.replaceState(null, "", `#${target}${filter()}`));
-form.addEventListener("reset", () => setTimeout(() => history.replaceState(null, "", `#${target}${filter()}`)));
+function changed() {
+  unknown = [];
+  history.replaceState(null, "", `#${target}${filter()}`);
+}
+form.addEventListener("change", changed);
+form.addEventListener("reset", () => setTimeout(changed));  // the boxes are empty only after this event
 addEventListener("hashchange", follow);
 
 // -- marks of a drawing: their values as a tooltip, for the pointer and for the keyboard
