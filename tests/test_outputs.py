@@ -150,7 +150,7 @@ def test_a_dry_run_has_the_cases_the_trials_and_the_basis_of_the_time_and_makes_
     code, out, err = dpbench(*CASES, "--rounds", "4", "--budget", "30", "--dry-run")
     assert (code, err) == (0, "")
     assert [line for line in out.splitlines() if line.startswith(DP.label)] == [f"{DP.label}  no earlier trial"]
-    assert "2 cases in 4 rounds: 8 trials" in out
+    assert "2 cases in 4 rounds: 8 trials to measure" in out
     assumed = 8 * forecast.ASSUMED_S
     assert f"expected time: about {assumed:.1f} s (2 cases without an earlier trial, for which the planner" in out
     assert "time budget: 30.0 s" in out
@@ -161,7 +161,7 @@ def test_a_dry_run_has_the_cases_the_trials_and_the_basis_of_the_time_and_makes_
 
 
 def test_the_expected_time_is_that_of_earlier_trials_of_this_machine_only(dpbench, tmp_path, monkeypatch):
-    monkeypatch.setattr(forecast.provenance, "host_key", lambda facts: "here")
+    monkeypatch.setattr(runner.provenance, "host_key", lambda facts: "here")
     path = tmp_path / "dpbench.db"
     for host, stage_s in (("here", 2.0), ("there", 50.0)):
         with Store.create(path) as store:
@@ -179,6 +179,35 @@ def test_the_expected_time_is_that_of_earlier_trials_of_this_machine_only(dpbenc
     out = dpbench(*CASES, "--dry-run")[1]
     assert "1 case as measured earlier on this machine; 1 case without" in out
     assert path.read_bytes() == before
+
+
+def test_a_dry_run_of_an_interrupted_run_has_the_trials_that_are_left(dpbench, tmp_path, monkeypatch):
+    """The real identity of a run is used: the same command, without --dry-run, resumes this run."""
+
+    class Ended(BaseException):
+        pass
+
+    def stop(session, cases, done, *, paired):
+        for case, number in ((SINGLE, 0), (SINGLE, 1), (DP, 0)):
+            trial = made(case, number=number)
+            session._store.end_trial(session._store.begin_trial(session._run_id, case, number), trial)
+        raise Ended if not done else KeyboardInterrupt
+
+    monkeypatch.setattr(runner._Session, "measure", stop)
+    command = (*CASES, "--rounds", "3", "--name", "a")
+    with pytest.raises(Ended):
+        dpbench(*command)
+    found = strict(dpbench(*command, "--dry-run", "--json")[1])
+    assert {one["case"]["strategy"]: one["left"] for one in found["forecast"]["cases"]} == {"single": 1, "dp": 2}
+    assert found["trials"] == 3
+    run_id = found["forecast"]["resumes"]
+    out = dpbench(*command, "--dry-run")[1]
+    assert f"resumes the run {run_id[:8]}, which has 3 trials of this plan\n2 cases in 3 rounds: 3 trials to" in out
+    for other in (("--name", "b"), ("--rounds", "4"), ("--paired",), ("--batch-sizes", "8")):
+        assert strict(dpbench(*command, *other, "--dry-run", "--json")[1])["forecast"]["resumes"] == ""
+    assert dpbench(*command)[0] == 130
+    with Store.read(tmp_path / "dpbench.db") as store:
+        assert [run.id for run in store.runs()] == [run_id], "the run was resumed"
 
 
 def test_the_time_of_jobs_is_unknown_and_a_search_has_no_plan(dpbench):

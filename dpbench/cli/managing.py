@@ -121,7 +121,7 @@ def rm(run_ids: Sequence[str], yes: bool, store: Path) -> None:
         click.confirm(f"Remove {words.count(len(chosen), 'run')} from {store}?", abort=True, err=True)
     with Store.create(store) as opened:
         opened.remove([*chosen])
-    click.echo(f"removed {words.count(len(chosen), 'run')} from {store}", err=True)
+    click.echo(f"removed {words.count(len(chosen), 'run')} from {store}")
 
 
 @click.command(
@@ -147,6 +147,5 @@ def merge(other: Path, store: Path) -> None:
         done = opened.merge(other)
     click.echo(
         f"{store}: {words.count(done.runs, 'run')} and {words.count(done.trials, 'trial')} added from {other}; "
-        f"{words.count(done.known, 'run')} {words.verb(done.known, 'was', 'were')} there already",
-        err=True,
+        f"{words.count(done.known, 'run')} {words.verb(done.known, 'was', 'were')} there already"
     )

@@ -291,7 +291,7 @@ def _measure(output: _Output, cluster: Cluster | None, asked: Options) -> NoRetu
     if output.dry_run:
         from dpbench.measure import forecast
 
-        known = forecast.earlier(output.store, cluster)
+        known = forecast.Known.of(output.store, asked, cases, naming, cluster)
         print_plan(forecast.forecast(asked, cases, known, budget_s), as_json=output.as_json)
         sys.exit(0)
     with Store.create(output.store, naming) as opened:

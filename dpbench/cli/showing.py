@@ -150,10 +150,13 @@ def print_plan(planned: Forecast, *, as_json: bool) -> None:
     for one in planned.cases:
         known = f"{words.time(one.trial_s)} per trial" if one.trial_s is not None else "no earlier trial"
         click.echo(f"{one.case.label:<{width}}  {known}")
+    if planned.resumes:
+        done = len(planned.cases) * planned.rounds - planned.trials
+        click.echo(f"resumes the run {planned.resumes[:8]}, which has {words.count(done, 'trial')} of this plan")
     rounds = words.count(planned.rounds, "round")
     click.echo(
         f"{words.count(len(planned.cases), 'case')} in {'at least ' if planned.auto else ''}{rounds}: "
-        f"{words.count(planned.trials, 'trial')}"
+        f"{words.count(planned.trials, 'trial')} to measure"
     )
     about = "unknown" if planned.seconds is None else f"about {words.long_time(planned.seconds)}"
     click.echo(f"expected time: {about} ({planned.basis})")

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dpbench.hardware import provenance
-from dpbench.hardware.nvml import describe
+from dpbench.measure import run
 from dpbench.measure.options import AUTO, Options
+from dpbench.measure.rounds import Fixed
 from dpbench.measure.run import OVERHEAD_S
-from dpbench.measure.stopping import LEAST
+from dpbench.measure.stopping import LEAST, UntilPrecise
 from dpbench.records import Case, Effort, words
-from dpbench.records.trial import HOSTS
-from dpbench.store import Store
+from dpbench.store import Naming, Store
 
 if TYPE_CHECKING:
     from dpbench.measure.cluster import Cluster
@@ -28,9 +27,13 @@ LEFT_OUT = "the check of each model, the start of the workers' server in each ro
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedCase:
-    """A case of the plan. `trial_s` is the median duration in seconds of its `earlier` trials; None without any."""
+    """A case of the plan, of which `left` trials are to be measured.
+
+    `trial_s` is the median duration in seconds of its `earlier` trials; None without any.
+    """
 
     case: Case
+    left: int
     trial_s: float | None
     earlier: int
 
@@ -39,20 +42,22 @@ class PlannedCase:
 class Forecast:
     """The plan of a run: its cases, and the number of rounds, which is the least number if a rule decides (`auto`).
 
-    `budget_s` is the time budget of the run in seconds, None without one. `launcher` names the launcher of jobs; it is
-    empty for a run without jobs.
+    `resumes` is the id of the run to which the trials would be added; it is empty for a new run. `budget_s` is the time
+    budget of the run in seconds, None without one. `launcher` names the launcher of jobs; it is empty for a run without
+    jobs.
     """
 
     cases: Sequence[PlannedCase]
     rounds: int
     auto: bool
+    resumes: str
     budget_s: float | None
     launcher: str = ""
 
     @property
     def trials(self) -> int:
-        """Return the number of trials."""
-        return len(self.cases) * self.rounds
+        """Return the number of trials that are to be measured."""
+        return sum(one.left for one in self.cases)
 
     @property
     def seconds(self) -> float | None:
@@ -62,7 +67,7 @@ class Forecast:
         """
         if self.launcher:
             return None
-        return self.rounds * sum(ASSUMED_S if one.trial_s is None else one.trial_s for one in self.cases)
+        return sum(one.left * (ASSUMED_S if one.trial_s is None else one.trial_s) for one in self.cases)
 
     @property
     def basis(self) -> str:
@@ -78,31 +83,47 @@ class Forecast:
         return f"{'; '.join(parts)}; not included: {LEFT_OUT}"
 
 
-def forecast(
-    options: Options, cases: Sequence[Case], durations: Mapping[str, Sequence[float]], budget_s: float | None
-) -> Forecast:
-    """Return the plan of a run; `durations` are those of earlier trials in seconds, by fingerprint of the case.
+@dataclass(frozen=True, kw_only=True)
+class Known:
+    """The part of a plan that a store has already.
 
-    `cases` and `budget_s` are the results of `options.cases_of`. Jobs have no time budget.
+    `durations` are those of earlier trials on this machine in seconds, by fingerprint of the case. `resumes` is the id
+    of the run that the plan would resume, and `done` has the pairs (fingerprint, round) of its final trials.
     """
+
+    durations: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    resumes: str = ""
+    done: frozenset[tuple[str, int]] = frozenset()
+
+    @classmethod
+    def of(cls, path: Path, options: Options, cases: Sequence[Case], naming: Naming, cluster: Cluster | None) -> Known:
+        """Return the part that the store at `path` has; nothing is known without such a file."""
+        if not path.exists():
+            return cls()
+        facts = run.collect(cluster)
+        rule = Fixed(options.rounds) if isinstance(options.rounds, int) else UntilPrecise(options.within)
+        keys = run.identity(cases, rule, facts, paired=options.paired)
+        keys["plan"] = naming.identified(keys["plan"])
+        with Store.read(path) as store:
+            # jobs have an identity of their own, which needs their options
+            found = None if options.launcher else store.unfinished(**keys, reopen=bool(options.retry))
+            done = store.done(found, retry=options.retry) if found else ()
+            return cls(durations=store.durations(keys["host"]), resumes=found or "", done=frozenset(done))
+
+
+def forecast(options: Options, cases: Sequence[Case], known: Known, budget_s: float | None) -> Forecast:
+    """Return the plan of a run; `cases` and `budget_s` are the results of `options.cases_of`.
+
+    Jobs have no time budget.
+    """
+    rounds = options.rounds if isinstance(options.rounds, int) else LEAST
     planned = []
     for case in cases:
-        earlier = durations.get(case.fingerprint, ())
+        earlier = known.durations.get(case.fingerprint, ())
+        left = sum((case.fingerprint, number) not in known.done for number in range(rounds))
         typical = statistics.median(earlier) if earlier else None
-        planned.append(PlannedCase(case=case, trial_s=typical, earlier=len(earlier)))
+        planned.append(PlannedCase(case=case, left=left, trial_s=typical, earlier=len(earlier)))
     return Forecast(
-        cases=planned, rounds=options.rounds if isinstance(options.rounds, int) else LEAST,
-        auto=options.rounds == AUTO, budget_s=None if options.launcher else budget_s, launcher=options.launcher,
+        cases=planned, rounds=rounds, auto=options.rounds == AUTO, resumes=known.resumes,
+        budget_s=None if options.launcher else budget_s, launcher=options.launcher,
     )  # fmt: skip
-
-
-def earlier(path: Path, cluster: Cluster | None = None) -> dict[str, list[float]]:
-    """Return the durations in seconds of the good trials that a store has from this machine, by fingerprint.
-
-    The result is empty if there is no store at `path`.
-    """
-    if not path.exists():
-        return {}
-    facts = provenance.collect(describe()) | ({HOSTS: cluster.facts()} if cluster else {})
-    with Store.read(path) as store:
-        return store.durations(provenance.host_key(facts))

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dpbench.analysis import validity
 from dpbench.hardware import foreign_load, provenance, samplers
@@ -126,13 +126,12 @@ def run(
     which then measure the cases. `listen` is called with every event. After a KeyboardInterrupt, the same call resumes
     the run.
     """
-    facts = provenance.collect(describe()) | ({HOSTS: cluster.facts()} if cluster else {})
-    keys = {"host": provenance.host_key(facts), "code": provenance.code_key(facts)}
+    facts = collect(cluster)
     again, patience_s = statuses(retry), foreign_load.patience(patience_s)
     rule = Fixed(rounds) if isinstance(rounds, int) else rounds
     run_id, resumed = store.begin_run(
-        plan=plan.plan_hash(cases, rule.name, *["paired"] * paired), rounds=rounds if isinstance(rounds, int) else 0,
-        provenance=facts, reopen=bool(again), **keys,
+        rounds=rounds if isinstance(rounds, int) else 0, provenance=facts, reopen=bool(again),
+        **identity(cases, rule, facts, paired=paired),
     )  # fmt: skip
     finished = False
     try:
@@ -150,6 +149,20 @@ def run(
             store.annotate(run_id, "rounds", reasons)
         store.end_run(run_id, "finished" if finished else "interrupted")
     return Outcome(run_id, resumed, store.counts(run_id))
+
+
+def collect(cluster: Cluster | None) -> dict[str, Any]:
+    """Return the facts about this machine, its software and the ranks of a launch, to store with a run."""
+    return provenance.collect(describe()) | ({HOSTS: cluster.facts()} if cluster else {})
+
+
+def identity(cases: Sequence[Case], rule: RoundsRule, facts: dict[str, Any], *, paired: bool) -> dict[str, str]:
+    """Return the hashes of a run's plan, host and code, by which an unfinished run is found and resumed."""
+    how = ["paired"] * paired
+    return {
+        "plan": plan.plan_hash(cases, rule.name, *how), "host": provenance.host_key(facts),
+        "code": provenance.code_key(facts),
+    }  # fmt: skip
 
 
 def _plain(load: foreign_load.Measured) -> dict[str, float | str]:

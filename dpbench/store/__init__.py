@@ -89,11 +89,7 @@ class Store:
         """
         plan, provenance = self._naming.identified(plan), self._naming.added_to(provenance)
         with file.transaction(self._db):
-            row = self._db.execute(
-                "SELECT id, pid, pid_born FROM run WHERE plan=? AND host=? AND code=? AND status<>? "
-                "ORDER BY started DESC LIMIT 1",
-                (plan, host, code, "" if reopen else FINISHED),
-            ).fetchone()
+            row = self._latest(plan, host, code, reopen)
             if row and _alive(row[1], row[2]) and row[1] != os.getpid():
                 raise StoreError(
                     f"process {row[1]} is already adding trials to this run in the store {self.path}; wait until the "
@@ -110,6 +106,23 @@ class Store:
                 (run_id, plan, host, code, RUNNING, time.time(), rounds, *me, json.dumps(provenance)),
             )
             return run_id, False
+
+    def unfinished(self, *, plan: str, host: str, code: str, reopen: bool = False) -> str | None:
+        """Return the id of the run that `begin_run` would resume; None if it would add a new run.
+
+        `plan` is the result of `Naming.identified`.
+        """
+        row = self._latest(plan, host, code, reopen)
+        return row[0] if row else None
+
+    def _latest(self, plan: str, host: str, code: str, reopen: bool) -> tuple[str, int, float] | None:
+        """Return the id, the process and its start time of the latest run to resume; None if there is no such run."""
+        query = (
+            "SELECT id, pid, pid_born FROM run WHERE plan=? AND host=? AND code=? AND status<>? "
+            "ORDER BY started DESC LIMIT 1"
+        )
+        found = self._db.execute(query, (plan, host, code, "" if reopen else FINISHED)).fetchone()
+        return found and (found[0], found[1], found[2])
 
     def end_run(self, run_id: str, status: str = FINISHED) -> None:
         """Set the final status of a run; a run whose status is not `finished` can be resumed.
