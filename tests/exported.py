@@ -12,7 +12,7 @@ import pytest
 
 from dpbench import cli
 from dpbench.records import HOST, Case, Memory, Phase, Sample, Span, Step, Trial, Verified
-from dpbench.store import Store
+from dpbench.store import Naming, Store
 
 DP = Case(model="mlp", strategy="dp", devices=2, batch_size=64, schedule="reference")
 PLANNED = (
@@ -49,8 +49,8 @@ def made(case: Case = DP, *, steps: int = 6, warmup: int = 2, number: int = 0, a
 PROVENANCE = {"host": {"name": "secret-host", "cpu": "EPYC", "cores": 2, "system": "Linux", "machine": "x86_64"}}
 
 
-def stored(path: Path, *trials: Trial, provenance: dict[str, Any] | None = None) -> str:
-    with Store.create(path) as store:
+def stored(path: Path, *trials: Trial, provenance: dict[str, Any] | None = None, naming: Naming | None = None) -> str:
+    with Store.create(path, naming) as store:
         facts = PROVENANCE if provenance is None else provenance
         run_id, _ = store.begin_run(plan=str(time.time_ns()), host="h", code="c", rounds=1, provenance=facts)
         for trial in trials:

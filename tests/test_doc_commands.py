@@ -16,6 +16,7 @@ from dpbench.measure import loaders
 from dpbench.measure import run as runner
 from dpbench.measure.server import Server
 from dpbench.records import Case
+from dpbench.store import Naming
 from tests.exported import DP, command, made, stored
 from tests.test_docs import COMMANDS, DOCS, README, ROOT
 from tests.test_outside import MINE
@@ -56,6 +57,10 @@ def files(folder: Path, arguments: list[str]) -> list[str]:
         model = arguments[arguments.index("--model") + 1]
         write(folder / "dpbench.db", [(single(n, model=model, size=size), n / 1e4) for n in (32, 64) for size in SIZES])
     trials = [made(case, number=n, at_s=5e3 + n) for n in range(3) for case in (DP, ALONE)]
+    named = [argument[1:] for argument in arguments if argument.startswith("@") and argument != "@last"]
+    for naming in (Naming(name=name) for name in named):
+        stored(folder / "dpbench.db", *trials, naming=naming)
+    stored(folder / "other.db", *trials)
     ids = iter([stored(folder / "dpbench.db", *trials)[:8] for _ in range(2)])
     return [next(ids) if RUNS.fullmatch(argument) else argument for argument in arguments]
 
