@@ -296,6 +296,61 @@ FAULTS = (
         "False",
         ("tests/test_hosts.py::test_hosts_on_one_machine_are_labelled_colocated",),
     ),
+    # -- runs
+    Fault(
+        "run-name",
+        "a run with another name or other tags is another run",
+        "if not (self.name or self.tags):",
+        "if True:",
+        (
+            "tests/test_manage.py::test_a_name_and_tags_are_part_of_what_is_resumed_and_a_run_without_them_has_the_plain_plan",
+        ),
+    ),
+    Fault(
+        "run-ambiguous",
+        "a name that several runs have is not one of them",
+        "    if len(found) > 1:\n        matches",
+        "    if False:\n        matches",
+        ("tests/test_manage.py::test_an_unknown_and_an_ambiguous_run_are_errors_with_the_way_out",),
+    ),
+    Fault(
+        "run-measured",
+        "a run that is being measured is not removed",
+        "if row and row[2] == RUNNING and _alive(*row[:2]):",
+        "if False:",
+        ("tests/test_manage.py::test_a_run_that_is_measured_now_is_neither_removed_nor_merged",),
+    ),
+    Fault(
+        "merge-twice",
+        "a second merge copies nothing",
+        "if started not in here.get(slot, {})",
+        "if True",
+        (
+            "tests/test_manage.py::test_merge_copies_every_bit_and_a_second_time_nothing",
+            "tests/test_manage.py::test_a_copy_that_was_continued_gives_its_trials_and_its_end",
+        ),
+    ),
+    Fault(
+        "merge-apart",
+        "copies of a run that were continued apart are not mixed",
+        "if both not in (here[slot].keys(), there[slot].keys()):",
+        "if False:",
+        ("tests/test_manage.py::test_copies_that_were_continued_apart_are_not_mixed",),
+    ),
+    Fault(
+        "plan-host",
+        "a time is expected from trials of this machine only",
+        "WHERE host=? AND trial.status=?",
+        "WHERE host>=? AND trial.status=?",
+        ("tests/test_outputs.py::test_the_expected_time_is_that_of_earlier_trials_of_this_machine_only",),
+    ),
+    Fault(
+        "config-command",
+        "the stored command of a run with defaults from a file repeats it without the file",
+        '''removeprefix('dpbench ')}" if given else ""''',
+        '''removeprefix('dpbench ')}" if False else ""''',
+        ("tests/test_config.py::test_the_stored_command_repeats_the_run_without_the_file",),
+    ),
     # -- hardware and store
     Fault(
         "nvml-ordinal",
