@@ -274,7 +274,7 @@ def test_a_batch_that_cannot_be_collated_is_named(server: Server, here: Path) ->
 
 
 def test_an_example_that_hangs_is_named_with_its_worker_and_its_stack(server: Server, here: Path) -> None:
-    found = load(server, here, "hanging", limit_s=3.0)
+    found = load(server, here, "hanging", limit_s=2.0)
     assert found.status is Status.TIMEOUT
     words = found.reason.split()
     assert int(words[words.index("example") + 1].rstrip(";")) % 8 == 7
@@ -283,9 +283,9 @@ def test_an_example_that_hangs_is_named_with_its_worker_and_its_stack(server: Se
 
 
 def test_the_limit_is_for_each_batch(server: Server, here: Path) -> None:
-    cost = Synthetic(wait_s=0.5)
+    cost = Synthetic(wait_s=0.3)
     loading = Loading(dataset=cost, setting=Setting(workers=0), batch_size=1, examples=6)
-    assert loaders.measure(server, loading, here, 3.0).status is Status.OK  # eight batches take 4 s
+    assert loaders.measure(server, loading, here, 2.0).status is Status.OK  # eight batches take 2.4 s
 
 
 def test_a_worker_that_dies_is_a_failure(server: Server, here: Path) -> None:
