@@ -12,12 +12,14 @@ from html import unescape
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import dpbench as dp
 from dpbench import export
 from dpbench.analysis import comparison, stats
 from dpbench.analysis.report import Report
+from dpbench.cli import comparing
 from dpbench.records import Case, Phase, Span, Status, Step, Trial, Verified
 from dpbench.records.trial import Estimate
 from dpbench.store import Naming, Store
@@ -226,7 +228,7 @@ def test_a_side_is_a_run_a_commit_or_a_file(two: tuple[str, str], tmp_path: Path
     for asked, run_id in expected.items():
         code, text, err = dpbench("compare", asked, "@last", "--json", *["--unlike"] * asked.endswith("gz"))
         assert (code, err) == (0, ""), asked
-        assert json.loads(text)["before"]["run"] == run_id, asked
+        assert json.loads(text)["before"]["run"]["id"] == run_id, asked
 
 
 def test_a_side_that_is_not_there_or_not_clear_is_a_usage_error(
@@ -266,13 +268,19 @@ def test_the_text_has_both_sides_and_a_line_per_case_and_the_code_says_the_worst
 def test_the_json_is_one_documented_record(two: tuple[str, str], dpbench: Any) -> None:
     code, out, err = dpbench("compare", "@base", "@last", "--json")
     assert (code, err) == (0, "")
-    found = json.loads(out)
-    assert {*found} == {"before", "after", "unlike", "margin", "cases", "lost", "schema"}
-    assert (found["before"]["name"], found["before"]["commit"], found["after"]["run"]) == ("base", "aaaa1111", two[1])
-    faster = next(one for one in found["cases"] if one["verdict"] == "faster")
-    assert faster["ratio"][1] < faster["ratio"][0] < faster["ratio"][2]
-    assert faster["before_s"][0] == pytest.approx(0.005, rel=0.01)
-    assert (faster["phase"], faster["shown"], faster["labels"]) == ("backward", True, ["MEASURED", "CPU-ONLY"])
+    found = msgspec.json.decode(out, type=comparing.ComparedRuns)
+    assert json.loads(msgspec.json.encode(found)) == json.loads(out), "the JSON has exactly the keys of the record"
+    assert (found.before.run.name, found.before.run.commit, found.after.run.id) == ("base", "aaaa1111", two[1])
+    assert (found.after.project_commit, found.unlike, found.lost, found.margin) == ("dddd4444", [], {}, 0.01)
+    assert found.before.answers[0].subject == "mlp"
+    faster, same = found.cases
+    assert (faster.verdict, faster.phase, faster.labels) == ("faster", "backward", ["MEASURED", "CPU-ONLY"])
+    assert faster.ratio is not None
+    assert faster.ratio.low < faster.ratio.value < faster.ratio.high
+    assert faster.ratio.value == pytest.approx(5 / 3, rel=0.01)
+    assert faster.before_s is not None
+    assert (faster.before_s.value, faster.before_s.rounds) == (pytest.approx(0.005, rel=0.01), 5)
+    assert same.verdict == "same"
     assert "leave out one" in is_error(*dpbench("compare", "@base", "@last", "--json", "--md"))
 
 

@@ -3,71 +3,85 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from dpbench.cli import showing
+from dpbench.cli import shapes, showing
 from dpbench.cli.config import Documented
 from dpbench.cli.options import EXIT_FAILED, EXIT_UNDECIDED, EXIT_USAGE, EXIT_WORSE, json_option, store_option
+from dpbench.cli.shapes import AnswerFacts, Interval, RunFacts
 
 if TYPE_CHECKING:
-    from dpbench.analysis.comparison import Comparison, Comparisons
+    from dpbench.analysis.comparison import Comparison
     from dpbench.analysis.report import Report
     from dpbench.records import Trial
     from dpbench.store import StoredRun
 
-SCHEMA = 1
-
 
 @dataclass(frozen=True, kw_only=True)
-class ComparedSide:
-    """One side in the JSON of `dpbench compare`; `started` is in seconds since the epoch, 0 if unknown."""
+class ComparedRun:
+    """One side in the JSON of `dpbench compare`; `project_commit` is the commit of the project in whose folder it ran.
 
-    run: str
-    name: str
-    started: float
-    commit: str
+    The facts of an exported run are empty, and its `started` is the epoch.
+    """
+
+    run: RunFacts
     project_commit: str
-    host: str
-    answers: Sequence[str]
+    answers: Sequence[AnswerFacts]
+
+    @classmethod
+    def of(cls, run: StoredRun, report: Report) -> ComparedRun:
+        """Return a run as a record."""
+        project = run.provenance.get("project") or {}
+        cases = [*dict.fromkeys(row.case for row in report.rows)]
+        answers = [AnswerFacts.of(one) for one in report.answers]
+        return cls(run=RunFacts.of(run, cases), project_commit=project.get("commit") or "", answers=answers)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedCase:
-    """One case in the JSON of `dpbench compare`; `phase` changed most, by `phase_s` seconds per step.
+    """One case in the JSON of `dpbench compare`, as `analysis.comparison.Comparison` defines it."""
 
-    `before_s`, `after_s` and `ratio` have the value and the ends of the 95 % interval; `shown` is False if there are
-    not enough rounds to show them.
-    """
-
-    case: str
+    label: str
+    labels: Sequence[str]
     verdict: str
     reason: str
-    before_s: tuple[float, float, float]
-    after_s: tuple[float, float, float]
-    ratio: tuple[float, float, float]
-    shown: bool
+    before_s: Interval | None
+    after_s: Interval | None
+    ratio: Interval | None
     phase: str
     phase_s: float
     phase_share: float
-    labels: Sequence[str]
+
+    @classmethod
+    def of(cls, line: Comparison) -> ComparedCase:
+        """Return the comparison of a case as a record."""
+        return cls(
+            label=line.name, labels=line.labels, verdict=line.verdict, reason=line.reason,
+            before_s=Interval.of(line.before), after_s=Interval.of(line.after), ratio=Interval.of(line.ratio),
+            phase=line.phase, phase_s=line.phase_s, phase_share=line.share,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compared:
-    """The JSON of `dpbench compare`; `lost` has the reason for each case without a result on one of the sides."""
+class ComparedRuns:
+    """The JSON of `dpbench compare`.
 
-    before: ComparedSide
-    after: ComparedSide
-    unlike: Sequence[str]
+    `unlike` has the facts in which the machines differ. `lost` has the reason for each case that is in both runs but
+    has no result in at least one of them.
+    """
+
+    before: ComparedRun
+    after: ComparedRun
     margin: float
+    unlike: Sequence[str]
     cases: Sequence[ComparedCase]
-    lost: dict[str, str]
-    schema: int = SCHEMA
+    lost: Mapping[str, str]
+    schema: int = shapes.SCHEMA
 
 
 @click.command(
@@ -104,16 +118,22 @@ def compare(
     from dpbench.analysis import comparison
     from dpbench.report import comparing
 
-    first, second = (showing.report_of(*side(store, name)) for name in (before, after))
+    sides = [(run, showing.report_of(run, trials)) for run, trials in (side(store, one) for one in (before, after))]
+    first, second = (report for _, report in sides)
     found = comparison.between(first, second, margin=margin, unlike=unlike)
     if page:
         page.parent.mkdir(parents=True, exist_ok=True)
         page.write_text(comparing.page(first, second, found))
         click.echo(f"page: {page}", err=True)
     if as_json:
-        from dpbench.cli import shapes
-
-        shapes.show(_plain(first, second, found))
+        both = [ComparedRun.of(*one) for one in sides]
+        lost = {case.label: reason for case, reason in found.lost.items()}
+        shapes.show(
+            ComparedRuns(
+                before=both[0], after=both[1], margin=margin, unlike=[str(one) for one in found.unlike],
+                cases=[ComparedCase.of(line) for line in found.lines], lost=lost,
+            )
+        )  # fmt: skip
     else:
         click.echo((comparing.as_markdown if md else comparing.text)(first, second, found))
     verdicts = found.verdicts
@@ -165,30 +185,3 @@ def _of_commit(runs: Sequence[StoredRun], asked: str) -> StoredRun | None:
         matches = ", ".join([*(f"commit {commit[:12]}" for commit in found), *(f"run {run[:12]}" for run in also)])
         raise click.UsageError(f"{asked} is the beginning of several: {matches}; give more characters")
     return next(iter(found.values()), None)
-
-
-def _plain(before: Report, after: Report, found: Comparisons) -> Compared:
-    """Return the comparison as the record that --json prints."""
-    return Compared(
-        before=_side(before), after=_side(after), unlike=[str(one) for one in found.unlike], margin=found.margin,
-        cases=[_case(line) for line in found.lines], lost={case.label: why for case, why in found.lost.items()},
-    )  # fmt: skip
-
-
-def _side(report: Report) -> ComparedSide:
-    facts = report.provenance
-    commits = [str((facts.get(code) or {}).get("commit") or "") for code in ("dpbench", "project")]
-    return ComparedSide(
-        run=report.run_id, name=facts.get("name", ""), started=report.started_s, commit=commits[0],
-        project_commit=commits[1], host=(facts.get("host") or {}).get("name", ""),
-        answers=[one.text for one in report.answers],
-    )  # fmt: skip
-
-
-def _case(line: Comparison) -> ComparedCase:
-    before, after, ratio = ((one.value, one.low, one.high) for one in (line.before, line.after, line.ratio))
-    return ComparedCase(
-        case=line.name, verdict=line.verdict, reason=line.reason, before_s=before, after_s=after, ratio=ratio,
-        shown=not (line.before.doubt or line.after.doubt or line.ratio.doubt), phase=line.phase, phase_s=line.phase_s,
-        phase_share=line.share, labels=line.labels,
-    )  # fmt: skip
