@@ -297,6 +297,12 @@ def test_markdown_is_a_table_with_escaped_text(tmp_path: Path, dpbench: Any) -> 
     assert {line.count(" | ") for line in table} == {7}
 
 
+def runs_of(folder: Path) -> list[dp.Run]:
+    """Return the two runs of the store in a folder, the older one first."""
+    with Store.read(folder / "dpbench.db") as store:
+        return [dp.load(store.path, run.id) for run in store.runs()[::-1]]
+
+
 def test_the_page_has_answers_table_and_phases_of_both_runs_without_scripts_or_network(
     tmp_path: Path, dpbench: Any
 ) -> None:
@@ -311,8 +317,12 @@ def test_the_page_has_answers_table_and_phases_of_both_runs_without_scripts_or_n
     assert not {"http:", "https:", "src=", "<link", "url("} & {*text.split()}
     assert text.count("<svg") == 4
     assert text.count("<tr>") == 1 + 4
+    assert "unsafe-inline" not in text
+    assert not re.search(r"<[^<>]* style=", text), "the policy allows the style sheet alone"
+    assert text.count('<span class="badge CPU-ONLY">') == text.count('<div class="card') - 1
+    assert text.count(", before and after</h3>") == len(runs_of(tmp_path)[0].answers) - 1, "that of mlp has changed"
     said = unescape(text)
-    runs = [dp.load(tmp_path / "dpbench.db", run) for run in (first, second)]
+    runs = runs_of(tmp_path)
     for answer in (answer for run in runs for answer in run.answers):
         assert answer.headline in said
     assert '<td class="text faster">faster</td>' in text

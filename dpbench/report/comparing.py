@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
 from dpbench.analysis.comparison import ORDER, Comparison, Comparisons
 from dpbench.analysis.report import Report
@@ -14,7 +15,7 @@ from dpbench.records.trial import Estimate
 from dpbench.report import markdown, naming
 
 if TYPE_CHECKING:
-    from dpbench.report.svg import Panel
+    from dpbench.report.page import Styles
 
 COLUMNS = ("verdict", "case", "ratio", "95 %", "before, ms", "after, ms", "labels", "why")
 TEXT_COLUMNS = ("verdict", "case", "labels", "why")
@@ -68,55 +69,96 @@ def summary(found: Comparisons) -> str:
     return ", ".join(f"{words.count(counts[verdict], 'case')} {verdict}" for verdict in ORDER if counts[verdict])
 
 
+def facts(before: Report, after: Report, found: Comparisons) -> list[tuple[str, str]]:
+    """Return a line on each run, and a line on each fact in which their machines differ, as pairs of a name and a text.
+
+    The name of such a fact is "UNLIKE".
+    """
+    return [("before", heading(before)), ("after", heading(after)), *(("UNLIKE", str(one)) for one in found.unlike)]
+
+
 def text(before: Report, after: Report, found: Comparisons) -> str:
     """Return the comparison as plain text: a line on each run, and a table with one line per case."""
     aligned = words.aligned([COLUMNS, *cells(found)], left=[COLUMNS.index(name) for name in TEXT_COLUMNS])
-    head = [f"before  {heading(before)}", f"after   {heading(after)}", *(f"UNLIKE  {one}" for one in found.unlike)]
+    head = [f"{name:<7} {said}" for name, said in facts(before, after, found)]
     return "\n".join([*head, "", *aligned, "", f"{summary(found)}. {NOTE}"])
 
 
 def as_markdown(before: Report, after: Report, found: Comparisons) -> str:
     """Return the comparison in GitHub's Markdown, for a pull request."""
-    facts = [("before", heading(before)), ("after", heading(after)), *(("UNLIKE", str(one)) for one in found.unlike)]
-    return markdown.compared(f"dpbench: {summary(found)}", facts, COLUMNS, cells(found), TEXT_COLUMNS, NOTE)
+    head = facts(before, after, found)
+    return markdown.compared(f"dpbench: {summary(found)}", head, COLUMNS, cells(found), TEXT_COLUMNS, NOTE)
+
+
+@dataclass(frozen=True)
+class SideAnswer:
+    """The headline of an answer to a question, in one run or, if it is the same, in both (`side`), and its labels."""
+
+    subject: str
+    side: str
+    headline: str = "no answer"
+    labels: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Figure:
+    """The drawing of a case, as markup, with its title and its caption."""
+
+    title: str
+    drawing: str
+    caption: str
 
 
 def page(before: Report, after: Report, found: Comparisons) -> str:
-    """Return the comparison as one HTML page: the answers of both runs, the table, and the phases of both runs."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-    from markupsafe import Markup
+    """Return the comparison as one HTML page: the answers of both runs, the table, and the phases of both runs.
 
+    The page has the style sheet of the report, and no script.
+    """
+    from dpbench.report import page as report_page
+
+    styles = report_page.Styles()
+    figures, left_out = _figures(before, after, found, styles)
+    style = f"{report_page.text_of('page.css')}{report_page.text_of('compare.css')}{styles}"
     jinja = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
+        loader=FileSystemLoader(report_page.FOLDER), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True,
     )  # fmt: skip
-    panels = _panels(before, after, found)
-    left_out = sum(1 for line in found.lines if not (line.before.doubt or line.after.doubt)) - len(panels)
     rendered = jinja.get_template("compare.html").render(
-        summary=summary(found), sides=(("before", heading(before)), ("after", heading(after))), unlike=found.unlike,
-        answers=answers(before, after), columns=COLUMNS, text_columns=TEXT_COLUMNS, lines=cells(found),
-        panels=panels, note=f"{words.count(left_out, 'more case')} not drawn." if left_out else "",
-        drawing=Markup, intervals=words.INTERVALS, legend=NOTE,
+        policy=Markup(f"default-src 'none'; style-src {report_page.allowed(style)}"), style=Markup(style),
+        summary=summary(found), facts=facts(before, after, found), answers=answers(before, after), columns=COLUMNS,
+        text_columns=TEXT_COLUMNS, lines=cells(found), figures=figures, legend=NOTE, intervals=words.INTERVALS,
+        note=f"{words.count(left_out, 'more case')} not drawn." if left_out else "",
     )  # fmt: skip
     # a name that was not UTF-8 contains lone surrogates, which cannot be encoded
     return rendered.encode("utf-8", "replace").decode()
 
 
-def answers(before: Report, after: Report) -> list[tuple[str, str, str]]:
-    """Return the subject of each answer of one of the runs, and the headlines before and after; "" if there is none."""
-    first, second = ({one.subject: one.headline for one in report.answers} for report in (before, after))
-    return [(subject, first.get(subject, ""), second.get(subject, "")) for subject in dict.fromkeys([*first, *second])]
+def answers(before: Report, after: Report) -> list[SideAnswer]:
+    """Return the answers of both runs by question; an answer that is the same in both runs occurs once."""
+    sides = [{one.subject: (one.headline, one.labels) for one in report.answers} for report in (before, after)]
+    shown = []
+    for subject in dict.fromkeys(subject for side in sides for subject in side):
+        first, second = (side.get(subject, ()) for side in sides)
+        if first == second:
+            shown.append(SideAnswer(subject, "before and after", *first))
+        else:
+            shown += [SideAnswer(subject, "before", *first), SideAnswer(subject, "after", *second)]
+    return shown
 
 
-def _panels(before: Report, after: Report, found: Comparisons) -> Sequence[Panel]:
-    """Return a drawing for each case with enough rounds: the phases of its step before, and below them those after."""
+def _figures(before: Report, after: Report, found: Comparisons, styles: Styles) -> tuple[list[Figure], int]:
+    """Return a drawing for each case with enough rounds, and the number of such cases that are not drawn.
+
+    A drawing has the phases of the step before, and below them those after.
+    """
     from dpbench.report import figures
 
     rows = [{row.case: row for row in report.rows} for report in (before, after)]
-    drawn = [line for line in found.lines if not (line.before.doubt or line.after.doubt)][:PANELS]
-    panels = []
-    for number, line in enumerate(drawn):
+    drawable = [line for line in found.lines if not (line.before.doubt or line.after.doubt)]
+    shown = []
+    for number, line in enumerate(drawable[:PANELS]):
         title = f"{line.name}: {line.verdict}"
         panel = figures.compared(title, rows[0][line.case], rows[1][line.other], f"case{number}")
-        panels.append(replace(panel, caption=why(line), labels=line.labels))
-    return panels
+        caption = f"{' '.join(line.labels)}: {why(line)}."
+        shown.append(Figure(naming.plain(title), styles.without(panel.svg), caption))
+    return shown, len(drawable) - len(shown)

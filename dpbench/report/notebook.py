@@ -45,9 +45,7 @@ def render(report: Report) -> str:
 
 def compared(before: Report, after: Report, found: Comparisons) -> str:
     """Return the HTML of two runs that are compared: a line on each run, and the table of their common cases."""
-    sides = [("before", before), ("after", after)]
-    head = [_line(f"{name}: {comparing.heading(report)}") for name, report in sides]
-    head += [_line(f"UNLIKE: {one}") for one in found.unlike]
+    head = [_line(f"{name}: {said}") for name, said in comparing.facts(before, after, found)]
     cells = [
         Markup("").join(
             _cell("td", *pair, text=comparing.TEXT_COLUMNS) for pair in zip(comparing.COLUMNS, line, strict=True)
