@@ -17,10 +17,12 @@ import pytest
 
 import dpbench as dp
 from dpbench import export
+from dpbench.analysis.findings import text
+from dpbench.analysis.findings.rule import overlap
 from dpbench.cli import running
 from dpbench.measure import launch
 from dpbench.measure.options import Options
-from dpbench.records import Case, Status, Step, Trial, Verified
+from dpbench.records import Case, Phase, Status, Step, Trial, Verified
 from dpbench.store import Naming, Store, StoreError
 from tests import commands, standing_in
 from tests.exported import DP, PROVENANCE, made, stored
@@ -93,7 +95,11 @@ def test_a_run_has_the_facts_and_results_of_the_command_line(run: dp.Run, file: 
     assert "1.6" in answer.headline
     assert answer.text in run.verdict
     assert "[MEASURED] [CPU-ONLY]" in run.verdict
-    assert run.explain().startswith("[MEASURED CPU-ONLY]\nmlp at batch 64: 2 logical CPU devices under dp[reference]")
+    assert run.explain() == text.explain(run.answers, run.analysis.diagnoses, run.analysis.rows)
+    assert run.explain().startswith(run.answers[0].subject)
+    everything = run.explain(all=True, samples=1000)
+    assert "an epoch of 1,000 samples takes" in everything
+    assert "mlp at batch 64: 2 logical CPU devices under dp[reference] give" in everything
     page = run.report(tmp_path / "new" / "page.html")
     assert page.read_text().startswith("<!doctype html>")
     assert sum(len(trial.spans) for trial in run.trials) > 100
@@ -192,7 +198,8 @@ def test_an_exported_run_gives_the_same_results_and_does_not_invent_what_is_miss
     assert len(same) > 20
     pd.testing.assert_frame_equal(found.frame[same], run.frame[same])
     assert [one.headline for one in found.answers] == [one.headline for one in run.answers]
-    assert "0.0 of 2 devices" not in found.explain()
+    assert overlap([one for one in run.trials if one.case == DP], Phase.FORWARD) == pytest.approx(56 / 30)
+    assert overlap(found.trials, Phase.FORWARD) is None, "unknown, and not 0"
     assert "1970" not in found._repr_html_() + found.report(tmp_path / "page.html").read_text()
     plain = tmp_path / "plain.jsonl"
     plain.write_text("".join(export.jsonl("other", run.trials)) + "".join(export.jsonl(run.id, run.trials)))
@@ -319,8 +326,8 @@ frame: str = run.frame
 @pytest.mark.slow
 def test_a_type_checker_knows_the_interface(tmp_path: Path) -> None:
     """In the checkout and with its settings, so that what `make check` has cached is not analysed again."""
-    for name, text in (("right", SCRIPT), ("wrong", WRONG)):
-        (tmp_path / f"{name}.py").write_text(text)
+    for name, code in (("right", SCRIPT), ("wrong", WRONG)):
+        (tmp_path / f"{name}.py").write_text(code)
     mypy = [sys.executable, "-m", "mypy", str(tmp_path / "right.py"), str(tmp_path / "wrong.py")]
     done = subprocess.run(mypy, cwd=commands.ROOT, capture_output=True, text=True, check=False)
     errors = [line for line in done.stdout.splitlines() if ": error: " in line]

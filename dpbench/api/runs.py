@@ -104,9 +104,15 @@ class Run:
         """Return a new table with one row per reading of a sampler; empty for exported trials."""
         return frames.samples(self.id, self._trials)
 
-    def explain(self) -> str:
-        """Return the causes of lost time and their remedies as text, as `dpbench explain` prints them."""
-        return text.render(self.analysis.diagnoses, self.analysis.rows)
+    def explain(self, *, all: bool = False, samples: int = 0) -> str:
+        """Return, for each model, whether to use several devices, why, and which change helps, as text.
+
+        With `all`, the findings with their evidence and remedies follow. `samples` is the number of samples of an
+        epoch, to state its time; 0 if unknown. The text is that of `dpbench explain`.
+        """
+        found = self.analysis
+        brief = text.explain(found.answers, found.diagnoses, () if all else found.rows, samples)
+        return f"{brief}\n\n{text.render(found.diagnoses, found.rows)}" if all else brief
 
     def report(self, path: str | Path) -> Path:
         """Write the report of the run as one HTML file, and return its path."""
