@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import numpy as np
 import pyperf
@@ -208,6 +209,11 @@ def test_parquet_has_a_row_a_step_whose_phases_sum_to_it(dpbench, tmp_path):
     row = found[found["model"] == "lstm"].iloc[0]
     assert (row["options"], row["device_ids"].tolist()) == ([("role", "limit")], [1, 0])
     assert {field.name for field in fields(Case)} <= set(found)
+
+
+def test_no_type_of_a_field_of_a_case_is_unknown_to_parquet(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", MagicMock())
+    formats._schema()  # raises KeyError
 
 
 def test_parquet_knows_the_type_of_every_field_of_a_case():

@@ -104,7 +104,7 @@ def dp(devices: int = 2, batch: int = 64, **phases: float) -> list[Trial]:
 
 # ---------------------------------------------------------------- phases
 
-NAMES = {"replicate": "replicate", "reduce": "reduce", "scatter": "scatter", "gather": "gather"}
+NAMES = {"data": "data", "replicate": "replicate", "reduce": "reduce", "scatter": "scatter", "gather": "gather"}
 
 
 @pytest.mark.parametrize("name", [*NAMES, UNATTRIBUTED])

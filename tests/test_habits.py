@@ -161,12 +161,15 @@ def test_batches_that_wait_on_the_device_do_not_count_as_memory_of_the_step() ->
 
 def test_every_habit_is_a_field_with_a_text() -> None:
     usual = Case(model="mlp", strategy="single", batch_size=8)
-    other = replace(usual, inputs="device", read_loss=1, zero_grad="zero", compile=True)
+    other = replace(
+        usual, inputs="device", read_loss=1, zero_grad="zero", compile=True, mode="no_grad", loader=2, neighbour="lstm"
+    )
     assert {name for name, value in vars(other).items() if value != getattr(usual, name)} == {*HABITS}
     assert not usual.habits
     assert len({*other.habits}) == len(HABITS)
-    for name in HABITS:
+    for name in {*HABITS} - {"mode"}:
         assert other.without(name).habits == tuple(one for one in other.habits if one != other.habit(name))
+    assert other.without("mode") == replace(other, mode="forward"), "training is other work"
 
 
 def report() -> Report:

@@ -11,7 +11,7 @@ from dpbench.analysis import stats
 from dpbench.analysis.decision import Basis, Choice, Decision, Question, best_of
 from dpbench.analysis.summary import Row
 from dpbench.hardware.provenance import Resources
-from dpbench.records import Case, Fault, Source, Status, plan, registry, schedule
+from dpbench.records import Case, Fault, Source, Status, choices, registry, schedule
 from dpbench.records.registry import Role
 from dpbench.records.trial import Estimate
 
@@ -29,11 +29,12 @@ def measure(cases: Sequence[Case], *extra: str, machine: Resources) -> str:
 
     The command may select further cases: all combinations of the strategies, the numbers of devices and the batch
     sizes. `extra` are further arguments. The command names the kind of devices unless it is the default of `machine`.
-    Return "" for cases on several machines, which a single command cannot start, and for models that only predictions
-    know.
+    Return "" for cases on several machines, which a single command cannot start, for models that only predictions know,
+    and for a model that shares the machine with another.
     """
     one = cases[0]
-    if any(case.hosts > 1 for case in cases) or not (":" in one.model or one.model in registry.own("models")):
+    known = ":" in one.model or one.model in registry.own("models")
+    if one.neighbour or any(case.hosts > 1 for case in cases) or not known:
         return ""
     parts = ["dpbench", "run", *_model(one), *_strategies(cases), "--devices", _list(case.devices for case in cases)]
     shares = {case.batch_size // case.devices for case in cases}
@@ -41,7 +42,7 @@ def measure(cases: Sequence[Case], *extra: str, machine: Resources) -> str:
     parts += (
         ["--batch-per-device", str(*shares)] if weak else ["--batch-sizes", _list(case.batch_size for case in cases)]
     )
-    return shlex.join([*parts, *_setting(one, machine), *extra])
+    return shlex.join([*parts, *_setting(one, machine), *_loaders(cases), *extra])
 
 
 def predict(case: Case, machine: str = GPUS) -> str:
@@ -174,13 +175,21 @@ def _setting(case: Case, machine: Resources) -> list[str]:
     for name, option in (
         ("device_ids", "--device-ids"), ("size", "--size"), ("precision", "--precision"), ("inputs", "--inputs"),
         ("read_loss", "--read-loss"), ("zero_grad", "--zero-grad"), ("device_memory_bytes", "--device-memory"),
+        ("mode", "--mode"),
     ):  # fmt: skip
         value = getattr(case, name)
         if value != _DEFAULT[name]:
             found += [option, ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
-    if case.placement != plan.PLACEMENTS[0]:
+    if case.placement != choices.PLACEMENTS[0]:
         found += ["--placement", case.placement]
     return found + (["--compile"] if case.compile else [])
+
+
+def _loaders(cases: Sequence[Case]) -> list[str]:
+    """Return the option for the numbers of workers of the cases' DataLoaders, if a case has one."""
+    numbers = [*dict.fromkeys(case.loader for case in cases)]
+    named = ["off" if number == Case.loader else str(number) for number in numbers]
+    return [] if named == ["off"] else ["--loader", ",".join(named)]
 
 
 def _list(values: Iterable[int]) -> str:

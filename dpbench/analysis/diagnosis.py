@@ -56,23 +56,27 @@ def verdict(rows: Sequence[Row], ladders: Sequence[Ladder] = ()) -> str:
 
 
 def habits(rows: Sequence[Row], trials: Sequence[Trial]) -> str:
-    """Return a sentence with the effect of each habit of the training loop on the step; "" if none can be compared.
+    """Return sentences with the effect of each habit, and of another model, on the step; "" if none can be compared.
 
     An effect is the ratio of the step times of two cases that differ in this habit only. Of more than three cases with
     a habit, the sentence gives the smallest and the largest effect.
     """
     table = {(row.case, row.source): row for row in rows if row.series}
     found: dict[str, list[tuple[Case, Estimate]]] = {}
+    neighbours: dict[str, list[tuple[Case, Estimate]]] = {}
     for (case, source), row in table.items():
         for name in HABITS:
             usual = table.get((case.without(name), source))
-            if case.habit(name) and usual:
-                found.setdefault(case.habit(name), []).append((usual.case, stats.ratio(row.series, usual.series)))
+            if case.habit(name) and usual and usual is not row:
+                group = neighbours if name == "neighbour" else found
+                group.setdefault(case.habit(name), []).append((usual.case, stats.ratio(row.series, usual.series)))
     clauses = [_of_habit(habit, pairs) for habit, pairs in found.items()]
+    concurrent = [_of_habit(habit, pairs) for habit, pairs in neighbours.items()]
     longest_s = max((trial.setup.get("compile_s", 0.0) for trial in trials), default=0.0)
     compiled = f"Compilation, which no step includes, took at most {words.time(longest_s)}." if longest_s else ""
     compared = f"Steps compared with a loop without the habit: {'; '.join(clauses)}." if clauses else ""
-    return " ".join(filter(None, [compared, compiled]))
+    disturbed = f"Interference, as the ratio to the same step alone: {'; '.join(concurrent)}." if concurrent else ""
+    return " ".join(filter(None, [compared, disturbed, compiled]))
 
 
 def _of_habit(habit: str, pairs: Sequence[tuple[Case, Estimate]]) -> str:
@@ -92,9 +96,14 @@ def _in_doubt(rows: Sequence[Row]) -> str:
     found = [row for row in rows if row.speedup and row.speedup.doubt]
     if not found:
         return ""
-    names = ", ".join(dict.fromkeys(f"{row.case.strategy} on {row.case.model}" for row in found[:3]))
+    names = ", ".join(dict.fromkeys(_of_row(row) for row in found[:3]))
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""
     return f"{words.NOT_ENOUGH.capitalize()} for the speed-up of {names}{more}; {words.REMEDY} would help."
+
+
+def _of_row(row: Row) -> str:
+    """Return a row's strategy, model and habits as text, such as "dp on mlp (loss read)"."""
+    return f"{row.case.strategy} on {row.case.model}{_batch(row, [row])}"
 
 
 def _named(strategy: str, rows: Sequence[Row]) -> str:
@@ -230,7 +239,7 @@ def _decided(rows: Sequence[Row]) -> str:
     open_ = [pair for pair, verdict in zip(fast, said, strict=True) if verdict == "undecided"]
     if not open_:
         return ""
-    names = ", ".join(f"{row.case.strategy} on {row.case.model}" for row, _ in open_[:3])
+    names = ", ".join(_of_row(row) for row, _ in open_[:3])
     more = f" and {len(open_) - 3} more" if len(open_) > 3 else ""
     needed = max(stats.rounds_to_decide(speedup, alpha=1 - stats.CONFIDENCE) for _, speedup in open_)
     enough = f"about {needed} rounds (--rounds {needed}) should decide this"
@@ -252,7 +261,7 @@ def tiles(rows: Sequence[Row], ladders: Sequence[Ladder] = ()) -> list[Tile]:
         return []
     row = max(engine, key=lambda r: (r.case.devices, sum(r.phases.values())))
     schedule = f"[{short(row.case.schedule)}]" if best else ""
-    where = f"{row.case.strategy}{schedule} x{row.case.devices}, {row.case.model}"
+    where = ", ".join([f"{row.case.strategy}{schedule} x{row.case.devices}", row.case.model, *row.case.habits])
     assert row.speedup is not None
     assert row.efficiency is not None
     if row.memory_imbalance is not None:

@@ -82,12 +82,13 @@ def sentence(costs: Sequence[EngineCost]) -> str:
 
 
 def _of_model(cost: EngineCost, costs: Sequence[EngineCost]) -> str:
-    """Return a clause with the ratio, the model and the verdict of `cost`.
+    """Return a clause with the ratio, the model, the habits of the loop and the verdict of `cost`.
 
     The clause also gives the number of devices if this number differs among `costs`.
     """
     devices = f" ×{cost.case.devices}" if len({one.case.devices for one in costs}) > 1 else ""
-    return f"{words.times(cost.ratio)} on {cost.case.model}{devices} ({cost.verdict})"
+    habits = "".join(f", {habit}" for habit in cost.case.habits)
+    return f"{words.times(cost.ratio)} on {cost.case.model}{devices}{habits} ({cost.verdict})"
 
 
 def counts(costs: Sequence[EngineCost]) -> list[str]:

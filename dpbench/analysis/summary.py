@@ -31,6 +31,8 @@ from dpbench.records.case import MOVING
 from dpbench.records.registry import Role
 from dpbench.records.trial import Doubt, Estimate
 
+PERCENTILES = (95, 99)
+"""The percentiles of the durations of steps; their median is `Row.step`."""
 BUSY_METRICS = {"kernel_busy_s": "kernels of one profiled step", "busy_s": "thread CPU time"}
 """The metrics from which busy time is taken, the best first, each with a description of its source."""
 COLOCATED = "COLOCATED"
@@ -43,8 +45,9 @@ class Row:
     """The results of one case. Times are in seconds per step and sizes in bytes; mappings by device use its index.
 
     `rounds` and `steps` are the numbers of rounds with a result and of timed steps. `series` has the durations of the
-    timed steps, by round, and `step` is their median. `throughput` is in samples per second. `phases` divides
-    `step.value` among the phases and unattributed time. `speedup` compares with `single` at equal global work
+    timed steps, by round, and `step` is their median. `percentiles` has those of all timed steps of a measurement, by
+    `PERCENTILES`. `throughput` is in samples per second. `phases` divides `step.value` among the phases and
+    unattributed time. `speedup` compares with `single` at equal global work
     (`scaling` is "strong") or at equal work per device ("weak"); `efficiency` is the speed-up over the number of
     devices. `busy` has the time in which a device computes, `occupied` the time in which one of its spans is open.
     `memory` has the peaks of the devices, and `host_bytes` is the peak of the host's memory. `imbalance` and
@@ -64,6 +67,7 @@ class Row:
     verified: Verified | None = None
     series: stats.Rounds = field(default_factory=dict, repr=False)
     step: Estimate | None = None
+    percentiles: Mapping[int, stats.Percentile] = field(default_factory=dict)
     throughput: Estimate | None = None
     speedup: Estimate | None = None
     scaling: str = ""
@@ -161,6 +165,7 @@ def _row(case: Case, trials: Sequence[Trial], series: stats.Rounds) -> Row:
         labels=(*row.labels, *[foreign_load.NOISY] * any(map(foreign_load.noisy, good))),
         verified=max((trial.verified for trial in good), key=list(Verified).index),
         step=step,
+        percentiles=_percentiles(series) if row.source is Source.MEASURED else {},
         throughput=_inverse(step, case.batch_size),
         phases=_phases(good, step.value),
         busy={device: statistics.median(values) for device, values in busy.items()},
@@ -183,6 +188,10 @@ def _lost(trials: Sequence[Trial], series: stats.Rounds) -> tuple[Fault | Status
         for trial in ended
         if trial.status not in (Status.SKIPPED, Status.KILLED)
     )
+
+
+def _percentiles(series: stats.Rounds) -> dict[int, stats.Percentile]:
+    return {number: stats.percentile(series, number / 100) for number in PERCENTILES}
 
 
 def _stated(trial: Trial) -> Estimate | None:
@@ -339,10 +348,10 @@ def frame(
 ) -> pd.DataFrame:
     """Return the rows as a flat table with one line per row.
 
-    Each estimate has four columns: value, low, high and withheld. The last has the reason why reports do not show the
-    estimate; it is empty if they show it. The columns are the same for every run, except for devices beyond the first
-    eight. `run_ids`, if given, become the first column, and the columns of `extra` the last ones. Both have one value
-    per row.
+    Each estimate and percentile has four columns: value, low, high and withheld. The last has the reason why reports do
+    not show the number; it is empty if they show it. The columns are the same for every run, except for devices beyond
+    the first eight. `run_ids`, if given, become the first column, and the columns of `extra` the last ones. Both have
+    one value per row.
     """
     count = max([DEVICE_COLUMNS, *(device + 1 for row in table for device in {*row.busy, *row.memory})])
     flat = [_record(row, count) for row in table]
@@ -363,6 +372,11 @@ def _record(row: Row, devices: int) -> dict[str, object]:
         for part in ("value", "low", "high"):
             record[f"{name}_{part}"] = getattr(estimate, part) if estimate else None
         record[f"{name}_withheld"] = estimate.doubt if estimate else None
+    for number in PERCENTILES:
+        found = row.percentiles.get(number)
+        for part in ("value", "low", "high"):
+            record[f"p{number}_{part}"] = getattr(found, part) if found else None
+        record[f"p{number}_withheld"] = found.doubt or None if found else None
     record |= {f"phase_{name}_s": row.phases.get(name) for name in (*Phase, UNATTRIBUTED)}
     record |= {f"busy_{device}_s": row.busy.get(device) for device in range(devices)}
     record |= {f"memory_{device}_bytes": row.memory.get(device) for device in range(devices)}

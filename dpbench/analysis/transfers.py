@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dpbench.records import Case, Phase, Source, Trial, registry
 from dpbench.records.case import MOVING
@@ -16,16 +16,23 @@ from dpbench.records.registry import Reduction
 from dpbench.records.schedule import parse
 from dpbench.records.work import Move, Shapes, received, sent
 
+FORWARD_ALONE = (Phase.SCATTER, Phase.REPLICATE, Phase.FORWARD, Phase.GATHER)
+"""The phases of a step that does not train."""
+
 
 def moves(case: Case, shapes: Shapes) -> list[Move]:
-    """Return the moves of bytes in one step of a case; empty if they are unknown or if the replicas share a device."""
+    """Return the moves of bytes in one step of a case; empty if they are unknown or if the replicas share a device.
+
+    The forward alone has the moves of a training step up to the gathering of outputs, without those of the target.
+    """
     if case.placement == "colocated":
         return []
+    shapes = shapes if case.trains else replace(shapes, target_bytes=0.0)
     try:
         found = registry.strategy(case.strategy).moves(case, shapes)
     except LookupError:  # an external strategy that has been removed since the run
         return []
-    return [move for move in found if move.bytes > 0]
+    return [move for move in found if move.bytes > 0 and (case.trains or move.phase in FORWARD_ALONE)]
 
 
 LINKS = ("pcie", "nvlink")

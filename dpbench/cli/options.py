@@ -136,6 +136,21 @@ class Switches(click.ParamType[tuple[bool, ...]]):
         return tuple(known[part] for part in parts)
 
 
+class Loaders(click.ParamType[tuple[int, ...]]):
+    """A comma-separated list of numbers of workers of a DataLoader, or off."""
+
+    name = "off,0,..."
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        """Return the numbers in a text, with -1 for off; fail for an empty list, and for other parts."""
+        if isinstance(value, tuple):
+            return value
+        parts = [part.strip() for part in value.split(",") if part.strip()]
+        if not parts or not all(part == "off" or part.isdigit() for part in parts):
+            self.fail(f"{value!r} is not a list of off and numbers of workers, such as off,0,2", param, ctx)
+        return tuple(-1 if part == "off" else int(part) for part in parts)
+
+
 class DeviceIds(click.ParamType["tuple[int | str, ...]"]):
     """A comma-separated list of GPUs: CUDA ordinals, or UUIDs, which may be abbreviated."""
 

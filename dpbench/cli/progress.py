@@ -160,17 +160,21 @@ def table(rows: Sequence[Any], ladders: Sequence[ladder.Ladder] = ()) -> str:
     return "\n".join(aligned(lines, left=(0, 1, len(COLUMNS) - 1, len(COLUMNS) - 2)))
 
 
+def _name(case: Case, best: bool = False) -> tuple[str, ...]:
+    """Return the first cells of the line for one case: its model, strategy and habits, devices and batch size."""
+    schedule = f"[{ladder.short(case.schedule)}]" if case.schedule not in ("", "reference") else ""
+    name = ("single, all cores" if case.traits.all_cores else case.strategy) + schedule
+    name += ", limit" if case.options == plan.LIMIT else " (best rung)" if best else ""
+    return case.model, ", ".join([name, *case.habits]), case.extent, str(case.batch_size)
+
+
 def _cells(row: Any, best: bool) -> tuple[str, ...]:
     """Return the cells of the line for one case; the name of the case says "best rung" if `best` is True.
 
     A case without a measured step time shows its status in place of the time.
     """
     case = row.case
-    schedule = f"[{ladder.short(case.schedule)}]" if case.schedule not in ("", "reference") else ""
-    name = ("single, all cores" if case.traits.all_cores else case.strategy) + schedule
-    name += ", limit" if case.options == plan.LIMIT else " (best rung)" if best else ""
-    name = ", ".join([name, *case.habits])
-    head = (case.model, name, case.extent, str(case.batch_size))
+    head = _name(case, best)
     if row.step is None:
         return (*head, row.outcome, *[""] * (len(COLUMNS) - 6), " ".join(row.labels))
     efficiency, weak = row.efficiency, " weak" if row.scaling == "weak" else ""
@@ -182,9 +186,32 @@ def _cells(row: Any, best: bool) -> tuple[str, ...]:
         words.percent(efficiency.value) if efficiency and not efficiency.doubt else "",
         _estimate(row.imbalance)[0],
         words.percent(row.unattributed_share),
-        row.verified.value if row.verified else "",
+        f"{row.verified.value}{'' if case.trains else ' (outputs)'}" if row.verified else "",
         " ".join(row.labels),
     )
+
+
+LATENCY = ("model", "strategy", "devices", "batch", "rounds, steps", "p50 ms", "95 % interval", "p95 ms", "95 %",
+           "p99 ms", "95 %", "labels")  # fmt: skip
+
+
+def latencies(rows: Sequence[Any]) -> str:
+    """Return, as the text of a table, the latency of the cases that run the forward alone; "" if there are none."""
+    lines = [_latency(row) for row in rows if row.step and not row.case.trains]
+    return "\n".join(aligned([LATENCY, *lines], left=(0, 1, len(LATENCY) - 1))) if lines else ""
+
+
+def _latency(row: Any) -> tuple[str, ...]:
+    found = [
+        (words.NOT_ENOUGH_STEPS, "")
+        if one.doubt
+        else (words.number(one.value * 1e3), f"{words.number(one.low * 1e3)}–{words.number(one.high * 1e3)}")
+        for one in row.percentiles.values()
+    ]
+    return (
+        *_name(row.case), f"{row.rounds}, {row.steps}", *_estimate(row.step, 1e3),
+        *(cell for pair in found for cell in pair), " ".join(row.labels),
+    )  # fmt: skip
 
 
 def _estimate(estimate: Estimate | None, scale: float = 1.0, unit: str = "") -> tuple[str, str]:

@@ -22,6 +22,7 @@ from dpbench.cli.options import (  # fmt: skip
     Bytes,
     Detail,
     DeviceIds,
+    Loaders,
     Names,
     Numbers,
     Rounds,
@@ -105,7 +106,13 @@ class _Output:
     "--scenario",
     type=click.Choice(["seeds"]),
     help="Measure the situations in which people meet multi-GPU training: every strategy, habits of a training loop, "
-    "precisions and torch.compile, on two devices; about five minutes.  [default model: mlp]",
+    "a DataLoader, the forward alone, two models at once, precisions and torch.compile, on two devices; about seven "
+    "minutes.  [default model: mlp]",
+)
+@click.option(
+    "--together",
+    type=Names(),
+    help="Two models, such as mlp,resnet18: measure each alone, and while the other runs on as many other devices.",
 )
 @click.option(
     "--devices",
@@ -156,6 +163,20 @@ class _Output:
     flag_value="on",
     default=(False,),
     help="Compile the module with torch.compile; off,on measures both.  [default: off]",
+)
+@click.option(
+    "--loader",
+    type=Loaders(),
+    default=(-1,),
+    help="Take each batch from a DataLoader with this number of workers; 0 loads in the loop, off makes the batches "
+    "before it. The wait is the phase data.  [default: off]",
+)
+@click.option(
+    "--mode",
+    type=Names(),
+    default=("train",),
+    help="What a step computes: train, or the forward alone with autograd (forward), under no_grad or under "
+    "inference_mode (inference).  [default: train]",
 )
 @click.option(
     "--rounds",

@@ -118,10 +118,12 @@ def print_answers(answers: Sequence[Answer], rest: str = "") -> None:
 
 
 def print_table(report: Report) -> None:
-    """Print a report's table of results, with one line per case, to stdout."""
-    from dpbench.cli.progress import table
+    """Print a report's table of results, with one line per case, to stdout; then that of latencies if it has lines."""
+    from dpbench.cli.progress import latencies, table
 
     click.echo(table(report.rows, report.ladders))
+    if latency := latencies(report.rows):
+        click.echo(f"\n{latency}")
 
 
 def print_warnings(report: Report) -> None:

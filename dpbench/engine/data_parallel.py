@@ -21,7 +21,7 @@ from dpbench.engine.replicate import check_placement, replicate
 from dpbench.engine.scatter import scatter
 from dpbench.engine.workers import IntraOp, choose, keep_memory
 from dpbench.hardware.device import Device
-from dpbench.hardware.devices import DeviceId, resolve
+from dpbench.hardware.devices import DeviceId, Devices, as_devices, resolve
 from dpbench.records import Mark, Phase, no_mark
 from dpbench.records.schedule import CUDA, FASTEST, Schedule, parse
 
@@ -151,12 +151,12 @@ def _schedule(schedule: str | Schedule, devices: Sequence[Device]) -> Schedule:
 class DataParallel(nn.Module):
     """A drop-in replacement for torch.nn.DataParallel, with a separate method for each phase.
 
-    `device_ids` accepts the values that torch accepts (GPU indices, devices, names). In addition, a list such as
-    ["cpu", "cpu"] means logical CPU devices. None means all GPUs; without a GPU the wrapper calls the module directly.
-    When the wrapper is called, the module must be on `device_ids[0]`; with a single device, the constructor moves it
-    there. The replicas' gradients are summed into the module's gradients; unused parameters get zeros. Names in
-    `state_dict` have the prefix "module.". Subclasses may override `scatter`, `replicate`, `parallel_apply` and
-    `gather`, as with torch.
+    `device_ids` accepts the values that torch accepts (GPU indices, devices, names), and Device objects. In addition, a
+    list such as ["cpu", "cpu"] means logical CPU devices. None means all GPUs; without a GPU the wrapper calls the
+    module directly. When the wrapper is called, the module must be on `device_ids[0]`; with a single device, the
+    constructor moves it there. The replicas' gradients are summed into the module's gradients; unused parameters get
+    zeros. Names in `state_dict` have the prefix "module.". Subclasses may override `scatter`, `replicate`,
+    `parallel_apply` and `gather`, as with torch.
 
     `compat` restores torch's behaviour in the cases in which torch silently gives a wrong result, whereas this engine
     gives the right result or raises an error: see docs/contract.md. `schedule` is a Schedule, the name of one, or its
@@ -166,20 +166,22 @@ class DataParallel(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        device_ids: Sequence[DeviceId] | None = None,
+        device_ids: Devices | None = None,
         output_device: DeviceId | None = None,
         dim: int = 0,
         *,
         schedule: str | Schedule = "reference",
         compat: bool = False,
+        mark: Mark = no_mark,
     ) -> None:
         super().__init__()
         self.module = module
-        self.devices = resolve(device_ids)
+        self.devices = resolve(None) if device_ids is None else as_devices(device_ids)
         self.device_ids = [id_of(device) for device in self.devices]
         self.dim = dim
         self.schedule = _schedule(schedule, self.devices)
         self.compat = compat
+        self._mark = mark
         self._workers = choose(self.schedule.workers)
         self._make: Maker | None = None
         self._identity: Identity | None = None
@@ -200,7 +202,8 @@ class DataParallel(nn.Module):
         arguments, keywords = self.scatter(inputs, kwargs, self.device_ids)
         if len(self.devices) == 1:
             check_placement(self.module, self.devices[0])
-            return call_on(self.devices[0], self.module, arguments[0], keywords[0])
+            with self._mark(Phase.FORWARD, self.devices[0].index):
+                return call_on(self.devices[0], self.module, arguments[0], keywords[0])
         with IntraOp(self.devices):
             replicas = self.replicate(self.module, self.device_ids[: len(arguments)])
             outputs = self.parallel_apply(replicas, arguments, keywords)
@@ -209,16 +212,17 @@ class DataParallel(nn.Module):
     def scatter(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], device_ids: Sequence[DeviceId]) -> Any:
         """Split a call's arguments; return the replicas' inputs and the replicas' keyword arguments, as two tuples."""
         devices = self.devices[: len(device_ids)]
-        return tuple(zip(*scatter_arguments(inputs, kwargs, devices, self.dim, compat=self.compat), strict=True))
+        pieces = scatter_arguments(inputs, kwargs, devices, self.dim, compat=self.compat, mark=self._mark)
+        return tuple(zip(*pieces, strict=True))
 
     def replicate(self, module: nn.Module, device_ids: Sequence[DeviceId]) -> list[nn.Module]:
         """Return one replica of `module` for each of `device_ids`."""
         devices = self.devices[: len(device_ids)]
         if module is not self.module:
-            return replicate(module, devices, detach=not torch.is_grad_enabled())
+            return replicate(module, devices, detach=not torch.is_grad_enabled(), mark=self._mark)
         if self._make is None or (self._identity is not None and self._identity.changed()):
             self._make = self._maker(devices)
-        return self._make(devices, not torch.is_grad_enabled(), no_mark, lambda: None)
+        return self._make(devices, not torch.is_grad_enabled(), self._mark, lambda: None)
 
     def _maker(self, devices: Sequence[Device]) -> Maker:
         """Return a function that replicates the wrapped module in its present form.
@@ -236,12 +240,14 @@ class DataParallel(nn.Module):
     def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
         """Call each replica on its device with its inputs and keyword arguments; return the list of outputs."""
         devices = self.devices[: len(replicas)]
-        return parallel_apply(replicas, inputs, kwargs, devices, workers=self._workers, compat=self.compat)
+        return parallel_apply(
+            replicas, inputs, kwargs, devices, workers=self._workers, compat=self.compat, mark=self._mark
+        )
 
     def gather(self, outputs: Sequence[Any], output_device: DeviceId | None) -> Any:
         """Return the outputs, concatenated along `dim` on `output_device`."""
         target = self._output if output_device == self.output_device else output_of(self.devices, output_device)
-        return gather(outputs, target, self.devices[: len(outputs)], self.dim, compat=self.compat)
+        return gather(outputs, target, self.devices[: len(outputs)], self.dim, compat=self.compat, mark=self._mark)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes to copy or pickle, without the objects that are bound to this wrapper's own module."""

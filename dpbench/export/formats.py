@@ -351,7 +351,7 @@ def _schema() -> pa.Schema:
     import pyarrow as pa
 
     kinds = {
-        "str": pa.string(), "int": pa.int64(), "tuple[int, ...]": pa.list_(pa.int64()),
+        "str": pa.string(), "int": pa.int64(), "bool": pa.bool_(), "tuple[int, ...]": pa.list_(pa.int64()),
         "tuple[tuple[str, str], ...]": pa.map_(pa.string(), pa.string()),
     }  # fmt: skip
     return pa.schema(

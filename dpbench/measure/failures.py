@@ -25,7 +25,7 @@ _TORCH_NAMES_THE_GPU = re.compile(r"GPU (\d+) has a total capacity")
 
 
 class Unverified(RuntimeError):
-    """The gradients of a strategy differ from those of the reference, so the strategy's steps must not be timed."""
+    """The gradients or outputs of a strategy differ from those of the reference, so its steps must not be timed."""
 
 
 def of_error(error: BaseException, *, device_ids: Sequence[int] = ()) -> Failure:

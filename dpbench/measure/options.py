@@ -5,9 +5,12 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
-from dpbench.records import Case, plan, registry
+from dpbench.records import HABITS, Case, choices, plan, registry
+from dpbench.records.case import TRAIN
+from dpbench.records.registry import Role
 
 if TYPE_CHECKING:
     from dpbench.measure.cluster import Cluster
@@ -26,8 +29,8 @@ AUTO = "auto"
 SCENARIOS = ("seeds",)
 LAUNCHERS = ("slurm", "local")
 AXES = (
-    "scenario", "models", "model", "strategies", "strategy", "schedules", "ladder", "devices", "batch_sizes",
-    "batch_per_device",
+    "scenario", "together", "models", "model", "strategies", "strategy", "schedules", "ladder", "devices",
+    "batch_sizes", "batch_per_device",
 )  # fmt: skip
 """The options that select cases. If none of them is given, a run is short and uses default cases."""
 SELF_CHECK_SCALE = 1.0
@@ -52,6 +55,7 @@ class Options:
     schedules: tuple[str, ...] = ()
     ladder: bool = False
     scenario: str = ""
+    together: tuple[str, ...] = ()
     devices: tuple[int, ...] = ()
     device_ids: tuple[int | str, ...] = ()
     device_kind: str = ""
@@ -64,6 +68,8 @@ class Options:
     read_loss: tuple[int, ...] = (0,)
     zero_grad: tuple[str, ...] = ("none",)
     compile: tuple[bool, ...] = (False,)
+    loader: tuple[int, ...] = (-1,)
+    mode: tuple[str, ...] = (TRAIN,)
     rounds: int | str = 3
     within: float = 0.01
     paired: bool = False
@@ -103,8 +109,8 @@ class Options:
             if value is not None and not least <= value <= (float("inf") if most is None else most):
                 bound = f"at least {least:g}" if most is None else f"from {least:g} to {most:g}"
                 raise ValueError(f"--{name} must be {bound}, got {value:g}")
-        for name, known in (("scenario", SCENARIOS), ("launcher", LAUNCHERS), ("device_kind", plan.DEVICE_KINDS),
-                            ("placement", plan.PLACEMENTS)):  # fmt: skip
+        for name, known in (("scenario", SCENARIOS), ("launcher", LAUNCHERS), ("device_kind", choices.DEVICE_KINDS),
+                            ("placement", choices.PLACEMENTS)):  # fmt: skip
             if getattr(self, name) not in ("", *known):
                 raise ValueError(registry.unknown(name.replace("_", " "), getattr(self, name), [*known]))
 
@@ -123,7 +129,7 @@ class Options:
             if one.name in REPEATED:
                 words += [part for item in value for part in (option, str(item))]
             else:
-                words += [option] if value is True else [option, _text(value)]
+                words += [option] if value is True else [option, _text(value, one.name)]
         return shlex.join([*words, *more])
 
 
@@ -131,10 +137,12 @@ REPEATED = ("model", "strategy", "schedules", "job", "tag")
 """The options that the command line repeats for each value; it takes other lists as one text with commas."""
 
 
-def _text(value: object) -> str:
-    """Return the value of an option as the text that the command line takes."""
+def _text(value: object, name: str = "") -> str:
+    """Return the value of the option `name` as the text that the command line takes."""
     if isinstance(value, tuple):
-        return ",".join(map(_text, value))
+        return ",".join(_text(one, name) for one in value)
+    if name == "loader" and value == Case.loader:
+        return "off"
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
 
 
@@ -185,12 +193,14 @@ def cases_of(options: Options, cluster: Cluster | None = None) -> tuple[list[Cas
         "devices": devices, "device_ids": ids, "device_kind": kind, "placement": placement,
         "batch_sizes": options.batch_sizes or (() if options.batch_per_device else (64,)),
         "batch_per_device": options.batch_per_device, "size": options.size, "precision": options.precision,
-        "device_memory_bytes": options.device_memory, "inputs": options.inputs, "read_loss": options.read_loss,
-        "zero_grad": options.zero_grad, "compile": options.compile,
+        "device_memory_bytes": options.device_memory,
+        **{name: getattr(options, name) for name in HABITS if hasattr(options, name)},
     }  # fmt: skip
     if options.scenario:
         chosen = {"models": swept["models"] if options.models or options.model else ("mlp",)}
         cases = plan.seeds(kind, **chosen, batch_sizes=swept["batch_sizes"], size=options.size)
+    elif options.together:
+        cases = _two_models(options, swept)
     elif options.ladder:
         swept["devices"] = options.devices or (max(2, *devices),)
         cases = plan.ladder(**swept)
@@ -215,16 +225,43 @@ def _check_together(options: Options, cluster: Cluster | None) -> None:
     launcher_of(options)
     if options.profile and options.paired:
         raise ValueError("--profile needs one case per process: leave out --paired")
-    for name in ("launcher", "ladder", "paired", "profile", "self_check", "find_max_batch") if cluster else ():
+    for name in (
+        ("launcher", "ladder", "paired", "profile", "self_check", "find_max_batch", "together") if cluster else ()
+    ):
         if getattr(options, name):
             raise ValueError(f"--{name.replace('_', '-')} is for one machine: leave it out of a launch by ranks")
     for name in ("strategies", "strategy", "schedules"):
         if options.ladder and getattr(options, name):
             raise ValueError(f"--ladder selects the strategies and the schedules: leave out --{name}")
-    selecting = ("strategies", "schedules", "ladder", "devices", "device_ids", "batch_per_device")
-    for name in (*selecting, "precision", "inputs", "read_loss", "zero_grad", "compile") if options.scenario else ():
+    selecting = ("together", "strategies", "schedules", "ladder", "devices", "device_ids", "batch_per_device")
+    for name in (*selecting, "precision", *filter(partial(hasattr, Options), HABITS)) if options.scenario else ():
         if getattr(options, name) != getattr(Options, name):
             raise ValueError(f"--scenario selects the cases: leave out --{name.replace('_', '-')}")
+    apart = ("models", "model", "strategy", "ladder", "find_max_batch", "paired")
+    for name in apart if options.together else ():
+        if getattr(options, name):
+            raise ValueError(
+                f"--together measures its two models, each in a process: leave out --{name.replace('_', '-')}"
+            )
+    for name in ("loader", "compile", "read_loss") if options.together else ():
+        if getattr(options, name) != getattr(Options, name):
+            raise ValueError(f"--together measures plain loops: leave out --{name.replace('_', '-')}")
+
+
+def _two_models(options: Options, swept: dict[str, Any]) -> list[Case]:
+    """Return the cases of two models at once; `swept` are the axes of a sweep."""
+    devices = options.devices or (1,)
+    several = [name for name in plan.default_strategies(swept["device_kind"]) if not registry.traits(name).alone]
+    usual = several if max(devices) > 1 else [registry.of_role(Role.BASELINE)]
+    for name in options.together:
+        if ":" in name:
+            registry.check_module(name)
+    schedules = tuple(one for text in options.schedules for one in plan.split_schedules(text))
+    axes = {name: value for name, value in swept.items() if name != "models"}
+    return plan.together(
+        options.together, **axes | {"devices": devices, "strategies": options.strategies or usual},
+        schedules=schedules or ("reference",),
+    )  # fmt: skip
 
 
 def naming(options: Options, command: str = "") -> Naming:

@@ -1,5 +1,7 @@
 """Verification: compare a strategy's gradients with those of a reference before the strategy may be timed.
 
+If the steps of a case do not train, the outputs of a forward are compared instead; see `check_outputs`.
+
 The reference, called the chunked reference, does not use the engine. It splits the batch into one chunk per forward
 pass of the strategy, and runs one deep copy of the module per chunk, one after the other on the first device. It
 computes the loss of the concatenated outputs, and adds the gradients of the copies in the order of the chunks. If the
@@ -40,10 +42,10 @@ SCALES = tuple(2.0**power for power in range(16, -1, -1))
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of comparing a strategy's gradients with those of the chunked reference.
+    """The result of comparing a strategy's gradients or outputs with those of the chunked reference.
 
-    `worst` is the name of the parameter or buffer with the largest relative error, and `error` is this error. `worst`
-    is empty if all tensors are equal. `random` is True if two runs of the reference have different gradients.
+    `worst` is the name of the parameter, buffer or output with the largest relative error, and `error` is this error.
+    `worst` is empty if all tensors are equal. `random` is True if two runs of the reference differ.
     `steps_s` is the time of the strategy's steps in seconds; the first step of a compiled module contains compilation.
     """
 
@@ -98,6 +100,60 @@ def check(
         itself = compare(reference(), first, tolerance, buffers=buffers)
         return replace(verdict, random=itself.verified is Verified.NO)
     return verdict
+
+
+def check_outputs(
+    start: Start, case: Case, model: Model, devices: Sequence[Device],
+    precision: Callable[[Case], AbstractContextManager[Any]], *, split: Splits, rank: int | None = None,
+) -> Verdict:  # fmt: skip
+    """Run the forward on a small batch, and return the comparison of its output with that of the chunked reference.
+
+    The reference runs in eval mode, under no_grad. `start` returns the forward in the mode of the case; the other
+    arguments are those of `check`. `rank` is the rank of this process, whose output has the rows of this rank only;
+    None for strategies without ranks. The forward must leave weights and buffers as they are.
+    """
+    small = _small(case, lambda one: split(one, model.module))
+    rows = split(small, model.module).rows
+    inputs, target = model.batch(small.batch_size, case.seed + 1)
+    pristine = copy.deepcopy(model.module).eval()
+    if case.compile:
+        compile_forward(model.module)
+    at = time.perf_counter()
+    with start(small, model, devices, no_mark) as forward:
+        output = forward(inputs, target)
+        steps_s = time.perf_counter() - at
+    device = devices[0].torch_device
+
+    def reference() -> torch.Tensor:
+        module = copy.deepcopy(pristine).to(device)
+        columns = list(zip(*(_chunk(argument, rows, device) for argument in positional(inputs)), strict=True))
+        with torch.no_grad(), precision(case):
+            outputs = [_single_tensor(module(*arguments)) for arguments in columns]
+        return torch.cat(outputs) if rank is None else outputs[rank]
+
+    expected, tolerance = reference(), TOLERANCE[case.precision]
+    _single_tensor(output)
+    if output.shape != expected.shape:
+        given, wanted = tuple(output.shape), tuple(expected.shape)
+        return Verdict(Verified.NO, f"output of shape {given} instead of {wanted}", float("inf"))
+    before, after = pristine.state_dict(), model.module.state_dict()
+    kept = [(name, after[name], before[name]) for name in before]
+    verdict = replace(_verdict([("output", output, expected), *kept], tolerance), steps_s=steps_s)
+    if verdict.verified is Verified.NO:
+        itself = _verdict([("output", reference(), expected)], tolerance)
+        return replace(verdict, random=itself.verified is Verified.NO)
+    return verdict
+
+
+def _single_tensor(output: Any) -> torch.Tensor:
+    """Return an output of the module. Raises TypeError if it is not a tensor."""
+    if not isinstance(output, torch.Tensor):
+        raise TypeError(
+            f"the model's forward returned a {type(output).__name__}, but verification needs a single tensor, and "
+            "unverified cases are not timed: return the tensor that the loss takes, or wrap the model in a module that "
+            "returns it"
+        )
+    return output
 
 
 def _trained(
@@ -185,13 +241,7 @@ def chunked(
     pieces = [_chunk(argument, split.rows, device) for argument in positional(inputs)]
     columns = list(zip(*pieces, strict=True))
     copies = [copy.deepcopy(module) for _ in columns]
-    outputs = [one(*arguments) for one, arguments in zip(copies, columns, strict=True)]
-    if not all(isinstance(output, torch.Tensor) for output in outputs):
-        raise TypeError(
-            f"the model's forward returned a {type(outputs[0]).__name__}, but verification needs a single tensor, and "
-            "unverified cases are not timed: return the tensor that the loss takes, or wrap the model in a module that "
-            "returns it"
-        )
+    outputs = [_single_tensor(one(*arguments)) for one, arguments in zip(copies, columns, strict=True)]
     whole = torch.cat([output.detach() for output in outputs]).requires_grad_()
     (loss(whole, target.to(device)) * scale).backward()
     assert whole.grad is not None
@@ -263,15 +313,20 @@ def _ordered_sum(parts: list[torch.Tensor]) -> torch.Tensor | None:
 
 
 def compare(module: nn.Module, reference: nn.Module, tolerance: float, *, buffers: bool = True) -> Verdict:
-    """Compare the gradients of two modules, and with `buffers` also their buffers; return the verdict.
+    """Compare the gradients of two modules, and with `buffers` also their buffers; return the verdict of `_verdict`."""
+    pairs = [(n, _gradient(p), _gradient(reference.get_parameter(n))) for n, p in module.named_parameters()]
+    if buffers:
+        pairs += [(n, b, reference.get_buffer(n)) for n, b in module.named_buffers()]
+    return _verdict(pairs, tolerance)
+
+
+def _verdict(pairs: Sequence[tuple[str, torch.Tensor, torch.Tensor]], tolerance: float) -> Verdict:
+    """Return the verdict on tensors, each given as (name, tensor, the reference's tensor).
 
     The error of a tensor is the norm of its difference from the reference's tensor, divided by the norm of the
     reference's tensor. If that norm is tiny, the divisor is a fixed fraction of the largest norm of all tensors. The
     verdict is BITWISE if all tensors are equal, WITHIN_TOLERANCE if no error exceeds `tolerance`, and NO otherwise.
     """
-    pairs = [(n, _gradient(p), _gradient(reference.get_parameter(n))) for n, p in module.named_parameters()]
-    if buffers:
-        pairs += [(n, b, reference.get_buffer(n)) for n, b in module.named_buffers()]
     # the reference is on one device, and the module's layers may be on several
     pairs = [(name, ours.to(theirs.device), theirs) for name, ours, theirs in pairs]
     if all(torch.equal(ours, theirs) for _, ours, theirs in pairs):

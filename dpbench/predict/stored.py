@@ -150,10 +150,10 @@ def way_out(case: Case, path: Path | str = "FILE") -> str:
 
 
 def _usable(trial: Trial) -> bool:
-    """Return whether a trial is a successful and trusted measurement of a case of `single` with empty `options`."""
+    """Return whether a trial is a successful and trusted measurement of `single` in a plain training loop."""
     case = trial.case
     measured = trial.source is Source.MEASURED and trial.status is Status.OK and trial.trusted
-    return measured and case.traits.role is Role.BASELINE and not case.options
+    return measured and case.traits.role is Role.BASELINE and not case.options and not case.habits
 
 
 def _setting(case: Case) -> str:

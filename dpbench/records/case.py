@@ -25,10 +25,12 @@ def host_device(number: int) -> int:
 class Phase(StrEnum):
     """The phases of one training step, in the order in which DataParallel runs them.
 
+    `data` is the host's wait for a batch from a DataLoader.
     Host-to-device copies count as `scatter`, and `zero_grad` counts as `optimizer`. All-reduce and reduce-scatter count
     as `reduce`. All-gather, weight refresh and buffer synchronisation count as `replicate`.
     """
 
+    DATA = "data"
     SCATTER = "scatter"
     REPLICATE = "replicate"
     FORWARD = "forward"
@@ -53,8 +55,11 @@ def no_mark(phase: Phase, device: int) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-HABITS = ("compile", "inputs", "read_loss", "zero_grad")
-"""The names of a case's fields for the habits of a training loop, which are axes of a sweep."""
+TRAIN = "train"
+MODES = (TRAIN, "forward", "no_grad", "inference")
+"""The modes of a step: training, or the forward alone, with autograd, under no_grad or under inference_mode."""
+HABITS = ("compile", "inputs", "loader", "mode", "neighbour", "read_loss", "zero_grad")
+"""The names of a case's fields for the mode, the habits and the neighbour of a training loop, which are axes."""
 
 
 def chunk_sizes(rows: int, chunks: int) -> tuple[int, ...]:
@@ -101,6 +106,15 @@ class Case:
     """How the training loop clears gradients: "none" drops them, and "zero" fills them with zeros."""
     compile: bool = False
     """Whether torch.compile has compiled the forward of the module."""
+    loader: int = -1
+    """The number of workers of the DataLoader from which the loop takes each batch; 0 loads in the loop itself.
+
+    With -1, the loop has its batches before it starts.
+    """
+    mode: str = TRAIN
+    """The mode of a step, which is one of `MODES`. In a forward alone, the module is in eval mode."""
+    neighbour: str = ""
+    """The name of another model that takes steps concurrently on the next devices; "" for none."""
     declared: Traits | None = field(default=None, compare=False, repr=False)
     """The traits of an external strategy, stored so that they are known without its code; else None."""
 
@@ -157,22 +171,36 @@ class Case:
         return len(self.rows) * self.traits.devices_per_replica
 
     @property
+    def trains(self) -> bool:
+        """Return whether a step trains the module; otherwise it computes outputs only."""
+        return self.mode == TRAIN
+
+    @property
     def habits(self) -> tuple[str, ...]:
-        """Return a short text for each habit of the training loop that differs from the default."""
+        """Return a short text for the mode and each habit of the training loop that differ from the default."""
         return tuple(filter(None, map(self.habit, HABITS)))
 
     def habit(self, name: str) -> str:
-        """Return a short text on one habit of the training loop, given by the name of its field; "" for the default."""
-        if name == "inputs":
-            return "" if self.inputs == "pinned" else f"inputs {self.inputs}"
-        if name == "read_loss":
-            return f"loss read{f' every {self.read_loss}' if self.read_loss > 1 else ''}" if self.read_loss else ""
-        if name == "zero_grad":
-            return "gradients zeroed" if self.zero_grad == "zero" else ""
-        return "compiled" if self.compile else ""
+        """Return a short text on one of `HABITS`; an empty text if it has its default."""
+        every = f" every {self.read_loss}" if self.read_loss > 1 else ""
+        autograd = {"forward": "with autograd", "inference": "under inference_mode"}.get(
+            self.mode, f"under {self.mode}"
+        )
+        workers = f"{self.loader or 'no'} worker{'' if self.loader == 1 else 's'}"
+        texts = {
+            "compile": "compiled", "inputs": f"inputs {self.inputs}", "loader": f"DataLoader with {workers}",
+            "mode": f"forward {autograd}", "neighbour": f"concurrent with {self.neighbour}",
+            "read_loss": f"loss read{every}", "zero_grad": "gradients zeroed",
+        }  # fmt: skip
+        return "" if getattr(self, name) == getattr(type(self), name) else texts[name]
 
     def without(self, habit: str) -> Case:
-        """Return the case with one habit, given by the name of its field, set to its default."""
+        """Return the case with one habit, given by the name of its field, set to its default.
+
+        Without its mode, a forward that autograd does not record becomes one that it records: training is other work.
+        """
+        if habit == "mode" and not self.trains:
+            return replace(self, mode="forward")
         return replace(self, **{habit: getattr(type(self), habit)})
 
     @property

@@ -9,15 +9,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dpbench.records import Case, registry, schedule
+from dpbench.records import HABITS, Case, choices, registry, schedule
+from dpbench.records.case import TRAIN
 from dpbench.records.registry import Role
 
-DEVICE_KINDS = ("cpu", "cuda", "emulated")
-PLACEMENTS = ("spread", "colocated")
-PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
-SIZES = ("small", "full")
-INPUTS = ("pageable", "pinned", "device")
-ZERO_GRAD = ("none", "zero")
 LIMIT = (("role", "limit"),)
 """The options that mark a case as the limit: the strategy `single` on one device's share of the batch.
 
@@ -40,38 +35,36 @@ def sweep(
     size: str = "small",
     precision: str = "fp32",
     device_memory_bytes: int = 0,
-    inputs: Sequence[str] = ("pinned",),
-    read_loss: Sequence[int] = (0,),
-    zero_grad: Sequence[str] = ("none",),
-    compile: Sequence[bool] = (False,),
+    **habits: Sequence[Any],
 ) -> list[Case]:
     """Return a case for each combination of values of the axes, which are the arguments with several values.
 
     Exactly one of `batch_sizes` and `batch_per_device` must be given: `batch_sizes` are global batch sizes (strong
     scaling), those in `batch_per_device` are multiplied by the number of devices (weak scaling). `device_memory_bytes`
-    limits the memory of each emulated device. Raises LookupError for unknown names, and ValueError for other values
-    that cannot be run.
+    limits the memory of each emulated device. `habits` has the values of each of `HABITS` that is an axis. Raises
+    LookupError for unknown names, and ValueError for other values that cannot be run.
     """
     if bool(batch_sizes) == bool(batch_per_device):
         raise ValueError("give either batch sizes (strong scaling) or a batch per device (weak scaling), and not both")
-    _check(models, strategies, devices, [*batch_sizes, *batch_per_device])
+    loops = {name: habits.pop(name, (getattr(Case, name),)) for name in HABITS}
+    if habits:
+        raise TypeError(f"a sweep has no axis {', '.join(habits)}; the habits of a loop are {', '.join(HABITS)}")
+    choices.check_names(models, strategies, devices, [*batch_sizes, *batch_per_device])
     schedules = [_schedule(text, device_kind) for text in schedules]
-    _check_placement(devices, device_kind, device_ids, placement)
-    _check_memory(device_kind, device_memory_bytes)
-    _one_of("size", size, SIZES)
-    _check_precision(precision, device_kind)
-    _check_habits(inputs, read_loss, zero_grad, compile, device_kind)
+    choices.check_placement(devices, device_kind, device_ids, placement)
+    choices.check_memory(device_kind, device_memory_bytes)
+    choices.one_of("size", size, choices.SIZES)
+    choices.check_precision(precision, device_kind)
+    choices.check_habits(device_kind, loops)
     cases = []
     for model, strategy, count in itertools.product(models, strategies, devices):
         for batch in batch_sizes or [each * count for each in batch_per_device]:
-            for written, where, every, how, compiled in itertools.product(
-                schedules, inputs, read_loss, zero_grad, compile
-            ):
+            for written, *loop in itertools.product(schedules, *loops.values()):
                 case = Case(
                     model=model, strategy=strategy, devices=count, batch_size=batch, size=size, schedule=written,
                     device_kind=device_kind, device_ids=tuple(device_ids[: max(devices)]), placement=placement,
-                    precision=precision, device_memory_bytes=device_memory_bytes, inputs=where, read_loss=every,
-                    zero_grad=how, compile=compiled, declared=registry.declared(strategy),
+                    precision=precision, device_memory_bytes=device_memory_bytes,
+                    declared=registry.declared(strategy), **dict(zip(loops, loop, strict=True)),
                 )  # fmt: skip
                 cases.append(normalise(case, weak_batches=tuple(batch_per_device)))
     return list(dict.fromkeys(cases))
@@ -81,8 +74,10 @@ def ladder(*, devices: Sequence[int], device_kind: str = "cpu", **axes: Any) -> 
     """Return the cases of a ladder: every rung, the ablations of the best rung, the default strategies, and the limits.
 
     The axes are those of `sweep`, except strategies and schedules. Raises ValueError if no number of devices is above
-    one.
+    one, and for another mode than training, of which the rungs are schedules.
     """
+    if {*axes.get("mode", ())} - {TRAIN}:
+        raise ValueError("--ladder climbs the schedules of a training step: leave out --mode")
     several = [count for count in devices if count != 1]
     if not several:
         raise ValueError("--ladder needs at least two devices; give --devices 2 or more")
@@ -99,8 +94,9 @@ def seeds(device_kind: str, **axes: Any) -> list[Case]:
     """Return the cases of the situations in which people meet multi-GPU training, on two devices and `device_kind`.
 
     They are: every strategy; where the batch is before the step, how often the loss is read, and how gradients are
-    cleared; bf16, fp16 and torch.compile. For a CPU, strategies of one process also run on emulated devices. `axes` are
-    further axes of `sweep`.
+    cleared; bf16, fp16 and torch.compile; the forward alone, with autograd and under no_grad; batches from a DataLoader
+    without and with workers; each model concurrent with itself. For a CPU, strategies of one process also run on
+    emulated devices. `axes` are further axes of `sweep`.
     """
     found = []
     for name in registry.names("strategies"):
@@ -108,14 +104,29 @@ def seeds(device_kind: str, **axes: Any) -> list[Case]:
         found += sweep(strategies=(name,), devices=(replicas,), device_kind=device_kind, **axes)
     usual = {"strategies": default_strategies(device_kind), "devices": (2,), "device_kind": device_kind, **axes}
     found += sweep(read_loss=(1, 10), **usual) + sweep(zero_grad=("zero",), **usual) + sweep(compile=(True,), **usual)
+    found += sweep(mode=("forward", "no_grad"), **usual) + sweep(loader=(0, 2), **usual)
+    alone = {**usual, "strategies": (registry.of_role(Role.BASELINE),), "devices": (1,)}
+    found += [case for model in axes["models"] for case in sweep(**{**alone, "models": (model,)}, neighbour=(model,))]
     for precision in ("bf16", "fp16"):
         found += sweep(precision=precision, **usual)
     if device_kind == "cuda":
-        return list(dict.fromkeys([*found, *sweep(inputs=INPUTS, **usual)]))
+        return list(dict.fromkeys([*found, *sweep(inputs=choices.INPUTS, **usual)]))
     emulated = {"devices": (2,), "device_kind": "emulated", **axes}
     found += sweep(strategies=registry.names("strategies"), **emulated)
     found += sweep(strategies=default_strategies("emulated"), inputs=("pinned", "device"), **emulated)
     return list(dict.fromkeys(case for case in found if case.device_kind != "emulated" or not case.traits.ranks))
+
+
+def together(models: Sequence[str], **axes: Any) -> list[Case]:
+    """Return the cases of two models, each of them alone and concurrent with the other.
+
+    `axes` are further axes of `sweep`. Raises ValueError for another number of models.
+    """
+    if len(models) != 2:
+        raise ValueError(f"--together takes two models, such as mlp,resnet18, and got {len(models)}")
+    pairs = (models, models[::-1])
+    found = [case for one, other in pairs for case in sweep(models=(one,), neighbour=("", other), **axes)]
+    return list(dict.fromkeys(found))
 
 
 def limit(case: Case) -> Case | None:
@@ -208,7 +219,7 @@ def engine_cost(*, devices: Sequence[int], batch_sizes: Sequence[int] = (), **ax
     count = max(devices)
     if count == 1 or not batch_sizes or axes.get("precision", "fp32") != "fp32":
         return []
-    kept = {name: axes[name] for name in ("models", "size") if name in axes}
+    kept = {name: axes[name] for name in ("models", "size", "mode") if name in axes}
     both = (registry.of_role(Role.ENGINE), registry.of_role(Role.WRAPPER))
     return sweep(strategies=both, devices=[count], batch_sizes=batch_sizes[:1], device_kind="emulated", **kept)
 
@@ -221,7 +232,7 @@ def side_by_side(cases: Sequence[Case]) -> list[tuple[Case, ...]]:
     """
     groups: dict[tuple[object, ...], list[Case]] = {}
     for case in cases:
-        apart = case if case.traits.alone else None
+        apart = case if case.traits.alone or case.neighbour else None
         where = (
             case.model.partition(":")[0],
             case.size,
@@ -238,28 +249,6 @@ def plan_hash(cases: Iterable[Case], rounds: object, *how: str) -> str:
     """Return a hash that identifies a plan: the set of its cases, the rounds, and the measurement settings `how`."""
     text = json.dumps([rounds, sorted(case.fingerprint for case in cases), *how])
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _check(models: Sequence[str], strategies: Sequence[str], devices: Sequence[int], batches: Sequence[int]) -> None:
-    """Raise LookupError for an unknown model or strategy, and ValueError for an empty axis or a number below one."""
-    for model in models:
-        if ":" not in model:
-            try:
-                registry.check("models", model)
-            except LookupError as error:
-                raise LookupError(f"{error}; for your own model, give --model package.module:name") from None
-    for strategy in strategies:
-        registry.check("strategies", strategy)
-    for kind, values in (("number of devices", devices), ("batch size", batches)):
-        for value in values:
-            if value < 1:
-                raise ValueError(f"each {kind} of a sweep must be at least 1, got {value}")
-    if not models:
-        raise ValueError(f"no model given; --models takes any of: {', '.join(registry.names('models'))}")
-    if not strategies:
-        raise ValueError(f"no strategy given; --strategies takes any of: {', '.join(registry.names('strategies'))}")
-    if not devices:
-        raise ValueError("no device count given; --devices takes numbers, such as 1,2")
 
 
 def split_schedules(text: str) -> list[str]:
@@ -299,81 +288,6 @@ def conditions(device_kind: str) -> tuple[str, ...]:
 def _schedule(text: str, device_kind: str) -> str:
     """Return the canonical text of a schedule. Raises ValueError if the schedule cannot run on this kind of device."""
     return text if text == schedule.FASTEST else str(schedule.parse(text).check(*conditions(device_kind)))
-
-
-def _check_placement(devices: Sequence[int], kind: str, ids: Sequence[int], placement: str) -> None:
-    """Raise ValueError if the placement or the device ids do not suit the kind and the number of the devices."""
-    _one_of("device kind", kind, DEVICE_KINDS)
-    _one_of("placement", placement, PLACEMENTS)
-    others = {"cpu": "logical CPU devices", "emulated": "emulated devices"}.get(kind)
-    if others and ids:
-        raise ValueError(f"--device-ids selects GPUs, but {others} have no ids: leave out --device-ids")
-    if others and placement == "colocated":
-        raise ValueError(f"--placement colocated puts all replicas on one GPU: for {others}, give --placement spread")
-    if len(set(ids)) < len(ids):
-        raise ValueError(
-            f"--device-ids names a GPU twice: {list(ids)}; to put all replicas on one GPU, give --placement colocated"
-        )
-    if ids and placement == "spread" and max(devices) > len(ids):
-        raise ValueError(
-            f"{max(devices)} devices are requested, but --device-ids names {len(ids)} GPUs: {list(ids)}; give more ids "
-            "or fewer devices"
-        )
-
-
-def _check_memory(kind: str, size: int) -> None:
-    """Raise ValueError if the memory limit `size` is negative, or if it is given for devices that are not emulated."""
-    if size < 0:
-        raise ValueError(f"--device-memory must be at least 1 byte, got {size}")
-    if size and kind == "cpu":
-        raise ValueError(
-            "--device-memory limits emulated devices; logical CPU devices share the host's memory: give "
-            "--device-kind emulated"
-        )
-    if size and kind == "cuda":
-        raise ValueError(
-            "the memory of a GPU is fixed, and --device-memory limits only emulated devices: leave out --device-memory"
-        )
-
-
-def _check_precision(precision: str, kind: str) -> None:
-    """Raise ValueError if a precision is unknown, or has no effect on this kind of device."""
-    _one_of("precision", precision, PRECISIONS)
-    if precision == "tf32" and kind != "cuda":
-        raise ValueError(
-            f"--precision tf32 is for GPUs, and the devices are {kind} devices: give --precision fp32 or bf16"
-        )
-    if precision != "fp32" and kind == "emulated":
-        raise ValueError(
-            f"emulated devices have no autocast: leave out --precision {precision}, or give --device-kind cpu or cuda"
-        )
-
-
-def _check_habits(
-    inputs: Sequence[str], read_loss: Sequence[int], zero_grad: Sequence[str], compile: Sequence[bool], kind: str
-) -> None:
-    """Raise ValueError if a habit of the training loop is unknown, or has no effect on this kind of device."""
-    for where in inputs:
-        _one_of("place of the inputs", where, INPUTS)
-        if kind == "cpu" and where != "pinned":
-            raise ValueError(
-                f"--inputs {where} has no effect on logical CPU devices, which read the host's memory: leave out "
-                "--inputs"
-            )
-        if kind == "emulated" and where == "pageable":
-            raise ValueError("--inputs pageable has no effect on emulated devices: give --inputs pinned or device")
-    for every in read_loss:
-        if every < 0:
-            raise ValueError(f"--read-loss must be 0 (never) or a number of steps, got {every}")
-    for how in zero_grad:
-        _one_of("way to clear gradients", how, ZERO_GRAD)
-    if any(compile) and kind == "emulated":
-        raise ValueError("torch.compile cannot trace the tensors of emulated devices: leave out --compile")
-
-
-def _one_of(kind: str, value: str, known: Sequence[str]) -> None:
-    if value not in known:
-        raise ValueError(registry.unknown(kind, value, list(known)))
 
 
 def default_strategies(device_kind: str) -> tuple[str, ...]:

@@ -118,7 +118,9 @@ class Fault(StrEnum):
 
 
 class Verified(StrEnum):
-    """The result of comparing a step's gradients with the chunked reference; the best result is the first member.
+    """The result of comparing a step's gradients, or the outputs of a forward alone, with the chunked reference.
+
+    The best result is the first member.
 
     The chunked reference runs copies of the model on the chunks of the batch, one after the other.
     """

@@ -16,6 +16,8 @@ from dpbench.records.trial import Doubt, Estimate
 MISSING = "–"
 NOT_ENOUGH = "not enough rounds"
 """The text that is shown in place of an estimate that is in doubt."""
+NOT_ENOUGH_STEPS = "not enough steps"
+"""The text that is shown in place of a percentile of too few steps."""
 REMEDY = "more rounds (--rounds N, or --rounds auto) and a machine without other work"
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
 _TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))

@@ -1,4 +1,7 @@
-"""Devices: tables that compare device 0 with the other devices: imbalance, memory by phase, and transferred bytes."""
+"""Devices: the tables below the drawings: latency of the forward alone, and device 0 compared with the other devices.
+
+The latter compare imbalance, memory by phase, and transferred bytes.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,13 @@ from typing import NamedTuple
 
 from dpbench.analysis.imbalance import PHASES, Footprint, Index
 from dpbench.analysis.report import Report
+from dpbench.analysis.stats import Percentile
+from dpbench.analysis.summary import PERCENTILES, Row
 from dpbench.analysis.transfers import Counted, Flow
 from dpbench.records import Case, words
 from dpbench.records.trial import Estimate
 from dpbench.report import naming, small_multiples
-from dpbench.report.table import Cell, Table
+from dpbench.report.table import Cell, Table, estimate
 
 OPEN = 24
 """The largest number of lines of a table that is expanded when the page opens."""
@@ -39,10 +44,11 @@ class TableSection(NamedTuple):
 
 
 def parts(report: Report) -> list[TableSection]:
-    """Return the sections on imbalance, memory and transfers, without those whose tables are empty."""
+    """Return the sections on latency, imbalance, memory and transfers, without those whose tables are empty."""
     found = replace(report, trials=sorted(report.trials, key=lambda trial: _place(trial.case)))
     labels = report.labels
     tables = [
+        ("latency", "Latency", LATENCY, *_latency(found.rows)),
         ("imbalance-index", "Imbalance", IMBALANCE, *_imbalance(found.imbalance)),
         ("memory-by-phase", "Memory by phase", MEMORY, *_memory(found.memory)),
         ("links", "Bytes over links", LINKS, *_links(found.flows)),
@@ -57,6 +63,12 @@ def parts(report: Report) -> list[TableSection]:
     ]
 
 
+LATENCY = (
+    "The durations of steps that run the forward alone; each step waits for the output. p50 is the median over rounds "
+    "of each round's median, with its interval over rounds. The other percentiles are those of all timed steps of all "
+    "rounds; their 95% intervals are those of order statistics, as if steps were independent. A percentile of too few "
+    "steps for such an interval is not shown."
+)
 IMBALANCE = (
     "Each quantity has two ratios: device 0 to the mean of the other devices, and the highest of all devices to their "
     "mean; 1 means balanced. DDP is the control, because all its ranks do the same work. The verdict is “above the "
@@ -91,6 +103,25 @@ def _case(case: Case) -> Cell:
     kind = "" if case.device_kind == "cpu" else f", {case.device_kind}"
     work = f"{naming.plain(case.model)} ({', '.join(naming.setting(case))}){kind}, batch {case.batch_size}"
     return Cell(f"{naming.strategy(case)} ×{case.devices}{placed}", work)
+
+
+def _latency(rows: Sequence[Row]) -> tuple[Table, list[Case]]:
+    shown = [row for row in small_multiples.order(rows) if row.step and row.percentiles and not row.case.trains]
+    columns = ("case", "rounds, steps", "p50, ms", *(f"p{number}, ms" for number in PERCENTILES), "samples/s")
+    lines = tuple(
+        (
+            _case(row.case), Cell(f"{row.rounds}, {row.steps}"), estimate(row.step, 1e3),
+            *(_percentile(one) for one in row.percentiles.values()), estimate(row.throughput),
+        )
+        for row in shown
+    )  # fmt: skip
+    return Table("Latency", columns, lines), [row.case for row in shown]
+
+
+def _percentile(found: Percentile) -> Cell:
+    if found.low is None or found.high is None:
+        return Cell(words.NOT_ENOUGH_STEPS, words.count(found.steps, "step"))
+    return Cell(words.number(found.value * 1e3), f"{words.number(found.low * 1e3)}–{words.number(found.high * 1e3)}")
 
 
 def _imbalance(found: Sequence[Index]) -> tuple[Table, list[Case]]:

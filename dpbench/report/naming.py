@@ -16,6 +16,8 @@ from dpbench.analysis.summary import Row
 from dpbench.records import Case, Source, Trial, words
 from dpbench.records.trial import Estimate
 
+OF_A_TRIAL = ("validity", "foreign_load", "neighbour_steps")
+"""The facts that differ between trials: the results of checks, which the warnings report, and counts."""
 _PLAIN = Case(model="", strategy="", batch_size=0)
 
 
@@ -173,8 +175,7 @@ def environment(provenance: Mapping[str, Any], trials: Sequence[Trial]) -> list[
     found = list(_flat({name: value for name, value in provenance.items() if name != "self_check"}, ""))
     workers: dict[str, dict[str, None]] = {}
     for trial in trials:
-        # the results of a trial's checks differ between trials, and the warnings report them
-        same = {name: value for name, value in trial.provenance.items() if name not in ("validity", "foreign_load")}
+        same = {name: value for name, value in trial.provenance.items() if name not in OF_A_TRIAL}
         for name, value in _flat(same, "worker."):
             workers.setdefault(name, {})[value] = None
     return found + [(name, ", ".join(values)) for name, values in workers.items()]

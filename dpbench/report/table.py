@@ -76,25 +76,29 @@ def _line(row: Row, trials: Sequence[Trial]) -> TableLine:
         Cell(case.extent, case.device_kind, str(case.devices)),
         Cell(str(case.batch_size), sort=str(case.batch_size)),
         Cell(f"{row.rounds}, {row.steps}" if measured else "", sort=str(row.steps)),
-        _estimate(row.step, 1e3),
-        _estimate(row.throughput),
+        estimate(row.step, 1e3),
+        estimate(row.throughput),
         _speedup(row),
         _efficiency(row.efficiency),
-        _estimate(row.imbalance, unit="×"),
+        estimate(row.imbalance, unit="×"),
         _memory(row),
-        Cell(row.verified.value.replace("_", " ") if row.verified else "no" if row.fault is Fault.UNVERIFIED else ""),
+        Cell(
+            row.verified.value.replace("_", " ") if row.verified else "no" if row.fault is Fault.UNVERIFIED else "",
+            "" if case.trains or not row.verified else "outputs",
+        ),
         Cell("\n".join(row.labels)),
         Cell(row.outcome),
     )
     return TableLine(naming.case_id(case), cells, row.outcome, _notes(row, trials))
 
 
-def _estimate(estimate: Estimate | None, scale: float = 1.0, unit: str = "") -> Cell:
-    if estimate is None:
+def estimate(found: Estimate | None, scale: float = 1.0, unit: str = "") -> Cell:
+    """Return the cell of an estimate, multiplied by `scale`, with its interval; empty for None."""
+    if found is None:
         return Cell("")
-    if estimate.doubt:
-        return Cell(words.NOT_ENOUGH, words.count(estimate.n, "round"))
-    return Cell(words.number(estimate.value * scale) + unit, words.interval(estimate, scale), repr(estimate.value))
+    if found.doubt:
+        return Cell(words.NOT_ENOUGH, words.count(found.n, "round"))
+    return Cell(words.number(found.value * scale) + unit, words.interval(found, scale), repr(found.value))
 
 
 def _efficiency(estimate: Estimate | None) -> Cell:
@@ -109,7 +113,7 @@ def _speedup(row: Row) -> Cell:
         return Cell("", "limit")
     if row.speedup is None:
         return Cell("1×", "baseline", "1") if row.case.traits.role is Role.BASELINE and row.step else Cell("")
-    cell = _estimate(row.speedup, unit="×")
+    cell = estimate(row.speedup, unit="×")
     return Cell(cell.text, f"{cell.small} {row.scaling}", cell.sort)
 
 

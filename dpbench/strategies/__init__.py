@@ -7,11 +7,12 @@ strategy's methods and traits; no other package uses a strategy's name. Users ru
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from dpbench.hardware import processes
 from dpbench.hardware.device import Device
 from dpbench.records import Case, Mark, Profile, Task, registry
 from dpbench.records.registry import Parallelism, Reduction, Role, Traits
@@ -24,8 +25,8 @@ if TYPE_CHECKING:  # the predictor calls `tasks` without loading torch
     from dpbench.models import Model
 
 __all__ = [
-    "Strategy", "Step", "Split", "Traits", "Role", "Parallelism", "Reduction", "Unpredictable", "Updates", "load",
-    "AUTOCAST", "optimizer_of", "precision_of", "scaler_of",
+    "Strategy", "Step", "Forward", "Split", "Traits", "Role", "Parallelism", "Reduction", "Unpredictable", "Updates",
+    "load", "begin", "refusal", "AUTOCAST", "optimizer_of", "precision_of", "scaler_of",
 ]  # fmt: skip
 
 Step = Callable[[Any, Any], "torch.Tensor"]
@@ -35,6 +36,9 @@ If the function is an object with a method `observe()`, the timer calls this met
 region. `observe()` returns the spans that only a library's internal timers record, as a list of
 (phase, device, start_s, end_s).
 """
+
+Forward = Callable[..., "torch.Tensor"]
+"""The forward alone: a function of the module's positional arguments, on the host, that returns the output."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,14 @@ class Strategy(Protocol):
         context manager exits, the module of `model` must have the trained weights.
         """
         ...
+
+    def infer(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> AbstractContextManager[Forward]:
+        """Return a context manager that yields the forward of a case that does not train.
+
+        The arguments are those of `start`. The module is in eval mode. The forward leaves the output, or this rank's
+        rows of it, on a device. A strategy without this method is skipped in such cases.
+        """
+        raise ValueError(_no_forward(case))
 
     def skip(self, case: Case) -> str:
         """Return the reason why this strategy cannot run a case; an empty string if it can."""
@@ -120,6 +132,64 @@ def load(name: str) -> Strategy:
     """Return the strategy with the given name. Raises LookupError for an unknown name."""
     found: Strategy = registry.strategy(name)
     return found
+
+
+def refusal(strategy: Strategy, case: Case) -> str:
+    """Return the reason why a strategy cannot run a case; an empty string if it can."""
+    if not case.trains and type(strategy).infer is Strategy.infer:
+        return _no_forward(case)
+    return _no_neighbour(strategy, case) or strategy.skip(case)
+
+
+def _no_neighbour(strategy: Strategy, case: Case) -> str:
+    """Return the reason why the neighbour of a case has no separate devices; "" if it has, or if there is none."""
+    if not case.neighbour:
+        return ""
+    if strategy.traits.alone:
+        return f"{case.strategy} needs several processes or every core: for two models at once, give another strategy"
+    if case.placement == "colocated":
+        return "replicas that share one GPU leave no device to the other model: give --placement spread"
+    import torch
+
+    cores = len(processes.CORES) or case.devices * 2
+    available = cores if case.device_kind == "cpu" else len(case.device_ids) or torch.cuda.device_count()
+    if 2 * case.devices > available:
+        kind = "cores" if case.device_kind == "cpu" else "GPUs"
+        return f"two models on {case.devices} devices each need {2 * case.devices} {kind}, and there are {available}"
+    return ""
+
+
+def _no_forward(case: Case) -> str:
+    return f"{case.strategy} runs whole training steps only, not the forward alone: leave out --mode"
+
+
+@contextmanager
+def begin(strategy: Strategy, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Step]:
+    """Start the strategy in the mode of a case, and yield the step: a training step, or the forward alone.
+
+    The forward alone returns the output. It waits for the devices, as a server does that sends each output before it
+    takes the next request; the duration of the step is therefore the latency of a request.
+    """
+    if case.trains:
+        with strategy.start(case, model, devices, mark) as training:
+            yield training
+        return
+    import torch
+
+    from dpbench.models import positional
+
+    autograd: Any = {"no_grad": torch.no_grad, "inference": torch.inference_mode}.get(case.mode, nullcontext)
+    model.module.eval()
+    with strategy.infer(case, model, devices, mark) as forward:
+
+        def step(inputs: Any, target: Any) -> torch.Tensor:
+            with autograd(), precision_of(case):
+                output = forward(*positional(inputs))
+            for device in devices:
+                device.synchronize()
+            return output
+
+        yield step
 
 
 def rank_backend(case: Case) -> str:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from dpbench.engine import DataParallel
-from dpbench.engine.data_parallel import id_of, run_pieces, scatter_arguments
+from dpbench.engine.data_parallel import run_pieces, scatter_arguments
 from dpbench.engine.workers import IntraOp
 from dpbench.hardware.device import Device
 from dpbench.records import Mark, Phase
@@ -24,9 +24,8 @@ class Block(DataParallel):
     """
 
     def __init__(self, module: nn.Module, devices: Sequence[Device], flow: Flow, mark: Mark) -> None:
-        super().__init__(module, [id_of(device) for device in devices])
-        self.devices = list(devices)  # those of the case, which have cores
-        self._flow, self._mark = flow, mark
+        super().__init__(module, list(devices), mark=mark)
+        self._flow = flow
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the block with its arguments split over the devices; return the gathered output."""

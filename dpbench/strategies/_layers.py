@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from dpbench.hardware.device import Device
 from dpbench.models import Model, positional
 from dpbench.records import HOST, Case, Mark, Phase
-from dpbench.strategies import Updates, precision_of
+from dpbench.strategies import Forward, Updates, precision_of
 from dpbench.strategies.single import put_all
 
 if TYPE_CHECKING:
@@ -160,6 +160,20 @@ class SpreadStep:
                 stack.enter_context(mark(Phase.OPTIMIZER, device.index))
             self._updates.step()
         return loss.detach()
+
+
+def spread_forward(module: nn.Module, flow: Flow, mark: Mark) -> Forward:
+    """Return the forward of a module whose layers are spread over the devices of a flow."""
+    root = flow.devices[0]
+
+    def forward(*inputs: Any) -> torch.Tensor:
+        with mark(Phase.SCATTER, root.index):
+            arguments = put_all(inputs, root)
+        flow.at = root
+        output: torch.Tensor = module(*arguments)
+        return output
+
+    return forward
 
 
 def _hook(child: nn.Module, device: Device | None, flow: Flow, hooks: ExitStack) -> None:

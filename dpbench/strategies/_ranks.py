@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpbench.hardware.device import Device
 from dpbench.records import Case, Mark, Phase, chunk_sizes
-from dpbench.strategies import Updates, precision_of
+from dpbench.strategies import Forward, Updates, precision_of
 from dpbench.strategies.single import put_all
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class RankStep:
         """The time at which the last backward returned, in seconds on the clock of `time.perf_counter`."""
 
     def __call__(self, inputs: Any, target: Any) -> torch.Tensor:
-        """Train on this rank's chunk of the batch and return the loss.
+        """Train on this rank's chunk of the batch, of which only this chunk may be given, and return the loss.
 
         The loss is scaled so that the mean of the ranks' gradients is the gradient of the global batch.
         """
@@ -58,7 +58,7 @@ class RankStep:
         losses = []
         for number, (*arguments, wanted) in enumerate(batches, start=1):
             with nullcontext() if number == len(batches) else self.wrapped.no_sync():
-                losses.append(self._pass(arguments, wanted, len(wanted) * self._world / len(target)))
+                losses.append(self._pass(arguments, wanted, len(wanted) * self._world / self._case.batch_size))
         self.returned_s = time.perf_counter()
         with mark(Phase.OPTIMIZER, i):
             self._updates.step()
@@ -85,8 +85,34 @@ class RankStep:
         return list(zip(*split, strict=True))
 
 
+def forward_of_rank(
+    case: Case, model: Model, device: Device, mark: Mark, wrap: Callable[[nn.Module, Device], nn.Module]
+) -> Forward:
+    """Return the forward of the module that `wrap` returns on this rank's rows of the batch; its output is theirs."""
+    import torch
+    import torch.distributed as dist
+
+    if device.torch_device.type != "cpu":
+        torch.accelerator.set_device_index(device.torch_device)
+    wrapped, rank = wrap(model.module.to(device.torch_device), device), dist.get_rank()
+
+    def forward(*inputs: Any) -> torch.Tensor:
+        with mark(Phase.SCATTER, device.index):
+            arguments = put_all([rows_of(value, case, rank) for value in inputs], device)
+        with mark(Phase.FORWARD, device.index):
+            output: torch.Tensor = wrapped(*arguments)
+        return output
+
+    return forward
+
+
 def rows_of(value: Any, case: Case, rank: int) -> Any:
-    """Return the rows of a tensor that a rank of a case trains on; return any other value unchanged."""
+    """Return the rows of a tensor that a rank of a case trains on; return any other value unchanged.
+
+    A tensor that has the rank's number of rows has only these rows, because the rank has loaded them itself.
+    """
     import torch
 
-    return value.split(case.rows)[rank] if isinstance(value, torch.Tensor) else value
+    if not isinstance(value, torch.Tensor) or len(value) == case.rows[rank]:
+        return value
+    return value.split(case.rows)[rank]

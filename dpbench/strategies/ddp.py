@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from dpbench.hardware.device import Device
 from dpbench.records import Case, Mark, Phase, Profile, Task, chunk_sizes
 from dpbench.records.work import Move, Shapes
-from dpbench.strategies import Parallelism, Reduction, Role, Split, Strategy, Traits
-from dpbench.strategies._ranks import RankStep
+from dpbench.strategies import Forward, Parallelism, Reduction, Role, Split, Strategy, Traits
+from dpbench.strategies._ranks import RankStep, forward_of_rank
 from dpbench.strategies._tasks import Graph, batch, buckets
 
 if TYPE_CHECKING:
@@ -52,6 +52,20 @@ class DistributedDataParallel(Strategy):
     def start(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[_Step]:
         """Yield this rank's training step; `devices` has only the device of this rank."""
         yield _Step(case, model, devices[0], mark, self)
+
+    @contextmanager
+    def infer(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Forward]:
+        """Yield the forward of torch's wrapper on this rank's rows; rank 0's buffers are copied to all ranks before."""
+        yield forward_of_rank(case, model, devices[0], mark, self.wrap)
+
+    def skip(self, case: Case) -> str:
+        """Return the reason why this strategy cannot run a case, or "" if it can.
+
+        A strategy that differs from ddp in its gradients only has no forward alone of its own.
+        """
+        if not case.trains and (self._hook or self._options or self.parts > 1):
+            return f"{case.strategy} differs from ddp in its gradients only: for the forward alone, give ddp"
+        return super().skip(case)
 
     def split(self, case: Case, module: nn.Module) -> Split:
         """Return the rows of each micro-batch of each rank."""

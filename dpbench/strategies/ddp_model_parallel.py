@@ -79,7 +79,7 @@ class _Step:
         from dpbench.strategies._ranks import rows_of
 
         *arguments, mine = (rows_of(a, self._case, self._rank) for a in (*positional(inputs), target))
-        return self._step(tuple(arguments), mine, len(mine) * self._world / len(target))
+        return self._step(tuple(arguments), mine, len(mine) * self._world / self._case.batch_size)
 
     def observe(self) -> list[Observed]:
         """Return a list with the span of the exposed reduction in the last step; it is empty on GPUs."""

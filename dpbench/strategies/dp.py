@@ -8,9 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 from dpbench.hardware.device import Device
 from dpbench.records import Case, Mark, Profile, Task
-from dpbench.records.schedule import FASTEST, REFERENCE, TRAIN_STEP, Schedule, best, parse
+from dpbench.records.schedule import CUDA, FASTEST, REFERENCE, TRAIN_STEP, Schedule, best, parse
 from dpbench.records.work import Move, Shapes
-from dpbench.strategies import Role, Step, Strategy, Traits, _tasks, optimizer_of, precision_of, scaler_of, single
+from dpbench.strategies import (
+    Forward,
+    Role,
+    Step,
+    Strategy,
+    Traits,
+    _tasks,
+    optimizer_of,
+    precision_of,
+    scaler_of,
+    single,
+)
 from dpbench.strategies._tasks import Chain
 
 if TYPE_CHECKING:
@@ -27,10 +38,15 @@ class Engine(Strategy):
     def skip(self, case: Case) -> str:
         """Return the reason why this strategy cannot run a case, or "" if it can.
 
-        The engine always drops gradients, and emulated devices have no flat storage.
+        The engine always drops gradients, and emulated devices have no flat storage. The forward alone is that of
+        dpbench.DataParallel, which has fewer schedules.
         """
         if case.zero_grad == "zero":
             return f"{case.strategy} always drops gradients, so zero_grad=zero has no effect: leave out --zero-grad"
+        trains_only = "" if case.trains or case.schedule in ("", FASTEST) else parse(case.schedule).missing(CUDA)
+        if trains_only:
+            unmet = "; ".join(trains_only)
+            return f"the forward alone runs in dpbench.DataParallel, and {unmet}: give another schedule in --schedules"
         flat = case.schedule not in ("", FASTEST) and parse(case.schedule).storage == "flat"
         if case.device_kind == "emulated" and flat:
             return (
@@ -55,6 +71,14 @@ class Engine(Strategy):
 
         with train_step:
             yield step
+
+    @contextmanager
+    def infer(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Forward]:
+        """Yield the forward of dpbench.DataParallel under the case's schedule."""
+        from dpbench.engine import DataParallel
+
+        module = model.module.to(devices[0].torch_device)
+        yield DataParallel(module, list(devices), schedule=case.schedule or "reference", mark=mark)
 
     def tasks(self, case: Case, profile: Profile) -> list[Task]:
         """Return the tasks of one step under the case's schedule.

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from dpbench.hardware.device import Device
 from dpbench.records import Case, Mark, Phase, Profile, Task
 from dpbench.records.work import Move, Shapes
-from dpbench.strategies import Parallelism, Reduction, Strategy, Traits
-from dpbench.strategies._ranks import RankStep
+from dpbench.strategies import Forward, Parallelism, Reduction, Strategy, Traits
+from dpbench.strategies._ranks import RankStep, forward_of_rank
 from dpbench.strategies._tasks import Graph, batch, buckets
 
 if TYPE_CHECKING:
@@ -34,6 +34,12 @@ class FullyShardedDataParallel(Strategy):
     def start(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[RankStep]:
         """Yield this rank's training step; on exit, put whole weights and gradients back into the module."""
         yield RankStep(case, model, devices[0], mark, _shard)
+        _restore(model.module)
+
+    @contextmanager
+    def infer(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Forward]:
+        """Yield the forward on this rank's rows, which gathers the weights; on exit, put whole weights back."""
+        yield forward_of_rank(case, model, devices[0], mark, _shard)
         _restore(model.module)
 
     def tasks(self, case: Case, profile: Profile) -> list[Task]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from dpbench.hardware.device import Device
 from dpbench.records import HOST, Case, Mark
-from dpbench.strategies import AUTOCAST, Parallelism, Step, Strategy, Traits
+from dpbench.strategies import AUTOCAST, Forward, Parallelism, Step, Strategy, Traits
 
 if TYPE_CHECKING:
     from dpbench.models import Model
@@ -49,6 +49,15 @@ class HalfCpu(Strategy):
 
         with spread(case, model, [CpuDevice(HOST), devices[0]], mark) as flow:
             yield SpreadStep(case, model, flow, mark)
+
+    @contextmanager
+    def infer(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Forward]:
+        """Place the layers on the host and the accelerator, and yield the forward, whose output is on the latter."""
+        from dpbench.hardware.devices.host import CpuDevice
+        from dpbench.strategies._layers import spread, spread_forward
+
+        with spread(case, model, [CpuDevice(HOST), devices[0]], mark) as flow:
+            yield spread_forward(model.module, flow, mark)
 
 
 STRATEGY = HalfCpu()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from dpbench.hardware.device import Device
 from dpbench.records import Case, Mark, Phase, Profile, Task
-from dpbench.strategies import Parallelism, Step, Strategy, Traits
+from dpbench.strategies import Forward, Parallelism, Step, Strategy, Traits
 from dpbench.strategies._tasks import Graph
 
 if TYPE_CHECKING:
@@ -35,6 +35,14 @@ class ModelParallel(Strategy):
 
         with spread(case, model, devices, mark) as flow:
             yield SpreadStep(case, model, flow, mark)
+
+    @contextmanager
+    def infer(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Forward]:
+        """Place the layers on the devices and yield the forward, whose output is on the last device."""
+        from dpbench.strategies._layers import spread, spread_forward
+
+        with spread(case, model, devices, mark) as flow:
+            yield spread_forward(model.module, flow, mark)
 
     def tasks(self, case: Case, profile: Profile) -> list[Task]:
         """Return the tasks of one step, in which one device after the other does an equal part of the work.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from dpbench.hardware.device import Device
 from dpbench.records import HOST, Case, Mark, Phase, Profile, Task
 from dpbench.records.work import Move, Shapes
-from dpbench.strategies import Parallelism, Role, Step, Strategy, Traits, Updates, precision_of
+from dpbench.strategies import Forward, Parallelism, Role, Step, Strategy, Traits, Updates, precision_of
 from dpbench.strategies._tasks import Graph
 
 if TYPE_CHECKING:
@@ -49,6 +49,21 @@ class Single(Strategy):
             return loss.detach()
 
         yield step
+
+    @contextmanager
+    def infer(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Forward]:
+        """Yield the forward of the module on the first device."""
+        device = devices[0]
+        module = model.module.to(device.torch_device)
+
+        def forward(*inputs: Any) -> torch.Tensor:
+            with mark(Phase.SCATTER, device.index):
+                arguments = put_all(inputs, device)
+            with mark(Phase.FORWARD, device.index):
+                output: torch.Tensor = module(*arguments)
+            return output
+
+        yield forward
 
     def tasks(self, case: Case, profile: Profile) -> list[Task]:
         """Return the tasks of one step: scatter, forward, loss, backward and optimizer, one after the other."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dpbench.hardware.device import Device
 from dpbench.records import Case, Mark, Phase, Profile, Task
 from dpbench.records.work import Move, Shapes
-from dpbench.strategies import Reduction, Role, Step, Strategy, Traits, Updates, _tasks, precision_of, single
+from dpbench.strategies import Forward, Reduction, Role, Step, Strategy, Traits, Updates, _tasks, precision_of, single
 from dpbench.strategies._tasks import Chain
 from dpbench.strategies.single import put_all
 
@@ -77,6 +77,15 @@ class TorchDataParallel(Strategy):
         with on_emulated_devices(case.devices) if case.device_kind == "emulated" else nullcontext():
             wrapped = Marked(model.module, [device.torch_device.index for device in devices], mark)
             yield step
+
+    @contextmanager
+    def infer(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Forward]:
+        """Yield the forward of torch.nn.DataParallel."""
+        from dpbench.strategies._torch_parallel import Marked, on_emulated_devices
+
+        model.module.to(devices[0].torch_device)
+        with on_emulated_devices(case.devices) if case.device_kind == "emulated" else nullcontext():
+            yield Marked(model.module, [device.torch_device.index for device in devices], mark)
 
     def tasks(self, case: Case, profile: Profile) -> list[Task]:
         """Return the tasks of one step under the schedule `reference`, with the reduction in the phase `backward`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from dpbench.analysis.findings.rule import CaseContext, Evidence, FindingRule, Judgement, Missing, overlap, share_of
 from dpbench.records import UNATTRIBUTED, Phase
@@ -29,6 +30,17 @@ def _heavy(phase: Phase, detail: Callable[[CaseContext, Estimate], str]) -> Call
         return Evidence(says=says, numbers=detail(context, seconds), size_s=seconds)
 
     return when
+
+
+def _loading(context: CaseContext) -> Judgement:
+    if not context.row.phases.get(Phase.DATA.value):
+        return None
+    seconds = context.phase(Phase.DATA.value)
+    return Evidence(
+        says=f"the wait for the DataLoader takes {percent(seconds.value / context.step_s)} of the step",
+        numbers=f"{time(seconds.value)} for a batch of {context.case.batch_size}: {context.case.habit('loader')}",
+        size_s=seconds,
+    )
 
 
 def _per_tensor(context: CaseContext, seconds: Estimate) -> str:
@@ -142,6 +154,12 @@ def _cause(context: CaseContext, at_once: float | None) -> str:
 
 
 RULES = (
+    FindingRule(
+        name="data", when=_loading,
+        remedy="load batches ahead of the step in more workers; dpbench loaders measures how many are enough for a "
+        "dataset",
+        others=lambda case: [replace(case, loader=workers) for workers in (0, 2, 4)],
+    ),
     FindingRule(
         name="replicate", when=_heavy(Phase.REPLICATE, _per_tensor),
         remedy="keep the replicas between steps: the schedule cached keeps their module trees, and persistent also "

@@ -211,10 +211,10 @@ def contexts(rows: Sequence[Row], trials: Sequence[Trial], machine: Resources) -
 
     There is one for each setting and each batch size that ran on the setting's largest number of devices. A setting is
     a case without its strategy, schedule, number of devices and batch size. Of the cases with the same batch size, that
-    of torch.nn.DataParallel is preferred, then that of the engine with the lowest rung. `machine` has the
-    resources of the run's machine.
+    of torch.nn.DataParallel is preferred, then that of the engine with the lowest rung. Only training steps are
+    diagnosed, because the remedies are changes of training. `machine` has the resources of the run's machine.
     """
-    measured = [row for row in rows if row.step and row.series and row.source is Source.MEASURED]
+    measured = [row for row in rows if row.step and row.series and row.source is Source.MEASURED and row.case.trains]
     # if other devices were measured too, the emulated ones only compare the engine with torch's DataParallel
     measured = [row for row in measured if row.case.device_kind != "emulated"] or measured
     by_case = {row.case: row for row in measured}

@@ -25,7 +25,7 @@ WIDTH = 100
 CURES = 2
 """The largest number of measured cases that a finding names as remedies, the fastest first."""
 NO_FINDING = "no finding exceeds the measurement noise"
-NOTHING = "Nothing to explain: no case with several devices has a verified result in this run."
+NOTHING = "Nothing to explain: no training step on several devices has a verified result in this run."
 NOTE = (
     "Sizes are seconds per step with 95% intervals. 'Costs at most' gives the total cost of a problem: no remedy can "
     "save more. These costs overlap, so do not add them up. Findings below 2% of the step, and those whose interval "

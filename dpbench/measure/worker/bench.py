@@ -26,10 +26,11 @@ from dpbench.hardware.device import Device
 from dpbench.hardware.devices.host import counting
 from dpbench.measure import clocks
 from dpbench.measure.stopping import Stopping
+from dpbench.measure.worker.feed import fed
 from dpbench.models import Model, compilations
 from dpbench.records import Case, Effort, Mark, Memory, Phase, Sample, Status, Trial, Verified, no_mark
 from dpbench.records.trial import DISPATCHED
-from dpbench.strategies import Strategy
+from dpbench.strategies import Strategy, begin
 
 METRIC = "kernel_busy_s"
 COLLECTIVE = "collective_busy_s"
@@ -99,7 +100,8 @@ COMPILING_PASSES = 10
 class PreparedCase:
     """A case that is ready for timing: its strategy is verified, and its model and batches are built.
 
-    The steps use the batches, which are pairs (inputs, target), in turn. `setup` maps each stage of the preparation to
+    The steps use the batches, which are pairs (inputs, target), in turn; with a DataLoader, they use `examples` in the
+    same way, which are batches of this process's rows on the host. `setup` maps each stage of the preparation to
     its duration in seconds. `facts` is the provenance to store with the trial.
     """
 
@@ -108,6 +110,7 @@ class PreparedCase:
     devices: Sequence[Device]
     model: Model
     batches: Sequence[tuple[Any, Any]]
+    examples: Sequence[tuple[Any, Any]]
     verified: Verified
     setup: Mapping[str, float]
     facts: Mapping[str, Any]
@@ -118,11 +121,12 @@ def start_timer(prepared: PreparedCase, effort: Effort) -> Iterator[CaseTimer]:
     """Start the strategy of a prepared case with a clock for the case's devices, and yield the case's timer."""
     listener, marking = clocks.choose(prepared.devices), _Marking()
     mark = marking if prepared.case.compile else listener.mark
-    with prepared.strategy.start(prepared.case, prepared.model, prepared.devices, mark) as step:
+    with begin(prepared.strategy, prepared.case, prepared.model, prepared.devices, mark) as step:
         if prepared.case.compile:
             prepared = _compiled(prepared, step)
         marking.mark = listener.mark
-        yield CaseTimer(prepared, effort, step, listener)
+        with fed(prepared.case, step, prepared.examples, listener.mark) as timed:
+            yield CaseTimer(prepared, effort, timed, listener)
 
 
 class _Marking:

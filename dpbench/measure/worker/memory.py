@@ -15,7 +15,7 @@ from dpbench.hardware.devices import open_devices
 from dpbench.hardware.devices.host import bounded, bytes_only
 from dpbench.models import Model
 from dpbench.records import UNATTRIBUTED, Case, Memory, Phase
-from dpbench.strategies import Strategy
+from dpbench.strategies import Strategy, begin, refusal
 
 
 def by_phase(
@@ -34,7 +34,7 @@ def by_phase(
         if case.compile:
             return (), "CPU memory by phase is measured on emulated devices, which cannot run compiled modules"
         emulated = replace(case, device_kind="emulated")
-        if reason := strategy.skip(emulated):
+        if reason := refusal(strategy, emulated):
             return (), f"CPU memory by phase is measured on emulated devices, which cannot run the case: {reason}"
         devices = open_devices("emulated", case.devices)
     source = "allocator" if case.device_kind == "cuda" else "ledger"
@@ -67,7 +67,7 @@ def _watch(
     gc.collect()
     for device in devices:
         device.reset_memory()
-    with strategy.start(case, model, devices, peaks.mark) as step:
+    with begin(strategy, case, model, devices, peaks.mark) as step:
         step(*batch)
         gc.collect()
         with peaks.step():

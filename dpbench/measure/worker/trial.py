@@ -14,11 +14,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
 
 from dpbench import models, strategies
 from dpbench.hardware import processes
@@ -31,9 +33,10 @@ from dpbench.measure.merging import merge
 from dpbench.measure.ranks import RankGroup, RanksFailed
 from dpbench.measure.request import Job, Request, Seat
 from dpbench.measure.verification import Verdict
-from dpbench.measure.worker import loaders, memory, selfcheck
+from dpbench.measure.worker import loaders, memory, neighbour, selfcheck
 from dpbench.measure.worker.bench import PreparedCase, run_timers, start_timer
 from dpbench.measure.worker.facts import of_model, torch_facts
+from dpbench.models import Model
 from dpbench.records import HOST, Case, Effort, Memory, Status, Trial, Verified, no_mark
 from dpbench.records.trial import Failure, cause_of
 from dpbench.strategies import Strategy, load, precision_of
@@ -109,12 +112,13 @@ def prepare(case: Case, strategy: Strategy, rank: RankPlace | None = None) -> Pr
         devices[0].settle()
     at = [time.perf_counter()]
     leads = rank is None or rank.rank == 0
-    verdict = _verify(case, strategy, devices, buffers=strategy.compares_buffers(case) and leads)
+    verdict = _verify(case, strategy, devices, rank)
     at.append(time.perf_counter())
     _forget(devices)
     model = models.load(case.model, case.size, case.seed)
-    count = 1 if case.inputs == "device" else BATCHES  # a second batch on the device would count as its memory
-    batches = [_placed(model.batch(case.batch_size, case.seed + i), case, devices[0]) for i in range(count)]
+    batches = _placed_batches(case, model, devices[0])
+    drawn = _batches(case, model) if case.loader >= 0 else []
+    examples = [_rows_of(batch, case, rank.rank) if rank else batch for batch in drawn]
     at.append(time.perf_counter())
     facts = torch_facts(case, devices[0]) | ({"model": of_model(model, batches[0])} if leads else {})
     compiling = {"compile_s": verdict.steps_s} if case.compile else {}
@@ -122,8 +126,8 @@ def prepare(case: Case, strategy: Strategy, rank: RankPlace | None = None) -> Pr
         torch.compiler.reset()  # the shapes of verification must not make the graphs dynamic
         models.compile_forward(model.module)
     return PreparedCase(
-        case=case, strategy=strategy, devices=devices, model=model, batches=batches, verified=verdict.verified,
-        facts=facts,
+        case=case, strategy=strategy, devices=devices, model=model, batches=batches, examples=examples,
+        verified=verdict.verified, facts=facts,
         setup={"verify_s": at[1] - at[0] - sum(compiling.values()), "build_s": at[2] - at[1], **compiling},
     )  # fmt: skip
 
@@ -160,17 +164,25 @@ def _devices(case: Case, strategy: Strategy, rank: RankPlace | None) -> list[Dev
     return mine
 
 
-def _verify(case: Case, strategy: Strategy, devices: Sequence[Device], *, buffers: bool) -> Verdict:
-    """Compare the strategy's gradients, and with `buffers` its buffers, with those of the reference.
+def _verify(case: Case, strategy: Strategy, devices: Sequence[Device], rank: RankPlace | None) -> Verdict:
+    """Compare the strategy's gradients and buffers, or its outputs if the case does not train, with the reference's.
 
-    Return the verdict. Raises Unverified if the gradients are wrong.
+    Return the verdict. Raises Unverified if they are wrong.
     """
     model = models.load(case.model, case.size, case.seed)
-    verdict = verification.check(
-        strategy.start, case, model, devices, precision_of, split=strategy.split, buffers=buffers
-    )
+    if case.trains:
+        buffers = strategy.compares_buffers(case) and (rank is None or rank.rank == 0)
+        verdict = verification.check(
+            strategy.start, case, model, devices, precision_of, split=strategy.split, buffers=buffers
+        )
+    else:
+        verdict = verification.check_outputs(
+            partial(strategies.begin, strategy), case, model, devices, precision_of, split=strategy.split,
+            rank=rank.rank if rank else None,
+        )  # fmt: skip
     if verdict.verified is Verified.NO:
-        raise Unverified(f"the case was not timed, because its gradients are wrong: {verdict}")
+        wrong = "gradients" if case.trains else "outputs"
+        raise Unverified(f"the case was not timed, because its {wrong} are wrong: {verdict}")
     return verdict
 
 
@@ -200,6 +212,23 @@ def _resident_peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def _batches(case: Case, model: Model) -> list[tuple[Any, Any]]:
+    """Return the distinct batches that the steps of a case use in turn, on the host."""
+    count = 1 if case.inputs == "device" else BATCHES  # a second batch on the device would count as its memory
+    return [model.batch(case.batch_size, case.seed + i) for i in range(count)]
+
+
+def _placed_batches(case: Case, model: Model, device: Device) -> list[tuple[Any, Any]]:
+    """Return the batches of a case in the place where its training loop has them before a step."""
+    return [_placed(batch, case, device) for batch in _batches(case, model)]
+
+
+def _neighbour_batches(case: Case, model: Model, device: Device) -> list[tuple[Any, Any]]:
+    """Set this process to the precision of a neighbour's case, and return the batches of the case in their place."""
+    _allow_tf32(case, device)
+    return _placed_batches(case, model, device)
+
+
 def _placed(batch: tuple[Any, Any], case: Case, device: Device) -> tuple[Any, Any]:
     """Return the batch in the place where the case's training loop has it before a step, according to `case.inputs`.
 
@@ -218,6 +247,12 @@ def _placed(batch: tuple[Any, Any], case: Case, device: Device) -> tuple[Any, An
     inputs, target = batch
     placed = tuple(map(place, models.positional(inputs)))
     return placed if isinstance(inputs, tuple) else placed[0], place(target)
+
+
+def _rows_of(batch: tuple[Any, Any], case: Case, rank: int) -> tuple[Any, Any]:
+    """Return the rows of a batch that a rank loads."""
+    found: tuple[Any, Any] = tree_map_only(torch.Tensor, lambda value: value.split(case.rows)[rank], batch)
+    return found
 
 
 def work(request: Request) -> list[Trial] | Failure:
@@ -258,10 +293,12 @@ def _caught(case: Case, do: Callable[[], Trial]) -> Trial:
 
 def _run(case: Case, effort: Effort, folder: Path) -> Trial:
     strategy = strategies.load(case.strategy)
-    if reason := strategy.skip(case):
+    if reason := strategies.refusal(strategy, case):
         return Trial(case=case, status=Status.SKIPPED, reason=reason)
     if not strategy.traits.ranks:
-        return measure(case, effort, strategy)
+        with neighbour.running(case, _neighbour_batches) as facts:
+            timed = measure(case, effort, strategy)
+        return replace(timed, provenance={**timed.provenance, **facts}) if facts else timed
 
     def entry(rank: int) -> dict[str, Any]:
         # one file per rank: ranks that write their stacks to the same file overwrite each other
@@ -275,7 +312,7 @@ def _run(case: Case, effort: Effort, folder: Path) -> Trial:
 def _take(seat: Seat, case: Case, effort: Effort) -> list[Trial] | Failure:
     """Be one rank of a trial in this process; return this rank's part of the trial, or the record of its failure."""
     strategy = strategies.load(case.strategy)
-    if reason := strategy.skip(case):
+    if reason := strategies.refusal(strategy, case):
         return [Trial(case=case, status=Status.SKIPPED, reason=reason)]
     try:
         RankGroup.of_seat(seat, strategy.backend(case)).join(seat.rank, seat.place)
@@ -298,7 +335,7 @@ def run_together(cases: Sequence[Case], effort: Effort, folder: Path) -> list[Tr
     for case in cases:
         try:
             strategy = strategies.load(case.strategy)
-            if reason := strategy.skip(case):
+            if reason := strategies.refusal(strategy, case):
                 done[case] = Trial(case=case, status=Status.SKIPPED, reason=reason)
                 continue
             prepared_cases.append(prepare(case, strategy))

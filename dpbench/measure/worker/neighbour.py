@@ -1,0 +1,114 @@
+"""Neighbour: another model that takes steps on other devices, in another process, while a case is timed.
+
+The other model runs under the same strategy, settings and number of devices as the case, on the next devices. It takes
+its steps from before the case's verification until after its last step. A trial whose neighbour has failed, or has not
+taken a step meanwhile, fails.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkProcess
+from typing import Any
+
+import torch
+
+from dpbench import models, strategies
+from dpbench.hardware import processes
+from dpbench.hardware.device import Device
+from dpbench.hardware.devices import open_devices
+from dpbench.measure.failures import of_error
+from dpbench.models import Model
+from dpbench.records import Case, no_mark
+
+_FORK = get_context("fork")
+Draw = Callable[[Case, Model, Device], Sequence[tuple[Any, Any]]]
+"""A function of a case, its model and its first device that returns the batches of the steps, in the case's place.
+
+It also sets the process to the case's precision.
+"""
+WAIT_S = 60.0
+"""The longest time in seconds until the neighbour has taken its first steps, and from the end until it stops."""
+FIRST = 3
+"""The number of steps after which the neighbour counts as running."""
+
+
+class NeighbourFailed(RuntimeError):
+    """The other model failed, or did not run, while the case was measured."""
+
+
+@contextmanager
+def running(case: Case, draw: Draw) -> Iterator[dict[str, Any]]:
+    """Run the case's neighbour inside this context; yield facts on it, which are complete after the context.
+
+    They are empty for a case without a neighbour. The calling process must not have used CUDA or several threads.
+    Raises NeighbourFailed if the neighbour fails, or takes no step inside the context.
+    """
+    facts: dict[str, Any] = {}
+    if not case.neighbour:
+        yield facts
+        return
+    ours, theirs = _FORK.Pipe()
+    process = _FORK.Process(target=_run, args=(case, draw, theirs, os.getpid()), name="neighbour")
+    process.start()
+    theirs.close()
+    try:
+        before = _reply(case, ours, process)
+        yield facts
+        with suppress(OSError):  # it has ended: the reply says why
+            ours.send("stop")
+        facts["neighbour_steps"] = _reply(case, ours, process) - before
+    finally:
+        process.kill()
+        process.join()
+    if not facts["neighbour_steps"]:
+        raise NeighbourFailed(f"the model {case.neighbour} took no step while the case was measured")
+
+
+def _reply(case: Case, pipe: Connection, process: ForkProcess) -> int:
+    """Return the number of steps that the neighbour reports next. Raises NeighbourFailed if it reports an error."""
+    try:
+        found = pipe.recv() if pipe.poll(WAIT_S) else f"no answer within {WAIT_S:g} s"
+    except EOFError:
+        process.join(WAIT_S)
+        found = processes.ending(process.exitcode) + processes.advice(process.exitcode)
+    if isinstance(found, int):
+        return found
+    raise NeighbourFailed(f"the model {case.neighbour}, which runs concurrently, failed: {found}")
+
+
+def _run(case: Case, draw: Draw, pipe: Connection, parent: int) -> None:
+    """Take steps of the other model until the parent asks to stop; report their number after the first, and then."""
+    processes.die_with_parent(parent)
+    try:
+        other = replace(case, model=case.neighbour, neighbour="")
+        torch.set_num_threads(1)
+        devices = devices_of(case)
+        devices[0].settle()
+        model = models.load(other.model, other.size, other.seed)
+        batches, steps = draw(other, model, devices[0]), 0
+        with strategies.begin(strategies.load(other.strategy), other, model, devices, no_mark) as step:
+            while not pipe.poll():
+                step(*batches[steps % len(batches)])
+                for device in devices:
+                    device.synchronize()
+                steps += 1
+                if steps == FIRST:
+                    pipe.send(steps)
+        pipe.send(steps)
+    except BaseException as error:
+        pipe.send(of_error(error, device_ids=case.device_ids).reason)
+    os._exit(0)
+
+
+def devices_of(case: Case) -> list[Device]:
+    """Return the devices of the neighbour of a case: those that follow the devices of the case."""
+    devices = open_devices(case.device_kind, 2 * case.devices, ids=case.device_ids)[case.devices :]
+    for number, device in enumerate(devices):
+        device.index = number
+    return devices

@@ -1,0 +1,263 @@
+"""The forward alone: its outputs are verified, its latency has percentiles, and strategies without it are skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dpbench import strategies
+from dpbench.analysis import findings, stats, summary, transfers
+from dpbench.analysis.report import Report
+from dpbench.cli import progress
+from dpbench.measure.worker import trial
+from dpbench.predict import stored
+from dpbench.records import Case, Effort, Phase, Status, Step, Trial, Verified, plan, registry
+from dpbench.records.case import MODES
+from dpbench.records.work import Shapes
+from dpbench.report import devices, markdown
+from dpbench.strategies.single import Single
+
+TINY = Effort(budget_s=0.01, warmup_steps=1, min_steps=2, max_steps=2, block_steps=1, memory_by_phase=False)
+CASE = Case(model="mlp", strategy="single", batch_size=8, mode="no_grad")
+SHAPES = Shapes(
+    parameter_tensors=2, parameter_bytes=100, trainable_bytes=100, buffer_bytes=0, input_bytes=40.0, target_bytes=8.0,
+    output_bytes=4.0,
+)  # fmt: skip
+FORWARD = {Phase.SCATTER, Phase.REPLICATE, Phase.FORWARD, Phase.GATHER}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kind", "schedule", "mode"),
+    [
+        ("single", "cpu", "", "forward"), ("dp", "cpu", "cached", "inference"), ("dp", "cpu", "reference", "forward"),
+        ("dp", "cpu", "fastest", "no_grad"), ("torch_dp", "emulated", "", "inference"),
+        ("model_parallel", "cpu", "", "no_grad"), ("half_cpu", "emulated", "", "forward"),
+    ],
+)  # fmt: skip
+def test_the_outputs_of_one_process_are_verified_and_only_the_forward_runs(
+    strategy: str, kind: str, schedule: str, mode: str, tmp_path: Path
+) -> None:
+    case = plan.normalise(replace(CASE, strategy=strategy, device_kind=kind, schedule=schedule, mode=mode, devices=2))
+    done = trial.run(case, TINY, tmp_path)
+    assert (done.status, done.verified) == (Status.OK, Verified.BITWISE), done.reason
+    assert {span.phase for span in done.spans} <= FORWARD
+    assert len(done.timed) == 2
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_the_outputs_of_each_rank_are_its_rows(strategy: str, tmp_path: Path) -> None:
+    done = trial.run(replace(CASE, strategy=strategy, devices=2), TINY, tmp_path)
+    assert (done.status, done.verified) == (Status.OK, Verified.BITWISE), done.reason
+    assert {span.device for span in done.spans} == {0, 1}
+
+
+class Faulty(Single):
+    """The forward on one device, with a fault."""
+
+    def __init__(self, fault: Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]) -> None:
+        self._fault = fault
+
+    @contextmanager
+    def infer(self, case: Case, model: Any, devices: Any, mark: Any) -> Iterator[Any]:
+        with super().infer(case, model, devices, mark) as forward:
+            yield lambda *inputs: self._fault(model.module, forward(*inputs))
+
+
+def changed_weight(module: torch.nn.Module, output: torch.Tensor) -> torch.Tensor:
+    next(module.parameters()).data.add_(1.0)
+    return output
+
+
+FAULTS: dict[str, Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]] = {
+    "a wrong output": lambda module, output: output + 0.1,
+    "outputs in another order": lambda module, output: output.flip(0),
+    "fewer rows": lambda module, output: output[:-1],
+    "a weight that the forward changes": changed_weight,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_faulty_forward_is_not_timed(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "strategy", lambda name: Faulty(FAULTS[fault]))
+    done = trial.run(CASE, TINY, tmp_path)
+    assert (done.status, done.verified, done.steps) == (Status.FAILED, Verified.NO, ())
+    assert "its outputs are wrong" in done.reason
+
+
+def test_the_module_is_in_eval_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = replace(CASE, model="resnet18", batch_size=4)
+    assert trial.run(case, TINY, tmp_path).verified is Verified.BITWISE
+    monkeypatch.setattr(torch.nn.Module, "eval", lambda module: module)
+    monkeypatch.setattr(registry, "strategy", lambda name: Faulty(lambda module, output: output))
+    done = trial.run(case, TINY, tmp_path)
+    assert done.verified is Verified.NO, "the forward has changed the statistics of BatchNorm"
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_autograd_is_that_of_the_mode(mode: str) -> None:
+    seen: list[tuple[bool, bool]] = []
+
+    def watch(module: torch.nn.Module, output: torch.Tensor) -> torch.Tensor:
+        seen.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
+        assert output.requires_grad is (mode == "forward")
+        return output
+
+    trial.measure(replace(CASE, mode=mode), TINY, Faulty(watch))
+    assert {*seen} == {(mode == "forward", mode == "inference")}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "schedule", "reason"),
+    [
+        ("data_parallel_block", "", "whole training steps only"), ("ddp_fp16", "", "in its gradients only"),
+        ("ddp_no_sync", "", "in its gradients only"), ("dp", "zero1", "replicas=persistent needs TrainStep"),
+    ],
+)  # fmt: skip
+def test_a_case_without_a_forward_of_its_own_is_skipped_with_the_reason(
+    strategy: str, schedule: str, reason: str, tmp_path: Path
+) -> None:
+    done = trial.run(replace(CASE, strategy=strategy, schedule=schedule, devices=2), TINY, tmp_path)
+    assert done.status is Status.SKIPPED
+    assert reason in done.reason
+
+
+def test_every_strategy_has_a_forward_or_a_reason() -> None:
+    for name in registry.own("strategies"):
+        case = replace(CASE, strategy=name, devices=2)
+        strategy = strategies.load(name)
+        has = type(strategy).infer is not strategies.Strategy.infer
+        assert has or "whole training steps only" in strategies.refusal(strategy, case)
+        assert strategies.refusal(strategy, replace(case, mode="train")) == strategy.skip(replace(case, mode="train"))
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ({"mode": ("test",)}, "unknown mode 'test'"),
+        ({"mode": ("no_grad",), "read_loss": (1,)}, "--read-loss has no effect on a forward alone"),
+        ({"mode": ("train", "inference"), "zero_grad": ("zero",)}, "--zero-grad has no effect on a forward alone"),
+    ],
+)  # fmt: skip
+def test_a_habit_without_effect_on_a_forward_is_refused(axes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan.sweep(models=["mlp"], strategies=["single"], devices=[1], batch_sizes=[8], **axes)
+
+
+def test_a_ladder_trains() -> None:
+    with pytest.raises(ValueError, match="leave out --mode"):
+        plan.ladder(models=["mlp"], devices=[2], batch_sizes=[8], mode=("no_grad",))
+
+
+# ---------------------------------------------------------------- latency
+
+
+def trials(case: Case, step_s: float, steps: int, *, rounds: int = 3) -> list[Trial]:
+    """Return trials whose steps have an uneven distribution, which is known from its seed."""
+    found = []
+    for number in range(rounds):
+        series = step_s * (1 + np.random.default_rng(number).exponential(0.1, steps))
+        made = tuple(Step(float(one), False, float(end)) for one, end in zip(series, series.cumsum(), strict=True))
+        found.append(Trial(case=case, verified=Verified.BITWISE, steps=made, round=number))
+    return found
+
+
+def test_percentiles_are_those_of_numpy_over_all_steps() -> None:
+    made = trials(CASE, 0.01, 200)
+    (row,) = summary.rows(made)
+    pooled = [step for one in made for step in one.timed]
+    for number in (95, 99):
+        found = row.percentiles[number]
+        assert found.value == pytest.approx(float(np.percentile(pooled, number)), rel=1e-12)
+        assert found.steps == len(pooled) == 600
+        assert found.low is not None
+        assert found.high is not None
+        assert found.low < found.value < found.high
+        assert {found.low, found.high} <= {*pooled}
+
+
+@pytest.mark.parametrize(("share", "enough"), [(0.95, 72), (0.99, 368)])
+def test_a_percentile_of_too_few_steps_is_withheld(share: float, enough: int) -> None:
+    """Less than 2.5 % of the samples of `enough` steps lie below the true percentile as a whole."""
+    assert share**enough < 0.025 < share ** (enough - 1)
+    for steps, doubt in ((enough - 1, "too few steps"), (enough, "")):
+        found = stats.percentile({0: np.random.default_rng(0).random(steps)}, share)
+        assert (found.doubt, found.low is None, found.high is None) == (doubt, bool(doubt), bool(doubt))
+
+
+def test_the_interval_of_a_percentile_contains_it_in_95_of_100_samples() -> None:
+    generator, inside = np.random.default_rng(1), 0
+    for _ in range(1000):
+        found = stats.percentile({0: generator.random(100), 1: generator.random(100)}, 0.95)
+        assert found.low is not None
+        assert found.high is not None
+        inside += found.low <= 0.95 <= found.high
+    assert 940 <= inside <= 980
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    """Return the report of a run with enough steps for the 95th percentile, and too few for the 99th."""
+    on_two = replace(CASE, strategy="dp", schedule="reference", devices=2)
+    made = [
+        *trials(CASE, 0.010, 100), *trials(replace(CASE, mode="forward"), 0.012, 100), *trials(on_two, 0.020, 100),
+        *trials(replace(CASE, mode="train"), 0.03, 100),
+    ]  # fmt: skip
+    return Report.of(made, run_id="r", started_s=0.0, provenance={})
+
+
+def test_every_reader_shows_latency_with_its_labels_and_withholds_it_by_name(report: Report) -> None:
+    lines = progress.latencies(report.rows).splitlines()
+    assert len(lines) == 2 + 3, "training has no latency"
+    for line in lines[2:]:
+        assert "3, 300" in line
+        assert line.endswith("MEASURED CPU-ONLY")
+        assert line.count("not enough steps") == 1
+    (part,) = [part for part in devices.parts(report) if part.id == "latency"]
+    assert part.labels == ("MEASURED", "CPU-ONLY")
+    assert [line[4].small for line in part.table.lines] == ["300 steps"] * 3
+    assert "not enough steps" in markdown.render(report)
+    table = summary.frame(report.rows)
+    assert set(table["p99_withheld"]) == {"too few steps"}
+    assert not [one for one in table["p95_withheld"] if one]
+    assert (table["p95_low"] < table["p95_value"]).all()
+    assert table["p99_low"].isna().all()
+
+
+def test_the_forward_is_verified_by_its_outputs_and_says_so(report: Report) -> None:
+    lines = progress.table(report.rows).splitlines()[2:]
+    assert [("bitwise (outputs)" in line) for line in lines] == ["forward" in line for line in lines]
+    assert sum("forward" in line for line in lines) == 3
+
+
+def test_modes_are_compared_with_the_forward_that_autograd_records(report: Report) -> None:
+    assert "forward under no_grad: 0.83" in report.verdict
+    assert "in mlp single x1 batch 8 forward with autograd" in report.verdict
+    assert "forward with autograd: " not in report.verdict, "training is other work"
+    assert "dp gives 0.500×" in report.verdict, "the baseline is the same forward on one device"
+    assert all("mlp, forward under no_grad" in tile.caption for tile in report.tiles)
+
+
+def test_remedies_and_predictions_are_about_training(report: Report) -> None:
+    assert not report.diagnoses
+    assert "no training step" in findings.text.render(report.diagnoses)
+    assert [stored._usable(one) for one in (*trials(CASE, 1.0, 2), *trials(replace(CASE, mode="train"), 1.0, 2))] == [
+        False
+    ] * 3 + [True] * 3
+
+
+def test_the_forward_moves_no_target_and_no_gradients() -> None:
+    for strategy in ("single", "dp", "ddp", "torch_dp", "fsdp"):
+        case = replace(CASE, strategy=strategy, devices=1 if strategy == "single" else 2)
+        case = replace(case, schedule="reference" if strategy == "dp" else "")
+        moves = transfers.moves(case, SHAPES)
+        assert {move.phase for move in moves} <= FORWARD
+        assert sum(move.bytes for move in moves if move.phase is Phase.SCATTER) == 8 * 40.0
+        trained = transfers.moves(replace(case, mode="train"), SHAPES)
+        assert sum(move.bytes for move in trained) > sum(move.bytes for move in moves)
