@@ -100,6 +100,7 @@ def test_a_run_has_the_facts_and_results_of_the_command_line(run: dp.Run, file: 
     everything = run.explain(all=True, samples=1000)
     assert "an epoch of 1,000 samples takes" in everything
     assert "mlp at batch 64: 2 logical CPU devices under dp[reference] give" in everything
+    assert any("oom" in warning for warning in run.warnings), run.warnings
     page = run.report(tmp_path / "new" / "page.html")
     assert page.read_text().startswith("<!doctype html>")
     assert sum(len(trial.spans) for trial in run.trials) > 100
@@ -261,11 +262,15 @@ def test_a_run_is_measured_stored_and_resumed_after_an_interrupt(
     command = "dpbench run --models mlp --strategies single,dp --devices 2 --rounds 2 --name mine --tag a=b"
     assert found.provenance["command"] == command
     assert capfd.readouterr() == ("", "")
+    (tmp_path / "dpbench.toml").write_text("[run]\nrounds = 9\n")
     dp.run(models="mlp", strategies="single", rounds=1, store=Path("other file.db"))
     said = capfd.readouterr()
     assert said.out == ""
     assert "[1/1]" in said.err
-    assert dp.load("other file.db").provenance["command"].endswith("--rounds 1 --store 'other file.db'")
+    repeated = "dpbench --no-config run --models mlp --strategies single --rounds 1 --store 'other file.db'"
+    assert dp.load("other file.db").provenance["command"] == repeated, (
+        "the defaults in the file are not those of Python"
+    )
 
 
 @pytest.mark.usefixtures("quick")

@@ -13,7 +13,7 @@ import click
 
 from dpbench import export
 from dpbench.api.runs import STORE, Compared, Run
-from dpbench.cli import showing
+from dpbench.cli import config, showing
 from dpbench.cli.options import Detail
 from dpbench.cli.progress import Progress
 from dpbench.measure import launch, options
@@ -90,8 +90,8 @@ def run(
         )
     cases, budget_s = options.cases_of(asked)
     path = Path(store)
-    command = asked.command(*([] if str(path) == STORE else ["--store", str(path)]))
-    naming = options.naming(asked, command)
+    repeated = asked.command(*([] if str(path) == STORE else ["--store", str(path)]))
+    naming = options.naming(asked, config.command_in(Path.cwd(), repeated))
     detail = Detail.QUIET if quiet else Detail.VERBOSE if verbose else Detail.USUAL
     with Store.create(path, naming) as opened, Progress(detail) as progress:
         try:

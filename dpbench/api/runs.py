@@ -85,6 +85,11 @@ class Run:
         return "\n\n".join(said) or self.analysis.verdict
 
     @property
+    def warnings(self) -> Sequence[str]:
+        """Return the warnings about the run and its results, which `dpbench run` prints to stderr."""
+        return [str(one) for one in self.analysis.warnings]
+
+    @property
     def frame(self) -> DataFrame:
         """Return a new table with one row per case."""
         return frames.cases(self.id, self.analysis.rows, self._trials)

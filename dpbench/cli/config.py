@@ -86,7 +86,20 @@ def command_of(context: click.Context, repeated: str) -> str:
     `context` is that of the command, and `repeated` the command `dpbench run` with all options of the measurement.
     """
     given = [name for name in context.params if context.get_parameter_source(name) is ParameterSource.DEFAULT_MAP]
-    return f"dpbench --no-config {repeated.removeprefix('dpbench ')}" if given else ""
+    return _ignoring(repeated) if given else ""
+
+
+def command_in(folder: Path, repeated: str) -> str:
+    """Return the command `repeated` so that it has the same effect in `folder`, also if that has a file of defaults.
+
+    This is for runs that did not read the file.
+    """
+    return _ignoring(repeated) if any(path.is_file() for path, _ in _sources(folder)) else repeated
+
+
+def _ignoring(command: str) -> str:
+    """Return a command `dpbench` that ignores files of defaults."""
+    return f"dpbench --no-config {command.removeprefix('dpbench ')}"
 
 
 def _sources(folder: Path) -> Iterator[tuple[Path, str]]:
