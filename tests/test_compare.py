@@ -260,7 +260,7 @@ def test_the_text_has_both_sides_and_a_line_per_case_and_the_code_says_the_worst
     assert head.split() == ["verdict", "case", "ratio", "95", "%", "before,", "ms", "after,", "ms", "labels", "why"]
     assert set(rule) == {"-", " "}
     assert lines[0].startswith("faster   mlp dp[reference] x2 batch 64  1.66")
-    assert "      5.00       3.00  MEASURED CPU-ONLY  backward −2.00 ms (100% of what the phases" in lines[0]
+    assert "      5.00       3.00  MEASURED CPU-ONLY  backward −2.00 ms (100% of the changes of all" in lines[0]
     assert last == "1 case faster, 1 case same. A ratio above 1 means that the run after is faster."
     assert dpbench("compare", "@last", "@base")[0] == 1
 

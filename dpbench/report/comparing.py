@@ -59,7 +59,7 @@ def _ms(step: Estimate) -> str:
 
 def why(line: Comparison) -> str:
     """Return the phase that changed most, with its share of all changes, if the case changed; then the reason."""
-    phase = f"{line.phase} {words.signed_time(line.phase_s)} ({words.percent(line.share)} of what the phases changed)"
+    phase = f"{line.phase} {words.signed_time(line.phase_s)} ({words.percent(line.share)} of the changes of all phases)"
     return "; ".join([*([phase] if line.decided else []), line.reason])
 
 
