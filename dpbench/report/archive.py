@@ -1,6 +1,6 @@
 """Archive: a folder with one page for each run, a list of these pages, and a copy of the newest page with a result.
 
-reports/runs/RUN/index.html   the page of a run; run.json beside it has the facts that the list needs
+reports/runs/RUN/index.html   the page of a run; run.json in the same folder has the facts for the list
 reports/runs/index.html       the list of the runs
 reports/latest/index.html     the page of the newest run in which at least one case has a result
 """
@@ -29,7 +29,7 @@ class Kept(NamedTuple):
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the list of runs, stored beside the run's page. `started_s` is in seconds since the epoch."""
+    """One line of the list of runs, stored with the run's page. `started_s` is in seconds since the epoch."""
 
     run_id: str
     started_s: float

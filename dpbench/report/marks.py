@@ -87,7 +87,7 @@ def _band(bands: Sequence[tuple[Case, float, float]], axes: Axes, artist: Artist
     middle = (low + high) / 2
     found = (number for number, (_, top, bottom) in enumerate(bands) if top <= middle < bottom)
     number = next(found, None)
-    # what is higher than a band, such as a line across several, belongs to none
+    # an artist that is higher than a band, such as a line across several bands, belongs to none
     return number if number is not None and high - low <= bands[number][2] - bands[number][1] else None
 
 
@@ -107,8 +107,8 @@ def hook(target: ElementTree.Element, gid: str, figure: Drawing) -> None:
     """Give an element the attributes that follow from the `gid` of its artist.
 
     The group of an artist with a text gets the attribute `data-bar`, and the text as its title, which browsers show
-    while the pointer is on the group. The group of an artist with cases gets their ids as `data-cases`, and the group
-    of an artist in a band the number of the band as `data-lane`.
+    while the pointer is on the group. The group of an artist with cases gets their ids as `data-cases`. The group of an
+    artist in a band gets the number of the band as `data-lane`.
     """
     if band := re.match(r"band-(\d+):", gid):
         target.set("data-lane", band[1])
