@@ -156,6 +156,13 @@ def test_show_has_the_facts_of_a_run_and_the_status_of_each_case(dpbench, three)
     assert found["cases"][1]["case"]["devices"] == 2
 
 
+def test_a_report_has_the_name_and_the_tags_of_its_run(dpbench, three):
+    out = dpbench("report", "--md", "--run", three[1])[1].replace("\\", "")
+    assert re.search(rf"^- run: {three[1][:12]} .*nightly$", out, re.M), "an @ would mention a user"
+    assert "- tags: driver=550\n" in out
+    assert "tags" not in dpbench("report", "--md", "--run", "@base")[1]
+
+
 # -- rm
 
 

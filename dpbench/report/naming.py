@@ -128,16 +128,18 @@ def _columns(character: str) -> int:
 def facts(report: Report) -> list[tuple[str, str]]:
     """Return facts on the run, the machine and the code, as pairs of a name and a value."""
     provenance = report.provenance
+    name, tags = provenance.get("name"), provenance.get("tags") or {}
     host, packages = provenance.get("host") or {}, provenance.get("packages") or {}
     cores = f", {words.count(host['cores'], 'core')}" if "cores" in host else ""
     return [
-        ("run", report.run_id[:12]),
+        ("run", f"{report.run_id[:12]} @{name}" if name else report.run_id[:12]),
         ("date", _date(report.started_s)),
         ("host", f"{host.get('name', 'unknown')}, {host.get('cpu', 'unknown CPU')}{cores}"),
         ("GPUs", gpus(provenance.get("gpus") or {})),
         ("torch", str(packages.get("torch", "unknown"))),
         ("dpbench", _code(provenance.get("dpbench") or {})),
         *([("project", _code(provenance["project"]))] if provenance.get("project") else []),
+        *([("tags", " ".join(f"{key}={value}" for key, value in tags.items()))] if tags else []),
     ]
 
 
