@@ -145,6 +145,6 @@ def timed(case: Case, step_s: float) -> Iterator[Trial]:
 
 def test_the_effect_of_a_loader_is_the_ratio_to_the_loop_without_it() -> None:
     made = [*timed(replace(CASE, loader=-1), 0.010), *timed(CASE, 0.015), *timed(replace(CASE, loader=1), 0.012)]
-    said = Report.of(made, run_id="r", started_s=0.0, provenance={}).verdict
+    said = " ".join(Report.of(made, run_id="r", started_s=0.0, provenance={}).notes)
     assert "DataLoader with no workers: 1.50× (1.49–1.51) in mlp single x1 batch 4" in said
     assert "DataLoader with 1 worker: 1.20× (1.19–1.21) in mlp single x1 batch 4" in said

@@ -127,7 +127,7 @@ def test_where_no_rung_is_decidedly_faster_there_is_no_biggest_step() -> None:
     found = climbed(level)
     assert found.biggest is None
     assert {change.verdict for change in changes(found).values()} == {"same"}
-    assert "no rung is faster than reference" in diagnosis.verdict(summary.rows(level), [found])
+    assert "no rung is faster than reference" in diagnosis.climbs([found])
 
 
 def test_a_rung_without_a_result_is_stepped_over_and_named() -> None:
@@ -219,9 +219,7 @@ def test_emulated_devices_have_a_ladder_and_no_speed_up() -> None:
     assert all(rung.over_ddp is None for rung in found.rungs)
     assert found.limit is None
     assert diagnosis.tiles(rows, [found]) == []
-    verdict = diagnosis.verdict(rows, [found])
-    assert "host cost only" in verdict
-    assert "ideal" not in verdict
+    assert "host time alone" in diagnosis.climbs([found])
     assert [one.kind for one in caveats.caveats(rows, [], {})] == ["emulated"]
     section = part(replace(content(), rows=rows, trials=[], ladders=[found]), "ladder")
     assert section.panels[0].labels == ("MEASURED", "EMULATED")
@@ -277,12 +275,11 @@ def content() -> Report:
     return replace(Report.of(found, run_id="7f" * 16, started_s=1.7e9, provenance={}), warnings=[], diagnoses=[])
 
 
-def test_the_verdict_and_the_plain_table_name_the_best_rung_and_the_biggest_step() -> None:
-    verdict = content().verdict
-    assert "the best rung is overlap, 3.0" in verdict
-    assert "the rung with the largest gain is local_backward, 1.5" in verdict
-    assert "over local_loss" in verdict
-    assert "dp[reference] gives 0.500×" in verdict
+def test_the_note_and_the_plain_table_name_the_best_rung_and_the_biggest_step() -> None:
+    (note,) = content().notes
+    assert "the best rung is overlap, 3.0" in note
+    assert "the rung with the largest gain is local_backward, 1.5" in note
+    assert "over local_loss" in note
     lines = progress.table(content().rows, content().ladders).splitlines()
     assert [line.split()[1:4] for line in lines if "best rung" in line] == [["dp[overlap]", "(best", "rung)"]]
     assert [line.split()[1:3] for line in lines if "limit" in line] == [["single,", "limit"]]

@@ -80,7 +80,7 @@ def readers(trials: list[Trial]) -> dict[str, str]:
     content = report_of(run, trials)
     rows = content.rows
     shown = {
-        "table": table(rows, content.ladders) + "\n".join([content.verdict, *map(str, content.warnings)]),
+        "table": table(rows, content.ladders) + "\n".join([*content.notes, *map(str, content.warnings)]),
         "page": page.render(content),
         "markdown": markdown.render(content),
         "explain": text.render(content.diagnoses, rows),

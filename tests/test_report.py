@@ -165,7 +165,7 @@ def gpu_run() -> Report:
     ]  # fmt: skip
     return Report(
         rows=rows, trials=trials, provenance=PROVENANCE, run_id="7f3a" * 8, started_s=1.7e9, ladders=(), diagnoses=(),
-        verdict="On 4 GPUs dp gives 2.24× [2.17–2.31] on vgg16; ddp gives 3.72× (ideal 4×).",
+        notes=["Ladder of schedules: on vgg16 the best rung is overlap, 1.24× [1.17–1.31] over reference."],
         warnings=[Caveat(kind="oom", text="oom: no room", cases=((lost, ""),)), Caveat(kind="cpu", text="CPU-ONLY")],
         tiles=tiles, answers=[answer(row) for row in rows if row.case.strategy == "ddp" and row.case.devices == 4],
     )  # fmt: skip
@@ -174,7 +174,7 @@ def gpu_run() -> Report:
 def run_of(*rows: Row, trials: list[Trial] | None = None) -> Report:
     found = [trial for row in rows if row.step for trial in ran(row)] if trials is None else trials
     return dataclasses.replace(
-        gpu_run(), rows=list(rows), trials=found, warnings=[], tiles=[], verdict="Nothing.", diagnoses=[], ladders=[],
+        gpu_run(), rows=list(rows), trials=found, warnings=[], tiles=[], notes=["Nothing."], diagnoses=[], ladders=[],
         answers=[],
     )  # fmt: skip
 
@@ -345,7 +345,7 @@ def test_what_users_wrote_stays_text() -> None:
     caveats = [Caveat(kind=HOSTILE, text=HOSTILE, cases=((rows[0].case, HOSTILE), (rows[2].case, "")))]
     said = dict.fromkeys(("subject", "headline", "reason", "certainty", "memory", "command"), HOSTILE)
     answers = [answer(rows[0], **said, labels=(HOSTILE,))]
-    given = dataclasses.replace(run_of(*rows), verdict=HOSTILE, warnings=caveats, tiles=tiles, answers=answers)
+    given = dataclasses.replace(run_of(*rows), notes=[HOSTILE], warnings=caveats, tiles=tiles, answers=answers)
     provenance = {"command": HOSTILE, "host": {"name": HOSTILE}, HOSTILE: HOSTILE}
     given = dataclasses.replace(given, run_id=HOSTILE, provenance=provenance)
     text = page.render(given)
@@ -468,12 +468,12 @@ def test_colours_can_be_read_in_every_theme() -> None:
         assert look.fill == "none" or contrast(look.fill, look.ink) >= 4.5
 
 
-def test_markdown_has_the_verdict_the_table_and_no_markup_of_users() -> None:
+def test_markdown_has_the_notes_the_table_and_no_markup_of_users() -> None:
     text = markdown.render(gpu_run())
     rows = [line for line in text.splitlines() if line.startswith("|")]
     assert len(rows) == 2 + 20 + 2 + 18 + 2 + 16
     assert len({line.replace(r"\|", "").count("|") for line in rows[:22]}) == 1
-    assert gpu_run().verdict.partition(" [")[0] in text
+    assert gpu_run().notes[0].partition(" [")[0] in text
     assert HOSTILE not in text
     assert "MEASURED" in text
     assert "skipped: needs" in text

@@ -56,7 +56,7 @@ def test_a_trial_that_is_noisy_again_is_kept_and_labelled_and_not_measured_a_thi
     outcome = run(CASES[:3], store, rounds=2, patience_s=1)
     assert measured(outcome, store) == (7, 6, {"during": "1 trial(s) ran under too much foreign load"})
     content = showing.report_of(store.runs()[0], store.trials(outcome.run_id))
-    assert content.verdict.endswith("NOISY: 1 trial(s) ran under too much foreign load.")
+    assert content.notes[-1].endswith("NOISY: 1 trial(s) ran under too much foreign load.")
     assert ["NOISY" in row.labels for row in content.rows].count(True) == 1
 
 
@@ -149,7 +149,7 @@ def test_a_busy_machine_is_waited_for_and_the_run_labelled_when_it_stays_busy(st
     outcome = run(CASES[:1], store, rounds=1, patience_s=0)
     assert list(measured(outcome, store)[2]) == ["before"]
     content = showing.report_of(store.runs()[0], store.trials(outcome.run_id))
-    assert "NOISY: other processes took 50%" in content.verdict
+    assert "NOISY: other processes took 50%" in " ".join(content.notes)
 
 
 @pytest.mark.usefixtures("quick")
@@ -158,4 +158,4 @@ def test_a_load_that_cannot_be_told_is_not_called_quiet(store, monkeypatch):
     outcome = run(CASES[:1], store, rounds=1)
     content = showing.report_of(store.runs()[0], store.trials(outcome.run_id))
     assert "it is unknown whether other processes used the cores: no counts here" in map(str, content.warnings)
-    assert "NOISY" not in content.verdict
+    assert "NOISY" not in " ".join(content.notes)

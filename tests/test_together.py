@@ -182,7 +182,7 @@ def test_interference_is_the_ratio_to_the_step_alone() -> None:
         for number in range(3):
             steps = tuple(Step(step_s * (1 + 0.001 * k), False, float(k)) for k in range(5))
             trials.append(Trial(case=case, verified=Verified.BITWISE, steps=steps, round=number))
-    said = Report.of(trials, run_id="r", started_s=0.0, provenance={}).verdict
+    said = " ".join(Report.of(trials, run_id="r", started_s=0.0, provenance={}).notes)
     assert (
         "Interference, as the ratio to the same step alone: concurrent with lstm: 1.30× (1.29–1.31) in mlp single x1"
         in said

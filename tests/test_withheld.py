@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.analysis import diagnosis, findings, imbalance, ladder, stats, summary
+from dpbench.analysis import findings, imbalance, ladder, stats, summary
+from dpbench.analysis.answer import answers
 from dpbench.analysis.findings import text
 from dpbench.analysis.report import Report
 from dpbench.cli import progress
 from dpbench.cli.showing import report_of
+from dpbench.hardware.provenance import Resources
 from dpbench.records import Case, Phase, Sample, Source, Span, Step, Trial, Verified
 from dpbench.records import words as explained
 from dpbench.report import figures, markdown, page
@@ -53,7 +55,8 @@ DOUBTFUL = {
 
 
 def terminal(shown: Report) -> str:
-    return "\n".join([progress.table(shown.rows, shown.ladders), shown.verdict, *map(str, shown.warnings)])
+    said = [answer.text for answer in shown.answers]
+    return "\n".join([*said, progress.table(shown.rows, shown.ladders), *shown.notes, *map(str, shown.warnings)])
 
 
 def test_three_sound_rounds_are_shown_in_full() -> None:
@@ -72,8 +75,10 @@ def test_what_is_in_doubt_is_in_no_headline_and_on_no_axis(name: str) -> None:
     assert dp.step.doubt
     assert dp.speedup.doubt
     assert shown.tiles == []
-    assert "×" not in shown.verdict.replace("ideal", "")
-    assert "Not enough rounds for the speed-up of ddp on mlp, dp on mlp; more rounds (--rounds N" in shown.verdict
+    (answer,) = shown.answers
+    assert "×" not in answer.text
+    assert answer.headline.startswith("cannot tell: ")
+    assert "--rounds" in answer.command
     sections = {section.id: section for section in figures.sections(shown)}
     assert sections["speedup"].panels == []
     assert sections["speedup"].note == "2 cases are not drawn: not enough rounds."
@@ -166,7 +171,8 @@ def test_a_prediction_is_shown_although_it_has_no_rounds() -> None:
     assert [row.step.n for row in rows if row.step] == [0, 0]
     assert [row.step.doubt for row in rows if row.step] == [None, None]
     assert "not enough rounds" not in progress.table(rows)
-    assert "1.50×" in diagnosis.verdict(rows)
+    (answer,) = answers(rows, Resources())
+    assert "1.50×" in answer.headline
 
 
 def test_a_ladder_draws_no_rung_in_doubt_and_crowns_none() -> None:
@@ -201,7 +207,9 @@ def test_weak_scaling_is_named_beside_a_speed_up_that_is_shown() -> None:
     shown = content(rounds(SINGLE, 0.02), rounds(replace(DP, batch_size=128), 0.03))
     (line,) = [line for line in progress.table(shown.rows).splitlines() if re.match(r"mlp +dp ", line)]
     assert "1.33x weak" in line
-    assert shown.verdict.startswith("On 2 logical CPU devices (weak scaling), dp gives 1.33× ")
+    (answer,) = shown.answers
+    assert answer.headline.startswith("on this CPU, use dp on 2 logical CPU devices: 1.33× ")
+    assert answer.headline.endswith(", weak scaling")
 
 
 def test_the_page_and_the_documents_describe_one_kind_of_interval() -> None:

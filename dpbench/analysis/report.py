@@ -34,7 +34,8 @@ class Report:
     """The analysis of one run.
 
     `self_check` has one line of text for each result of the run's self-check, and one for each model on which the
-    operators of the engine and of torch.nn.DataParallel were counted.
+    operators of the engine and of torch.nn.DataParallel were counted. `notes` are sentences on ladders, habits, hosts,
+    the engine's cost and noise.
     """
 
     run_id: str
@@ -44,7 +45,7 @@ class Report:
     trials: Sequence[Trial]
     rows: Sequence[summary.Row]
     ladders: Sequence[ladder.Ladder]
-    verdict: str
+    notes: Sequence[str]
     tiles: Sequence[diagnosis.Tile]
     warnings: Sequence[caveats.Caveat]
     diagnoses: Sequence[findings.Diagnosis]
@@ -68,16 +69,10 @@ class Report:
         ladders, costs = ladder.ladders(rows), engine_cost.engine_costs(rows, trials)
         return cls(
             run_id=run_id, started_s=started_s, provenance=provenance, trials=trials, rows=rows, ladders=ladders,
-            verdict=" ".join(
-                filter(
-                    None,
-                    [
-                        diagnosis.verdict(rows, ladders), *hosts.sentences(trials), engine_cost.sentence(costs),
-                        diagnosis.habits(rows, trials),
-                    ],
-                )
-            )
-            + _noisy(provenance),
+            notes=tuple(filter(None, (
+                diagnosis.climbs(ladders), *hosts.sentences(trials), engine_cost.sentence(costs),
+                *diagnosis.habits(rows, trials), _noisy(provenance),
+            ))),
             answers=answer.answers(rows, machine), engine_costs=costs, tiles=diagnosis.tiles(rows, ladders),
             warnings=caveats.caveats(rows, trials, provenance, status),
             diagnoses=findings.diagnose(rows, trials, machine), self_check=(*self_check, *engine_cost.counts(costs)),
@@ -117,4 +112,4 @@ class Report:
 def _noisy(provenance: Mapping[str, Any]) -> str:
     """Return the label NOISY and its reasons if other processes used too much of the cores during the run, else ""."""
     reasons = provenance.get("noisy")
-    return f" {foreign_load.NOISY}: {'; '.join(reasons.values())}." if reasons else ""
+    return f"{foreign_load.NOISY}: {'; '.join(reasons.values())}." if reasons else ""

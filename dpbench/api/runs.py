@@ -82,7 +82,7 @@ class Run:
     def verdict(self) -> str:
         """Return the answers as text, one paragraph per answer, each with its labels."""
         said = [" ".join([one.text, *(f"[{label}]" for label in one.labels)]) for one in self.answers]
-        return "\n\n".join(said) or self.analysis.verdict
+        return "\n\n".join(said) or "Nothing was measured."
 
     @property
     def warnings(self) -> Sequence[str]:

@@ -37,9 +37,9 @@ from dpbench.cli.options import (  # fmt: skip
 from dpbench.cli.showing import (
     choose,
     print_answers,
+    print_notes,
     print_plan,
     print_table,
-    print_verdict,
     print_warnings,
     report_of,
     write_report,
@@ -247,7 +247,7 @@ def run(
     store: Path, report: Path | None, interface: str | None, as_json: bool, dry_run: bool, quiet: bool, verbose: bool,
     **options: Any,
 ) -> None:  # fmt: skip
-    """Measure cases in fresh processes, store every trial, and print a table and a verdict.
+    """Measure cases in fresh processes, store every trial, and print the answers and a table.
 
     Without options that select cases, dpbench selects cases that fit this machine. The same command resumes an
     interrupted run. Under torchrun, or as several tasks of srun, every process is one rank of the cases, and rank 0
@@ -340,7 +340,7 @@ def _measure(output: _Output, cluster: Cluster | None, asked: Options) -> NoRetu
             where = [] if output.store == STORE else ["--store", str(output.store)]
             print_answers(shown.answers, shlex.join(["dpbench", "explain", "--run", chosen.id[:8], *where]))
             print_table(shown)
-            print_verdict(shown)
+            print_notes(shown)
         click.echo(f"report: {written}   store: {output.store}   run: {outcome.run_id[:8]}", err=True)
     except BrokenPipeError:
         last_words(f"the output was closed; the run is complete: `dpbench report --run {outcome.run_id[:8]}` shows it")

@@ -213,7 +213,7 @@ class Result:
 
     run: RunFacts
     answers: Sequence[AnswerFacts]
-    verdict: str
+    notes: Sequence[str]
     warnings: Sequence[str]
     self_check: Sequence[str]
     cases: Sequence[CaseResult]
@@ -225,7 +225,7 @@ class Result:
         cases = [*dict.fromkeys(row.case for row in report.rows)]
         return cls(
             run=RunFacts.of(run, cases), answers=[AnswerFacts.of(one) for one in report.answers],
-            verdict=report.verdict, warnings=[*map(str, report.warnings)], self_check=report.self_check,
+            notes=report.notes, warnings=[*map(str, report.warnings)], self_check=report.self_check,
             cases=[CaseResult.of(row) for row in report.rows],
         )  # fmt: skip
 

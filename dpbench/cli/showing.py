@@ -1,4 +1,4 @@
-"""Showing: print the table and the verdict of a run, and write its report page."""
+"""Showing: print the answers and the table of a run, and write its report page."""
 
 from __future__ import annotations
 
@@ -134,9 +134,10 @@ def print_warnings(report: Report) -> None:
         click.echo(f"{case}: {ended}", err=True)
 
 
-def print_verdict(report: Report) -> None:
-    """Print a report's verdict and self-check to stdout."""
-    click.echo(f"\n{report.verdict}")
+def print_notes(report: Report) -> None:
+    """Print a report's notes and self-check to stdout."""
+    for note in report.notes:
+        click.echo(f"\n{note}")
     for line in report.self_check:
         click.echo(f"self-check: {line}")
 

@@ -67,9 +67,10 @@ def _code(text: str) -> str:
 
 
 def _ratios(report: Report) -> str:
-    """Return the verdict of a run, and its tiles as a list."""
+    """Return the notes of a run and its tiles, as two lists."""
     tiles = (f"- **{_said(tile.value)}** {_said(tile.caption)}{_labels(tile.labels)}" for tile in report.tiles)
-    return "\n\n".join(filter(None, (f"> {_said(report.verdict, 4000)}", "\n".join(tiles))))
+    notes = (f"- {_said(note, 4000)}" for note in report.notes)
+    return "\n\n".join(filter(None, ("\n".join(notes), "\n".join(tiles))))
 
 
 def _machines(report: Report) -> str:

@@ -61,15 +61,15 @@ class Look(NamedTuple):
 
 
 PHASES: Mapping[str, Look] = {
-    Phase.DATA: Look("#957278", "#000000", "data"),
+    Phase.DATA: Look("#9a7271", "#000000", "data"),
     Phase.SCATTER: Look("#909060", "#000000", "scat"),
-    Phase.REPLICATE: Look("#ff430c", "#000000", "repl"),
-    Phase.FORWARD: Look("#3e95ff", "#000000", "fwd"),
-    Phase.GATHER: Look("#db5dc6", "#000000", "gath"),
-    Phase.LOSS: Look("#89919c", "#000000", "loss"),
-    Phase.BACKWARD: Look("#754dd1", "#ffffff", "bwd"),
-    Phase.REDUCE: Look("#c03030", "#ffffff", "red"),
-    Phase.OPTIMIZER: Look("#19698b", "#ffffff", "opt"),
+    Phase.REPLICATE: Look("#fd3810", "#000000", "repl"),
+    Phase.FORWARD: Look("#358eff", "#000000", "fwd"),
+    Phase.GATHER: Look("#d857c2", "#000000", "gath"),
+    Phase.LOSS: Look("#858d98", "#000000", "loss"),
+    Phase.BACKWARD: Look("#8542db", "#ffffff", "bwd"),
+    Phase.REDUCE: Look("#b63b35", "#ffffff", "red"),
+    Phase.OPTIMIZER: Look("#237991", "#ffffff", "opt"),
     UNATTRIBUTED: Look("none", FOREGROUND, "unattr"),
 }
 """The look of each phase in every drawing; unattributed time is not filled, and has a dashed edge.
