@@ -233,11 +233,12 @@ def ratio_of(one: Row, other: Row) -> Estimate:
 def questions(rows: Iterable[Row]) -> list[Question]:
     """Return the questions of a run, those at the usual settings first.
 
-    Cases of strong and of weak scaling that have the same baseline belong to two questions. Emulated devices are left
-    out for models that were also measured on other devices. A batch size with one-device cases only is left out for
-    models that have cases on several devices.
+    Cases of strong and of weak scaling that have the same baseline belong to two questions. Left out are cases beside
+    another model, and emulated devices for models that were also measured on other devices. A batch size with
+    one-device cases only is left out for models that have cases on several devices.
     """
-    table = {(row.case, row.source): row for row in rows if row.case.options != plan.LIMIT}
+    asks = (row for row in rows if row.case.options != plan.LIMIT and not row.case.neighbour)
+    table = {(row.case, row.source): row for row in asks}
     groups: dict[tuple[Case, Source, bool], list[Row]] = {}
     for (case, source), row in table.items():
         home = next((one for one in homes(case) if (one, source) in table), homes(case)[0])
