@@ -62,7 +62,8 @@ MINE = textwrap.dedent('''
 
 def shown_everywhere(dpbench: Command, name: str) -> None:
     """Run every reader in this process; each shows the strategy by its name."""
-    for reader in (("report", "--md"), ("explain",), ("export", "csv"), ("export", "trace"), ("export", "pyperf")):
+    exports = [("export", kind) for kind in ("csv", "trace", "pyperf")]
+    for reader in (("report", "--md"), ("explain", "--all"), *exports):
         code, out, err = dpbench(*reader)
         assert code == 0, err
         assert name in out, reader

@@ -188,9 +188,10 @@ def _check_version(path: Path, db: sqlite3.Connection) -> None:
 
     Unlike the first bytes of the file, the database also includes changes that are still in its write-ahead log.
     """
+    # tables first: another process that creates the store commits its tables and its id together
+    (tables,) = db.execute("SELECT count(*) FROM sqlite_master").fetchone()
     (version,) = db.execute("PRAGMA user_version").fetchone()
     (application,) = db.execute("PRAGMA application_id").fetchone()
-    (tables,) = db.execute("SELECT count(*) FROM sqlite_master").fetchone()
     _refuse_newer(path, version)
     if tables and application != APPLICATION_ID:
         raise StoreError(

@@ -22,6 +22,8 @@ Devices = Sequence[Device | DeviceId]
 
 def as_devices(devices: Devices) -> list[Device]:
     """Return `devices` as a list; if they are ids, `resolve` converts them to devices."""
+    if isinstance(devices, DeviceId):
+        return resolve(devices)  # which refuses a single id
     given: list[Any] = list(devices)
     return given if given and hasattr(given[0], "put") else resolve(given)
 
