@@ -512,3 +512,16 @@ def test_sizes_are_binary_and_lines_are_cut_with_wide_letters_counted_twice() ->
     assert words.size(2**50 * 5.0) == "5,120 TiB"
     assert naming.clip("模型模型", 5) == "模…"
     assert naming.clip("a\n b\x00", 5) == "a b"
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({"foreign_load": {"foreign": 0.01}, "noisy": {}}, "below 10% of the cores"),
+        ({"foreign_load": {"foreign": 0.9}, "noisy": {"load": "90%"}}, "NOISY"),
+        ({"foreign_load": {"unknown": "no /proc/stat"}, "noisy": {}}, None),
+    ],
+)
+def test_the_head_of_the_page_says_whether_other_processes_used_the_cores(facts: dict, said: str | None) -> None:
+    report = dataclasses.replace(gpu_run(), provenance={**PROVENANCE, **facts})
+    assert dict(naming.facts(report)).get("other load") == said

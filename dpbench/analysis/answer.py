@@ -260,7 +260,7 @@ def _loses(row: Row, question: Question) -> str:
         return said
     most = max(sorted(phases), key=lambda name: phases[name])
     where = "Python code between the phases" if most == UNATTRIBUTED else most
-    return f"{said}; {where} adds {words.time(phases[most])}"
+    return f"{said}; {where} adds most, {words.time(phases[most])}"
 
 
 def _certainty(question: Question, decision: Decision) -> str:
@@ -277,7 +277,7 @@ def _certainty(question: Question, decision: Decision) -> str:
     elif decision.basis in (Basis.GAIN, Basis.NO_GAIN):
         judged = [decision.row] if decision.basis is Basis.GAIN else question.candidates
         rounds = min(row.speedup.n for row in judged if row and row.speedup)
-        said.append(f"decided at the 95% level from {words.count(rounds, 'round')}")
+        said.append(f"compared with one device, decided at the 95% level from {words.count(rounds, 'round')}")
     if decision.row:
         said += _gaps(question, decision.row)
     if decision.row and decision.open:

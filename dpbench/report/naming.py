@@ -13,6 +13,7 @@ from typing import Any
 from dpbench.analysis.ladder import short
 from dpbench.analysis.report import Report
 from dpbench.analysis.summary import Row
+from dpbench.hardware import foreign_load
 from dpbench.records import Case, Source, Trial, words
 from dpbench.records.trial import Estimate
 
@@ -136,6 +137,7 @@ def facts(report: Report) -> list[tuple[str, str]]:
         ("date", _date(report.started_s)),
         ("host", f"{host.get('name', 'unknown')}, {host.get('cpu', 'unknown CPU')}{cores}"),
         ("GPUs", gpus(provenance.get("gpus") or {})),
+        *([("other load", load)] if (load := _other_load(provenance)) else []),
         ("torch", str(packages.get("torch", "unknown"))),
         ("dpbench", _code(provenance.get("dpbench") or {})),
         *([("project", _code(provenance["project"]))] if provenance.get("project") else []),
@@ -146,6 +148,14 @@ def facts(report: Report) -> list[tuple[str, str]]:
 def _date(seconds: float) -> str:
     """Return a time, in seconds since the epoch, as text; "unknown" for 0, which exported trials have."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC") if seconds else "unknown"
+
+
+def _other_load(provenance: Mapping[str, Any]) -> str:
+    """Return a text on the load of other processes on the cores; "" for a run that did not measure it."""
+    if provenance.get("noisy"):
+        return foreign_load.NOISY
+    known = "foreign" in (provenance.get(foreign_load.FACT) or {})
+    return f"below {foreign_load.LIMIT:.0%} of the cores" if known else ""
 
 
 def gpus(found: Mapping[str, Any]) -> str:
