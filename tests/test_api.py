@@ -21,8 +21,8 @@ from dpbench.analysis.findings import text
 from dpbench.analysis.findings.rule import overlap
 from dpbench.cli import running
 from dpbench.measure import launch
-from dpbench.measure.options import Options
 from dpbench.records import Case, Phase, Status, Step, Trial, Verified
+from dpbench.records.options import Options
 from dpbench.store import Naming, Store, StoreError
 from tests import commands, standing_in
 from tests.exported import DP, PROVENANCE, made, stored

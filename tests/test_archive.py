@@ -13,7 +13,7 @@ from dpbench.cli import showing
 from dpbench.cli.options import LATEST
 from dpbench.records import Case, Source, Status
 from dpbench.report import archive
-from tests.test_report import HOSTILE, Row, Tags, answer, made, run_of
+from tests.report_rows import HOSTILE, Row, Tags, answer, made, run_of
 
 CASE = Case(model="mlp", strategy="single", batch_size=8)
 LOST = Row(case=CASE, source=Source.MEASURED, status=Status.OOM, reason="no room")

@@ -15,8 +15,8 @@ import pytest
 
 from dpbench.report import archive, page
 from tests import axe
+from tests.report_rows import colocated_cpu_and_weak, gpu_page, gpu_run, ran, run_of
 from tests.test_ladder import content
-from tests.test_report import colocated_cpu_and_weak, gpu_page, gpu_run, ran, run_of
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 DRIVER = shutil.which("chromedriver")

@@ -18,7 +18,7 @@ from dpbench.cli.predicting import predict
 from dpbench.cli.running import run
 from dpbench.hardware import foreign_load
 from dpbench.hardware.provenance import Resources
-from dpbench.measure.options import cases_of
+from dpbench.measure.selection import cases_of
 from dpbench.records import Case, Fault, Source, Status, Trial, plan
 from dpbench.records.trial import Estimate
 from tests.test_options import parsed

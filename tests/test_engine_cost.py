@@ -15,10 +15,11 @@ from dpbench.analysis.report import Report
 from dpbench.analysis.summary import rows
 from dpbench.hardware.devices import open_devices
 from dpbench.hardware.devices.host import counting
-from dpbench.measure.options import Options, cases_of
+from dpbench.measure.selection import cases_of
 from dpbench.measure.worker.trial import run_together
 from dpbench.models import load as load_model
 from dpbench.records import Case, Effort, Step, Trial, Verified, no_mark, plan
+from dpbench.records.options import Options
 from dpbench.records.trial import DISPATCHED, Estimate
 from dpbench.strategies import load
 

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from dpbench import cli, models
 from dpbench.analysis import validity
 from dpbench.hardware import foreign_load
-from dpbench.measure import checks, options
+from dpbench.measure import checks, selection
 from dpbench.measure import run as runner
 from dpbench.measure.server import Server
 from dpbench.records.trial import Estimate
@@ -39,7 +39,7 @@ def _shown_whatever_the_noise() -> Iterator[None]:
 def folder(tmp_path_factory: pytest.TempPathFactory, server: Server) -> Path:
     path = tmp_path_factory.mktemp("explain")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(options, "SELF_CHECK_SCALE", 0.02)
+        patch.setattr(selection, "SELF_CHECK_SCALE", 0.02)
         patch.setattr(checks, "ROUNDS", 2)
         for module in (runner, checks):
             patch.setattr(module, "Server", lambda scratch: nullcontext(server))

@@ -16,9 +16,9 @@ from hypothesis import given
 
 from dpbench.cli.options import Bytes
 from dpbench.measure import batch_search
-from dpbench.measure.options import Options
 from dpbench.measure.worker import trial as trials
 from dpbench.records import Case, Status, Trial, plan
+from dpbench.records.options import Options
 from dpbench.store import Store
 from tests.exported import Command
 

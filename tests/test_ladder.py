@@ -16,7 +16,7 @@ from dpbench.analysis.report import Report
 from dpbench.cli import progress
 from dpbench.records import Case, Phase, Source, Span, Status, Step, Trial, Verified, plan, schedule
 from dpbench.report import figures, markdown, page
-from tests.test_report import badges, part
+from tests.report_rows import badges, part
 
 GAINS = {
     "reference": 1.0, "pool": 0.85, "cached": 0.6, "flat_storage": 0.6, "persistent": 0.55, "local_loss": 0.55,

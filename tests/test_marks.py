@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 from dpbench.records import Case, Source, words
 from dpbench.report import figures, marks, naming, speedup, svg
 from dpbench.report.svg import Panel
-from tests.test_report import HOSTILE, colocated_cpu_and_weak, made, many
+from tests.report_rows import HOSTILE, colocated_cpu_and_weak, made, many
 
 ROWS = [made(Case(model="mlp", strategy="dp", schedule=f"r{i}", batch_size=8), 0.1 / (i + 1)) for i in range(5)]
 

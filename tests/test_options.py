@@ -11,7 +11,8 @@ import click
 import pytest
 
 from dpbench.cli import running
-from dpbench.measure.options import Options, cases_of
+from dpbench.measure.selection import cases_of
+from dpbench.records.options import Options
 
 ELSEWHERE = {"report", "interface", "store", "help", "as_json", "dry_run", "quiet", "verbose"}
 """The options of `dpbench run` that say neither what to measure nor how: files, output, and the network of a launch."""

@@ -19,10 +19,10 @@ from dpbench.measure import forecast
 from dpbench.measure import run as runner
 from dpbench.measure.batch_search import Found
 from dpbench.measure.forecast import Forecast
-from dpbench.measure.options import Options
 from dpbench.measure.run import Ended, Note, Outcome, Started
 from dpbench.predict.cases import Need, WhatIf
 from dpbench.records import Case, Status, Trial
+from dpbench.records.options import Options
 from dpbench.store import Store
 from tests.exported import DP, PROVENANCE, is_error, made, stored
 

@@ -9,7 +9,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from dpbench.records import Case, choices, plan, registry, schedule
+from dpbench.records import Case, options, plan, registry, schedule
 
 MODELS, STRATEGIES = registry.names("models"), registry.names("strategies")
 
@@ -25,7 +25,7 @@ axes = st.fixed_dictionaries(
         "models": st.lists(st.sampled_from(MODELS), min_size=1, max_size=3),
         "strategies": st.lists(st.sampled_from(STRATEGIES), min_size=1, max_size=4),
         "devices": st.lists(st.integers(1, 8), min_size=1, max_size=3),
-        "size": st.sampled_from(choices.SIZES),
+        "size": st.sampled_from(options.SIZES),
         "precision": st.sampled_from(["fp32", "bf16", "fp16"]),
     }
 )
@@ -125,9 +125,9 @@ def test_users_own_models_pass_unread() -> None:
         # what and where, the numbers, the way out
         ({"models": ["mpl"]}, ["unknown model 'mpl'", *MODELS, "did you mean 'mlp'"]),
         ({"strategies": ["ddpp"]}, ["unknown strategy 'ddpp'", *STRATEGIES, "did you mean 'ddp'"]),
-        ({"size": "medium"}, ["unknown size 'medium'", *choices.SIZES]),
-        ({"precision": "fp8"}, ["unknown precision 'fp8'", *choices.PRECISIONS]),
-        ({"device_kind": "tpu"}, ["unknown device kind 'tpu'", *choices.DEVICE_KINDS]),
+        ({"size": "medium"}, ["unknown size 'medium'", *options.SIZES]),
+        ({"precision": "fp8"}, ["unknown precision 'fp8'", *options.PRECISIONS]),
+        ({"device_kind": "tpu"}, ["unknown device kind 'tpu'", *options.DEVICE_KINDS]),
         ({"placement": "spred"}, ["unknown placement 'spred'", "did you mean 'spread'"]),
         ({"schedules": ["refrence"]}, ["unknown schedule 'refrence'", "reference"]),
         ({"devices": [0]}, ["devices", "at least 1", "got 0"]),
@@ -157,7 +157,7 @@ def laddered(**changed: Any) -> list[Case]:
 
 @hypothesis.given(
     st.lists(st.integers(1, 5), min_size=1, max_size=3), st.sampled_from(["batch_sizes", "batch_per_device"]), batches,
-    st.sampled_from(choices.DEVICE_KINDS),
+    st.sampled_from(options.DEVICE_KINDS),
 )  # fmt: skip
 def test_a_ladder_has_every_rung_its_ablations_and_rivals_once(
     devices: list[int], axis: str, sizes: list[int], kind: str
@@ -200,7 +200,7 @@ def test_equal_schedules_are_one_case() -> None:
     assert [(case.schedule, case.devices) for case in cases] == [("cached", 1), ("cached", 2)]
 
 
-@pytest.mark.parametrize("kind", choices.DEVICE_KINDS)
+@pytest.mark.parametrize("kind", options.DEVICE_KINDS)
 def test_defaults_can_be_planned(kind: str) -> None:
     strategies = plan.default_strategies(kind)
     assert set(strategies) <= set(STRATEGIES)

@@ -45,7 +45,7 @@ def preset() -> dict[str, str]:
 
 
 def check(works: Sequence[str], variables: Mapping[str, str], prefix: Sequence[str] = ()) -> None:
-    """Watch the sockets of works, a trial or the probe's ranks, in a process of their own."""
+    """Watch the sockets of works, a trial or the ranks of the probe, in another process."""
     env = os.environ | variables | {"PYTHONPATH": str(ROOT)}
     command = [*prefix, sys.executable, "-m", "tests.listening", *works]
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)

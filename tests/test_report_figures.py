@@ -11,7 +11,7 @@ import pytest
 from dpbench.records import Case, Phase, Source, Status, Step, Trial
 from dpbench.records.trial import Estimate
 from dpbench.report import figures, page, small_multiples, speedup, svg, swim_lanes, table, timeline
-from tests.test_report import colocated_cpu_and_weak, gpu_page, gpu_run, made, many, of_rows, part, ran, run_of, spread
+from tests.report_rows import colocated_cpu_and_weak, gpu_page, gpu_run, made, many, of_rows, part, ran, run_of, spread
 
 
 def test_parts_of_a_bar_sum_to_the_step() -> None:

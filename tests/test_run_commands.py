@@ -68,7 +68,7 @@ def test_however_it_is_ended_the_same_command_completes_the_run_once_without_rep
         ended = commands.end(process, how)
         assert folder.mark.settles(0) == "", f"{how}: these have outlived the command"
         rows = folder.final()
-        assert rows[: len(kept)] == kept, "what was final has changed"
+        assert rows[: len(kept)] == kept, "the final trials have changed"
         kept = rows
         assert ended == code if code is not None else ended != 0
         if "kill" not in how:

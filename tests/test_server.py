@@ -442,4 +442,4 @@ def test_nothing_but_its_log_is_left_in_the_scratch_folder_that_another_trial_co
     assert works(server)
     assert works(server)
     new = {entry.name for entry in scratch.iterdir()} - first
-    assert len(new) in (0, 2), "each trial has a folder of its own"
+    assert len(new) in (0, 2), "each trial has its own folder"

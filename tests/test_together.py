@@ -17,10 +17,11 @@ import torch
 from dpbench import strategies
 from dpbench.analysis.report import Report
 from dpbench.hardware import processes
-from dpbench.measure.options import Options, cases_of
+from dpbench.measure.selection import cases_of
 from dpbench.measure.verification import Verdict
 from dpbench.measure.worker import neighbour, trial
 from dpbench.records import Case, Effort, Status, Step, Trial, Verified, plan, registry
+from dpbench.records.options import Options
 from dpbench.strategies import Strategy
 
 CASE = Case(model="mlp", strategy="single", batch_size=4, neighbour="mlp")

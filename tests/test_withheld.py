@@ -116,8 +116,8 @@ def test_a_sound_step_without_a_sound_speed_up_is_still_shown() -> None:
     assert dp.speedup.doubt
     (diagnosis,) = shown.diagnoses
     unknown = "take 20.0 ms per step; not enough rounds for the gain over one device (the estimate's interval spans"
-    assert unknown in diagnosis.answer
-    assert "perfect scaling" not in diagnosis.answer
+    assert unknown in diagnosis.text
+    assert "perfect scaling" not in diagnosis.text
 
 
 def test_exports_keep_the_numbers_and_say_that_reports_withhold_them(
@@ -179,7 +179,7 @@ def test_a_ladder_draws_no_rung_in_doubt_and_crowns_none() -> None:
     def rung(name: str, step_s: float, factors: tuple[float, ...] = (1.0, 1.01, 0.99)) -> list[Trial]:
         return rounds(replace(DP, schedule=name), step_s, factors)
 
-    # the cached rung has the least median, of rounds that say nothing
+    # the cached rung has the least median, from rounds that differ too much
     shown = content(
         rounds(SINGLE, 0.03), rung("reference", 0.02), rung("pool", 0.015), rung("cached", 0.001, (1.0, OUTLIER, 1.01))
     )

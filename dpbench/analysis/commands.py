@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 import shlex
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
+from typing import Any
 
 from dpbench.analysis import stats
 from dpbench.analysis.decision import Basis, Choice, Decision, Question, best_of
 from dpbench.analysis.summary import Row
 from dpbench.hardware.provenance import Resources
-from dpbench.records import Case, Fault, Source, Status, choices, registry, schedule
+from dpbench.records import HABITS, Case, Fault, Source, Status, registry, schedule
+from dpbench.records.options import AUTO, Options
 from dpbench.records.registry import Role
 from dpbench.records.trial import Estimate
 
@@ -21,14 +23,15 @@ GPUS = "rtx-3090-x8"
 """The described machine for which a prediction is suggested to a user without several GPUs."""
 PREDICTABLE = ("fp32", "bf16")
 """The precisions that `dpbench predict` knows."""
-_DEFAULT = {f.name: f.default for f in fields(Case)}
 
 
-def measure(cases: Sequence[Case], *extra: str, machine: Resources) -> str:
-    """Return the `dpbench run` command that measures `cases`, which must differ only in strategy, devices and batch.
+def measure(cases: Sequence[Case], *, machine: Resources, **how: Any) -> str:
+    """Return the `dpbench run` command that measures `cases`.
+
+    The cases must differ only in strategy, schedule, devices, batch and habits of the training loop.
 
     The command may select further cases: all combinations of the strategies, the numbers of devices and the batch
-    sizes. `extra` are further arguments. The command names the kind of devices unless it is the default of `machine`.
+    sizes. `how` are further options. The command names the kind of devices unless it is the default of `machine`.
     Return "" for cases on several machines, which a single command cannot start, for models that only predictions know,
     and for a model that shares the machine with another.
     """
@@ -36,13 +39,18 @@ def measure(cases: Sequence[Case], *extra: str, machine: Resources) -> str:
     known = ":" in one.model or one.model in registry.own("models")
     if one.neighbour or any(case.hosts > 1 for case in cases) or not known:
         return ""
-    parts = ["dpbench", "run", *_model(one), *_strategies(cases), "--devices", _list(case.devices for case in cases)]
-    shares = {case.batch_size // case.devices for case in cases}
-    weak = len(shares) == 1 < len({case.batch_size for case in cases})
-    parts += (
-        ["--batch-per-device", str(*shares)] if weak else ["--batch-sizes", _list(case.batch_size for case in cases)]
-    )
-    return shlex.join([*parts, *_setting(one, machine), *_loaders(cases), *extra])
+    shares, batches = {case.batch_size // case.devices for case in cases}, {case.batch_size for case in cases}
+    weak = len(shares) == 1 < len(batches)
+    given: dict[str, Any] = {
+        **_apart("models", "model", [one.model]), **_apart("strategies", "strategy", _strategies(cases)),
+        "schedules": _schedules(cases), "devices": _sorted(case.devices for case in cases),
+        "device_ids": one.device_ids, "size": one.size, "precision": one.precision,
+        "device_kind": "" if one.device_kind == machine.device_kind else one.device_kind,
+        "placement": "" if one.placement == Case.placement else one.placement,
+        "batch_per_device" if weak else "batch_sizes": _sorted(shares if weak else batches),
+        "device_memory": one.device_memory_bytes, **{name: _unique(cases, name) for name in LOOP}, **how,
+    }  # fmt: skip
+    return Options.of(**{name: value for name, value in given.items() if value != ()}).command()
 
 
 def predict(case: Case, machine: str = GPUS) -> str:
@@ -52,9 +60,10 @@ def predict(case: Case, machine: str = GPUS) -> str:
     """
     if case.precision not in PREDICTABLE or case.habits:
         return ""
-    precision = ["--precision", case.precision] if case.precision != _DEFAULT["precision"] else []
+    precision = ["--precision", case.precision] if case.precision != Case.precision else []
+    model = ["--model" if ":" in case.model else "--models", case.model]
     return shlex.join(
-        ["dpbench", "predict", "--machine", machine, *_model(case), "--size", case.size, "--batch-sizes",
+        ["dpbench", "predict", "--machine", machine, *model, "--size", case.size, "--batch-sizes",
          str(case.batch_size), "--devices", "1,2,4,8", *precision]
     )  # fmt: skip
 
@@ -84,7 +93,7 @@ def following(question: Question, decision: Decision, machine: Resources, measur
         return predict(home)
     full = any(2 * peak > machine.memory_of(best.case, device) > 0 for device, peak in best.memory.items())
     if full or decision.basis is Basis.ONLY_FITS:
-        return measure([best.case], "--find-max-batch", machine=machine)
+        return measure([best.case], machine=machine, find_max_batch=True)
     factor = next(factor for factor in itertools.count(2) if factor * home.batch_size not in measured)
     return measure(at_batch([home, best.case], factor), machine=machine)
 
@@ -104,7 +113,7 @@ def _lacking(question: Question, decision: Decision, machine: Resources) -> str:
         two = [replace(spread, strategy=registry.of_role(role), devices=2, schedule="") for role in roles]
         return measure([spread, *two], machine=machine)
     if basis is Basis.OPEN:
-        return measure(cases, *_more(decision.open, question), machine=machine)
+        return measure(cases, machine=machine, **_more(decision.open, question))
     if basis in (Basis.NO_RESULT, Basis.LOST):
         return _again(question, cases, machine)
     return measure(cases, machine=machine)
@@ -114,13 +123,13 @@ ELSEWHERE = (Basis.ONE_DEVICE, Basis.COLOCATED)
 """The reasons without an answer for which other GPUs are needed, or a described machine with several GPUs."""
 
 
-def _more(rows: Sequence[Row], question: Question) -> tuple[str, ...]:
+def _more(rows: Sequence[Row], question: Question) -> dict[str, Any]:
     """Return the options with which more rounds should decide the speed-ups of `rows`."""
     needed = rounds_needed(rows, question)
     if needed <= ROUNDS_MOST:
-        return "--rounds", str(needed)
-    # --paired does not help cases that need a worker to themselves
-    return ("--rounds", "auto") if any(row.case.traits.alone for row in rows) else ("--rounds", "auto", "--paired")
+        return {"rounds": needed}
+    # pairs do not help cases that need a worker to themselves
+    return {"rounds": AUTO, "paired": not any(row.case.traits.alone for row in rows)}
 
 
 def _again(question: Question, cases: Sequence[Case], machine: Resources) -> str:
@@ -131,8 +140,8 @@ def _again(question: Question, cases: Sequence[Case], machine: Resources) -> str
     if any(row.status is Status.OOM and not row.step for row in question.several) and question.home.batch_size > 1:
         return measure(at_batch(cases, 0.5), machine=machine)
     ended = [row.status for row in question.several if not row.step and Fault.UNVERIFIED not in row.lost]
-    retry = [status.value for status in (Status.FAILED, Status.TIMEOUT) if status in ended]
-    return measure(cases, "--retry", ",".join(retry), machine=machine) if retry else ""
+    retry = tuple(status.value for status in (Status.FAILED, Status.TIMEOUT) if status in ended)
+    return measure(cases, machine=machine, retry=retry) if retry else ""
 
 
 def has_control(question: Question) -> bool:
@@ -151,47 +160,33 @@ def rounds_needed(rows: Sequence[Row], question: Question) -> int:
     return max(needed, default=10)
 
 
-def _model(case: Case) -> list[str]:
-    return ["--model" if ":" in case.model else "--models", case.model]
+LOOP = tuple(name for name in HABITS if hasattr(Options, name))
+"""The habits of a training loop that are options of a run."""
+
+
+def _unique(cases: Iterable[Case], name: str) -> tuple[Any, ...]:
+    """Return the values that a field has in the cases, without duplicates."""
+    return tuple(dict.fromkeys(getattr(case, name) for case in cases))
+
+
+def _sorted(values: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sorted(set(values)))
+
+
+def _apart(known: str, own: str, names: Sequence[str]) -> dict[str, Any]:
+    """Return the options for dpbench's own models or strategies (`known`), and for those of the user (`own`)."""
+    return {
+        known: tuple(name for name in names if ":" not in name), own: tuple(name for name in names if ":" in name)
+    }  # fmt: skip
 
 
 def _strategies(cases: Sequence[Case]) -> list[str]:
-    """Return the options for the strategies and schedules of the cases, the one-device strategies first."""
+    """Return the strategies of the cases, the one-device strategies first."""
     ordered = sorted(cases, key=lambda case: (not case.traits.one_device, case.devices))
-    names = [*dict.fromkeys(case.strategy for case in ordered)]
-    listed, own = [name for name in names if ":" not in name], [name for name in names if ":" in name]
-    schedules = [*dict.fromkeys(case.schedule for case in cases if case.schedule)]
-    found = ["--strategies", ",".join(listed)] if listed else []
-    for name in own:
-        found += ["--strategy", name]
-    return found + (["--schedules", ";".join(schedules)] if schedules not in ([], [schedule.REFERENCE]) else [])
+    return [*dict.fromkeys(case.strategy for case in ordered)]
 
 
-def _setting(case: Case, machine: Resources) -> list[str]:
-    """Return the options for the settings of a case that differ from the defaults of `dpbench run`."""
-    found: list[str] = []
-    if case.device_kind != machine.device_kind:
-        found += ["--device-kind", case.device_kind]
-    for name, option in (
-        ("device_ids", "--device-ids"), ("size", "--size"), ("precision", "--precision"), ("inputs", "--inputs"),
-        ("read_loss", "--read-loss"), ("zero_grad", "--zero-grad"), ("device_memory_bytes", "--device-memory"),
-        ("mode", "--mode"),
-    ):  # fmt: skip
-        value = getattr(case, name)
-        if value != _DEFAULT[name]:
-            found += [option, ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
-    if case.placement != choices.PLACEMENTS[0]:
-        found += ["--placement", case.placement]
-    return found + (["--compile"] if case.compile else [])
-
-
-def _loaders(cases: Sequence[Case]) -> list[str]:
-    """Return the option for the numbers of workers of the cases' DataLoaders, if a case has one."""
-    numbers = [*dict.fromkeys(case.loader for case in cases)]
-    named = ["off" if number == Case.loader else str(number) for number in numbers]
-    return [] if named == ["off"] else ["--loader", ",".join(named)]
-
-
-def _list(values: Iterable[int]) -> str:
-    """Return the values without duplicates, in ascending order, separated by commas."""
-    return ",".join(map(str, sorted(set(values))))
+def _schedules(cases: Sequence[Case]) -> tuple[str, ...]:
+    """Return the schedules of the cases; empty for the default schedule alone."""
+    found = tuple(dict.fromkeys(case.schedule for case in cases if case.schedule))
+    return () if found == (schedule.REFERENCE,) else found

@@ -16,7 +16,8 @@ from dpbench.api.runs import STORE, Compared, Run
 from dpbench.cli import config, showing
 from dpbench.cli.options import Detail
 from dpbench.cli.progress import Progress
-from dpbench.measure import launch, options
+from dpbench.measure import launch, selection
+from dpbench.records.options import Options
 from dpbench.store import Store
 
 __all__ = ["Compared", "Run", "load", "open_trials", "run"]
@@ -83,19 +84,19 @@ def run(
     del given["store"], given["quiet"], given["verbose"]
     if quiet and verbose:
         raise ValueError("--quiet and --verbose contradict each other: leave out one of them")
-    asked = options.Options.of(**{name: value for name, value in given.items() if value != ()})
+    asked = Options.of(**{name: value for name, value in given.items() if value != ()})
     if launch.of_environment():
         raise RuntimeError(
             "dpbench.run measures on one machine: under torchrun or srun, give the command `dpbench run`"
         )
-    cases, budget_s = options.cases_of(asked)
+    cases, budget_s = selection.cases_of(asked)
     path = Path(store)
     repeated = asked.command(*([] if str(path) == STORE else ["--store", str(path)]))
-    naming = options.naming(asked, config.command_in(Path.cwd(), repeated))
+    naming = selection.naming(asked, config.command_in(Path.cwd(), repeated))
     detail = Detail.QUIET if quiet else Detail.VERBOSE if verbose else Detail.USUAL
     with Store.create(path, naming) as opened, Progress(detail) as progress:
         try:
-            outcome = options.measure(asked, cases, opened, budget_s=budget_s, listen=progress.listen)
+            outcome = selection.measure(asked, cases, opened, budget_s=budget_s, listen=progress.listen)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(
                 f"interrupted; the finished trials are stored in {path}; to resume the run, call dpbench.run with the "

@@ -134,8 +134,8 @@ def rm(run_ids: Sequence[str], yes: bool, store: Path) -> None:
 def merge(other: Path, store: Path) -> None:
     """Copy the runs and trials of the store OTHER.db that the store of --store lacks.
 
-    What is there already is not copied again, so that the command can be repeated. If the two stores contradict each
-    other, nothing is copied, and the error names the runs and cases.
+    Trials that the store has already are not copied again, so that the command can be repeated. If the two stores
+    contradict each other, the store stays as it is, and the error names the runs and cases.
     """
     from dpbench.store import Store
 

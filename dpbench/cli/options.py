@@ -30,7 +30,7 @@ def last_words(text: str) -> NoReturn:
 
 REPORTS = Path("reports")
 LATEST = REPORTS / "latest" / "index.html"
-PAGE = f"The page to write.  [default: {LATEST}, and a page of its own below {REPORTS}/runs/]"
+PAGE = f"The page to write.  [default: {LATEST}, and the run's page below {REPORTS}/runs/]"
 """The help of the options for the page."""
 STORE = Path("dpbench.db")
 store_option = click.option(

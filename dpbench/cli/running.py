@@ -48,8 +48,8 @@ from dpbench.cli.showing import (
 if TYPE_CHECKING:
     from dpbench.measure.cluster import Cluster
     from dpbench.measure.launch import Launch
-    from dpbench.measure.options import Options
     from dpbench.records import Case, Trial
+    from dpbench.records.options import Options
     from dpbench.store import Naming
 
 
@@ -254,7 +254,7 @@ def run(
     stores and reports.
     """
     from dpbench.measure import launch
-    from dpbench.measure.options import Options
+    from dpbench.records.options import Options
 
     if quiet and verbose:
         raise click.UsageError("--quiet and --verbose contradict each other: leave out one of them")
@@ -297,18 +297,18 @@ def _agent(placed: Launch, interface: str) -> int:
 def _measure(output: _Output, cluster: Cluster | None, asked: Options) -> NoReturn:
     """Run the cases that the options select, and exit."""
     from dpbench.cli.progress import Progress
-    from dpbench.measure import options
+    from dpbench.measure import selection
     from dpbench.measure.jobs import JobsError
     from dpbench.store import FINISHED, Store
 
-    naming = options.naming(asked, output.command)
+    naming = selection.naming(asked, output.command)
     if asked.find_max_batch:
         from dpbench.measure import batch_search
 
-        cases, _ = options.cases_of(batch_search.axes(asked), cluster)
+        cases, _ = selection.cases_of(batch_search.axes(asked), cluster)
         batch_search.check(cases)
         sys.exit(_find_max_batch(cases, naming, asked.limit, output))
-    cases, budget_s = options.cases_of(asked, cluster)
+    cases, budget_s = selection.cases_of(asked, cluster)
     if output.dry_run:
         from dpbench.measure import forecast
 
@@ -318,7 +318,7 @@ def _measure(output: _Output, cluster: Cluster | None, asked: Options) -> NoRetu
     with Store.create(output.store, naming) as opened:
         try:
             with Progress(output.detail) as progress:
-                outcome = options.measure(
+                outcome = selection.measure(
                     asked, cases, opened, budget_s=budget_s, cluster=cluster, listen=progress.listen
                 )
         except KeyboardInterrupt:

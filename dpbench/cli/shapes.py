@@ -278,7 +278,7 @@ class DiagnosisFacts:
 
     label: str
     labels: Sequence[str]
-    answer: str
+    text: str
     findings: Sequence[FindingFacts]
     unjudged: Sequence[str]
 
@@ -286,7 +286,7 @@ class DiagnosisFacts:
     def of(cls, one: Diagnosis) -> DiagnosisFacts:
         """Return a diagnosis as a record."""
         return cls(
-            label=one.row.case.label, labels=one.row.labels, answer=one.answer, unjudged=one.unjudged,
+            label=one.row.case.label, labels=one.row.labels, text=one.text, unjudged=one.unjudged,
             findings=[FindingFacts.of(found) for found in one.findings],
         )  # fmt: skip
 

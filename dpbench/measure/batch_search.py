@@ -16,9 +16,9 @@ from pathlib import Path
 
 from dpbench.hardware import provenance
 from dpbench.hardware.nvml import describe
-from dpbench.measure.options import Options
 from dpbench.measure.server import Server
 from dpbench.records import Case, Effort, Status, Trial, plan, words
+from dpbench.records.options import Options
 from dpbench.records.words import aligned
 from dpbench.store import FINAL, Store
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dpbench.measure import run
-from dpbench.measure.options import AUTO, Options
 from dpbench.measure.rounds import Fixed
 from dpbench.measure.run import OVERHEAD_S
 from dpbench.measure.stopping import LEAST, UntilPrecise
 from dpbench.records import Case, Effort, words
+from dpbench.records.options import AUTO, Options
 from dpbench.store import Naming, Store
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class Known:
 
     @classmethod
     def of(cls, path: Path, options: Options, cases: Sequence[Case], naming: Naming, cluster: Cluster | None) -> Known:
-        """Return the part that the store at `path` has; nothing is known without such a file."""
+        """Return the part that the store at `path` has; it is empty without such a file."""
         if not path.exists():
             return cls()
         facts = run.collect(cluster)
@@ -105,7 +105,7 @@ class Known:
         keys = run.identity(cases, rule, facts, paired=options.paired)
         keys["plan"] = naming.identified(keys["plan"])
         with Store.read(path) as store:
-            # jobs have an identity of their own, which needs their options
+            # the identity of a run of jobs also depends on the options of the jobs
             found = None if options.launcher else store.unfinished(**keys, reopen=bool(options.retry))
             done = store.done(found, retry=options.retry) if found else ()
             return cls(durations=store.durations(keys["host"]), resumes=found or "", done=frozenset(done))

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dpbench.records import HABITS, Case, choices, registry, schedule
+from dpbench.records import HABITS, Case, options, registry, schedule
 from dpbench.records.case import TRAIN
 from dpbench.records.registry import Role
 
@@ -49,13 +49,13 @@ def sweep(
     loops = {name: habits.pop(name, (getattr(Case, name),)) for name in HABITS}
     if habits:
         raise TypeError(f"a sweep has no axis {', '.join(habits)}; the habits of a loop are {', '.join(HABITS)}")
-    choices.check_names(models, strategies, devices, [*batch_sizes, *batch_per_device])
+    options.check_names(models, strategies, devices, [*batch_sizes, *batch_per_device])
     schedules = [_schedule(text, device_kind) for text in schedules]
-    choices.check_placement(devices, device_kind, device_ids, placement)
-    choices.check_memory(device_kind, device_memory_bytes)
-    choices.one_of("size", size, choices.SIZES)
-    choices.check_precision(precision, device_kind)
-    choices.check_habits(device_kind, loops)
+    options.check_placement(devices, device_kind, device_ids, placement)
+    options.check_memory(device_kind, device_memory_bytes)
+    options.one_of("size", size, options.SIZES)
+    options.check_precision(precision, device_kind)
+    options.check_habits(device_kind, loops)
     cases = []
     for model, strategy, count in itertools.product(models, strategies, devices):
         for batch in batch_sizes or [each * count for each in batch_per_device]:
@@ -110,7 +110,7 @@ def seeds(device_kind: str, **axes: Any) -> list[Case]:
     for precision in ("bf16", "fp16"):
         found += sweep(precision=precision, **usual)
     if device_kind == "cuda":
-        return list(dict.fromkeys([*found, *sweep(inputs=choices.INPUTS, **usual)]))
+        return list(dict.fromkeys([*found, *sweep(inputs=options.INPUTS, **usual)]))
     emulated = {"devices": (2,), "device_kind": "emulated", **axes}
     found += sweep(strategies=registry.names("strategies"), **emulated)
     found += sweep(strategies=default_strategies("emulated"), inputs=("pinned", "device"), **emulated)

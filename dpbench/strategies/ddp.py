@@ -61,7 +61,7 @@ class DistributedDataParallel(Strategy):
     def skip(self, case: Case) -> str:
         """Return the reason why this strategy cannot run a case, or "" if it can.
 
-        A strategy that differs from ddp in its gradients only has no forward alone of its own.
+        A strategy that differs from ddp in its gradients only has the same forward as ddp.
         """
         if not case.trains and (self._hook or self._options or self.parts > 1):
             return f"{case.strategy} differs from ddp in its gradients only: for the forward alone, give ddp"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from dpbench.analysis import commands, stats
 from dpbench.analysis.findings import phases, scale
-from dpbench.analysis.findings.answer import answer
+from dpbench.analysis.findings.paragraph import paragraph
 from dpbench.analysis.findings.rule import (
     SMALLEST,
     CaseContext,
@@ -43,12 +43,12 @@ RULES: tuple[FindingRule, ...] = (*scale.RULES, *phases.RULES)
 class Diagnosis:
     """The explanation of one case, the diagnosed case, whose results are in `row`.
 
-    `answer` is a paragraph on the gain, the lost time and the best changes. `findings` are sorted by their cost, the
+    `text` is a paragraph on the gain, the lost time and the best changes. `findings` are sorted by their cost, the
     largest first. `unjudged` has one text for each question that the measurements of the run cannot answer.
     """
 
     row: Row
-    answer: str
+    text: str
     findings: tuple[Finding, ...]
     unjudged: tuple[str, ...]
 
@@ -71,7 +71,10 @@ def _diagnosis(context: CaseContext) -> Diagnosis:
     found.sort(key=lambda one: -one.evidence.size_s.value if one.evidence.size_s else 0.0)
     missing = [seen.what for _, seen in judged if isinstance(seen, Missing)]
     return Diagnosis(
-        row=context.row, answer=answer(context, found), findings=tuple(found), unjudged=(*missing, *_doubtful(judged))
+        row=context.row,
+        text=paragraph(context, found),
+        findings=tuple(found),
+        unjudged=(*missing, *_doubtful(judged)),
     )
 
 

@@ -96,7 +96,7 @@ def _lost(row: Row) -> str:
 
 def _lines(diagnosis: Diagnosis) -> Iterator[str]:
     yield f"[{' '.join(diagnosis.row.labels)}]"
-    yield textwrap.fill(diagnosis.answer, WIDTH)
+    yield textwrap.fill(diagnosis.text, WIDTH)
     if not diagnosis.findings:
         yield f"\n{NO_FINDING[0].upper()}{NO_FINDING[1:]}."
     for number, finding in enumerate(diagnosis.findings, 1):

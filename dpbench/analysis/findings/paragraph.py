@@ -1,4 +1,4 @@
-"""Answer: write the paragraph of a diagnosis: the gain from several devices, the lost time, and the best changes."""
+"""Paragraph: write the text of a diagnosis: the gain from several devices, the lost time, and the best changes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ LARGEST = 3
 """The paragraph names at most this number of phases, and at most this number of changes."""
 
 
-def answer(context: CaseContext, findings: Sequence[Finding]) -> str:
-    """Return the answer of a diagnosis: one paragraph about the diagnosed case.
+def paragraph(context: CaseContext, findings: Sequence[Finding]) -> str:
+    """Return one paragraph about the diagnosed case.
 
     If there are not enough rounds for its step time, the paragraph says only this.
     """

@@ -1,15 +1,13 @@
-"""Options: what a run measures and how, for `dpbench run` and `dpbench.run`, and the run that follows from them."""
+"""Selection: the cases that the options of a run select on this machine, and the run of these cases."""
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
-from dpbench.records import HABITS, Case, choices, plan, registry
-from dpbench.records.case import TRAIN
+from dpbench.records import HABITS, Case, plan, registry
+from dpbench.records.options import AUTO, Options
 from dpbench.records.registry import Role
 
 if TYPE_CHECKING:
@@ -24,148 +22,11 @@ QUICK_BUDGET_S = {"cpu": 80.0, "cuda": 180.0, "emulated": 80.0}
 The budget for GPUs is larger, because each trial creates a CUDA context and loads libraries.
 """
 AUTO_BUDGET_S = 300.0
-AUTO = "auto"
-"""The value of `rounds` with which a run adds rounds until its speed-ups are precise."""
-SCENARIOS = ("seeds",)
-LAUNCHERS = ("slurm", "local")
-AXES = (
-    "scenario", "together", "models", "model", "strategies", "strategy", "schedules", "ladder", "devices",
-    "batch_sizes", "batch_per_device",
-)  # fmt: skip
-"""The options that select cases. If none of them is given, a run is short and uses default cases."""
 SELF_CHECK_SCALE = 1.0
 """The duration of the self-check as a multiple of its default duration, which is about a minute."""
 SELF_CHECK = (
     "self-check: measuring the overhead of timing phases (marks) and of the sampler process; this takes about a minute"
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """The options of a run: which cases it measures, and how.
-
-    Each field has the name and the default of an option of `dpbench run`, whose --help explains it. An empty value
-    means the default on this machine, which `cases_of` inserts. `model` and `strategy` are the user's own.
-    """
-
-    models: tuple[str, ...] = ()
-    model: tuple[str, ...] = ()
-    strategies: tuple[str, ...] = ()
-    strategy: tuple[str, ...] = ()
-    schedules: tuple[str, ...] = ()
-    ladder: bool = False
-    scenario: str = ""
-    together: tuple[str, ...] = ()
-    devices: tuple[int, ...] = ()
-    device_ids: tuple[int | str, ...] = ()
-    device_kind: str = ""
-    placement: str = ""
-    batch_sizes: tuple[int, ...] = ()
-    batch_per_device: tuple[int, ...] = ()
-    size: str = "small"
-    precision: str = "fp32"
-    inputs: tuple[str, ...] = ("pinned",)
-    read_loss: tuple[int, ...] = (0,)
-    zero_grad: tuple[str, ...] = ("none",)
-    compile: tuple[bool, ...] = (False,)
-    loader: tuple[int, ...] = (-1,)
-    mode: tuple[str, ...] = (TRAIN,)
-    rounds: int | str = 3
-    within: float = 0.01
-    paired: bool = False
-    budget: float | None = None
-    limit: float = 120.0
-    patience: float | None = None
-    retry: tuple[str, ...] = ()
-    profile: bool = False
-    device_memory: int = 0
-    find_max_batch: bool = False
-    self_check: bool = False
-    launcher: str = ""
-    job: tuple[str, ...] = ()
-    name: str = ""
-    tag: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, **given: Any) -> Self:
-        """Return the options with these values, from the command line or from a caller in Python.
-
-        None means the default. Lists become tuples, and one value becomes a tuple of one value. Raises ValueError for a
-        value of a wrong type, and TypeError for an unknown option.
-        """
-        kinds = {one.name: str(one.type) for one in fields(cls)}
-        named = {name: value for name, value in given.items() if value is not None}
-        if unknown := sorted(named.keys() - kinds.keys()):
-            raise TypeError(registry.unknown("option", unknown[0], [*kinds]))
-        return cls(**{name: _typed(name, value, kinds[name]) for name, value in named.items()})
-
-    def __post_init__(self) -> None:
-        """Raise ValueError for a number that is out of its range, or an unknown word."""
-        if self.rounds != AUTO and (isinstance(self.rounds, str) or self.rounds < 1):
-            raise ValueError(f"--rounds: {self.rounds!r} is neither a number of rounds (1 or more) nor auto")
-        for name, least, most in (("within", 1e-4, 1.0), ("budget", 1.0, None), ("limit", 1.0, None),
-                                  ("patience", 0.0, None)):  # fmt: skip
-            value = getattr(self, name)
-            if value is not None and not least <= value <= (float("inf") if most is None else most):
-                bound = f"at least {least:g}" if most is None else f"from {least:g} to {most:g}"
-                raise ValueError(f"--{name} must be {bound}, got {value:g}")
-        for name, known in (("scenario", SCENARIOS), ("launcher", LAUNCHERS), ("device_kind", choices.DEVICE_KINDS),
-                            ("placement", choices.PLACEMENTS)):  # fmt: skip
-            if getattr(self, name) not in ("", *known):
-                raise ValueError(registry.unknown(name.replace("_", " "), getattr(self, name), [*known]))
-
-    @property
-    def quick(self) -> bool:
-        """Return whether no option selects cases, so that the run is short and uses default cases."""
-        return not any(getattr(self, axis) for axis in AXES)
-
-    def command(self, *more: str) -> str:
-        """Return the command `dpbench run` that measures the same; `more` are further arguments."""
-        words = ["dpbench", "run"]
-        for one in fields(self):
-            value, option = getattr(self, one.name), f"--{one.name.replace('_', '-')}"
-            if value == one.default:
-                continue
-            if one.name in REPEATED:
-                words += [part for item in value for part in (option, str(item))]
-            else:
-                words += [option] if value is True else [option, _text(value, one.name)]
-        return shlex.join([*words, *more])
-
-
-REPEATED = ("model", "strategy", "schedules", "job", "tag")
-"""The options that the command line repeats for each value; it takes other lists as one text with commas."""
-
-
-def _text(value: object, name: str = "") -> str:
-    """Return the value of the option `name` as the text that the command line takes."""
-    if isinstance(value, tuple):
-        return ",".join(_text(one, name) for one in value)
-    if name == "loader" and value == Case.loader:
-        return "off"
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
-
-
-KINDS: dict[str, type | tuple[type, ...]] = {"int": int, "str": str, "bool": bool, "float": (int, float)}
-
-
-def _typed(name: str, value: Any, kind: str) -> Any:
-    """Return the value of the option `name` in the type `kind`, given as the text of an annotation.
-
-    Raises ValueError for a value of another type.
-    """
-    several = kind.startswith("tuple[")
-    allowed = [one for one in kind.removeprefix("tuple[").removesuffix(", ...]").split(" | ") if one in KINDS]
-    found = tuple(value) if several and isinstance(value, Iterable) and not isinstance(value, str) else (value,)
-    for one in found:
-        # True is an int in Python, but not a number of devices
-        fits = any(isinstance(one, KINDS[each]) and isinstance(one, bool) <= (each == "bool") for each in allowed)
-        if not fits:
-            listed = f"a list of {' or '.join(allowed)}" if several else " or ".join(allowed)
-            raise ValueError(f"--{name.replace('_', '-')} must be {listed}, got {one!r} ({type(one).__name__})")
-    if several and not found:
-        raise ValueError(f"--{name.replace('_', '-')}: the list is empty; give at least one value, or leave it out")
-    return found if several else value
 
 
 def cases_of(options: Options, cluster: Cluster | None = None) -> tuple[list[Case], float | None]:
