@@ -115,6 +115,16 @@ def test_a_line_is_found_again() -> None:
     assert (start, slope) == (pytest.approx(3.0), pytest.approx(0.5))
 
 
+def test_durations_that_do_not_grow_give_the_best_measured_rate() -> None:
+    """Noise made the largest all-reduce the quickest once; its line had no slope, and its inverse no value."""
+    start, slope = host.line([(1.0, 3.0), (10.0, 2.5), (100.0, 2.0)])
+    assert slope == 2.0 / 100.0
+    assert 1.0 < start < 3.0, "the intercept is fitted to this slope"
+    noisy = [(size, {"seconds": s, "low_s": s, "high_s": s}) for size, s in ((32 * 1024, 3e-3), (2**20, 2e-3))]
+    found = {one.name: one.value for one in collective._of_reductions(noisy, 2, "gloo")}
+    assert found["all_reduce_bytes_per_s"] == pytest.approx(2**20 / 2e-3)
+
+
 @pytest.mark.parametrize("part", [host.calls, host.replication, host.threads])
 def test_every_figure_of_the_host_is_a_positive_number(part: object) -> None:
     found = list(part())  # type: ignore[operator]

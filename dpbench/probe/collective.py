@@ -78,7 +78,8 @@ def _of_reductions(found: Sequence[tuple[int, Mapping[str, float]]], ranks: int,
     line = "a line fitted to the seconds of an all_reduce as a function of the bytes that each rank sends"
     yield spread("all_reduce_start_s", starts_s, f"the intercept of {line}")
     rates = [1 / per_byte for per_byte in per_bytes]
-    yield spread("all_reduce_bytes_per_s", rates, f"the inverse slope of {line}")
+    how = f"the inverse slope of {line}, or the best rate of any size if the seconds do not grow with the bytes"
+    yield spread("all_reduce_bytes_per_s", rates, how)
 
 
 def _of_nets(found: Mapping[str, Any], rows: Mapping[str, int], ranks: int) -> Iterator[Figure]:

@@ -283,11 +283,17 @@ def lines(points: Sequence[tuple[float, Timing]]) -> tuple[tuple[float, ...], tu
 
 
 def line(points: list[tuple[float, float]]) -> tuple[float, float]:
-    """Return the intercept and the slope, both at least 0, of the line with the least squared relative errors.
+    """Return the intercept, at least 0, and the slope, above 0, of the line with the least squared relative errors.
 
-    The line is fitted to `points`, which are pairs of an amount of work and its seconds.
+    The line is fitted to `points`, which are pairs of an amount of work and its seconds. If that line has no slope,
+    because noise made larger works as quick as smaller ones, the slope is the least seconds per unit of work of all
+    points, thus the best measured rate, and only the intercept is fitted.
     """
     design = np.array([[1 / seconds, work / seconds] for work, seconds in points])
     scale = np.abs(design).max(axis=0)
     (start, slope), _ = nnls(design / scale, np.ones(len(points)))
-    return float(start / scale[0]), float(slope / scale[1])
+    if slope > 0:
+        return float(start / scale[0]), float(slope / scale[1])
+    least = min(seconds / work for work, seconds in points)
+    (start,), _ = nnls(design[:, :1] / scale[0], 1 - design[:, 1] * least)
+    return float(start / scale[0]), least
