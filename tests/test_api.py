@@ -16,14 +16,13 @@ import pandas as pd
 import pytest
 
 import dpbench as dp
-from dpbench import export
 from dpbench.analysis.findings import text
 from dpbench.analysis.findings.rule import overlap
 from dpbench.cli import running
 from dpbench.measure import launch
 from dpbench.records import Case, Phase, Status, Step, Trial, Verified
 from dpbench.records.options import Options
-from dpbench.store import Naming, Store, StoreError
+from dpbench.store import Naming, Store, StoreError, export
 from tests import commands, standing_in
 from tests.exported import DP, PROVENANCE, made, stored
 

@@ -16,13 +16,12 @@ import msgspec
 import pytest
 
 import dpbench as dp
-from dpbench import export
 from dpbench.analysis import comparison, stats
 from dpbench.analysis.report import Report
 from dpbench.cli import comparing
 from dpbench.records import Case, Phase, Span, Status, Step, Trial, Verified
 from dpbench.records.trial import Estimate
-from dpbench.store import Naming, Store
+from dpbench.store import Naming, Store, export
 from tests.exported import is_error
 
 SINGLE = Case(model="mlp", strategy="single", batch_size=64)

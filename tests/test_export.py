@@ -17,11 +17,11 @@ import pyperf
 import pytest
 import scipy.stats
 
-from dpbench import export
 from dpbench.analysis import stats
 from dpbench.analysis.summary import labels, measured
-from dpbench.export import formats
 from dpbench.records import Case, Phase, Source, Status, Step, Trial, Verified
+from dpbench.store import export
+from dpbench.store.export import formats
 from tests import exported
 from tests.exported import DP, PROVENANCE, compared, made, stored
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 FLOORS = (
-    "records", "hardware", "store", "models", "engine", "strategies", "analysis", "export", "measure", "predict",
+    "records", "hardware", "store", "models", "engine", "strategies", "analysis", "measure", "predict",
     "probe", "report", "cli", "api",
 )  # fmt: skip
 """The packages of dpbench, from the ground up: each imports only packages before it."""

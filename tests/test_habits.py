@@ -15,13 +15,13 @@ from dpbench import models, strategies
 from dpbench.analysis import transfers
 from dpbench.analysis.report import Report
 from dpbench.cli import progress
-from dpbench.export import formats
 from dpbench.hardware.devices import open_devices
 from dpbench.measure.verification import Verdict
 from dpbench.measure.worker import trial
 from dpbench.records import HABITS, HOST, Case, Effort, Phase, Status, Step, Trial, Verified, no_mark, plan
 from dpbench.records.work import Shapes
 from dpbench.report import markdown, small_multiples
+from dpbench.store.export import formats
 
 EMULATED = Case(model="mlp", strategy="single", batch_size=8, device_kind="emulated")
 FOUR = Effort(budget_s=30, min_steps=12, max_steps=12, warmup_steps=2, block_steps=7)

@@ -16,14 +16,13 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from dpbench import export
 from dpbench.analysis import summary
 from dpbench.analysis.findings import text
 from dpbench.cli.progress import table
 from dpbench.cli.showing import report_of
 from dpbench.records import HOST, Case, Memory, Phase, Sample, Span, Status, Step, Trial, Verified
 from dpbench.report import markdown, page
-from dpbench.store import StoredRun
+from dpbench.store import StoredRun, export
 from tests import exported
 
 SINGLE = Case(model="mlp", strategy="single", batch_size=1)

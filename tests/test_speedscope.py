@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from dpbench import export
 from dpbench.analysis.summary import labels
 from dpbench.records import HOST, Phase, Span, Trial
+from dpbench.store import export
 from tests.exported import DP, STEP_S, made
 from tests.test_browser import CHROMIUM, DRIVER, FLAGS, driven
 

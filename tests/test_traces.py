@@ -18,10 +18,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dpbench import cli, export
+from dpbench import cli
 from dpbench.analysis.summary import labels
-from dpbench.export.traces import TICKS, lanes
 from dpbench.records import HOST, Phase, Source, Span, Status, Trial, Verified
+from dpbench.store import export
+from dpbench.store.export.traces import TICKS, lanes
 from tests import exported
 from tests.exported import DP, PLANNED, PROVENANCE, STEP_S, made, stored
 

@@ -11,14 +11,13 @@ from pathlib import Path
 
 import click
 
-from dpbench import export
 from dpbench.api.runs import STORE, Compared, Run
 from dpbench.cli import config, showing
 from dpbench.cli.options import Detail
 from dpbench.cli.progress import Progress
 from dpbench.measure import launch, selection
 from dpbench.records.options import Options
-from dpbench.store import Store
+from dpbench.store import Store, export
 
 __all__ = ["Compared", "Run", "load", "open_trials", "run"]
 

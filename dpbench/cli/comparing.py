@@ -160,7 +160,7 @@ def side(store: Path, asked: str) -> tuple[StoredRun, list[Trial]]:
 def _in_file(path: Path, run: str) -> tuple[StoredRun, list[Trial]]:
     """Return a run in a store or in an exported file; an empty `run` means the newest, or the only one of an export."""
     if path.suffix in (".jsonl", ".gz"):
-        from dpbench import export
+        from dpbench.store import export
 
         return export.read_run(path, run)
     return showing.read(path, run or None)

@@ -205,9 +205,8 @@ def export(store: Path, run_id: str | None, format: str, every: bool, output: Pa
     trace: a timeline of the first good trial of each case, for Perfetto or speedscope; with --split for Holistic Trace
     Analysis. pyperf: a suite of one benchmark per case, for `pyperf stats` and `compare_to`.
     """
-    from dpbench import export
     from dpbench.analysis import imbalance, summary
-    from dpbench.store import Store
+    from dpbench.store import Store, export
 
     export.check(format, every=every, output=output, **only)
     with Store.read(store) as opened:

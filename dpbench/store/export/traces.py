@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dpbench.export.formats import Labels, nameless, title
 from dpbench.records import HOST, Phase, Sample, Span, Step, Trial, words
+from dpbench.store.export.formats import Labels, nameless, title
 
 _T = TypeVar("_T")
 Timed = tuple[float, float, _T]

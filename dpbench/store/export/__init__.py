@@ -18,9 +18,9 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dpbench.export.formats import Labels, jsonl, name, numbered, parquet, pick, pyperf, read_run
-from dpbench.export.traces import split as split_ranks
-from dpbench.export.traces import trace
+from dpbench.store.export.formats import Labels, jsonl, name, numbered, parquet, pick, pyperf, read_run
+from dpbench.store.export.traces import split as split_ranks
+from dpbench.store.export.traces import trace
 
 if TYPE_CHECKING:
     from dpbench.records import Trial
