@@ -41,6 +41,8 @@ class Role(StrEnum):
     CONTROL = "control"
     """DistributedDataParallel: its ranks do equal work, so differences between its devices are due to the machine."""
     OTHER = "other"
+    OBSERVED = "observed"
+    """A training loop of the user, which dpbench watched or whose trace it imported; no other case is like it."""
 
 
 class Parallelism(StrEnum):

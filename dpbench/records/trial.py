@@ -92,10 +92,11 @@ class Host:
 
 
 class Source(StrEnum):
-    """The origin of a trial: a measurement or a prediction."""
+    """The origin of a trial: a measurement, a prediction, or a profiler's trace that was imported from a file."""
 
     MEASURED = "measured"
     PREDICTED = "predicted"
+    IMPORTED = "imported"
 
 
 class Status(StrEnum):

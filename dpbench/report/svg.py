@@ -61,20 +61,22 @@ class Look(NamedTuple):
 
 
 PHASES: Mapping[str, Look] = {
-    Phase.DATA: Look("#9a7271", "#000000", "data"),
-    Phase.SCATTER: Look("#909060", "#000000", "scat"),
-    Phase.REPLICATE: Look("#fd3810", "#000000", "repl"),
-    Phase.FORWARD: Look("#358eff", "#000000", "fwd"),
-    Phase.GATHER: Look("#d857c2", "#000000", "gath"),
-    Phase.LOSS: Look("#858d98", "#000000", "loss"),
-    Phase.BACKWARD: Look("#8542db", "#ffffff", "bwd"),
-    Phase.REDUCE: Look("#b63b35", "#ffffff", "red"),
-    Phase.OPTIMIZER: Look("#237991", "#ffffff", "opt"),
+    Phase.DATA: Look("#766f6e", "#ffffff", "data"),
+    Phase.SCATTER: Look("#a08c7f", "#000000", "scat"),
+    Phase.REPLICATE: Look("#ff4d00", "#000000", "repl"),
+    Phase.FORWARD: Look("#0092ff", "#000000", "fwd"),
+    Phase.GATHER: Look("#c65cba", "#000000", "gath"),
+    Phase.LOSS: Look("#8d8d96", "#000000", "loss"),
+    Phase.BACKWARD: Look("#8231f0", "#ffffff", "bwd"),
+    Phase.REDUCE: Look("#cf0000", "#ffffff", "red"),
+    Phase.CLIP: Look("#589e48", "#000000", "clip"),
+    Phase.OPTIMIZER: Look("#007083", "#ffffff", "opt"),
+    Phase.READ: Look("#876147", "#ffffff", "read"),
     UNATTRIBUTED: Look("none", FOREGROUND, "unattr"),
 }
 """The look of each phase in every drawing; unattributed time is not filled, and has a dashed edge.
 
-The phases that move data have warm colours and the phases that compute have cool ones. Every two colours differ by at
+Every two colours differ by at
 least 10 in CIEDE2000, also for readers with protanopia, deuteranopia or tritanopia. Each colour has a contrast of at
 least 3 to the background of every theme.
 """

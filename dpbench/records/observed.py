@@ -1,0 +1,73 @@
+"""Observed: the facts about a training loop of the user that dpbench watched, or whose profiler trace it imported.
+
+The trial of an observed loop has a case with the strategy `SCRIPT`, whose traits it declares. The model of the case is
+the name of the script or of the trace file, and its batch size is the number of rows that all devices process together,
+or 0 if the number is unknown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+from dpbench.records.registry import Parallelism, Reduction, Role, Traits
+from dpbench.records.trial import Trial
+
+SCRIPT = "script"
+"""The name of the strategy of every observed training loop."""
+OBSERVED = "observed"
+"""The key of a trial's provenance for the facts about an observed loop."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unknown:
+    """A part of a loop that dpbench did not understand: `problem` describes it, and `steps` is how many it affects."""
+
+    problem: str
+    steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observed:
+    """The facts about one observed training loop.
+
+    `command` is the command that ran the script, or the path of the trace. `wrapper` is the name of the class that
+    makes the module data-parallel; it is empty if there is none. `updates` is the number of calls of `backward` per
+    step. `loader_workers` is the number of workers of the DataLoader, or -1 if the loop has none. `pinned` is whether
+    its batches were in pinned memory, or None if no batch was copied to a GPU. `reads` maps a place in the script, such
+    as `train.py:31 item`, to the number of timed steps in which the host waited there for a value of a device.
+    `evaluation_s` and `checkpoint_s` are the seconds between the first and the last step in which the script evaluated
+    and in which it saved a checkpoint; they belong to no step.
+    """
+
+    command: str
+    wrapper: str = ""
+    updates: int = 1
+    skipped_updates: int = 0
+    loader_workers: int = -1
+    pinned: bool | None = None
+    reads: Mapping[str, int]
+    evaluation_s: float = 0.0
+    checkpoint_s: float = 0.0
+    unknown: tuple[Unknown, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the facts as plain data for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Return the facts from the data that `to_dict` returned, also after a conversion to JSON and back."""
+        return cls(**{**data, "unknown": tuple(Unknown(**one) for one in data.get("unknown", ()))})
+
+
+def observed(trial: Trial) -> Observed | None:
+    """Return the facts about the observed loop of a trial; None if dpbench ran the loop of the trial itself."""
+    found = trial.provenance.get(OBSERVED)
+    return Observed.from_dict(found) if found else None
+
+
+def traits(parallelism: Parallelism, reduction: Reduction = Reduction.OVERLAPPED) -> Traits:
+    """Return the traits that the case of an observed loop declares."""
+    return Traits(parallelism=parallelism, reduction=reduction, role=Role.OBSERVED, strategy=SCRIPT)
