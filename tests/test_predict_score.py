@@ -163,6 +163,10 @@ def test_odd_rows_get_a_number(odd: dict[str, Any], tmp_path: Path) -> None:
         ({"model": "vgg16", "value": 3}, "the group of the row has no one-device row"),
         ({"notes": "SUSPECT: loader-bound", "value": 3}, "the notes mark the row as suspect or as of low trust"),
         ({"repeats_of": "X-9", "value": 3}, "the row repeats another row"),
+        (
+            {"metric": "samples_per_s", "value": 3, "batch_per_gpu": ""},
+            "the duration of a step does not follow from a throughput without a batch size",
+        ),
     ],
 )
 def test_what_is_left_out_is_listed_with_its_reason(row: dict[str, Any], reason: str, tmp_path: Path) -> None:
@@ -216,6 +220,42 @@ def test_strong_scaling_uses_the_line_through_two_batches(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
+    ("notes", "tokens"),
+    [
+        ("unit tokens/s", 64), ("seq 384; unit tokens/s", 64), ("AMP, tokens per second over 3 runs", 64),
+        ("units: tokens", 64), ("unit sequences/s (384 tokens each)", 1), ("batch of 512 tokens", 1), ("", 1),
+    ],
+)  # fmt: skip
+def test_any_clause_of_the_notes_may_state_the_unit(notes: str, tokens: int, tmp_path: Path) -> None:
+    row = {
+        **ONE,
+        "model": "a model nobody knows",
+        "metric": "samples_per_s",
+        "batch_per_gpu": 8,
+        "value": 16,
+        "notes": notes,
+    }
+    (found,) = published.read(write(tmp_path / "t.csv", row))[0]
+    assert found.step_s == pytest.approx(8 * tokens / 16)
+
+
+def test_epochs_at_another_batch_size_are_compared_by_their_samples(tmp_path: Path) -> None:
+    """An epoch of 2 x 64 samples per step has a quarter of the steps of an epoch of 1 x 32."""
+    epoch = {"metric": "epoch_s", "gpu": "V100-SXM2", "model": "resnet50"}
+    table = write(
+        tmp_path / "epochs.csv",
+        {**ONE, **epoch, "value": 100},
+        {**ONE, **epoch, "id": "X-2", "batch_per_gpu": 64, "value": 90},
+        {**epoch, "id": "X-3", "n_gpu": 2, "batch_per_gpu": 64, "value": 46},
+        {**epoch, "id": "X-4", "n_gpu": 2, "batch_per_gpu": 32, "value": 51, "notes": "2 epochs x 40 steps"},
+    )
+    found = {one.row.id: one for one in published.match(published.read(table)[0])[0]}
+    same = found["X-3"]
+    assert same.row.step_s / same.one_s == pytest.approx(2 * 46 / 90)
+    assert found["X-4"].row.step_s == pytest.approx(51 / 80)
+
+
+@pytest.mark.parametrize(
     ("timed", "optimizer", "missing"),
     [
         ("step", "", {Phase.SCATTER}),
@@ -243,6 +283,8 @@ def test_what_a_figure_includes(timed: str, optimizer: str, missing: set[Phase],
         ("TITAN RTX", "PCIe3 only (NCCL_P2P_DISABLE=1)", 2, False, 0, 2, True),
         ("RTX A6000", "PCIe4 (bridge unknown)", 4, True, 0, 4, False),
         ("Quadro RTX 6000", "unknown", 4, False, 0, 4, False),
+        ("A100-PCIe-40GB", "PCIe4, P2P unknown", 4, True, 0, 4, False),
+        ("RTX 3090", "PCIe4, P2P unknown", 4, False, 0, 4, False),
         ("V100-32GB", "NVLink assumed (not stated)", 8, True, 16, 8, False),
         ("NVIDIA H100 80GB HBM3", "NVLink 4 / NVSwitch (HGX)", 8, True, 8, 8, True),
         ("H100-PCIe-80GB", "PCIe Gen5, no NVLink, P2P", 4, True, 0, 4, True),

@@ -195,6 +195,10 @@ DEVICES = (1, 2, 4, 8)
     help="A results file with steps of the strategy `single` that were measured on one device of this machine.",
 )  # fmt: skip
 @click.option(
+    "--bus", metavar="GB/S|FILE",
+    help="The measured bus bandwidth of an all-reduce in GB/s, or a file with the output of nccl-tests.",
+)  # fmt: skip
+@click.option(
     "--quick",
     is_flag=True,
     help="Predict the step time by formulas, without the times of its phases; only for the schedule `reference`.",
@@ -232,6 +236,8 @@ def predict(table: Path | None, as_json: bool, all_rows: bool, **options: Any) -
             "give --machine and --models, such as --machine dgx-a100 --models resnet50; or give --score FILE"
         )
     described = machine.load(options["machine_name"])
+    if options["bus"]:
+        described = _with_bus(described, options["bus"])
     batches = {name: options[name] for name in ("batch_sizes", "batch_per_device")}
     if not any(batches.values()):
         batches["batch_per_device"] = (32,)
@@ -266,9 +272,25 @@ def predict(table: Path | None, as_json: bool, all_rows: bool, **options: Any) -
         ))  # fmt: skip
     else:
         _print(described, [*steps.values()], answered, found, held, changes)
+        if lacking := predictor.unmeasured_bus(found):
+            click.echo(f"\n{lacking}")
     if options["store"]:
         run_id = cases.keep(options["store"], found, described)
         click.echo(f"store: {options['store']}   run: {run_id[:8]}", err=True)
+
+
+def _with_bus(described: Machine, given: str) -> Machine:
+    """Return the machine with the measured bus `given`, in GB/s or as a file; raises UsageError if it has none."""
+    from dpbench.predict import nccl
+
+    if described.logical:
+        raise click.UsageError(
+            f"--bus can be used for GPUs only, and {described.name} has logical CPU devices: leave out --bus"
+        )
+    try:
+        return replace(described, collective=nccl.collective(given))
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--bus") from None
 
 
 def _print(

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from dpbench.predict import counts, cpu_model, profiles, quick, simulation, stored
+from dpbench.predict import counts, cpu_model, network, profiles, quick, simulation, stored
 from dpbench.predict.constants import (
     DEFAULT,
     HOST_FACTOR,
@@ -23,8 +23,8 @@ from dpbench.predict.constants import (
     priors_of,
     scaled,
 )
-from dpbench.records import Case, Memory, Profile, Source, Span, Status, Step, Trial, plan, registry, schedule
-from dpbench.records.machine import Machine, UnknownMachine
+from dpbench.records import Case, Memory, Profile, Source, Span, Status, Step, Trial, plan, registry, schedule, words
+from dpbench.records.machine import Collective, Machine, UnknownMachine
 from dpbench.records.registry import Role
 
 UNTRACED = "unknown: only dpbench's models and models given by --model can be traced to calculate the memory"
@@ -182,11 +182,31 @@ class Predictor:
             return other._seconds(case, other.machine, other.constants, other.profile(case) if again else profile)
 
         doubt = RESIDUAL[profile.source]
-        priors = priors_of(case)
+        priors = priors_of(case, self.machine)
         if not self.given:
             del priors["forward_share"]
         low, high = interval(seconds, evaluate, priors, doubt)
         return Prediction(case, seconds, low, high, profile.source, spans, self.machine.name)
+
+    def unmeasured_bus(self, found: Sequence[Prediction]) -> str:
+        """Return a sentence on how much narrower a measured bus would make the widest interval; "" if it is measured.
+
+        Only cases whose devices exchange gradients between processes count; without any, return "".
+        """
+        several = [one for one in found if one.case.traits.ranks and one.case.devices > 1]
+        if self.machine.collective or not several:
+            return ""
+        widest = max(several, key=lambda one: one.high_s / one.low_s)
+        bus = network.bus(self.machine, widest.case.devices, self.constants)
+        known = Collective(bytes_per_s=bus.bytes_per_s, start_s=self.constants.start_s, root_s=self.constants.root_s)
+        measured = replace(self, machine=replace(self.machine, collective=known)).predict(widest.case)
+        wide, narrow = (words.percent((one.high_s - one.low_s) / one.seconds) for one in (widest, measured))
+        rate = words.number(bus.bytes_per_s / 1e9)
+        return (
+            f"The bus of {self.machine.name} is described and not measured ({rate} GB/s). "
+            f"The interval of {widest.case.label} spans {wide} of its step; with a measured bus (--bus GB/s, or the "
+            f"output of nccl-tests) it would span about {narrow}."
+        )
 
     def _on_host(self, case: Case) -> Prediction:
         """Return the prediction of a case on logical CPU devices, from measured steps on one device."""

@@ -30,6 +30,10 @@ NAMED = {
     "parameter_server(cpu)": "server_cpu", "parameter_server": "server_gpu", "parameter_server(gpu)": "server_gpu",
 }  # fmt: skip
 """For each name of a strategy in published tables: the kind of strategy that the name means."""
+_COUNTS_TOKENS = re.compile(
+    r"\bunits?[ :=]+(?:is |are )?tok(?:en)?s?\b|\btok(?:en)?s? ?(?:/|per) ?s(?:ec|econd)?\b", re.I
+)
+"""Matches notes that state tokens as the unit of a throughput, but not notes that mention tokens otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,22 +77,25 @@ class PublishedRow:
         """
         if self.metric == "samples_per_s":
             return self.samples * self.tokens / self.value
-        if self.metric == "epoch_s":  # the more devices share an epoch, the fewer steps it has
-            return self.value / self.steps if self.steps else self.value * self.devices
+        if self.metric == "epoch_s":  # the more samples a step has, the fewer steps an epoch has
+            return self.value / self.steps if self.steps else self.value * self.samples
         return self.value * {"step_ms": 1e-3}.get(self.metric, 1.0)
 
     @property
     def steps(self) -> int:
         """Return the number of measured steps according to the notes; 0 if the notes do not state the number."""
-        found = re.search(r"for (\d+) (?:optimizer )?(?:steps|iterations)", self.notes)
-        return int(found[1]) if found else 0
+        if found := re.search(r"for (\d+) (?:optimizer )?(?:steps|iterations)", self.notes):
+            return int(found[1])
+        found = re.search(r"\b(\d+) epochs? (?:x|of) (\d+) (?:steps|iterations)", self.notes)
+        return int(found[1]) * int(found[2]) if found else 0
 
     @property
     def tokens(self) -> float:
-        """Return the number of tokens per sample if the metric of the measurement counts tokens, else 1."""
-        if "token" not in self.notes.partition(";")[0].lower():
-            return 1.0
-        return counts.find(self.model).tokens or 64.0
+        """Return the number of tokens per sample if the metric of the measurement counts tokens, else 1.
+
+        Any clause of the notes may state the unit, as "unit tokens/s" or "tokens per second".
+        """
+        return counts.find(self.model).tokens or 64.0 if _COUNTS_TOKENS.search(self.notes) else 1.0
 
 
 @dataclass(frozen=True)
@@ -243,6 +250,8 @@ def _unfit(row: PublishedRow, all_rows: bool) -> str:
         return "the row repeats another row"
     if row.metric not in TIMES:
         return f"no duration of a step follows from the metric {row.metric}"
+    if row.metric == "samples_per_s" and not row.batch:
+        return "the duration of a step does not follow from a throughput without a batch size"
     if row.devices > 1 and row.strategy not in NAMED:
         return f"the strategy {row.strategy} cannot be predicted"
     return ""

@@ -38,8 +38,6 @@ SOCKET_GB = {1: 10.0, 2: 10.0, 3: 10.0, 4: 40.0, 5: 60.0, 6: 60.0}
 NCCL's topo.h has 10 GB/s for two Skylake, 16 GB/s for two Zen 2 and 22 GB/s for two Sapphire Rapids processors. These
 values do not depend on the number of links between the processors (two, three, and three or four).
 """
-DESKTOP = (3.7 / 4.3) ** 0.5
-"""The host factor of a desktop processor, relative to the geometric mean of desktop and server processors."""
 MESH = ("0-1:1", "0-2:1", "0-3:2", "0-4:2", "1-2:2", "1-3:1", "1-5:2", "2-3:2", "2-6:1", "3-7:1",
         "4-5:1", "4-6:1", "4-7:2", "5-6:2", "5-7:1", "6-7:2")  # fmt: skip
 """The NVLinks of eight V100 in a DGX-1: pairs of GPUs, each with the number of links (from `nvidia-smi topo -m`)."""
@@ -93,22 +91,9 @@ def describe(gpu: str, interconnect: str, count: int, host_factor: float, *, one
     machine = Machine(
         name=f"{gpu}, {interconnect}", description="from a published row", gpu=Gpu(name=gpu, count=node),
         peer_access=peer, links=tuple(links), nodes=nodes,
-        host=Host(factor=host_factor * _clock(text), staged_bytes_per_s=staged),
+        host=Host(factor=host_factor, staged_bytes_per_s=staged),
     )  # fmt: skip
     return Described(machine, tuple(assumed))
-
-
-def _clock(text: str) -> float:
-    """Return the factor that corrects the host factor for a desktop or a server processor.
-
-    The kind of processor follows from the number of threads in the text; if the text states none, return 1. One thread
-    of a desktop processor runs 1.16 times as fast as one of a server processor of the same years: 4.3 GHz (Core
-    i9-7920X, 24 threads) and 3.7 GHz (two Xeon Platinum 8160, 96 threads) in Intel's tables of turbo clocks.
-    """
-    match = re.search(r"(\d+)[- ]threads?\b", text)
-    if not match:
-        return 1.0
-    return DESKTOP if int(match[1]) <= 32 else 1 / DESKTOP
 
 
 def _nodes(text: str, count: int) -> tuple[int, int]:
@@ -208,6 +193,9 @@ def _peer(text: str, figures: dict[str, Any], nvlink: bool, assumed: list[str]) 
 
     Assumptions are appended to `assumed`.
     """
+    if re.search(r"(?:p2p|peer access) unknown", text):
+        assumed.append("peer access is unknown, so the default of this kind of GPU is assumed")
+        return bool(figures.get("peer", True))
     if not nvlink and re.search(r"unknown", text) and not re.search(r"bridge unknown|bridge\) unknown", text):
         assumed.append("the links are unknown, so no peer access is assumed")
         return False

@@ -261,7 +261,7 @@ def _scaled_counts(asked: Question, factor: float) -> Any:
 
 def priors(asked: Question) -> dict[str, float]:
     """Return the standard deviation of the logarithm of each constant on which the row's step depends, by name."""
-    found = priors_of(asked.case)
+    found = priors_of(asked.case, asked.machine.machine)
     if asked.machine.assumed:
         found |= ASSUMED
     if asked.known == "estimated":

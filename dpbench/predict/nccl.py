@@ -1,0 +1,75 @@
+"""NCCL: the measured bus of a machine, as a number or from the output of nccl-tests, for predictions of collectives."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from dpbench.predict.constants import DEFAULT
+from dpbench.records.machine import Collective
+
+GB = 1e9
+_LINE = re.compile(
+    r"^\s*(?P<size>\d+)\s+\d+\s+\w+\s+\w+\s+-?\d+\s+(?P<time_us>[\d.]+)\s+[\d.]+\s+(?P<busbw>[\d.]+)\s", re.M
+)
+"""A line of all_reduce_perf: size in bytes, count, type, operation, root, then time (µs), algbw and busbw (GB/s), first
+of the out-of-place all-reduce."""
+FEWEST = 3
+"""The least number of sizes from which a curve is read."""
+MOST = 1.25
+"""The largest ratio of a curve's bandwidth, which is that of an all-reduce without end, to the best measured one."""
+
+
+def collective(given: str) -> Collective:
+    """Return the curve of an all-reduce: from a bus bandwidth in GB/s, or from a file with the output of nccl-tests.
+
+    A bandwidth is the `busbw` that all_reduce_perf prints for its largest sizes; the start-up time and the root term
+    are then those of `constants`. Raises ValueError if the text is neither a positive number nor such a file.
+    """
+    try:
+        rate = float(given)
+    except ValueError:
+        return _from_file(Path(given))
+    if not (math.isfinite(rate) and rate > 0):
+        raise ValueError(f"the bandwidth of the bus must be a finite number of GB/s above 0, got {given}")
+    return Collective(bytes_per_s=rate * GB, start_s=DEFAULT.start_s, root_s=DEFAULT.root_s)
+
+
+def _from_file(path: Path) -> Collective:
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ValueError(
+            f"{path} is neither a bandwidth in GB/s nor a file that can be read ({error.strerror}); give the busbw of "
+            "the largest sizes, such as 42.5, or a file with the output of all_reduce_perf"
+        ) from None
+    points = [
+        (int(one["size"]), float(one["time_us"]) * 1e-6, float(one["busbw"]) * GB) for one in _LINE.finditer(text)
+    ]
+    usable = [point for point in points if min(point) > 0]
+    if len({size for size, _, _ in usable}) < FEWEST:
+        raise ValueError(
+            f"{path} has {len(usable)} usable lines of all_reduce_perf, and at least {FEWEST} sizes are needed; give "
+            "the whole output, such as that of: all_reduce_perf -b 8 -e 1G -f 2 -g N"
+        )
+    return fitted(usable)
+
+
+def fitted(points: Sequence[tuple[int, float, float]]) -> Collective:
+    """Return the curve through measured all-reduces, each given as (bytes, seconds, bus bandwidth in bytes per second).
+
+    The start-up time, the bandwidth and the root term have the least squared relative errors, and are not negative.
+    """
+    import numpy as np
+    from scipy.optimize import nnls
+
+    seconds = np.array([spent for _, spent, _ in points])
+    sent = np.array([spent * rate for _, spent, rate in points])  # the bytes that each device sends in a ring
+    (start_s, per_byte, root), _ = nnls(
+        np.stack([1 / seconds, sent / seconds, np.sqrt(sent) / seconds], 1), np.ones(len(points))
+    )
+    best = max(rate for _, _, rate in points)
+    per_byte = max(per_byte, 1 / (MOST * best))  # noise may leave a curve without a linear part
+    return Collective(bytes_per_s=float(1 / per_byte), start_s=float(start_s), root_s=float(root / math.sqrt(per_byte)))

@@ -1,0 +1,89 @@
+"""The measured bus of a prediction: a number, the output of nccl-tests, and the intervals without one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from dpbench.cli import cli
+from dpbench.predict import nccl
+from dpbench.predict.constants import DEFAULT
+
+CURVE = (
+    (524288, 60.71, 15.11), (1048576, 76.13, 24.1), (2097152, 96.28, 38.12),
+    (16777216, 256.7, 114.38), (134217728, 1157.2, 202.97),
+    (1073741824, 8164.5, 230.15), (8589934592, 63870.0, 235.36),
+)  # fmt: skip
+"""All-reduces of eight A100-SXM4-40GB as (bytes, µs, bus bandwidth in GB/s): microsoft/superbench-results @5e77aa7,
+v0.2.1/Azure-NDv4-A100."""
+PREDICT = [
+    "predict", "--machine", "rtx-3090-x8", "--models", "resnet50", "--strategies", "single,ddp", "--devices", "1,8",
+]  # fmt: skip
+
+
+def printed(curve: tuple[tuple[int, float, float], ...] = CURVE) -> str:
+    """Return the text that all_reduce_perf prints for these all-reduces."""
+    head = "# nThread 1 nGpus 8\n#       size         count      type   redop    root     time   algbw   busbw #wrong\n"
+    line = "{:12d} {:13d}     float     sum      -1   {:.2f}   {:.2f}   {:.2f}      0   {:.2f}  {:.2f}  {:.2f}   N/A\n"
+    rows = [line.format(b, b // 4, us, b / us / 1e3, bus, us, b / us / 1e3, bus) for b, us, bus in curve]
+    return head + "".join(rows) + "# Avg bus bandwidth    : 93.1\n"
+
+
+def test_the_output_of_nccl_tests_gives_back_its_durations(tmp_path: Path) -> None:
+    path = tmp_path / "all_reduce.txt"
+    path.write_text(printed())
+    found = nccl.collective(str(path))
+    for size, us, _ in CURVE:
+        wire = 2 * 7 / 8 * size / found.bytes_per_s
+        assert found.start_s + wire + found.root_s * wire**0.5 == pytest.approx(us * 1e-6, rel=0.15)
+
+
+def test_a_number_is_the_bandwidth_of_the_largest_all_reduces() -> None:
+    found = nccl.collective("42.5")
+    assert (found.bytes_per_s, found.start_s, found.root_s) == (42.5e9, DEFAULT.start_s, DEFAULT.root_s)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("-3", "must be a finite number of GB/s above 0, got -3"),
+        ("inf", "must be a finite number of GB/s above 0, got inf"),
+        ("absent.txt", "neither a bandwidth in GB/s nor a file that can be read"),
+        ("empty.txt", "has 0 usable lines of all_reduce_perf, and at least 3 sizes are needed"),
+        ("short.txt", "has 2 usable lines"),
+    ],
+)
+def test_a_bus_that_cannot_be_read_is_an_error_of_usage(
+    given: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("empty.txt").write_text("# no result\n")
+    Path("short.txt").write_text(printed(CURVE[:2]))
+    with pytest.raises(ValueError, match=said):
+        nccl.collective(given)
+
+
+def test_a_measured_bus_narrows_the_interval_and_its_absence_is_said() -> None:
+    runner = CliRunner()
+    without = runner.invoke(cli, PREDICT, catch_exceptions=False).output
+    assert "rtx-3090-x8 is described and not measured" in without
+    assert "it would span about" in without
+    measured = runner.invoke(cli, [*PREDICT, "--bus", "3.5"], catch_exceptions=False).output
+    assert "described and not measured" not in measured
+    spans = []
+    for given in ([], ["--bus", "3.5"]):
+        found = json.loads(runner.invoke(cli, [*PREDICT, *given, "--json"], catch_exceptions=False).stdout)
+        step = next(one["step_s"] for one in found["cases"] if one["case"]["devices"] == 8)
+        spans.append((step["high"] - step["low"]) / step["value"])
+    assert spans[1] < spans[0]
+
+
+def test_a_faster_bus_makes_ddp_faster() -> None:
+    steps = []
+    for rate in ("2", "20"):
+        found = json.loads(CliRunner().invoke(cli, [*PREDICT, "--bus", rate, "--json"], catch_exceptions=False).stdout)
+        steps.append(next(one["step_s"]["value"] for one in found["cases"] if one["case"]["devices"] == 8))
+    assert steps[1] < steps[0]
