@@ -20,7 +20,8 @@ from dpbench.measure import run as runner
 from dpbench.measure.batch_search import Found
 from dpbench.measure.forecast import Forecast
 from dpbench.measure.run import Ended, Note, Outcome, Started
-from dpbench.predict.cases import Need, WhatIf
+from dpbench.predict.cases import Need
+from dpbench.predict.what_if import WhatIf
 from dpbench.records import Case, Status, Trial
 from dpbench.records.options import Options
 from dpbench.store import Store
@@ -127,7 +128,8 @@ def test_explain_list_show_predict_and_searches_print_json(dpbench, tmp_path, na
     one, two = predicted.cases[0], predicted.cases[-1]
     assert one.step_s.low < one.step_s.value < one.step_s.high
     assert (two.case.devices, two.scaling, list(two.labels)) == (2, "weak", ["PREDICTED"])
-    assert two.speedup > 1
+    assert two.speedup.low < two.speedup.value < two.speedup.high
+    assert two.speedup.value > 1
     assert predicted.what_ifs
 
 

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpbench.predict import cases, counts, network, profiles, quick, simulation
-from dpbench.predict.constants import DEFAULT, interval
+from dpbench.analysis import summary
+from dpbench.predict import cases, counts, network, profiles, quick, simulation, what_if
+from dpbench.predict.constants import DEFAULT, drawn, interval
 from dpbench.predict.events import SimulatedJob, rates, simulate
 from dpbench.predict.simulation import Loop
 from dpbench.records import Case, Cost, Phase, Profile, Source, Step, ledger, machine, registry
@@ -406,7 +407,7 @@ def test_intervals_are_the_same_every_time_and_grow_with_doubt() -> None:
     assert (first.low_s, first.high_s) == (again.low_s, again.high_s)
 
     def width(priors: dict[str, float]) -> float:
-        low, high = interval(1.0, lambda name, factor: factor**0.5, priors, 0.02)
+        low, high = interval(1.0, drawn(1.0, lambda name, factor: factor**0.5, priors, 0.02))
         return math.log(high / low)
 
     assert width({"host": 0.6}) > 1.5 * width({"host": 0.2}) > 0
@@ -414,8 +415,37 @@ def test_intervals_are_the_same_every_time_and_grow_with_doubt() -> None:
 
 def test_an_interval_holds_80_percent() -> None:
     """A residual alone makes the step lognormal; a deviation of 1.28 to either side holds 80 %, and 1.64 holds 90 %."""
-    low, high = interval(1.0, lambda name, factor: 1.0, {}, 0.1)
+    low, high = interval(1.0, drawn(1.0, lambda name, factor: 1.0, {}, 0.1))
     assert (-math.log(low) / 0.1, math.log(high) / 0.1) == pytest.approx((1.28, 1.28), abs=0.18)
+
+
+def test_errors_that_two_steps_share_cancel_in_their_speed_up() -> None:
+    """A counted step may err by a factor of two, but the step on one device errs by the same factor."""
+    predictor = cases.Predictor(machine.load("dgx-a100"))
+    single, many = (predictor.predict(replace(case, model="resnet50"))
+                    for case in (case_of("single", 1), case_of("ddp", 8)))  # fmt: skip
+    assert many.high_s / many.low_s > 2
+    stated, scaling = cases.speedup(many, [single, many])
+    assert stated is not None
+    assert stated.low < stated.value < stated.high < 1.3 * stated.low
+    (row,) = [row for row in summary.rows([single.trial(), many.trial()]) if row.case == many.case]
+    assert row.speedup is not None
+    assert (row.speedup.low, row.speedup.high) == pytest.approx((stated.low, stated.high), rel=1e-3)
+    assert row.scaling == scaling
+
+
+def test_named_convolutional_nets_compute_in_tf32_as_torch_does_by_default() -> None:
+    """NVIDIA's DeepLearningExamples trains ResNet-50 on one A100 at 938 images per second in TF32 at batch 256."""
+    predictor = cases.Predictor(machine.load("dgx-a100"))
+    case = replace(case_of("single", 1), model="resnet50", batch_size=256)
+    found = predictor.predict(case)
+    assert 256 / found.high_s < 938 < 256 / found.low_s
+    assert 256 / found.seconds == pytest.approx(938, rel=0.3)
+    on = predictor.machine
+    without = cases.Predictor(replace(on, gpu=replace(on.gpu, flop_per_s={"fp32": on.gpu.flop_per_s["fp32"]})))
+    assert without.predict(case).seconds > 2 * found.seconds
+    attention = replace(case, model="bert-base")
+    assert without.predict(attention).seconds == predictor.predict(attention).seconds
 
 
 def test_a_model_nobody_knows_lists_the_known() -> None:
@@ -445,7 +475,7 @@ def test_a_faster_host_helps_a_launch_bound_net_that_was_traced() -> None:
     predictor = cases.Predictor(replace(machine.load("h100-sxm-x8"), host=machine.Host(factor=4.0)))
     case = Case(model="resnet18", size="small", strategy="dp", schedule="reference", batch_size=8, devices=2,
                 device_kind="cuda")  # fmt: skip
-    gains = {one.change: one.gain for one in cases.what_ifs(predictor, [case])}
+    gains = {one.change: one.gain for one in what_if.what_ifs(predictor, [case])}
     assert gains["a host twice as fast"] > 1.6
 
 

@@ -21,6 +21,7 @@ CURVE = (
 v0.2.1/Azure-NDv4-A100."""
 PREDICT = [
     "predict", "--machine", "rtx-3090-x8", "--models", "resnet50", "--strategies", "single,ddp", "--devices", "1,8",
+    "--step-s", "0.09",
 ]  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from scipy.special import bdtr, stdtr, stdtrit
 
 from dpbench.records.trial import Estimate
+from dpbench.records.work import middle_draws
 
 Rounds = Mapping[int, Sequence[float]]
 """The durations of one case's timed steps in seconds, by round."""
@@ -106,8 +107,18 @@ def ratio(numerator: Rounds, denominator: Rounds, *, paired: bool = True, seed: 
     return _exponential(value, draws, min(len(top), len(bottom)), widened=True)
 
 
-def quotient(numerator: Estimate, denominator: Estimate) -> Estimate:
-    """Return `numerator` divided by `denominator`; the interval combines theirs, assuming independent errors."""
+def quotient(
+    numerator: Estimate, denominator: Estimate, above: Sequence[float] = (), below: Sequence[float] = ()
+) -> Estimate:
+    """Return `numerator` divided by `denominator`.
+
+    `above` and `below` are the paired draws of their errors as logarithms: the interval then leaves out errors that
+    both share. Without draws, it combines the intervals of both, assuming independent errors.
+    """
+    if above and len(above) == len(below):
+        value = numerator.value / denominator.value
+        low, high = middle_draws([a - b for a, b in zip(above, below, strict=True)])
+        return Estimate(value, value * math.exp(min(0.0, low)), value * math.exp(max(0.0, high)), 0)
     up = math.hypot(math.log(numerator.high / numerator.value), math.log(denominator.value / denominator.low))
     down = math.hypot(math.log(numerator.value / numerator.low), math.log(denominator.high / denominator.value))
     value = numerator.value / denominator.value

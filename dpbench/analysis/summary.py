@@ -30,6 +30,7 @@ from dpbench.records import (
 from dpbench.records.case import MOVING
 from dpbench.records.registry import Role
 from dpbench.records.trial import Doubt, Estimate
+from dpbench.records.work import DRAWS
 
 PERCENTILES = (95, 99)
 """The percentiles of the durations of steps; their median is `Row.step`."""
@@ -127,7 +128,8 @@ def rows(trials: Iterable[Trial]) -> list[Row]:
     series = {key: measured(group) for key, group in groups.items()}
     table = [_row(case, group, series[case, source]) for (case, source), group in groups.items()]
     steps = {(row.case, row.source): row.step for row in table if row.step}
-    return [_compared(row, series, steps) for row in table]
+    draws = {key: group[-1].provenance.get(DRAWS, ()) for key, group in groups.items()}
+    return [_compared(row, series, steps, draws) for row in table]
 
 
 def order(case: Case) -> tuple[object, ...]:
@@ -235,11 +237,15 @@ def labels(trial: Trial) -> tuple[str, ...]:
 
 
 def _compared(
-    row: Row, series: Mapping[tuple[Case, Source], stats.Rounds], steps: Mapping[tuple[Case, Source], Estimate]
+    row: Row,
+    series: Mapping[tuple[Case, Source], stats.Rounds],
+    steps: Mapping[tuple[Case, Source], Estimate],
+    draws: Mapping[tuple[Case, Source], Sequence[float]],
 ) -> Row:
     """Return the row with its speed-up and efficiency; unchanged if its case has no baseline.
 
-    `series` has the durations of the timed steps of every case by round, and `steps` their median step times.
+    `series` has the durations of the timed steps of every case by round, and `steps` their median step times. `draws`
+    has the errors of predicted steps; it is empty for measured ones, and for predictions of older versions.
     """
     mine = series[row.case, row.source]
     if not mine:
@@ -249,7 +255,7 @@ def _compared(
         return row
     strong = base.batch_size == row.case.batch_size
     if row.source is Source.PREDICTED and row.step:
-        ratio = stats.quotient(steps[base, row.source], row.step)
+        ratio = stats.quotient(steps[base, row.source], row.step, draws[base, row.source], draws[row.case, row.source])
     else:
         ratio = stats.ratio(series[base, row.source], mine)
     speedup = _scaled(ratio, row.case.batch_size / base.batch_size)

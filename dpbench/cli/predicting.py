@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,15 +16,16 @@ from dpbench.cli import shapes
 from dpbench.cli.config import EXITS, Documented
 from dpbench.cli.options import EXIT_FAILED, EXIT_USAGE, Names, Numbers, Schedules, json_option, patience_option
 from dpbench.cli.showing import print_answers
-from dpbench.records import UNATTRIBUTED, Case, Source, Step, Trial, ledger, words
+from dpbench.records import UNATTRIBUTED, Case, Source, Step, Trial, ledger, schedule, words
 from dpbench.records.words import aligned
 
 if TYPE_CHECKING:
     from dpbench.analysis.answer import Answer
-    from dpbench.predict.cases import Need, Prediction, WhatIf
+    from dpbench.predict.cases import Need, Prediction
     from dpbench.predict.scoring.published import Excluded
     from dpbench.predict.scoring.score import ScoreLine
     from dpbench.predict.stored import Stored
+    from dpbench.predict.what_if import WhatIf
     from dpbench.records.machine import Machine
 
 COLUMNS = ("model", "strategy", "devices", "batch", "ms/step", "80 % interval", "samples/s", "speed-up", "phases, ms",
@@ -46,11 +48,12 @@ def _cells(one: Prediction, others: Sequence[Prediction]) -> tuple[str, ...]:
     case = one.case
     schedule = f"[{case.schedule}]" if case.schedule not in ("", "reference") else ""
     ratio, scaling = speedup(one, others)
+    weak = " weak" if scaling == "weak" else ""
     return (
         case.model, case.strategy + schedule, str(case.devices), str(case.batch_size),
         words.number(one.seconds * 1e3), f"{words.number(one.low_s * 1e3)}–{words.number(one.high_s * 1e3)}",
         words.number(case.batch_size / one.seconds),
-        f"{words.number(ratio)}x{' weak' if scaling == 'weak' else ''}" if ratio else "", _phases(one), one.profile,
+        f"{words.number(ratio.value)}x ({words.interval(ratio)}){weak}" if ratio else "", _phases(one), one.profile,
         ", ".join(labels(Trial(case=case, source=Source.PREDICTED))),
     )  # fmt: skip
 
@@ -87,13 +90,25 @@ def needs_table(found: Iterable[Need]) -> str:
 
 
 def what_ifs_table(found: Sequence[WhatIf]) -> str:
-    """Return a table of the predicted gains from changes of the schedule or of the machine."""
+    """Return a table of the predicted gains from changes of the schedule or of the machine.
+
+    Schedules whose gains are equal in the precision of the table share one line, with the effect of the first rung.
+    """
     lines = [("model", "devices", "batch", "what if", "ms/step", "samples/s", "times as fast")]
-    for one in found:
-        rate = one.batch / one.seconds
-        lines.append((one.model, str(one.devices), str(one.batch), one.change, words.number(one.seconds * 1e3),
-                      words.number(rate), f"{words.number(one.gain)}x"))  # fmt: skip
+    for _, tied in itertools.groupby(
+        found, key=lambda one: (one.model, (bool(one.schedule) and _gain(one)) or one.change)
+    ):
+        group = sorted(tied, key=lambda one: list(schedule.EFFECTS).index(one.schedule) if one.schedule else 0)
+        one = group[0]
+        names = ", ".join(other.schedule for other in group)
+        change = f"schedule {names}: {schedule.EFFECTS[one.schedule]}" if one.schedule else one.change
+        lines.append((one.model, str(one.devices), str(one.batch), change, words.number(one.seconds * 1e3),
+                      words.number(one.batch / one.seconds), _gain(one)))  # fmt: skip
     return "\n".join(aligned(lines, left=(0, 3)))
+
+
+def _gain(one: WhatIf) -> str:
+    return f"{words.number(one.gain)}x"
 
 
 def scores_table(lines: Iterable[ScoreLine]) -> str:
@@ -123,7 +138,9 @@ def excluded_text(rows: Iterable[Excluded], most: int = 5) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedCase:
-    """The prediction of one case: `step_s` has an 80 % interval; `speedup` is null without a case on one device.
+    """The prediction of one case: `step_s` and `speedup`, which is null without a case on one device.
+
+    Both have 80 % intervals.
 
     `memory` is what `dpbench predict --memory` adds: the peaks in bytes of each device, and whether they fit.
     """
@@ -133,7 +150,7 @@ class PredictedCase:
     case: Case
     step_s: shapes.Interval
     samples_per_s: float
-    speedup: float | None
+    speedup: shapes.Interval | None
     scaling: str
     phases_s: Mapping[str, float]
     profile: str
@@ -149,7 +166,8 @@ class PredictedCase:
         return cls(
             label=one.case.label, labels=labels(one.trial()), case=one.case, profile=one.profile, scaling=scaling,
             step_s=shapes.Interval(value=one.seconds, low=one.low_s, high=one.high_s, rounds=0, withheld=""),
-            samples_per_s=one.case.batch_size / one.seconds, speedup=ratio or None, memory=one.need,
+            samples_per_s=one.case.batch_size / one.seconds, memory=one.need,
+            speedup=shapes.Interval.of(ratio),
             phases_s=ledger.phases(Step(one.seconds, False, one.seconds), one.spans),
         )  # fmt: skip
 
@@ -226,7 +244,7 @@ def predict(table: Path | None, as_json: bool, all_rows: bool, **options: Any) -
     from dpbench.analysis.answer import answers
     from dpbench.analysis.summary import rows
     from dpbench.hardware.provenance import Resources
-    from dpbench.predict import cases, stored
+    from dpbench.predict import cases, stored, what_if
     from dpbench.predict.cases import needs
     from dpbench.records import machine
 
@@ -262,7 +280,7 @@ def predict(table: Path | None, as_json: bool, all_rows: bool, **options: Any) -
     held = list(needs(asked, described, largest=options["max_batch"])) if memory else []
     if held:
         found = [replace(one, need=need) for one, need in zip(found, held, strict=True)]
-    changes = [] if options["quick"] or described.logical else cases.what_ifs(predictor, asked)
+    changes = [] if options["quick"] or described.logical else what_if.what_ifs(predictor, asked)
     answered = answers(rows([one.trial() for one in found]), Resources())
     if as_json:
         shapes.show(Predictions(

@@ -1,12 +1,11 @@
 """Cases: predictions of cases on a described machine, with 80 % intervals, which are stored as the trials of a run.
 
-A need states the memory that a case takes on each device, whether the case fits, and the largest batch that fits. A
-what-if is the prediction of a step after one change: another schedule or strategy, faster links, a faster host, or a
-larger batch.
+A need states the memory that a case takes on each device, whether the case fits, and the largest batch that fits.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,13 +18,16 @@ from dpbench.predict.constants import (
     ON_HOST,
     RESIDUAL,
     Constants,
+    drawn,
     interval,
     priors_of,
     scaled,
 )
-from dpbench.records import Case, Memory, Profile, Source, Span, Status, Step, Trial, plan, registry, schedule, words
+from dpbench.records import Case, Memory, Profile, Source, Span, Status, Step, Trial, plan, registry, words
 from dpbench.records.machine import Collective, Machine, UnknownMachine
 from dpbench.records.registry import Role
+from dpbench.records.trial import Estimate
+from dpbench.records.work import DRAWS, middle_draws
 
 UNTRACED = "unknown: only dpbench's models and models given by --model can be traced to calculate the memory"
 
@@ -123,13 +125,18 @@ class Prediction:
     spans: tuple[Span, ...] = ()
     machine: str = ""
     need: Need | None = None
+    draws: tuple[float, ...] = ()
+    """The logarithm of the error of `seconds` in each draw; the draws of all predictions are paired."""
 
     def trial(self) -> Trial:
         """Return the prediction as a trial, for reports and results files.
 
         If the case does not fit the memory of the devices, the trial has the status OOM and no steps.
         """
-        facts = {"machine": self.machine, "profile": self.profile, "interval_80_s": [self.low_s, self.high_s]}
+        facts = {
+            "machine": self.machine, "profile": self.profile, "interval_80_s": [self.low_s, self.high_s],
+            DRAWS: [round(draw, 4) for draw in self.draws],
+        }  # fmt: skip
         memory = self.need.memory if self.need else ()
         step = Step(self.seconds, False, self.seconds)
         found = Trial(
@@ -142,6 +149,19 @@ class Prediction:
         return replace(
             found, status=Status.OOM, reason=lacking, failed_device=self.need.failed_device, steps=(), spans=()
         )
+
+
+def _span(one: Prediction) -> float:
+    """Return the length of the interval of a prediction, relative to the step."""
+    return (one.high_s - one.low_s) / one.seconds
+
+
+def _prediction(
+    case: Case, seconds: float, draws: tuple[float, ...], profile: Profile, spans: tuple[Span, ...], machine: Machine
+) -> Prediction:
+    """Return the prediction of a case with the interval that follows from the draws of its error."""
+    low, high = interval(seconds, draws)
+    return Prediction(case, seconds, low, high, profile.source, spans, machine.name, draws=draws)
 
 
 @dataclass(frozen=True)
@@ -185,28 +205,33 @@ class Predictor:
         priors = priors_of(case, self.machine)
         if not self.given:
             del priors["forward_share"]
-        low, high = interval(seconds, evaluate, priors, doubt)
-        return Prediction(case, seconds, low, high, profile.source, spans, self.machine.name)
+        return _prediction(case, seconds, drawn(seconds, evaluate, priors, doubt), profile, spans, self.machine)
 
     def unmeasured_bus(self, found: Sequence[Prediction]) -> str:
-        """Return a sentence on how much narrower a measured bus would make the widest interval; "" if it is measured.
+        """Return a sentence on how much a measured bus would narrow the interval with the most doubt about the bus.
 
-        Only cases whose devices exchange gradients between processes count; without any, return "".
+        Only cases whose devices exchange gradients between processes count. Return "" without any such case, if the bus
+        is measured, and if its measurement would narrow no interval by a tenth or more.
         """
         several = [one for one in found if one.case.traits.ranks and one.case.devices > 1]
         if self.machine.collective or not several:
             return ""
-        widest = max(several, key=lambda one: one.high_s / one.low_s)
-        bus = network.bus(self.machine, widest.case.devices, self.constants)
-        known = Collective(bytes_per_s=bus.bytes_per_s, start_s=self.constants.start_s, root_s=self.constants.root_s)
-        measured = replace(self, machine=replace(self.machine, collective=known)).predict(widest.case)
-        wide, narrow = (words.percent((one.high_s - one.low_s) / one.seconds) for one in (widest, measured))
-        rate = words.number(bus.bytes_per_s / 1e9)
+        pairs = [(one, self._with_described_bus(one.case)) for one in several]
+        wide, narrow = max(pairs, key=lambda pair: _span(pair[0]) - _span(pair[1]))
+        if _span(narrow) > 0.9 * _span(wide):
+            return ""
+        rate = words.number(network.bus(self.machine, wide.case.devices, self.constants).bytes_per_s / 1e9)
         return (
-            f"The bus of {self.machine.name} is described and not measured ({rate} GB/s). "
-            f"The interval of {widest.case.label} spans {wide} of its step; with a measured bus (--bus GB/s, or the "
-            f"output of nccl-tests) it would span about {narrow}."
+            f"The bus of {self.machine.name} is described and not measured ({rate} GB/s). The interval of "
+            f"{wide.case.label} spans {words.percent(_span(wide))} of its step; with a measured bus (--bus GB/s, or "
+            f"the output of nccl-tests) it would span about {words.percent(_span(narrow))}."
         )
+
+    def _with_described_bus(self, case: Case) -> Prediction:
+        """Return the prediction of a case as if the described bandwidth of the bus had been measured."""
+        rate = network.bus(self.machine, case.devices, self.constants).bytes_per_s
+        known = Collective(bytes_per_s=rate, start_s=self.constants.start_s, root_s=self.constants.root_s)
+        return replace(self, machine=replace(self.machine, collective=known)).predict(case)
 
     def _on_host(self, case: Case) -> Prediction:
         """Return the prediction of a case on logical CPU devices, from measured steps on one device."""
@@ -219,8 +244,8 @@ class Predictor:
         phases = cpu_model.step(case, profile, cpu_model.ProbedHost(self.machine.probe))
         seconds = sum(phases.values())
         doubt = RESIDUAL[profile.source] if len(case.rows) == 1 else ON_HOST
-        low, high = interval(seconds, lambda *_: seconds, {}, doubt)
-        return Prediction(case, seconds, low, high, profile.source, tuple(cpu_model.spans(phases)), self.machine.name)
+        draws = drawn(seconds, lambda *_: seconds, {}, doubt)
+        return _prediction(case, seconds, draws, profile, tuple(cpu_model.spans(phases)), self.machine)
 
     def _seconds(self, case: Case, machine: Machine, constants: Constants, profile: Profile) -> float:
         if self.by_formula or (case.strategy in quick.KNOWN and case.schedule in ("", "reference")):
@@ -268,20 +293,22 @@ def most_devices(machine: Machine) -> int:
     return min(machine.devices, cpu_model.MOST) if machine.logical else machine.devices
 
 
-def speedup(one: Prediction, others: Sequence[Prediction]) -> tuple[float, str]:
+def speedup(one: Prediction, others: Sequence[Prediction]) -> tuple[Estimate | None, str]:
     """Return the speed-up of the prediction `one` over a single device in samples per second, and the kind of scaling.
 
     The prediction for a single device is one of `others`. The kind of scaling is "strong" if the single device has the
     total batch of `one`, and "weak" if the single device has the batch per device of `one`. If `others` contain no such
-    prediction, return 0 and "".
+    prediction, return None and "". The 80 % interval leaves out errors that both steps share.
     """
     case = one.case
     for scaling, batch in (("strong", case.batch_size), ("weak", case.batch_size / case.devices)):
         for other in others:
             base = other.case
             if base.traits.role is Role.BASELINE and base.batch_size == batch and base.model == case.model:
-                return other.seconds / one.seconds * (case.batch_size / batch), scaling
-    return 0.0, ""
+                value = other.seconds / one.seconds * (case.batch_size / batch)
+                low, high = middle_draws([a - b for a, b in zip(other.draws, one.draws, strict=True)])
+                return Estimate(value, value * math.exp(min(0.0, low)), value * math.exp(max(0.0, high)), 0), scaling
+    return None, ""
 
 
 def keep(path: Path, predictions: Sequence[Prediction], machine: Machine) -> str:
@@ -304,74 +331,3 @@ def keep(path: Path, predictions: Sequence[Prediction], machine: Machine) -> str
             store.end_trial(store.begin_trial(run_id, one.case, 0), one.trial())
         store.end_run(run_id)
     return run_id
-
-
-FASTER = 4.0
-"""The factor by which bus bandwidths are multiplied in the what-if with faster links.
-
-The next PCIe generation gives a factor of 2, and NVLink instead of PCIe gives more.
-"""
-
-
-@dataclass(frozen=True)
-class WhatIf:
-    """A change of a case or of its machine, with the predicted duration of the changed step in seconds.
-
-    `change` describes the change; `devices` and `batch` are those of the changed case. `gain` is the throughput in
-    samples per second with the change, divided by the throughput without the change.
-    """
-
-    model: str
-    devices: int
-    batch: int
-    change: str
-    seconds: float
-    gain: float
-
-
-def what_ifs(predictor: Predictor, cases: Sequence[Case]) -> list[WhatIf]:
-    """Return the what-ifs for one case of each model; the what-ifs of a model are in descending order of gain.
-
-    For each model, the case with the most devices on one node is selected. A model without a case on two or more
-    devices of one node has no what-ifs.
-    """
-    found = []
-    for model in dict.fromkeys(case.model for case in cases):
-        node = predictor.machine.gpu.count
-        mine = [case for case in cases if case.model == model and 1 < case.devices <= node]
-        if mine:
-            most = max(mine, key=lambda case: (case.devices, case.traits.threads, case.batch_size))
-            found += sorted(_of(predictor, most), key=lambda one: -one.gain)
-    return found
-
-
-def _of(predictor: Predictor, case: Case) -> Iterator[WhatIf]:
-    """Yield the what-ifs of one case.
-
-    The first what-if has no change: the engine runs the case with the schedule of torch.nn.DataParallel. All gains are
-    relative to this what-if.
-    """
-    now = replace(case, strategy=registry.of_role(Role.ENGINE), schedule=schedule.REFERENCE, options=())
-    profile, machine, constants = predictor.profile(now), predictor.machine, predictor.constants
-
-    def step(other: Case, c: Constants = constants, m: Machine = machine, p: Profile = profile) -> float:
-        return simulation.step(other, p, m, c).seconds
-
-    before = step(now)
-
-    def what_if(change: str, other: Case, seconds: float) -> WhatIf:
-        gain = before / seconds * other.batch_size / now.batch_size
-        return WhatIf(case.model, other.devices, other.batch_size, change, seconds, gain)
-
-    yield what_if("unchanged: the schedule of torch.nn.DataParallel", now, before)
-    for name in schedule.climb(schedule.TRAIN_STEP)[1:]:
-        other = replace(now, schedule=name)
-        yield what_if(f"dpbench's schedule {name}", other, step(other))
-    ddp = replace(now, strategy=registry.of_role(Role.CONTROL), schedule="")
-    yield what_if("DistributedDataParallel", ddp, step(ddp))
-    yield what_if(f"links {FASTER:g} times as fast", now, step(now, constants.changed(bus_scale=FASTER)))
-    doubled = replace(now, batch_size=2 * now.batch_size)
-    yield what_if("twice the batch", doubled, step(doubled))
-    half = replace(machine, host=replace(machine.host, factor=machine.host.factor / 2))
-    again = replace(predictor, machine=half).profile(now)  # the launches of a traced profile are faster, too
-    yield what_if("a host twice as fast", now, step(now, m=half, p=again))

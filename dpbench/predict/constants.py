@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -23,6 +23,7 @@ from typing import Any
 from dpbench.records import Case
 from dpbench.records.machine import Machine
 from dpbench.records.registry import Parallelism
+from dpbench.records.work import middle_draws
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +128,6 @@ DEFAULT = Constants()
 
 
 DRAWS = 200
-LOW, HIGH = 0.1, 0.9
 HOST_FACTOR = "host"
 """The name of the prior that applies to a machine's host factor; all other priors apply to constants."""
 STATED = {
@@ -178,10 +178,17 @@ def _normal(columns: int) -> tuple[tuple[float, ...], ...]:
     return tuple(tuple(source.gauss(0.0, 1.0) for _ in range(columns)) for _ in range(DRAWS))
 
 
-def interval(
+COLUMNS = ("residual", *STATED, *ESTIMATED)
+"""The causes of errors, in the order of the columns of random numbers.
+
+A cause has the same random numbers in all predictions, so that its errors in two steps are not independent.
+"""
+
+
+def drawn(
     step_s: float, evaluate: Callable[[str, float], float], priors: Mapping[str, float], residual: float
-) -> tuple[float, float]:
-    """Return the lower and the upper end of the 80 % interval of a step's duration, in seconds.
+) -> tuple[float, ...]:
+    """Return the logarithm of the error of a step's predicted duration in each of the `DRAWS` draws.
 
     `step_s` is the predicted duration. `evaluate(name, factor)` returns the duration with the constant `name`
     multiplied by `factor`. `priors` maps the names of constants to the standard deviations of their logarithms.
@@ -191,15 +198,20 @@ def interval(
     for name, deviation in priors.items():
         down, up = (math.log(max(1e-12, evaluate(name, math.exp(sign * deviation))) / step_s) for sign in (-1, 1))
         if abs(down) > 1e-9 or abs(up) > 1e-9:
-            responses.append((down, up))
+            responses.append((COLUMNS.index(name), down, up))
     found = []
-    for draw in _normal(1 + len(STATED) + len(ESTIMATED)):
+    for draw in _normal(len(COLUMNS)):
         moved = draw[0] * residual
-        for (down, up), z in zip(responses, draw[1:], strict=False):
+        for column, down, up in responses:
+            z = draw[column]
             moved += z * up if z > 0 else -z * down
         found.append(moved)
-    found.sort()
-    low, high = found[int(LOW * DRAWS)], found[int(HIGH * DRAWS) - 1]
+    return tuple(found)
+
+
+def interval(step_s: float, draws: Sequence[float]) -> tuple[float, float]:
+    """Return the lower and the upper end of the 80 % interval of a duration in seconds, from the draws of its error."""
+    low, high = middle_draws(draws)
     return step_s * math.exp(min(0.0, low)), step_s * math.exp(max(0.0, high))
 
 

@@ -36,6 +36,13 @@ TENSORS, MODULES, LAUNCHES, BACKWARD = 160, 1.2, 1.5, 1.0
 kernels per forward kernel."""
 
 
+_CONVOLUTIONAL = re.compile(
+    "alexnet|vgg|resnet|resnext|densenet|mnasnet|mobilenet|shufflenet|squeezenet|googlenet|inception|efficientnet|"
+    "regnet|nasnet|ssd300|maskrcnn|fasterrcnn|unet"
+)
+"""Matches the plain names of stored models whose FLOP are almost all those of convolutions."""
+
+
 @dataclass(frozen=True)
 class Features:
     """The counts of a model, as a profile without timings; `known` is their origin: traced, public or estimated."""
@@ -182,7 +189,10 @@ def priced(case: Case, machine: Machine, constants: Constants = DEFAULT) -> Prof
     """
     traces = None if named(case.model) else _traces(case.model, case.size, case.precision, case.optimizer)
     if traces is None:
-        return profiles.counted(of(case), machine, case.precision, constants)
+        # cuDNN runs convolutions in TF32 by default, and a convolutional net computes little else
+        possible = case.precision == "fp32" and "tf32" in machine.gpu.flop_per_s
+        rounded = possible and named(case.model) and _CONVOLUTIONAL.search(plain(case.model))
+        return profiles.counted(of(case), machine, "tf32" if rounded else case.precision, constants)
     flop_per_s, bytes_per_s = profiles.peaks(machine, case.precision)
     tf32 = machine.gpu.flop_per_s.get("tf32", 0.0)
     speed = profiles.Speed(flop_per_s=flop_per_s, bytes_per_s=bytes_per_s, convolution_flop_per_s=tf32)

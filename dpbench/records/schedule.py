@@ -38,6 +38,21 @@ LADDER: dict[str, tuple[str, str]] = {
     "bf16_comm": ("comm_dtype", "bf16"),
 }
 """The switch that each rung above `reference` changes, and the new position of this switch, in ladder order."""
+EFFECTS: dict[str, str] = {
+    "pool": "threads persist between steps",
+    "cached": "replicas are refreshed and not rebuilt",
+    "flat_storage": "parameters move in one buffer",
+    "persistent": "each device keeps its replica",
+    "local_loss": "each device computes its part of the loss",
+    "local_backward": "each device runs its own backward",
+    "overlap": "gradients are added during backward",
+    "allreduce": "every device updates its own weights",
+    "flat_optimizer": "the optimizer updates one buffer",
+    "zero1": "each device updates a part of the weights",
+    "graphs": "a CUDA graph replays the kernels",
+    "bf16_comm": "gradients move in bf16",
+}
+"""The effect of each rung's own switch, as a clause."""
 
 REFERENCE = "reference"
 FASTEST = "fastest"

@@ -206,3 +206,16 @@ def received(moves: Iterable[Move], device: int) -> float:
 def sent(moves: Iterable[Move], device: int) -> float:
     """Return the total bytes that the moves take from a device."""
     return sum(move.bytes for move in moves if move.source == device)
+
+
+DRAWS = "error_draws"
+"""The key of a prediction's provenance for the logarithm of the error of its step in each draw of a simulation.
+
+The draws of all predictions are paired, so that errors that two steps share cancel in their ratio.
+"""
+
+
+def middle_draws(draws: Sequence[float]) -> tuple[float, float]:
+    """Return the ends of the middle 80 % of the draws."""
+    ordered = sorted(draws)
+    return ordered[int(0.1 * len(ordered))], ordered[int(0.9 * len(ordered)) - 1]

@@ -25,6 +25,7 @@ from dpbench.predict.constants import (
     HOST_FACTOR,
     RESIDUAL,
     Constants,
+    drawn,
     interval,
     priors_of,
     scaled,
@@ -241,7 +242,7 @@ def predict(matched: Matched, constants: Constants = DEFAULT, host: float = rows
             changed = scaled(constants, name, factor)
         return _quick(other, changed) / base * seconds
 
-    low, high = interval(seconds, evaluate, priors(asked), residual(asked))
+    low, high = interval(seconds, drawn(seconds, evaluate, priors(asked), residual(asked)))
     return Scored(matched, matched.row.step_s, seconds, low, high, rows.linear_s(asked, constants))
 
 
