@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,16 +39,25 @@ class NotFoundError(LookupError):
     """The text to replace does not occur exactly once; the code has changed, and the fault must follow it."""
 
 
-def plant(fault: Fault, root: Path) -> Path:
-    """Write the fault into the one file below `root`/dpbench that has its text; return the file."""
-    texts = {path: path.read_text() for path in sorted((root / "dpbench").rglob("*.py"))}
+def sources(root: Path) -> dict[Path, str]:
+    """Return the text of each module below `root`/dpbench."""
+    return {path: path.read_text() for path in sorted((root / "dpbench").rglob("*.py"))}
+
+
+def place(fault: Fault, texts: Mapping[Path, str]) -> Path:
+    """Return the one file of `texts` that has the text to replace; NotFoundError unless it occurs exactly once."""
     places = [path for path, text in texts.items() for _ in range(text.count(fault.old))]
     if len(places) != 1:
-        where = ", ".join(str(path.relative_to(root)) for path in places) or "nowhere"
+        where = ", ".join(map(str, places)) or "nowhere"
         raise NotFoundError(f"this must occur exactly once in dpbench/, and occurs {where}:\n{fault.old}")
-    (path,) = places
+    return places[0]
+
+
+def plant(fault: Fault, root: Path) -> None:
+    """Write the fault into the one file below `root`/dpbench that has the text to replace."""
+    texts = sources(root)
+    path = place(fault, texts)
     path.write_text(texts[path].replace(fault.old, fault.new))
-    return path
 
 
 def copy_to(root: Path) -> None:
@@ -214,8 +223,8 @@ FAULTS = (
     Fault(
         "unverified",
         "a strategy with wrong gradients is not timed",
-        "    if verdict.verified is Verified.NO:\n        raise Unverified(",
-        "    if verdict is None:\n        raise Unverified(",
+        "    if verdict.verified is Verified.NO:\n        wrong =",
+        "    if verdict is None:\n        wrong =",
         ("tests/test_strategies.py::test_wrong_gradients_are_refused_and_never_timed",),
     ),
     Fault(
@@ -347,8 +356,8 @@ FAULTS = (
     Fault(
         "config-command",
         "the stored command of a run with defaults from a file repeats it without the file",
-        '''removeprefix('dpbench ')}" if given else ""''',
-        '''removeprefix('dpbench ')}" if False else ""''',
+        'return _ignoring(repeated) if given else ""',
+        'return ""',
         ("tests/test_config.py::test_the_stored_command_repeats_the_run_without_the_file",),
     ),
     # -- hardware and store
@@ -412,7 +421,7 @@ FAULTS = (
     Fault(
         "colours",
         "any two phases can be told apart, also with a deficiency of colour vision",
-        'Look("#00786c", "#ffffff", "opt")',
+        'Look("#007083", "#ffffff", "opt")',
         'Look("#7a6ccc", "#ffffff", "opt")',
         (
             "tests/test_report_figures.py::test_the_colours_of_phases_differ_in_normal_vision_and_under_three_deficiencies",
