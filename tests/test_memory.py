@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -260,23 +259,6 @@ def test_a_trial_out_of_memory_names_the_device_that_failed_first(tmp_path: Path
     trial = run(replace(DP, device_kind="emulated", device_memory_bytes=size), TINY, tmp_path)
     assert (trial.status, trial.failed_device) == (Status.OOM, device)
     assert f"emulated device {device} has a total capacity of {size} bytes" in trial.reason
-
-
-def test_a_planted_lack_on_another_device_is_that_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    @contextmanager
-    def only_device_1(case: Case) -> Iterator[None]:
-        from dpbench.hardware.devices._ledger import ledger
-
-        ledger.bind(torch.device("lazy", 1), 400_000)
-        yield
-
-    monkeypatch.setattr(memory, "bound", only_device_1)
-    try:
-        trial = run(replace(DP, device_kind="emulated"), TINY, tmp_path)
-    finally:
-        with bounded(2, 0):
-            pass
-    assert (trial.status, trial.failed_device) == (Status.OOM, 1)
 
 
 @pytest.mark.parametrize(
