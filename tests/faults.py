@@ -230,7 +230,7 @@ FAULTS = (
     Fault(
         "collector",
         "a worker leaves frozen what its server has frozen",
-        "freezes = not gc.get_freeze_count()",
+        "freezes = not frozen()",
         "freezes = True",
         ("tests/test_trial.py::test_a_trial_leaves_to_the_collector_what_it_had_and_no_more",),
     ),

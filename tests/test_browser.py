@@ -205,15 +205,19 @@ def axe_script() -> str:
         pytest.skip(str(error))
 
 
+COLOURS = "{runOnly: ['color-contrast', 'link-in-text-block']}"
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("name", ["gpu", "ladder", "empty", "runs"])
 def test_axe_finds_nothing_serious(
     browser: Any, files: dict[str, Path], axe_script: str, name: str, scheme: str
 ) -> None:
+    """Of axe's rules, only those on colours depend on the scheme."""
     show(browser, files[name], scheme=scheme)
     browser.execute_script("document.querySelectorAll('details').forEach((one) => { one.open = true; });" + axe_script)
-    found = browser.execute_async_script("axe.run().then(arguments[0])")
-    assert len(found["passes"]) > 15
+    found = browser.execute_async_script(f"axe.run({'{}' if scheme == 'light' else COLOURS}).then(arguments[0])")
+    assert len(found["passes"]) > (15 if scheme == "light" else 0)
     serious = [one for one in found["violations"] if one["impact"] in ("serious", "critical")]
     assert [(one["id"], one["nodes"][0]["html"], one["nodes"][0]["failureSummary"]) for one in serious] == []
 

@@ -52,10 +52,12 @@ def test_a_trial_leaves_to_the_collector_what_it_had_and_no_more(frozen: bool) -
     if frozen:
         gc.freeze()
     before = gc.get_freeze_count()
+    bench.frozen.cache_clear()
     try:
         bench.run_timers([fake])  # type: ignore[list-item]
         assert gc.get_freeze_count() == before
     finally:
         gc.freeze()
+        bench.frozen.cache_clear()
     assert seen == [(False, True)]
     assert gc.isenabled()

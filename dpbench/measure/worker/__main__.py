@@ -38,6 +38,7 @@ import torch.optim
 
 from dpbench.hardware import processes
 from dpbench.measure.request import Request
+from dpbench.measure.worker import bench
 from dpbench.measure.worker import trial as trials
 from dpbench.records import registry
 from dpbench.records.trial import Failure
@@ -59,6 +60,7 @@ def serve() -> None:
             "no module may use CUDA when it is imported"
         )
     gc.freeze()  # else collections in workers write to the shared pages, and each worker gets copies
+    bench.frozen()  # workers inherit the answer
     gc.enable()
     answers = os.dup(1)
     os.dup2(2, 1)  # other output must not be mistaken for an answer

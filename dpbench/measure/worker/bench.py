@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -265,13 +266,22 @@ class CaseTimer:
         _trace(self._step, self._prepared.batches[0], self._prepared.devices, path)
 
 
+@cache
+def frozen() -> bool:
+    """Return whether the garbage collector had frozen objects when this process, or its server, first called this.
+
+    The answer is cached, because counting the objects of torch takes tens of milliseconds in each trial.
+    """
+    return gc.get_freeze_count() > 0
+
+
 def run_timers(timers: Sequence[CaseTimer]) -> None:
     """Run blocks of steps of all timers in turn until every series is long enough.
 
     The order of the timers is reversed after each pass.
     """
     gc.collect()
-    freezes = not gc.get_freeze_count()  # a worker's server has frozen its large modules, which must stay frozen
+    freezes = not frozen()  # a worker's server has frozen its large modules, which must stay frozen
     if freezes:
         gc.freeze()  # the collections between blocks then skip all objects that exist now
     gc.disable()  # a collection inside a step would be charged to the phase that it interrupts
