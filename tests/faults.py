@@ -494,8 +494,8 @@ FAULTS = (
     Fault(
         "prediction-interval",
         "a prediction's interval holds 80 % of the draws",
-        "LOW, HIGH = 0.1, 0.9",
-        "LOW, HIGH = 0.05, 0.95",
+        "return ordered[int(0.1 * len(ordered))], ordered[int(0.9 * len(ordered)) - 1]",
+        "return ordered[int(0.05 * len(ordered))], ordered[int(0.95 * len(ordered)) - 1]",
         ("tests/test_predict.py::test_an_interval_holds_80_percent",),
     ),
     Fault(
