@@ -29,7 +29,7 @@ def test_device_0_holds_more_and_the_whole_counts_context_and_communication() ->
 
 
 def test_what_does_not_fit_is_a_trial_out_of_memory_that_names_the_device() -> None:
-    (need,) = needs([DP], small(1.0e9))
+    (need,) = needs([DP], small(CONTEXT_BYTES + NCCL_BYTES + 2**20))
     assert (need.fits, need.failed_device, need.status) == (False, 0, Status.OOM)
     trial = replace(Predictor(BOX).predict(DP), need=need).trial()
     assert (trial.status, trial.source, trial.failed_device, trial.steps) == (Status.OOM, Source.PREDICTED, 0, ())
@@ -45,9 +45,10 @@ def test_a_machine_that_does_not_say_its_memory_decides_nothing() -> None:
 
 
 def test_the_largest_batch_fits_and_the_next_does_not() -> None:
-    box = small(1480 * 2**20)
+    box = small(CONTEXT_BYTES + NCCL_BYTES + 100 * 2**20)
     (found,) = needs([DP], box, largest=True)
     assert found.largest
+    assert found.largest > DP.devices, "several devices exchange gradients"
     fits = [next(needs([replace(DP, batch_size=batch)], box)).fits for batch in (found.largest, 4 * found.largest)]
     assert fits == [True, False]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -87,9 +88,13 @@ def _need(case: Case, traces: object, capacity_bytes: int, largest: bool) -> Nee
     requests the search for the largest batch that fits.
     """
     from dpbench.predict import memory
+    from dpbench.predict.allocator import OutOfDeviceMemory
 
     found = memory.needed(case, traces)  # type: ignore[arg-type]
     over = [one.device for one in found if capacity_bytes and one.process_bytes > capacity_bytes]
+    if over:
+        with suppress(OutOfDeviceMemory):  # an allocator that reaches the limit frees its unused segments
+            found, over = memory.needed(case, traces, capacity_bytes=capacity_bytes), []  # type: ignore[arg-type]
     most = None
     if largest and capacity_bytes:
         most = memory.largest_batch(lambda batch: replace(case, batch_size=batch), capacity_bytes)
