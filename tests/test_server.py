@@ -415,6 +415,7 @@ def test_the_server_has_run_no_tensor_operation_and_touched_no_cuda(tmp_path):
             serve()
         loaded = [name for name in sys.modules if name.startswith(("dpbench.models.", "dpbench.strategies."))]
         result = {"seen": seen, "cuda": torch.cuda.is_initialized(), "loaded": loaded}
+        result["pandas"] = "pandas" in sys.modules
         open(sys.argv[1], "w").write(json.dumps(result))
     """
     output = tmp_path / "result.json"
@@ -426,6 +427,7 @@ def test_the_server_has_run_no_tensor_operation_and_touched_no_cuda(tmp_path):
     result = json.loads(output.read_text())
     assert result["seen"] == []
     assert result["cuda"] is False
+    assert result["pandas"] is False, "only readers make tables, and every command with a worker would wait for it"
     plugs = {f"dpbench.{folder}.{name}" for folder in ("models", "strategies") for name in registry.names(folder)}
     assert plugs <= set(result["loaded"]), "every plug is loaded before the first fork"
 

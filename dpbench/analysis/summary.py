@@ -9,8 +9,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-
-import pandas as pd
+from typing import TYPE_CHECKING
 
 from dpbench.analysis import stats
 from dpbench.hardware import foreign_load
@@ -31,6 +30,9 @@ from dpbench.records.case import MOVING
 from dpbench.records.registry import Role
 from dpbench.records.trial import Doubt, Estimate
 from dpbench.records.work import DRAWS
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 PERCENTILES = (95, 99)
 """The percentiles of the durations of steps; their median is `Row.step`."""
@@ -359,6 +361,8 @@ def frame(
     the first eight. `run_ids`, if given, become the first column, and the columns of `extra` the last ones. Both have
     one value per row.
     """
+    import pandas as pd  # here, because a measuring process needs the rest of this module without it
+
     count = max([DEVICE_COLUMNS, *(device + 1 for row in table for device in {*row.busy, *row.memory})])
     flat = [_record(row, count) for row in table]
     found = pd.DataFrame(flat, columns=list(_record(BLANK, count)))
