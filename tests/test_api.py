@@ -337,7 +337,7 @@ follow_imports = skip
 
 @pytest.mark.slow
 def test_a_type_checker_knows_the_interface(tmp_path: Path) -> None:
-    """Strictly, and without libraries whose types the interface does not use, because they take most of the time."""
+    """Libraries without a type in the interface are left out, because their analysis takes most of the time."""
     for name, code in (("right", SCRIPT), ("wrong", WRONG)):
         (tmp_path / f"{name}.py").write_text(code)
     (tmp_path / "mypy.ini").write_text(MYPY)

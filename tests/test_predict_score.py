@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from dpbench.predict.constants import DEFAULT
 from dpbench.predict.scoring import published, rows, score
 from dpbench.predict.scoring.published import Excluded
 from dpbench.records import Phase
+from tests.exported import Command
 
 DATA = Path(__file__).parent / "data"
 TABLE, ACCURACY = DATA / "published.csv", DATA / "accuracy.json"
@@ -331,39 +330,33 @@ def test_another_size_of_a_known_name_is_estimated_from_its_parameters() -> None
 # ---------------------------------------------------------------- the command
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "dpbench", "predict", *arguments], capture_output=True, text=True, check=False
-    )
-
-
-def test_the_scoreboard_prints_and_speaks_json(tmp_path: Path) -> None:
+def test_the_scoreboard_prints_and_speaks_json(tmp_path: Path, dpbench: Command) -> None:
     table = write(tmp_path / "x.csv", ONE, {"id": "X-2", "value": 120}, {"id": "X-3", "metric": "util", "value": 3})
-    shown = command("--score", str(table))
-    assert shown.returncode == 0, shown.stderr
-    assert "80 % holds" in shown.stdout
-    assert "no duration of a step follows from the metric util: X-3" in shown.stdout
-    (line,) = json.loads(command("--score", str(table), "--json").stdout)
+    code, out, err = dpbench("predict", "--score", str(table))
+    assert code == 0, err
+    assert "80 % holds" in out
+    assert "no duration of a step follows from the metric util: X-3" in out
+    (line,) = json.loads(dpbench("predict", "--score", str(table), "--json")[1])
     keys = {"group", "strategy", "metric", "n", "mape", "median", "p90", "bias", "skill", "coverage", "excluded"}
     assert keys <= set(line)
     assert (line["group"], line["strategy"], line["n"], line["excluded"]) == ("X", "ddp", 1, 1)
     assert line["mape"] < 1
 
 
-def test_predictions_are_a_table_with_their_labels_and_a_run_of_a_store(tmp_path: Path) -> None:
-    store = tmp_path / "p.db"
-    done = command("--machine", "dgx-a100", "--models", "resnet50", "--devices", "1,4", "--schedules",
-                   "reference,zero1", "--batch-per-device", "32", "--step-s", "0.1", "--store", str(store))  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "all steps below are predictions" in done.stdout
-    assert "dp[zero1]" in done.stdout
-    assert "given    PREDICTED" in done.stdout
-    assert "what if" in done.stdout
-    again = subprocess.run([sys.executable, "-m", "dpbench", "report", "--md", "--store", str(store)],
-                           capture_output=True, text=True, check=False)  # fmt: skip
-    assert again.returncode == 0, again.stderr
-    assert "PREDICTED" in again.stdout
-    assert "MEASURED" not in again.stdout
+def test_predictions_are_a_table_with_their_labels_and_a_run_of_a_store(dpbench: Command) -> None:
+    code, out, err = dpbench(
+        "predict", "--machine", "dgx-a100", "--models", "resnet50", "--devices", "1,4", "--schedules",
+        "reference,zero1", "--batch-per-device", "32", "--step-s", "0.1", "--store", "p.db",
+    )  # fmt: skip
+    assert code == 0, err
+    assert "all steps below are predictions" in out
+    assert "dp[zero1]" in out
+    assert "given    PREDICTED" in out
+    assert "what if" in out
+    code, out, err = dpbench("report", "--md", "--store", "p.db")
+    assert code == 0, err
+    assert "PREDICTED" in out
+    assert "MEASURED" not in out
 
 
 @pytest.mark.parametrize(
@@ -379,10 +372,10 @@ def test_predictions_are_a_table_with_their_labels_and_a_run_of_a_store(tmp_path
          "dgx-a100 has 8 GPUs"),
     ],
 )  # fmt: skip
-def test_a_wrong_question_is_told_the_way_out(arguments: list[str], message: str) -> None:
-    done = command(*arguments)
-    assert done.returncode == 64
-    assert message in done.stderr
+def test_a_wrong_question_is_told_the_way_out(dpbench: Command, arguments: list[str], message: str) -> None:
+    code, _, err = dpbench("predict", *arguments)
+    assert code == 64
+    assert message in err
 
 
 if __name__ == "__main__":
