@@ -136,10 +136,15 @@ def test_debug_refuses_replicas_that_differ_from_the_module(rung: str) -> None:
 # ---------------------------------------------------------------- e: hooks
 
 
+HOOKED = [
+    (1, law_changes.hook_parameter, 0), (1, law_changes.hook_accumulation, 1),
+    (2, law_changes.hook_parameter, 1), (2, law_changes.hook_accumulation, 0),
+]  # fmt: skip
+"""Every two values meet: calls of an update, the hook, and the parameter, whose number also makes the hook write."""
+
+
 @rungs("persistent")
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("hook", [law_changes.hook_parameter, law_changes.hook_accumulation])
-@pytest.mark.parametrize("k", [0, 1])
+@pytest.mark.parametrize(("accumulate", "hook", "k"), HOOKED)
 def test_hooks_on_parameters_see_the_reduced_gradient_once(
     rung: str, accumulate: int, hook: law_changes.Change, k: int
 ) -> None:
@@ -209,9 +214,10 @@ def test_a_step_after_close_is_refused(rung: str, devices: int) -> None:
 
 
 @rungs("persistent")
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("row", [0, 7])
-@pytest.mark.parametrize("error", [KeyboardInterrupt, Trapped])
+@pytest.mark.parametrize(
+    ("accumulate", "row", "error"),
+    [(1, 0, KeyboardInterrupt), (1, 7, Trapped), (2, 0, Trapped), (2, 7, KeyboardInterrupt)],
+)
 def test_a_step_that_failed_in_one_replica_leaves_nothing_to_the_next(
     rung: str, accumulate: int, row: int, error: type[BaseException]
 ) -> None:
