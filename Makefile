@@ -6,7 +6,8 @@
 # make faults     plants a fault for each law in a copy of the checkout, and reports which of them the tests catch;
 #                 ARGS="NAME..." takes some of them, ARGS=--list prints all
 # make check      ruff and mypy
-# make history    asv over the last 3 commits, published in .asv/html
+# make history    asv over the last COMMITS=3 commits, published in .asv/html/index.html, which opens from a file; a
+#                 second run measures only the missing results, or all with AGAIN=1; BENCH=REGEX selects benchmarks
 # make gate       decide whether this checkout's engine is slower than BASE=main: slower, not slower, or cannot tell
 #
 # Each target makes the .venv it needs; a second run reuses it. TORCH=system takes torch, and whatever else is
@@ -73,7 +74,7 @@ check: $(VENV)/dev.stamp
 	$(BIN)/mypy
 
 history: $(VENV)/dev.stamp
-	PATH="$(abspath $(BIN)):$$PATH" COMMITS=$(COMMITS) sh benchmarks/history.sh
+	PATH="$(abspath $(BIN)):$$PATH" COMMITS=$(COMMITS) BENCH='$(BENCH)' AGAIN=$(AGAIN) sh benchmarks/history.sh
 
 gate: $(VENV)/dev.stamp
 	$(BIN)/python benchmarks/scripts/gate.py $(BASE) $(ARGS)

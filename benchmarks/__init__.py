@@ -7,14 +7,20 @@ applicable, not as failed.
 A `track_` function does the warm-up itself and returns timings as {"samples", "number"}, from which asv computes a
 median, an interval and the significance of changes. With DPBENCH_QUICK=1, benchmarks take fewer samples of the same
 work, so that quick and full results form one series.
+
+If DPBENCH_HISTORY is set, benchmarks that run trials store them in the file with this name and the suffix .db, and list
+them in the file with the suffix .jsonl, which has the run of each result.
 """
 
 from __future__ import annotations
 
 import importlib
+import json
 import os
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -81,6 +87,53 @@ def attribute(name: str, *attributes: str) -> Any:
     raise ImportError(
         f"the module dpbench.{name} has no {' or '.join(attributes)} in this commit", name=f"dpbench.{name}"
     )
+
+
+def gpus() -> int:
+    """Return the number of GPUs that torch sees; torch is not loaded if DPBENCH_GPUS has the number."""
+    counted = os.environ.get("DPBENCH_GPUS")
+    if counted is None:
+        import torch
+
+        counted = os.environ["DPBENCH_GPUS"] = str(torch.cuda.device_count())
+    return int(counted)
+
+
+def keep(benchmark: Callable[..., Any] | str, params: Sequence[Any], trials: Sequence[Any]) -> None:
+    """Store the trials of one result, and list their run, if DPBENCH_HISTORY is set.
+
+    `params` are the values of the benchmark's parameters; they are empty if one group of trials has all its results. A
+    commit whose store has another interface stores nothing, and its results have no trials.
+    """
+    target = os.environ.get("DPBENCH_HISTORY")
+    if not target:
+        return
+    file, commit = Path(f"{target}.db"), Path(target).name
+    name = f"{benchmark.__module__.rpartition('.')[2]}.{benchmark.__name__}" if callable(benchmark) else benchmark
+    try:
+        from dpbench.hardware import provenance
+        from dpbench.store import Store
+
+        facts = provenance.collect()
+        facts["dpbench"] = {"version": facts["dpbench"]["version"], "commit": commit}
+        facts["command"] = f"asv run --bench '{name}'"
+        with Store.create(file) as store:
+            run_id, _ = store.begin_run(
+                plan=json.dumps([name, *map(repr, params)]), host=provenance.host_key(facts), code=commit,
+                rounds=len({trial.round for trial in trials}), provenance=facts,
+            )  # fmt: skip
+            for trial in trials:
+                store.end_trial(store.begin_trial(run_id, trial.case, trial.round), trial)
+            store.end_run(run_id)
+    except (ImportError, AttributeError, TypeError, LookupError) as error:
+        print(f"this commit stores no trials of {name}: {error}", file=sys.stderr)
+        return
+    entry = {
+        "benchmark": name, "params": [repr(value) for value in params], "commit": commit, "run": run_id,
+        "store": f".asv/trials/{file.name}", "fingerprints": sorted({trial.case.fingerprint for trial in trials}),
+    }  # fmt: skip
+    with file.with_suffix(".jsonl").open("a", encoding="utf-8") as lines:
+        lines.write(json.dumps(entry) + "\n")
 
 
 @contextmanager

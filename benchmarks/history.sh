@@ -2,7 +2,12 @@
 # Measure the last $COMMITS commits of HEAD with asv, oldest first, and publish them in .asv/html.
 #
 #   COMMITS=3           the number of commits
+#   BENCH=regex         only the benchmarks whose names match; without it, all
+#   AGAIN=1             measures also the benchmarks that have a result
 #   DPBENCH_QUICK=1     1 takes few samples; 0 takes the full number
+#
+# Each benchmark's result is saved as it ends. After a kill, the next run measures only the missing ones. A full result
+# stands for a quick one, but not the reverse.
 #
 # The script measures with the python on PATH and installs no package into it. dpbench is pure Python, so each commit's
 # package is unpacked to a temporary folder that is first on the import path, and the environment stays unchanged even
@@ -12,7 +17,8 @@ set -eu
 cd "$(dirname "$0")/.."
 COMMITS=${COMMITS:-3}
 DPBENCH_QUICK=${DPBENCH_QUICK:-1}
-export DPBENCH_QUICK OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+BENCH=${BENCH:-} AGAIN=${AGAIN:-}
+export BENCH AGAIN DPBENCH_QUICK OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 unset PYTHONPATH
 
 say() { printf 'history: %s\n' "$*" >&2; }
@@ -60,7 +66,7 @@ for name in ["dpbench", *("dpbench." + module.name for module in pkgutil.iter_mo
     if spec and spec.origin and not spec.origin.startswith(tree + "/"):
         sys.exit(f"history: {name} would come from {spec.origin}")'
 
-# Measure commit $1; return 0, or the exit status of the command that failed.
+# Measure commit $1 with the options $2 of asv; return 0, or the exit status of the command that failed.
 measure() {
     tree=$work/$1
     if ! git cat-file -e "$1:dpbench/__init__.py" 2>/dev/null; then
@@ -75,13 +81,35 @@ measure() {
     (cd / && PYTHONPATH=$tree "$python" -c "$origins" "$tree" "$top") || return 1
     say "$(git log -1 --format='%h %s' "$1")"  # asv's heading names HEAD
     # asv sets the import path of its processes from ASV_PYTHONPATH; their children inherit PYTHONPATH
-    PYTHONPATH=$tree ASV_PYTHONPATH=$tree "$python" -m asv run --environment "existing:$python" \
-        --set-commit-hash "$1" --no-pull --record-samples --show-stderr
+    # one option per line, none of which is a pattern of files
+    set -f
+    IFS='
+'
+    # shellcheck disable=SC2086
+    DPBENCH_HISTORY=$top/.asv/trials/$1 PYTHONPATH=$tree ASV_PYTHONPATH=$tree "$python" -m asv run $2 \
+        --environment "existing:$python" --set-commit-hash "$1" --no-pull --record-samples --show-stderr
+    code=$?
+    unset IFS
+    set +f
+    return "$code"
 }
+
+# torch takes a second to load, which each process of the suite would spend on counting
+DPBENCH_GPUS=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+export DPBENCH_GPUS
+
+# asv lists the benchmarks of the working tree
+mkdir -p .asv/trials
+"$python" -m asv run --bench just-discover --environment "existing:$python" --no-pull >"$work/discovered" 2>&1 ||
+    { cat "$work/discovered" >&2; say "asv cannot list the benchmarks"; exit 1; }
+# shellcheck disable=SC2086  # one word per commit
+say "$("$python" reports/asv_history.py expect $commits)"
 
 status=0
 for commit in $commits; do
-    measure "$commit" || { status=$?; say "$commit: failed (exit status $status); continuing"; }
+    benches=$("$python" reports/asv_history.py select "$commit")
+    [ -n "$benches" ] || { say "$(git log -1 --format='%h %s' "$commit"): every benchmark has a result"; continue; }
+    measure "$commit" "$benches" || { status=$?; say "$commit: failed (exit status $status); continuing"; }
 done
 
 # files for a page that works without a network; without npm the page names the missing files
@@ -98,6 +126,7 @@ if command -v npm >/dev/null && [ ! -f "$vendor/installed" ]; then
 fi
 
 "$python" -m asv publish --no-pull || status=$?
+[ ! -f .asv/html/index.html ] || say "$("$python" reports/asv_offline.py .asv/html)"
 [ "$status" -eq 0 ] || say "failed with exit status $status; see the lines marked 'failed' above"
-say "to view .asv/html/index.html, start a server: $python -m http.server --bind 127.0.0.1 --directory .asv/html"
+say "open file://$top/.asv/html/index.html in a browser"
 exit "$status"

@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from . import QUICK, module, names_of_the_commit, result, timing
+from . import QUICK, keep, module, names_of_the_commit, result, timing
 
 ARMS = {"listening": "on_s", "silent": "off_s"}
 BUDGET_S = 1.0 if QUICK else 8.0
@@ -41,6 +41,7 @@ def in_turns() -> dict[str, list[float]]:
             trial = server.run(replace(case, options=tuple(sorted(asked.items()))), effort, 0, LIMIT_S)
     if trial.status != "ok":
         raise RuntimeError(f"{case.label}: {trial.status}: {trial.reason}")
+    keep("selfcheck.track_marked_step_seconds", (), [trial])
     facts = trial.provenance["self_check"]
     return {arm: facts[name] for arm, name in ARMS.items()}
 

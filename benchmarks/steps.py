@@ -1,4 +1,7 @@
-"""Seconds of a training step and of its phases, per strategy, measured as `dpbench run` measures them."""
+"""Seconds of a training step and of its phases, per strategy, measured as `dpbench run` measures them.
+
+The devices are logical CPU devices. A machine with GPUs measures the benchmarks of `cuda` instead.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from . import QUICK, module, names_of_the_commit, result, timing
+from . import QUICK, gpus, keep, module, names_of_the_commit, result, timing
 
 STRATEGIES = ("single", "dp", "ddp")
 BATCH_SIZES = {"mlp": 64, "resnet18": 16}
 DEVICES = (1, 2)
 PHASES = (
-    "data", "scatter", "replicate", "forward", "gather", "loss", "backward", "reduce", "optimizer", "unattributed",
+    "data", "scatter", "replicate", "forward", "gather", "loss", "backward", "reduce", "clip", "optimizer", "read",
+    "unattributed",
 )  # fmt: skip
 
 WORKERS = 4 if QUICK else 6
@@ -29,7 +33,7 @@ def _case(strategy: str, model: str, devices: int) -> Any:
     )
 
 
-def _effort() -> Any:
+def effort() -> Any:
     from dpbench.records import Effort
 
     if QUICK:
@@ -37,10 +41,10 @@ def _effort() -> Any:
     return Effort(max_steps=100)
 
 
-def _trials(case: Any) -> list[Any]:
+def trials_of(case: Any) -> list[Any]:
     """Run a case in `WORKERS` fresh workers of one server, and return the trial of each worker."""
     with TemporaryDirectory() as folder, module("measure.server").Server(Path(folder)) as server:
-        trials = [server.run(case, _effort(), number, LIMIT_S) for number in range(WORKERS)]
+        trials = [server.run(case, effort(), number, LIMIT_S) for number in range(WORKERS)]
     for trial in trials:
         if trial.status != "ok":
             raise RuntimeError(f"{case.label}: {trial.status}: {trial.reason}")
@@ -48,6 +52,8 @@ def _trials(case: Any) -> list[Any]:
 
 
 def setup_step(strategy: str, model: str, devices: int) -> None:
+    if gpus():
+        raise NotImplementedError("this machine has GPUs, on which the benchmarks of `cuda` measure steps")
     if strategy == "single" and devices > 1:
         raise NotImplementedError("the strategy single has one device")
     with names_of_the_commit():
@@ -56,7 +62,7 @@ def setup_step(strategy: str, model: str, devices: int) -> None:
         registry.check("strategies", strategy)
         registry.check("models", model)
         _case(strategy, model, devices)
-        _effort()
+        effort()
 
 
 @timing(
@@ -65,7 +71,8 @@ def setup_step(strategy: str, model: str, devices: int) -> None:
     setup=setup_step,
 )
 def track_step_seconds(strategy: str, model: str, devices: int) -> dict[str, Any]:
-    trials = _trials(_case(strategy, model, devices))
+    trials = trials_of(_case(strategy, model, devices))
+    keep(track_step_seconds, (strategy, model, devices), trials)
     return result([step.seconds for trial in trials for step in trial.steps if not step.warmup])
 
 
@@ -80,9 +87,11 @@ def phases_of_dp() -> dict[str, list[float]]:
             ledger = module("records.ledger")
     except NotImplementedError:
         return {}  # asv counts an exception here as a failure; setup_phase raises it
+    trials = trials_of(_case("dp", "resnet18", 2))
+    keep("steps.track_phase_seconds", (), trials)
     steps = [
         seconds
-        for trial in _trials(_case("dp", "resnet18", 2))
+        for trial in trials
         for step, seconds in zip(trial.steps, ledger.of_trial(trial), strict=True)
         if not step.warmup
     ]

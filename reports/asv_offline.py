@@ -1,14 +1,19 @@
-"""An asv plugin that makes the published site work without a network.
+"""An asv plugin that makes the published site work without a network, and from a file.
 
 asv's page loads ten files from public servers, and where it cannot it shows nothing but an error. The files are
 also in npm packages; benchmarks/history.sh installs those in .asv/vendor, and `asv publish`, which loads this
 plugin, puts copies beside the page. asv's own interpreter runs this: it imports neither torch nor dpbench.
+
+The page also requests its data, which a browser refuses to a page that was opened from a file. After `asv publish`,
+`python reports/asv_offline.py .asv/html` therefore writes the data as a script beside the page.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -33,6 +38,9 @@ FILES = {
 }
 """What the page calls a file -> where npm puts it."""
 
+DATA, ANSWERS = "asv_data.js", "asv_files.js"
+"""The scripts with the data of the page, and with the answers to the page's requests, by their names in the site."""
+_OWN = re.compile(r'(?=<script language="javascript" type="text/javascript"\s+src="asv.js">)')
 _REMOTE = re.compile(r'<(?:script|link)\b[^>]*?\b(?:src|href)="(https?://[^"]+)"[^>]*>')
 _CHECKS = re.compile(r'\s(?:integrity|crossorigin|referrerpolicy)="[^"]*"')
 
@@ -64,6 +72,43 @@ def _local(tag: re.Match[str]) -> str:
     return _CHECKS.sub("", tag.group().replace(url, f"vendor/{url.rpartition('/')[2]}"))
 
 
+def embed(html: Path) -> str:
+    """Write the data of the page in the folder `html` as a script, which the page loads; return one line to tell.
+
+    The data are the JSON files that asv published, and the stored trials that benchmarks listed in `trials` beside the
+    folder. A page that loads the script already gets only new data.
+    """
+    page = html / "index.html"
+    text = page.read_text(encoding="utf-8")
+    tags = "".join(f'<script src="{name}"></script>\n    ' for name in (DATA, ANSWERS))
+    if tags not in text:
+        text, places = _OWN.subn(tags, text, count=1)
+        if not places:
+            return "the page needs a server: it loads no asv.js, so this version of asv is unknown"
+    files = {path.relative_to(html).as_posix(): _plain(path) for path in sorted(html.rglob("*.json"))}
+    trials = _trials(html.parent / "trials")
+    data = f"const asvFiles = {json.dumps(files)};\nconst asvTrials = {json.dumps(trials)};\n"
+    (html / DATA).write_text(data, encoding="utf-8")
+    shutil.copyfile(Path(__file__).with_name(ANSWERS), html / ANSWERS)
+    page.write_text(text, encoding="utf-8")
+    return f"the page needs no server: {len(files)} files are in {html / DATA}"
+
+
+def _plain(file: Path) -> Any:
+    """Return the content of a JSON file; asv writes values that JSON lacks as NaN, which become null."""
+    return json.loads(file.read_text(encoding="utf-8"), parse_constant=lambda name: None)
+
+
+def _trials(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Return the entries of all lists in a folder by benchmark; of equal commits and parameters, the last counts."""
+    found: dict[str, dict[tuple[str, ...], dict[str, Any]]] = {}
+    for file in sorted(folder.glob("*.jsonl"), key=lambda path: path.stat().st_mtime):
+        for line in file.read_text(encoding="utf-8").splitlines():
+            entry = json.loads(line)
+            found.setdefault(entry["benchmark"], {})[entry["commit"], *entry["params"]] = entry
+    return {benchmark: list(entries.values()) for benchmark, entries in found.items()}
+
+
 class Offline(OutputPublisher):
     """The hook that `asv publish` calls."""
 
@@ -78,4 +123,4 @@ class Offline(OutputPublisher):
 
 
 if __name__ == "__main__":
-    print(*PACKAGES)
+    print(embed(Path(sys.argv[1])) if sys.argv[1:] else " ".join(PACKAGES))
