@@ -15,6 +15,8 @@ from dpbench.analysis import (
     diagnosis,
     engine_cost,
     findings,
+    forecasts,
+    history,
     hosts,
     imbalance,
     ladder,
@@ -27,6 +29,7 @@ from dpbench.analysis.lanes import Lanes
 from dpbench.hardware import foreign_load
 from dpbench.hardware.provenance import Resources
 from dpbench.records import Case, Source, Trial
+from dpbench.store.past import PastRun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +38,7 @@ class Report:
 
     `self_check` has one line of text for each result of the run's self-check, and one for each model on which the
     operators of the engine and of torch.nn.DataParallel were counted. `notes` are sentences on ladders, habits, hosts,
-    the engine's cost and noise.
+    the engine's cost and noise. `past` are the runs of the store that have cases of this run; see `store.past`.
     """
 
     run_id: str
@@ -52,6 +55,7 @@ class Report:
     answers: Sequence[answer.Answer] = ()
     engine_costs: Sequence[engine_cost.EngineCost] = ()
     self_check: Sequence[str] = ()
+    past: Sequence[PastRun] = ()
 
     @classmethod
     def of(
@@ -63,6 +67,7 @@ class Report:
         provenance: Mapping[str, Any],
         status: str = caveats.FINISHED,
         self_check: Sequence[str] = (),
+        past: Sequence[PastRun] = (),
     ) -> Self:
         """Return the report of the run that has these trials; all other arguments are facts stored with the run."""
         rows, machine = summary.rows(trials), Resources.of(provenance)
@@ -76,6 +81,7 @@ class Report:
             answers=answer.answers(rows, machine), engine_costs=costs, tiles=diagnosis.tiles(rows, ladders),
             warnings=caveats.caveats(rows, trials, provenance, status),
             diagnoses=findings.diagnose(rows, trials, machine), self_check=(*self_check, *engine_cost.counts(costs)),
+            past=past,
         )  # fmt: skip
 
     @property
@@ -97,6 +103,17 @@ class Report:
     def memory(self) -> Sequence[Footprint]:
         """Return the footprint of each case: its peak memory by phase and device."""
         return imbalance.footprints(self.trials)
+
+    @property
+    def forecasts(self) -> Sequence[forecasts.Forecast]:
+        """Return the predictions of this run's measured cases for this machine, in the run and in its store."""
+        return forecasts.forecasts(self.rows, self.past, self.provenance)
+
+    @property
+    def histories(self) -> Sequence[history.History]:
+        """Return the step time over commits of each measured case, on this machine and version of torch."""
+        measured = dict.fromkeys(row.case for row in self.rows if row.source is Source.MEASURED)
+        return history.histories(measured, self.past, self.provenance)
 
     @property
     def flows(self) -> Sequence[transfers.Flow]:

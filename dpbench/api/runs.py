@@ -71,7 +71,7 @@ class Run:
     @cached_property
     def analysis(self) -> Report:
         """Return the analysis of the run from which all results are taken."""
-        return showing.report_of(self._stored, self._trials)
+        return showing.report_of(self._stored, self._trials, self._store)
 
     @property
     def answers(self) -> Sequence[Answer]:

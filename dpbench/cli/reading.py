@@ -116,7 +116,7 @@ def report(store: Path, run_id: str | None, html: Path | None, md: bool, as_json
     if md and as_json:
         raise click.UsageError("--md and --json are two formats of one output: leave out one of them")
     chosen, trials = read(store, run_id)
-    found = report_of(chosen, trials)
+    found = report_of(chosen, trials, store)
     if as_json:
         shapes.show(shapes.Result.of(chosen, found))
         return

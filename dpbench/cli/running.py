@@ -329,7 +329,7 @@ def _measure(output: _Output, cluster: Cluster | None, asked: Options) -> NoRetu
         except JobsError as error:
             raise click.UsageError(str(error)) from None
         chosen = choose(opened.runs(), outcome.run_id)
-        shown = report_of(chosen, opened.summaries(outcome.run_id))
+        shown = report_of(chosen, opened.summaries(outcome.run_id), output.store)
     # write the page first: printing fails if the reader has closed the output
     written = write_report(output.report, shown)
     try:

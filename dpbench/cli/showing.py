@@ -65,14 +65,18 @@ def _date(run: StoredRun) -> str:
     return datetime.fromtimestamp(run.started, UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
-def report_of(chosen: StoredRun, trials: Sequence[Trial]) -> Report:
-    """Return the report of a run: the analysis of its trials for the HTML page, for Markdown and for the terminal."""
+def report_of(chosen: StoredRun, trials: Sequence[Trial], store: Path | None = None) -> Report:
+    """Return the report of a run: the analysis of its trials for the HTML page, for Markdown and for the terminal.
+
+    With the file `store`, in which the run is, the report also has the history of its cases and their predictions.
+    """
     from dpbench.analysis.report import Report
     from dpbench.measure import checks
+    from dpbench.store.past import past
 
     return Report.of(
         trials, run_id=chosen.id, started_s=chosen.started, status=chosen.status, provenance=chosen.provenance,
-        self_check=checks.words(chosen.provenance),
+        self_check=checks.words(chosen.provenance), past=past(store, chosen.id) if store else (),
     )  # fmt: skip
 
 

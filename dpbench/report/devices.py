@@ -1,6 +1,7 @@
-"""Devices: the tables below the drawings: latency of the forward alone, and device 0 compared with the other devices.
+"""Devices: the tables below the drawings: latency of the forward alone, devices compared, and predictions.
 
-The latter compare imbalance, memory by phase, and transferred bytes.
+Device 0 is compared with the other devices in imbalance, memory by phase, and transferred bytes. Predictions are
+compared with measurements.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from dpbench.analysis.forecasts import Forecast
 from dpbench.analysis.imbalance import PHASES, Footprint, Index
 from dpbench.analysis.report import Report
 from dpbench.analysis.stats import Percentile
@@ -54,13 +56,14 @@ def parts(report: Report) -> list[TableSection]:
         ("links", "Bytes over links", LINKS, *_links(found.flows)),
         ("link-counters", "Bytes in device counters", COUNTERS, *_counters(found.counted)),
     ]
-    return [
+    sections = [
         TableSection(
             id, title, lead, table, _union(labels.get(case, ()) for case in cases), len(table.lines) <= OPEN, cases
         )
         for id, title, lead, table, cases in tables
         if table.lines
     ]
+    return [*sections, *_forecast_section(found.forecasts)]
 
 
 LATENCY = (
@@ -86,6 +89,12 @@ LINKS = (
 COUNTERS = (
     "The bytes per step that the GPUs' own counters show during timed steps, next to the bytes computed from the "
     "shapes of tensors."
+)
+
+FORECASTS = (
+    "The step time that was predicted for this hardware, with its 80% interval, and the measured one, with its 95% "
+    "interval. The error is the predicted step time relative to the measured one. Of 10 measured step times, about 8 "
+    "should be inside the interval of the prediction."
 )
 
 
@@ -180,6 +189,31 @@ def _phase(held: Mapping[int, int]) -> Cell:
     if 0 not in held or not others:
         return Cell("")
     return Cell(words.size(held[0]), words.size(sum(others) / len(others)))
+
+
+def _forecast_section(found: Sequence[Forecast]) -> list[TableSection]:
+    """Return the section that compares predictions with measurements, as the only element; none without predictions."""
+    if not found:
+        return []
+    lines = tuple(
+        (
+            _case(one.case),
+            Cell(one.machine or "this run"),
+            estimate(one.predicted, 1e3),
+            estimate(one.measured, 1e3),
+            Cell(f"{'+' if one.error >= 0 else '-'}{words.percent(abs(one.error))}", sort=repr(one.error)),
+            Cell("yes" if one.inside else "no"),
+        )
+        for one in found
+    )
+    inside = f"{sum(one.inside for one in found)} of {words.count(len(found), 'measured step time')}"
+    table = Table(
+        f"Predicted against measured: {inside} inside the interval of the prediction",
+        ("case", "predicted for", "predicted, ms", "measured, ms", "error", "inside"), lines, text=2,
+    )  # fmt: skip
+    labels, cases = _union(one.labels for one in found), [one.case for one in found]
+    opened = len(lines) <= OPEN
+    return [TableSection("predicted", "Predicted against measured", FORECASTS, table, labels, opened, cases)]
 
 
 def _links(found: Sequence[Flow]) -> tuple[Table, list[Case]]:

@@ -15,7 +15,7 @@ from dpbench.analysis.report import Report
 from dpbench.analysis.summary import Row
 from dpbench.records import words
 from dpbench.records.registry import Role
-from dpbench.report import marks, naming, small_multiples, speedup, svg, swim_lanes, table, timeline
+from dpbench.report import history, marks, naming, small_multiples, speedup, svg, swim_lanes, table, timeline
 from dpbench.report.svg import Panel, Section
 
 COLOURS = {"faster": svg.GAIN, "slower": svg.LOSS}
@@ -173,6 +173,7 @@ def sections(report: Report) -> list[Section]:
             swim_lanes.section(drawable, report.lanes), speedup.section(drawable), throughput(drawable),
             phases([row for row in report.rows if row.case in climbed]), timeline.imbalance(drawable),
             timeline.steps(drawable, report.trials), timeline.utilisation(drawable, report.trials),
+            *filter(None, [history.section(report)]),
         ]  # fmt: skip
         if not ladders:
             return drawn

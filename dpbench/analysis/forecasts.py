@@ -1,0 +1,84 @@
+"""Forecasts: predicted step times beside the measured ones of the same case on the same hardware."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dpbench.analysis import summary
+from dpbench.analysis.summary import Row
+from dpbench.records import Case, Source
+from dpbench.records.trial import Estimate
+from dpbench.store.past import PastRun
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """The predicted and the measured step time of a case, in seconds, and the name of the predicted machine.
+
+    The interval of `predicted` is the predictor's 80 % interval, that of `measured` a 95 % interval.
+    """
+
+    case: Case
+    machine: str
+    predicted: Estimate
+    measured: Estimate
+    labels: tuple[str, ...]
+
+    @property
+    def error(self) -> float:
+        """Return the predicted step time relative to the measured one, minus 1; above 0 if it was predicted longer."""
+        return self.predicted.value / self.measured.value - 1
+
+    @property
+    def inside(self) -> bool:
+        """Return whether the measured step time is inside the interval of the prediction."""
+        return self.predicted.low <= self.measured.value <= self.predicted.high
+
+
+def forecasts(rows: Sequence[Row], past: Iterable[PastRun], provenance: Mapping[str, Any]) -> tuple[Forecast, ...]:
+    """Return the predictions of the measured cases among `rows`, in the order of the rows.
+
+    Predictions are taken from `rows` and from those runs of `past` whose described hardware is that of the facts
+    `provenance`. Of several predictions of one case for one machine, the newest counts. Step times that must not be
+    shown are left out.
+    """
+    measured = {row.case: row for row in rows if row.source is Source.MEASURED and row.step and not row.step.doubt}
+    found: dict[tuple[Case, str], Forecast] = {}
+    described = [one.trials for one in past if _same_hardware(one.run.provenance, provenance)]
+    predicted = [(one, _machine(trials)) for trials in described for one in summary.rows(trials)]
+    for row, machine in [*((row, "") for row in rows), *predicted]:
+        there = measured.get(row.case)
+        if row.source is Source.PREDICTED and row.step and there and there.step:
+            found[row.case, machine] = Forecast(
+                case=row.case, machine=machine, predicted=row.step, measured=there.step,
+                labels=tuple(dict.fromkeys((*row.labels, *there.labels))),
+            )  # fmt: skip
+    order = list(measured)
+    return tuple(sorted(found.values(), key=lambda one: order.index(one.case)))
+
+
+def _machine(trials: Sequence[Any]) -> str:
+    """Return the name of the machine for which trials were predicted."""
+    return str(trials[0].provenance.get("machine", ""))
+
+
+def _same_hardware(described: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
+    """Return whether the description of a machine names the GPUs of the machine `here`, or without GPUs its CPU.
+
+    All GPUs of both machines must have one name. Descriptions of processors begin with the processor's name, as
+    `dpbench probe` writes them.
+    """
+    names = [_gpus(facts) for facts in (described, here)]
+    if any(names):
+        return names[0] == names[1] and len(names[0]) == 1
+    cpu = str((here.get("host") or {}).get("cpu", ""))
+    return bool(cpu) and str((described.get("host") or {}).get("cpu", "")).startswith(f"{cpu}, ")
+
+
+def _gpus(facts: Mapping[str, Any]) -> set[str]:
+    """Return the names of the GPUs in a run's facts, without the maker's name and in lower case."""
+    gpus = (facts.get("gpus") or {}).get("gpus") or ()
+    return {re.sub(r"^nvidia\s+", "", str(gpu.get("name", "")).strip().lower()) for gpu in gpus}

@@ -1,0 +1,116 @@
+"""History: the step time of a case over the commits that a store has, and the steps in it that asv detects."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dpbench.analysis import stats, summary
+from dpbench.hardware import foreign_load
+from dpbench.records import Case, Source, Trial
+from dpbench.records.trial import Estimate
+from dpbench.store.past import PastRun
+
+COMMITS = 3
+"""The smallest number of commits that make a history."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """The step time of a case at one commit, over the rounds of all runs of this commit.
+
+    `commit` is the beginning of the commit's hash, and `runs` are the ids of the runs.
+    """
+
+    commit: str
+    runs: tuple[str, ...]
+    step: Estimate
+    labels: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Level:
+    """Neighbouring points among which no step was detected: from `first` to before `end`, at `seconds`."""
+
+    first: int
+    end: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class History:
+    """The points of a case in the order of the first runs of their commits, and the levels between detected steps.
+
+    `levels` is None if asv is not installed, so that no steps could be detected.
+    """
+
+    case: Case
+    points: tuple[Point, ...]
+    levels: tuple[Level, ...] | None
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Return the labels of all points without duplicates."""
+        return tuple(dict.fromkeys(label for point in self.points for label in point.labels))
+
+
+def histories(cases: Iterable[Case], past: Sequence[PastRun], provenance: Mapping[str, Any]) -> tuple[History, ...]:
+    """Return the history of each case with a step time at `COMMITS` commits or more.
+
+    `past` are runs on the hardware of the run with the facts `provenance`. Runs with another version of torch, with
+    uncommitted changes, or without a commit are left out, as are commits whose step time must not be shown.
+    """
+    torch = (provenance.get("packages") or {}).get("torch")
+    usable = [
+        (commit, one)
+        for one in past
+        if (commit := _commit(one.run.provenance)) and (one.run.provenance.get("packages") or {}).get("torch") == torch
+    ]
+    found = []
+    for case in cases:
+        points = _points(case, usable)
+        if len(points) >= COMMITS:
+            found.append(History(case, points, _levels([point.step.value for point in points])))
+    return tuple(found)
+
+
+def _commit(facts: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the commits of dpbench and of the project of a run; None if one has changes or if neither is known."""
+    both = [facts.get(name) or {} for name in ("dpbench", "project")]
+    if any(one.get("dirty") for one in both) or not any(one.get("commit") for one in both):
+        return None
+    code, project = (str(one.get("commit", "")) for one in both)
+    return code, project
+
+
+def _points(case: Case, past: Iterable[tuple[tuple[str, str], PastRun]]) -> tuple[Point, ...]:
+    """Return one point for each commit with measured steps of a case that may be shown."""
+    groups: dict[tuple[str, str], list[tuple[str, list[Trial]]]] = {}
+    for commit, one in past:
+        trials = [trial for trial in one.trials if trial.case == case and trial.source is Source.MEASURED]
+        if trials:
+            groups.setdefault(commit, []).append((one.run.id, trials))
+    by_project = len({project for _, project in groups}) > 1
+    found = []
+    for (code, project), runs in groups.items():
+        every = [list(steps.values()) for _, trials in runs if (steps := summary.measured(trials))]
+        rounds = dict(enumerate(steps for run in every for steps in run))
+        if not rounds or (step := stats.median(rounds)).doubt or not math.isfinite(step.high):
+            continue
+        trusted = [trial for _, trials in runs for trial in trials if trial.trusted]
+        noisy = (foreign_load.NOISY,) * any(map(foreign_load.noisy, trusted))
+        labels = (*summary.labels(trusted[-1]), *noisy)
+        name = "+".join(filter(None, (code[:8], project[:8] if by_project and project != code else "")))
+        found.append(Point(commit=name or project[:8], runs=tuple(run for run, _ in runs), step=step, labels=labels))
+    return tuple(found)
+
+
+def _levels(seconds: Sequence[float]) -> tuple[Level, ...] | None:
+    """Return the levels of a series between the steps that asv detects; None if asv is not installed."""
+    try:
+        from asv.step_detect import detect_steps
+    except ImportError:
+        return None
+    return tuple(Level(first, end, float(value)) for first, end, value, *_ in detect_steps(list(seconds)))
