@@ -80,11 +80,11 @@ measure() {
     # never store one commit's results under another commit
     (cd / && PYTHONPATH=$tree "$python" -c "$origins" "$tree" "$top") || return 1
     say "$(git log -1 --format='%h %s' "$1")"  # asv's heading names HEAD
-    # asv sets the import path of its processes from ASV_PYTHONPATH; their children inherit PYTHONPATH
-    # one option per line, none of which is a pattern of files
+    # the options are one per line, and none of them is a pattern of files
     set -f
     IFS='
 '
+    # asv sets the import path of its processes from ASV_PYTHONPATH; their children inherit PYTHONPATH
     # shellcheck disable=SC2086
     DPBENCH_HISTORY=$top/.asv/trials/$1 PYTHONPATH=$tree ASV_PYTHONPATH=$tree "$python" -m asv run $2 \
         --environment "existing:$python" --set-commit-hash "$1" --no-pull --record-samples --show-stderr
@@ -95,7 +95,7 @@ measure() {
 }
 
 # torch takes a second to load, which each process of the suite would spend on counting
-DPBENCH_GPUS=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+DPBENCH_GPUS=${DPBENCH_GPUS:-$("$python" -c 'import torch; print(torch.cuda.device_count())')}
 export DPBENCH_GPUS
 
 # asv lists the benchmarks of the working tree

@@ -1,7 +1,7 @@
 """An asv plugin that saves each benchmark's result as it ends, and the plan of benchmarks/history.sh.
 
 asv saves the results of a commit after its last benchmark, so that a kill would lose all of them. The plugin saves them
-after each benchmark, and notes whether the result is quick or full. asv's own interpreter runs this: it imports neither
+after each benchmark, and notes whether the result is quick or full, and how long it took. asv's own interpreter runs this: it imports neither
 torch nor dpbench.
 
 python reports/asv_history.py select COMMIT       asv's options that select the benchmarks to measure, one per line
@@ -17,6 +17,7 @@ import os
 import re
 import statistics
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,7 +27,11 @@ from asv.results import Results
 
 RESULTS = Path(".asv/results")
 EFFORTS = "efforts.json"
-"""The file beside the folder of the results with the effort, "quick" or "full", by commit and benchmark."""
+"""The file beside the folder of the results, which has a note on each saved result, by commit and benchmark.
+
+A note has the `effort`, "quick" or "full", and the `seconds` that pass from the end of the benchmark before, so that
+the seconds include the start of processes and the cache of a group of benchmarks. Of several rounds they are the sum.
+"""
 
 
 def effort() -> str:
@@ -37,20 +42,24 @@ def effort() -> str:
 def setup() -> None:
     """Let asv save results as each benchmark ends; asv calls this once, when it loads the plugin."""
     add, saved, ended = Results.add_result, Results.save, Counter[tuple[str, str]]()
+    spent, last = Counter[tuple[str, str]](), [time.monotonic()]
     if getattr(add, "saves", False):
         return
 
     def add_result(self: Any, benchmark: Mapping[str, Any], result: Any, *args: Any, **options: Any) -> None:
         add(self, benchmark, result, *args, **options)
-        name = benchmark["name"]
-        ended[self.commit_hash, name] += 1
+        name, now = benchmark["name"], time.monotonic()
+        key = self.commit_hash, name
+        ended[key] += 1
+        spent[key] += now - last[0]
+        last[0] = now
         # asv measures a benchmark without any result in no further round
         rounds = 1 if all(value is None for value in result.result) else int(benchmark.get("rounds", 1))
         self.__dict__.setdefault("unfinished", set()).add(name)
-        if ended[self.commit_hash, name] >= rounds and RESULTS.parent.is_dir() and self._filename:
+        if ended[key] >= rounds and RESULTS.parent.is_dir() and self._filename:
             self.unfinished.discard(name)
             _save_finished(self)
-            _note(RESULTS.parent / EFFORTS, self.commit_hash, name)
+            _note(RESULTS.parent / EFFORTS, *key, spent[key])
 
     def _save_finished(results: Any) -> None:
         """Save all results but those of benchmarks that have rounds left, which a later run would take for complete."""
@@ -65,10 +74,10 @@ def setup() -> None:
     Results.add_result = add_result
 
 
-def _note(file: Path, commit: str, benchmark: str) -> None:
-    """Write the effort of a result into the file; a kill leaves the old file or the new one."""
+def _note(file: Path, commit: str, benchmark: str, seconds: float) -> None:
+    """Write the note on a result into the file; a kill leaves the old file or the new one."""
     known = _read(file)
-    known.setdefault(commit, {})[benchmark] = effort()
+    known.setdefault(commit, {})[benchmark] = {"effort": effort(), "seconds": round(seconds, 1)}
     part = file.with_suffix(".part")
     part.write_text(json.dumps(known, indent=1))
     part.replace(file)
@@ -78,12 +87,12 @@ def _read(file: Path) -> dict[str, Any]:
     return json.loads(file.read_text()) if file.exists() else {}
 
 
-def stored(commit: str = "") -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield the commit, the benchmark and the columns of each stored result, of all commits or of one."""
-    for file in sorted(RESULTS.glob(f"*/{commit[:8]}*-*.json"), key=lambda path: path.stat().st_mtime):
+def stored(commit: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each benchmark that has a result for a commit, with the result's columns."""
+    for file in sorted(RESULTS.glob(f"*/{commit[:8]}*-*.json")):
         content = json.loads(file.read_text())
-        for name, row in content["results"].items():
-            yield content["commit_hash"], name, dict(zip(content["result_columns"], row, strict=False))
+        for name, row in content["results"].items() if content["commit_hash"] == commit else ():
+            yield name, dict(zip(content["result_columns"], row, strict=False))
 
 
 def benchmarks(pattern: str) -> dict[str, str]:
@@ -96,11 +105,13 @@ def missing(commit: str, pattern: str) -> list[str]:
     """Return the benchmarks that have no good result for a commit with at least this effort; with AGAIN, all."""
     if os.environ.get("AGAIN"):
         return list(benchmarks(pattern))
-    efforts = _read(RESULTS.parent / EFFORTS).get(commit, {})
+    notes = _read(RESULTS.parent / EFFORTS).get(commit, {})
     good = {
         (name, columns.get("version"))
-        for _, name, columns in stored(commit)
-        if (values := columns.get("result")) and None not in values and efforts.get(name) in (effort(), "full")
+        for name, columns in stored(commit)
+        if (values := columns.get("result"))
+        and None not in values
+        and notes.get(name, {}).get("effort") in (effort(), "full")
     }
     return [name for name, version in benchmarks(pattern).items() if (name, version) not in good]
 
@@ -124,10 +135,11 @@ def expect(commits: Sequence[str], pattern: str) -> str:
         return f"no benchmark's name matches {pattern!r}; asv compares it with names and parameters"
     todo = [name for commit in commits for name in missing(commit, pattern)]
     done = len(commits) * len(benchmarks(pattern)) - len(todo)
-    efforts, seconds = _read(RESULTS.parent / EFFORTS), dict[str, list[float]]()
-    for commit, name, columns in stored():
-        if columns.get("duration") and efforts.get(commit, {}).get(name) == effort():
-            seconds.setdefault(name, []).append(columns["duration"])
+    seconds: dict[str, list[float]] = {}
+    for notes in _read(RESULTS.parent / EFFORTS).values():
+        for name, note in notes.items():
+            if note["effort"] == effort():
+                seconds.setdefault(name, []).append(note["seconds"])
     unknown = sorted({name for name in todo if name not in seconds})
     total = sum(statistics.median(seconds[name]) for name in todo if name in seconds)
     said = f"{len(todo)} results to measure, {done} are there already"

@@ -15,6 +15,7 @@ import sys
 import tomllib
 import venv
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,13 +23,17 @@ from typing import Any
 import pytest
 
 from dpbench.measure.server import Server
+from dpbench.store import Store
 
 asv = pytest.importorskip("asv", reason="a GPU machine lends its own packages, and may have no asv")
 
 ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / "asv.conf.json"
-MODULES = ("engine_cost", "imports", "replicas", "samplers", "selfcheck", "steps", "verbs")
+MODULES = ("cuda", "engine_cost", "imports", "replicas", "samplers", "selfcheck", "steps", "verbs")
 BENCHMARKS = {
+    "cuda.track_cuda_imbalance",
+    "cuda.track_cuda_peak_bytes",
+    "cuda.track_cuda_step_seconds",
     "engine_cost.track_emulated_step_seconds",
     "imports.track_import_seconds",
     "replicas.track_replica_seconds",
@@ -52,8 +57,14 @@ def one_server(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def suite(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
-    """Import the suite's modules in quick mode."""
+    """Import the suite's modules in quick mode, as on a machine without GPUs."""
+    return imported(monkeypatch, gpus=0)
+
+
+def imported(monkeypatch: pytest.MonkeyPatch, gpus: int) -> dict[str, ModuleType]:
+    """Import the suite's modules in quick mode, as on a machine with some GPUs."""
     monkeypatch.setenv("DPBENCH_QUICK", "1")
+    monkeypatch.setenv("DPBENCH_GPUS", str(gpus))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # for the interpreters that benchmarks start
     monkeypatch.syspath_prepend(ROOT)
     for name in ("benchmarks", *(f"benchmarks.{module}" for module in MODULES)):
@@ -87,7 +98,7 @@ def test_the_suite_has_these_benchmarks(suite: dict[str, ModuleType]) -> None:
     assert set(found) == BENCHMARKS
     cells = 0
     for function in found.values():
-        assert function.unit == "seconds"
+        assert function.unit == "seconds" or function.__name__ in ("track_cuda_imbalance", "track_cuda_peak_bytes")
         assert function.version == "1"
         assert len(function.params) == len(function.param_names)
         cells += len(list(itertools.product(*function.params)))
@@ -97,6 +108,8 @@ def test_the_suite_has_these_benchmarks(suite: dict[str, ModuleType]) -> None:
 def test_only_single_on_two_devices_is_not_applicable(suite: dict[str, ModuleType]) -> None:
     skipped = []
     for name, function in tracks(suite).items():
+        if name.startswith("cuda."):
+            continue
         caches = {
             "engine_cost.track_emulated_step_seconds": "PAIRS", "selfcheck.track_marked_step_seconds": "ARMS",
             "steps.track_phase_seconds": "PHASES",
@@ -108,6 +121,59 @@ def test_only_single_on_two_devices_is_not_applicable(suite: dict[str, ModuleTyp
             except NotImplementedError:
                 skipped.append((name, values))
     assert skipped == [("steps.track_step_seconds", ("single", model, 2)) for model in ("mlp", "resnet18")]
+
+
+def test_without_gpus_each_benchmark_on_gpus_has_one_cell_that_is_not_applicable(suite: dict[str, ModuleType]) -> None:
+    assert suite["cuda"].cells() == {}
+    for name, function in tracks(suite).items():
+        if name.startswith("cuda."):
+            assert function.params == (("single",), ("mlp",), (1,))
+            with pytest.raises(NotImplementedError, match="this machine has no GPU"):
+                function.setup({}, "single", "mlp", 1)
+
+
+def test_with_gpus_the_suite_measures_them_in_the_place_of_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from dpbench.records import Case, Memory, Sample, Step, Trial, Verified
+
+    suite, asked = imported(monkeypatch, gpus=4), list[Case]()
+    cuda = suite["cuda"]
+    assert cuda.track_cuda_step_seconds.params == (("single", "torch_dp", "dp", "ddp"), ("mlp", "resnet18"), (1, 2, 4))
+    with pytest.raises(NotImplementedError, match="this machine has GPUs"):
+        suite["steps"].setup_step("dp", "mlp", 2)
+
+    def trials_of(case: Case) -> list[Trial]:
+        if case.strategy == "ddp":
+            raise LookupError("no ddp")  # as in a commit that lacks it
+        asked.append(case)
+        samples = [Sample(0.5 + i, device, "kernel_busy_s", 3.0 - device) for i in (0, 1) for device in range(2)]
+        trial = Trial(
+            case=case, verified=Verified.BITWISE, steps=tuple(Step(0.5, False, 0.5 * i) for i in range(1, 5)),
+            memory=(Memory(0, 7, "allocator"), Memory(1, 5, "allocator")), samples=tuple(samples),
+        )  # fmt: skip
+        return [replace(trial, round=number) for number in range(4)]
+
+    monkeypatch.setattr(cuda, "trials_of", trials_of)
+    monkeypatch.setenv("DPBENCH_HISTORY", str(tmp_path / ("c0ffee1" * 3)))
+    cache = cuda.cells()
+    assert {case.device_kind for case in asked} == {"cuda"}
+    assert sorted({(case.strategy, case.devices) for case in asked}) == [
+        ("dp", 1), ("dp", 2), ("dp", 4), ("single", 1), ("torch_dp", 1), ("torch_dp", 2), ("torch_dp", 4),
+    ]  # fmt: skip
+    check_shape({"samples": cuda.track_cuda_step_seconds(cache, "dp", "mlp", 2)["samples"], "number": 1})
+    assert cuda.track_cuda_peak_bytes(cache, "dp", "mlp", 2) == 7
+    assert cuda.track_cuda_imbalance(cache, "dp", "mlp", 2) == pytest.approx(1.5)
+    for cell in (("ddp", "mlp", 2), ("single", "mlp", 2)):
+        with pytest.raises(NotImplementedError, match="in this commit"):
+            cuda.track_cuda_step_seconds.setup(cache, *cell)
+    entries = [json.loads(line) for line in (tmp_path / f"{'c0ffee1' * 3}.jsonl").read_text().splitlines()]
+    assert entries[0]["params"] == ["'single'", "'mlp'", "1"]
+    with Store.read(tmp_path / f"{'c0ffee1' * 3}.db") as store:
+        assert {run.id for run in store.runs()} == {one["run"] for one in entries}
+        (found,) = [run for run in store.runs() if run.id == entries[0]["run"]]
+        assert found.provenance["dpbench"]["commit"] == "c0ffee1" * 3
+        assert {t.case.fingerprint for t in store.summaries(found.id)} == set(entries[0]["fingerprints"])
 
 
 @pytest.mark.parametrize(
@@ -274,7 +340,8 @@ def project(tmp_path: Path) -> Path:
     conf.update(matrix={}, pythons=[f"{sys.version_info[0]}.{sys.version_info[1]}"])
     (folder / "asv.conf.json").write_text(json.dumps(conf))
     shutil.copy(ROOT / "benchmarks/history.sh", folder / "benchmarks")
-    shutil.copy(ROOT / "reports/asv_offline.py", folder / "reports")
+    for name in ("asv_offline.py", "asv_history.py", "asv_files.js"):
+        shutil.copy(ROOT / "reports" / name, folder / "reports")
     (folder / "benchmarks/__init__.py").touch()
     (folder / "benchmarks/tiny.py").write_text(TINY)
     git(folder, "init", "--quiet", "--initial-branch", "topic")
@@ -324,7 +391,7 @@ def history(project: Path, tools: Path, **more: str) -> subprocess.CompletedProc
     path, temporary = f"{tools}{os.pathsep}{os.environ['PATH']}", str(tools.parent)
     return subprocess.run(
         ["sh", project / "benchmarks/history.sh"],
-        cwd="/", env=environment(tools.parent, PATH=path, TMPDIR=temporary, **more),
+        cwd="/", env=environment(tools.parent, PATH=path, TMPDIR=temporary, DPBENCH_GPUS="0", **more),
         capture_output=True, text=True, check=False,
     )  # fmt: skip
 
@@ -361,6 +428,12 @@ def test_history_measures_each_commit_and_asv_takes_samples_as_timings(project: 
     index = json.loads((project / ".asv/html/index.json").read_text())
     assert set(index["revision_to_hash"].values()) == {first, second, third}
     assert not list(tools.parent.glob("tmp.*")), "the unpacked commits are gone"
+    assert "expected time: unknown, no benchmark has an earlier quick result" in done.stderr
+    assert "the page needs no server" in done.stderr
+    again = history(project, tools, COMMITS="1", BENCH="value")
+    assert again.returncode == 0
+    assert "0 results to measure, 1 are there already" in again.stderr
+    assert "Value 4.0: every benchmark has a result" in again.stderr
 
 
 def test_history_fails_when_a_benchmark_does(project: Path, tools: Path) -> None:
@@ -380,15 +453,105 @@ def test_history_refuses_nonsense(project: Path, tools: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# what was measured, and what is missing
+
+
+def plugin(name: str) -> ModuleType:
+    """Import a plugin of asv from its file."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"reports/{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+COMMIT = "c0ffee" * 6 + "1234"
+
+
+@pytest.fixture
+def saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Import the plugin that saves results, in a folder with a list of three benchmarks."""
+    from asv.results import Results
+
+    monkeypatch.setattr(Results, "add_result", Results.add_result)  # which the plugin replaces
+    monkeypatch.setenv("DPBENCH_QUICK", "1")
+    monkeypatch.delenv("AGAIN", raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".asv/results").mkdir(parents=True)
+    known = {name: {"version": "1"} for name in ("a.one", "a.two", "b.three")}
+    (tmp_path / ".asv/results/benchmarks.json").write_text(json.dumps(known | {"version": 2}))
+    module = plugin("asv_history")
+    module.setup()
+    return module
+
+
+def end(results: Any, name: str, value: float | None = 1.0, rounds: int = 1) -> None:
+    """Let a benchmark end in asv."""
+    from asv.runner import BenchmarkResult
+
+    result = BenchmarkResult([value], [[value] if value else None], [1], 0, "", None)
+    results.add_result({"name": name, "version": "1", "params": [], "rounds": rounds}, result, record_samples=True)
+
+
+def a_commit() -> Any:
+    from asv.results import Results
+
+    return Results({"machine": "m"}, {}, COMMIT, 0, "3.11", "existing-py", {})
+
+
+def test_results_are_saved_as_each_benchmark_ends_with_all_its_rounds(saving: ModuleType) -> None:
+    results = a_commit()
+    assert saving.selection(COMMIT, "") == [rf"--bench=^{one}(\(|$)" for one in (r"a\.one", r"a\.two", r"b\.three")]
+    end(results, "a.two", rounds=2)
+    end(results, "a.one")
+    assert [name for name, _ in saving.stored(COMMIT)] == ["a.one"], "a.two has a round left"
+    assert saving.missing(COMMIT, "") == ["a.two", "b.three"]
+    end(results, "a.two", rounds=2)
+    assert saving.missing(COMMIT, "") == ["b.three"]
+    assert saving.missing("0" * 40, "three") == ["b.three"]
+    end(results, "b.three", value=None, rounds=2)
+    assert saving.missing(COMMIT, "") == ["b.three"], "a failure is measured again"
+    assert saving.selection(COMMIT, "a") == []
+    assert saving.selection(COMMIT, "resnet18") == ["--bench=resnet18"], "asv compares it with parameters"
+
+
+def test_a_full_result_stands_for_a_quick_one_but_not_the_reverse(
+    saving: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = a_commit()
+    end(results, "a.one")
+    monkeypatch.setenv("DPBENCH_QUICK", "0")
+    end(results, "a.two")
+    assert saving.missing(COMMIT, "a") == ["a.one"]
+    monkeypatch.setenv("DPBENCH_QUICK", "1")
+    assert saving.missing(COMMIT, "a") == []
+    monkeypatch.setenv("AGAIN", "1")
+    assert saving.missing(COMMIT, "a") == ["a.one", "a.two"]
+
+
+def test_the_expected_time_is_that_of_earlier_results_with_the_same_effort(saving: ModuleType) -> None:
+    notes = {
+        "1": {"a.one": {"effort": "quick", "seconds": 4.0}, "a.two": {"effort": "full", "seconds": 900.0}},
+        "2": {"a.one": {"effort": "quick", "seconds": 8.0}},
+    }
+    Path(".asv", saving.EFFORTS).write_text(json.dumps(notes))
+    assert saving.expect([COMMIT, "0" * 40], "a.one") == (
+        "2 results to measure, 0 are there already; expected time: about 12 s (medians of earlier quick results)"
+    )
+    assert saving.expect([COMMIT], "a") == (
+        "2 results to measure, 0 are there already; expected time: at least 6 s (medians of earlier quick results); no "
+        "earlier result: a.two"
+    )
+    assert "expected time: unknown" in saving.expect([COMMIT], "b")
+    assert "no benchmark's name matches" in saving.expect([COMMIT], "resnet18")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # the page
 
 
 @pytest.fixture
 def offline() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("asv_offline", ROOT / "reports/asv_offline.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return plugin("asv_offline")
 
 
 @pytest.fixture
@@ -441,6 +604,26 @@ def test_page_of_another_asv_stays_and_says_so(offline: ModuleType, page: Path, 
     message = offline.localise(page.parent, vendored(offline, tmp_path))
     assert page.read_text() == before
     assert "no local file is known for jquery-9.js" in message
+
+
+def test_the_data_of_the_page_are_a_script_beside_it(offline: ModuleType, page: Path) -> None:
+    html = page.parent
+    (html / "graphs").mkdir()
+    (html / "graphs/a.json").write_text("[[1, NaN], [2, 0.5]]")
+    trials = html.parent / "trials"
+    trials.mkdir()
+    for run in ("r1", "r2"):
+        entry = {"benchmark": "b", "params": ["1"], "commit": "c", "run": run, "store": "s", "fingerprints": []}
+        with (trials / "c.jsonl").open("a") as lines:
+            lines.write(json.dumps(entry) + "\n")
+    for _ in range(2):
+        assert offline.embed(html).startswith("the page needs no server: 1 files")
+        assert page.read_text().count('src="asv_data.js"') == 1
+    files, found = re.findall(r"^const \w+ = (.*);$", (html / "asv_data.js").read_text(), re.MULTILINE)
+    assert json.loads(files) == {"graphs/a.json": [[1, None], [2, 0.5]]}
+    assert [one["run"] for one in json.loads(found)["b"]] == ["r2"], "the last of equal commits and parameters"
+    page.write_text(page.read_text().replace("asv.js", "other.js").replace("asv_data.js", ""))
+    assert offline.embed(html).startswith("the page needs a server")
 
 
 def test_plugin_needs_neither_torch_nor_dpbench(offline: ModuleType) -> None:
