@@ -1,8 +1,8 @@
 """An asv plugin that saves each benchmark's result as it ends, and the plan of benchmarks/history.sh.
 
 asv saves the results of a commit after its last benchmark, so that a kill would lose all of them. The plugin saves them
-after each benchmark, and notes whether the result is quick or full, and how long it took. asv's own interpreter runs this: it imports neither
-torch nor dpbench.
+after each benchmark, and notes whether the result is quick or full, and how long it took. asv's own interpreter runs
+this: it imports neither torch nor dpbench.
 
 python reports/asv_history.py select COMMIT       asv's options that select the benchmarks to measure, one per line
 python reports/asv_history.py expect COMMIT...    a sentence on the time that the benchmarks will take

@@ -93,6 +93,11 @@ def check_shape(result: dict[str, Any]) -> None:
     assert all(isinstance(sample, float) and sample >= 0 for sample in result["samples"])
 
 
+def measures_gpus(function: Any) -> bool:
+    """Return whether a benchmark measures GPUs; without them it has one cell, which starts nothing."""
+    return function.__module__ == "benchmarks.cuda"
+
+
 def test_the_suite_has_these_benchmarks(suite: dict[str, ModuleType]) -> None:
     found = tracks(suite)
     assert set(found) == BENCHMARKS
@@ -101,7 +106,8 @@ def test_the_suite_has_these_benchmarks(suite: dict[str, ModuleType]) -> None:
         assert function.unit == "seconds" or function.__name__ in ("track_cuda_imbalance", "track_cuda_peak_bytes")
         assert function.version == "1"
         assert len(function.params) == len(function.param_names)
-        cells += len(list(itertools.product(*function.params)))
+        if not measures_gpus(function):
+            cells += len(list(itertools.product(*function.params)))
     assert 25 <= cells <= 48, "each costs seconds, for every commit"
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from dpbench.report import archive, page
-from tests import axe
+from tests import asv_site, axe
 from tests.report_rows import colocated_cpu_and_weak, gpu_page, gpu_run, ran, run_of
 from tests.test_ladder import content
 
@@ -416,3 +416,45 @@ def test_the_printed_page_has_two_drawings_a_row_and_no_lonely_heading(browser: 
         assert browser.execute_script("return document.documentElement.scrollWidth") <= 718
     finally:
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("asv", reason="asv publishes the site")
+    try:
+        asv_site.libraries()
+    except asv_site.UnavailableError as error:
+        pytest.skip(str(error))
+    return asv_site.publish(tmp_path_factory.mktemp("asv"), [0.010, 0.011, 0.013])
+
+
+DRAWN = "return document.querySelectorAll('#main-graph canvas.flot-base').length"
+LINES = """
+const canvas = document.querySelector('#main-graph canvas.flot-base');
+const pixels = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
+const colours = new Set();
+for (let i = 0; i < pixels.length; i += 4)
+  if (pixels[i + 3] > 200 && Math.max(pixels[i], pixels[i + 1], pixels[i + 2]) -
+      Math.min(pixels[i], pixels[i + 1], pixels[i + 2]) > 40) colours.add(i);
+return colours.size;
+"""
+"""The number of pixels of a graph that are not grey: its line and points, without axes and grid."""
+
+
+def test_the_site_of_asv_draws_its_graphs_from_a_file(browser: Any, site: Path) -> None:
+    page_url = (site / "index.html").as_uri()
+    for view, ready in (
+        ("", "return document.querySelectorAll('#summarygrid-display canvas.flot-base').length"),
+        ("#/summarylist", "return document.querySelectorAll('#summarylist-body tr').length"),
+        ("#/regressions", "return document.querySelector('#regressions-body').textContent.length"),
+        (f"#{asv_site.BENCHMARK}", DRAWN),
+    ):
+        browser.get("about:blank")
+        browser.get(page_url + view)
+        wait.WebDriverWait(browser, 20).until(lambda driver, ready=ready: driver.execute_script(ready))
+        assert browser.get_log("browser") == [], view
+    wait.WebDriverWait(browser, 20).until(lambda driver: driver.execute_script(LINES) > 100)
+    trials = browser.execute_script("return document.querySelector('#dpbench-trials li').textContent")
+    assert trials.endswith("dpbench show 7f3a7f3a7f3a --store trials.db case 56ca46e673")
+    loaded = browser.execute_script("return performance.getEntriesByType('resource').map(e => e.name)")
+    assert all(one.startswith("file:") for one in loaded)
