@@ -21,6 +21,8 @@ from dpbench.analysis.report import Report
 from dpbench.cli import comparing
 from dpbench.records import Case, Phase, Span, Status, Step, Trial, Verified
 from dpbench.records.trial import Estimate
+from dpbench.report import comparing as drawing
+from dpbench.report import swim_lanes
 from dpbench.store import Naming, Store, export
 from tests.exported import is_error
 
@@ -302,7 +304,7 @@ def runs_of(folder: Path) -> list[dp.Run]:
         return [dp.load(store.path, run.id) for run in store.runs()[::-1]]
 
 
-def test_the_page_has_answers_table_and_phases_of_both_runs_without_scripts_or_network(
+def test_the_page_has_answers_table_lanes_and_phases_of_both_runs_and_needs_no_network(
     tmp_path: Path, dpbench: Any
 ) -> None:
     wrong = [replace(one, case=replace(one.case, model=HOSTILE)) for one in BEFORE]
@@ -312,13 +314,13 @@ def test_the_page_has_answers_table_and_phases_of_both_runs_without_scripts_or_n
     code, _, err = dpbench("compare", first, second, "--page", page)
     assert (code, err) == (0, f"page: {page}\n")
     text = page.read_text()
-    assert "<script" not in text
+    assert HOSTILE not in text
     assert not {"http:", "https:", "src=", "<link", "url("} & {*text.split()}
-    assert text.count("<svg") == 4
-    assert text.count("<tr>") == 1 + 4
+    assert text.count("<svg") == 2 * 4, "the lanes and the phases of each case"
+    assert text.count("<tr data-cases=") == 4
     assert "unsafe-inline" not in text
     assert not re.search(r"<[^<>]* style=", text), "the policy allows the style sheet alone"
-    assert text.count('<span class="badge CPU-ONLY">') == text.count('<div class="card') - 1
+    assert text.count('<span class="badge CPU-ONLY">') == text.count('<div class="card') - 1 + 2 * 4
     assert text.count(", before and after</h3>") == len(runs_of(tmp_path)[0].answers) - 1, "that of mlp has changed"
     said = unescape(text)
     runs = runs_of(tmp_path)
@@ -328,6 +330,33 @@ def test_the_page_has_answers_table_and_phases_of_both_runs_without_scripts_or_n
     assert all(name in text for name in ("forward", "backward", "before", "after", "MEASURED CPU-ONLY"))
     again = runs[0].compare(runs[1]).page(tmp_path / "again.html")
     assert again.read_text() == text, "the same runs give the same page"
+
+
+def test_the_lanes_of_both_runs_have_one_time_axis_and_the_caption_says_which_steps_they_are() -> None:
+    sides = [report(BEFORE), report(AFTER)]
+    before, after = (next(one for (case, _), one in side.lanes.items() if case == DP) for side in sides)
+    panel = swim_lanes.compared("dp", before, after, ("MEASURED",), "key")
+    widths: dict[str, list[float]] = {}
+    for name, path in re.findall(
+        r'<g data-bar="">\s*<title>(\w+) on device 0[^<]*</title>\s*<path d="([^"]*)"', panel.svg
+    ):
+        at = [float(x) for x in re.findall(r"[MLH](-?[\d.]+)", path)]
+        widths.setdefault(name, []).append(max(at) - min(at))
+    assert widths["forward"][0] == pytest.approx(widths["forward"][1], rel=0.02), "2 ms on both sides"
+    assert widths["backward"][0] == pytest.approx(3 * widths["backward"][1], rel=0.02), "3 ms, then 1 ms"
+    assert re.fullmatch(
+        r"before: step \d of round \d, 5.0\d* ms, the median of its 8 timed steps\. "
+        r"after: step \d of round \d, [23].[09]\d* ms, the median of its 8 timed steps\.", panel.caption,
+    ), panel.caption  # fmt: skip
+
+
+def test_the_numbers_of_the_page_are_those_of_the_table() -> None:
+    found = comparison.between(report(BEFORE), report(AFTER))
+    dp_, single = drawing.numbers(found)
+    assert (dp_["verdict"], dp_["phase"], single["verdict"]) == ("faster", "backward", "same")
+    assert dp_["ratio_value"] == found.lines[0].ratio.value
+    assert (dp_["before_low"], dp_["after_high"]) == (found.lines[0].before.low, found.lines[0].after.high)
+    assert dp_["ratio_withheld"] is None
 
 
 def test_python_compares_like_the_command(two: tuple[str, str], tmp_path: Path, dpbench: Any) -> None:

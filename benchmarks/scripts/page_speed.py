@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dpbench.report import page
+from tests.report_rows import many, ran, run_of
 from tests.test_browser import FLAGS, driven, show
-from tests.test_report import many, ran, run_of
 
 OPENED = """
 const navigation = performance.getEntriesByType('navigation')[0];

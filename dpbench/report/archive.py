@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from dpbench.analysis.report import Report
@@ -90,13 +89,9 @@ def _entries(folder: Path) -> tuple[list[Entry], list[str]]:
 
 def _list(entries: list[Entry], unreadable: list[str]) -> str:
     """Return the HTML text of the list of runs."""
-    jinja = Environment(
-        loader=FileSystemLoader(page.FOLDER), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
-        lstrip_blocks=True,
-    )  # fmt: skip
     style = page.text_of("page.css")
     policy = Markup(f"default-src 'none'; style-src {page.allowed(style)}")
-    rendered = jinja.get_template("runs.html").render(
+    rendered = page.template("runs.html").render(
         entries=entries, unreadable=unreadable, style=Markup(style), policy=policy
     )
     return rendered.encode("utf-8", "replace").decode()

@@ -1,27 +1,28 @@
-"""Comparing: two runs before and after a change, as text, as Markdown, and as an HTML page without scripts."""
+"""Comparing: two runs before and after a change, as text, as Markdown, and as an HTML page."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from dpbench.analysis.comparison import ORDER, Comparison, Comparisons
 from dpbench.analysis.report import Report
-from dpbench.records import words
+from dpbench.records import Case, Source, words
 from dpbench.records.trial import Estimate
-from dpbench.report import markdown, naming
+from dpbench.report import markdown, naming, table
 
 if TYPE_CHECKING:
-    from dpbench.report.page import Styles
+    from dpbench.report.page import Part, Styles
+    from dpbench.report.svg import Panel
 
 COLUMNS = ("verdict", "case", "ratio", "95 %", "before, ms", "after, ms", "labels", "why")
 TEXT_COLUMNS = ("verdict", "case", "labels", "why")
 NOTE = "A ratio above 1 means that the run after is faster."
 PANELS = 40
-"""The largest number of cases whose phases are drawn on the page."""
+"""The largest number of cases that a section of the page draws."""
 
 
 def heading(report: Report) -> str:
@@ -92,50 +93,82 @@ def as_markdown(before: Report, after: Report, found: Comparisons) -> str:
 
 @dataclass(frozen=True)
 class SideAnswer:
-    """The headline of an answer to a question, in one run or, if it is the same, in both (`side`), and its labels."""
+    """The headline of an answer to a question, in one run or, if it is the same, in both (`side`), and its labels.
+
+    `cases` has the ids of the compared cases for which it stands; without any, the page always shows the answer.
+    """
 
     subject: str
     side: str
     headline: str = "no answer"
     labels: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Figure:
-    """The drawing of a case, as markup, with its title and its caption."""
-
-    title: str
-    drawing: str
-    caption: str
+    cases: str = ""
 
 
 def page(before: Report, after: Report, found: Comparisons) -> str:
-    """Return the comparison as one HTML page: the answers of both runs, the table, and the phases of both runs.
+    """Return the comparison as one HTML page: the answers of both runs, the table, and the steps of both runs.
 
-    The page has the style sheet of the report, and no script.
+    The page has the style sheet and the script of the page of a run, so that filters, tooltips and themes are the same.
     """
     from dpbench.report import page as report_page
 
     styles = report_page.Styles()
-    figures, left_out = _figures(before, after, found, styles)
+    drawn = [part for part in (_lanes(before, after, found, styles), _phases(before, after, found, styles)) if part]
+    shown = answers(before, after, found)
     style = f"{report_page.text_of('page.css')}{report_page.text_of('compare.css')}{styles}"
-    jinja = Environment(
-        loader=FileSystemLoader(report_page.FOLDER), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
-        lstrip_blocks=True,
-    )  # fmt: skip
-    rendered = jinja.get_template("compare.html").render(
-        policy=Markup(f"default-src 'none'; style-src {report_page.allowed(style)}"), style=Markup(style),
-        summary=summary(found), facts=facts(before, after, found), answers=answers(before, after), columns=COLUMNS,
-        text_columns=TEXT_COLUMNS, lines=cells(found), figures=figures, legend=NOTE, intervals=words.INTERVALS,
-        note=f"{words.count(left_out, 'more case')} not drawn." if left_out else "",
+    script = report_page.text_of("page.js")
+    allow = report_page.allowed
+    cases = [*(line.case for line in found.lines), *found.lost]
+    verdicts = [verdict for verdict in ORDER if found.verdicts[verdict]]
+    axes = [*naming.axes(cases), *([("verdict", "Verdict", verdicts)] if len(verdicts) > 1 else [])]
+    rendered = report_page.template("compare.html").render(
+        policy=Markup(f"default-src 'none'; style-src {allow(style)}; script-src {allow(script)}; img-src data:"),
+        style=Markup(style), script=Markup(script), numbers=Markup(table.embedded(numbers(found))),
+        summary=summary(found), runs=f"{before.run_id[:8]}-{after.run_id[:8]}", facts=facts(before, after, found),
+        contents=[
+            *([("answers", "Answers")] if shown else []), ("cases", "Cases"), *((part.id, part.title) for part in drawn)
+        ],
+        axes=axes, answers=shown, columns=COLUMNS, text_columns=TEXT_COLUMNS,
+        lines=list(zip(map(naming.case_id, cases), cells(found), strict=True)), parts=drawn, legend=NOTE,
+        intervals=words.INTERVALS,
     )  # fmt: skip
     # a name that was not UTF-8 contains lone surrogates, which cannot be encoded
     return rendered.encode("utf-8", "replace").decode()
 
 
-def answers(before: Report, after: Report) -> list[SideAnswer]:
+def numbers(found: Comparisons) -> list[dict[str, object]]:
+    """Return one record per case in the order of the table: the case, its verdict, its numbers in seconds or as ratios.
+
+    A number in doubt is withheld, as in `summary.frame`: its reason is the value of the column whose name ends so.
+    """
+    return [*map(_record, found.lines), *(_work(case, "undecided", reason) for case, reason in found.lost.items())]
+
+
+def _record(line: Comparison) -> dict[str, object]:
+    record = _work(line.case, line.verdict, line.reason) | {"labels": " ".join(line.labels)}
+    for name, estimate in (("ratio", line.ratio), ("before", line.before), ("after", line.after)):
+        record |= {f"{name}_{part}": getattr(estimate, part) for part in ("value", "low", "high")}
+        record[f"{name}_withheld"] = estimate.doubt or None
+    return record | {"phase": line.phase, "phase_s": line.phase_s, "phase_share": line.share}
+
+
+def _work(case: Case, verdict: str, reason: str) -> dict[str, object]:
+    names = ("model", "strategy", "schedule", "devices", "batch_size", "size", "precision")
+    settings = {name: getattr(case, name) for name in names}
+    return {"id": naming.case_id(case), **settings, "verdict": verdict, "reason": reason}
+
+
+def answers(before: Report, after: Report, found: Comparisons) -> list[SideAnswer]:
     """Return the answers of both runs by question; an answer that is the same in both runs occurs once."""
-    sides = [{one.subject: (one.headline, one.labels) for one in report.answers} for report in (before, after)]
+    # the page knows a case by its id in the run before, also where the run after has other devices
+    known = {naming.case_id(line.other): naming.case_id(line.case) for line in found.lines}
+    sides = []
+    for report, ids in ((before, {one: one for one in known.values()}), (after, known)):
+        side = {}
+        for one in report.answers:
+            cases = [ids[case] for case in naming.alike(one, report.rows).split() if case in ids]
+            side[one.subject] = (one.headline, one.labels, " ".join(cases))
+        sides.append(side)
     shown = []
     for subject in dict.fromkeys(subject for side in sides for subject in side):
         first, second = (side.get(subject, ()) for side in sides)
@@ -146,19 +179,54 @@ def answers(before: Report, after: Report) -> list[SideAnswer]:
     return shown
 
 
-def _figures(before: Report, after: Report, found: Comparisons, styles: Styles) -> tuple[list[Figure], int]:
-    """Return a drawing for each case with enough rounds, and the number of such cases that are not drawn.
+def _lanes(before: Report, after: Report, found: Comparisons, styles: Styles) -> Part | None:
+    """Return the section with one median step of each case in both runs, on one time axis; None without such steps."""
+    from dpbench.report import swim_lanes
 
-    A drawing has the phases of the step before, and below them those after.
-    """
+    sides = [
+        {case: one for (case, source), one in report.lanes.items() if source is not Source.PREDICTED}
+        for report in (before, after)
+    ]
+    drawable = [line for line in found.lines if line.case in sides[0] and line.other in sides[1]]
+    panels = []
+    for i, line in enumerate(drawable[:PANELS]):
+        both = sides[0][line.case], sides[1][line.other]
+        panels.append((line.case, swim_lanes.compared(_title(line), *both, line.labels, f"lanes{i}")))
+    lead = (
+        "One median step of each run, one above the other on the same time axis. A bar is a phase on a device; where a "
+        "lane is grey, no phase is open on the device. A thick outline is the critical path."
+    )
+    return _part("lanes", "One median step before and after", lead, panels, len(drawable), styles)
+
+
+def _phases(before: Report, after: Report, found: Comparisons, styles: Styles) -> Part | None:
+    """Return the section with the phases of each case in both runs; None if no case has enough rounds in both."""
     from dpbench.report import figures
 
     rows = [{row.case: row for row in report.rows} for report in (before, after)]
     drawable = [line for line in found.lines if not (line.before.doubt or line.after.doubt)]
-    shown = []
-    for number, line in enumerate(drawable[:PANELS]):
-        title = f"{line.name}: {line.verdict}"
-        panel = figures.compared(title, rows[0][line.case], rows[1][line.other], f"case{number}")
-        caption = f"{' '.join(line.labels)}: {why(line)}."
-        shown.append(Figure(naming.plain(title), styles.without(panel.svg), caption))
-    return shown, len(drawable) - len(shown)
+    panels = []
+    for i, line in enumerate(drawable[:PANELS]):
+        panel = figures.compared(_title(line), rows[0][line.case], rows[1][line.other], f"case{i}")
+        panels.append((line.case, replace(panel, caption=f"{why(line)}.", labels=line.labels)))
+    lead = "Milliseconds of one step by phase; the bars of a case have the same scale."
+    return _part("phases", "Phases before and after", lead, panels, len(drawable), styles)
+
+
+def _title(line: Comparison) -> str:
+    return naming.plain(f"{line.name}: {line.verdict}")
+
+
+def _part(
+    name: str, title: str, lead: str, panels: Sequence[tuple[Case, Panel]], drawable: int, styles: Styles
+) -> Part | None:  # fmt: skip
+    """Return a section of the page whose panels belong to cases, of `drawable` ones in all; None without panels."""
+    from dpbench.report import page as report_page
+
+    if not panels:
+        return None
+    # the page filters a drawing of two runs as a whole, by the case of the run before
+    drawn = [report_page.figure(replace(panel, cases=[case]), (), styles) for case, panel in panels]
+    left_out = drawable - len(panels)
+    note = f"{words.count(left_out, 'more case')} not drawn." if left_out else ""
+    return report_page.Part(name, title, lead, (), drawn, note=note)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from dpbench.analysis.answer import Answer
 from dpbench.analysis.ladder import short
 from dpbench.analysis.report import Report
 from dpbench.analysis.summary import Row
@@ -55,6 +56,13 @@ def case_ids(cases: Iterable[Case]) -> str:
     return " ".join(dict.fromkeys(map(case_id, cases)))
 
 
+def alike(answer: Answer, rows: Sequence[Row]) -> str:
+    """Return the ids of the cases for which an answer stands: those of its model and of the batch sizes it compares."""
+    batches = {answer.home.batch_size, *([answer.row.case.batch_size] if answer.row else [])}
+    cases = (row.case for row in rows)
+    return case_ids(one for one in cases if one.model == answer.home.model and one.batch_size in batches)
+
+
 def setting(case: Case) -> list[str]:
     """Return the settings of a case as texts: the model's size, and every other setting that is not the default."""
     extra = [getattr(case, name) for name in ("precision", "optimizer")]
@@ -73,12 +81,11 @@ def labels(rows: Iterable[Row]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(label for row in rows for label in row.labels))
 
 
-def axes(rows: Iterable[Row]) -> list[tuple[str, str, list[str]]]:
+def axes(cases: Sequence[Case]) -> list[tuple[str, str, list[str]]]:
     """Return the axes by which the page filters its cases, each with its column, its title and the cases' values.
 
     An axis on which all cases have the same value is left out.
     """
-    cases = [row.case for row in rows]
     names = (("model", "Model"), ("strategy", "Strategy"), ("devices", "Devices"), ("batch_size", "Batch"))
     found = [(name, title, sorted({getattr(case, name) for case in cases})) for name, title in names]
     return [(name, title, list(map(str, values))) for name, title, values in found if len(values) > 1]

@@ -13,14 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from dpbench.analysis import caveats
-from dpbench.analysis.answer import Answer
 from dpbench.analysis.findings import text
 from dpbench.analysis.report import Report
-from dpbench.analysis.summary import Row
 from dpbench.records import words
 from dpbench.report import devices, figures, naming, table
 from dpbench.report.svg import Panel, Section
@@ -105,15 +103,11 @@ class Styles:
 
 def render(report: Report) -> str:
     """Return the HTML text of the page."""
-    jinja = Environment(
-        loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
-        lstrip_blocks=True,
-    )  # fmt: skip
     styles = Styles()
     found = _parts(report, styles)
     style, script = f"{text_of('page.css')}{styles}", text_of("page.js")
     command = str(report.provenance.get("command", ""))
-    rendered = jinja.get_template("page.html").render(
+    rendered = template("page.html").render(
         report=report,
         policy=Markup(f"default-src 'none'; style-src {allowed(style)}; script-src {allowed(script)}; img-src data:"),
         style=Markup(style),
@@ -121,9 +115,9 @@ def render(report: Report) -> str:
         facts=naming.facts(report),
         command=command,
         badges=naming.badges(report.rows),
-        axes=naming.axes(report.rows),
+        axes=naming.axes([row.case for row in report.rows]),
         contents=_contents(found, findings=bool(report.diagnoses), command=bool(command)),
-        alike=lambda one: _alike(one, report.rows),
+        alike=lambda one: naming.alike(one, report.rows),
         summary=caveats.summary,
         count=words.count,
         intervals=words.INTERVALS,
@@ -140,6 +134,15 @@ def render(report: Report) -> str:
     )
     # a name that was not UTF-8 contains lone surrogates, which cannot be encoded
     return rendered.encode("utf-8", "replace").decode()
+
+
+def template(name: str) -> Template:
+    """Return a template of the folder; it escapes all text that is not markup."""
+    found = Environment(
+        loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True,
+    )  # fmt: skip
+    return found.get_template(name)
 
 
 def text_of(name: str) -> str:
@@ -170,12 +173,12 @@ def _drawn(section: Section, report: Report, styles: Styles) -> Part:
     if section.id == "phases":
         content, cases = table.phases(report.rows)
         tables = [Numbers(content, list(map(naming.case_id, cases)), open=False)] if cases else []
-    panels = [_figure(panel, labels, styles) for panel in section.panels]
+    panels = [figure(panel, labels, styles) for panel in section.panels]
     columns = " ".join(COLUMNS.get(section.id, ())) if panels else ""
     return Part(section.id, section.title, section.lead, labels, panels, tables, section.note, columns)
 
 
-def _figure(panel: Panel, above: Sequence[str], styles: Styles) -> Figure:
+def figure(panel: Panel, above: Sequence[str], styles: Styles) -> Figure:
     """Return a panel with only those labels that are not among the labels `above`, in the section's heading."""
     labels = tuple(label for label in panel.labels if label not in above)
     drawing = styles.without(panel.svg)
@@ -186,13 +189,6 @@ def _tabled(section: devices.TableSection) -> Part:
     cases = list(map(naming.case_id, section.cases))
     tables = [Numbers(section.table, cases, section.open)]
     return Part(section.id, section.title, section.lead, section.labels, tables=tables)
-
-
-def _alike(answer: Answer, rows: Sequence[Row]) -> str:
-    """Return the ids of the cases for which an answer stands: those of its model and of the batch sizes it compares."""
-    batches = {answer.home.batch_size, *([answer.row.case.batch_size] if answer.row else [])}
-    cases = (row.case for row in rows)
-    return naming.case_ids(one for one in cases if one.model == answer.home.model and one.batch_size in batches)
 
 
 def _contents(found: Sequence[Part], *, findings: bool, command: bool) -> list[tuple[str, str]]:

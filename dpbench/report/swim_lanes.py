@@ -68,24 +68,44 @@ def _groups(rows: Sequence[Row]) -> Iterator[list[Row]]:
 
 def _panel(facet: small_multiples.Facet, found: Drawn, key: str) -> Panel:
     shown = [found[row.case, row.source] for row in facet.rows]
+    drawing = _drawing(facet.title, facet.names, shown, key, facet.cases)
+    return Panel(facet.title, drawing, _caption(facet, shown), facet.labels, cases=facet.cases)
+
+
+def compared(title: str, before: Lanes, after: Lanes, labels: tuple[str, ...], key: str) -> Panel:
+    """Return the panel with one median step of a case in two runs, one above the other, on the same time axis.
+
+    `labels` are those of both sides, and `key` makes the ids of the drawing unique. The page filters the panel by the
+    case of the run before.
+    """
+    names, shown = ("before", "after"), (before, after)
+    with svg.theme():
+        drawing = _drawing(title, names, shown, key)
+    caption = " ".join(_sentences(names, shown))
+    return Panel(title, drawing, caption, labels, cases=[before.case])
+
+
+def _drawing(
+    title: str, names: Sequence[str], shown: Sequence[Lanes], key: str, cases: Sequence[Case] = ()
+) -> str:  # fmt: skip
+    """Return the timelines as one drawing with a common time axis; `cases` lets the page hide single timelines."""
     said = [_said(one) for one in shown]
     heights = [HEAD + sum(lane.rows * ROW + GAP for lane in _shown(one)) + GAP for one in shown]
     phases = {bar.phase.value for one in shown for lane in one.lanes for bar in lane.bars}
     phases |= {UNATTRIBUTED for one in shown for stretch in one.path if stretch.bar is None}
     idle = any(lane.idle for one in shown for lane in one.lanes)
     keys = [*svg.phase_keys(phases), *[Patch(**IDLE, label="idle")] * idle, _path_key()]
-    figure, axes, tops = svg.lanes(facet.names, said, heights, keys=-(-len(keys) // 3), left=LEFT, cases=facet.cases)
+    figure, axes, tops = svg.lanes(names, said, heights, keys=-(-len(keys) // 3), left=LEFT, cases=cases)
     longest = max(one.seconds for one in shown) * 1e3
     axes.set(xlim=(0, longest * 1.01), xlabel="milliseconds after the start of the step")
     for one, top in zip(shown, tops, strict=True):
         _timeline(axes, one, top + HEAD, longest)
     svg.amounts(axes.xaxis)
     svg.legend(figure, keys, 3)
-    drawing = svg.render(
-        figure, key=key, title=f"One median step: {facet.title}",
-        description=" ".join(f"{name}: {_description(one)}" for name, one in zip(facet.names, shown, strict=True)),
+    return svg.render(
+        figure, key=key, title=f"One median step: {title}",
+        description=" ".join(f"{name}: {_description(one)}" for name, one in zip(names, shown, strict=True)),
     )  # fmt: skip
-    return Panel(facet.title, drawing, _caption(facet, shown), facet.labels, cases=facet.cases)
 
 
 def _path_key() -> Patch:
@@ -209,8 +229,17 @@ def _corners(part: Stretch, top: float, bottom: float) -> list[tuple[Any, tuple[
 
 def _caption(facet: small_multiples.Facet, shown: Sequence[Lanes]) -> str:
     """Return the caption of a panel: the step of each case, the idle shares of its devices, and cases in doubt."""
+    said = _sentences(facet.names, shown)
+    doubtful = [name for row, name in zip(facet.rows, facet.names, strict=True) if row.doubt]
+    if doubtful:
+        said.append(f"There are {words.NOT_ENOUGH} to compare these cases with others: {', '.join(doubtful)}.")
+    return " ".join(said)
+
+
+def _sentences(names: Sequence[str], shown: Sequence[Lanes]) -> list[str]:
+    """Return sentences on each timeline: which step it is, the idle shares of its devices, and devices not drawn."""
     said = []
-    for name, one in zip(facet.names, shown, strict=True):
+    for name, one in zip(names, shown, strict=True):
         took = words.time(one.seconds)
         place = f"step {one.step} of round {one.round + 1}"
         measured = f"{place}, {took}, the median of its {words.count(one.timed, 'timed step')}"
@@ -218,10 +247,7 @@ def _caption(facet: small_multiples.Facet, shown: Sequence[Lanes]) -> str:
         said.append(f"{name}: {which}{_idle(one)}.")
         if left_out := len(one.lanes) - len(_shown(one)):
             said.append(f"Of its devices, {left_out} are not drawn.")
-    doubtful = [name for row, name in zip(facet.rows, facet.names, strict=True) if row.doubt]
-    if doubtful:
-        said.append(f"There are {words.NOT_ENOUGH} to compare these cases with others: {', '.join(doubtful)}.")
-    return " ".join(said)
+    return said
 
 
 def _shown(one: Lanes) -> Sequence[Lane]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from dpbench.analysis import hosts
 from dpbench.analysis.ladder import Ladder, Rung, RungGain, short
@@ -160,7 +161,11 @@ def as_json(rows: Sequence[Row]) -> str:
     """Return the numbers of all rows as JSON text that is safe inside an HTML script element."""
     ordered = small_multiples.order(rows)
     flat = frame(ordered).to_dict("records")
-    records = [{"id": naming.case_id(row.case), **record} for row, record in zip(ordered, flat, strict=True)]
+    return embedded([{"id": naming.case_id(row.case), **record} for row, record in zip(ordered, flat, strict=True)])
+
+
+def embedded(records: Sequence[Mapping[Any, object]]) -> str:
+    """Return records as JSON text that is safe inside an HTML script element."""
     text = words.dumps(records, default=str, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
