@@ -1,5 +1,6 @@
 """The report in a real browser: from a file, with the network off, wide and narrow, light and dark."""
 
+import base64
 import csv
 import io
 import json
@@ -13,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from dpbench.report import archive, page
-from tests import asv_site, axe
+from dpbench.analysis import comparison
+from dpbench.report import archive, comparing, page
+from tests import asv_site, axe, test_compare
 from tests.report_rows import colocated_cpu_and_weak, gpu_page, gpu_run, ran, run_of
 from tests.test_ladder import content
 
@@ -88,6 +90,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "ladder": page.render(content()),
         "empty": page.render(run_of()),
     }
+    sides = [test_compare.report(trials) for trials in (test_compare.BEFORE, test_compare.AFTER)]
+    pages["compared"] = comparing.page(*sides, comparison.between(*sides))
     archive.keep(replace(run_of(), answers=gpu_run().answers), folder)
     pages["runs"] = (folder / "runs" / "index.html").read_text(encoding="utf-8")
     for name, text in pages.items():
@@ -124,7 +128,7 @@ def test_everything_lies_within_the_page(browser: Any, files: dict[str, Path], n
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("name", ["gpu", "cpu", "ladder"])
+@pytest.mark.parametrize("name", ["gpu", "cpu", "ladder", "compared"])
 def test_no_text_is_cut_off_or_overlaps_another(browser: Any, files: dict[str, Path], name: str, width: int) -> None:
     show(browser, files[name], width)
     assert browser.execute_script(SPOILT) == []
@@ -209,7 +213,7 @@ COLOURS = "{runOnly: ['color-contrast', 'link-in-text-block']}"
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("name", ["gpu", "ladder", "empty", "runs"])
+@pytest.mark.parametrize("name", ["gpu", "ladder", "empty", "runs", "compared"])
 def test_axe_finds_nothing_serious(
     browser: Any, files: dict[str, Path], axe_script: str, name: str, scheme: str
 ) -> None:
@@ -350,6 +354,28 @@ def test_a_filter_leaves_the_lines_of_the_chosen_cases(browser: Any, files: dict
     assert browser.execute_script(marks) == 2
 
 
+def test_the_page_of_a_comparison_filters_drawings_and_tells_values_as_that_of_a_run(
+    browser: Any, files: dict[str, Path]
+) -> None:
+    show(browser, files["compared"], 400)
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= 400
+    show(browser, files["compared"])
+    shown = """
+        return [...document.querySelectorAll('figure, tbody tr')].filter(e => e.checkVisibility())
+          .map(e => e.closest('section').id);
+        """
+    assert browser.execute_script(shown) == ["cases"] * 2 + ["lanes"] * 2 + ["phases"] * 2
+    browser.execute_script(CHOOSE, "verdict", "faster")
+    assert browser.execute_script(shown) == ["cases", "lanes", "phases"]
+    assert browser.execute_script(STATUS) == "1 of 2 cases"
+    assert browser.current_url.endswith("#&verdict=faster")
+    mark = browser.find_element("css selector", "#lanes figure:not([hidden]) [data-bar]")
+    webdriver.ActionChains(browser).move_to_element(mark).perform()
+    tip = browser.execute_script("return document.getElementById('tip').textContent")
+    assert re.fullmatch(r"forward on device 0: 2.00 ms from 0 ms, 40%; critical for 2.00 ms", tip), tip
+    assert browser.get_log("browser") == []
+
+
 def test_filters_work_with_the_keyboard_alone(browser: Any, files: dict[str, Path]) -> None:
     show(browser, files["gpu"])
     keys = webdriver.Keys
@@ -458,3 +484,51 @@ def test_the_site_of_asv_draws_its_graphs_from_a_file(browser: Any, site: Path) 
     assert trials.endswith("dpbench show 7f3a7f3a7f3a --store trials.db case 56ca46e673")
     loaded = browser.execute_script("return performance.getEntriesByType('resource').map(e => e.name)")
     assert all(one.startswith("file:") for one in loaded)
+
+
+HEADINGS = """
+return [...document.querySelectorAll('main :is(h2, h3)')].filter(e => e.checkVisibility())
+  .map(e => e.childNodes[0].textContent.replace(/\\s+/g, ' ').trim());
+"""
+HEADING_PT = 11
+"""The least size of a heading in print, in points; all other texts at the end of a page are smaller."""
+
+
+Line = Sequence[tuple[str, float]]
+"""The texts at one height of a printed page, each with the size of its letters in points."""
+
+
+def printed_lines(pdf: bytes) -> list[list[Line]]:
+    """Return the lines of each sheet of a PDF, the lowest first."""
+    pypdf = pytest.importorskip("pypdf", reason="pypdf is not installed")
+    found = []
+    for sheet in pypdf.PdfReader(io.BytesIO(pdf)).pages:
+        lines: dict[int, list[tuple[str, float]]] = {}
+
+        def visit(
+            text: str, outer: Sequence[float], inner: Sequence[float], font: Any, size: float, lines: Any = lines
+        ) -> None:  # fmt: skip
+            if text.strip():
+                height = round(inner[4] * outer[1] + inner[5] * outer[3] + outer[5])
+                lines.setdefault(height, []).append((" ".join(text.split()), size * abs(inner[3] * outer[3])))
+
+        sheet.extract_text(visitor_text=visit)
+        found.append([lines[height] for height in sorted(lines)])
+    return found
+
+
+@pytest.mark.parametrize(("name", "height"), [("cpu", 9.5), ("ladder", 11.69), ("compared", 11.0)])
+def test_no_sheet_of_the_printed_page_ends_with_a_heading(
+    browser: Any, files: dict[str, Path], name: str, height: float
+) -> None:
+    show(browser, files[name])
+    headings = browser.execute_script(HEADINGS)
+    printed = browser.execute_cdp_cmd("Page.printToPDF", {"paperWidth": 8.27, "paperHeight": height})
+    sheets = printed_lines(base64.b64decode(printed["data"]))
+    large = [text for lines in sheets for line in lines for text, points in line if points > HEADING_PT]
+    assert {"Answers", "Step time by phase", "Phases before and after"} & {*headings} & {*large}
+    ends = [line for lines in sheets[:-1] if lines for line in lines[0]]
+    assert ends
+    # of a heading of several lines, the last line would end the sheet
+    lonely = [text for text, points in ends if points > HEADING_PT and any(one.endswith(text) for one in headings)]
+    assert lonely == []
