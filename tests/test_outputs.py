@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from dpbench.cli import predicting, shapes
-from dpbench.cli.progress import Progress
+from dpbench.cli.progress import Progress, device_bars
 from dpbench.measure import forecast
 from dpbench.measure import run as runner
 from dpbench.measure.batch_search import Found
@@ -268,6 +268,26 @@ def test_a_terminal_shows_the_case_the_time_left_and_speed_ups_with_intervals_an
     two = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown(lambda progress: listen(progress, rounds=2)))
     assert re.search(rf"{re.escape(DP.label)} +not enough rounds +MEASURED CPU-ONLY", two)
     assert "about 4.00 s left" in two
+
+
+def test_a_terminal_shows_a_bar_for_each_device_of_the_newest_trial():
+    def one(progress: Progress) -> None:
+        progress.listen(Started("abc", 6, 0))
+        progress.listen(Ended(made(DP), 1, 6, 2.0))
+        progress.listen(Ended(Trial(case=SINGLE, status=Status.FAILED, reason="no room"), 2, 6, 2.0))
+
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown(one))
+    assert f"{DP.label}: share of the median step with an open phase" in plain
+    # device 0 has no phase open from 0.05 to 0.06, 0.38 to 0.40 and from 0.98 on, device 1 from 0 to 0.03, 0.06 to 0.12, 0.40 to
+    # 0.50 and from 0.80 on
+    first, second = (re.search(rf"\n{n} +(\S+) +(\S+) +MEASURED CPU-ONLY", plain) for n in (0, 1))
+    assert first
+    assert second
+    assert (first[2], second[2]) == ("95%", "61%")
+    assert device_bars(made(SINGLE, steps=3, warmup=3)) is None
+    many = device_bars(made(DP), most=1)
+    assert many
+    assert (many.row_count, many.caption) == (1, "1 more device not shown")
 
 
 def test_no_color_removes_colours(monkeypatch):

@@ -10,11 +10,13 @@ from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as RichProgress
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from dpbench.analysis import ladder, summary
 from dpbench.cli.options import Detail
-from dpbench.records import Case, Status, Trial, plan, words
+from dpbench.records import UNATTRIBUTED, Case, Status, Trial, plan, words
+from dpbench.records import ledger as step_ledger
 from dpbench.records.trial import Estimate
 from dpbench.records.words import aligned
 
@@ -30,14 +32,17 @@ class _Console(Console):
 
 
 class _Live(RichProgress):
-    """A progress bar with a table of the running speed-ups below it."""
+    """A progress bar; below it a table of the running speed-ups, and a bar for each device of the newest trial."""
 
     speedups: RunningSpeedups | None = None
+    devices: Table | None = None
 
     def get_renderables(self) -> Iterable[RenderableType]:
         yield from super().get_renderables()
         if self.speedups and (shown := self.speedups.table()):
             yield shown
+        if self.devices:
+            yield self.devices
 
 
 class RunningSpeedups:
@@ -69,8 +74,36 @@ class RunningSpeedups:
         return shown
 
 
+def device_bars(trial: Trial, most: int = 8) -> Table | None:
+    """Return a bar for each of the first `most` devices of a trial: the share of its median step that was occupied.
+
+    A device is occupied while a phase is open on it. None if the trial has no timed step with phases on devices.
+    """
+    found = trial.ledger.median_step if trial.trusted else None
+    if not found:
+        return None
+    number, spans = found
+    step = trial.steps[number]
+    used = sorted({span.device for span in spans if span.device >= 0})
+    if not used:
+        return None
+    what = f"{escape(ladder.label(trial.case))}: share of the median step with an open phase"
+    shown = Table("device", what, "", "labels", box=None, padding=(0, 2, 0, 0))
+    labels = " ".join(summary.labels(trial))
+    for device in used[:most]:
+        phases = step_ledger.phases(step, (span for span in spans if span.device == device))
+        share = 1 - phases[UNATTRIBUTED] / step.seconds
+        shown.add_row(str(device), ProgressBar(total=1.0, completed=share, width=30), words.percent(share), labels)
+    if len(used) > most:
+        shown.caption = f"{words.count(len(used) - most, 'more device')} not shown"
+    return shown
+
+
 class Progress:
-    """A context manager that prints one line per trial, and on a terminal also shows a progress bar and speed-ups."""
+    """A context manager that prints one line per trial.
+
+    On a terminal it also shows a progress bar, speed-ups, and a bar for each device.
+    """
 
     def __init__(self, detail: Detail = Detail.USUAL, console: Console | None = None) -> None:
         self._detail = detail
@@ -125,6 +158,7 @@ class Progress:
             self._console.print(escape(f"    {details(trial)}"))
         if self._bar.speedups:
             self._bar.speedups.add(trial)
+            self._bar.devices = device_bars(trial) or self._bar.devices
         self._bar.update(self._task, completed=event.done, total=event.total, left=left)
 
 
