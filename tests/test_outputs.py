@@ -278,8 +278,8 @@ def test_a_terminal_shows_a_bar_for_each_device_of_the_newest_trial():
 
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown(one))
     assert f"{DP.label}: share of the median step with an open phase" in plain
-    # device 0 has no phase open from 0.05 to 0.06, 0.38 to 0.40 and from 0.98 on, device 1 from 0 to 0.03, 0.06 to 0.12, 0.40 to
-    # 0.50 and from 0.80 on
+    # device 0 has no phase open from 0.05 to 0.06, from 0.38 to 0.40 and from 0.98 on; device 1 none from 0 to 0.03,
+    # from 0.06 to 0.12, from 0.40 to 0.50 and from 0.80 on
     first, second = (re.search(rf"\n{n} +(\S+) +(\S+) +MEASURED CPU-ONLY", plain) for n in (0, 1))
     assert first
     assert second
