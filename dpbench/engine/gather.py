@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -62,7 +62,9 @@ def gather(
     """Return the replicas' outputs, concatenated along `dim` on the device `target`.
 
     `outputs[i]` is the output of the replica on `devices[i]`. Without `devices`, the outputs' own devices are used.
-    Outputs are tensors, None, or tuples, lists, dicts and dataclass instances of them; anything else raises TypeError.
+    Outputs are tensors, None, or tuples, lists, dicts and dataclass instances of them. An object of any other type that
+    yields its parts when iterated, such as a cache of transformers, is built again from the gathered parts, as in
+    torch: `type(output)(parts)`. A number, a string, a set or an object that cannot be iterated raises TypeError.
     Scalars become a vector, with torch's warning. Raises ValueError when replicas return different structures, and
     RuntimeError when the shapes of tensors do not match. With `compat`, replica 0 determines the structure, and any
     iterable is treated as a sequence, as in torch.
@@ -111,13 +113,34 @@ def _gather(outputs: Sequence[Any], target: Device, devices: Sequence[Device], d
     if first is None:
         return None
     if keys is None:
-        raise TypeError(
-            f"cannot gather {_named(path)} of type {type(first).__name__}: forward must return tensors, or tuples, "
-            "lists, dicts or dataclass instances of them; return numbers as tensors"
-        )
+        return _gather_parts(outputs, target, devices, dim, path)
     rows = [parts_of(output, keys) for output in outputs]
     columns = zip(keys, zip(*rows, strict=True), strict=True)
     return rebuilt(first, [_gather(column, target, devices, dim, (*path, key)) for key, column in columns])
+
+
+def _gather_parts(
+    outputs: Sequence[Any], target: Device, devices: Sequence[Device], dim: int, path: tuple[Any, ...]
+) -> Any:
+    """Return an object of the replicas' type, made from the gathered parts that the replicas' objects yield.
+
+    Raises TypeError if the objects yield no parts in a fixed order, and ValueError if their numbers of parts differ.
+    """
+    kind = type(outputs[0])
+    if not isinstance(outputs[0], Iterable) or isinstance(outputs[0], str | bytes | Set | Iterator):
+        raise TypeError(
+            f"cannot gather {_named(path)} of type {kind.__name__}: forward must return tensors, or tuples, "
+            "lists, dicts or dataclass instances of them; return numbers as tensors"
+        )
+    rows = [list(output) for output in outputs]
+    for replica, parts in enumerate(rows):
+        if len(parts) != len(rows[0]):
+            raise ValueError(
+                f"replicas returned different structures: {_named(path)} of type {kind.__name__} has {len(rows[0])} "
+                f"parts on replica 0, but {len(parts)} on replica {replica}"
+            )
+    columns = enumerate(zip(*rows, strict=True))
+    return kind([_gather(column, target, devices, dim, (*path, number)) for number, column in columns])
 
 
 def _check_kinds(outputs: Sequence[Any], path: tuple[Any, ...]) -> None:

@@ -5,8 +5,8 @@ If the steps of a case do not train, the outputs of a forward are compared inste
 The reference, called the chunked reference, does not use the engine. It splits the batch into one chunk per forward
 pass of the strategy, and runs one deep copy of the module per chunk, one after the other on the first device. It
 computes the loss of the concatenated outputs, and adds the gradients of the copies in the order of the chunks. If the
-strategy splits the inputs of one block only, the copies are those of the block. Dropout is off in the strategy and in
-the reference, because replicas draw from one random generator in an undefined order.
+strategy splits the inputs of one block only, the copies are those of the block. The random numbers of each forward
+are a function of its inputs (see `replay`). Where this is not possible, the dropout of torch's own modules is off.
 """
 
 from __future__ import annotations
@@ -16,14 +16,19 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import nn
 
 from dpbench.hardware.device import Device
+from dpbench.measure.replay import replay
+from dpbench.measure.structures import all_tensors, joined, mapped, tensors_by_name
 from dpbench.models import Model, compile_forward, positional
 from dpbench.records import Case, Verified, no_mark
+from dpbench.records.registry import Parallelism
 from dpbench.records.schedule import FASTEST, parse
 from dpbench.strategies import Split
 
@@ -85,7 +90,10 @@ def check(
     """
     small = _small(case, lambda one: split(one, model.module))
     parts = split(small, model.module)
-    _without_dropout(model.module)
+    if case.compile or not _replays(case):
+        _without_dropout(model.module)
+    else:
+        _replay(model.module, parts)
     inputs, target = model.batch(small.batch_size, case.seed + 1)
     pristine = copy.deepcopy(model.module)
     trained, steps, steps_s = _trained(start, small, model, devices, (inputs, target))
@@ -124,36 +132,28 @@ def check_outputs(
         steps_s = time.perf_counter() - at
     device = devices[0].torch_device
 
-    def reference() -> torch.Tensor:
+    def reference() -> Any:
         module = copy.deepcopy(pristine).to(device)
-        columns = list(zip(*(_chunk(argument, rows, device) for argument in positional(inputs)), strict=True))
+        columns = _chunk(positional(inputs), rows, device)
         with torch.no_grad(), precision(case):
-            outputs = [_single_tensor(module(*arguments)) for arguments in columns]
-        return torch.cat(outputs) if rank is None else outputs[rank]
+            outputs = [module(*arguments) for arguments in columns]
+        return joined(outputs) if rank is None else outputs[rank]
 
     expected, tolerance = reference(), TOLERANCE[case.precision]
-    _single_tensor(output)
-    if output.shape != expected.shape:
-        given, wanted = tuple(output.shape), tuple(expected.shape)
-        return Verdict(Verified.NO, f"output of shape {given} instead of {wanted}", float("inf"))
+    given, wanted = tensors_by_name(output), tensors_by_name(expected)
+    shapes, right = ([(name, tuple(t.shape)) for name, t in one.items()] for one in (given, wanted))
+    if shapes != right:
+        told, expects = (" and ".join(f"{n} of shape {s}" for n, s in one) for one in (shapes, right))
+        return Verdict(Verified.NO, f"{told} instead of {expects}", float("inf"))
     before, after = pristine.state_dict(), model.module.state_dict()
     kept = [(name, after[name], before[name]) for name in before]
-    verdict = replace(_verdict([("output", output, expected), *kept], tolerance), steps_s=steps_s)
+    outputs = [(name, given[name], wanted[name]) for name in wanted]
+    verdict = replace(_verdict([*outputs, *kept], tolerance), steps_s=steps_s)
     if verdict.verified is Verified.NO:
-        itself = _verdict([("output", reference(), expected)], tolerance)
+        again = tensors_by_name(reference())
+        itself = _verdict([(name, again[name], wanted[name]) for name in wanted], tolerance)
         return replace(verdict, random=itself.verified is Verified.NO)
     return verdict
-
-
-def _single_tensor(output: Any) -> torch.Tensor:
-    """Return an output of the module. Raises TypeError if it is not a tensor."""
-    if not isinstance(output, torch.Tensor):
-        raise TypeError(
-            f"the model's forward returned a {type(output).__name__}, but verification needs a single tensor, and "
-            "unverified cases are not timed: return the tensor that the loss takes, or wrap the model in a module that "
-            "returns it"
-        )
-    return output
 
 
 def _trained(
@@ -218,6 +218,25 @@ def _small(case: Case, split: Callable[[Case], Split]) -> Case:
     return next(small for small in smaller if counts(small) == expected)
 
 
+def _replays(case: Case) -> bool:
+    """Return whether a step of the case calls the module's forward, eagerly, for each chunk of the batch.
+
+    Strategies that spread the layers call parts of the module, and a graph of a GPU replays its own random numbers.
+    """
+    graphs = case.schedule not in ("", FASTEST) and parse(case.schedule).graphs == "on"
+    return case.traits.parallelism is not Parallelism.LAYERS and not graphs
+
+
+def _replay(module: nn.Module, parts: Split) -> None:
+    """Let the forward of `module` replay its random numbers, and that of the block whose inputs a step splits.
+
+    The block's replicas run while the module's forward waits for them, which must therefore not exclude them.
+    """
+    if parts.block:
+        replay(module.get_submodule(parts.block), alone=True)
+    replay(module, alone=not parts.block)
+
+
 def _without_dropout(module: nn.Module) -> None:
     """Set the dropout probability of all of torch's own modules in `module` to 0."""
     for part in module.modules():
@@ -234,19 +253,18 @@ def chunked(
     """Compute the chunked reference: return `module` with the gradients and buffers that a correct step produces.
 
     `module` is moved to `device`. `inputs` and `target` are one batch, which is split into one chunk for each number of
-    samples in `split.rows`. The loss is multiplied by `scale` for backward, and the gradients are divided by it. Raises
-    TypeError if the module does not return a tensor.
+    samples in `split.rows`. The loss is multiplied by `scale` for backward, and the gradients are divided by it.
     """
     module = module.to(device)
-    pieces = [_chunk(argument, split.rows, device) for argument in positional(inputs)]
-    columns = list(zip(*pieces, strict=True))
+    columns = _chunk(positional(inputs), split.rows, device)
     copies = [copy.deepcopy(module) for _ in columns]
-    outputs = [_single_tensor(one(*arguments)) for one, arguments in zip(copies, columns, strict=True)]
-    whole = torch.cat([output.detach() for output in outputs]).requires_grad_()
-    (loss(whole, target.to(device)) * scale).backward()
-    assert whole.grad is not None
-    for output, gradient in zip(outputs, whole.grad.split([len(o) for o in outputs]), strict=True):
-        output.backward(gradient.clone())
+    outputs = [one(*arguments) for one, arguments in zip(copies, columns, strict=True)]
+    cut = [mapped(output, _cut) for output in outputs]
+    (loss(joined(cut), mapped(target, lambda tensor: tensor.to(device))) * scale).backward()
+    for output, apart in zip(outputs, cut, strict=True):
+        pairs = [(t, c.grad) for t, c in zip(all_tensors(output), all_tensors(apart), strict=True)]
+        used = [(tensor, gradient.clone()) for tensor, gradient in pairs if gradient is not None]
+        torch.autograd.backward([tensor for tensor, _ in used], [gradient for _, gradient in used])
     _collect(module, copies, scale)
     return module
 
@@ -263,7 +281,7 @@ def block_chunked(
     block.to(device)
     copies = [copy.deepcopy(block) for _ in split.rows]
     module.set_submodule(split.block, _Chunked(copies, split.rows, device))
-    module = chunked(module, loss, inputs, target, Split((len(target),)), device, scale=scale)
+    module = chunked(module, loss, inputs, target, Split((sum(split.rows),)), device, scale=scale)
     module.set_submodule(split.block, block)
     _collect(block, copies)
     return module
@@ -296,10 +314,18 @@ def _collect(module: nn.Module, copies: Sequence[nn.Module], scale: float = 1.0)
 
 
 def _chunk(value: Any, rows: Sequence[int], device: torch.device) -> list[Any]:
-    """Split a tensor into chunks of `rows` samples and return their copies on `device`; repeat any other value."""
-    if isinstance(value, torch.Tensor):
-        return [piece.to(device, copy=True) for piece in value.split(list(rows))]
-    return [value] * len(rows)
+    """Return one structure for each of `rows`, with copies of that number of rows of each tensor on `device`."""
+    ranges = [slice(end - count, end) for count, end in zip(rows, accumulate(rows), strict=True)]
+    return [mapped(value, partial(_piece, rows=one, device=device)) for one in ranges]
+
+
+def _piece(tensor: torch.Tensor, rows: slice, device: torch.device) -> torch.Tensor:
+    return tensor[rows].to(device, copy=True)
+
+
+def _cut(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor without its autograd history; it requires gradients if the tensor did."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _ordered_sum(parts: list[torch.Tensor]) -> torch.Tensor | None:

@@ -1,29 +1,29 @@
 """Models: the reference models in two sizes (plain torch, seeded, dropout 0), and a loader for users' models.
 
-A model is a file of this folder, or a user's object given as `package.module:name`. It has three functions:
+A model is a file of this folder, or a user's object (see `_own`). It has three functions:
 
     build(size) -> Module
-    batch(n, seed, size) -> (inputs, target)      inputs: a tensor, or a tuple of positional arguments
-    loss(output, target) -> 0-dim tensor          must be a loss function of torch if schedules use loss=local
+    batch(n, seed, size) -> (inputs, target)      inputs: a tensor, a tuple of positional arguments, or a dict of
+                                                  keyword arguments; a dict alone is a batch without a target
+    loss(output, target) -> 0-dim tensor          must be a loss function of torch if schedules use loss=local;
+                                                  None if forward returns the loss, or a structure with `loss`
 """
 
 from __future__ import annotations
 
 import copy
-import importlib
 import inspect
 import os
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import keystr, tree_flatten_with_path
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
+from dpbench.models import _own
 from dpbench.records import Profile, registry
 
 SIZES = ("small", "full")
@@ -33,12 +33,16 @@ RECOMPILE_LIMIT = 64
 
 @dataclass(frozen=True)
 class Model:
-    """A model of one size: its module, its loss function, and `make_batch(n, seed)`, which returns (inputs, target)."""
+    """A model of one size: its module, its loss function, and `make_batch(n, seed)`, which returns (inputs, target).
+
+    `owns_loss` is True if the module returns its own loss, which `loss` then takes from the output.
+    """
 
     name: str
     module: nn.Module
-    make_batch: Callable[[int, int], tuple[Any, Any]]
+    make_batch: Callable[[int, int], Any]
     loss: Callable[..., torch.Tensor]
+    owns_loss: bool = False
 
     def batch(self, n: int, seed: int) -> tuple[Any, Any]:
         """Return (inputs, target) of `n` synthetic samples; the same `seed` always gives the same values.
@@ -46,7 +50,7 @@ class Model:
         Raises ValueError if the first dimension of any tensor in the inputs or the target is not `n`, because the work
         of the timed step would then differ from the work that the case describes.
         """
-        inputs, target = self.make_batch(n, seed)
+        inputs, target = self._pair(self.make_batch(n, seed))
         wrong = [f"{where} has {_shape(one)}" for where, one in _tensors((inputs, target)) if one.shape[:1] != (n,)]
         if wrong:
             raise ValueError(
@@ -54,6 +58,41 @@ class Model:
                 f"dimension of every tensor in the inputs and the target to the first argument of batch(), here {n}"
             )
         return inputs, target
+
+    def _pair(self, made: Any) -> tuple[Any, Any]:
+        """Return the inputs and the target that `make_batch` returned; a dict alone has no target.
+
+        Raises TypeError if `made` is neither a pair nor a dict, or if an object in it hides its tensors.
+        """
+        if isinstance(made, Mapping):
+            made = (made, None)
+        if not isinstance(made, tuple | list) or len(made) != 2:
+            told = f"{len(made)} values" if isinstance(made, tuple | list) else type(made).__name__
+            raise TypeError(
+                f"model {self.name}: batch(n, seed, size) must return (inputs, target), or a dict of keyword "
+                f"arguments, but it returned {told}; put several inputs into a tuple or a dict"
+            )
+        inputs, target = made
+        inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
+        for leaf in tree_leaves((inputs, target)):
+            if not isinstance(leaf, torch.Tensor | int | float | str | bytes | None):
+                raise TypeError(
+                    f"model {self.name}: batch(n, seed, size) returned a {type(leaf).__name__}, whose rows cannot be "
+                    "split; give tensors (torch.from_numpy for arrays) in tuples, lists or dicts"
+                )
+        if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(inputs)):
+            raise TypeError(f"model {self.name}: the inputs that batch(n, seed, size) returned contain no tensor")
+        return inputs, target
+
+
+def rows_in(batch: Any) -> int:
+    """Return the number of rows of a batch, which is the length of its first tensor."""
+    return next(len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
+
+
+def bytes_in(structure: Any) -> int:
+    """Return the bytes of all tensors in a nested structure."""
+    return sum(leaf.nbytes for leaf in tree_leaves(structure) if isinstance(leaf, torch.Tensor))
 
 
 def _tensors(batch: tuple[Any, Any]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -81,38 +120,17 @@ def load(name: str, size: str, seed: int) -> Model:
     """
     if size not in SIZES:
         raise ValueError(registry.unknown("size", size, list(SIZES)))
-    plug = _own(name) if ":" in name else registry.load("models", name)
+    plug = _own.plug(name) if ":" in name else registry.load("models", name)
     with torch.random.fork_rng(devices=[]):  # build() runs on the CPU; forking CUDA's generator would initialise CUDA
         torch.manual_seed(seed)
         module = plug.build(size)
     if not isinstance(module, nn.Module):
         raise TypeError(f"model {name}: build({size!r}) must return a torch.nn.Module, not {type(module).__name__}")
-    return Model(name, module, lambda n, batch_seed: plug.batch(n, batch_seed, size), plug.loss)
-
-
-def _own(name: str) -> Any:
-    """Import and return the user's model object `name`, given as `package.module:object`.
-
-    The current directory is searched first, as by `python -m`. Raises TypeError if the object lacks a function.
-    """
-    module_name, _, attribute = name.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        plug = importlib.import_module(module_name)
-        for part in filter(None, attribute.split(".")):
-            plug = getattr(plug, part)
-    except (ImportError, AttributeError) as error:
-        error.add_note(f"while loading --model {name} from {here} or sys.path (it was read as package.module:name)")
-        raise
-    missing = [verb for verb in ("build", "batch", "loss") if not callable(getattr(plug, verb, None))]
-    if missing:
-        raise TypeError(
-            f"--model {name}: this object must have the functions build(size), batch(n, seed, size) and "
-            f"loss(output, target); functions that are missing: {', '.join(missing)}"
-        )
-    return plug
+    if ":" in name:
+        _own.take_keywords(module)
+    owns_loss = plug.loss is None
+    loss = _own.own_loss if owns_loss else plug.loss
+    return Model(name, module, lambda n, batch_seed: plug.batch(n, batch_seed, size), loss, owns_loss)
 
 
 def profile(model: Model, samples: int = 2) -> Profile:
@@ -134,8 +152,8 @@ def profile(model: Model, samples: int = 2) -> Profile:
         parameter_tensors=len(parameters),
         parameter_bytes=sum(p.nbytes for p in parameters),
         buffer_bytes=sum(b.nbytes for b in buffers),
-        input_bytes=sum(a.nbytes for a in positional(inputs) if isinstance(a, torch.Tensor)) / samples,
-        output_bytes=output.nbytes / samples,
+        input_bytes=bytes_in(inputs) / samples,
+        output_bytes=bytes_in(output) / samples,
         forward_flop=forward.get_total_flops() / samples,
         backward_flop=backward.get_total_flops() / samples,
     )

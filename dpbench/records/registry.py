@@ -135,6 +135,8 @@ class Traits:
 ROOT = Path(__file__).parents[1]
 PACKAGES = {"models": "models", "strategies": "strategies", "samplers": "hardware.samplers"}
 """The package under `dpbench` that contains the plug-ins of each kind."""
+LIBRARIES = {"transformers": "transformers", "torchvision": "vision", "timm": "vision"}
+"""The libraries whose models have names, such as `transformers:gpt2`, with the extra that installs each."""
 GROUP = "dpbench.strategies"
 """The group of entry points with which installed distributions offer strategies."""
 STRATEGY = "STRATEGY"
@@ -284,12 +286,25 @@ def of_role(role: Role) -> str:
 
 
 def check_module(name: str) -> None:
-    """Raise LookupError if the top-level module of a model named `package.module:object` cannot be found.
+    """Raise LookupError if the file or the top-level module of the user's model `name` cannot be found.
 
-    Nothing is imported.
+    `name` is `file.py:object`, `package.module:object`, or a library's model, such as `transformers:gpt2`. Nothing is
+    imported.
     """
-    top, here = name.partition(":")[0].partition(".")[0], str(Path.cwd())
-    if importlib.machinery.PathFinder.find_spec(top, [here, *sys.path]) is None:
+    place, colon, _ = name.rpartition(":")
+    if not colon:
+        raise LookupError(f"--model {name}: give file.py:name or package.module:name")
+    if place.endswith(".py"):
+        if not Path(place).is_file():
+            raise LookupError(f"--model {name}: the file {place} does not exist in the folder {Path.cwd()}")
+        return
+    top, here = place.partition(".")[0], str(Path.cwd())
+    missing = importlib.machinery.PathFinder.find_spec(top, [here, *sys.path]) is None
+    if missing and top in LIBRARIES:
+        raise LookupError(
+            f"--model {name} needs {top}, which is not installed: pip install 'torch-dpbench[{LIBRARIES[top]}]'"
+        )
+    if missing:
         raise LookupError(f"--model {name}: cannot find the module {top!r} in the folder {here} or on Python's path")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from dpbench.hardware.device import Device
@@ -45,7 +46,8 @@ class RankStep:
     def __call__(self, inputs: Any, target: Any) -> torch.Tensor:
         """Train on this rank's chunk of the batch, of which only this chunk may be given, and return the loss.
 
-        The loss is scaled so that the mean of the ranks' gradients is the gradient of the global batch.
+        The loss is scaled so that the mean of the ranks' gradients is the gradient of the global batch; if the model
+        returns its own loss, this is the mean of the losses of all forward passes.
         """
         from dpbench.models import positional
 
@@ -56,9 +58,11 @@ class RankStep:
             placed = put_all([rows_of(a, self._case, self._rank) for a in (*positional(inputs), target)], device)
             batches = self._micro_batches(placed)
         losses = []
-        for number, (*arguments, wanted) in enumerate(batches, start=1):
+        for number, (rows, (*arguments, wanted)) in enumerate(batches, start=1):
+            # a model's own loss is a mean with an unknown divisor, so each forward pass has the same weight
+            share = 1 / len(batches) if self._model.owns_loss else rows * self._world / self._case.batch_size
             with nullcontext() if number == len(batches) else self.wrapped.no_sync():
-                losses.append(self._pass(arguments, wanted, len(wanted) * self._world / self._case.batch_size))
+                losses.append(self._pass(arguments, wanted, share))
         self.returned_s = time.perf_counter()
         with mark(Phase.OPTIMIZER, i):
             self._updates.step()
@@ -76,13 +80,11 @@ class RankStep:
             self._updates.scaled(loss).backward()
         return loss.detach()
 
-    def _micro_batches(self, placed: Sequence[Any]) -> list[tuple[Any, ...]]:
-        """Return the arguments and the target of each micro-batch of this rank's rows; the last value is the target."""
-        import torch
-
-        sizes = chunk_sizes(len(placed[-1]), self._parts)
-        split = [a.split(sizes) if isinstance(a, torch.Tensor) else [a] * len(sizes) for a in placed]
-        return list(zip(*split, strict=True))
+    def _micro_batches(self, placed: Sequence[Any]) -> list[tuple[int, tuple[Any, ...]]]:
+        """Return the rows of each micro-batch of this rank, with its arguments and its target as the last value."""
+        rows = self._case.rows[self._rank]
+        sizes = chunk_sizes(rows, self._parts)
+        return list(zip(sizes, zip(*(split(value, sizes) for value in placed), strict=True), strict=True))
 
 
 def forward_of_rank(
@@ -107,12 +109,21 @@ def forward_of_rank(
 
 
 def rows_of(value: Any, case: Case, rank: int) -> Any:
-    """Return the rows of a tensor that a rank of a case trains on; return any other value unchanged.
+    """Return a structure with the rows of each tensor that a rank of a case trains on.
 
     A tensor that has the rank's number of rows has only these rows, because the rank has loaded them itself.
     """
-    import torch
+    from dpbench.engine.containers import mapped
 
-    if not isinstance(value, torch.Tensor) or len(value) == case.rows[rank]:
-        return value
-    return value.split(case.rows)[rank]
+    mine = case.rows[rank]
+    return mapped(value, lambda tensor: tensor if len(tensor) == mine else tensor.split(case.rows)[rank])
+
+
+def split(value: Any, sizes: Sequence[int]) -> list[Any]:
+    """Return one structure for each of `sizes`, with that number of rows of each tensor, in order."""
+    from dpbench.engine.containers import mapped
+
+    def part(size: int, end: int) -> Any:
+        return mapped(value, lambda tensor: tensor.narrow(0, end - size, size))
+
+    return [part(size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]

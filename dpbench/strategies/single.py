@@ -84,14 +84,17 @@ class Single(Strategy):
 
 
 def put_all(arguments: Sequence[Any], device: Device) -> list[Any]:
-    """Return the arguments with all tensors copied to `device`, except tensors that are already on this accelerator."""
-    import torch
+    """Return the arguments with all tensors copied to `device`, except tensors that are already on this accelerator.
+
+    Tensors in nested tuples, lists, dicts and dataclass instances are copied too.
+    """
+    from dpbench.engine.containers import mapped
 
     def placed(tensor: torch.Tensor) -> torch.Tensor:
         there = tensor.device == device.torch_device and tensor.device.type != "cpu"
         return tensor if there else device.put(tensor)
 
-    return [placed(a) if isinstance(a, torch.Tensor) else a for a in arguments]
+    return [mapped(argument, placed) for argument in arguments]
 
 
 STRATEGY = Single()

@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 from torch.func import functional_call
+from torch.utils._pytree import tree_map_only
 
+from dpbench.engine.containers import tensors_in
 from dpbench.hardware.device import Device
-from dpbench.models import Model, positional
+from dpbench.models import Model, bytes_in, positional, rows_in
 from dpbench.records import Case
 
 
@@ -20,7 +22,7 @@ def of_model(model: Model, batch: tuple[Any, Any]) -> dict[str, float]:
     """
     parameters, buffers = list(model.module.parameters()), list(model.module.buffers())
     inputs, target = positional(batch[0]), batch[1]
-    samples = len(target)
+    samples = rows_in(batch)
     found = {
         "modules": sum(1 for _ in model.module.modules()),
         "buffer_tensors": len(buffers),
@@ -28,16 +30,16 @@ def of_model(model: Model, batch: tuple[Any, Any]) -> dict[str, float]:
         "parameter_bytes": sum(p.nbytes for p in parameters),
         "trainable_bytes": sum(p.nbytes for p in parameters if p.requires_grad),
         "buffer_bytes": sum(b.nbytes for b in buffers),
-        "input_bytes": sum(a.nbytes for a in inputs if isinstance(a, torch.Tensor)) / samples,
-        "target_bytes": target.nbytes / samples,
+        "input_bytes": bytes_in(inputs) / samples,
+        "target_bytes": bytes_in(target) / samples,
     }
     few = slice(0, 2)  # BatchNorm refuses a single sample
-    arguments = tuple(a[few] if isinstance(a, torch.Tensor) else a for a in inputs)
+    arguments = tree_map_only(torch.Tensor, lambda tensor: tensor[few], inputs)
     statistics = {name: buffer.clone() for name, buffer in model.module.named_buffers()}  # forward changes buffers
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             output = functional_call(model.module, statistics, arguments)
-        found["output_bytes"] = output.nbytes / len(target[few])
+        found["output_bytes"] = sum(tensor.nbytes for tensor in tensors_in(output)) / min(2, samples)
     except Exception:  # a model may raise any error: leave the unknown fact out
         return found
     return found

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader, Dataset
 
 from dpbench.hardware import processes
+from dpbench.models import rows_in
 from dpbench.records import HOST, Case, Mark, Phase
 
 Batch = tuple[Any, Any]
@@ -80,7 +81,7 @@ class _Feed:
             # torch counts the cores of this thread, which may be bound to one; workers may use all
             warnings.simplefilter("ignore", UserWarning)
             loader = DataLoader(
-                Examples(batches), batch_sampler=_InOrder(len(batches), len(batches[0][1])), num_workers=case.loader,
+                Examples(batches), batch_sampler=_InOrder(len(batches), rows_in(batches[0])), num_workers=case.loader,
                 pin_memory=case.device_kind == "cuda" and case.inputs == "pinned",
                 worker_init_fn=partial(_unbind, processes.CORES),
             )  # fmt: skip

@@ -237,16 +237,13 @@ def _placed(batch: tuple[Any, Any], case: Case, device: Device) -> tuple[Any, An
     if case.device_kind == "cpu" or case.inputs == "pageable":
         return batch
 
-    def place(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
+    def place(tensor: torch.Tensor) -> torch.Tensor:
         if case.inputs == "device":
-            return value.to(device.torch_device)
-        return value.pin_memory() if case.device_kind == "cuda" else value
+            return tensor.to(device.torch_device)
+        return tensor.pin_memory() if case.device_kind == "cuda" else tensor
 
-    inputs, target = batch
-    placed = tuple(map(place, models.positional(inputs)))
-    return placed if isinstance(inputs, tuple) else placed[0], place(target)
+    placed: tuple[Any, Any] = tree_map_only(torch.Tensor, place, batch)
+    return placed
 
 
 def _rows_of(batch: tuple[Any, Any], case: Case, rank: int) -> tuple[Any, Any]:

@@ -1,0 +1,72 @@
+"""Structures: the parts of a forward's output, and the joined outputs of several forwards, without the engine.
+
+Verification compares the engine with results of its own. It therefore takes the containers apart and joins them again
+with these functions, which share no code with the engine's gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import torch
+
+
+def _parts(value: Any) -> list[tuple[Any, Any]]:
+    """Return the parts of a container as (name, part); an empty list for a value without parts."""
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if is_dataclass(value) and not isinstance(value, type):
+        return [(field.name, getattr(value, field.name)) for field in fields(value) if field.init]
+    if isinstance(value, Iterable) and not isinstance(value, torch.Tensor | str | bytes | Set | Iterator):
+        return list(enumerate(value))
+    return []
+
+
+def _made(value: Any, parts: Sequence[Any]) -> Any:
+    """Return a container of the type of `value` with these parts, in the order of `_parts`."""
+    names = [name for name, _ in _parts(value)]
+    if isinstance(value, Mapping):
+        return type(value)(zip(names, parts, strict=True))  # type: ignore[call-arg]
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **dict(zip(names, parts, strict=True)))
+    return value._make(parts) if hasattr(value, "_make") else type(value)(parts)
+
+
+def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return the structure with `change(tensor)` in the place of each tensor."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    parts = _parts(value)
+    return _made(value, [mapped(part, change) for _, part in parts]) if parts else value
+
+
+def tensors_by_name(value: Any, name: str = "output") -> dict[str, torch.Tensor]:
+    """Return the tensors of a structure by their place in it, such as `output['logits']`."""
+    if isinstance(value, torch.Tensor):
+        return {name: value}
+    found: dict[str, torch.Tensor] = {}
+    for key, part in _parts(value):
+        found |= tensors_by_name(part, f"{name}[{key!r}]")
+    return found
+
+
+def all_tensors(value: Any) -> list[torch.Tensor]:
+    """Return the tensors of a structure in order."""
+    return list(tensors_by_name(value).values())
+
+
+def joined(values: Sequence[Any]) -> Any:
+    """Return one structure in which each tensor has the rows of all `values`; 0-dim tensors become a vector.
+
+    A single value is returned unchanged. A value without tensors is that of the first structure.
+    """
+    first = values[0]
+    if len(values) == 1:
+        return first
+    if isinstance(first, torch.Tensor):
+        return torch.cat([value.reshape(1) if value.dim() == 0 else value for value in values])
+    columns = zip(*([part for _, part in _parts(value)] for value in values), strict=True)
+    parts = [joined(column) for column in columns]
+    return _made(first, parts) if parts else first

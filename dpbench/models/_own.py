@@ -1,0 +1,112 @@
+"""Own: the user's model objects, models of installed libraries, and the forms of their batches and losses.
+
+An object is given as `file.py:name` or `package.module:name`, and a model of a library as `library:name`, such as
+`transformers:gpt2`. The inputs of a batch may be a dict, whose items are the keyword arguments of forward. A model
+whose object has `loss = None` returns its own loss.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Set
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dpbench.models import _libraries
+from dpbench.records import registry
+
+VERBS = ("build", "batch")
+
+
+def plug(name: str) -> Any:
+    """Import and return the user's model object `name`, or the object of a library's model.
+
+    The current directory is searched first, as by `python -m`. Raises TypeError if the object lacks a function.
+    """
+    place, _, attribute = name.partition(":")
+    if place in _libraries.FORMS:
+        return _libraries.plug(place, attribute)
+    found = registry.outside("model", name) if place.endswith(".py") else _imported(name, place, attribute)
+    if callable(found) and not hasattr(found, "build"):
+        raise TypeError(
+            f"--model {name}: this {type(found).__name__} is not a model object; give an object with build(size), "
+            "batch(n, seed, size) and loss(output, target); `dpbench init model.py` writes an example"
+        )
+    missing = [verb for verb in VERBS if not callable(getattr(found, verb, None))]
+    if not callable(getattr(found, "loss", None)) and (not hasattr(found, "loss") or found.loss is not None):
+        missing.append("loss")
+    if missing:
+        raise TypeError(
+            f"--model {name}: this object must have the functions build(size), batch(n, seed, size) and "
+            "loss(output, target), or loss = None if forward returns the loss; functions that are missing: "
+            f"{', '.join(missing)}"
+        )
+    return found
+
+
+def _imported(name: str, place: str, attribute: str) -> Any:
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found: Any = importlib.import_module(place)
+        for part in filter(None, attribute.split(".")):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        error.add_note(f"while loading --model {name} from {here} or sys.path (it was read as package.module:name)")
+        raise
+    return found
+
+
+def take_keywords(module: nn.Module) -> None:
+    """Let the forward of `module` take a dict of keyword arguments as its only positional argument.
+
+    A strategy then treats keyword arguments as one structure of tensors. A dict whose keys are not parameters of
+    forward is passed as it is. The module becomes an instance of a new subclass of its class, as in `compile_forward`,
+    so that the names of its parts stay. A scripted module keeps its class.
+    """
+    kind = type(module)
+    if isinstance(module, torch.jit.ScriptModule):
+        return
+    original, fits = kind.forward, _keywords(kind.forward)
+
+    def forward(self: nn.Module, *inputs: Any, **named: Any) -> Any:
+        if len(inputs) == 1 and not named and type(inputs[0]) is dict and fits(inputs[0].keys()):
+            return original(self, **inputs[0])
+        return original(self, *inputs, **named)
+
+    module.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+
+
+def _keywords(forward: Callable[..., Any]) -> Callable[[Set[str]], bool]:
+    """Return a function that says whether `forward` takes keyword arguments with the given names, and no others.
+
+    The signature is read once, because binding it in each step would cost tens of microseconds.
+    """
+    parameters = list(inspect.signature(forward).parameters.values())[1:]
+    known = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    needed = {p.name for p in parameters if p.name in known and p.default is p.empty}
+    any_name = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return lambda names: needed <= names and (any_name or names <= known)
+
+
+def own_loss(output: Any, target: Any) -> torch.Tensor:
+    """Return the loss that a model's forward has returned: the output, or its item or attribute `loss`.
+
+    After a gather, the loss has one value per replica; their mean is returned, as training loops with DataParallel
+    compute it. Raises TypeError if the output has no loss.
+    """
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    loss = output if isinstance(output, torch.Tensor) else found
+    if not isinstance(loss, torch.Tensor) or loss.dim() > 1:
+        told = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(output).__name__
+        raise TypeError(
+            f"the model has loss = None, so forward must return its loss, but it returned {told} without one: return "
+            "a 0-dim tensor or a structure with `loss` from forward, or write loss(output, target)"
+        )
+    return loss.mean() if loss.dim() else loss
