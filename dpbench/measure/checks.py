@@ -68,6 +68,18 @@ def _refusal(verdict: Trial, cases: int) -> str:
     return f"{model} failed its check ({verdict.status}), so its {cases} case(s) will not be measured; reason: {reason}"
 
 
+def model_words(found: Trial) -> list[str]:
+    """Return the result of the check of a model as lines of text: what was seen, then each note, or the fault."""
+    if found.status is not Status.OK:
+        return [f"{found.case.model}: {found.status}: {found.reason.strip().partition(chr(10))[0]}"]
+    facts = found.provenance.get("model_check", {"seen": {}, "notes": []})
+    seen = {name: f"{value:.2f} s" if name == "check_s" else value for name, value in facts["seen"].items()}
+    width = max(map(len, seen), default=0)
+    lines = [f"{name.removesuffix('_s'):<{width}}  {value}" for name, value in seen.items()]
+    verdict = f"{found.case.model} ({found.case.size}) can be measured"
+    return [verdict, *lines, *(f"note: {note}" for note in facts["notes"])]
+
+
 STEP_S = 0.010
 """A step duration in seconds; the cost of marks per step is shown as a fraction of this duration."""
 GOAL = 0.005

@@ -28,7 +28,6 @@ from dpbench.measure.replay import replay
 from dpbench.measure.structures import all_tensors, joined, mapped, tensors_by_name
 from dpbench.models import Model, compile_forward, positional
 from dpbench.records import Case, Verified, no_mark
-from dpbench.records.registry import Parallelism
 from dpbench.records.schedule import FASTEST, parse
 from dpbench.strategies import Split
 
@@ -66,7 +65,7 @@ class Verdict:
             return text
         return (
             f"{text}, but two runs of the reference also differ from each other; the model uses random numbers: "
-            "disable the model's randomness (for example dropout)"
+            "draw them with torch from its default generator, or disable the model's randomness (for example dropout)"
         )
 
 
@@ -90,7 +89,7 @@ def check(
     """
     small = _small(case, lambda one: split(one, model.module))
     parts = split(small, model.module)
-    if case.compile or not _replays(case):
+    if not _replays(case, parts):
         _without_dropout(model.module)
     else:
         _replay(model.module, parts)
@@ -218,13 +217,14 @@ def _small(case: Case, split: Callable[[Case], Split]) -> Case:
     return next(small for small in smaller if counts(small) == expected)
 
 
-def _replays(case: Case) -> bool:
-    """Return whether a step of the case calls the module's forward, eagerly, for each chunk of the batch.
+def _replays(case: Case, parts: Split) -> bool:
+    """Return whether each forward pass of a step can draw random numbers that its inputs determine.
 
-    Strategies that spread the layers call parts of the module, and a graph of a GPU replays its own random numbers.
+    Compiled code and the graphs of a GPU draw their own numbers, and so does each device of a forward that several
+    devices run.
     """
     graphs = case.schedule not in ("", FASTEST) and parse(case.schedule).graphs == "on"
-    return case.traits.parallelism is not Parallelism.LAYERS and not graphs
+    return not (parts.spread or case.compile or graphs)
 
 
 def _replay(module: nn.Module, parts: Split) -> None:

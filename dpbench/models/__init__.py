@@ -27,6 +27,8 @@ from dpbench.models import _own
 from dpbench.records import Profile, registry
 
 SIZES = ("small", "full")
+_FEW = 2
+"""The number of rows of the batch that shows whether a user's model takes keyword arguments."""
 RECOMPILE_LIMIT = 64
 """How often torch compiles the same code before it runs the code uncompiled: for each device and shape of a chunk."""
 
@@ -126,11 +128,18 @@ def load(name: str, size: str, seed: int) -> Model:
         module = plug.build(size)
     if not isinstance(module, nn.Module):
         raise TypeError(f"model {name}: build({size!r}) must return a torch.nn.Module, not {type(module).__name__}")
-    if ":" in name:
+    with torch.random.fork_rng(devices=[]):
+        keywords = ":" in name and isinstance(_inputs_of(plug.batch(_FEW, seed, size)), Mapping)
+    if keywords:
         _own.take_keywords(module)
     owns_loss = plug.loss is None
     loss = _own.own_loss if owns_loss else plug.loss
     return Model(name, module, lambda n, batch_seed: plug.batch(n, batch_seed, size), loss, owns_loss)
+
+
+def _inputs_of(made: Any) -> Any:
+    """Return the inputs of what `batch` returned, which may have a wrong form; `Model.batch` reports it."""
+    return made[0] if isinstance(made, tuple | list) and made else made
 
 
 def profile(model: Model, samples: int = 2) -> Profile:

@@ -68,7 +68,8 @@ def take_keywords(module: nn.Module) -> None:
 
     A strategy then treats keyword arguments as one structure of tensors. A dict whose keys are not parameters of
     forward is passed as it is. The module becomes an instance of a new subclass of its class, as in `compile_forward`,
-    so that the names of its parts stay. A scripted module keeps its class.
+    so that the names of its parts stay. A scripted module keeps its class. A forward of a new class costs a call in
+    each step, and torch.fx cannot record it: only models whose batches have keyword arguments get one.
     """
     kind = type(module)
     if isinstance(module, torch.jit.ScriptModule):

@@ -55,7 +55,8 @@ class Pipelined(Strategy):
 
     def split(self, case: Case, module: nn.Module) -> Split:
         """Return the rows of each micro-batch; one micro-batch has all rows if they cannot be split equally."""
-        return Split(chunk_sizes(case.batch_size, 1 if case.batch_size % MICRO_BATCHES else MICRO_BATCHES))
+        parts = 1 if case.batch_size % MICRO_BATCHES else MICRO_BATCHES
+        return Split(chunk_sizes(case.batch_size, parts), spread=True)
 
     @contextmanager
     def start(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Step]:

@@ -33,13 +33,13 @@ from dpbench.measure.merging import merge
 from dpbench.measure.ranks import RankGroup, RanksFailed
 from dpbench.measure.request import Job, Request, Seat
 from dpbench.measure.verification import Verdict
-from dpbench.measure.worker import loaders, memory, neighbour, selfcheck
+from dpbench.measure.worker import loaders, memory, model_check, neighbour, selfcheck
 from dpbench.measure.worker.bench import PreparedCase, run_timers, start_timer
 from dpbench.measure.worker.facts import of_model, torch_facts
 from dpbench.models import Model
-from dpbench.records import HOST, Case, Effort, Memory, Status, Trial, Verified, no_mark
+from dpbench.records import HOST, Case, Effort, Memory, Status, Trial, Verified
 from dpbench.records.trial import Failure, cause_of
-from dpbench.strategies import Strategy, load, precision_of
+from dpbench.strategies import Strategy, precision_of
 
 BATCHES = 4
 """The number of distinct batches that the steps use in turn, so that results do not depend on a single batch."""
@@ -267,7 +267,7 @@ def work(request: Request) -> list[Trial] | Failure:
         return []
     (case,) = request.cases
     if request.job is Job.CHECK_MODEL:
-        return [_caught(case, lambda: check(case))]
+        return [_caught(case, lambda: model_check.check(case))]
     assert request.self_check is not None
     settings = request.self_check
     return [_caught(case, lambda: selfcheck.measure(case, request.effort, settings))]
@@ -356,21 +356,3 @@ def _failed(case: Case, failure: Failure) -> Trial:
         case=case, status=failure.status, reason=failure.reason, verified=failure.verified,
         failed_device=failure.device if failure.status is Status.OOM else None,
     )  # fmt: skip
-
-
-ROWS = 2
-"""The batch size of the step in the check of a model; it is not 1, because BatchNorm refuses a single row."""
-
-
-def check(case: Case) -> Trial:
-    """Check that the model of a case works: build it, draw the case's batch, and take one step on one device.
-
-    The step uses a batch of `ROWS` samples. Return a trial without steps. Raises the model's errors unchanged.
-    """
-    torch.set_num_threads(1)
-    model = models.load(case.model, case.size, case.seed)
-    model.batch(case.batch_size, case.seed)
-    devices = open_devices(case.device_kind, 1, ids=case.device_ids)
-    with load(case.strategy).start(case, model, devices, no_mark) as step:
-        step(*model.batch(ROWS, case.seed))
-    return Trial(case=case)

@@ -1,0 +1,263 @@
+"""Model check: take one step with a model on one device, and on two, and say what it does and what is wrong with it.
+
+Each fault is reported once, with the function of the model's file to change. A fault ends the check; a note describes a
+property that some strategies cannot use.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import resource
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dpbench import models, strategies
+from dpbench.hardware.devices import open_devices
+from dpbench.measure import verification
+from dpbench.measure.structures import all_tensors, mapped, tensors_by_name
+from dpbench.models import Model
+from dpbench.records import Case, Status, Trial, Verified, no_mark, registry
+from dpbench.records.registry import Role
+from dpbench.records.schedule import REFERENCE
+from dpbench.records.words import size as in_bytes
+from dpbench.strategies import precision_of
+
+ROWS = 2
+"""The batch size of the step in the check of a model; it is not 1, because BatchNorm refuses a single row."""
+COPIES = 3
+"""The least memory of a training step in copies of the parameters: weights, gradients, and the momentum of SGD."""
+
+
+class ModelFault(ValueError):
+    """A fault in a function of the user's model; the message names the function."""
+
+
+def check(case: Case) -> Trial:
+    """Check that the model of a case works: build it, draw the case's batch, and take one step on one device.
+
+    The step uses a batch of `ROWS` samples. Return a trial without steps, whose provenance has the facts about a user's
+    model. If the case has two devices, the step is verified on two devices too. Raises the model's errors with a note
+    of the function that raised them, and ModelFault for a fault that raises none.
+    """
+    torch.set_num_threads(1)
+    at = time.perf_counter()
+    model = models.load(case.model, case.size, case.seed)
+    if ":" not in case.model and case.devices == 1:
+        return _step(case, model)
+    facts = _Facts(case, model)
+    facts.parameters()
+    facts.batch(model.batch(case.batch_size, case.seed))
+    facts.forward()
+    _step(case, models.load(case.model, case.size, case.seed))
+    if case.devices > 1:
+        facts.two_devices()
+    facts.seen["memory"] = f"{in_bytes(_peak_bytes())} at the peak of this process, of which torch is a part"
+    facts.seen["check_s"] = time.perf_counter() - at
+    return Trial(case=case, provenance={"model_check": {"seen": facts.seen, "notes": facts.notes}})
+
+
+def _step(case: Case, model: Model) -> Trial:
+    """Take the step of the case's strategy on one device, and return a trial without steps."""
+    model.batch(case.batch_size, case.seed)
+    devices = open_devices(case.device_kind, 1, ids=case.device_ids)
+    alone = replace(case, devices=1)
+    with strategies.load(case.strategy).start(alone, model, devices, no_mark) as step:
+        step(*model.batch(ROWS, case.seed))
+    return Trial(case=case)
+
+
+class _Facts:
+    """What the check has seen of a model, as text by name, and its notes."""
+
+    def __init__(self, case: Case, model: Model) -> None:
+        self._case, self._model = case, model
+        self.seen: dict[str, Any] = {}
+        self.notes: list[str] = []
+
+    def parameters(self) -> None:
+        """Check the parameters of the module. Raises ModelFault if there is nothing to train, or too much."""
+        module = self._model.module
+        found = list(module.parameters())
+        if not found:
+            raise self._fault("build", "returned a module without parameters, so there is nothing to train")
+        if not any(one.requires_grad for one in found):
+            raise self._fault("build", "returned a module whose parameters all have requires_grad=False")
+        elsewhere = {str(one.device) for one in found if one.device.type not in ("cpu", "meta")}
+        if elsewhere:
+            raise self._fault("build", f"put parameters on {', '.join(sorted(elsewhere))}; build on the CPU: each "
+                              "strategy moves the module itself")  # fmt: skip
+        needed, there = COPIES * sum(one.nbytes for one in found), _available_bytes()
+        if there and needed > there and self._case.device_kind == "cpu":
+            raise self._fault("build", f"returned a module that needs at least {in_bytes(needed)} for weights, "
+                              f"gradients and momentum, and this machine has {in_bytes(there)} free: build a smaller "
+                              "model for this size")  # fmt: skip
+        count = sum(one.numel() for one in found)
+        frozen = sum(not one.requires_grad for one in found)
+        self.seen["parameters"] = f"{count:,} in {len(found)} tensors, {in_bytes(sum(one.nbytes for one in found))}" + (
+            f"; {frozen} tensors are frozen" if frozen else ""
+        )
+        names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+        if len(names) > len(found):
+            self.notes.append(
+                f"build(): {len(names) - len(found)} parameters are registered under two names; their gradients are "
+                "added, and they count once"
+            )
+        self.seen["dtypes"] = ", ".join(sorted({str(one.dtype) for one in found}))
+
+    def batch(self, batch: tuple[Any, Any]) -> None:
+        """Record the tensors of a batch. Raises ModelFault if one is on an accelerator, or if the batch varies."""
+        for name, part in zip(("inputs", "target"), batch, strict=True):
+            told = [f"{where} {_told(tensor)}" for where, tensor in tensors_by_name(part, name).items()]
+            self.seen[name] = "; ".join(told) or "none"
+            for where, tensor in tensors_by_name(part, name).items():
+                if tensor.device.type != "cpu":
+                    raise self._fault("batch", f"returned {where} on {tensor.device}: return tensors on the CPU; each "
+                                      "strategy copies them")  # fmt: skip
+                if tensor.requires_grad:
+                    raise self._fault("batch", f"returned {where}, which requires gradients: detach it")
+        again = self._model.batch(self._case.batch_size, self._case.seed)
+        if not _equal(all_tensors(batch), all_tensors(again)):
+            self.notes.append(
+                "batch(): the same seed gave other values; draw from torch.Generator().manual_seed(seed), because each "
+                "rank draws the batch itself"
+            )
+
+    def forward(self) -> None:
+        """Run forward, loss and backward on a copy of the module, and check each result. Raises ModelFault."""
+        model, device = self._model, open_devices(self._case.device_kind, 1, ids=self._case.device_ids)[0]
+        module = copy.deepcopy(model.module).to(device.torch_device).train()
+        inputs, target = _moved(model.batch(ROWS, self._case.seed), device.torch_device)
+        before = [tensor.clone() for tensor in all_tensors((inputs, target))]
+        state, other = torch.get_rng_state(), random.getstate()
+        with precision_of(self._case):
+            with self._inside("build", "the forward of its module", inputs):
+                output = module(*models.positional(inputs))
+            if random.getstate() != other:
+                self.notes.append(
+                    "forward draws from Python's random, which verification cannot replay: draw with torch"
+                )
+            draws = not torch.equal(torch.get_rng_state(), state)
+            self.seen["random numbers"] = "drawn in forward; verification replays them" if draws else "none in forward"
+            if not _equal(before, all_tensors((inputs, target))):
+                raise self._fault("build", "returned a module whose forward modifies its inputs in place, so that the "
+                                  "next step gets other data: clone them in forward")  # fmt: skip
+            self._output(output)
+            with self._inside("loss", "", output):
+                loss = model.loss(output, target)
+        self._loss(loss)
+        with self._inside("loss", "its backward", output):
+            loss.backward()
+        self._gradients(module)
+        self.seen["loss"] = f"{loss.item():.4g}"
+
+    def _output(self, output: Any) -> None:
+        """Record the output, and note rows that replicas cannot gather."""
+        found = tensors_by_name(output)
+        if not found:
+            raise self._fault(
+                "build", f"returned a module whose forward returned no tensor, but {type(output).__name__}"
+            )
+        self.seen["output"] = "; ".join(f"{name} {_told(tensor)}" for name, tensor in found.items())
+        wrong = [f"{name} {_told(tensor)}" for name, tensor in found.items() if tensor.dim() and len(tensor) != ROWS]
+        if wrong:
+            self.notes.append(
+                f"forward returned {', '.join(wrong)} for {ROWS} samples; replicas' outputs are concatenated along "
+                "dimension 0: return one row per sample, or return the loss"
+            )
+
+    def _loss(self, loss: Any) -> None:
+        """Raise ModelFault unless the loss is a finite 0-dim tensor with an autograd history."""
+        if not isinstance(loss, torch.Tensor):
+            raise self._fault("loss", f"returned a {type(loss).__name__}: return a 0-dim tensor, without .item()")
+        if loss.dim():
+            raise self._fault(
+                "loss", f"returned a tensor of shape {tuple(loss.shape)}: return its mean, a 0-dim tensor"
+            )
+        if not loss.requires_grad:
+            raise self._fault("loss", "returned a tensor without an autograd history: leave out detach(), no_grad and "
+                              "operations without a gradient such as argmax")  # fmt: skip
+        if not bool(loss.isfinite()):
+            raise self._fault("loss", f"returned {loss.item()} on a batch of {ROWS}: check the inputs of batch() and "
+                              "the initial weights of build()")  # fmt: skip
+
+    def _gradients(self, module: nn.Module) -> None:
+        """Check the gradients after backward, and note parameters without one."""
+        named = [(name, one) for name, one in module.named_parameters() if one.requires_grad]
+        unused = [name for name, one in named if one.grad is None]
+        if unused:
+            self.notes.append(
+                f"{len(unused)} of {len(named)} parameters get no gradient (first: {unused[0]}): strategies with "
+                "DistributedDataParallel refuse to take a second step; use them in forward, or set requires_grad=False "
+                "in build()"
+            )
+        infinite = [name for name, one in named if one.grad is not None and not bool(one.grad.isfinite().all())]
+        if infinite:
+            raise self._fault("loss", f"has gradients that are not finite, first in {infinite[0]}")
+
+    def two_devices(self) -> None:
+        """Verify a step of the engine on two devices, and record the result; a failure becomes a note."""
+        two = replace(
+            self._case, strategy=registry.of_role(Role.ENGINE), schedule=REFERENCE, devices=2, batch_size=2 * ROWS + 1,
+            placement="colocated" if self._case.device_kind == "cuda" else "spread",
+        )  # fmt: skip
+        plug = strategies.load(two.strategy)
+        devices = open_devices(two.device_kind, 2, ids=two.device_ids, placement=two.placement)
+        try:
+            model = models.load(two.model, two.size, two.seed)
+            found = verification.check(plug.start, two, model, devices, precision_of, split=plug.split)
+        except Exception as error:  # the user's module may raise any error
+            first = str(error).strip().partition("\n")[0]
+            self.notes.append(f"a step on two devices failed: {type(error).__name__}: {first}")
+            self.seen["two devices"] = Status.FAILED.value
+            return
+        self.seen["two devices"] = found.verified.value
+        if found.verified is Verified.NO:
+            self.notes.append(f"a step on two devices will not verify: {found}")
+
+    def _fault(self, function: str, told: str) -> ModelFault:
+        return ModelFault(f"model {self._case.model}: {function}() {told}")
+
+    @contextmanager
+    def _inside(self, function: str, part: str, given: Any) -> Iterator[None]:
+        """Add a note that names the function and the tensors that it got to an error that is raised in the context."""
+        try:
+            yield
+        except Exception as error:
+            tensors = "; ".join(f"{name} {_told(one)}" for name, one in tensors_by_name(given, "given").items())
+            error.add_note(f"raised by {function}(){', in ' + part if part else ''} of {self._case.model}: {tensors}")
+            raise
+
+
+def _moved(batch: tuple[Any, Any], device: torch.device) -> tuple[Any, Any]:
+    moved: tuple[Any, Any] = mapped(batch, lambda tensor: tensor.to(device))
+    return moved
+
+
+def _told(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+def _peak_bytes() -> int:
+    """Return the peak of this process's resident memory in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _available_bytes() -> int:
+    """Return the bytes of memory that this machine can give to a process; 0 if they are unknown."""
+    with suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def _equal(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> bool:
+    return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
