@@ -45,6 +45,7 @@ def measure(cases: Sequence[Case], *, machine: Resources, **how: Any) -> str:
         **_apart("models", "model", [one.model]), **_apart("strategies", "strategy", _strategies(cases)),
         "schedules": _schedules(cases), "devices": _sorted(case.devices for case in cases),
         "device_ids": one.device_ids, "size": one.size, "precision": one.precision,
+        "optimizer": one.optimizer, "unverified": one.unverified,
         "device_kind": "" if one.device_kind == machine.device_kind else one.device_kind,
         "placement": "" if one.placement == Case.placement else one.placement,
         "batch_per_device" if weak else "batch_sizes": _sorted(shares if weak else batches),
@@ -58,7 +59,7 @@ def predict(case: Case, machine: str = GPUS) -> str:
 
     Return "" if `dpbench predict` does not know the precision or a habit of the training loop of the case.
     """
-    if case.precision not in PREDICTABLE or case.habits:
+    if case.precision not in PREDICTABLE or case.habits or case.optimizer == "own":
         return ""
     precision = ["--precision", case.precision] if case.precision != Case.precision else []
     model = ["--model" if ":" in case.model else "--models", case.model]

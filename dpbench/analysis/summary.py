@@ -233,6 +233,8 @@ def labels(trial: Trial) -> tuple[str, ...]:
         found.append("EXPERIMENTAL")
     if case.device_kind != "cuda":
         found.append({"cpu": "CPU-ONLY"}.get(case.device_kind, case.device_kind.upper()))
+    if case.unverified:
+        found.append("UNVERIFIED")
     if case.placement == "colocated" or len({host.machine for host in trial.hosts}) < len(trial.hosts):
         found.append(COLOCATED)
     return tuple(found)

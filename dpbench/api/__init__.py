@@ -43,6 +43,8 @@ def run(
     batch_per_device: Numbers = (),
     size: str = "small",
     precision: str = "fp32",
+    optimizer: str = "sgd",
+    unverified: bool = False,
     inputs: Names = ("pinned",),
     read_loss: Numbers = (0,),
     zero_grad: Names = ("none",),

@@ -138,6 +138,18 @@ class _Output:
     help="fp32: torch's defaults; tf32: GPUs may round products; bf16, fp16: autocast, in fp16 with a GradScaler.",
 )
 @click.option(
+    "--optimizer",
+    type=click.Choice(["sgd", "adam", "own"]),
+    default="sgd",
+    show_default=True,
+    help="sgd with momentum, adam, or own: optimizer(parameters), scheduler(optimizer) and clip_norm of your --model.",
+)
+@click.option(
+    "--unverified",
+    is_flag=True,
+    help="Time steps without comparing their gradients with the reference; every figure is labelled UNVERIFIED.",
+)
+@click.option(
     "--inputs",
     type=Names(),
     default=("pinned",),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +75,8 @@ def cases_of(options: Options, cluster: Cluster | None = None) -> tuple[list[Cas
         cases += plan.engine_cost(**swept) if options.quick and kind == "cpu" and not cluster else []
     if cluster:
         cases = list(dict.fromkeys(cluster.placed(case) for case in cases))
+    optimizer, unverified = options.optimizer, options.unverified
+    cases = list(dict.fromkeys(replace(case, optimizer=optimizer, unverified=unverified) for case in cases))
     budget_s = options.budget or (QUICK_BUDGET_S[kind] if options.quick else None)
     return cases, AUTO_BUDGET_S if options.rounds == AUTO and not budget_s else budget_s
 

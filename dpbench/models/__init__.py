@@ -37,7 +37,8 @@ RECOMPILE_LIMIT = 64
 class Model:
     """A model of one size: its module, its loss function, and `make_batch(n, seed)`, which returns (inputs, target).
 
-    `owns_loss` is True if the module returns its own loss, which `loss` then takes from the output.
+    `owns_loss` is True if the module returns its own loss, which `loss` then takes from the output. `loop` has the
+    user's optimizer, for cases that use it.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Model:
     make_batch: Callable[[int, int], Any]
     loss: Callable[..., torch.Tensor]
     owns_loss: bool = False
+    loop: _own.Loop = _own.NO_LOOP
 
     def batch(self, n: int, seed: int) -> tuple[Any, Any]:
         """Return (inputs, target) of `n` synthetic samples; the same `seed` always gives the same values.
@@ -134,7 +136,9 @@ def load(name: str, size: str, seed: int) -> Model:
         _own.take_keywords(module)
     owns_loss = plug.loss is None
     loss = _own.own_loss if owns_loss else plug.loss
-    return Model(name, module, lambda n, batch_seed: plug.batch(n, batch_seed, size), loss, owns_loss)
+    return Model(
+        name, module, lambda n, batch_seed: plug.batch(n, batch_seed, size), loss, owns_loss, _own.loop(plug, name)
+    )
 
 
 def _inputs_of(made: Any) -> Any:

@@ -57,9 +57,14 @@ def plug(library: str, name: str) -> Any:
     return found
 
 
+_GPT2 = {"n_layer": 2, "n_embd": 64, "n_head": 2, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 0}
 _BERT = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 256}
 _CONFIGURATIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "gpt2": ("GPT2Config", "GPT2LMHeadModel", {"n_layer": 2, "n_embd": 64, "n_head": 2, "n_positions": 64}),
+    "gpt2": (
+        "GPT2Config",
+        "GPT2LMHeadModel",
+        {"n_layer": 2, "n_embd": 64, "n_head": 2, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 0},
+    ),
     "bert-base-uncased": ("BertConfig", "BertForMaskedLM", _BERT),
 }
 """For each model of transformers: its configuration, its class with a loss, and the settings of the small size."""

@@ -11,6 +11,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,38 @@ def _imported(name: str, place: str, attribute: str) -> Any:
     except (ImportError, AttributeError) as error:
         error.add_note(f"while loading --model {name} from {here} or sys.path (it was read as package.module:name)")
         raise
+    return found
+
+
+@dataclass(frozen=True)
+class Loop:
+    """The parts of the user's training loop, from the model's object; None for a part that it does not have.
+
+    `optimizer` makes an optimizer of parameters, and `scheduler` a scheduler of the learning rate of an optimizer,
+    which takes a step after each update. `clip_norm` is the largest norm of the gradient.
+    """
+
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None
+    scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
+    clip_norm: float | None = None
+
+
+NO_LOOP = Loop()
+
+
+def loop(plug: Any, name: str) -> Loop:
+    """Return the parts of the training loop of a model object. Raises TypeError for a part of a wrong type."""
+    found = Loop(*(getattr(plug, part, None) for part in ("optimizer", "scheduler", "clip_norm")))
+    wrong = [part for part in ("optimizer", "scheduler") if not callable(getattr(found, part) or callable)]
+    if wrong:
+        raise TypeError(f"model {name}: {wrong[0]} must be a function: optimizer(parameters), scheduler(optimizer)")
+    if found.clip_norm is not None and not (isinstance(found.clip_norm, int | float) and found.clip_norm > 0):
+        raise TypeError(f"model {name}: clip_norm must be a number above 0, got {found.clip_norm!r}")
+    if getattr(plug, "accumulate", 1) != 1:
+        raise TypeError(
+            f"model {name}: accumulate is not measured: a step is one batch and one update; leave it out, and give the "
+            "rows of one update in --batch-sizes"
+        )
     return found
 
 

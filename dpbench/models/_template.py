@@ -1,4 +1,4 @@
-"""A model for dpbench: replace the parts marked CHANGE by your own, then run
+"""A model for dpbench: replace the parts marked CHANGE by your own, then run these commands.
 
 dpbench check --model {file}:model
 dpbench run --model {file}:model --devices 1,2 --batch-sizes 64

@@ -118,6 +118,8 @@ class Case:
     """The mode of a step, which is one of `MODES`. In a forward alone, the module is in eval mode."""
     neighbour: str = ""
     """The name of another model that takes steps concurrently on the next devices; "" for none."""
+    unverified: bool = False
+    """Whether the steps were timed although they were not compared with the reference; labelled UNVERIFIED."""
     declared: Traits | None = field(default=None, compare=False, repr=False)
     """The traits of an external strategy, stored so that they are known without its code; else None."""
 
@@ -221,7 +223,9 @@ class Case:
         precision = "" if self.precision == "fp32" else f" {self.precision}"
         bound = f" within {self.device_memory_bytes} bytes" if self.device_memory_bytes else ""
         habits = "".join(f" {habit}" for habit in self.habits)
-        work = f"batch {self.batch_size}{precision}{bound}{habits}"
+        optimizer = "" if self.optimizer == "sgd" else f" {self.optimizer} optimizer".replace("own", "model's own")
+        unverified = " unverified" if self.unverified else ""
+        work = f"batch {self.batch_size}{precision}{optimizer}{bound}{habits}{unverified}"
         return f"{self.model}{size} {self.strategy}{schedule} x{self.extent}{kind}{colocated} {work}"
 
 

@@ -12,6 +12,7 @@ from dpbench.records.case import MODES, TRAIN, Case
 
 DEVICE_KINDS = ("cpu", "cuda", "emulated")
 PLACEMENTS = ("spread", "colocated")
+OPTIMIZERS = ("sgd", "adam", "own")
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 SIZES = ("small", "full")
 INPUTS = ("pageable", "pinned", "device")
@@ -57,6 +58,8 @@ class Options:
     batch_per_device: tuple[int, ...] = ()
     size: str = "small"
     precision: str = "fp32"
+    optimizer: str = "sgd"
+    unverified: bool = False
     inputs: tuple[str, ...] = ("pinned",)
     read_loss: tuple[int, ...] = (0,)
     zero_grad: tuple[str, ...] = ("none",)
@@ -94,6 +97,8 @@ class Options:
 
     def __post_init__(self) -> None:
         """Raise ValueError for a number that is out of its range, or an unknown word."""
+        if self.optimizer == "own" and (self.models or not self.model):
+            raise ValueError("--optimizer own is the optimizer of your model's file: give --model, and no --models")
         if self.rounds != AUTO and (isinstance(self.rounds, str) or self.rounds < 1):
             raise ValueError(f"--rounds: {self.rounds!r} is neither a number of rounds (1 or more) nor auto")
         for name, least, most in (("within", 1e-4, 1.0), ("budget", 1.0, None), ("limit", 1.0, None),
@@ -103,7 +108,7 @@ class Options:
                 bound = f"at least {least:g}" if most is None else f"from {least:g} to {most:g}"
                 raise ValueError(f"--{name} must be {bound}, got {value:g}")
         for name, known in (("scenario", SCENARIOS), ("launcher", LAUNCHERS), ("device_kind", DEVICE_KINDS),
-                            ("placement", PLACEMENTS)):  # fmt: skip
+                            ("placement", PLACEMENTS), ("optimizer", OPTIMIZERS)):  # fmt: skip
             if getattr(self, name) not in ("", *known):
                 raise ValueError(registry.unknown(name.replace("_", " "), getattr(self, name), [*known]))
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # the predictor calls `tasks` without loading torch
 
 __all__ = [
     "Strategy", "Step", "Forward", "Split", "Traits", "Role", "Parallelism", "Reduction", "Unpredictable", "Updates",
-    "load", "begin", "refusal", "AUTOCAST", "optimizer_of", "precision_of", "scaler_of",
+    "load", "begin", "refusal", "AUTOCAST", "clip_norm_of", "optimizer_of", "scheduler_of", "precision_of", "scaler_of",
 ]  # fmt: skip
 
 Step = Callable[[Any, Any], "torch.Tensor"]
@@ -217,11 +217,23 @@ def _adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {"sgd": _sgd, "adam": _adam}
 
 
-def optimizer_of(case: Case) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
+OWN = "own"
+"""The name of the optimizer that the model's object makes, with its scheduler and its limit on the gradient's norm."""
+
+
+def optimizer_of(case: Case, model: Model | None = None) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
     """Return the function that creates the case's optimizer from parameters.
 
-    Raises LookupError if the name of the case's optimizer is unknown.
+    Raises LookupError if the name of the case's optimizer is unknown, or if the model has no optimizer of its own.
     """
+    if case.optimizer == OWN:
+        if model is None or model.loop.optimizer is None:
+            raise LookupError(
+                f"--optimizer own: the model {case.model} has no function optimizer(parameters): add it to the model's "
+                "object, or give --optimizer sgd"
+            )
+        make = model.loop.optimizer
+        return lambda parameters: make(list(parameters))
     if case.optimizer not in OPTIMIZERS:
         raise LookupError(f"unknown optimizer {case.optimizer!r}; known optimizers: {', '.join(sorted(OPTIMIZERS))}")
     return OPTIMIZERS[case.optimizer]
@@ -249,11 +261,24 @@ def scaler_of(case: Case) -> torch.amp.GradScaler | None:
     return torch.amp.GradScaler(case.device_kind)
 
 
+def clip_norm_of(case: Case, model: Model) -> float | None:
+    """Return the largest norm of the gradient in the loop of a case; None if the loop does not clip gradients."""
+    return model.loop.clip_norm if case.optimizer == OWN else None
+
+
+def scheduler_of(case: Case, model: Model, optimizer: torch.optim.Optimizer) -> Any:
+    """Return the scheduler of the learning rate in the loop of a case; None if the loop has none."""
+    make = model.loop.scheduler if case.optimizer == OWN else None
+    return None if make is None else make(optimizer)
+
+
 class Updates:
     """The optimizer of a case's training loop, with the GradScaler if the case's precision needs one."""
 
-    def __init__(self, case: Case, parameters: Iterable[nn.Parameter]) -> None:
-        self._optimizer, self._scaler = optimizer_of(case)(parameters), scaler_of(case)
+    def __init__(self, case: Case, model: Model, parameters: Iterable[nn.Parameter]) -> None:
+        self._parameters = list(parameters)
+        self._optimizer, self._scaler = optimizer_of(case, model)(self._parameters), scaler_of(case)
+        self._clip_norm, self._scheduler = clip_norm_of(case, model), scheduler_of(case, model, self._optimizer)
         self._drops = case.zero_grad == "none"
 
     def clear(self) -> None:
@@ -266,8 +291,16 @@ class Updates:
 
     def step(self) -> None:
         """Update the weights; a GradScaler first unscales the gradients, and skips the update if one is infinite."""
+        if self._clip_norm is not None:
+            from torch.nn.utils import clip_grad_norm_
+
+            if self._scaler is not None:
+                self._scaler.unscale_(self._optimizer)
+            clip_grad_norm_(self._parameters, self._clip_norm)
         if self._scaler is None:
             self._optimizer.step()
         else:
             self._scaler.step(self._optimizer)
             self._scaler.update()
+        if self._scheduler is not None:
+            self._scheduler.step()

@@ -134,7 +134,7 @@ class SpreadStep:
     def __init__(self, case: Case, model: Model, flow: Flow, mark: Mark, wrapped: nn.Module | None = None) -> None:
         self._case, self._model, self._flow, self._mark = case, model, flow, mark
         self._wrapped = model.module if wrapped is None else wrapped
-        self._updates = Updates(case, model.module.parameters())
+        self._updates = Updates(case, model, model.module.parameters())
         self.returned_s = 0.0
         """The time at which the last backward returned, in seconds on the clock of `time.perf_counter`."""
 

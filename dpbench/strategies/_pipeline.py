@@ -33,7 +33,7 @@ class PipelineStep:
         modules = stages(case, model, self._count)
         self._owner = _owners(model.module, modules)
         mine = modules[self._rank].to(device.torch_device)
-        self._updates = Updates(case, mine.parameters())
+        self._updates = Updates(case, model, mine.parameters())
         stage = _Stage(mine, self._rank, self._count, device.torch_device)
         stage.mark, stage.index = mark, device.index
         self._rows = 0

@@ -39,7 +39,7 @@ class RankStep:
         if device.torch_device.type != "cpu":
             torch.accelerator.set_device_index(device.torch_device)  # otherwise all ranks open contexts on GPU 0
         self.wrapped: Any = wrap(model.module.to(device.torch_device), device)
-        self._updates = Updates(case, self.wrapped.parameters())
+        self._updates = Updates(case, model, self.wrapped.parameters())
         self.returned_s = 0.0
         """The time at which the last backward returned, in seconds on the clock of `time.perf_counter`."""
 

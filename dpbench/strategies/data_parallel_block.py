@@ -48,7 +48,7 @@ class DataParallelBlock(Strategy):
 
         module, root = model.module.to(devices[0].torch_device), devices[0]
         name, flow = largest(module), Flow(devices, mark)
-        block, updates = module.get_submodule(name), Updates(case, module.parameters())
+        block, updates = module.get_submodule(name), Updates(case, model, module.parameters())
 
         def step(inputs: Any, target: Any) -> torch.Tensor:
             with mark(Phase.OPTIMIZER, root.index):

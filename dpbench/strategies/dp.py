@@ -17,9 +17,11 @@ from dpbench.strategies import (
     Strategy,
     Traits,
     _tasks,
+    clip_norm_of,
     optimizer_of,
     precision_of,
     scaler_of,
+    scheduler_of,
     single,
 )
 from dpbench.strategies._tasks import Chain
@@ -61,13 +63,17 @@ class Engine(Strategy):
 
         module = model.module.to(devices[0].torch_device)
         train_step = TrainStep(
-            module, model.loss, optimizer_of(case), list(devices), case.schedule or "reference",
-            scaler=scaler_of(case), mark=mark,
+            module, model.loss, optimizer_of(case, model), list(devices), case.schedule or "reference",
+            clip_norm=clip_norm_of(case, model), scaler=scaler_of(case), mark=mark,
         )  # fmt: skip
+        scheduler = scheduler_of(case, model, train_step.optimizer)
 
         def step(inputs: Any, target: Any) -> torch.Tensor:
             with precision_of(case):
-                return train_step(inputs, target)
+                loss = train_step(inputs, target)
+            if scheduler is not None:
+                scheduler.step()
+            return loss
 
         with train_step:
             yield step

@@ -30,7 +30,7 @@ class Single(Strategy):
 
         device = devices[0]
         module = model.module.to(device.torch_device)
-        updates = Updates(case, module.parameters())
+        updates = Updates(case, model, module.parameters())
 
         def step(inputs: Any, target: Any) -> torch.Tensor:
             with mark(Phase.OPTIMIZER, device.index):

@@ -54,7 +54,7 @@ class TorchDataParallel(Strategy):
 
         root = devices[0]
         model.module.to(root.torch_device)
-        updates = Updates(case, model.module.parameters())
+        updates = Updates(case, model, model.module.parameters())
         used = range(len(case.rows))
 
         def step(inputs: Any, target: Any) -> torch.Tensor:

@@ -167,8 +167,10 @@ def _devices(case: Case, strategy: Strategy, rank: RankPlace | None) -> list[Dev
 def _verify(case: Case, strategy: Strategy, devices: Sequence[Device], rank: RankPlace | None) -> Verdict:
     """Compare the strategy's gradients and buffers, or its outputs if the case does not train, with the reference's.
 
-    Return the verdict. Raises Unverified if they are wrong.
+    Return the verdict. Raises Unverified if they are wrong. If the case is unverified, nothing is compared.
     """
+    if case.unverified:
+        return Verdict(Verified.NOT_APPLICABLE)
     model = models.load(case.model, case.size, case.seed)
     if case.trains:
         buffers = strategy.compares_buffers(case) and (rank is None or rank.rank == 0)
@@ -182,7 +184,8 @@ def _verify(case: Case, strategy: Strategy, devices: Sequence[Device], rank: Ran
         )  # fmt: skip
     if verdict.verified is Verified.NO:
         wrong = "gradients" if case.trains else "outputs"
-        raise Unverified(f"the case was not timed, because its {wrong} are wrong: {verdict}")
+        hint = "; or give --unverified, which labels every figure UNVERIFIED" if verdict.random else ""
+        raise Unverified(f"the case was not timed, because its {wrong} are wrong: {verdict}{hint}")
     return verdict
 
 
