@@ -260,11 +260,11 @@ def chunked(
     columns = _chunk(positional(inputs), split.rows, device)
     copies = [copy.deepcopy(module) for _ in columns]
     outputs = [one(*arguments) for one, arguments in zip(copies, columns, strict=True)]
-    cut = [mapped(output, _cut) for output in outputs]
+    ends: list[list[torch.Tensor]] = [[] for _ in columns]
+    cut = [mapped(output, partial(_cut, into=into)) for output, into in zip(outputs, ends, strict=True)]
     (loss(joined(cut), mapped(target, lambda tensor: tensor.to(device))) * scale).backward()
-    for output, apart in zip(outputs, cut, strict=True):
-        pairs = [(t, c.grad) for t, c in zip(all_tensors(output), all_tensors(apart), strict=True)]
-        used = [(tensor, gradient.clone()) for tensor, gradient in pairs if gradient is not None]
+    for output, into in zip(outputs, ends, strict=True):
+        used = [(t, end.grad.clone()) for t, end in zip(all_tensors(output), into, strict=True) if end.grad is not None]
         torch.autograd.backward([tensor for tensor, _ in used], [gradient for _, gradient in used])
     _collect(module, copies, scale)
     return module
@@ -324,9 +324,14 @@ def _piece(tensor: torch.Tensor, rows: slice, device: torch.device) -> torch.Ten
     return tensor[rows].to(device, copy=True)
 
 
-def _cut(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor without its autograd history; it requires gradients if the tensor did."""
-    return tensor.detach().requires_grad_(tensor.requires_grad)
+def _cut(tensor: torch.Tensor, into: list[torch.Tensor]) -> torch.Tensor:
+    """Return the tensor without its autograd history, and append it to `into`; it requires gradients if it did before.
+
+    An object may copy the tensors from which it is made, as a cache does, so the tensor is not found in the result.
+    """
+    end = tensor.detach().requires_grad_(tensor.requires_grad)
+    into.append(end)
+    return end
 
 
 def _ordered_sum(parts: list[torch.Tensor]) -> torch.Tensor | None:

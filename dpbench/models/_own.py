@@ -32,6 +32,9 @@ def plug(name: str) -> Any:
     place, _, attribute = name.partition(":")
     if place in _libraries.FORMS:
         return _libraries.plug(place, attribute)
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
     found = registry.outside("model", name) if place.endswith(".py") else _imported(name, place, attribute)
     if callable(found) and not hasattr(found, "build"):
         raise TypeError(
@@ -51,9 +54,7 @@ def plug(name: str) -> Any:
 
 
 def _imported(name: str, place: str, attribute: str) -> Any:
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
+    here = Path.cwd()
     try:
         found: Any = importlib.import_module(place)
         for part in filter(None, attribute.split(".")):
