@@ -90,6 +90,11 @@ class Report:
         return {row.case: row.labels for row in self.rows}
 
     @property
+    def observed(self) -> bool:
+        """Return whether all cases of the run are observed loops, which have no baseline and no reference."""
+        return bool(self.rows) and all(row.case.traits.observed for row in self.rows)
+
+    @property
     def lanes(self) -> Mapping[tuple[Case, Source], Lanes]:
         """Return the timeline of one median step of each case and source whose trials have spans."""
         return lanes.of_rows(self.rows, self.trials)

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from dpbench.analysis import stats
 from dpbench.hardware import foreign_load
@@ -39,6 +39,7 @@ PERCENTILES = (95, 99)
 BUSY_METRICS = {"kernel_busy_s": "kernels of one profiled step", "busy_s": "thread CPU time"}
 """The metrics from which busy time is taken, the best first, each with a description of its source."""
 COLOCATED = "COLOCATED"
+Value = TypeVar("Value")
 DEVICE_COLUMNS = 8
 """The number of devices for which every flat table has columns, so that the tables of different runs match."""
 
@@ -147,6 +148,17 @@ def measured(trials: Iterable[Trial]) -> dict[int, list[float]]:
     return {trial.round: list(trial.timed) for trial in trials if trial.trusted and trial.timed}
 
 
+def parts(case: Case, series: Mapping[int, Sequence[Value]]) -> Mapping[int, Sequence[Value]]:
+    """Return the series from which estimates of a case are made: its rounds or, for a short observed loop, its steps.
+
+    The rounds of an observed loop are consecutive parts of one process. With fewer parts than an estimate needs, each
+    step is a part.
+    """
+    if not case.traits.observed or len(series) >= Estimate.ROUNDS:
+        return series
+    return dict(enumerate([one] for number in sorted(series) for one in series[number]))
+
+
 def _row(case: Case, trials: Sequence[Trial], series: stats.Rounds) -> Row:
     """Return the row of a case without speed-up and efficiency; `series` is the result of `measured` for `trials`."""
     # if a round was measured again, its last trial counts
@@ -159,6 +171,7 @@ def _row(case: Case, trials: Sequence[Trial], series: stats.Rounds) -> Row:
     )  # fmt: skip
     if not good:
         return row
+    series = parts(case, series)
     step = _stated(good[-1]) or stats.median(series)
     step = replace(step, n=0) if row.source is Source.PREDICTED else step
     busy, source = _busy(good)
@@ -169,8 +182,8 @@ def _row(case: Case, trials: Sequence[Trial], series: stats.Rounds) -> Row:
         labels=(*row.labels, *[foreign_load.NOISY] * any(map(foreign_load.noisy, good))),
         verified=max((trial.verified for trial in good), key=list(Verified).index),
         step=step,
-        percentiles=_percentiles(series) if row.source is Source.MEASURED else {},
-        throughput=_inverse(step, case.batch_size),
+        percentiles=_percentiles(series) if row.source.timed else {},
+        throughput=_inverse(step, case.batch_size) if case.batch_size else None,
         phases=_phases(good, step.value),
         busy={device: statistics.median(values) for device, values in busy.items()},
         busy_source=source,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dpbench.hardware import foreign_load
-from dpbench.records import HOST, UNATTRIBUTED, Case, Fault, Source, Status, Trial, Verified, ledger, words
+from dpbench.records import HOST, UNATTRIBUTED, Case, Fault, Status, Trial, Verified, ledger, words
 
 SIGNIFICANT = 0.01
 """The p-value of Spearman's test below which a trend counts as real."""
@@ -77,7 +77,7 @@ def check(trial: Trial, cores: int) -> list[Check]:
     The list is empty if the trial failed, was predicted, or has an impossible step time, such as a negative one.
     `cores` is the number of cores that the run may use, 0 for unknown.
     """
-    if trial.status is not Status.OK or trial.source is not Source.MEASURED or trial.fault is Fault.CLOCK:
+    if trial.status is not Status.OK or not trial.source.timed or trial.fault is Fault.CLOCK:
         return []
     found = []
     for rule in RULES:
@@ -244,7 +244,12 @@ def _closure(trial: Trial, cores: int) -> Finding | None:
 
 
 def _verification(trial: Trial, cores: int) -> Finding | None:
-    """Return the index of the verification's result in the order of `Verified`: 0 is bitwise, higher is worse."""
+    """Return the index of the verification's result in the order of `Verified`: 0 is bitwise, higher is worse.
+
+    Return None for an observed loop, in which dpbench computes nothing that could be wrong.
+    """
+    if trial.case.traits.observed:
+        return None
     return float(list(Verified).index(trial.verified)), {"verified": trial.verified.value}
 
 

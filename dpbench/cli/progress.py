@@ -182,6 +182,10 @@ def details(trial: Trial) -> str:
 
 COLUMNS = ("model", "strategy", "devices", "batch", "ms/step", "95 % interval", "samples/s", "speed-up", "95 %",
            "effic.", "dev-0 imb.", "unattr.", "verified", "labels")  # fmt: skip
+COMPARED = ("speed-up", "95 %", "effic.", "verified")
+"""The columns that a table of observed loops lacks: they have no baseline and no reference."""
+TEXT = ("model", "strategy", "verified", "labels")
+"""The columns that contain text, and not numbers."""
 
 
 def table(rows: Sequence[Any], ladders: Sequence[ladder.Ladder] = ()) -> str:
@@ -191,7 +195,10 @@ def table(rows: Sequence[Any], ladders: Sequence[ladder.Ladder] = ()) -> str:
     """
     best = [found.fastest.row for found in ladders]
     lines = [COLUMNS, *(_cells(row, any(row is one for one in best)) for row in rows)]
-    return "\n".join(aligned(lines, left=(0, 1, len(COLUMNS) - 1, len(COLUMNS) - 2)))
+    if all(row.case.traits.observed for row in rows):
+        kept = [i for i, name in enumerate(COLUMNS) if name not in COMPARED]
+        lines = [tuple(line[i] for i in kept) for line in lines]
+    return "\n".join(aligned(lines, left=[i for i, name in enumerate(lines[0]) if name in TEXT]))
 
 
 def _name(case: Case, best: bool = False) -> tuple[str, ...]:
@@ -199,7 +206,7 @@ def _name(case: Case, best: bool = False) -> tuple[str, ...]:
     schedule = f"[{ladder.short(case.schedule)}]" if case.schedule not in ("", "reference") else ""
     name = ("single, all cores" if case.traits.all_cores else case.strategy) + schedule
     name += ", limit" if case.options == plan.LIMIT else " (best rung)" if best else ""
-    return case.model, ", ".join([name, *case.habits]), case.extent, str(case.batch_size)
+    return case.model, ", ".join([name, *case.habits]), case.extent, case.batch
 
 
 def _cells(row: Any, best: bool) -> tuple[str, ...]:
@@ -215,7 +222,7 @@ def _cells(row: Any, best: bool) -> tuple[str, ...]:
     return (
         *head,
         *_estimate(row.step, 1e3),
-        words.number(row.throughput.value) if not row.throughput.doubt else "",
+        words.number(row.throughput.value) if row.throughput and not row.throughput.doubt else "",
         *_estimate(row.speedup, unit=f"x{weak}"),
         words.percent(efficiency.value) if efficiency and not efficiency.doubt else "",
         _estimate(row.imbalance)[0],

@@ -76,10 +76,11 @@ def chunk_sizes(rows: int, chunks: int) -> tuple[int, ...]:
 class Case:
     """One point of a sweep: a model, a strategy, a batch and devices. `Effort` has the limits for measuring it.
 
-    `batch_size` is the global batch size, and `devices` the number of devices. `device_ids` are the indices of the GPUs
-    to use, in order; empty means the first GPUs. `schedule` is empty unless the strategy is the engine. `placement` is
-    "spread" (one replica per device) or "colocated" (all replicas on one GPU). `options` are sorted (name, value) pairs
-    for the strategy. `device_memory_bytes` limits the memory of each emulated device; 0 means no limit.
+    `batch_size` is the global batch size, 0 if it is unknown, as in some observed loops. `devices` is the number of
+    devices. `device_ids` are the indices of the GPUs to use, in order; empty means the first GPUs. `schedule` is empty
+    unless the strategy is the engine. `placement` is "spread" (one replica per device) or "colocated" (all replicas on
+    one GPU). `options` are sorted (name, value) pairs for the strategy. `device_memory_bytes` limits the memory of each
+    emulated device; 0 means no limit.
     """
 
     model: str
@@ -164,9 +165,16 @@ class Case:
     def rows(self) -> tuple[int, ...]:
         """Return the number of samples of each replica, as `torch.chunk` splits the batch.
 
-        Replicas that get no samples are left out, so there may be fewer numbers than replicas.
+        Replicas that get no samples are left out, so there may be fewer numbers than replicas. If the batch size is
+        unknown, every number is 0.
         """
-        return chunk_sizes(self.batch_size, max(1, self.devices // self.traits.devices_per_replica))
+        replicas = max(1, self.devices // self.traits.devices_per_replica)
+        return chunk_sizes(self.batch_size, replicas) if self.batch_size else (0,) * replicas
+
+    @property
+    def batch(self) -> str:
+        """Return the global batch size as text, which is "unknown" if it is unknown."""
+        return str(self.batch_size or "unknown")
 
     @property
     def working(self) -> int:
@@ -225,7 +233,7 @@ class Case:
         habits = "".join(f" {habit}" for habit in self.habits)
         optimizer = "" if self.optimizer == "sgd" else f" {self.optimizer} optimizer".replace("own", "model's own")
         unverified = " unverified" if self.unverified else ""
-        work = f"batch {self.batch_size}{precision}{optimizer}{bound}{habits}{unverified}"
+        work = f"batch {self.batch}{precision}{optimizer}{bound}{habits}{unverified}"
         return f"{self.model}{size} {self.strategy}{schedule} x{self.extent}{kind}{colocated} {work}"
 
 

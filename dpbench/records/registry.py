@@ -109,6 +109,11 @@ class Traits:
         return self.role is Role.ALL_CORES
 
     @property
+    def observed(self) -> bool:
+        """Return whether the case is a training loop of the user that dpbench observed, and did not run itself."""
+        return self.role is Role.OBSERVED
+
+    @property
     def scheduled(self) -> bool:
         """Return whether the strategy's steps follow one of the engine's schedules."""
         return self.role is Role.ENGINE

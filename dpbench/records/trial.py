@@ -98,6 +98,11 @@ class Source(StrEnum):
     PREDICTED = "predicted"
     IMPORTED = "imported"
 
+    @property
+    def timed(self) -> bool:
+        """Return whether the steps were timed on a machine, and not predicted."""
+        return self is not Source.PREDICTED
+
 
 class Status(StrEnum):
     """The status of a trial that ended. A resumed run measures `killed` trials again; all other statuses are final."""

@@ -110,7 +110,7 @@ def _case(case: Case) -> Cell:
     """Return the cell that names a case: its strategy and devices, and in small type its model, settings and batch."""
     placed = "" if case.placement == "spread" else f" {case.placement}"
     kind = "" if case.device_kind == "cpu" else f", {case.device_kind}"
-    work = f"{naming.plain(case.model)} ({', '.join(naming.setting(case))}){kind}, batch {case.batch_size}"
+    work = f"{naming.plain(naming.model(case))}{kind}, batch {case.batch}"
     return Cell(f"{naming.strategy(case)} ×{case.devices}{placed}", work)
 
 

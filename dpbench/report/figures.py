@@ -175,6 +175,8 @@ def sections(report: Report) -> list[Section]:
             timeline.steps(drawable, report.trials), timeline.utilisation(drawable, report.trials),
             *filter(None, [history.section(report)]),
         ]  # fmt: skip
+        if report.observed:  # there is no baseline, and perhaps no batch size
+            return [one for one in drawn if one.panels]
         if not ladders:
             return drawn
         said = [one if one.id == "phases" else replace(one, note=f"{one.note} {ENDS}".strip()) for one in drawn]

@@ -20,7 +20,7 @@ REASON = 160
 def render(report: Report) -> str:
     """Return the report as a text in GitHub's Markdown."""
     rows = report.rows
-    lines = table.lines(rows, report.trials)
+    columns, lines = table.all_cases(report)
     parts = [
         f"## dpbench: run {_said(report.run_id[:12])}",
         " ".join(f"**{label}**{f' ({where})' if where else ''}" for label, where in naming.badges(rows)),
@@ -31,7 +31,7 @@ def render(report: Report) -> str:
         else "No warnings.",
         *(part for one in report.diagnoses for part in _diagnosis(one)),
         *(part for ladder in report.ladders for part in _ladder(ladder)),
-        _table(table.COLUMNS, ([_cell(cell) for cell in line.cells] for line in lines)),
+        _table(columns, ([_cell(cell) for cell in line.cells] for line in lines)),
         "\n".join(_notes(lines)),
         _details("Step time by phase, in ms", _phases(rows)),
         *(_part(part) for part in devices.parts(report)),

@@ -15,7 +15,7 @@ from dpbench.analysis.ladder import short
 from dpbench.analysis.report import Report
 from dpbench.analysis.summary import Row
 from dpbench.hardware import foreign_load
-from dpbench.records import Case, Source, Trial, words
+from dpbench.records import Case, Trial, words
 from dpbench.records.trial import Estimate
 
 OF_A_TRIAL = ("validity", "foreign_load", "neighbour_steps")
@@ -37,6 +37,12 @@ def withheld(estimates: Iterable[Estimate | None]) -> str:
     number = sum(1 for estimate in estimates if estimate and estimate.doubt)
     verb = "is" if number == 1 else "are"
     return f"{words.count(number, 'case')} {verb} not drawn: {words.NOT_ENOUGH}." if number else ""
+
+
+def model(case: Case) -> str:
+    """Return the name of a case's model, followed by its settings in parentheses if it has any."""
+    settings = ", ".join(setting(case))
+    return f"{case.model} ({settings})" if settings else case.model
 
 
 def strategy(case: Case) -> str:
@@ -64,12 +70,15 @@ def alike(answer: Answer, rows: Sequence[Row]) -> str:
 
 
 def setting(case: Case) -> list[str]:
-    """Return the settings of a case as texts: the model's size, and every other setting that is not the default."""
+    """Return the settings of a case as texts: the model's size, and every other setting that is not the default.
+
+    An observed loop has no size.
+    """
     extra = [getattr(case, name) for name in ("precision", "optimizer")]
     usual = [getattr(_PLAIN, name) for name in ("precision", "optimizer")]
     bound = [f"within {words.size(case.device_memory_bytes)}"] if case.device_memory_bytes else []
     return [
-        case.size,
+        *([] if case.traits.observed else [case.size]),
         *(value for value, default in zip(extra, usual, strict=True) if value != default),
         *bound,
         *case.habits,
@@ -99,18 +108,31 @@ def common(groups: Iterable[Sequence[str]]) -> tuple[str, ...]:
 
 def rounds(rows: Sequence[Row]) -> str:
     """Return a sentence with the number of rounds from which the rows are estimated, or that they are predicted."""
-    counts = sorted({row.rounds for row in rows if row.source is Source.MEASURED})
+    counts = sorted({row.rounds for row in rows if row.source.timed})
     if not counts:
         return "The numbers are predicted, not measured; intervals are 80% intervals."
     least = f"{counts[0]}–" if len(counts) > 1 else ""
-    return f"Medians with 95% intervals over {least}{words.count(counts[-1], 'round')}."
+    of = " of one process" if rows[0].case.traits.observed else ""
+    return f"Medians with 95% intervals over {least}{words.count(counts[-1], unit(rows[0].case))}{of}."
+
+
+def unit(case: Case) -> str:
+    """Return the noun for a series of steps of a case: an observed loop has parts, and other cases have rounds."""
+    return "part" if case.traits.observed else "round"
+
+
+def processes(rows: Sequence[Row]) -> str:
+    """Return a sentence on the processes that the rounds of the rows were measured in."""
+    if rows and all(row.case.traits.observed for row in rows):
+        return "The rounds of an observed loop are consecutive parts of one process."
+    return "Each round is a fresh process."
 
 
 def basis(row: Row) -> str:
     """Return the source of a row's numbers as text, such as "3 rounds with 90 steps"."""
-    if row.source is not Source.MEASURED:
+    if not row.source.timed:
         return "predicted, 80% interval"
-    return f"{words.count(row.rounds, 'round')} with {words.count(row.steps, 'step')}"
+    return f"{words.count(row.rounds, unit(row.case))} with {words.count(row.steps, 'step')}"
 
 
 def plain(text: str) -> str:

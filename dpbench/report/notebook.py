@@ -81,14 +81,15 @@ def _badges(labels: Iterable[str]) -> Markup:
 
 def _table(report: Report) -> Markup:
     """Return the table of all cases; a case without a result has the reason below its line."""
-    head = Markup("").join(_cell("th", name, name) for name in table.COLUMNS)
+    columns, found = table.all_cases(report)
+    head = Markup("").join(_cell("th", name, name) for name in columns)
     lines = []
-    for line in table.lines(report.rows, report.trials):
-        cells = zip(table.COLUMNS, line.cells, strict=True)
+    for line in found:
+        cells = zip(columns, line.cells, strict=True)
         lines.append(Markup("").join(_cell("td", name, cell.text, cell.small) for name, cell in cells))
         lines += [
             Markup('<td class="text" colspan="{}"><details><summary>{}</summary><pre>{}</pre></details></td>').format(
-                len(table.COLUMNS), headline, reason
+                len(columns), headline, reason
             )
             for headline, reason in line.notes
         ]

@@ -105,6 +105,7 @@ def render(report: Report) -> str:
     """Return the HTML text of the page."""
     styles = Styles()
     found = _parts(report, styles)
+    columns, lines = table.all_cases(report)
     style, script = f"{text_of('page.css')}{styles}", text_of("page.js")
     command = str(report.provenance.get("command", ""))
     rendered = template("page.html").render(
@@ -126,9 +127,9 @@ def render(report: Report) -> str:
         finding_parts=text.parts,
         findings_note=text.NOTE,
         parts=found,
-        columns=table.COLUMNS,
+        columns=columns,
         text_columns=table.TEXT_COLUMNS,
-        lines=table.lines(report.rows, report.trials),
+        lines=lines,
         environment=naming.environment(report.provenance, report.trials),
         numbers=Markup(table.as_json(report.rows)),
     )

@@ -90,9 +90,9 @@ def heading(group: Sequence[Row]) -> str:
     """Return the title of a panel: the model, settings and batch size that all cases of the group have in common."""
     case = group[0].case
     batches = {row.case.batch_size for row in group}
-    batch = [f"batch {case.batch_size}"] if len(batches) == 1 else []
+    batch = [f"batch {case.batch}"] if len(batches) == 1 else []
     kind = [] if case.device_kind == "cpu" else [case.device_kind]
-    return naming.clip(", ".join([f"{case.model} ({', '.join(naming.setting(case))})", *kind, *batch]), 90)
+    return naming.clip(", ".join([naming.model(case), *kind, *batch]), 90)
 
 
 def named(group: Sequence[Row]) -> tuple[str, ...]:
@@ -109,7 +109,7 @@ def _name(row: Row, differ: set[str], common: set[str]) -> str:
     count = "" if case.traits.one_device else f" ×{case.devices}"
     parts = [f"{naming.strategy(case)}{count}"]
     if "batch_size" in differ:
-        parts.append(f"batch {case.batch_size}")
+        parts.append(f"batch {case.batch}")
     if "seed" in differ:
         parts.append(f"seed {case.seed}")
     if "habits" in differ:

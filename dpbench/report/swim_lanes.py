@@ -13,7 +13,7 @@ from matplotlib.path import Path
 from dpbench.analysis.lanes import Bar, Lane, Lanes, Stretch
 from dpbench.analysis.summary import Row
 from dpbench.records import HOST, UNATTRIBUTED, Case, Source, words
-from dpbench.report import marks, small_multiples, svg
+from dpbench.report import marks, naming, small_multiples, svg
 from dpbench.report.svg import Panel, Section
 
 Drawn = Mapping[tuple[Case, Source], Lanes]
@@ -241,7 +241,7 @@ def _sentences(names: Sequence[str], shown: Sequence[Lanes]) -> list[str]:
     said = []
     for name, one in zip(names, shown, strict=True):
         took = words.time(one.seconds)
-        place = f"step {one.step} of round {one.round + 1}"
+        place = f"step {one.step} of {naming.unit(one.case)} {one.round + 1}"
         measured = f"{place}, {took}, the median of its {words.count(one.timed, 'timed step')}"
         which = f"predicted, {took}" if one.source is Source.PREDICTED else measured
         said.append(f"{name}: {which}{_idle(one)}.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dpbench.analysis import hosts
@@ -19,6 +19,8 @@ COLUMNS = (
     "model", "strategy", "devices", "batch", "rounds, steps", "median ms", "samples/s", "speed-up", "efficiency",
     "imbalance", "peak memory", "verified", "labels", "status",
 )  # fmt: skip
+COMPARED = ("speed-up", "efficiency", "verified")
+"""The columns that a table of observed loops lacks: they have no baseline and no reference."""
 TEXT_COLUMNS = ("model", "strategy", "verified", "labels", "status")
 PHASE_COLUMNS = (*(phase.value for phase in Phase), "unattributed")
 
@@ -56,15 +58,17 @@ class Table:
     note: str = ""
 
 
-def lines(rows: Iterable[Row], trials: Sequence[Trial]) -> list[TableLine]:
-    """Return one line of the table of all cases per row, including the cases without a result.
-
-    `trials` are the trials of all cases, from which the lines get the problems.
-    """
+def all_cases(report: Report) -> tuple[Sequence[str], list[TableLine]]:
+    """Return the columns of the table of all cases, and one line per row, including the cases without a result."""
     groups: dict[tuple[Case, Source], list[Trial]] = {}
-    for trial in trials:
+    for trial in report.trials:
         groups.setdefault((trial.case, trial.source), []).append(trial)
-    return [_line(row, groups.get((row.case, row.source), [])) for row in small_multiples.order(rows)]
+    rows = small_multiples.order(report.rows)
+    found = [_line(row, groups.get((row.case, row.source), [])) for row in rows]
+    if not report.observed:
+        return COLUMNS, found
+    kept = [i for i, name in enumerate(COLUMNS) if name not in COMPARED]
+    return [COLUMNS[i] for i in kept], [replace(one, cells=tuple(one.cells[i] for i in kept)) for one in found]
 
 
 def _line(row: Row, trials: Sequence[Trial]) -> TableLine:
@@ -75,7 +79,7 @@ def _line(row: Row, trials: Sequence[Trial]) -> TableLine:
         Cell(naming.plain(case.model), ", ".join(naming.setting(case))),
         Cell(naming.plain(naming.strategy(case).partition("[")[0]), naming.plain("".join(about) + placed)),
         Cell(case.extent, case.device_kind, str(case.devices)),
-        Cell(str(case.batch_size), sort=str(case.batch_size)),
+        Cell(case.batch, sort=str(case.batch_size)),
         Cell(f"{row.rounds}, {row.steps}" if measured else "", sort=str(row.steps)),
         estimate(row.step, 1e3),
         estimate(row.throughput),

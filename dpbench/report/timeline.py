@@ -17,7 +17,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from numpy.typing import NDArray
 
 from dpbench.analysis.summary import Row
-from dpbench.records import Case, Source, Trial, words
+from dpbench.records import Case, Trial, words
 from dpbench.records.registry import Role
 from dpbench.records.trial import Estimate
 from dpbench.report import marks, naming, small_multiples, svg
@@ -41,9 +41,9 @@ def utilisation(rows: Sequence[Row], trials: Sequence[Trial]) -> Section:
     """Return the section on utilisation over time: of GPUs if GPUs were sampled, else of CPU cores."""
     by_case: dict[Case, list[Series]] = {}
     for trial in trials:
-        if trial.source is Source.MEASURED and (series := _series(trial)):
+        if trial.source.timed and (series := _series(trial)):
             by_case.setdefault(trial.case, []).append(series)
-    drawn = [row for row in rows if row.source is Source.MEASURED and row.case in by_case]
+    drawn = [row for row in rows if row.source.timed and row.case in by_case]
     panels, left_out = small_multiples.split(drawn, per=12)
     return Section(
         "utilisation", "Utilisation over time",
@@ -269,14 +269,14 @@ def steps(rows: Sequence[Row], trials: Sequence[Trial]) -> Section:
     """Return the section on the distribution of step times, with a curve per round, warm-up steps and outliers."""
     series: dict[Case, list[Trial]] = {}
     for trial in trials:
-        if trial.trusted and trial.source is Source.MEASURED and trial.timed:
+        if trial.trusted and trial.source.timed and trial.timed:
             series.setdefault(trial.case, []).append(trial)
-    measured = [row for row in rows if row.source is Source.MEASURED and row.case in series]
+    measured = [row for row in rows if row.source.timed and row.case in series]
     panels, left_out = small_multiples.split([row for row in measured if row.step], per=8)
     return Section(
         "steps", "Distribution of step times",
-        "A curve shows the share of a round's timed steps that take at most the time on the axis. Each round is a "
-        "fresh process. The band is the 95% interval of the median step. Warm-up steps do not count.",
+        "A curve shows the share of a round's timed steps that take at most the time on the axis. "
+        f"{naming.processes(rows)} The band is the 95% interval of the median step. Warm-up steps do not count.",
         [_steps(facet, series, f"steps{i}") for i, facet in enumerate(panels)],
         left_out if panels else "No steps were recorded.",
     )  # fmt: skip
