@@ -58,13 +58,20 @@ class Table:
     note: str = ""
 
 
-def all_cases(report: Report) -> tuple[Sequence[str], list[TableLine]]:
-    """Return the columns of the table of all cases, and one line per row, including the cases without a result."""
+def lines(rows: Iterable[Row], trials: Sequence[Trial]) -> list[TableLine]:
+    """Return one line of the table of all cases per row, including the cases without a result.
+
+    `trials` are the trials of all cases, from which the lines get the problems.
+    """
     groups: dict[tuple[Case, Source], list[Trial]] = {}
-    for trial in report.trials:
+    for trial in trials:
         groups.setdefault((trial.case, trial.source), []).append(trial)
-    rows = small_multiples.order(report.rows)
-    found = [_line(row, groups.get((row.case, row.source), [])) for row in rows]
+    return [_line(row, groups.get((row.case, row.source), [])) for row in small_multiples.order(rows)]
+
+
+def all_cases(report: Report) -> tuple[Sequence[str], list[TableLine]]:
+    """Return the columns of the table of all cases, and its lines; see `lines`."""
+    found = lines(report.rows, report.trials)
     if not report.observed:
         return COLUMNS, found
     kept = [i for i, name in enumerate(COLUMNS) if name not in COMPARED]
