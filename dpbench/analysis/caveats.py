@@ -10,7 +10,8 @@ from dpbench.analysis import hosts, validity
 from dpbench.analysis.ladder import label
 from dpbench.analysis.summary import Row
 from dpbench.hardware import foreign_load
-from dpbench.records import Case, Status, Trial, words
+from dpbench.records import Case, Source, Status, Trial, words
+from dpbench.records.observed import observed
 
 FINISHED = "finished"
 """The status of a run that has measured all of its cases."""
@@ -61,6 +62,7 @@ def caveats(
                 *(Caveat(kind="hosts", text=text) for text in machines),
                 *_of_cases(rows, trials, cores),
                 *_of_devices(rows),
+                *_of_loops(rows, trials),
                 *_of_code(provenance),
             ]
         )
@@ -97,7 +99,8 @@ def _of_cases(rows: Sequence[Row], trials: Sequence[Trial], cores: int) -> Itera
             found.setdefault(("rounds", f"some rounds gave no result: {first}"), []).append((row.case, ""))
         for name, estimate in (("step time", row.step), ("speed-up", row.speedup)):
             if estimate and estimate.doubt:
-                few = f"{words.NOT_ENOUGH} for the {name} ({estimate.doubt}); {words.REMEDY} would help"
+                remedy = "more steps" if row.case.traits.observed else words.REMEDY
+                few = f"{words.NOT_ENOUGH} for the {name} ({estimate.doubt}); {remedy} would help"
                 found.setdefault(("doubt", few), []).append((row.case, ""))
     for rule, details in validity.troubles(trials, cores).items():
         found[rule.name, rule.headline] = list(details.items())
@@ -114,7 +117,7 @@ def _of_devices(rows: Sequence[Row]) -> Iterator[Caveat]:
             text="CPU-ONLY: logical CPU devices show whether schedules are correct and how long schedules take on a "
             "CPU, not the gain on GPUs",
         )
-        if not any(row.case.traits.all_cores for row in cpu):
+        if not any(row.case.traits.all_cores or row.case.traits.observed for row in cpu):
             yield Caveat(
                 kind="cpu",
                 text="each logical CPU device has one thread; add the strategy single_all_cores to compare with one "
@@ -131,6 +134,30 @@ def _of_devices(rows: Sequence[Row]) -> Iterator[Caveat]:
             kind="colocated",
             text="COLOCATED replicas share one GPU: they show correctness and host cost, not speed-up",
         )
+
+
+def _of_loops(rows: Sequence[Row], trials: Sequence[Trial]) -> Iterator[Caveat]:
+    """Yield the caveats on observed loops: dependent parts, a profiler's cost, parts that are not understood."""
+    seen = tuple((row.case, "") for row in rows if row.case.traits.observed and row.step)
+    if seen:
+        yield Caveat(
+            kind="parts", cases=seen, every=len(seen) > 1,
+            text="the rounds of an observed loop are consecutive parts of one process, so intervals leave out the "
+            "variation between processes",
+        )  # fmt: skip
+    traced = tuple((row.case, "") for row in rows if row.source is Source.IMPORTED and row.step)
+    if traced:
+        yield Caveat(
+            kind="profiler", cases=traced, every=len(traced) > 1,
+            text=f"{Source.IMPORTED.value.upper()}: the profiler that recorded the trace slows the host, so steps may "
+            "be longer than without it",
+        )  # fmt: skip
+    unknown = {(trial.case, one): None for trial in trials if (loop := observed(trial)) for one in loop.unknown}
+    for case, one in unknown:
+        yield Caveat(
+            kind="not understood", text=f"not understood: {one.problem}",
+            cases=((case, f"in {words.count(one.steps, 'step')}"),),
+        )  # fmt: skip
 
 
 def _of_code(provenance: Mapping[str, Any]) -> Iterator[Caveat]:

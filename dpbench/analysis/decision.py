@@ -23,10 +23,12 @@ WORTH = 1.05
 
 
 class Choice(StrEnum):
-    """The three answers."""
+    """The answers: use several devices or stay with one; for an observed loop, change it or keep it; or unknown."""
 
     USE = "use"
     STAY = "stay with one device"
+    CHANGE = "change the loop"
+    KEEP = "nothing stands out"
     UNKNOWN = "cannot tell"
 
 
@@ -234,10 +236,12 @@ def questions(rows: Iterable[Row]) -> list[Question]:
     """Return the questions of a run, those at the usual settings first.
 
     Cases of strong and of weak scaling that have the same baseline belong to two questions. Left out are cases beside
-    another model, and emulated devices for models that were also measured on other devices. A batch size with
+    another model, observed loops, and emulated devices for models that were also measured on other devices. A batch size with
     one-device cases only is left out for models that have cases on several devices.
     """
-    asks = (row for row in rows if row.case.options != plan.LIMIT and not row.case.neighbour)
+    asks = (
+        row for row in rows if row.case.options != plan.LIMIT and not (row.case.neighbour or row.case.traits.observed)
+    )
     table = {(row.case, row.source): row for row in asks}
     groups: dict[tuple[Case, Source, bool], list[Row]] = {}
     for (case, source), row in table.items():

@@ -23,6 +23,7 @@ from dpbench.analysis import (
     lanes,
     summary,
     transfers,
+    verdict,
 )
 from dpbench.analysis.imbalance import Footprint, Index
 from dpbench.analysis.lanes import Lanes
@@ -72,16 +73,16 @@ class Report:
         """Return the report of the run that has these trials; all other arguments are facts stored with the run."""
         rows, machine = summary.rows(trials), Resources.of(provenance)
         ladders, costs = ladder.ladders(rows), engine_cost.engine_costs(rows, trials)
+        diagnoses = findings.diagnose(rows, trials, machine)
         return cls(
             run_id=run_id, started_s=started_s, provenance=provenance, trials=trials, rows=rows, ladders=ladders,
             notes=tuple(filter(None, (
                 diagnosis.climbs(ladders), *hosts.sentences(trials), engine_cost.sentence(costs),
                 *diagnosis.habits(rows, trials), _noisy(provenance),
             ))),
-            answers=answer.answers(rows, machine), engine_costs=costs, tiles=diagnosis.tiles(rows, ladders),
+            answers=(*verdict.answers(rows, trials, diagnoses, machine), *answer.answers(rows, machine)), engine_costs=costs, tiles=diagnosis.tiles(rows, ladders),
             warnings=caveats.caveats(rows, trials, provenance, status),
-            diagnoses=findings.diagnose(rows, trials, machine), self_check=(*self_check, *engine_cost.counts(costs)),
-            past=past,
+            diagnoses=diagnoses, self_check=(*self_check, *engine_cost.counts(costs)), past=past,
         )  # fmt: skip
 
     @property

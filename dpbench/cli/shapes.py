@@ -184,7 +184,8 @@ class CaseResult:
 class AnswerFacts:
     """The answer to one question, as `analysis.answer.Answer` defines it; `case` is the label of the recommended case.
 
-    `choice` is "use", "stay with one device" or "cannot tell".
+    `choice` is "use", "stay with one device" or "cannot tell"; for an observed loop, "change the loop", "nothing stands
+    out" or "cannot tell".
     """
 
     subject: str

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from dpbench.analysis import commands, stats
-from dpbench.analysis.findings import phases, scale
+from dpbench.analysis.findings import loops, phases, scale
 from dpbench.analysis.findings.paragraph import paragraph
 from dpbench.analysis.findings.rule import (
     SMALLEST,
@@ -37,6 +37,8 @@ TRAIN_STEP = 'step = dpbench.TrainStep(model, loss_fn, optimizer_fn, device_ids,
 DDP = "model = torch.nn.parallel.DistributedDataParallel(model)  # in each process that torchrun starts"
 """The line of code that trains with one process per device."""
 RULES: tuple[FindingRule, ...] = (*scale.RULES, *phases.RULES)
+OBSERVED_RULES: tuple[FindingRule, ...] = (*loops.RULES, *(rule for rule in RULES if rule.alone))
+"""The rules for observed loops."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,13 +46,15 @@ class Diagnosis:
     """The explanation of one case, the diagnosed case, whose results are in `row`.
 
     `text` is a paragraph on the gain, the lost time and the best changes. `findings` are sorted by their cost, the
-    largest first. `unjudged` has one text for each question that the measurements of the run cannot answer.
+    largest first. `unjudged` has one text for each question that the measurements of the run cannot answer. `open` has
+    the evidence that is not shown as a finding, because its cost may be 0.
     """
 
     row: Row
     text: str
     findings: tuple[Finding, ...]
     unjudged: tuple[str, ...]
+    open: tuple[Evidence, ...] = ()
 
 
 def diagnose(rows: Sequence[Row], trials: Sequence[Trial], machine: Resources) -> list[Diagnosis]:
@@ -64,17 +68,24 @@ def diagnose(rows: Sequence[Row], trials: Sequence[Trial], machine: Resources) -
 
 
 def _diagnosis(context: CaseContext) -> Diagnosis:
-    judged = [(rule, rule.when(context)) for rule in RULES]
+    rules = OBSERVED_RULES if context.case.traits.observed else RULES
+    judged = [(rule, rule.when(context)) for rule in rules]
     found = [
         _finding(context, rule, seen) for rule, seen in judged if isinstance(seen, Evidence) and _worth(context, seen)
     ]
-    found.sort(key=lambda one: -one.evidence.size_s.value if one.evidence.size_s else 0.0)
+    found.sort(key=lambda one: -one.stake)
     missing = [seen.what for _, seen in judged if isinstance(seen, Missing)]
+    missing += loops.unclear(context.observed) if context.observed else ()
     return Diagnosis(
         row=context.row,
         text=paragraph(context, found),
         findings=tuple(found),
         unjudged=(*missing, *_doubtful(judged)),
+        open=tuple(
+            seen
+            for _, seen in judged
+            if isinstance(seen, Evidence) and seen.size_s and not _worth(context, seen) and not seen.size_s.doubt
+        ),
     )
 
 
@@ -89,7 +100,7 @@ def _worth(context: CaseContext, seen: Evidence) -> bool:
     """Return whether the finding with the evidence `seen` is shown.
 
     It is shown if its cost and the step time have enough rounds, the whole interval of its cost is above 0, and its
-    cost is at least 2 % of the step. A finding about memory costs no time and is always shown.
+    cost is at least 2 % of the step. A finding about memory, or about time outside the steps, is always shown.
     """
     size = seen.size_s
     if size is None:
@@ -100,11 +111,12 @@ def _worth(context: CaseContext, seen: Evidence) -> bool:
 def _finding(context: CaseContext, rule: FindingRule, seen: Evidence) -> Finding:
     share = seen.size_s.value / context.step_s if seen.size_s else 0.0
     tried = rule.remedies(context.case)
+    measured = commands.measure([context.case, *tried], machine=context.machine) if tried else ""
     found = Finding(
         rule=rule, row=context.row, evidence=seen, share=share, cures=cures(context, rule), labels=context.row.labels,
-        command=commands.measure([context.case, *tried], machine=context.machine) if tried else "",
+        command=seen.command or measured,
     )  # fmt: skip
-    return replace(found, code=_code(found, tried))
+    return replace(found, code=seen.code or _code(found, tried))
 
 
 def _code(finding: Finding, tried: Sequence[Case]) -> str:

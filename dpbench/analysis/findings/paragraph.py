@@ -11,7 +11,7 @@ from dpbench.analysis.summary import Row
 from dpbench.records import UNATTRIBUTED, schedule
 from dpbench.records.registry import Role
 from dpbench.records.trial import Estimate
-from dpbench.records.words import NOT_ENOUGH, REMEDY, count, doubt, exact, percent, time, times
+from dpbench.records.words import NOT_ENOUGH, REMEDY, count, doubt, duration, exact, percent, time, times
 
 _REMEDY = f"Use {REMEDY}."
 LARGEST = 3
@@ -21,10 +21,15 @@ LARGEST = 3
 def paragraph(context: CaseContext, findings: Sequence[Finding]) -> str:
     """Return one paragraph about the diagnosed case.
 
-    If there are not enough rounds for its step time, the paragraph says only this.
+    If there are not enough rounds for its step time, the paragraph says only this. An observed loop is compared with
+    nothing.
     """
     if context.row.step and context.row.step.doubt:
-        return f"{_subject(context)}: {NOT_ENOUGH} for the time of a step ({doubt(context.row.step)}). {_REMEDY}"
+        remedy = "Observe more steps." if context.observed else _REMEDY
+        return f"{_subject(context)}: {NOT_ENOUGH} for the time of a step ({doubt(context.row.step)}). {remedy}"
+    if context.case.traits.observed:
+        takes = f"{_subject(context)} take {duration(context.row.step)} per step." if context.row.step else ""
+        return " ".join(filter(None, (takes, _largest(context), _change(findings))))
     return " ".join(filter(None, (_gives(context), _steps(context), _where(context), _fix(context, findings))))
 
 
@@ -61,6 +66,9 @@ def _gives(context: CaseContext) -> str:
 def _subject(context: CaseContext) -> str:
     """Return the first sentence's subject: model, batch size, habits of the training loop, devices and strategy."""
     case = context.case
+    if context.observed:
+        wrapper = f" under {context.observed.wrapper}" if context.observed.wrapper else ""
+        return f"{case.model} at batch {case.batch}: the training steps on {devices(case)}{wrapper}"
     habits = "".join(f", {habit}" for habit in case.habits)
     return f"{case.model} at batch {case.batch_size}{habits}: {devices(case)} under {strategy(case)}"
 
@@ -193,12 +201,17 @@ def _unmeasured(context: CaseContext, findings: Sequence[Finding]) -> str:
         if tried
         else "No alternative for the same work was measured."
     )
+    return f"{nothing} {_change(findings)}".strip()
+
+
+def _change(findings: Sequence[Finding]) -> str:
+    """Return a sentence with the remedy of the largest finding whose gain was not measured; "" if there is none."""
     bounds = [one for one in findings if one.evidence.size_s and not one.evidence.measured]
     if not bounds:
-        return nothing
+        return ""
     first = bounds[0]
     assert first.evidence.size_s is not None
     return (
-        f"{nothing} According to the largest finding, this change could save at most "
-        f"{time(first.evidence.size_s.value)} ({percent(first.share)} of the step): {first.rule.remedy}."
+        f"According to the largest finding, this change could save at most {time(first.evidence.size_s.value)} "
+        f"({percent(first.share)} of the step): {first.rule.remedy}."
     )

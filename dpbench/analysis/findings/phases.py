@@ -27,6 +27,8 @@ def _heavy(phase: Phase, detail: Callable[[CaseContext, Estimate], str]) -> Call
             return None
         seconds = context.phase(phase.value)
         says = f"{phase.value} takes {percent(seconds.value / context.step_s)} of the step"
+        if context.observed:  # the headline has the share
+            says = f"the phase {phase.value} of data parallelism in one process"
         return Evidence(says=says, numbers=detail(context, seconds), size_s=seconds)
 
     return when
@@ -105,8 +107,9 @@ def _optimizer(context: CaseContext) -> Judgement:
 
 def _unattributed(context: CaseContext) -> Judgement:
     seconds = context.phase(UNATTRIBUTED)
+    taken = f"{percent(seconds.value / context.step_s)} of the step is spent in Python code between the phases"
     return Evidence(
-        says=f"{percent(seconds.value / context.step_s)} of the step is spent in Python code between the phases",
+        says="the loop runs code that belongs to no phase" if context.observed else taken,
         numbers=f"no phase covers {time(seconds.value)}",
         size_s=seconds,
     )
@@ -164,13 +167,14 @@ RULES = (
         name="replicate", when=_heavy(Phase.REPLICATE, _per_tensor),
         remedy="keep the replicas between steps: the schedule cached keeps their module trees, and persistent also "
         "keeps their weights; flat_storage copies one buffer instead of many tensors; ddp never replicates",
-        switches={"replicas": ("cached", "persistent"), "storage": ("flat",)}, roles=(Role.CONTROL,),
+        switches={"replicas": ("cached", "persistent"), "storage": ("flat",)}, roles=(Role.CONTROL,), alone=True,
     ),
     FindingRule(
         name="reduce", when=_heavy(Phase.REDUCE, _per_gradient),
         remedy="add the gradients in one buffer (flat_storage), during backward (overlap, ddp), or in shares, one "
         "on each device (zero1)",
         switches={"storage": ("flat",), "reduce": ("overlap",), "update": ("each", "sharded")}, roles=(Role.CONTROL,),
+        alone=True,
     ),
     FindingRule(
         name="scatter", when=_heavy(Phase.SCATTER, _of_batch("input_bytes")),
@@ -181,7 +185,7 @@ RULES = (
     FindingRule(
         name="gather", when=_heavy(Phase.GATHER, _of_batch("output_bytes")),
         remedy="leave the outputs on their devices and compute the loss there: local_loss, or ddp",
-        switches={"loss": ("local",)}, roles=(Role.CONTROL,),
+        switches={"loss": ("local",)}, roles=(Role.CONTROL,), alone=True,
     ),
     FindingRule(
         name="optimizer", when=_optimizer,
@@ -193,6 +197,7 @@ RULES = (
         name="unattributed", when=_unattributed,
         remedy="profile the Python code of the step: hooks, logging and other code run between the phases that dpbench "
         "marks",
+        alone=True,
     ),
     FindingRule(
         name="serial forward", when=_serial(Phase.FORWARD),

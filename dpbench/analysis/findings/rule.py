@@ -11,9 +11,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from dpbench.analysis import stats
-from dpbench.analysis.summary import Row
+from dpbench.analysis.summary import Row, parts
 from dpbench.hardware.provenance import Resources
-from dpbench.records import Case, Phase, Source, Trial, ledger, plan, registry, schedule
+from dpbench.records import Case, Phase, Trial, ledger, plan, registry, schedule
+from dpbench.records.observed import Observed, observed
 from dpbench.records.registry import Role
 from dpbench.records.trial import Estimate
 
@@ -45,6 +46,11 @@ class CaseContext:
     def case(self) -> Case:
         """Return the diagnosed case."""
         return self.row.case
+
+    @cached_property
+    def observed(self) -> Observed | None:
+        """Return the facts about an observed loop; None if dpbench ran the loop of the case itself."""
+        return observed(self.trials[-1]) if self.case.traits.observed and self.trials else None
 
     @property
     def step_s(self) -> float:
@@ -163,14 +169,15 @@ class CaseContext:
         value = self.row.phases.get(name, 0.0) - row.phases.get(name, 0.0) / divisor
         return around(value, stats.difference(mine, alone)) if mine and alone else None
 
-    def _series(self, case: Case, names: Sequence[str]) -> dict[int, list[float]]:
+    def _series(self, case: Case, names: Sequence[str]) -> stats.Rounds:
         """Return, by round, the seconds that the phases `names` take together in each timed step of `case`."""
         timed = {trial.round: _timed(trial) for trial in self.trials_of.get(case, ()) if trial.trusted}
-        return {
+        found = {
             number: [sum(phases.get(name, 0.0) for name in names) for phases in steps]
             for number, steps in timed.items()
             if steps
         }
+        return parts(case, found)
 
 
 def _timed(trial: Trial) -> PhaseSeconds:
@@ -211,10 +218,11 @@ def contexts(rows: Sequence[Row], trials: Sequence[Trial], machine: Resources) -
 
     There is one for each setting and each batch size that ran on the setting's largest number of devices. A setting is
     a case without its strategy, schedule, number of devices and batch size. Of the cases with the same batch size, that
-    of torch.nn.DataParallel is preferred, then that of the engine with the lowest rung. Only training steps are
-    diagnosed, because the remedies are changes of training. `machine` has the resources of the run's machine.
+    of torch.nn.DataParallel is preferred, then that of the engine with the lowest rung. Each observed loop is
+    diagnosed. Only training steps are diagnosed, because the remedies are changes of training. `machine` has the
+    resources of the run's machine.
     """
-    measured = [row for row in rows if row.step and row.series and row.source is Source.MEASURED and row.case.trains]
+    measured = [row for row in rows if row.step and row.series and row.source.timed and row.case.trains]
     # if other devices were measured too, the emulated ones only compare the engine with torch's DataParallel
     measured = [row for row in measured if row.case.device_kind != "emulated"] or measured
     by_case = {row.case: row for row in measured}
@@ -223,9 +231,9 @@ def contexts(rows: Sequence[Row], trials: Sequence[Trial], machine: Resources) -
         of_case.setdefault(trial.case, []).append(trial)
     groups: dict[Case, list[Row]] = {}
     for row in measured:
-        if row.case.devices > 1:
+        if row.case.devices > 1 and not row.case.traits.observed:
             groups.setdefault(_setting(row.case), []).append(row)
-    found = []
+    found = [CaseContext(row, by_case, of_case, machine) for row in measured if row.case.traits.observed]
     for group in groups.values():
         most = max(row.case.devices for row in group)
         batches: dict[int, list[Row]] = {}
@@ -261,7 +269,8 @@ class Evidence:
     `says` is a clause that states the problem, `numbers` a text with the figures behind it. `size_s` is the cost of the
     problem in seconds per step; it is None if the problem costs memory but no time. If `measured`, the cost is the
     measured gain of another case, whose `schedule` is "" if it has none. Otherwise the cost is an upper bound of the
-    time that a remedy can save.
+    time that a remedy can save. `aside` is not 0 if the problem costs time outside the steps: the fraction of this time
+    in its sum with all steps. `code` and `command` apply the remedy to an observed loop; they are "" if other cases do.
     """
 
     says: str
@@ -269,6 +278,9 @@ class Evidence:
     size_s: Estimate | None
     measured: bool = False
     schedule: str = ""
+    aside: float = 0.0
+    code: str = ""
+    command: str = ""
 
 
 @dataclass(frozen=True)
@@ -289,7 +301,8 @@ class FindingRule:
     `switches` maps a switch of a schedule to the positions that are the remedy. `roles` has the roles of the strategies
     that are the remedy, such as `Role.CONTROL` for ddp. A case applies the remedy if a switch of its schedule has such
     a position, or if its strategy has such a role. If such cases were measured on the same work, a finding shows their
-    gain. `others` returns further cases that apply the remedy to a case, on other work or devices.
+    gain. `others` returns further cases that apply the remedy to a case, on other work or devices. `alone` is whether
+    the rule also judges observed loops, because it does not compare the case with others.
     """
 
     name: str
@@ -298,6 +311,7 @@ class FindingRule:
     switches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     roles: tuple[Role, ...] = ()
     others: Callable[[Case], Sequence[Case]] = lambda case: ()
+    alone: bool = False
 
     def remedies(self, case: Case) -> list[Case]:
         """Return the cases that apply the remedy to `case`: rungs of the ladder, other strategies, then `others`."""
@@ -350,3 +364,9 @@ class Finding:
     labels: tuple[str, ...]
     code: str = ""
     command: str = ""
+
+    @property
+    def stake(self) -> float:
+        """Return the cost of the problem per second of the steps; 0 if it costs memory only."""
+        outside = self.evidence.aside
+        return outside / (1 - outside) if 0 < outside < 1 else self.share

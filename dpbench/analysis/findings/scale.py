@@ -287,12 +287,12 @@ RULES = (
         name="imbalance", when=_busy,
         remedy="move work from device 0 to the others: the loss (local_loss), the update (zero1), or rows of the batch "
         "(TrainStep's chunk_sizes)",
-        switches={"loss": ("local",), "update": ("each", "sharded")}, roles=(Role.CONTROL,),
+        switches={"loss": ("local",), "update": ("each", "sharded")}, roles=(Role.CONTROL,), alone=True,
     ),
     FindingRule(
         name="memory", when=_memory,
         remedy="leave outputs and loss on their devices (local_loss), shard the optimizer's state (zero1), or use ddp",
-        others=_balanced,
+        others=_balanced, alone=True,
     ),
     FindingRule(
         name="oversubscribed", when=_oversubscribed,

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 WIDTH = 100
 CURES = 2
 """The largest number of measured cases that a finding names as remedies, the fastest first."""
+NEXT, UNMEASURED = "command", "not measured in this run; measure it with"
+"""The titles of the command of a finding."""
 NO_FINDING = "no finding exceeds the measurement noise"
 NOTHING = "Nothing to explain: no training step on several devices has a verified result in this run."
 NOTE = (
@@ -62,22 +64,22 @@ def diagnosis_of(answer: Answer, diagnoses: Sequence[Diagnosis]) -> Diagnosis | 
 
 
 def _bullets(answer: Answer, diagnosis: Diagnosis | None, samples: int) -> Iterator[str]:
-    """Yield the lines of an answer: the headline with its labels, three bullets, and the next command."""
+    """Yield the lines of an answer: the headline with its labels, three bullets, and the next command or code."""
     yield textwrap.fill(f"{answer.subject}: {answer.headline} [{' '.join(answer.labels)}]", WIDTH)
     epoch = answer.epoch(samples) if samples else ""
-    costly = [one for one in diagnosis.findings if one.evidence.size_s] if diagnosis else []
-    cause = [
-        answer.reason,
-        f"the most costly finding in {_named(costly[0].row.case)}: {headline(costly[0])}" if costly else "",
-    ]
+    costly = [one for one in diagnosis.findings if one.stake] if diagnosis else []
+    observed = answer.home.traits.observed  # its headline names its finding
+    largest = f"the most costly finding in {_named(costly[0].row.case)}: {headline(costly[0])}" if costly else ""
+    cause = [answer.reason, "" if observed else largest]
     change = _change(costly[0]) if costly else []
-    bullets = {"gain": [answer.certainty, answer.memory, epoch], "cause": cause, "change": change}
+    first = "certainty" if observed else "gain"
+    bullets = {first: [answer.certainty, answer.memory, epoch], "cause": cause, "change": change}
     unexplained = NO_FINDING if diagnosis else "no case was diagnosed"
-    nothing = {"gain": words.MISSING, "cause": unexplained, "change": "none that these measurements support"}
+    nothing = {first: words.MISSING, "cause": unexplained, "change": "none that these measurements support"}
     for name, clauses in bullets.items():
         yield _filled(f"  - {name}: ", "; ".join(filter(None, clauses)) or nothing[name], hang=4)
     # not wrapped, so that they can be pasted
-    code = costly[0].code if costly else ""
+    code = costly[0].code if costly and costly[0].code != answer.command else ""
     yield from (f"  {name}: {line}" for name, line in (("code", code), ("next", answer.command)) if line)
 
 
@@ -117,7 +119,7 @@ def headline(finding: Finding) -> str:
     """Return one clause with the problem of a finding and its cost, in seconds and as a share of the step."""
     size = finding.evidence.size_s
     if size is None:
-        return f"{finding.evidence.says} (costs memory, not time)"
+        return finding.evidence.says if finding.evidence.aside else f"{finding.evidence.says} (costs memory, not time)"
     kind = "saves" if finding.evidence.measured else "costs at most"
     return f"{finding.evidence.says}: {kind} {duration(size)}, {percent(finding.share)} of the step"
 
@@ -134,7 +136,7 @@ def parts(finding: Finding) -> list[tuple[str, str]]:
     if finding.code:
         found.append(("code", finding.code))
     if finding.command and not (finding.cures or finding.evidence.measured):
-        found.append(("not measured in this run; measure it with", finding.command))
+        found.append((NEXT if finding.evidence.command else UNMEASURED, finding.command))
     return found
 
 

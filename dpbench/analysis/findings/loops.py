@@ -1,0 +1,215 @@
+"""Loops: the rules about observed training loops: loading, reads, copies, launches, evaluation, skipped updates.
+
+Each rule judges one loop alone, because nothing is like the loop of a user. The remedies are lines of code or commands.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+
+from dpbench.analysis.findings.rule import CaseContext, Evidence, FindingRule, Judgement, share_of
+from dpbench.records import Case, Phase
+from dpbench.records.case import MOVING
+from dpbench.records.observed import Observed
+from dpbench.records.registry import Parallelism
+from dpbench.records.trial import Estimate
+from dpbench.records.words import count, duration, long_time, percent, size, time
+
+WORKERS = "loader = torch.utils.data.DataLoader(dataset, batch_size={}, num_workers={}, persistent_workers=True)"
+PINNED = "loader = torch.utils.data.DataLoader(dataset, batch_size={}, pin_memory=True)"
+SELDOM = "if step % 10 == 0: print(step, loss.item())"
+COMPILED = 'model = torch.compile(model, mode="reduce-overhead")'
+SCALE = 'scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10)'
+EVALUATE = "if epoch % 5 == 0: evaluate(model)"
+SAVE = "if step % 1000 == 0: torch.save(model.state_dict(), path)"
+HOOK = (
+    "model.register_comm_hook(None, torch.distributed.algorithms.ddp_comm_hooks.default_hooks.bf16_compress_hook)"
+    "  # after import torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
+)
+CODE = (WORKERS, PINNED, SELDOM, COMPILED, SCALE, EVALUATE, SAVE, HOOK)
+"""All lines of code of the remedies, with places for numbers."""
+MOST_WORKERS = 8
+"""The largest number of workers that a line of code uses; the command measures how many are enough."""
+ASIDE = 0.2
+"""Evaluation or checkpoints dominate if they take at least this fraction of their own time and that of all steps."""
+SKIPPED = 0.02
+"""The fraction of updates that a GradScaler may skip; it skips a few while it looks for its scale."""
+PLACES = 3
+"""The largest number of places in the script that a finding names."""
+
+
+def _observing(judge: Callable[[CaseContext, Observed], Judgement]) -> Callable[[CaseContext], Judgement]:
+    """Return a `FindingRule.when` that calls `judge` with the facts of an observed loop, and returns None without."""
+    return lambda context: judge(context, context.observed) if context.observed else None
+
+
+def _loading(context: CaseContext, loop: Observed) -> Judgement:
+    if not context.row.phases.get(Phase.DATA.value):
+        return None
+    seconds, batch = context.phase(Phase.DATA.value), context.case.batch_size
+    workers = "an unknown number of workers" if loop.loader_workers < 0 else count(loop.loader_workers, "worker")
+    rest_s = max(context.step_s - seconds.value, 1e-5)
+    # a loop without workers starts with some; otherwise the number is doubled
+    more = min(MOST_WORKERS, max(2, 2 * loop.loader_workers))
+    return Evidence(
+        says="the loop waits for its DataLoader",
+        numbers=f"{duration(seconds)} per step with {workers}; without this wait, a step would take {time(rest_s)}",
+        size_s=seconds,
+        code=WORKERS.format(batch or "batch_size", more) if loop.loader_workers < more else "",
+        command=shlex.join(
+            [
+                "dpbench",
+                "loaders",
+                "--dataset",
+                f"{_script(context.case)}:dataset",
+                "--batch-size",
+                str(batch or 32),
+                "--step-ms",
+                f"{rest_s * 1e3:.3g}",
+            ]
+        ),
+    )
+
+
+def _script(case: Case) -> str:
+    """Return the script of an observed loop; for a trace, whose script is unknown, return train.py."""
+    return case.model if case.model.endswith(".py") else "train.py"
+
+
+def _reads(context: CaseContext, loop: Observed) -> Judgement:
+    if not context.row.phases.get(Phase.READ.value):
+        return None
+    seconds, steps = context.phase(Phase.READ.value), context.row.steps
+    places = sorted(loop.reads.items(), key=lambda pair: (-pair[1], pair[0]))
+    said = ", ".join(f"{place} in {number} of {count(steps, 'step')}" for place, number in places[:PLACES])
+    more = f" and {count(len(places) - PLACES, 'more place')}" if len(places) > PLACES else ""
+    return Evidence(
+        says="the host waits for values of a device",
+        numbers=f"{duration(seconds)} per step; read at {said or 'an unknown place'}{more}; on a GPU, part of this "
+        "time is computation that the host would have to wait for later",
+        size_s=seconds, code=SELDOM,
+    )  # fmt: skip
+
+
+def _pageable(context: CaseContext, loop: Observed) -> Judgement:
+    if loop.pinned is not False or not context.row.phases.get(Phase.SCATTER.value):
+        return None
+    seconds, batch = context.phase(Phase.SCATTER.value), context.case.batch_size
+    sample = context.model.get("input_bytes")
+    moved = f" for {size(sample * batch)}" if sample and batch else ""
+    return Evidence(
+        says="batches are copied to the GPU from pageable memory",
+        numbers=f"{duration(seconds)} per step{moved}; a copy from pinned memory is faster, and with non_blocking=True "
+        "it can run beside the host",
+        size_s=seconds, code=PINNED.format(batch or "batch_size"),
+    )  # fmt: skip
+
+
+def _launches(context: CaseContext, loop: Observed) -> Judgement:
+    """Return evidence on the time in which every GPU is idle although the host waits for nothing.
+
+    Return None without the busy times of GPUs, which only a profiler records.
+    """
+    row = context.row
+    if context.case.device_kind != "cuda" or not row.busy or row.step is None:
+        return None
+    busy_s = max(row.busy.values())
+    waits_s = sum(row.phases.get(phase.value, 0.0) for phase in (Phase.DATA, *MOVING, Phase.READ))
+    batch = f"the batch of {context.case.batch_size}" if context.case.batch_size else "the batch"
+    other_s = busy_s + waits_s
+    idle = Estimate(row.step.value - other_s, row.step.low - other_s, row.step.high - other_s, row.step.n, signed=True)
+    return Evidence(
+        says="the GPU is idle while the host launches its work",
+        numbers=f"kernels run for {time(busy_s)} of a step of {time(context.step_s)} ({row.busy_source}), and data, "
+        f"copies and reads take {time(waits_s)}: {batch} is too small for this GPU and this host",
+        size_s=idle, code=COMPILED,
+    )  # fmt: skip
+
+
+def _reduction(context: CaseContext, loop: Observed) -> Judgement:
+    if context.case.traits.parallelism is not Parallelism.RANKS or not context.row.phases.get(Phase.REDUCE.value):
+        return None
+    seconds, gradients = context.phase(Phase.REDUCE.value), context.model.get("parameter_bytes")
+    moved = f" for {size(gradients)} of gradients" if gradients else ""
+    return Evidence(
+        says="backward does not hide the reduction of gradients",
+        numbers=f"{duration(seconds)} per step{moved} outlast backward on {count(context.case.devices, 'device')}",
+        size_s=seconds, code=HOOK,
+    )  # fmt: skip
+
+
+def _aside(name: str, what: str, code: str) -> Callable[[CaseContext, Observed], Judgement]:
+    """Return a judge of the seconds that a loop spends outside its steps.
+
+    `name` is the name of the fact that has the seconds. `what` is the subject of the sentence.
+    """
+
+    def judge(context: CaseContext, loop: Observed) -> Judgement:
+        aside_s: float = getattr(loop, name)
+        steps_s = sum(step.seconds for trial in context.trials for step in trial.steps)
+        if aside_s < ASIDE * (aside_s + steps_s) or not steps_s:
+            return None
+        return Evidence(
+            says=f"{what} takes {long_time(aside_s)}, all steps together {long_time(steps_s)}",
+            numbers=f"{percent(aside_s / (aside_s + steps_s))} of the time of both, between the first and the last "
+            "step; no step includes it",
+            size_s=None, aside=aside_s / (aside_s + steps_s), code=code,
+        )  # fmt: skip
+
+    return judge
+
+
+def _skipped(context: CaseContext, loop: Observed) -> Judgement:
+    steps = sum(len(trial.steps) for trial in context.trials)
+    if not steps or loop.skipped_updates < SKIPPED * steps or context.row.step is None:
+        return None
+    lost = min(1.0, loop.skipped_updates / steps)
+    return Evidence(
+        says=f"the update was skipped in {loop.skipped_updates} of {count(steps, 'step')}",
+        numbers=f"a GradScaler skips the update of a step whose gradients are not finite: {percent(lost)} of the work "
+        "has no effect",
+        size_s=share_of(context.row.step, lost), code=SCALE,
+    )  # fmt: skip
+
+
+def unclear(loop: Observed) -> list[str]:
+    """Return one text for each part of the loop that dpbench did not understand."""
+    return [f"{one.problem} (in {count(one.steps, 'step')})" for one in loop.unknown]
+
+
+RULES = (
+    FindingRule(
+        name="loading", when=_observing(_loading),
+        remedy="load batches in more worker processes; the command measures how many are enough: give it the file and "
+        "the name of your dataset",
+    ),
+    FindingRule(
+        name="reads", when=_observing(_reads),
+        remedy="read values such as the loss every 10 steps, and keep tensors on the device between",
+    ),
+    FindingRule(
+        name="pageable", when=_observing(_pageable),
+        remedy="let the DataLoader pin its batches, and copy them with .to(device, non_blocking=True)",
+    ),
+    FindingRule(
+        name="launches", when=_observing(_launches),
+        remedy="use a bigger batch, or launch fewer and larger kernels: torch.compile or CUDA graphs",
+    ),
+    FindingRule(
+        name="reduction", when=_observing(_reduction),
+        remedy="send fewer bytes (bf16 gradients), or reduce less often (no_sync while gradients accumulate)",
+    ),
+    FindingRule(
+        name="evaluation", when=_observing(_aside("evaluation_s", "evaluation", EVALUATE)),
+        remedy="evaluate less often, on fewer samples, or under torch.inference_mode()",
+    ),
+    FindingRule(
+        name="checkpoints", when=_observing(_aside("checkpoint_s", "saving checkpoints", SAVE)),
+        remedy="save checkpoints less often, or from a copy in another thread",
+    ),
+    FindingRule(
+        name="skipped updates", when=_observing(_skipped),
+        remedy="begin with a lower scale, use bf16, which needs no scale, or look for the cause of infinite gradients",
+    ),
+)  # fmt: skip

@@ -1,0 +1,211 @@
+"""Verdict: the answers about observed loops: the problem that costs most, or that nothing stands out.
+
+`decide` is the rule. A problem stands out if the whole interval of its cost is at least `WORTH` of the step.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum, auto
+from pathlib import PurePath
+
+from dpbench.analysis import decision
+from dpbench.analysis.answer import Answer
+from dpbench.analysis.decision import Choice
+from dpbench.analysis.findings import Diagnosis
+from dpbench.analysis.findings.rule import Evidence
+from dpbench.analysis.summary import Row
+from dpbench.hardware import foreign_load
+from dpbench.hardware.provenance import Resources
+from dpbench.records import UNATTRIBUTED, Source, Trial, words
+from dpbench.records.observed import Observed, observed
+from dpbench.records.trial import Estimate
+
+WORTH = decision.WORTH - 1
+"""The least cost that stands out, as a fraction of the step."""
+UNCLEAR = 0.5
+"""The fraction of the steps with parts that dpbench did not understand, from which on the absence of problems is not
+stated."""
+PROFILE_MORE = "schedule = torch.profiler.schedule(wait=1, warmup=3, active=20)"
+"""The line of code that records more steps in a trace."""
+
+
+class Ground(StrEnum):
+    """The reason for a verdict."""
+
+    COST = auto()
+    """A problem decidedly costs at least `WORTH` of the step."""
+    CLEAR = auto()
+    """No problem can cost `WORTH` of the step."""
+    OPEN = auto()
+    """It is undecided whether a problem costs `WORTH` of the step."""
+    UNCLEAR = auto()
+    """dpbench did not understand parts of too many steps, and no problem stands out."""
+    FEW = auto()
+    """There are not enough steps for the time of a step."""
+    NO_RESULT = auto()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The verdict on an observed loop; `cost` is the index of the cost on which it depends, None if on none."""
+
+    choice: Choice
+    ground: Ground
+    cost: int | None = None
+
+
+def decide(step: Estimate | None, costs: Sequence[Estimate], unclear: float = 0.0) -> Verdict:
+    """Return the verdict on a loop whose step takes `step` seconds, None if no step has a result.
+
+    `costs` are the costs of its problems as fractions of the step, the largest first. `unclear` is the fraction of
+    steps with parts that dpbench did not understand. The first cost that is decidedly at least `WORTH` stands out.
+    """
+    if step is None:
+        return Verdict(Choice.UNKNOWN, Ground.NO_RESULT)
+    if step.doubt:
+        return Verdict(Choice.UNKNOWN, Ground.FEW)
+    for number, cost in enumerate(costs):
+        if cost.low >= WORTH:
+            return Verdict(Choice.CHANGE, Ground.COST, number)
+    if unclear >= UNCLEAR:
+        return Verdict(Choice.UNKNOWN, Ground.UNCLEAR)
+    for number, cost in enumerate(costs):
+        if cost.high >= WORTH:
+            return Verdict(Choice.UNKNOWN, Ground.OPEN, number)
+    return Verdict(Choice.KEEP, Ground.CLEAR)
+
+
+def answers(
+    rows: Sequence[Row], trials: Sequence[Trial], diagnoses: Sequence[Diagnosis], machine: Resources
+) -> list[Answer]:
+    """Return one answer for each observed loop of a run; `machine` has the resources of the run's machine."""
+    mine = [row for row in rows if row.case.traits.observed]
+    by_case = {one.row.case: one for one in diagnoses}
+    return [_answer(row, _trials(row, trials), by_case.get(row.case), mine, machine) for row in mine]
+
+
+def _trials(row: Row, trials: Sequence[Trial]) -> list[Trial]:
+    return [trial for trial in trials if trial.case == row.case and trial.source is row.source]
+
+
+def _answer(
+    row: Row, trials: Sequence[Trial], diagnosis: Diagnosis | None, mine: Sequence[Row], machine: Resources
+) -> Answer:
+    loop = observed(trials[-1]) or Observed(command="", reads={})
+    found = diagnosis.findings if diagnosis else ()
+    problems = [one.evidence for one in found] + list(diagnosis.open if diagnosis else ())
+    timed = [(one, cost) for one in problems if (cost := _cost(one, row))]
+    affected = max((one.steps for one in loop.unknown), default=0)
+    total = sum(len(trial.steps) for trial in trials)
+    verdict = decide(row.step, [cost for _, cost in timed], affected / total if total else 0.0)
+    problem = timed[verdict.cost] if verdict.cost is not None else None
+    finding = next((one for one in found if problem and one.evidence is problem[0]), None)
+    command = finding.command or finding.code if finding else _again(row, loop)
+    return Answer(
+        subject=_subject(row, mine), choice=verdict.choice, home=row.case, source=row.source,
+        headline=_headline(row, verdict, problem, loop), reason=_reason(row, verdict, problem),
+        certainty="; ".join(_certainty(row, trials, loop)), memory=_memory(row, problems, machine), command=command,
+        labels=row.labels, compared=frozenset([row.case]), row=row,
+    )  # fmt: skip
+
+
+def _cost(problem: Evidence, row: Row) -> Estimate | None:
+    """Return the cost of a problem as a fraction of the time of the steps; None for a problem that costs no time."""
+    if problem.aside:
+        outside = problem.aside / (1 - problem.aside) if problem.aside < 1 else float("inf")
+        return Estimate(outside, outside, outside, Estimate.ROUNDS)
+    if problem.size_s is None or row.step is None:
+        return None
+    value, low, high = (s / row.step.value for s in (problem.size_s.value, problem.size_s.low, problem.size_s.high))
+    return Estimate(value, low, high, problem.size_s.n, signed=True)
+
+
+def _subject(row: Row, mine: Sequence[Row]) -> str:
+    """Return the name of the script or trace, and the settings in which loops of the same name differ."""
+    alike = [one.case for one in mine if one.case.model == row.case.model]
+    batch = [f"batch {row.case.batch}"] if len({one.batch_size for one in alike}) > 1 else []
+    devices = [words.count(row.case.devices, "device")] if len({one.devices for one in alike}) > 1 else []
+    found = [*batch, *devices]
+    return f"{row.case.model} ({', '.join(found)})" if found else row.case.model
+
+
+def _headline(row: Row, verdict: Verdict, problem: tuple[Evidence, Estimate] | None, loop: Observed) -> str:
+    """Return the problem that stands out with its share of the step, or that nothing does, or why it is unknown."""
+    if verdict.ground is Ground.COST and problem:
+        evidence, cost = problem
+        return evidence.says if evidence.aside else f"{evidence.says}: {share(cost)} of the step"
+    if verdict.ground is Ground.CLEAR:
+        return f"{Choice.KEEP}: no problem that dpbench knows costs {WORTH:.0%} of the step"
+    if verdict.ground is Ground.OPEN and problem:
+        evidence, cost = problem
+        why = f"{evidence.says}, which costs {share(cost)} of the step, perhaps less than {WORTH:.0%}"
+    elif verdict.ground is Ground.UNCLEAR:
+        why = f"dpbench did not understand parts of most steps: {loop.unknown[0].problem}"
+    elif verdict.ground is Ground.FEW and row.step:
+        why = f"not enough steps: {words.count(row.steps, 'timed step')}, or steps too unlike each other"
+    else:
+        why = f"no step has a result ({row.outcome})"
+    return f"{Choice.UNKNOWN}: {why}"
+
+
+def share(cost: Estimate) -> str:
+    """Return a fraction of a step as a percentage with its interval, such as "41% (38–44%)"."""
+    low, high = (words.percent(max(0.0, end)) for end in (cost.low, cost.high))
+    return f"{words.percent(cost.value)} ({low.removesuffix('%')}–{high})"
+
+
+def _reason(row: Row, verdict: Verdict, problem: tuple[Evidence, Estimate] | None) -> str:
+    """Return a clause with the numbers behind the problem or, without one, with the longest phase of the step."""
+    if problem:
+        return problem[0].numbers
+    if verdict.ground is not Ground.CLEAR or not row.phases or row.step is None:
+        return ""
+    most = max(sorted(row.phases), key=lambda name: row.phases[name])
+    where = "code between the phases" if most == UNATTRIBUTED else most
+    return f"a step takes {words.duration(row.step)}, most of it in {where}: {words.time(row.phases[most])}"
+
+
+def _certainty(row: Row, trials: Sequence[Trial], loop: Observed) -> Iterator[str]:
+    """Yield clauses on the steps behind an answer, and on the limits of the answer."""
+    if row.step:
+        apart = f"{words.count(row.rounds, 'part')} of " if row.rounds >= Estimate.ROUNDS else ""
+        yield (
+            f"95% interval from {words.count(row.steps, 'step')} in {apart}one process, without the variation "
+            "between processes"
+        )
+    if row.source is Source.IMPORTED:
+        gpus = dict.fromkeys(str(trial.provenance["gpu"]) for trial in trials if trial.provenance.get("gpu"))
+        where = f" on {', '.join(gpus)}" if gpus else ""
+        yield f"from a profiler's trace{where}; the profiler itself slows the host"
+    for one in loop.unknown:
+        yield f"not understood: {one.problem} (in {words.count(one.steps, 'step')})"
+    if foreign_load.NOISY in row.labels:
+        yield f"other processes used the cores ({foreign_load.NOISY})"
+    if row.case.device_kind == "cpu":
+        yield "this says nothing about GPUs"
+
+
+def _memory(row: Row, problems: Sequence[Evidence], machine: Resources) -> str:
+    """Return a clause on the fullest device, and on the problems that cost memory only; "" if memory is unknown."""
+    said = [one.says for one in problems if one.size_s is None and not one.aside]
+    if row.memory:
+        device, peak = max(row.memory.items(), key=lambda pair: pair[1])
+        capacity = machine.memory_of(row.case, device) if row.source is Source.MEASURED else 0
+        of = f" of {words.size(capacity)}" if capacity > peak else ""
+        said.insert(0, f"device {device} uses up to {words.size(peak)}{of}")
+    return "; ".join(said)
+
+
+def _again(row: Row, loop: Observed) -> str:
+    """Return the command that watches the script again or, for a trace, the code that records more steps."""
+    if row.source is Source.IMPORTED:
+        return PROFILE_MORE
+    words_of = shlex.split(loop.command)
+    if "dpbench" in words_of:
+        return loop.command
+    if words_of and PurePath(words_of[0]).name.startswith("python"):
+        words_of = words_of[1:]
+    return shlex.join(["dpbench", "watch", *(words_of or [row.case.model])])
