@@ -34,7 +34,7 @@ def kinds() -> dict[str, Report]:
     }  # fmt: skip
 
 
-every_kind = pytest.mark.parametrize("kind", ["plain", "unknown batch", "imported", "one step"])
+every_kind = pytest.mark.parametrize("kind", ["plain", "unknown batch", "data parallel", "imported", "one step"])
 
 
 @every_kind

@@ -142,8 +142,8 @@ def _of_loops(rows: Sequence[Row], trials: Sequence[Trial]) -> Iterator[Caveat]:
     if seen:
         yield Caveat(
             kind="parts", cases=seen, every=len(seen) > 1,
-            text="the rounds of an observed loop are consecutive parts of one process, so intervals leave out the "
-            "variation between processes",
+            text="the rounds of an observed loop are consecutive parts of one execution, so intervals leave out the "
+            "variation between executions",
         )  # fmt: skip
     traced = tuple((row.case, "") for row in rows if row.source is Source.IMPORTED and row.step)
     if traced:

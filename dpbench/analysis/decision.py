@@ -236,8 +236,8 @@ def questions(rows: Iterable[Row]) -> list[Question]:
     """Return the questions of a run, those at the usual settings first.
 
     Cases of strong and of weak scaling that have the same baseline belong to two questions. Left out are cases beside
-    another model, observed loops, and emulated devices for models that were also measured on other devices. A batch size with
-    one-device cases only is left out for models that have cases on several devices.
+    another model, observed loops, and emulated devices for models that were also measured on other devices. A batch
+    size with one-device cases only is left out for models that have cases on several devices.
     """
     asks = (
         row for row in rows if row.case.options != plan.LIMIT and not (row.case.neighbour or row.case.traits.observed)

@@ -80,7 +80,8 @@ class Report:
                 diagnosis.climbs(ladders), *hosts.sentences(trials), engine_cost.sentence(costs),
                 *diagnosis.habits(rows, trials), _noisy(provenance),
             ))),
-            answers=(*verdict.answers(rows, trials, diagnoses, machine), *answer.answers(rows, machine)), engine_costs=costs, tiles=diagnosis.tiles(rows, ladders),
+            answers=(*verdict.answers(rows, trials, diagnoses, machine), *answer.answers(rows, machine)),
+            engine_costs=costs, tiles=diagnosis.tiles(rows, ladders),
             warnings=caveats.caveats(rows, trials, provenance, status),
             diagnoses=diagnoses, self_check=(*self_check, *engine_cost.counts(costs)), past=past,
         )  # fmt: skip

@@ -173,8 +173,8 @@ def _certainty(row: Row, trials: Sequence[Trial], loop: Observed) -> Iterator[st
     if row.step:
         apart = f"{words.count(row.rounds, 'part')} of " if row.rounds >= Estimate.ROUNDS else ""
         yield (
-            f"95% interval from {words.count(row.steps, 'step')} in {apart}one process, without the variation "
-            "between processes"
+            f"95% interval from {words.count(row.steps, 'step')} in {apart}one execution, without the variation "
+            "between executions"
         )
     if row.source is Source.IMPORTED:
         gpus = dict.fromkeys(str(trial.provenance["gpu"]) for trial in trials if trial.provenance.get("gpu"))

@@ -112,7 +112,7 @@ def rounds(rows: Sequence[Row]) -> str:
     if not counts:
         return "The numbers are predicted, not measured; intervals are 80% intervals."
     least = f"{counts[0]}–" if len(counts) > 1 else ""
-    of = " of one process" if rows[0].case.traits.observed else ""
+    of = " of one execution" if rows[0].case.traits.observed else ""
     return f"Medians with 95% intervals over {least}{words.count(counts[-1], unit(rows[0].case))}{of}."
 
 
@@ -124,7 +124,7 @@ def unit(case: Case) -> str:
 def processes(rows: Sequence[Row]) -> str:
     """Return a sentence on the processes that the rounds of the rows were measured in."""
     if rows and all(row.case.traits.observed for row in rows):
-        return "The rounds of an observed loop are consecutive parts of one process."
+        return "The rounds of an observed loop are consecutive parts of one execution."
     return "Each round is a fresh process."
 
 

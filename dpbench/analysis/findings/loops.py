@@ -24,8 +24,8 @@ SCALE = 'scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10)'
 EVALUATE = "if epoch % 5 == 0: evaluate(model)"
 SAVE = "if step % 1000 == 0: torch.save(model.state_dict(), path)"
 HOOK = (
-    "model.register_comm_hook(None, torch.distributed.algorithms.ddp_comm_hooks.default_hooks.bf16_compress_hook)"
-    "  # after import torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
+    "from torch.distributed.algorithms.ddp_comm_hooks import default_hooks; "
+    "model.register_comm_hook(None, default_hooks.bf16_compress_hook)"
 )
 CODE = (WORKERS, PINNED, SELDOM, COMPILED, SCALE, EVALUATE, SAVE, HOOK)
 """All lines of code of the remedies, with places for numbers."""

@@ -1,0 +1,226 @@
+"""The answers about observed loops: the rule by its situations, then each finding on both sides of its threshold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dpbench.analysis import verdict
+from dpbench.analysis.answer import Answer
+from dpbench.analysis.decision import Choice
+from dpbench.analysis.findings import Diagnosis, loops
+from dpbench.analysis.findings.rule import Finding
+from dpbench.analysis.report import Report
+from dpbench.analysis.verdict import Ground
+from dpbench.cli.loading import loaders
+from dpbench.records import Phase, Source, Trial
+from dpbench.records.observed import Unknown
+from dpbench.records.registry import Parallelism
+from dpbench.records.trial import Estimate
+from tests import observed_loops as made
+from tests.test_observed import report
+
+STEP = Estimate(0.01, 0.0098, 0.0102, 5)
+
+
+def cost(value: float, low: float, high: float) -> Estimate:
+    return Estimate(value, low, high, 5, signed=True)
+
+
+SURE, MORE, SMALL = cost(0.41, 0.38, 0.44), cost(0.6, 0.6, 0.6), cost(0.03, 0.02, 0.04)
+MAYBE = cost(0.06, 0.04, 0.08)
+SITUATIONS: Sequence[tuple[str, Estimate | None, Sequence[Estimate], float, Choice, Ground, int | None]] = (
+    ("no step has a result", None, (), 0.0, Choice.UNKNOWN, Ground.NO_RESULT, None),
+    ("no result, whatever the problems", None, (SURE,), 0.0, Choice.UNKNOWN, Ground.NO_RESULT, None),
+    ("two steps", Estimate(0.01, 0.009, 0.011, 2), (), 0.0, Choice.UNKNOWN, Ground.FEW, None),
+    ("two steps with a problem", Estimate(0.01, 0.009, 0.011, 2), (SURE,), 0.0, Choice.UNKNOWN, Ground.FEW, None),
+    ("steps too unlike", Estimate(0.01, 0.001, 0.02, 5), (SURE,), 0.0, Choice.UNKNOWN, Ground.FEW, None),
+    ("no problem", STEP, (), 0.0, Choice.KEEP, Ground.CLEAR, None),
+    ("one large problem", STEP, (SURE,), 0.0, Choice.CHANGE, Ground.COST, 0),
+    ("one small problem", STEP, (SMALL,), 0.0, Choice.KEEP, Ground.CLEAR, None),
+    ("undecided around the threshold", STEP, (MAYBE,), 0.0, Choice.UNKNOWN, Ground.OPEN, 0),
+    ("the value below, the interval across", STEP, (cost(0.04, 0.01, 0.07),), 0.0, Choice.UNKNOWN, Ground.OPEN, 0),
+    ("exactly the threshold", STEP, (cost(0.06, verdict.WORTH, 0.07),), 0.0, Choice.CHANGE, Ground.COST, 0),
+    ("the largest of two", STEP, (MORE, SURE), 0.0, Choice.CHANGE, Ground.COST, 0),
+    ("undecided first, then sure", STEP, (cost(0.5, 0.01, 0.9), SURE), 0.0, Choice.CHANGE, Ground.COST, 1),
+    ("small first, then undecided", STEP, (SMALL, MAYBE), 0.0, Choice.UNKNOWN, Ground.OPEN, 1),
+    ("evaluation longer than all steps", STEP, (cost(1.5, 1.5, 1.5), SURE), 0.0, Choice.CHANGE, Ground.COST, 0),
+    ("most steps not understood", STEP, (), 0.9, Choice.UNKNOWN, Ground.UNCLEAR, None),
+    ("not understood, but a problem is sure", STEP, (SURE,), 0.9, Choice.CHANGE, Ground.COST, 0),
+    ("not understood, and a problem is open", STEP, (MAYBE,), 0.9, Choice.UNKNOWN, Ground.UNCLEAR, None),
+    ("a few steps not understood", STEP, (SMALL,), 0.1, Choice.KEEP, Ground.CLEAR, None),
+    ("a cost whose interval includes 0", STEP, (cost(0.0, -0.02, 0.02),), 0.0, Choice.KEEP, Ground.CLEAR, None),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("situation", SITUATIONS, ids=lambda one: one[0])
+def test_each_situation_has_its_verdict(situation: tuple[Any, ...]) -> None:
+    _, step, costs, unclear, *expected = situation
+    found = verdict.decide(step, costs, unclear)
+    assert [found.choice, found.ground, found.cost] == expected
+
+
+def read(trials: Sequence[Trial], facts: Mapping[str, Any] = made.FACTS) -> tuple[Answer, Diagnosis, Report]:
+    found = report(trials, dict(facts))
+    (answer,), (diagnosis,) = found.answers, found.diagnoses
+    return answer, diagnosis, found
+
+
+def finding(trials: Sequence[Trial], name: str, facts: Mapping[str, Any] = made.FACTS) -> Finding | None:
+    _, diagnosis, _ = read(trials, facts)
+    return next((one for one in diagnosis.findings if one.rule.name == name), None)
+
+
+def on_gpu(groups: Sequence[made.Group] = made.PLAIN, **about: Any) -> list[Trial]:
+    return made.loop(groups, made.case(device_kind="cuda"), **about)
+
+
+def test_a_loop_that_waits_for_its_loader_is_told_its_share_and_how_many_workers_to_try() -> None:
+    answer, diagnosis, _ = read(made.loop(made.with_part(Phase.DATA, 0.00674), loader_workers=2))
+    assert answer.choice is Choice.CHANGE
+    assert answer.headline.startswith("the loop waits for its DataLoader: 41% (41–41%) of the step")
+    assert answer.command == "dpbench loaders --dataset train.py:dataset --batch-size 64 --step-ms 9.68"
+    loaders.make_context("loaders", answer.command.split()[2:], resilient_parsing=True)
+    (found,) = (one for one in diagnosis.findings if one.rule.name == "loading")
+    assert "num_workers=4" in found.code
+    assert "per step with 2 workers" in found.evidence.numbers
+    assert answer.labels == ("MEASURED", "CPU-ONLY")
+
+
+def test_a_healthy_loop_has_nothing_that_stands_out_and_no_strategy_is_recommended() -> None:
+    answer, diagnosis, _ = read(made.loop())
+    assert answer.headline == "nothing stands out: no problem that dpbench knows costs 5% of the step"
+    assert not diagnosis.findings
+    assert "5 parts of one execution" in answer.certainty
+    assert "this says nothing about GPUs" in answer.certainty
+    for word in ("single", "ddp", "use ", "stay"):
+        assert word not in answer.text
+    assert answer.command == "dpbench watch train.py"
+
+
+def test_two_steps_and_noise_are_not_enough() -> None:
+    few, _, _ = read(made.loop(rounds=1, steps=2))
+    assert few.headline == "cannot tell: not enough steps: 2 timed steps, or steps too unlike each other"
+    across, _, _ = read(made.loop(made.with_part(Phase.DATA, 0.0006), noise=0.25))
+    assert across.choice is Choice.UNKNOWN
+
+
+def test_a_loop_of_unknown_parts_names_them() -> None:
+    unknown = (Unknown(problem="autograd.grad was called", steps=40),)
+    answer, diagnosis, found = read(made.loop(unknown=unknown))
+    assert answer.choice is Choice.UNKNOWN
+    assert "autograd.grad was called" in answer.headline
+    assert diagnosis.unjudged[0] == "autograd.grad was called (in 40 steps)"
+    assert any("not understood: autograd.grad was called" in str(one) for one in found.warnings)
+
+
+def test_reads_each_step_are_found_with_their_lines() -> None:
+    places = {"train.py:31 item": 50, "train.py:40 cpu": 50, "log.py:7 print": 25, "log.py:9 item": 5}
+    one = finding(on_gpu(made.with_part(Phase.READ, 0.003), reads=places), "reads", made.GPU_FACTS)
+    assert one
+    assert "train.py:31 item in 50 of 50 steps, train.py:40 cpu in 50 of 50 steps" in one.evidence.numbers
+    assert "and 1 more place" in one.evidence.numbers
+    assert 0.22 < one.share < 0.25
+    assert one.code == loops.SELDOM
+    assert not finding(on_gpu(reads=places), "reads", made.GPU_FACTS)
+
+
+def test_pageable_copies_are_found_only_if_the_batches_were_not_pinned() -> None:
+    copies = made.with_part(Phase.SCATTER, 0.002, 0)
+    one = finding(on_gpu(copies, pinned=False), "pageable", made.GPU_FACTS)
+    assert one
+    assert "for 192 KiB" in one.evidence.numbers
+    assert "pin_memory=True" in one.code
+    for pinned in (True, None):
+        assert not finding(on_gpu(copies, pinned=pinned), "pageable", made.GPU_FACTS)
+
+
+def test_launch_bound_needs_the_kernels_of_a_gpu_and_a_host_that_does_not_wait() -> None:
+    one = finding(on_gpu(busy={0: 0.003}), "launches", made.GPU_FACTS)
+    assert one
+    assert 0.67 < one.share < 0.7
+    assert "the batch of 64 is too small" in one.evidence.numbers
+    assert not finding(on_gpu(busy={0: 0.0096}), "launches", made.GPU_FACTS), "a busy GPU"
+    assert not finding(on_gpu(), "launches", made.GPU_FACTS), "unknown kernels"
+    waits = on_gpu(made.with_part(Phase.DATA, 0.02), busy={0: 0.0096})
+    assert not finding(waits, "launches", made.GPU_FACTS), "the host waits for its loader"
+    assert not finding(made.loop(busy={0: 0.003}), "launches"), "a CPU has no launches"
+
+
+def test_data_parallel_shows_the_phases_that_it_adds_and_how_much_fuller_device_0_is() -> None:
+    four = made.case(devices=4, device_kind="cuda")
+    groups, busy = made.parallel(), {0: 0.045, 1: 0.02, 2: 0.02, 3: 0.02}
+    trials = made.loop(groups, four, wrapper="DataParallel", memory=(9 * 2**30, *(3 * 2**30,) * 3), busy=busy)
+    answer, diagnosis, _ = read(trials, made.GPU_FACTS)
+    names = {one.rule.name for one in diagnosis.findings}
+    assert {"replicate", "imbalance", "memory"} <= names
+    assert "device 0 uses 3.00× the memory of the others" in answer.memory
+    assert "device 0 uses up to 9.00 GiB of 24.0 GiB" in answer.memory
+    assert "under DataParallel" in diagnosis.text
+    assert not any(one.command.startswith("dpbench run") for one in diagnosis.findings), "train.py is no model"
+
+
+def test_a_reduction_that_outlasts_backward_is_found_for_ranks_only() -> None:
+    groups = [*made.PLAIN[:4], [(Phase.REDUCE, d, 0.004) for d in range(2)], made.PLAIN[4]]
+    ranks = made.case(devices=2, device_kind="cuda", parallelism=Parallelism.RANKS)
+    one = finding(made.loop(groups, ranks, wrapper="DistributedDataParallel"), "reduction", made.GPU_FACTS)
+    assert one
+    assert "3.81 MiB of gradients" in one.evidence.numbers
+    threads = made.case(devices=2, device_kind="cuda")
+    assert not finding(made.loop(groups, threads), "reduction", made.GPU_FACTS)
+
+
+def test_evaluation_and_checkpoints_are_compared_with_the_seconds_of_all_steps() -> None:
+    steps_s = 52 * made.HEALTHY_S
+    answer, diagnosis, _ = read(made.loop(evaluation_s=2 * steps_s, noise=0.0))
+    assert answer.headline == "evaluation takes 1.02 s, all steps together 510 ms"
+    assert answer.command == loops.EVALUATE
+    assert diagnosis.findings[0].rule.name == "evaluation"
+    assert not finding(made.loop(evaluation_s=0.1 * steps_s), "evaluation")
+    assert finding(made.loop(checkpoint_s=0.5 * steps_s), "checkpoints")
+    both, _, _ = read(made.loop(made.with_part(Phase.DATA, 0.02), evaluation_s=0.3 * 52 * 0.0297))
+    assert both.headline.startswith("the loop waits for its DataLoader"), "the larger of the two comes first"
+
+
+def test_skipped_updates_waste_their_steps() -> None:
+    one = finding(made.loop(skipped_updates=13), "skipped updates")
+    assert one
+    assert one.evidence.says == "the update was skipped in 13 of 52 steps"
+    assert one.share == pytest.approx(0.25)
+    assert not finding(made.loop(skipped_updates=1), "skipped updates"), "a GradScaler looks for its scale"
+
+
+def test_time_that_no_phase_covers_is_found() -> None:
+    one = finding(made.loop(gap_s=0.005), "unattributed")
+    assert one
+    assert 0.3 < one.share < 0.36
+
+
+def test_an_imported_trace_names_its_gpu_and_asks_for_more_steps_if_it_has_few() -> None:
+    trace = made.case(model="trace.json.gz", batch_size=0, device_kind="cuda")
+    facts = {"gpu": "Tesla V100-SXM2-16GB"}
+    slow, _, _ = read(made.loop(made.with_part(Phase.DATA, 0.07), trace, source=Source.IMPORTED, rounds=1, facts=facts))
+    assert slow.headline.startswith("the loop waits for its DataLoader: 88%")
+    assert "from a profiler's trace on Tesla V100-SXM2-16GB" in slow.certainty
+    assert slow.labels == ("IMPORTED",)
+    few, _, _ = read(made.loop(of=trace, source=Source.IMPORTED, rounds=1, steps=2))
+    assert few.command == verdict.PROFILE_MORE
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning", "ignore:.*CUDA is not available")
+@pytest.mark.parametrize("line", [*loops.CODE, verdict.PROFILE_MORE])
+def test_the_line_of_code_of_a_remedy_runs(line: str, tmp_path) -> None:
+    seen: list[Any] = []
+    model: Any = nn.Linear(4, 2)
+    model.register_comm_hook = lambda state, hook: seen.append(hook)
+    names = {
+        "torch": torch, "dataset": torch.utils.data.TensorDataset(torch.ones(8, 4)), "model": model, "epoch": 5,
+        "step": 1000, "loss": torch.tensor(1.0), "evaluate": seen.append, "path": tmp_path / "model.pt",
+    }  # fmt: skip
+    exec(line.format(4, 2), names)
+    changed = {*names} - {"__builtins__", "torch", "dataset", "epoch", "step", "loss", "evaluate", "path"}
+    assert changed > {"model"} or seen or names["path"].exists() or line in (loops.SELDOM, loops.COMPILED)
