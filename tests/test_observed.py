@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dpbench import load
 from dpbench.analysis.report import Report
 from dpbench.cli import progress
-from dpbench.records import Case, Source, Trial
+from dpbench.records import Case, Phase, Source, Trial
 from dpbench.report import figures, markdown, notebook, page, table
+from dpbench.store import Naming
 from tests import observed_loops as loops
+from tests.exported import command, stored
 
 
 def report(trials: Sequence[Trial], facts: dict[str, Any] = loops.FACTS) -> Report:
@@ -72,3 +77,53 @@ def test_an_imported_trace_is_labelled_and_its_few_steps_are_parts() -> None:
     assert "IMPORTED" in page.render(kinds()["imported"])
     (one,) = kinds()["one step"].rows
     assert one.doubt, "one step has no interval"
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a store with two watched runs of one script, the second slower in its loader, and an imported trace."""
+    path = tmp_path_factory.mktemp("observed") / "dpbench.db"
+    stored(path, *loops.loop(), provenance=loops.FACTS, naming=Naming(name="before"))
+    slow = loops.loop(loops.with_part(Phase.DATA, 0.01), loader_workers=0, seed=1)
+    stored(path, *slow, provenance=loops.FACTS, naming=Naming(name="after"))
+    trace = loops.case(batch_size=0, device_kind="cuda", model="trace.json.gz")
+    stored(path, *loops.loop(of=trace, source=Source.IMPORTED, rounds=1), provenance=loops.GPU_FACTS)
+    return path
+
+
+def test_every_command_reads_watched_runs_and_imported_traces(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    call = command(tmp_path, monkeypatch, capfd)
+
+    def said(*arguments: object, code: int = 0) -> str:
+        got, out, err = call(*arguments, "--store", store)
+        assert got == code, err
+        assert "Traceback" not in err
+        return out
+
+    assert "the loop waits for its DataLoader: 51%" in said("explain", "--all", "--run", "@after")
+    assert "nothing stands out" in said("report", "--md", "--run", "@before")
+    assert json.loads(said("report", "--json"))["cases"][0]["samples_per_s"] is None
+    explained = json.loads(said("explain", "--json", "--run", "@after"))
+    assert explained["answers"][0]["choice"] == "change the loop"
+    assert explained["diagnoses"][0]["findings"][0]["command"].startswith("dpbench loaders")
+    said("report", "--html", tmp_path / "page.html")
+    assert "IMPORTED" in (tmp_path / "page.html").read_text()
+    assert "train.py" in said("list", "runs")
+    assert "train.py script x1 batch 64" in said("show", "@before")
+    assert "batch unknown" in said("show", "@last")
+    compared = said("compare", "@before", "@after", code=1)
+    assert "slower" in compared
+    assert "data +" in compared
+    assert "parts of one execution" in compared
+    got, _, refused = call("compare", "@after", "@last", "--store", store)
+    assert got == 64
+    assert "unlike" in refused
+    for format in ("jsonl", "csv", "trace", "pyperf"):
+        assert said("export", format, "--run", "@before")
+    assert "imported" in said("export", "jsonl")
+    found = load(store, "@after")
+    assert found.frame["throughput_value"].notna().all()
+    assert load(store).frame["throughput_value"].isna().all()
+    assert load(store).answers[0].labels == ("IMPORTED",)

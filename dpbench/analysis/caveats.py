@@ -15,6 +15,10 @@ from dpbench.records.observed import observed
 
 FINISHED = "finished"
 """The status of a run that has measured all of its cases."""
+PARTS = (
+    "the rounds of an observed loop are consecutive parts of one execution, so intervals leave out the variation "
+    "between executions"
+)
 NAMES = 8
 """The largest number of cases that the text of one caveat names; of all further cases, it gives only the number."""
 
@@ -140,11 +144,7 @@ def _of_loops(rows: Sequence[Row], trials: Sequence[Trial]) -> Iterator[Caveat]:
     """Yield the caveats on observed loops: dependent parts, a profiler's cost, parts that are not understood."""
     seen = tuple((row.case, "") for row in rows if row.case.traits.observed and row.step)
     if seen:
-        yield Caveat(
-            kind="parts", cases=seen, every=len(seen) > 1,
-            text="the rounds of an observed loop are consecutive parts of one execution, so intervals leave out the "
-            "variation between executions",
-        )  # fmt: skip
+        yield Caveat(kind="parts", text=PARTS, cases=seen, every=len(seen) > 1)
     traced = tuple((row.case, "") for row in rows if row.source is Source.IMPORTED and row.step)
     if traced:
         yield Caveat(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpbench.analysis import stats
 from dpbench.analysis.summary import labels, measured, order
-from dpbench.records import Case, Trial, ledger, words
+from dpbench.records import Case, Source, Trial, ledger, words
 from dpbench.records.trial import Estimate
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def unlikes(before: Report, after: Report) -> list[Unlike]:
 
 
 def _facts(report: Report) -> dict[str, str]:
-    """Return the facts on which step times depend, by name: processor, cores, GPUs, torch, kinds of devices."""
+    """Return the facts on which step times depend, by name, from the processor to whether a profiler ran."""
     host, gpus = (report.provenance.get(key) or {} for key in ("host", "gpus"))
     models = Counter(str(gpu.get("name", UNKNOWN)) for gpu in gpus.get("gpus") or ())
     versions = dict.fromkeys(str(one.provenance["torch"]) for one in report.trials if "torch" in one.provenance)
@@ -128,6 +128,7 @@ def _facts(report: Report) -> dict[str, str]:
         "GPUs": ", ".join(f"{count} {name}" for name, count in sorted(models.items())) or "none",
         "torch": ", ".join(versions) or str(installed),
         "devices": ", ".join(sorted({trial.case.device_kind for trial in report.trials})) or UNKNOWN,
+        "trace": "imported" if any(trial.source is Source.IMPORTED for trial in report.trials) else "none",
     }
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from markupsafe import Markup
 
+from dpbench.analysis import caveats
 from dpbench.analysis.comparison import ORDER, Comparison, Comparisons
 from dpbench.analysis.report import Report
 from dpbench.records import Case, Source, words
@@ -78,17 +79,23 @@ def facts(before: Report, after: Report, found: Comparisons) -> list[tuple[str, 
     return [("before", heading(before)), ("after", heading(after)), *(("UNLIKE", str(one)) for one in found.unlike)]
 
 
+def note(found: Comparisons) -> str:
+    """Return the note below a comparison: how to read a ratio, and for observed loops the limit of their intervals."""
+    observed = any(one.case.traits.observed for one in found.lines)
+    return f"{NOTE} {caveats.PARTS[0].upper()}{caveats.PARTS[1:]}." if observed else NOTE
+
+
 def text(before: Report, after: Report, found: Comparisons) -> str:
     """Return the comparison as plain text: a line on each run, and a table with one line per case."""
     aligned = words.aligned([COLUMNS, *cells(found)], left=[COLUMNS.index(name) for name in TEXT_COLUMNS])
     head = [f"{name:<7} {said}" for name, said in facts(before, after, found)]
-    return "\n".join([*head, "", *aligned, "", f"{summary(found)}. {NOTE}"])
+    return "\n".join([*head, "", *aligned, "", f"{summary(found)}. {note(found)}"])
 
 
 def as_markdown(before: Report, after: Report, found: Comparisons) -> str:
     """Return the comparison in GitHub's Markdown, for a pull request."""
     head = facts(before, after, found)
-    return markdown.compared(f"dpbench: {summary(found)}", head, COLUMNS, cells(found), TEXT_COLUMNS, NOTE)
+    return markdown.compared(f"dpbench: {summary(found)}", head, COLUMNS, cells(found), TEXT_COLUMNS, note(found))
 
 
 @dataclass(frozen=True)
@@ -129,7 +136,7 @@ def page(before: Report, after: Report, found: Comparisons) -> str:
             *([("answers", "Answers")] if shown else []), ("cases", "Cases"), *((part.id, part.title) for part in drawn)
         ],
         axes=axes, answers=shown, columns=COLUMNS, text_columns=TEXT_COLUMNS,
-        lines=list(zip(map(naming.case_id, cases), cells(found), strict=True)), parts=drawn, legend=NOTE,
+        lines=list(zip(map(naming.case_id, cases), cells(found), strict=True)), parts=drawn, legend=note(found),
         intervals=words.INTERVALS,
     )  # fmt: skip
     # a name that was not UTF-8 contains lone surrogates, which cannot be encoded
