@@ -104,9 +104,22 @@ def test_a_healthy_loop_has_nothing_that_stands_out_and_no_strategy_is_recommend
 
 def test_two_steps_and_noise_are_not_enough() -> None:
     few, _, _ = read(made.loop(rounds=1, steps=2))
-    assert few.headline == "cannot tell: not enough steps: 2 timed steps, or steps too unlike each other"
-    across, _, _ = read(made.loop(made.with_part(Phase.DATA, 0.0006), noise=0.25))
-    assert across.choice is Choice.UNKNOWN
+    assert few.headline == "cannot tell: 2 timed steps are not enough for an interval"
+    # the first three parts wait for 1 % of the step, the others for 15 %
+    other = made.loop(made.with_part(Phase.DATA, 0.0017), seed=1)
+    across, _, _ = read([*made.loop()[:3], *other[3:]])
+    assert (
+        across.headline
+        == "cannot tell: the loop waits for its DataLoader, which costs between 0.0% and 47% of the step"
+    )
+
+
+def test_a_disturbance_that_slows_whole_steps_leaves_the_share_of_a_phase_as_it_is() -> None:
+    answer, diagnosis, _ = read(made.loop(made.with_part(Phase.DATA, 0.00674), noise=0.2))
+    assert answer.headline.startswith("the loop waits for its DataLoader: 41% (41–41%)")
+    size = diagnosis.findings[0].evidence.size_s
+    assert size
+    assert size.high / size.low > 1.05
 
 
 def test_a_loop_of_unknown_parts_names_them() -> None:

@@ -21,7 +21,7 @@ from dpbench.hardware import foreign_load
 from dpbench.hardware.provenance import Resources
 from dpbench.records import UNATTRIBUTED, Source, Trial, words
 from dpbench.records.observed import Observed, observed
-from dpbench.records.trial import Estimate
+from dpbench.records.trial import Doubt, Estimate
 
 WORTH = decision.WORTH - 1
 """The least cost that stands out, as a fraction of the step."""
@@ -119,6 +119,8 @@ def _cost(problem: Evidence, row: Row) -> Estimate | None:
         return Estimate(outside, outside, outside, Estimate.ROUNDS)
     if problem.size_s is None or row.step is None:
         return None
+    if problem.share:
+        return problem.share
     value, low, high = (s / row.step.value for s in (problem.size_s.value, problem.size_s.low, problem.size_s.high))
     return Estimate(value, low, high, problem.size_s.n, signed=True)
 
@@ -141,20 +143,33 @@ def _headline(row: Row, verdict: Verdict, problem: tuple[Evidence, Estimate] | N
         return f"{Choice.KEEP}: no problem that dpbench knows costs {WORTH:.0%} of the step"
     if verdict.ground is Ground.OPEN and problem:
         evidence, cost = problem
-        why = f"{evidence.says}, which costs {share(cost)} of the step, perhaps less than {WORTH:.0%}"
+        why = f"{evidence.says}, which costs {between(cost)} of the step"
     elif verdict.ground is Ground.UNCLEAR:
         why = f"dpbench did not understand parts of most steps: {loop.unknown[0].problem}"
     elif verdict.ground is Ground.FEW and row.step:
-        why = f"not enough steps: {words.count(row.steps, 'timed step')}, or steps too unlike each other"
+        steps = words.count(row.steps, "timed step")
+        varies = "the step time varies too much: its interval spans more than a factor of"
+        few = f"{steps} {words.verb(row.steps, 'is', 'are')} not enough for an interval"
+        why = few if row.step.doubt is Doubt.ROUNDS else f"{varies} {Estimate.WIDEST:.0f} ({steps})"
     else:
         why = f"no step has a result ({row.outcome})"
     return f"{Choice.UNKNOWN}: {why}"
 
 
 def share(cost: Estimate) -> str:
-    """Return a fraction of a step as a percentage with its interval, such as "41% (38–44%)"."""
+    """Return a fraction of a step as a percentage with its interval, such as "41% (38–44%)".
+
+    Of an interval that is too wide for a number, return only the ends.
+    """
+    if cost.high > Estimate.WIDEST * cost.low:
+        return between(cost)
     low, high = (words.percent(max(0.0, end)) for end in (cost.low, cost.high))
     return f"{words.percent(cost.value)} ({low.removesuffix('%')}–{high})"
+
+
+def between(cost: Estimate) -> str:
+    """Return the ends of the interval of a fraction of a step as text, such as "between 4.1% and 8.0%"."""
+    return f"between {words.percent(max(0.0, cost.low))} and {words.percent(cost.high)}"
 
 
 def _reason(row: Row, verdict: Verdict, problem: tuple[Evidence, Estimate] | None) -> str:

@@ -47,7 +47,7 @@ class Diagnosis:
 
     `text` is a paragraph on the gain, the lost time and the best changes. `findings` are sorted by their cost, the
     largest first. `unjudged` has one text for each question that the measurements of the run cannot answer. `open` has
-    the evidence that is not shown as a finding, because its cost may be 0.
+    the evidence that is not shown as a finding, because its cost is small or uncertain.
     """
 
     row: Row
@@ -80,11 +80,9 @@ def _diagnosis(context: CaseContext) -> Diagnosis:
         row=context.row,
         text=paragraph(context, found),
         findings=tuple(found),
-        unjudged=(*missing, *_doubtful(judged)),
+        unjudged=(*missing, *(() if context.observed else _doubtful(judged))),
         open=tuple(
-            seen
-            for _, seen in judged
-            if isinstance(seen, Evidence) and seen.size_s and not _worth(context, seen) and not seen.size_s.doubt
+            seen for _, seen in judged if isinstance(seen, Evidence) and seen.size_s and not _worth(context, seen)
         ),
     )
 

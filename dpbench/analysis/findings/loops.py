@@ -56,6 +56,7 @@ def _loading(context: CaseContext, loop: Observed) -> Judgement:
         says="the loop waits for its DataLoader",
         numbers=f"{duration(seconds)} per step with {workers}; without this wait, a step would take {time(rest_s)}",
         size_s=seconds,
+        share=context.share(Phase.DATA.value),
         code=WORKERS.format(batch or "batch_size", more) if loop.loader_workers < more else "",
         command=shlex.join(
             [
@@ -88,7 +89,7 @@ def _reads(context: CaseContext, loop: Observed) -> Judgement:
         says="the host waits for values of a device",
         numbers=f"{duration(seconds)} per step; read at {said or 'an unknown place'}{more}; on a GPU, part of this "
         "time is computation that the host would have to wait for later",
-        size_s=seconds, code=SELDOM,
+        size_s=seconds, share=context.share(Phase.READ.value), code=SELDOM,
     )  # fmt: skip
 
 
@@ -102,7 +103,7 @@ def _pageable(context: CaseContext, loop: Observed) -> Judgement:
         says="batches are copied to the GPU from pageable memory",
         numbers=f"{duration(seconds)} per step{moved}; a copy from pinned memory is faster, and with non_blocking=True "
         "it can run beside the host",
-        size_s=seconds, code=PINNED.format(batch or "batch_size"),
+        size_s=seconds, share=context.share(Phase.SCATTER.value), code=PINNED.format(batch or "batch_size"),
     )  # fmt: skip
 
 
@@ -124,6 +125,7 @@ def _launches(context: CaseContext, loop: Observed) -> Judgement:
         numbers=f"kernels run for {time(busy_s)} of a step of {time(context.step_s)} ({row.busy_source}), and data, "
         f"copies and reads take {time(waits_s)}: {batch} is too small for this GPU and this host",
         size_s=idle, code=COMPILED,
+        share=Estimate(idle.value / row.step.value, 1 - other_s / row.step.low, 1 - other_s / row.step.high, idle.n),
     )  # fmt: skip
 
 
@@ -135,7 +137,7 @@ def _reduction(context: CaseContext, loop: Observed) -> Judgement:
     return Evidence(
         says="backward does not hide the reduction of gradients",
         numbers=f"{duration(seconds)} per step{moved} outlast backward on {count(context.case.devices, 'device')}",
-        size_s=seconds, code=HOOK,
+        size_s=seconds, share=context.share(Phase.REDUCE.value), code=HOOK,
     )  # fmt: skip
 
 
@@ -169,7 +171,7 @@ def _skipped(context: CaseContext, loop: Observed) -> Judgement:
         says=f"the update was skipped in {loop.skipped_updates} of {count(steps, 'step')}",
         numbers=f"a GradScaler skips the update of a step whose gradients are not finite: {percent(lost)} of the work "
         "has no effect",
-        size_s=share_of(context.row.step, lost), code=SCALE,
+        size_s=share_of(context.row.step, lost), share=Estimate(lost, lost, lost, context.row.step.n), code=SCALE,
     )  # fmt: skip
 
 

@@ -29,7 +29,8 @@ def _heavy(phase: Phase, detail: Callable[[CaseContext, Estimate], str]) -> Call
         says = f"{phase.value} takes {percent(seconds.value / context.step_s)} of the step"
         if context.observed:  # the headline has the share
             says = f"the phase {phase.value} of data parallelism in one process"
-        return Evidence(says=says, numbers=detail(context, seconds), size_s=seconds)
+        share = context.share(phase.value) if context.observed else None
+        return Evidence(says=says, numbers=detail(context, seconds), size_s=seconds, share=share)
 
     return when
 
@@ -112,6 +113,7 @@ def _unattributed(context: CaseContext) -> Judgement:
         says="the loop runs code that belongs to no phase" if context.observed else taken,
         numbers=f"no phase covers {time(seconds.value)}",
         size_s=seconds,
+        share=context.share(UNATTRIBUTED) if context.observed else None,
     )
 
 

@@ -159,6 +159,20 @@ class CaseContext:
         value = sum(self.row.phases.get(name, 0.0) for name in names)
         return around(value, stats.median(self._series(self.case, names)))
 
+    def share(self, *names: str) -> Estimate:
+        """Return the fraction of the step that the phases `names` take together, with an interval.
+
+        The fraction varies less than the seconds if a disturbance slows all phases of a step.
+        """
+        value = sum(self.row.phases.get(name, 0.0) for name in names) / self.step_s
+        all_names = tuple(self.row.phases)
+        mine, whole = self._series(self.case, names), self._series(self.case, all_names)
+        each = {
+            number: [one / total if total else 0.0 for one, total in zip(mine[number], steps, strict=True)]
+            for number, steps in whole.items()
+        }
+        return around(value, stats.median(each))
+
     def excess(self, name: str) -> Estimate | None:
         """Return the seconds per step that the phase `name` takes in excess of perfect scaling; None if unknown."""
         found = self.ideal()
@@ -270,7 +284,8 @@ class Evidence:
     problem in seconds per step; it is None if the problem costs memory but no time. If `measured`, the cost is the
     measured gain of another case, whose `schedule` is "" if it has none. Otherwise the cost is an upper bound of the
     time that a remedy can save. `aside` is not 0 if the problem costs time outside the steps: the fraction of this time
-    in its sum with all steps. `code` and `command` apply the remedy to an observed loop; they are "" if other cases do.
+    in its sum with all steps. `share` is the cost as a fraction of the step; None if it is that of `size_s`. `code` and
+    `command` apply the remedy to an observed loop; they are "" if other cases do.
     """
 
     says: str
@@ -279,6 +294,7 @@ class Evidence:
     measured: bool = False
     schedule: str = ""
     aside: float = 0.0
+    share: Estimate | None = None
     code: str = ""
     command: str = ""
 
