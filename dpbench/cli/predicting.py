@@ -14,8 +14,8 @@ import click
 
 from dpbench.cli import shapes
 from dpbench.cli.config import EXITS, Documented
-from dpbench.cli.options import EXIT_FAILED, EXIT_USAGE, Names, Numbers, Schedules, json_option, patience_option
-from dpbench.cli.showing import print_answers
+from dpbench.cli.options import EXIT_FAILED, EXIT_USAGE, STORE, Names, Numbers, Schedules, json_option, patience_option
+from dpbench.cli.showing import choose, print_answers
 from dpbench.records import UNATTRIBUTED, Case, Source, Step, Trial, ledger, schedule, words
 from dpbench.records.words import aligned
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from dpbench.predict.scoring.published import Excluded
     from dpbench.predict.scoring.score import ScoreLine
     from dpbench.predict.stored import Stored
+    from dpbench.predict.watched import Loop
     from dpbench.predict.what_if import WhatIf
     from dpbench.records.machine import Machine
 
@@ -209,8 +210,9 @@ DEVICES = (1, 2, 4, 8)
 @click.option("--precision", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True)
 @click.option("--step-s", type=click.FloatRange(min=0, min_open=True), help="Measured seconds of a step on one device.")
 @click.option(
-    "--from", "measured", type=click.Path(path_type=Path, exists=True),
-    help="A results file with steps of the strategy `single` that were measured on one device of this machine.",
+    "--from", "measured",
+    help="A results file with steps of the strategy `single` that were measured on one device of this machine; or, "
+    "without --models, a watched or imported run: FILE, FILE:RUN, or a run of dpbench.db.",
 )  # fmt: skip
 @click.option(
     "--bus", metavar="GB/S|FILE",
@@ -244,34 +246,43 @@ def predict(table: Path | None, as_json: bool, all_rows: bool, **options: Any) -
     from dpbench.analysis.answer import answers
     from dpbench.analysis.summary import rows
     from dpbench.hardware.provenance import Resources
-    from dpbench.predict import cases, stored, what_if
+    from dpbench.predict import cases, counts, stored, what_if
     from dpbench.predict.cases import needs
     from dpbench.records import machine
 
     models = (*options["models"], *options["own"])
+    path, run = _source(options["measured"]) if options["measured"] else (None, None)
+    loop = _loop(path, run) if path and not models else None
+    models = (loop.case.model,) if loop else models
     if not options["machine_name"] or not models:
         raise click.UsageError(
             "give --machine and --models, such as --machine dgx-a100 --models resnet50; or give --score FILE"
         )
+    if run and not loop:
+        raise click.UsageError("--models takes its measured steps from a whole file: give --from FILE without a run")
     described = machine.load(options["machine_name"])
     if options["bus"]:
         described = _with_bus(described, options["bus"])
     batches = {name: options[name] for name in ("batch_sizes", "batch_per_device")}
     if not any(batches.values()):
-        batches["batch_per_device"] = (32,)
+        batches |= {"batch_sizes": (loop.case.batch_size,)} if loop else {"batch_per_device": (32,)}
+    precision = loop.case.precision if loop else options["precision"]
+    one = loop.on(described) if loop else None  # refuses a loop without the facts that are needed
     asked = cases.sweep(
         models, "cpu" if described.logical else "cuda",
         strategies=options["strategies"] or cases.strategies(described),
         devices=options["devices"] or tuple(n for n in DEVICES if n <= cases.most_devices(described)),
         schedules=tuple(one for given in options["schedules"] for one in given) or ("reference",),
-        size=options["size"], precision=options["precision"], **batches,
+        size=options["size"], precision=precision, **batches,
     )  # fmt: skip
     # only ddp runs on more than one node; if no case is left, keep all, because the predictor gives the reason
     asked = [case for case in asked if case.traits.ranks or case.devices <= described.gpu.count] or asked
     _check(described, options)
     samples = next(iter(batches["batch_per_device"] or batches["batch_sizes"]))
     known = (options["step_s"], samples) if options["step_s"] else None
-    steps = stored.read(options["measured"], asked, described) if options["measured"] else {}
+    steps = stored.read(path, asked, described) if path and not one else {}
+    if one:
+        steps = {counts.key(case): one for case in asked}
     predictor = cases.Predictor(
         described, given=known, by_formula=options["quick"], measured={key: one.profile for key, one in steps.items()}
     )
@@ -309,6 +320,40 @@ def _with_bus(described: Machine, given: str) -> Machine:
         return replace(described, collective=nccl.collective(given))
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--bus") from None
+
+
+def _source(asked: str) -> tuple[Path, str | None]:
+    """Return the results file and the run that --from names; None for the newest run.
+
+    Raises UsageError if there is no such file.
+    """
+    name, _, run = asked.rpartition(":")
+    if Path(asked).is_file():
+        return Path(asked), None
+    if name and Path(name).is_file():
+        return Path(name), run
+    if STORE.is_file():
+        return STORE, asked
+    raise click.UsageError(f"--from {asked}: there is no such file, and no {STORE} that could have such a run")
+
+
+def _loop(path: Path, run: str | None) -> Loop:
+    """Return the observed loop of a run; without `run`, that of the newest run that has one.
+
+    Raises UsageError if there is none.
+    """
+    from dpbench.predict import watched
+    from dpbench.store import Store
+
+    with Store.read(path) as opened:
+        for one in [choose(opened.runs(), run)] if run else opened.runs():
+            if found := watched.of_run(opened.trials(one.id), one.provenance):
+                return found
+    what = f"the run {run}" if run else f"{path}"
+    raise click.UsageError(
+        f"--from: {what} has no watched or imported loop: give --models or --model as well, to use the steps of "
+        "the strategy single"
+    )
 
 
 def _print(

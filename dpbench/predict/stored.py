@@ -87,12 +87,14 @@ class Stored:
     batches: tuple[int, ...]
     wanted: str
     """The name of the device on the described machine."""
+    basis: str = "the step on one device was MEASURED"
+    """A clause on the origin of the seconds."""
 
     @property
     def words(self) -> str:
         """Return the origin of the profile as text, with a warning if the described machine has another device."""
         sizes = ", ".join(map(str, self.batches))
-        said = f"{self.profile.model}: the step on one device was MEASURED on {self.device} at batch sizes {sizes}"
+        said = f"{self.profile.model}: {self.basis} on {self.device} at batch sizes {sizes}"
         # the first word with a digit identifies a GPU: 3090, A100, T4
         mark = next((word for word in self.wanted.split() if any(c.isdigit() for c in word)), self.wanted)
         other = mark.lower() not in self.device.lower()
@@ -115,7 +117,7 @@ def read(path: Path, cases: Sequence[Case], machine: Machine) -> dict[counts.Key
             known |= {_setting(trial.case) for trial in trials}
             for key, case in wanted.items():
                 if key not in found and (mine := [trial for trial in trials if _setting(trial.case) == _setting(case)]):
-                    found[key] = _stored(case, mine, _device(run.provenance, case), machine)
+                    found[key] = _stored(case, mine, device_of(run.provenance, case), machine)
             if len(found) == len(wanted):
                 return found
     missing = next(case for key, case in wanted.items() if key not in found)
@@ -168,7 +170,7 @@ def _stored(case: Case, trials: Sequence[Trial], device: str, machine: Machine) 
     return Stored(of_trials(counts.of(case), trials), device, batches, machine.gpu.name)
 
 
-def _device(facts: Mapping[str, Any], case: Case) -> str:
+def device_of(facts: Mapping[str, Any], case: Case) -> str:
     """Return the name of the GPU or processor on which a run was measured, from the run's provenance `facts`."""
     if case.device_kind == "cuda":
         return str(next((gpu.get("name") for gpu in (facts.get("gpus") or {}).get("gpus") or ()), "a GPU"))
