@@ -9,6 +9,9 @@
     run.frame                                       # one row per case; also run.steps, run.phases, run.samples
     run.report("report.html")
 
+    with dp.watch("dpbench.db"):                    # record the steps of your own training loop
+        ...
+
 The engine (`DataParallel`, `TrainStep` and the functions of torch.nn.parallel) trains models in your own code. All
 names are imported on first use, so that `import dpbench` imports neither torch nor pandas.
 """
@@ -25,6 +28,7 @@ __all__ = [
     "run",
     "load",
     "open_trials",
+    "watch",
     "Run",
     "DataParallel",
     "TrainStep",
@@ -50,14 +54,16 @@ if TYPE_CHECKING:
         replicate,
         scatter,
     )
+    from dpbench.observe.watching import watch
 
-_API = ("run", "load", "open_trials", "Run")
+_HOMES = dict.fromkeys(("run", "load", "open_trials", "Run"), "dpbench.api") | {"watch": "dpbench.observe.watching"}
+"""The modules of the names that are not in `dpbench.engine`."""
 
 
 def __getattr__(name: str) -> Any:
     """Import and return the object `name` of the interface; raise AttributeError if `name` is not in `__all__`."""
     if name in __all__:
-        return getattr(import_module("dpbench.api" if name in _API else "dpbench.engine"), name)
+        return getattr(import_module(_HOMES.get(name, "dpbench.engine")), name)
     raise AttributeError(f"module 'dpbench' has no attribute {name!r}")
 
 

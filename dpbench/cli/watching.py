@@ -1,0 +1,70 @@
+"""Watching: the command `dpbench watch`, which runs a training script unchanged and records its steps."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+import click
+
+from dpbench.cli.config import Documented
+from dpbench.cli.options import EXIT_FAILED, EXIT_USAGE, STORE, Tag
+from dpbench.cli.showing import choose, print_answers, print_notes, print_table, print_warnings, report_of, write_report
+
+
+@click.command(
+    cls=Documented,
+    short_help="Run a training script unchanged, and record its steps.",
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    exits={0: "the script ended", EXIT_USAGE: "wrong usage", EXIT_FAILED: "the script took no steps that can be seen"},
+)
+@click.option("-m", "module", is_flag=True, help="SCRIPT is the name of a module, as for python -m.")
+@click.option(
+    "--output", "--store", "store", type=click.Path(path_type=Path), default=STORE, show_default=True,
+    help="The results file.",
+)  # fmt: skip
+@click.option("--name", default="", help="A name for the run, with which other commands find it: @NAME.")
+@click.option("--tag", type=Tag(), multiple=True, help="A tag that is stored with the run; may be repeated.")
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def watch(
+    script: str, arguments: tuple[str, ...], module: bool, store: Path, name: str, tag: tuple[tuple[str, str], ...]
+) -> None:
+    """Run a training script in this process, unchanged, and store its steps and their phases as a run.
+
+    Options for dpbench come before SCRIPT; all words after it belong to the script. The exit code is that of the
+    script.
+    """
+    from dpbench.observe.script import run
+    from dpbench.observe.watching import watch as watching
+
+    if not module and not Path(script).is_file():
+        raise click.UsageError(f"there is no script {script}; for a module, give -m and its name")
+    command = shlex.join(["dpbench", "watch", *(["-m"] if module else []), script, *arguments])
+    live = sys.stderr if sys.stderr.isatty() else None
+    with watching(store, name=name, tags=dict(tag), script=Path(script).name, command=command, live=live) as result:
+        code = run(script, arguments, module=module)
+    for problem in result.unknown:
+        click.echo(f"note: {problem}", err=True)
+    if result.run_id:
+        _show(store, result.run_id)
+    else:
+        click.echo("error: dpbench saw no step of training: nothing is stored", err=True)
+    sys.exit(code or (0 if result.run_id else EXIT_FAILED))
+
+
+def _show(store: Path, run_id: str) -> None:
+    """Print the answers and the table of a run, and write its page, as `dpbench run` does."""
+    from dpbench.store import Store
+
+    with Store.read(store) as opened:
+        chosen = choose(opened.runs(), run_id)
+        shown = report_of(chosen, opened.summaries(run_id))
+    written = write_report(None, shown)
+    print_warnings(shown)
+    where = [] if store == STORE else ["--store", str(store)]
+    print_answers(shown.answers, shlex.join(["dpbench", "explain", "--run", chosen.id[:8], *where]))
+    print_table(shown)
+    print_notes(shown)
+    click.echo(f"report: {written}   store: {store}   run: {run_id[:8]}", err=True)

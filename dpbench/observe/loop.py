@@ -1,0 +1,244 @@
+"""Loop: the steps and the phases of a watched training loop, from the intervals of its recorder.
+
+A step consists of the intervals up to the one that the slowest optimizer ended: in a loop with several optimizers, this
+is the one that steps most rarely, and of several such optimizers the one that first stepped last. Evaluation and
+checkpoints belong to no step: a step in whose interval they ran begins with the first work of training after them.
+
+Some phases have no seam at one of their ends, and are defined by their neighbours:
+
+- `loss` is the time from the end of the forward to the beginning of backward, except for spans inside it.
+- `clip` begins when backward ends.
+- Without a DataLoader, `data` is the time from the end of a step to its first transfer or forward.
+- Without an optimizer, `optimizer` is the time from the end of backward to the end of the last block without gradients
+  before the next batch, or to the next batch if there is none.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from dpbench.observe.recorder import ASIDE, BY_HAND, CHECKPOINT, EVALUATION, OWN, Interval, Raw, Seen
+from dpbench.records import HOST, Phase, Span, Step
+from dpbench.records.observed import Unknown
+from dpbench.records.words import count
+
+LONGEST = 16
+"""The largest number of updates in one step of a loop with several optimizers; with more, each update is a step."""
+TRAINING = frozenset({Phase.DATA, Phase.SCATTER, Phase.REPLICATE, Phase.FORWARD})
+"""The phases with which the training part of a step begins."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    """The steps of a loop, with the spans and the places of reads of each step, and the facts that follow from them."""
+
+    steps: tuple[Step, ...]
+    spans: tuple[Span, ...]
+    reads: tuple[frozenset[str], ...]
+    updates: int
+    evaluation_s: float
+    checkpoint_s: float
+    loader_workers: int
+    unknown: tuple[Unknown, ...]
+
+
+def of(intervals: Sequence[Interval], asides: Sequence[Raw], seen: Seen, clock: str = "host", first: int = 0) -> Loop:
+    """Return the steps of a loop; all moments are seconds on the clock of `time.perf_counter`.
+
+    `asides` are the evaluations and checkpoints outside of `intervals`. `first` is the index of the first device of
+    this process among those of all ranks.
+    """
+    unknown = dict(seen.unknown)
+    ended = [one for one in intervals if one.owner != BY_HAND]
+    groups = list(_groups(intervals, _slowest(ended, unknown) if ended else BY_HAND))
+    timed = [group for group in groups if group[0].start is not None]
+    spans_of = [[_spans(one, by_hand=not ended) for one in group] for group in groups]
+    inside = _in_step([[raw for part in parts for raw in part] for parts in spans_of], seen)
+    rows = [_judged([raw for part in parts for raw in part], inside) for parts in spans_of]
+    source, evaluated = _sources(rows)
+    loaded = any(raw.kind == Phase.DATA for raws in rows for raw in raws)
+    steps: list[Step] = []
+    spans: list[Span] = []
+    reads: list[frozenset[str]] = []
+    aside = list(asides)
+    updates: Counter[int] = Counter()
+    for group, recorded in zip(groups, rows, strict=True):
+        start, raws = group[0].start, recorded
+        if start is None:
+            continue
+        apart = [raw for raw in raws if raw.kind in ASIDE]
+        aside += apart
+        if apart:
+            start = _trimmed(raws, evaluated, group[-1].end)
+            raws = [raw for raw in raws if raw.kind not in ASIDE and raw.start >= start]
+        if not loaded:
+            raws = [*_unloaded(raws, start), *raws]
+        if start >= group[-1].end:  # nothing of the step came after the evaluation
+            continue
+        devices = range(first, first + seen.devices)
+        number = len(steps)
+        steps.append(Step(group[-1].end - start, False, group[-1].end))
+        spans += [
+            Span(number, Phase(raw.kind), device, "host" if device == HOST else clock, raw.start, raw.end)
+            for raw in raws
+            for device in (
+                devices if raw.device == OWN else (raw.device if raw.device == HOST else first + raw.device,)
+            )
+        ]
+        reads.append(frozenset(raw.note for raw in raws if raw.kind == Phase.READ and raw.note))
+        updates[sum(_last_of(raws, at) for at in range(len(raws)))] += 1
+    if steps and not ended:
+        unknown["the loop has no torch.optim optimizer: a step ends where the script next takes a batch or calls a "
+                "module after backward, and `optimizer` is the time since backward"] = len(steps)  # fmt: skip
+    if steps and not loaded:
+        unknown["the loop has no DataLoader: `data` is the time from the end of a step to its first transfer or "
+                "forward"] = len(steps)  # fmt: skip
+    missing = sum(not any(raw.kind == Phase.BACKWARD for raw in raws) for raws in rows)
+    if missing and timed:
+        unknown["a step without a call of backward: its gradients come from a place that dpbench does not see"] = (
+            missing
+        )
+    return Loop(
+        steps=tuple(steps), spans=tuple(spans), reads=tuple(reads),
+        updates=updates.most_common(1)[0][0] if updates else 1,
+        evaluation_s=sum(raw.end - raw.start for raw in aside if raw.kind == EVALUATION),
+        checkpoint_s=sum(raw.end - raw.start for raw in aside if raw.kind == CHECKPOINT),
+        loader_workers=seen.loaders.get(source, 0) if loaded else -1,
+        unknown=tuple(Unknown(problem=problem, steps=steps) for problem, steps in unknown.items()),
+    )  # fmt: skip
+
+
+def _slowest(ended: Sequence[Interval], unknown: dict[str, int]) -> int:
+    """Return the id of the optimizer whose steps end the steps of the loop; 0 if every optimizer's step does.
+
+    A loop in which this optimizer steps too rarely is added to `unknown`, which has the number of steps by problem.
+    """
+    updates = Counter(one.owner for one in ended)
+    first = list(updates)  # in the order of their first steps
+    slowest = min(reversed(first), key=lambda owner: updates[owner])
+    if len(ended) > LONGEST * updates[slowest]:
+        unknown[f"{count(len(updates), 'optimizer')} step in no short period: every update counts as a step"] = len(
+            ended
+        )
+        return BY_HAND
+    return slowest
+
+
+def _groups(intervals: Sequence[Interval], slowest: int) -> Iterator[list[Interval]]:
+    """Yield the intervals of each step; intervals that are not consecutive never share a step.
+
+    `slowest` is the id of the optimizer that ends a step; 0 if every interval is a step.
+    """
+    group: list[Interval] = []
+    for one in intervals:
+        if group and one.number != group[-1].number + 1:
+            group = []
+        group.append(one)
+        if slowest in (BY_HAND, one.owner):
+            yield group
+            group = []
+
+
+def _spans(interval: Interval, *, by_hand: bool) -> list[Raw]:
+    """Return the spans of an interval, with those added that are defined by their neighbours; in order of time."""
+    ordered = sorted(interval.spans, key=lambda raw: (raw.start, raw.end))
+    found: list[Raw] = []
+    for at, raw in enumerate(ordered):
+        if raw.kind == Phase.BACKWARD:
+            found += _between(ordered, _last(ordered, at, Phase.FORWARD), at, Phase.LOSS)
+        elif raw.kind == Phase.CLIP:
+            found += _between(ordered, _last(ordered, at, Phase.BACKWARD, Phase.CLIP), at, Phase.CLIP)
+        elif raw.kind == Phase.FORWARD:
+            since = _last(ordered, at, Phase.FORWARD, Phase.BACKWARD)
+            if since is not None and any(one.kind == Phase.LOSS for one in ordered[since:at]):
+                found += _between(ordered, since, at, Phase.LOSS)
+    if by_hand and interval.start is not None:
+        closing = Raw(Phase.OPTIMIZER, interval.end, interval.end)
+        since = _last([*ordered, closing], len(ordered), Phase.BACKWARD, Phase.CLIP)
+        found += _between([*ordered, closing], since, len(ordered), Phase.OPTIMIZER)
+    return sorted([*ordered, *found], key=lambda raw: (raw.start, raw.end))
+
+
+def _last(ordered: Sequence[Raw], before: int, *kinds: str) -> int | None:
+    """Return the index of the last span of one of the kinds before the index `before`; None if there is none."""
+    return next((at for at in range(before - 1, -1, -1) if ordered[at].kind in kinds), None)
+
+
+def _between(ordered: Sequence[Raw], since: int | None, until: int, kind: str) -> Iterator[Raw]:
+    """Yield spans of a kind that fill the gaps between the spans with the indices `since` to `until`."""
+    if since is None:
+        return
+    reach = ordered[since].end
+    for raw in ordered[since + 1 : until + 1]:
+        if raw.start > reach:
+            yield Raw(kind, reach, raw.start)
+        reach = max(reach, raw.end)
+
+
+def _last_of(raws: Sequence[Raw], at: int) -> bool:
+    """Return whether the span with the index `at` is the last part of a call of backward.
+
+    A backward on several devices has a span on each.
+    """
+    one = raws[at]
+    return one.kind == Phase.BACKWARD and one.device in (OWN, 0)
+
+
+def _in_step(rows: Sequence[Sequence[Raw]], seen: Seen) -> frozenset[int]:
+    """Return the ids of the modules whose forwards without gradients belong to the steps, such as a teacher's.
+
+    Such a module is never trained, and more than half of the steps call it.
+    """
+    calls = Counter(note for raws in rows for note in {raw.note for raw in raws if raw.kind == EVALUATION})
+    return frozenset(note for note, number in calls.items() if note not in seen.trained and number > len(rows) / 2)
+
+
+def _judged(raws: Sequence[Raw], inside: frozenset[int]) -> list[Raw]:
+    """Return the spans, with the evaluations of the modules `inside` as forward."""
+    return [raw._replace(kind=Phase.FORWARD) if raw.kind == EVALUATION and raw.note in inside else raw for raw in raws]
+
+
+def _sources(rows: Sequence[Sequence[Raw]]) -> tuple[int, frozenset[int]]:
+    """Return the id of the dataset of training, and the ids of those that only evaluations read."""
+    trained: Counter[int] = Counter()
+    evaluated: set[int] = set()
+    for raws in rows:
+        source = 0
+        for raw in raws:
+            if raw.kind == Phase.DATA:
+                source = raw.note
+            elif raw.kind == EVALUATION:
+                evaluated.add(source)
+            elif raw.kind == Phase.FORWARD:
+                trained[source] += 1
+    source = max(trained, key=lambda one: (one != 0, trained[one]), default=0)
+    return source, frozenset(evaluated - {source} - {one for one, times in trained.items() if times > 1})
+
+
+def _trimmed(raws: Sequence[Raw], evaluated: frozenset[int], end: float) -> float:
+    """Return the start of a step that began with an evaluation or a checkpoint: the first work of training after it."""
+    last: float = max(raw.end for raw in raws if raw.kind in ASIDE)
+    training: list[float] = [
+        raw.start
+        for raw in raws
+        if raw.start >= last and raw.kind in TRAINING and not (raw.kind == Phase.DATA and raw.note in evaluated)
+    ]
+    return min(training, default=min(last, end))
+
+
+def _unloaded(raws: Sequence[Raw], start: float) -> Iterator[Raw]:
+    """Yield spans of `data` for the gaps from the start of a step to its first transfer or forward."""
+    reach = start
+    for raw in raws:
+        if raw.start > reach:
+            yield Raw(Phase.DATA, reach, raw.start, HOST)
+        if raw.kind in (Phase.SCATTER, Phase.FORWARD, Phase.REPLICATE):
+            return
+        reach = max(reach, raw.end)
+
+
+def with_warmup(loop: Loop, warm: int) -> Loop:
+    """Return the loop with its first `warm` steps flagged as warm-up."""
+    return replace(loop, steps=tuple(replace(step, warmup=at < warm) for at, step in enumerate(loop.steps)))

@@ -1,0 +1,214 @@
+"""Modules: find the outermost modules of a training loop, and record their calls as forward, loss or evaluation.
+
+An outermost module is called by the script and not by another module. It gets forward hooks when it is found. To find
+it, `Module.__call__` is replaced for a while: at first, when an iterator of a DataLoader starts, and after updates
+whose number is a power of two. The replacement takes itself away while an outermost module runs, so that the calls of
+inner modules are never slower and torch.compile traces the original.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from dpbench.engine import DataParallel
+from dpbench.observe.recorder import EVALUATION, OWN, WITHIN, Recorder
+from dpbench.records import Phase
+
+LOOKS = 3
+"""The number of updates during which new outermost modules are looked for."""
+SCATTERS = (("scatter", Phase.SCATTER), ("replicate", Phase.REPLICATE), ("parallel_apply", Phase.FORWARD))
+
+
+class Outermost:
+    """The outermost modules that were found, with their hooks."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._known: dict[int, tuple[nn.Module, list[Any]]] = {}
+        self._opened: list[bool] = []
+        self._original = nn.Module.__call__
+        self._until = LOOKS
+        self._looking = False
+
+    @contextmanager
+    def installed(self) -> Iterator[Outermost]:
+        """Look for outermost modules; on exit, remove all hooks."""
+        self.look()
+
+        def updated(ends: Any) -> None:
+            number = len(ends)
+            if number & (number - 1) == 0:
+                self.look()
+            elif self._looking and number > self._until:
+                self._call(self._original)
+
+        self._recorder.listeners.append(updated)
+        try:
+            yield self
+        finally:
+            self._call(self._original)
+            self._unhook()
+
+    def look(self) -> None:
+        """Look for outermost modules during the next updates."""
+        self._until = len(self._recorder.ends) + LOOKS
+        self._call(self._finding)
+
+    def _call(self, function: Callable[..., Any]) -> None:
+        looking = function is not self._original
+        if looking != self._looking:
+            nn.Module.__call__ = function if looking else self._original  # type: ignore[method-assign]
+            self._looking = looking
+
+    @property
+    def _finding(self) -> Callable[..., Any]:
+        original, known, recorder = self._original, self._known, self._recorder
+
+        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if not recorder.mine or recorder.inside:
+                return original(module, *args, **kwargs)
+            if id(module) not in known:
+                self._hook(module)
+            self._call(original)
+            try:
+                return original(module, *args, **kwargs)
+            finally:
+                self._call(self._finding)
+
+        return call
+
+    def _hook(self, module: nn.Module) -> None:
+        """Record the calls of a module from now on."""
+        before = functools.partial(_before, self)
+        after = functools.partial(_after, self)
+        hooks: list[Any] = [
+            module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
+            module.register_forward_hook(after, with_kwargs=True, always_call=True),
+        ]
+        self._known[id(module)] = (module, hooks)
+        seen = self._recorder.seen
+        if type(module).__name__ == "OptimizedModule":
+            seen.compiled = True
+        if isinstance(module, nn.DataParallel):
+            seen.wrapper, seen.threads, seen.devices = type(module).__name__, True, max(1, len(module.device_ids))
+            hooks.append(_marked(module, self._recorder))
+        elif isinstance(module, DataParallel):
+            seen.wrapper, seen.threads, seen.devices = type(module).__name__, True, max(1, len(module.devices))
+        elif isinstance(module, nn.parallel.DistributedDataParallel) or _sharded(module):
+            seen.wrapper, seen.ranks = type(module).__name__, True
+
+    def _unhook(self) -> None:
+        for _, hooks in self._known.values():
+            for hook in hooks:
+                hook.remove()
+        self._known.clear()
+
+    def without_hooks(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `function` so that no module has a hook of dpbench while it runs: hooks would be pickled."""
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._recorder.mine and not self._recorder.inside:
+                self._unhook()
+                self.look()
+            return function(*args, **kwargs)
+
+        return call
+
+
+def _before(outermost: Outermost, module: Any, args: Any, kwargs: Any) -> None:
+    recorder = outermost._recorder
+    if not recorder.mine:
+        return
+    outermost._opened.append(recorder.begin(_kind(recorder, module, args), id(module)))
+
+
+def _after(outermost: Outermost, module: Any, args: Any, kwargs: Any, output: Any) -> None:
+    recorder = outermost._recorder
+    if not recorder.mine or not outermost._opened:
+        return
+    if outermost._opened.pop():
+        recorder.end()
+        if not recorder.seen.model and id(module) in recorder.seen.trained:
+            recorder.seen.model = facts(module, args, kwargs, output)
+
+
+def _kind(recorder: Recorder, module: Any, args: Any) -> str:
+    """Return the kind of a call of an outermost module.
+
+    A module without parameters that gets a tensor with a gradient is a loss, or another function of outputs.
+    """
+    grad = torch.is_grad_enabled()
+    if not module.training and not grad:
+        return EVALUATION
+    if module.__class__.__module__ == "torch.nn.modules.loss":
+        return Phase.LOSS
+    if next(module.parameters(), None) is None:
+        if grad and any(isinstance(one, torch.Tensor) and one.requires_grad for one in args):
+            return Phase.LOSS
+    elif grad:
+        seen = recorder.seen
+        seen.trained.add(id(module))
+        leaf = next((one for one in args if isinstance(one, torch.Tensor) and one.dim()), None)
+        if leaf is not None:
+            seen.rows[len(leaf)] += 1
+    if isinstance(module, (DataParallel, nn.DataParallel)) and recorder.seen.devices > 1:
+        return WITHIN
+    return Phase.FORWARD
+
+
+def facts(module: nn.Module, args: Any, kwargs: Any, output: Any) -> dict[str, float]:
+    """Return the numbers and bytes of a module's tensors, and the bytes of a call's inputs and outputs per row."""
+    parameters, buffers = list(module.parameters()), list(module.buffers())
+    inputs = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor) and one.dim()]
+    outputs = [one for one in tree_leaves(output) if isinstance(one, torch.Tensor)]
+    rows = len(inputs[0]) if inputs else 1
+    return {
+        "modules": sum(1 for _ in module.modules()),
+        "buffer_tensors": len(buffers),
+        "parameter_tensors": len(parameters),
+        "parameter_bytes": sum(p.nbytes for p in parameters),
+        "trainable_bytes": sum(p.nbytes for p in parameters if p.requires_grad),
+        "buffer_bytes": sum(b.nbytes for b in buffers),
+        "input_bytes": sum(one.nbytes for one in inputs) / rows,
+        "output_bytes": sum(one.nbytes for one in outputs) / rows,
+    }
+
+
+def _sharded(module: nn.Module) -> bool:
+    """Return whether FSDP2 (`fully_shard`) has sharded a module."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(module, FSDPModule)
+
+
+class _marked:  # noqa: N801
+    """The marks of a torch.nn.DataParallel around its methods; `remove` takes them away."""
+
+    def __init__(self, module: Any, recorder: Recorder) -> None:
+        self._module = module
+        for name, phase in (*SCATTERS, ("gather", Phase.GATHER)):
+            setattr(module, name, self._around(getattr(module, name), phase, recorder))
+
+    def _around(self, was: Callable[..., Any], phase: Phase, recorder: Recorder) -> Callable[..., Any]:
+        @functools.wraps(was)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            start = recorder.now()
+            try:
+                return was(*args, **kwargs)
+            finally:
+                recorder.add(phase, start, recorder.now(), 0 if phase is Phase.GATHER else OWN)
+
+        return call
+
+    def remove(self) -> None:
+        """Take the marks away."""
+        for name in ("scatter", "replicate", "parallel_apply", "gather"):
+            self._module.__dict__.pop(name, None)

@@ -1,0 +1,289 @@
+"""Recorder: the log of a watched training loop, which the seams in torch fill while the script runs.
+
+The log has one interval per update of the weights, from the end of an optimizer's step to the end of the next one. An
+interval has the spans that the seams recorded: the kind of work, its start and its end. `observe.loop` turns intervals
+into steps and phases after the script has ended, so that the script waits for as little as possible.
+
+Only the thread that started the recorder records. A seam inside another seam belongs to the outer one, except for the
+pairs in `INTERRUPTS`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from dpbench.records import HOST, Phase
+
+EVALUATION, CHECKPOINT, WITHIN = "evaluation", "checkpoint", "within"
+"""The kinds of spans that are no phases: evaluation, saving a checkpoint, and a wrapper that records its own phases."""
+OWN = -2
+"""The device of a span that occupies every device of this process."""
+BY_HAND = 0
+"""The owner of an interval that no optimizer ended: the script updated the weights by itself, or this is not known."""
+SPANS = 40_000
+"""The number of spans after which the recorder keeps only a sample of the intervals."""
+BLOCK = 32
+"""The number of consecutive intervals that are kept or left out together."""
+GOLDEN = 0.6180339887498949
+"""The fractional part of the golden ratio: its multiples, modulo 1, spread evenly and follow no period of the loop."""
+
+PINNED_READS = 8
+"""The number of updates during which the recorder asks whether copied tensors are in pinned memory."""
+
+_CLOSURE = frozenset({Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.DATA, Phase.SCATTER, Phase.CLIP, EVALUATION})
+INTERRUPTS: dict[str, frozenset[str]] = {
+    Phase.FORWARD: frozenset({Phase.READ}),
+    Phase.LOSS: frozenset({Phase.READ}),
+    EVALUATION: frozenset(),
+    Phase.OPTIMIZER: _CLOSURE,  # the closure of LBFGS runs inside the optimizer's step
+}
+"""The kinds of inner spans that interrupt an outer span of the given kind, and are recorded apart from it."""
+ASIDE = frozenset({EVALUATION, CHECKPOINT})
+"""The kinds that belong to no step; they are recorded also in intervals that are not kept."""
+_BETWEEN_EVALUATIONS = frozenset({Phase.DATA, Phase.SCATTER, Phase.READ, Phase.LOSS})
+
+
+class Raw(NamedTuple):
+    """A span as a seam recorded it; `start` and `end` are moments of the recorder's clock (`Recorder.now`).
+
+    `note` depends on the kind: the id of the dataset for data, the place in the script for reads, and the id of the
+    module for forward and evaluation.
+    """
+
+    kind: str
+    start: Any
+    end: Any
+    device: int = OWN
+    note: Any = None
+
+
+class Interval(NamedTuple):
+    """The time from one update of the weights to the next; `owner` is the id of the optimizer that ended it.
+
+    `start` is None for the first interval, because nothing marks the beginning of its step.
+    """
+
+    number: int
+    owner: int
+    start: Any
+    end: Any
+    spans: list[Raw]
+
+
+@dataclass
+class Seen:
+    """The facts about a loop that the seams collect. Every `dict` has the id of an object of the script as its key."""
+
+    wrapper: str = ""
+    threads: bool = False
+    devices: int = 1
+    ranks: bool = False
+    optimizers: dict[int, str] = field(default_factory=dict)
+    loaders: dict[int, int] = field(default_factory=dict)
+    trained: set[int] = field(default_factory=set)
+    rows: Counter[int] = field(default_factory=Counter)
+    model: dict[str, float] = field(default_factory=dict)
+    precision: str = "fp32"
+    compiled: bool = False
+    device_kind: str = "cpu"
+    pinned: bool | None = None
+    skipped: int = 0
+    unknown: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Open:
+    kind: str
+    start: Any
+    note: Any
+
+
+class Recorder:
+    """The log of one loop; `start` and `stop` are called by `observe.watching`, all other methods by the seams."""
+
+    def __init__(self, clock: Callable[[], Any] = time.perf_counter, spans: int = SPANS) -> None:
+        self.now = clock
+        self.seen = Seen()
+        self.intervals: list[Interval] = []
+        self.asides: list[Raw] = []
+        self.ends = array("d")
+        self.listeners: list[Callable[[array[float]], None]] = []
+        """The functions to call after every update, with the times of all updates."""
+        self.kept = True
+        self._thread = threading.get_ident()
+        self._most, self._total, self._full = spans, 0, 0
+        self._stack: list[_Open] = []
+        self._spans: list[Raw] = []
+        self._start: Any = None
+        self._updating: Any = None
+        self._deferred = 0
+        self.active = True
+
+    # -- spans
+
+    def begin(self, kind: str, note: Any = None) -> bool:
+        """Begin a span; return whether it is recorded, in which case `end` must be called.
+
+        A span is not recorded in another thread, inside a span that it does not interrupt, and in an interval that is
+        not kept.
+        """
+        if not self.mine or not (self.kept or kind in ASIDE):
+            return False
+        stack = self._stack
+        if stack:
+            top = stack[-1]
+            if kind not in INTERRUPTS.get(top.kind, ()):
+                return False
+            now = self.now()
+            self._log(top.kind, top.start, now, top.note)
+        else:
+            if self._updating is not None and kind in (Phase.DATA, Phase.SCATTER, Phase.FORWARD, EVALUATION):
+                self._by_hand()
+            now = self.now()
+        stack.append(_Open(kind, now, note))
+        return True
+
+    def end(self) -> None:
+        """End the span that began last."""
+        if not self._stack:  # the recorder was stopped meanwhile
+            return
+        one, now = self._stack.pop(), self.now()
+        self._log(one.kind, one.start, now, one.note)
+        if self._stack:
+            self._stack[-1].start = now
+        if one.kind == Phase.BACKWARD and not self._stack and not self.seen.optimizers:
+            self._updating = now
+
+    def add(self, kind: str, start: Any, end: Any, device: int = OWN, note: Any = None) -> None:
+        """Record a span that has ended, from any thread; an engine or a wrapper measured it itself."""
+        if self.active and self.kept:
+            self._spans.append(Raw(kind, start, end, device, note))
+
+    def note(self, note: Any) -> None:
+        """Set the note of the span that began last."""
+        self._stack[-1].note = note
+
+    def mark(self, phase: Phase, device: int) -> AbstractContextManager[Any]:
+        """Return a context manager that records a phase of dpbench's engine, from any thread."""
+        return _Mark(self, phase, device)
+
+    def waits(self, tensor: Any) -> bool:
+        """Return whether reading a tensor may wait for a device: on a machine with GPUs, only for a tensor on one."""
+        return bool(self.seen.device_kind == "cpu" or tensor.is_cuda)
+
+    def copied(self, tensor: Any, start: Any) -> None:
+        """Record a copy of a tensor of the host to a device, which began at the moment `start`."""
+        self.add(Phase.SCATTER, start, self.now())
+        if len(self.ends) < PINNED_READS:  # a look-up of the driver, and the same in every step
+            self.seen.pinned = bool(tensor.is_pinned())
+
+    def _log(self, kind: str, start: Any, end: Any, note: Any) -> None:
+        if kind == WITHIN:
+            return
+        spans = self._spans
+        if kind == EVALUATION:  # a pass over a data set is one span, also with thousands of batches
+            place = len(spans)
+            while place and spans[place - 1].kind in _BETWEEN_EVALUATIONS:
+                place -= 1
+            if place and spans[place - 1].kind == EVALUATION and spans[place - 1].note == note:
+                start = spans[place - 1].start
+                del spans[place - 1 :]
+        spans.append(Raw(kind, start, end, HOST if kind == Phase.DATA else OWN, note))
+
+    @property
+    def mine(self) -> bool:
+        """Return whether the calling thread is the one that records, and the recorder is active."""
+        return self.active and threading.get_ident() == self._thread
+
+    @property
+    def inside(self) -> str:
+        """Return the kind of the span that is open, or an empty text."""
+        return self._stack[-1].kind if self._stack else ""
+
+    # -- intervals
+
+    def defer(self) -> None:
+        """Let the enclosing seam end the interval, in place of the optimizer's step."""
+        self._deferred += 1
+
+    def undefer(self) -> None:
+        """End the effect of the last call of `defer`."""
+        self._deferred -= 1
+
+    @property
+    def deferred(self) -> bool:
+        """Return whether an enclosing seam ends the interval."""
+        return self._deferred > 0
+
+    def update(self, owner: int, name: str = "") -> None:
+        """End the interval, because the optimizer with the id `owner` has updated the weights."""
+        if name:
+            self.seen.optimizers.setdefault(owner, name)
+        self._updating = None
+        self._tick(owner, self.now())
+
+    def updated_by_hand(self) -> None:
+        """Note that the script has left a block without gradients, in which it may have updated the weights."""
+        if self._updating is not None and not self._stack and self.mine:
+            self._updating = self.now()
+
+    def _by_hand(self) -> None:
+        end, self._updating = self._updating, None
+        self._tick(BY_HAND, end)
+
+    def _tick(self, owner: int, end: Any) -> None:
+        """End the interval at the moment `end`, and decide whether the next one is kept."""
+        number, spans = len(self.ends), self._spans
+        self.ends.append(time.perf_counter())
+        self._spans = []
+        if self.kept:
+            self.intervals.append(Interval(number, owner, self._start, end, spans))
+            self._total += len(spans) + 1
+        else:
+            self.asides += spans
+        self._start = end
+        was, self.kept = self.kept, self._keeps(number + 1)
+        if self.kept and not was:
+            self._start = self.now()
+        for listen in self.listeners:
+            listen(self.ends)
+
+    def _keeps(self, number: int) -> bool:
+        """Return whether the interval `number` is kept: all at first, then blocks that become rarer, without a period.
+
+        The number of kept blocks grows with the logarithm of the number of all blocks.
+        """
+        block = number // BLOCK
+        if not self._full:
+            if self._total < self._most:
+                return True
+            self._full = max(1, block)
+        return block < self._full or (block * GOLDEN) % 1.0 < self._full / block
+
+    def stop(self) -> list[Raw]:
+        """Stop recording; return the spans since the last update."""
+        self.active = False
+        self._stack.clear()
+        return self._spans
+
+
+class _Mark:
+    """The context manager of one phase that an engine marks."""
+
+    __slots__ = ("_device", "_phase", "_recorder", "_start")
+
+    def __init__(self, recorder: Recorder, phase: Phase, device: int) -> None:
+        self._recorder, self._phase, self._device = recorder, phase, device
+
+    def __enter__(self) -> None:
+        self._start = self._recorder.now()
+
+    def __exit__(self, *error: object) -> None:
+        self._recorder.add(self._phase, self._start, self._recorder.now(), self._device)

@@ -1,0 +1,79 @@
+"""Script: run a Python script or module in this process as the interpreter would, and return how it ended."""
+
+from __future__ import annotations
+
+import builtins
+import importlib.machinery
+import runpy
+import sys
+import traceback
+import types
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def run(script: str, arguments: Sequence[str], *, module: bool = False) -> int:
+    """Run a script, or with `module` a module as `python -m` does, and return its exit code.
+
+    The script sees its own `sys.argv`, `sys.path` and `__main__`. An exception is printed as the interpreter prints it,
+    from the script's frames on. Raises FileNotFoundError if there is no such script.
+    """
+    if not module and not Path(script).is_file():
+        raise FileNotFoundError(f"there is no script {script}; for a module, give -m and its name")
+    with _place(script, arguments, module):
+        try:
+            if module:
+                runpy.run_module(script, run_name="__main__", alter_sys=True)
+            else:
+                _run_file(script)
+        except SystemExit as error:
+            return _code(error)
+        except KeyboardInterrupt as error:
+            _print(error)
+            return 130
+        except BaseException as error:
+            _print(error)
+            return 1
+    return 0
+
+
+@contextmanager
+def _place(script: str, arguments: Sequence[str], module: bool) -> Iterator[None]:
+    """Set `sys.argv`, `sys.path` and `__main__` for the script, and restore them afterwards."""
+    argv, path, main = sys.argv, [*sys.path], sys.modules.get("__main__")
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path.cwd()) if module else str(Path(script).resolve().parent))
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = argv, path
+        if main is not None:
+            sys.modules["__main__"] = main
+
+
+def _run_file(script: str) -> None:
+    """Run the file as the module `__main__`."""
+    main = types.ModuleType("__main__")
+    main.__file__ = script
+    main.__builtins__ = builtins  # type: ignore[attr-defined]
+    main.__loader__ = importlib.machinery.SourceFileLoader("__main__", script)
+    sys.modules["__main__"] = main
+    exec(compile(Path(script).read_bytes(), script, "exec"), main.__dict__)
+
+
+def _code(error: SystemExit) -> int:
+    """Return the exit code of the interpreter for a SystemExit; a code that is no number is printed."""
+    if error.code is None or isinstance(error.code, int):
+        return error.code or 0
+    print(error.code, file=sys.stderr)
+    return 1
+
+
+def _print(error: BaseException) -> None:
+    """Print an exception and its traceback without the frames of dpbench and runpy."""
+    at = error.__traceback__
+    ours = {__file__, runpy.__file__, "<frozen runpy>"}
+    while at is not None and at.tb_frame.f_code.co_filename in ours:
+        at = at.tb_next
+    traceback.print_exception(type(error), error, at)

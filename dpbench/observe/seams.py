@@ -1,0 +1,285 @@
+"""Seams: the places in torch at which dpbench watches a training loop, each with what it records.
+
+A seam is a public hook of torch where there is one: the hooks of optimizers and of modules. Everywhere else it is a
+function or a method of torch that is replaced while the loop is watched. Each replacement calls the original with the
+same arguments, draws no random numbers, and does nothing else in other threads and under torch.compile.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed
+import torch.utils.data
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import dataloader
+
+from dpbench.engine import DataParallel, TrainStep
+from dpbench.observe.modules import Outermost
+from dpbench.observe.recorder import CHECKPOINT, WITHIN, Recorder
+from dpbench.records import Phase
+
+TESTED = "2.13"
+"""The version of torch in which every seam is tested."""
+LOSSES = (
+    "binary_cross_entropy", "binary_cross_entropy_with_logits", "cosine_embedding_loss", "cross_entropy", "ctc_loss",
+    "gaussian_nll_loss", "hinge_embedding_loss", "huber_loss", "kl_div", "l1_loss", "margin_ranking_loss", "mse_loss",
+    "multi_margin_loss", "multilabel_margin_loss", "multilabel_soft_margin_loss", "nll_loss", "poisson_nll_loss",
+    "smooth_l1_loss", "soft_margin_loss", "triplet_margin_loss", "triplet_margin_with_distance_loss",
+)  # fmt: skip
+"""The loss functions of torch.nn.functional."""
+READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "__format__", "__repr__")
+"""The methods of a tensor with which the host waits for its value."""
+MOVES = ("to", "cuda")
+"""The methods of a tensor that may copy it to another device."""
+CLIPS = ("clip_grad_norm_", "clip_grad_value_")
+_IGNORED = ("torch", "dpbench.observe", "dpbench.engine")
+"""The packages whose frames are no place in the script."""
+
+
+@contextmanager
+def installed(recorder: Recorder) -> Iterator[None]:
+    """Install all seams for a recorder; on exit, remove every one of them."""
+    with ExitStack() as stack:
+        replace = functools.partial(_replace, stack)
+        outermost = stack.enter_context(Outermost(recorder).installed())
+        _optimizers(recorder, replace, stack)
+        _data(recorder, replace, outermost)
+        _losses(recorder, replace)
+        _tensors(recorder, replace)
+        _engines(recorder, replace)
+        for owner in (nn.utils, nn.utils.clip_grad):
+            for name in CLIPS:
+                replace(owner, name, lambda was: _around(recorder, was, Phase.CLIP))
+        for name in ("backward", "grad"):
+            replace(torch.autograd, name, lambda was: _around(recorder, was, Phase.BACKWARD))
+        replace(torch, "save", lambda was: outermost.without_hooks(_around(recorder, was, CHECKPOINT)))
+        yield
+
+
+def _replace(stack: ExitStack, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Replace an attribute of a module or a class by `make(original)` until the stack is closed."""
+    own = name in vars(owner)
+    was = getattr(owner, name)
+    setattr(owner, name, make(was))
+    stack.callback(setattr, owner, name, was) if own else stack.callback(delattr, owner, name)
+
+
+def _around(recorder: Recorder, was: Callable[..., Any], kind: str) -> Callable[..., Any]:
+    """Return a function that calls `was` inside a span of a kind."""
+
+    @functools.wraps(was)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not recorder.begin(kind):
+            return was(*args, **kwargs)
+        try:
+            return was(*args, **kwargs)
+        finally:
+            recorder.end()
+
+    return call
+
+
+def _optimizers(recorder: Recorder, replace: Callable[..., None], stack: ExitStack) -> None:
+    """Install the seams of optimizers: a step ends an interval, unless a GradScaler or an engine ends it."""
+    open_ones: list[int] = []
+    recorded: list[bool] = []
+
+    def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if recorder.mine:
+            open_ones.append(id(optimizer))
+            recorded.append(recorder.begin(Phase.OPTIMIZER))
+
+    def after(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not recorder.mine or id(optimizer) not in open_ones:
+            return
+        while open_ones.pop() != id(optimizer):  # an inner step that raised has left its entry
+            recorded.pop()
+        if recorded.pop():
+            recorder.end()
+        # a step inside backward updates one parameter, and an optimizer may wrap another one
+        if not open_ones and not recorder.deferred and not recorder.inside:
+            recorder.update(id(optimizer), type(optimizer).__name__)
+
+    stack.callback(register_optimizer_step_pre_hook(before).remove)
+    stack.callback(register_optimizer_step_post_hook(after).remove)
+    zero = lambda was: _around(recorder, was, Phase.OPTIMIZER)  # noqa: E731
+    replace(torch.optim.Optimizer, "zero_grad", zero)
+    replace(nn.Module, "zero_grad", zero)
+    for name in ("unscale_", "update"):
+        replace(torch.amp.GradScaler, name, zero)
+    replace(torch.amp.GradScaler, "step", lambda was: _scaled_step(recorder, was))
+    replace(torch.no_grad, "__exit__", lambda was: _leaving(recorder, was))
+
+
+def _scaled_step(recorder: Recorder, was: Callable[..., Any]) -> Callable[..., Any]:
+    """Return GradScaler.step, which ends an interval also if it skips the optimizer's step."""
+
+    @functools.wraps(was)
+    def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        if not recorder.mine or recorder.deferred:
+            return was(self, optimizer, *args, **kwargs)
+        stepped: list[int] = []
+        hook = optimizer.register_step_post_hook(lambda *_: stepped.append(1))
+        recorder.defer()
+        began = recorder.begin(Phase.OPTIMIZER)
+        try:
+            found = was(self, optimizer, *args, **kwargs)
+        finally:
+            if began:
+                recorder.end()
+            recorder.undefer()
+            hook.remove()
+        recorder.seen.skipped += not stepped
+        if not recorder.inside:
+            recorder.update(id(optimizer), type(optimizer).__name__)
+        return found
+
+    return step
+
+
+def _leaving(recorder: Recorder, was: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the exit of torch.no_grad, inside which a loop without an optimizer updates the weights."""
+
+    @functools.wraps(was)
+    def leave(self: Any, *args: Any) -> Any:
+        found = was(self, *args)
+        if not torch.compiler.is_compiling():
+            recorder.updated_by_hand()
+        return found
+
+    return leave
+
+
+def _data(recorder: Recorder, replace: Callable[..., None], outermost: Outermost) -> None:
+    """Install the seams of DataLoaders: the wait for a batch, and the start of an iterator with its workers."""
+
+    def following(was: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(was)
+        def following(self: Any) -> Any:
+            if not recorder.begin(Phase.DATA, id(self._dataset)):
+                return was(self)
+            try:
+                return was(self)
+            finally:
+                recorder.end()
+
+        return following
+
+    def starting(was: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(was)
+        def starting(self: Any) -> Any:
+            if recorder.mine:
+                recorder.seen.loaders[id(self.dataset)] = self.num_workers
+                outermost.look()
+            if not recorder.begin(Phase.DATA, id(self.dataset)):
+                return was(self)
+            try:
+                return was(self)
+            finally:
+                recorder.end()
+
+        return starting
+
+    replace(dataloader._BaseDataLoaderIter, "__next__", following)
+    replace(torch.utils.data.DataLoader, "__iter__", starting)
+
+
+def _losses(recorder: Recorder, replace: Callable[..., None]) -> None:
+    for name in LOSSES:
+        replace(nn.functional, name, lambda was: _around(recorder, was, Phase.LOSS))
+
+
+def _tensors(recorder: Recorder, replace: Callable[..., None]) -> None:
+    """Install the seams of tensors: copies to a device, and values that the host waits for."""
+
+    def moving(was: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(was)
+        def move(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or not recorder.mine or recorder.inside:
+                return was(self, *args, **kwargs)
+            start = recorder.now()
+            found = was(self, *args, **kwargs)
+            if found.device != self.device:
+                if self.device.type == "cpu":
+                    recorder.copied(self, start)
+                else:
+                    recorder.add(Phase.READ, start, recorder.now(), note=_place("to"))
+            return found
+
+        return move
+
+    def reading(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def make(was: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(was)
+            def read(self: Any, *args: Any, **kwargs: Any) -> Any:
+                if torch.compiler.is_compiling() or not recorder.waits(self) or not recorder.begin(Phase.READ):
+                    return was(self, *args, **kwargs)
+                recorder.note(_place(name))
+                try:
+                    return was(self, *args, **kwargs)
+                finally:
+                    recorder.end()
+
+            return read
+
+        return make
+
+    for name in MOVES:
+        replace(torch.Tensor, name, moving)
+    for name in READS:
+        replace(torch.Tensor, name, reading(name))
+
+
+def _place(what: str) -> str:
+    """Return the place in the script that called a seam, such as `train.py:31 item`."""
+    frame: types.FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_IGNORED):
+        frame = frame.f_back
+    if frame is None:
+        return what
+    file = frame.f_code.co_filename.rpartition("/")[2]
+    return f"{file}:{frame.f_lineno} {what.strip('_')}"
+
+
+def _engines(recorder: Recorder, replace: Callable[..., None]) -> None:
+    """Install the seams of dpbench's engine, which marks its own phases."""
+
+    def marked(was: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(was)
+        def build(self: Any, *args: Any, **kwargs: Any) -> None:
+            if recorder.active:
+                kwargs.setdefault("mark", recorder.mark)
+            was(self, *args, **kwargs)
+
+        return build
+
+    def stepping(was: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(was)
+        def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not recorder.mine:
+                return was(self, *args, **kwargs)
+            recorder.seen.wrapper, recorder.seen.threads = type(self).__name__, True
+            recorder.seen.devices = len(self.devices)
+            recorder.defer()
+            began = recorder.begin(WITHIN)
+            try:
+                return was(self, *args, **kwargs)
+            finally:
+                if began:
+                    recorder.end()
+                recorder.undefer()
+                recorder.update(id(self), type(self).__name__)
+
+        return step
+
+    replace(DataParallel, "__init__", marked)
+    replace(TrainStep, "__init__", marked)
+    replace(TrainStep, "__call__", stepping)
