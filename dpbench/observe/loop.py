@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from dpbench.observe.recorder import ASIDE, BY_HAND, CHECKPOINT, EVALUATION, OWN, Interval, Raw, Seen
+from dpbench.observe.recorder import ASIDE, BY_HAND, CHECKPOINT, EVALUATION, INTERRUPTED, OWN, Interval, Raw, Seen
 from dpbench.records import HOST, Phase, Span, Step
 from dpbench.records.observed import Unknown
 from dpbench.records.words import count
@@ -143,7 +143,7 @@ def _groups(intervals: Sequence[Interval], slowest: int) -> Iterator[list[Interv
 
 def _spans(interval: Interval, *, by_hand: bool) -> list[Raw]:
     """Return the spans of an interval, with those added that are defined by their neighbours; in order of time."""
-    ordered = sorted(interval.spans, key=lambda raw: (raw.start, raw.end))
+    ordered = _without_closures(sorted(interval.spans, key=lambda raw: (raw.start, raw.end)))
     found: list[Raw] = []
     for at, raw in enumerate(ordered):
         if raw.kind == Phase.BACKWARD:
@@ -159,6 +159,21 @@ def _spans(interval: Interval, *, by_hand: bool) -> list[Raw]:
         since = _last([*ordered, closing], len(ordered), Phase.BACKWARD, Phase.CLIP)
         found += _between([*ordered, closing], since, len(ordered), Phase.OPTIMIZER)
     return sorted([*ordered, *found], key=lambda raw: (raw.start, raw.end))
+
+
+def _without_closures(ordered: Sequence[Raw]) -> list[Raw]:
+    """Return the spans without the parts of an optimizer's step in which its closure computes the loss."""
+    found: list[Raw] = []
+    since = 0
+    for raw in ordered:
+        if raw.kind == Phase.FORWARD:
+            since = len(found)
+        elif raw.kind == Phase.BACKWARD and found and found[since].kind == Phase.FORWARD:
+            found[since:] = [
+                one for one in found[since:] if not (one.kind == Phase.OPTIMIZER and one.note == INTERRUPTED)
+            ]
+        found.append(raw)
+    return found
 
 
 def _last(ordered: Sequence[Raw], before: int, *kinds: str) -> int | None:

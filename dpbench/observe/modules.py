@@ -21,8 +21,12 @@ from dpbench.engine import DataParallel
 from dpbench.observe.recorder import EVALUATION, OWN, WITHIN, Recorder
 from dpbench.records import Phase
 
-LOOKS = 3
+LOOKS = 2
 """The number of updates during which new outermost modules are looked for."""
+AGAIN = 64
+"""The number of updates after which they are looked for again, and then whenever the number has doubled."""
+OUTSIDE = ("", Phase.OPTIMIZER)
+"""The open spans in which a call of a module is an outermost one: none, and an optimizer's step with its closure."""
 SCATTERS = (("scatter", Phase.SCATTER), ("replicate", Phase.REPLICATE), ("parallel_apply", Phase.FORWARD))
 
 
@@ -44,7 +48,7 @@ class Outermost:
 
         def updated(ends: Any) -> None:
             number = len(ends)
-            if number & (number - 1) == 0:
+            if number >= AGAIN and number & (number - 1) == 0:
                 self.look()
             elif self._looking and number > self._until:
                 self._call(self._original)
@@ -72,7 +76,7 @@ class Outermost:
         original, known, recorder = self._original, self._known, self._recorder
 
         def call(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if not recorder.mine or recorder.inside:
+            if not recorder.mine or recorder.inside not in OUTSIDE:
                 return original(module, *args, **kwargs)
             if id(module) not in known:
                 self._hook(module)
@@ -86,8 +90,14 @@ class Outermost:
 
     def _hook(self, module: nn.Module) -> None:
         """Record the calls of a module from now on."""
-        before = functools.partial(_before, self)
-        after = functools.partial(_after, self)
+
+        # closures and no methods: a copy of the module would copy the object of a method, with the whole recorder
+        def before(module: Any, args: Any, kwargs: Any) -> None:
+            _before(self, module, args)
+
+        def after(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+            _after(self, module, args, kwargs, output)
+
         hooks: list[Any] = [
             module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
             module.register_forward_hook(after, with_kwargs=True, always_call=True),
@@ -123,7 +133,7 @@ class Outermost:
         return call
 
 
-def _before(outermost: Outermost, module: Any, args: Any, kwargs: Any) -> None:
+def _before(outermost: Outermost, module: Any, args: Any) -> None:
     recorder = outermost._recorder
     if not recorder.mine:
         return

@@ -37,6 +37,8 @@ GOLDEN = 0.6180339887498949
 PINNED_READS = 8
 """The number of updates during which the recorder asks whether copied tensors are in pinned memory."""
 
+INTERRUPTED = "interrupted"
+"""The note of a part of a span that ends because an inner span begins."""
 _CLOSURE = frozenset({Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.DATA, Phase.SCATTER, Phase.CLIP, EVALUATION})
 INTERRUPTS: dict[str, frozenset[str]] = {
     Phase.FORWARD: frozenset({Phase.READ}),
@@ -123,6 +125,7 @@ class Recorder:
         self._spans: list[Raw] = []
         self._start: Any = None
         self._updating: Any = None
+        self._left = False
         self._deferred = 0
         self.active = True
 
@@ -142,7 +145,7 @@ class Recorder:
             if kind not in INTERRUPTS.get(top.kind, ()):
                 return False
             now = self.now()
-            self._log(top.kind, top.start, now, top.note)
+            self._log(top.kind, top.start, now, top.note or INTERRUPTED)
         else:
             if self._updating is not None and kind in (Phase.DATA, Phase.SCATTER, Phase.FORWARD, EVALUATION):
                 self._by_hand()
@@ -159,7 +162,7 @@ class Recorder:
         if self._stack:
             self._stack[-1].start = now
         if one.kind == Phase.BACKWARD and not self._stack and not self.seen.optimizers:
-            self._updating = now
+            self._updating, self._left = now, False
 
     def add(self, kind: str, start: Any, end: Any, device: int = OWN, note: Any = None) -> None:
         """Record a span that has ended, from any thread; an engine or a wrapper measured it itself."""
@@ -232,10 +235,10 @@ class Recorder:
     def updated_by_hand(self) -> None:
         """Note that the script has left a block without gradients, in which it may have updated the weights."""
         if self._updating is not None and not self._stack and self.mine:
-            self._updating = self.now()
+            self._updating, self._left = self.now(), True
 
     def _by_hand(self) -> None:
-        end, self._updating = self._updating, None
+        end, self._updating = self._updating if self._left else self.now(), None
         self._tick(BY_HAND, end)
 
     def _tick(self, owner: int, end: Any) -> None:
