@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -42,9 +43,11 @@ def watch(
     if not module and not Path(script).is_file():
         raise click.UsageError(f"there is no script {script}; for a module, give -m and its name")
     command = shlex.join(["dpbench", "watch", *(["-m"] if module else []), script, *arguments])
-    live = sys.stderr if sys.stderr.isatty() else None
+    live = sys.stderr if sys.stderr.isatty() and os.environ.get("RANK", "0") == "0" else None
     with watching(store, name=name, tags=dict(tag), script=Path(script).name, command=command, live=live) as result:
         code = run(script, arguments, module=module)
+    if result.rank:
+        sys.exit(code)
     for problem in result.unknown:
         click.echo(f"note: {problem}", err=True)
     if result.run_id:

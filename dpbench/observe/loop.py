@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from dpbench.observe.recorder import ASIDE, BY_HAND, CHECKPOINT, EVALUATION, INTERRUPTED, OWN, Interval, Raw, Seen
 from dpbench.records import HOST, Phase, Span, Step
@@ -32,11 +32,15 @@ TRAINING = frozenset({Phase.DATA, Phase.SCATTER, Phase.REPLICATE, Phase.FORWARD}
 
 @dataclass(frozen=True, kw_only=True)
 class Loop:
-    """The steps of a loop, with the spans and the places of reads of each step, and the facts that follow from them."""
+    """The steps of a loop, with the spans and the places of reads of each step, and the facts that follow from them.
+
+    `numbers` has, for each step, the number of the update that ended it, which is equal in all ranks.
+    """
 
     steps: tuple[Step, ...]
     spans: tuple[Span, ...]
     reads: tuple[frozenset[str], ...]
+    numbers: tuple[int, ...]
     updates: int
     evaluation_s: float
     checkpoint_s: float
@@ -62,6 +66,7 @@ def of(intervals: Sequence[Interval], asides: Sequence[Raw], seen: Seen, clock: 
     steps: list[Step] = []
     spans: list[Span] = []
     reads: list[frozenset[str]] = []
+    numbers: list[int] = []
     aside = list(asides)
     updates: Counter[int] = Counter()
     for group, recorded in zip(groups, rows, strict=True):
@@ -79,6 +84,7 @@ def of(intervals: Sequence[Interval], asides: Sequence[Raw], seen: Seen, clock: 
             continue
         devices = range(first, first + seen.devices)
         number = len(steps)
+        numbers.append(group[-1].number)
         steps.append(Step(group[-1].end - start, False, group[-1].end))
         spans += [
             Span(number, Phase(raw.kind), device, "host" if device == HOST else clock, raw.start, raw.end)
@@ -101,7 +107,7 @@ def of(intervals: Sequence[Interval], asides: Sequence[Raw], seen: Seen, clock: 
             missing
         )
     return Loop(
-        steps=tuple(steps), spans=tuple(spans), reads=tuple(reads),
+        steps=tuple(steps), spans=tuple(spans), reads=tuple(reads), numbers=tuple(numbers),
         updates=updates.most_common(1)[0][0] if updates else 1,
         evaluation_s=sum(raw.end - raw.start for raw in aside if raw.kind == EVALUATION),
         checkpoint_s=sum(raw.end - raw.start for raw in aside if raw.kind == CHECKPOINT),
@@ -252,8 +258,3 @@ def _unloaded(raws: Sequence[Raw], start: float) -> Iterator[Raw]:
         if raw.kind in (Phase.SCATTER, Phase.FORWARD, Phase.REPLICATE):
             return
         reach = max(reach, raw.end)
-
-
-def with_warmup(loop: Loop, warm: int) -> Loop:
-    """Return the loop with its first `warm` steps flagged as warm-up."""
-    return replace(loop, steps=tuple(replace(step, warmup=at < warm) for at, step in enumerate(loop.steps)))

@@ -18,8 +18,10 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from dpbench.engine import DataParallel
+from dpbench.hardware.devices import open_devices
 from dpbench.observe.recorder import EVALUATION, OWN, WITHIN, Recorder
 from dpbench.records import Phase
+from dpbench.strategies.ddp import ExposedReduction
 
 LOOKS = 2
 """The number of updates during which new outermost modules are looked for."""
@@ -111,8 +113,12 @@ class Outermost:
             hooks.append(_marked(module, self._recorder))
         elif isinstance(module, DataParallel):
             seen.wrapper, seen.threads, seen.devices = type(module).__name__, True, max(1, len(module.devices))
-        elif isinstance(module, nn.parallel.DistributedDataParallel) or _sharded(module):
+        elif isinstance(module, nn.parallel.DistributedDataParallel):
             seen.wrapper, seen.ranks = type(module).__name__, True
+            if next(module.parameters()).device.type == "cpu":
+                self._recorder.reduction = ExposedReduction(module, open_devices("cpu", 1)[0]).observe
+        elif _sharded(module):
+            seen.wrapper, seen.ranks = "FullyShardedDataParallel", True
 
     def _unhook(self) -> None:
         for _, hooks in self._known.values():

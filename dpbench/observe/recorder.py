@@ -14,7 +14,7 @@ import threading
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -118,6 +118,8 @@ class Recorder:
         self.ends = array("d")
         self.listeners: list[Callable[[array[float]], None]] = []
         """The functions to call after every update, with the times of all updates."""
+        self.reduction: Callable[[float], Sequence[tuple[Phase, int, float, float]]] | None = None
+        """A function of the end of backward that returns the spans of the part of a reduction that nothing hides."""
         self.kept = True
         self._thread = threading.get_ident()
         self._most, self._total, self._full = spans, 0, 0
@@ -161,6 +163,10 @@ class Recorder:
         self._log(one.kind, one.start, now, one.note)
         if self._stack:
             self._stack[-1].start = now
+        if one.kind == Phase.BACKWARD and self.reduction is not None:
+            for phase, device, start, end in self.reduction(now):
+                if one.start < start < end:  # a backward that does not reduce leaves the time of an earlier one
+                    self._spans.append(Raw(phase, start, end, device))
         if one.kind == Phase.BACKWARD and not self._stack and not self.seen.optimizers:
             self._updating, self._left = now, False
 

@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from dpbench.observe import loop, seams, trials
+from dpbench.observe import joining, loop, seams, trials
 from dpbench.observe.recorder import Recorder
+from dpbench.records import Memory
+from dpbench.records.words import count
 from dpbench.store import Naming
 
 LIVE_S = 0.5
@@ -21,10 +23,14 @@ LIVE_S = 0.5
 
 @dataclass
 class Result:
-    """The result of watching: the id of the stored run, which is empty if the loop took no steps."""
+    """The result of watching: the id of the stored run.
+
+    The id is empty if the loop took no steps, and in ranks other than 0.
+    """
 
     run_id: str = ""
     steps: int = 0
+    rank: int = 0
     unknown: list[str] = field(default_factory=list)
 
 
@@ -40,7 +46,9 @@ def watch(
     The steps are stored also if the block raises. Yields the result, which is complete after the block.
     """
     naming = Naming(name=name, tags=dict(tags or {}), command=command)
-    recorder, result = Recorder(), Result()
+    recorder, result, seat = Recorder(), Result(), joining.Seat.of(Path(path))
+    if seat.rank == 0 and seat.size > 1:
+        seat.clear()
     if live is not None:
         recorder.listeners.append(_line(live))
     try:
@@ -50,20 +58,33 @@ def watch(
         recorder.stop()
         if live is not None:
             live.write("\r\x1b[K")
-        _store(recorder, result, Path(path), naming, script or Path(sys.argv[0]).name, command or shlex.join(sys.argv))
+        source = script or Path(sys.argv[0]).name, command or shlex.join(sys.argv)
+        _store(recorder, result, Path(path), naming, source, seat)
 
 
-def _store(recorder: Recorder, result: Result, path: Path, naming: Naming, script: str, command: str) -> None:
-    """Store the steps of a recorder as a run, and complete the result."""
-    found = loop.of(recorder.intervals, recorder.asides, recorder.seen)
-    result.steps = len(found.steps)
-    result.unknown = [f"{one.problem} ({one.steps} steps)" for one in found.unknown]
+def _store(
+    recorder: Recorder, result: Result, path: Path, naming: Naming, source: tuple[str, str], seat: joining.Seat
+) -> None:
+    """Store the steps of a recorder as a run, and complete the result; `source` is the script and its command.
+
+    Only rank 0 of a launch stores, together with the steps of the other ranks.
+    """
+    found = loop.of(recorder.intervals, recorder.asides, recorder.seen, first=seat.rank)
+    memory: tuple[Memory, ...] = (trials.resident(),)
+    ranks, result.rank, result.steps = 1, seat.rank, len(found.steps)
+    if seat.rank:
+        seat.write(found, memory)
+        return
+    if seat.size > 1:
+        found, memory, ranks = seat.joined(found, memory)
+        recorder.seen.ranks = True
+    result.unknown = [f"{one.problem} ({count(one.steps, 'step')})" for one in found.unknown]
     if not found.steps:
         return
     watched = trials.Watched(
-        script=script, command=command, loop=found, seen=recorder.seen, memory=(trials.resident(),)
+        script=source[0], command=source[1], loop=found, seen=recorder.seen, memory=memory, ranks=ranks
     )
-    result.run_id = trials.store(path, trials.trials_of(watched), naming, command)
+    result.run_id = trials.store(path, trials.trials_of(watched), naming, source[1])
 
 
 def _line(stream: TextIO) -> Callable[[array[float]], None]:

@@ -1,0 +1,110 @@
+"""Joining: put the loops of all ranks of a launch together, through files beside rank 0's store.
+
+Every rank writes its steps and spans when its script has ended, and rank 0 waits for the files of the others. Ranks on
+machines that do not share the folder of the store are therefore missing, and are named.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dpbench.measure.merging import merge
+from dpbench.observe.loop import Loop
+from dpbench.records import Case, Memory, Trial
+from dpbench.records.observed import SCRIPT, Unknown, traits
+from dpbench.records.registry import Parallelism
+from dpbench.records.words import count
+
+DEADLINE_S = 30.0
+"""The seconds for which rank 0 waits for the other ranks after its own script has ended."""
+POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class Seat:
+    """The place of this process in a launch: `rank` of `size` processes, and the folder for the files of the ranks."""
+
+    rank: int
+    size: int
+    folder: Path
+
+    @classmethod
+    def of(cls, store: Path, environ: Mapping[str, str] = os.environ) -> Seat:
+        """Return the place that the variables of torchrun describe; rank 0 of one process without them."""
+        names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+        launch = hashlib.sha256(json.dumps([environ.get(name) for name in names]).encode()).hexdigest()[:12]
+        rank, size = int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1"))
+        return cls(rank, size, store.with_name(f"{store.name}.ranks") / launch)
+
+    def file(self, rank: int) -> Path:
+        """Return the file of a rank."""
+        return self.folder / f"{rank}.json"
+
+    def clear(self) -> None:
+        """Remove the files of all ranks, which an earlier launch may have left."""
+        for rank in range(self.size):
+            self.file(rank).unlink(missing_ok=True)
+        for folder in (self.folder, self.folder.parent):
+            if folder.is_dir() and not any(folder.iterdir()):
+                folder.rmdir()
+
+    def write(self, found: Loop, memory: tuple[Memory, ...]) -> None:
+        """Write the steps of this rank for rank 0."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        part = self.file(self.rank).with_suffix(".part")
+        part.write_text(json.dumps({"numbers": found.numbers, "trial": _trial(found, memory).to_dict()}))
+        part.rename(self.file(self.rank))
+
+    def joined(
+        self, found: Loop, memory: tuple[Memory, ...], deadline_s: float = DEADLINE_S
+    ) -> tuple[Loop, tuple[Memory, ...], int]:
+        """Return the loop of all ranks, their memory, and their number; `found` and `memory` are those of rank 0.
+
+        Ranks whose steps do not arrive within `deadline_s` seconds are named in the loop's unknown parts.
+        """
+        until = time.monotonic() + deadline_s
+        others = range(1, self.size)
+        while time.monotonic() < until and not all(self.file(rank).exists() for rank in others):
+            time.sleep(POLL_S)
+        there = [rank for rank in others if self.file(rank).exists()]
+        parts: list[tuple[Sequence[int], Trial]] = [(found.numbers, _trial(found, memory))]
+        for rank in there:
+            data: dict[str, Any] = json.loads(self.file(rank).read_text())
+            parts.append((data["numbers"], Trial.from_dict(data["trial"])))
+        self.clear()
+        common = set.intersection(*(set(numbers) for numbers, _ in parts))
+        whole = merge([_only(numbers, trial, common) for numbers, trial in parts])
+        unknown = [*found.unknown]
+        if missing := [str(rank) for rank in others if rank not in there]:
+            problem = f"no steps arrived from {'rank' if len(missing) == 1 else 'ranks'} {', '.join(missing)}"
+            unknown.append(Unknown(problem=problem, steps=len(whole.steps)))
+        if lost := len(found.steps) - len(whole.steps):
+            unknown.append(Unknown(problem=f"{count(lost, 'step')} of rank 0 that not all ranks took", steps=lost))
+        kept = [at for at, number in enumerate(found.numbers) if number in common]
+        together = replace(
+            found, steps=whole.steps, spans=whole.spans, reads=tuple(found.reads[at] for at in kept),
+            numbers=tuple(sorted(common)), unknown=tuple(unknown),
+        )  # fmt: skip
+        return together, whole.memory, len(parts)
+
+
+def _trial(found: Loop, memory: tuple[Memory, ...]) -> Trial:
+    """Return the steps and spans of one rank as a trial, as `merge` takes it."""
+    case = Case(model=SCRIPT, strategy=SCRIPT, batch_size=1, declared=traits(Parallelism.RANKS))
+    return Trial(case=case, steps=found.steps, spans=found.spans, memory=memory)
+
+
+def _only(numbers: Sequence[int], trial: Trial, common: set[int]) -> Trial:
+    """Return a trial with only the steps whose number, which `numbers` has for each step, is in `common`."""
+    place = {at: new for new, at in enumerate(at for at, number in enumerate(numbers) if number in common)}
+    return replace(
+        trial, steps=tuple(trial.steps[at] for at in place),
+        spans=tuple(replace(span, step=place[span.step]) for span in trial.spans if span.step in place),
+    )  # fmt: skip
