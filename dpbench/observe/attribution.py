@@ -1,0 +1,425 @@
+"""Attribution: the steps of a trace, and the phases of the host and of the devices in each step.
+
+A step is an annotation `ProfilerStep#N`; a trace without them is cut where an optimizer's step ends. The phases of the
+host come from annotations and, where there are none, from operators: autograd says with its sequence numbers, and with
+the threads in which it runs, which operators belong to forward and to backward.
+
+A kernel belongs to the phase in which the host launched it, even if it runs later. All-reduce and reduce-scatter are
+`reduce`, all-gather and broadcast are `replicate`, wherever they were launched. On a device, a phase lasts from the
+first to the last kernel that one stretch of the phase on the host has launched, which includes waiting in between. Of
+collectives only the exposed parts count, during which the device runs no compute kernel.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from dpbench.observe.kineto import DeviceEvent, HostEvent, Profile
+from dpbench.records import HOST, Phase, Span, Step
+from dpbench.records.activity import Activity, Interval, Kind, difference, intersection, kind_of, length, union
+
+STEP = re.compile(r"ProfilerStep\s*#\s*\d+")
+UPDATE = re.compile(r"Optimizer\.step#(?P<name>\w+)\.step")
+LOADER = re.compile(r"enumerate\(DataLoader\)#(?P<kind>\w+)\.__next__")
+_ANNOTATIONS = (
+    (Phase.DATA, re.compile(r"^enumerate\(|\bdata[ _]?(?:load(?:er|ing)?)?\b", re.IGNORECASE)),
+    (Phase.OPTIMIZER, re.compile(r"\boptimi[sz]er|\bzero_grad\b", re.IGNORECASE)),
+    (Phase.CLIP, re.compile(r"\bclip", re.IGNORECASE)),
+    (Phase.BACKWARD, re.compile(r"\bbackward\b", re.IGNORECASE)),
+    (Phase.LOSS, re.compile(r"\b(?:loss|criterion)\b", re.IGNORECASE)),
+    (Phase.FORWARD, re.compile(r"\bforward\b", re.IGNORECASE)),
+)
+"""The phases that annotations name, in the order in which they are tried."""
+_DATA_PARALLEL = {"Scatter": Phase.SCATTER, "Broadcast": Phase.REPLICATE, "Gather": Phase.GATHER}
+"""The operators of torch.nn.DataParallel, which autograd calls by the names of their classes."""
+_ADDING = re.compile(r"(?:autograd::engine::evaluate_function: )?BroadcastBackward")
+_LOSS = re.compile(r"aten::\w*(?:loss|cross_entropy)\w*$")
+_READS = {"aten::item", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero"}
+_NORMS = {"aten::norm", "aten::linalg_vector_norm", "aten::_foreach_norm"}
+_COPIES = {"aten::to", "aten::copy_", "aten::_to_copy", "aten::_copy_from"}
+_PREPARES = {"aten::empty", "aten::zeros", "aten::ones_like"}
+"""Operators that the profiler and `backward` themselves call; alone, they belong to no phase."""
+_REDUCES = re.compile(r"reduce", re.IGNORECASE)
+_SHARES = re.compile(r"all_?gather|broadcast", re.IGNORECASE)
+
+
+class Stretch(NamedTuple):
+    """A stretch of time in which a host thread is in one phase, in microseconds."""
+
+    start_us: float
+    end_us: float
+    phase: Phase
+
+
+class NamedStep(NamedTuple):
+    """One step of a trace: its name, and its start and its end on the host in microseconds."""
+
+    name: str
+    start_us: float
+    end_us: float
+    whole: bool
+    """Whether the trace has the beginning of the step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attributed:
+    """The steps of one trace with their spans; times are seconds since `zero_us`, the first event of the trace.
+
+    `activities` are those of all devices, also before the first and after the last step. `host` has the seconds that
+    the host spent in each phase in each step, whatever the devices did meanwhile. `unlaunched` is the number of
+    activities whose launch the trace does not have, so that they belong to no phase.
+    """
+
+    names: tuple[str, ...]
+    steps: tuple[Step, ...]
+    spans: tuple[Span, ...]
+    host: tuple[Mapping[str, float], ...]
+    activities: tuple[Activity, ...]
+    unlaunched: int
+    updates: Mapping[str, int]
+    """The number of calls of each optimizer's step in the steps."""
+
+
+def attribute(profile: Profile) -> Attributed:
+    """Return the steps of a trace with the spans of the host and of the devices."""
+    zero_us = profile.zero_us
+    threads = _threads(profile.host)
+    main = _main_thread(threads)
+    named = steps_of(threads.get(main, ()))
+    copied = _copied(profile)
+    stretches = {name: list(_stretches(events, copied.get(name, {}))) for name, events in threads.items()}
+    timeline = _timeline(stretches, main, named)
+    spans: list[Span] = []
+    unlaunched = 0
+    hulls: list[Interval] = []
+    for device in sorted({event.device for event in profile.device}):
+        events = [event for event in profile.device if event.device == device]
+        found, missing = _device_stretches(events, profile, stretches, main, timeline)
+        unlaunched += missing
+        hulls += [(one.start_us, one.end_us) for one in found]
+        spans += _spans(found, device, named, zero_us)
+    spans += _host_spans(timeline, union(hulls), named, zero_us, HOST if profile.device else 0)
+    return Attributed(
+        names=tuple(step.name for step in named),
+        steps=tuple(
+            Step((step.end_us - step.start_us) / 1e6, not step.whole, (step.end_us - zero_us) / 1e6) for step in named
+        ),
+        spans=tuple(sorted(spans, key=lambda span: (span.step, span.start_s))),
+        host=tuple(_by_phase(timeline, step) for step in named),
+        activities=tuple(
+            Activity(e.device, kind_of(e.name), (e.start_us - zero_us) / 1e6, (e.end_us - zero_us) / 1e6)
+            for e in profile.device
+        ),
+        unlaunched=unlaunched,
+        updates=Counter(
+            found["name"] for event in threads.get(main, ())
+            if (found := UPDATE.match(event.name)) and _step_at(named, event.start_us) is not None
+        ),
+    )  # fmt: skip
+
+
+def _threads(host: Iterable[HostEvent]) -> dict[str, list[HostEvent]]:
+    """Return the events of each thread, in order of their start, an event before those within it."""
+    found: dict[str, list[HostEvent]] = {}
+    for event in host:
+        found.setdefault(event.thread, []).append(event)
+    for events in found.values():
+        events.sort(key=lambda event: (event.start_us, -event.end_us))
+    return found
+
+
+def _main_thread(threads: Mapping[str, Sequence[HostEvent]]) -> str:
+    """Return the thread of the training loop: that of the steps, else the one with the most operators of forward."""
+
+    def evidence(name: str) -> tuple[int, int, int]:
+        steps = sum(1 for event in threads[name] if STEP.match(event.name))
+        updates = sum(1 for event in threads[name] if UPDATE.match(event.name) or LOADER.match(event.name))
+        return steps, updates, sum(1 for event in threads[name] if not event.backward)
+
+    return max(threads, key=evidence, default="")
+
+
+def steps_of(main: Sequence[HostEvent]) -> tuple[NamedStep, ...]:
+    """Return the steps of a training loop, from the events of its thread in order of their start.
+
+    Without annotations of the profiler, a step ends where an optimizer's step ends. If several optimizers take turns,
+    the last one of each turn ends the step. The first of these steps may have begun before the trace, so it is not
+    whole.
+    """
+    found = [NamedStep(event.name, event.start_us, event.end_us, True) for event in main if STEP.match(event.name)]
+    if found:
+        return tuple(found)
+    updates: list[HostEvent] = []
+    for event in main:  # an optimizer may call another one within its step
+        if UPDATE.match(event.name) and not (updates and event.start_us < updates[-1].end_us):
+            updates.append(event)
+    last = updates[-1].name if updates else ""
+    start_us = main[0].start_us if main else 0.0
+    for event in updates:
+        if event.name == last:
+            found.append(NamedStep(f"step {len(found)}", start_us, event.end_us, bool(found)))
+            start_us = event.end_us
+    return tuple(found)
+
+
+def _copied(profile: Profile) -> dict[str, dict[float, Phase]]:
+    """Return, by thread, the start in microseconds of each call that copies between host and device, and its phase."""
+    found: dict[str, dict[float, Phase]] = {}
+    for event in profile.device:
+        launch = profile.launches.get(event.correlation)
+        phase = _phase_of_copy(event.name)
+        if launch and phase:
+            found.setdefault(launch.thread, {})[launch.start_us] = phase
+    return found
+
+
+def _phase_of_copy(name: str) -> Phase | None:
+    """Return the phase of a copy between host and device; None for other activities."""
+    return {"Memcpy HtoD": Phase.SCATTER, "Memcpy DtoH": Phase.READ}.get(name[:11])
+
+
+def _stretches(events: Sequence[HostEvent], copied: Mapping[float, Phase]) -> Iterator[Stretch]:
+    """Yield the stretches of one thread in order of time; an inner phase interrupts the outer one.
+
+    `events` are in the order of `_threads`. `copied` has the starts of the thread's copies between host and device.
+    """
+    copies = sorted(copied)
+    closures = _with_backward(events)
+    stack: list[tuple[float, Phase | None, bool]] = []  # end, phase, whether its operators are outermost
+    at_us, state = float("-inf"), _State()
+
+    def until(now_us: float) -> Iterator[Stretch]:
+        nonlocal at_us
+        while stack and stack[-1][0] <= now_us:
+            end_us, phase, _ = stack.pop()
+            if phase and end_us > at_us:
+                yield Stretch(at_us, end_us, phase)
+            at_us = max(at_us, end_us)
+        if stack and stack[-1][1] and now_us > at_us:
+            yield Stretch(at_us, now_us, stack[-1][1])
+        at_us = max(at_us, now_us)
+
+    for number, event in enumerate(events):
+        yield from until(event.start_us)
+        outer, outermost = (stack[-1][1], stack[-1][2]) if stack else (None, True)
+        copies_here = copied[copies[i]] if (i := bisect_right(copies, event.start_us)) < len(copies) and (
+            copies[i] < event.end_us
+        ) else None  # fmt: skip
+        phase, container = state.phase_of(event, outer, outermost, copies_here, closure=number in closures)
+        stack.append((event.end_us, phase, container))
+    yield from until(float("inf"))
+
+
+def _with_backward(events: Sequence[HostEvent]) -> set[int]:
+    """Return the positions of the optimizers' steps that run a backward pass, as the closure of LBFGS does."""
+    starts = [event.start_us for event in events if event.backward]
+    found = set()
+    for number, event in enumerate(events):
+        if UPDATE.match(event.name):
+            place = bisect_right(starts, event.start_us)
+            if place < len(starts) and starts[place] < event.end_us:
+                found.add(number)
+    return found
+
+
+class _State:
+    """The phases that operators without an annotation belong to, which depend on the operators before them."""
+
+    def __init__(self) -> None:
+        self._after_backward = self._clips = False
+
+    def phase_of(
+        self, event: HostEvent, outer: Phase | None, outermost: bool, copies: Phase | None, *, closure: bool
+    ) -> tuple[Phase | None, bool]:
+        """Return the phase of an event, and whether operators within it are to be judged by themselves.
+
+        `outer` is the phase of the event around it, and `outermost` whether this event is only an annotation. `copies`
+        is the phase of a copy between host and device that the event launches.
+        """
+        name = event.name
+        if event.backward or name.startswith("autograd::"):
+            self._after_backward, self._clips = True, False
+            return Phase.REDUCE if _ADDING.match(name) else Phase.BACKWARD, False
+        if outer in (Phase.DATA, Phase.BACKWARD, Phase.OPTIMIZER, Phase.CLIP, Phase.REDUCE):
+            return outer, False
+        if "::" not in name and not name.startswith("nccl:"):
+            return (outer, True) if closure or STEP.match(name) else self._annotated(name, outer)
+        if not (outermost or outer is Phase.FORWARD):
+            return outer, False
+        return self._operator(event, outer, copies), False
+
+    def _annotated(self, name: str, outer: Phase | None) -> tuple[Phase | None, bool]:
+        if name in _DATA_PARALLEL:
+            return _DATA_PARALLEL[name], False
+        named = next((phase for phase, pattern in _ANNOTATIONS if pattern.search(name)), None)
+        if named is Phase.OPTIMIZER or named is Phase.DATA or named is Phase.FORWARD:
+            self._after_backward = self._clips = False
+        if named is Phase.BACKWARD:
+            self._after_backward = True
+        return named or outer, named is None or named is Phase.FORWARD
+
+    def _operator(self, event: HostEvent, outer: Phase | None, copies: Phase | None) -> Phase | None:
+        name = event.name
+        if name in _READS or (name in _COPIES and copies is Phase.READ):
+            return Phase.READ
+        if name in _COPIES and copies is Phase.SCATTER:
+            return Phase.SCATTER
+        if _LOSS.match(name):
+            self._after_backward = False
+            return Phase.LOSS
+        if outer:
+            return outer
+        if self._after_backward and event.sequence < 0:  # autograd does not record what follows backward
+            self._clips |= name in _NORMS
+            return Phase.CLIP if self._clips else None
+        if name in _PREPARES:
+            return None
+        if event.sequence >= 0:
+            self._after_backward = self._clips = False
+        return Phase.FORWARD
+
+
+def _timeline(
+    stretches: Mapping[str, Sequence[Stretch]], main: str, steps: Sequence[NamedStep]
+) -> list[Stretch]:
+    """Return the phases of the training loop: those of its thread, and backward in the threads it waits for.
+
+    Neighbouring stretches of one phase within a step are joined, with the Python code between them.
+    """
+    own = list(stretches.get(main, ()))
+    taken = union((one.start_us, one.end_us) for one in own)
+    waited: dict[Phase, list[Interval]] = {}
+    for thread, found in stretches.items():
+        for one in found if thread != main else ():
+            if one.phase in (Phase.BACKWARD, Phase.REDUCE):
+                waited.setdefault(one.phase, []).append((one.start_us, one.end_us))
+    for phase, intervals in waited.items():
+        found = [Stretch(start, end, phase) for start, end in difference(union(intervals), taken)]
+        own += found
+        taken = union([*taken, *((one.start_us, one.end_us) for one in found)])
+    joined: list[Stretch] = []
+    for one in sorted(own):
+        last = joined[-1] if joined else None
+        if last and last.phase is one.phase and _step_at(steps, last.start_us) == _step_at(steps, one.start_us):
+            joined[-1] = last._replace(end_us=max(last.end_us, one.end_us))
+        else:
+            joined.append(one)
+    return joined
+
+
+def _step_at(steps: Sequence[NamedStep], at_us: float) -> int | None:
+    """Return the index of the step that contains a moment; None if no step does."""
+    place = bisect_right(steps, at_us, key=lambda step: step.start_us) - 1
+    return place if place >= 0 and at_us < steps[place].end_us else None
+
+
+def _at(stretches: Sequence[Stretch], at_us: float) -> int | None:
+    """Return the index of the stretch that contains a moment; None if no stretch does."""
+    place = bisect_right(stretches, at_us, key=lambda one: one.start_us) - 1
+    return place if place >= 0 and at_us <= stretches[place].end_us else None
+
+
+def _device_stretches(
+    events: Sequence[DeviceEvent], profile: Profile, stretches: Mapping[str, Sequence[Stretch]], main: str,
+    timeline: Sequence[Stretch],
+) -> tuple[list[Stretch], int]:  # fmt: skip
+    """Return the stretches of one device by phase, and the number of its activities without a launch."""
+    hulls: dict[tuple[int | None, Phase], Interval] = {}
+    collectives: dict[Phase, list[Interval]] = {}
+    compute: list[Interval] = []
+    missing = 0
+    for event in events:
+        kind, interval = kind_of(event.name), (event.start_us, event.end_us)
+        if kind is Kind.COMPUTE:
+            compute.append(interval)
+        launch = profile.launches.get(event.correlation)
+        if launch is None:
+            missing += 1
+        place = None if launch is None else _at(timeline, launch.start_us)
+        launched = None if launch is None else _launched(launch.thread, launch.start_us, stretches, main)
+        if launched is None and place is not None:
+            launched = timeline[place].phase
+        phase = _phase_of_collective(event.name) if kind is Kind.COMMUNICATION else _phase_of_copy(event.name)
+        if kind is Kind.COMMUNICATION and phase and phase is not launched:
+            collectives.setdefault(phase, []).append(interval)
+            continue
+        if kind is not Kind.COPY or phase is None or launched not in (None, Phase.FORWARD):
+            phase = launched
+        if phase:
+            start_us, end_us = hulls.get((place, phase), interval)
+            hulls[place, phase] = min(start_us, event.start_us), max(end_us, event.end_us)
+    found = [Stretch(start_us, end_us, phase) for (_, phase), (start_us, end_us) in hulls.items()]
+    busy = union(compute)
+    for phase, intervals in collectives.items():
+        found += [Stretch(start_us, end_us, phase) for start_us, end_us in difference(union(intervals), busy)]
+    return found, missing
+
+
+def _launched(thread: str, at_us: float, stretches: Mapping[str, Sequence[Stretch]], main: str) -> Phase | None:
+    """Return the phase of the thread that launched an activity at a moment.
+
+    A thread of torch.nn.DataParallel runs one replica's forward: its operators alone do not name a phase of the loop.
+    """
+    own = stretches.get(thread, ())
+    place = _at(own, at_us)
+    phase = None if place is None else own[place].phase
+    return phase if thread == main or phase is not Phase.FORWARD else None
+
+
+def _phase_of_collective(name: str) -> Phase | None:
+    """Return the phase of a collective; None for those of other kinds, which belong to the phase that launched them."""
+    if _SHARES.search(name):
+        return Phase.REPLICATE
+    return Phase.REDUCE if _REDUCES.search(name) else None
+
+
+def _pieces(one: Stretch, steps: Sequence[NamedStep]) -> Iterator[tuple[int, float, float]]:
+    """Yield the step, the start and the end in microseconds of each part of a stretch that lies within a step."""
+    place = max(0, bisect_right(steps, one.start_us, key=lambda step: step.start_us) - 1)
+    for number in range(place, len(steps)):
+        step = steps[number]
+        if step.start_us >= one.end_us:
+            return
+        start_us, end_us = max(one.start_us, step.start_us), min(one.end_us, step.end_us)
+        if start_us < end_us:
+            yield number, start_us, end_us
+
+
+def _spans(found: Iterable[Stretch], device: int, steps: Sequence[NamedStep], zero_us: float) -> Iterator[Span]:
+    """Yield the spans of stretches on a device, cut at the borders of steps."""
+    clock = "host" if device == HOST else "cuda_event"
+    for one in found:
+        for number, start_us, end_us in _pieces(one, steps):
+            yield Span(number, one.phase, device, clock, (start_us - zero_us) / 1e6, (end_us - zero_us) / 1e6)
+
+
+def _host_spans(
+    timeline: Iterable[Stretch], busy: Sequence[Interval], steps: Sequence[NamedStep], zero_us: float, device: int
+) -> Iterator[Span]:
+    """Yield the spans of the host: waiting for data as a whole, and other phases while no device is in a phase.
+
+    A host that has launched a phase goes on before the device has finished it, so the device's spans tell how long the
+    phase took; the host's spans tell what the devices waited for. `busy` is the union of the devices' spans. Without
+    devices, `device` is 0: the host computes itself.
+    """
+    for one in timeline:
+        if one.phase is Phase.DATA:
+            yield from _spans([one], HOST, steps, zero_us)
+            continue
+        alone = difference([(one.start_us, one.end_us)], busy)
+        yield from _spans((Stretch(start, end, one.phase) for start, end in alone), device, steps, zero_us)
+
+
+def _by_phase(timeline: Iterable[Stretch], step: NamedStep) -> dict[str, float]:
+    """Return the seconds that the host spent in each phase of a step, in the order of `Phase`."""
+    found: dict[Phase, list[Interval]] = {}
+    for one in timeline:
+        found.setdefault(one.phase, []).append((one.start_us, one.end_us))
+    whole = [(step.start_us, step.end_us)]
+    seconds = {phase: length(intersection(union(found[phase]), whole)) / 1e6 for phase in Phase if phase in found}
+    return {phase.value: value for phase, value in seconds.items() if value}
