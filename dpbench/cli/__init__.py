@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 
 from dpbench import __version__
-from dpbench.cli import checking, comparing, config, loading, managing, predicting, reading, running, watching
+from dpbench.cli import checking, comparing, config, importing, loading, managing, predicting, reading, running, watching
 from dpbench.cli.options import EXIT_FAILED, EXIT_USAGE
 
 
@@ -35,9 +35,9 @@ def cli(context: click.Context, no_config: bool) -> None:
 
 
 for command in (
-    running.run, watching.watch, checking.check, checking.init, loading.loaders, reading.report, reading.explain,
-    comparing.compare, reading.list_, managing.show, managing.rm, managing.merge, reading.export, predicting.predict,
-    predicting.probe,
+    running.run, watching.watch, importing.import_, checking.check, checking.init, loading.loaders, reading.report,
+    reading.explain, comparing.compare, reading.list_, managing.show, managing.rm, managing.merge, reading.export,
+    predicting.predict, predicting.probe,
 ):  # fmt: skip
     cli.add_command(command)
 

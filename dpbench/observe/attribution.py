@@ -20,40 +20,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from dpbench.observe.kineto import DeviceEvent, HostEvent, Profile
+from dpbench.observe.stretches import LOADER, STEP, UPDATE, Stretch, phase_of_copy, stretches
 from dpbench.records import HOST, Phase, Span, Step
 from dpbench.records.activity import Activity, Interval, Kind, difference, intersection, kind_of, length, union
 
-STEP = re.compile(r"ProfilerStep\s*#\s*\d+")
-UPDATE = re.compile(r"Optimizer\.step#(?P<name>\w+)\.step")
-LOADER = re.compile(r"enumerate\(DataLoader\)#(?P<kind>\w+)\.__next__")
-_ANNOTATIONS = (
-    (Phase.DATA, re.compile(r"^enumerate\(|\bdata[ _]?(?:load(?:er|ing)?)?\b", re.IGNORECASE)),
-    (Phase.OPTIMIZER, re.compile(r"\boptimi[sz]er|\bzero_grad\b", re.IGNORECASE)),
-    (Phase.CLIP, re.compile(r"\bclip", re.IGNORECASE)),
-    (Phase.BACKWARD, re.compile(r"\bbackward\b", re.IGNORECASE)),
-    (Phase.LOSS, re.compile(r"\b(?:loss|criterion)\b", re.IGNORECASE)),
-    (Phase.FORWARD, re.compile(r"\bforward\b", re.IGNORECASE)),
-)
-"""The phases that annotations name, in the order in which they are tried."""
-_DATA_PARALLEL = {"Scatter": Phase.SCATTER, "Broadcast": Phase.REPLICATE, "Gather": Phase.GATHER}
-"""The operators of torch.nn.DataParallel, which autograd calls by the names of their classes."""
-_ADDING = re.compile(r"(?:autograd::engine::evaluate_function: )?BroadcastBackward")
-_LOSS = re.compile(r"aten::\w*(?:loss|cross_entropy)\w*$")
-_READS = {"aten::item", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero"}
-_NORMS = {"aten::norm", "aten::linalg_vector_norm", "aten::_foreach_norm"}
-_COPIES = {"aten::to", "aten::copy_", "aten::_to_copy", "aten::_copy_from"}
-_PREPARES = {"aten::empty", "aten::zeros", "aten::ones_like"}
-"""Operators that the profiler and `backward` themselves call; alone, they belong to no phase."""
 _REDUCES = re.compile(r"reduce", re.IGNORECASE)
 _SHARES = re.compile(r"all_?gather|broadcast", re.IGNORECASE)
-
-
-class Stretch(NamedTuple):
-    """A stretch of time in which a host thread is in one phase, in microseconds."""
-
-    start_us: float
-    end_us: float
-    phase: Phase
 
 
 class NamedStep(NamedTuple):
@@ -83,6 +55,8 @@ class Attributed:
     unlaunched: int
     updates: Mapping[str, int]
     """The number of calls of each optimizer's step in the steps."""
+    backwards: tuple[Interval, ...]
+    """The stretches of the host's backward, in seconds."""
 
 
 def attribute(profile: Profile) -> Attributed:
@@ -92,14 +66,14 @@ def attribute(profile: Profile) -> Attributed:
     main = _main_thread(threads)
     named = steps_of(threads.get(main, ()))
     copied = _copied(profile)
-    stretches = {name: list(_stretches(events, copied.get(name, {}))) for name, events in threads.items()}
-    timeline = _timeline(stretches, main, named)
+    by_thread = {name: list(stretches(events, copied.get(name, {}))) for name, events in threads.items()}
+    timeline = _timeline(by_thread, main, named)
     spans: list[Span] = []
     unlaunched = 0
     hulls: list[Interval] = []
     for device in sorted({event.device for event in profile.device}):
         events = [event for event in profile.device if event.device == device]
-        found, missing = _device_stretches(events, profile, stretches, main, timeline)
+        found, missing = _device_stretches(events, profile, by_thread, main, timeline)
         unlaunched += missing
         hulls += [(one.start_us, one.end_us) for one in found]
         spans += _spans(found, device, named, zero_us)
@@ -117,8 +91,12 @@ def attribute(profile: Profile) -> Attributed:
         ),
         unlaunched=unlaunched,
         updates=Counter(
-            found["name"] for event in threads.get(main, ())
-            if (found := UPDATE.match(event.name)) and _step_at(named, event.start_us) is not None
+            update["name"] for event in threads.get(main, ())
+            if (update := UPDATE.match(event.name)) and _step_at(named, event.start_us) is not None
+        ),
+        backwards=tuple(
+            ((one.start_us - zero_us) / 1e6, (one.end_us - zero_us) / 1e6)
+            for one in timeline if one.phase is Phase.BACKWARD
         ),
     )  # fmt: skip
 
@@ -172,130 +150,22 @@ def _copied(profile: Profile) -> dict[str, dict[float, Phase]]:
     found: dict[str, dict[float, Phase]] = {}
     for event in profile.device:
         launch = profile.launches.get(event.correlation)
-        phase = _phase_of_copy(event.name)
+        phase = phase_of_copy(event.name)
         if launch and phase:
             found.setdefault(launch.thread, {})[launch.start_us] = phase
     return found
 
 
-def _phase_of_copy(name: str) -> Phase | None:
-    """Return the phase of a copy between host and device; None for other activities."""
-    return {"Memcpy HtoD": Phase.SCATTER, "Memcpy DtoH": Phase.READ}.get(name[:11])
-
-
-def _stretches(events: Sequence[HostEvent], copied: Mapping[float, Phase]) -> Iterator[Stretch]:
-    """Yield the stretches of one thread in order of time; an inner phase interrupts the outer one.
-
-    `events` are in the order of `_threads`. `copied` has the starts of the thread's copies between host and device.
-    """
-    copies = sorted(copied)
-    closures = _with_backward(events)
-    stack: list[tuple[float, Phase | None, bool]] = []  # end, phase, whether its operators are outermost
-    at_us, state = float("-inf"), _State()
-
-    def until(now_us: float) -> Iterator[Stretch]:
-        nonlocal at_us
-        while stack and stack[-1][0] <= now_us:
-            end_us, phase, _ = stack.pop()
-            if phase and end_us > at_us:
-                yield Stretch(at_us, end_us, phase)
-            at_us = max(at_us, end_us)
-        if stack and stack[-1][1] and now_us > at_us:
-            yield Stretch(at_us, now_us, stack[-1][1])
-        at_us = max(at_us, now_us)
-
-    for number, event in enumerate(events):
-        yield from until(event.start_us)
-        outer, outermost = (stack[-1][1], stack[-1][2]) if stack else (None, True)
-        copies_here = copied[copies[i]] if (i := bisect_right(copies, event.start_us)) < len(copies) and (
-            copies[i] < event.end_us
-        ) else None  # fmt: skip
-        phase, container = state.phase_of(event, outer, outermost, copies_here, closure=number in closures)
-        stack.append((event.end_us, phase, container))
-    yield from until(float("inf"))
-
-
-def _with_backward(events: Sequence[HostEvent]) -> set[int]:
-    """Return the positions of the optimizers' steps that run a backward pass, as the closure of LBFGS does."""
-    starts = [event.start_us for event in events if event.backward]
-    found = set()
-    for number, event in enumerate(events):
-        if UPDATE.match(event.name):
-            place = bisect_right(starts, event.start_us)
-            if place < len(starts) and starts[place] < event.end_us:
-                found.add(number)
-    return found
-
-
-class _State:
-    """The phases that operators without an annotation belong to, which depend on the operators before them."""
-
-    def __init__(self) -> None:
-        self._after_backward = self._clips = False
-
-    def phase_of(
-        self, event: HostEvent, outer: Phase | None, outermost: bool, copies: Phase | None, *, closure: bool
-    ) -> tuple[Phase | None, bool]:
-        """Return the phase of an event, and whether operators within it are to be judged by themselves.
-
-        `outer` is the phase of the event around it, and `outermost` whether this event is only an annotation. `copies`
-        is the phase of a copy between host and device that the event launches.
-        """
-        name = event.name
-        if event.backward or name.startswith("autograd::"):
-            self._after_backward, self._clips = True, False
-            return Phase.REDUCE if _ADDING.match(name) else Phase.BACKWARD, False
-        if outer in (Phase.DATA, Phase.BACKWARD, Phase.OPTIMIZER, Phase.CLIP, Phase.REDUCE):
-            return outer, False
-        if "::" not in name and not name.startswith("nccl:"):
-            return (outer, True) if closure or STEP.match(name) else self._annotated(name, outer)
-        if not (outermost or outer is Phase.FORWARD):
-            return outer, False
-        return self._operator(event, outer, copies), False
-
-    def _annotated(self, name: str, outer: Phase | None) -> tuple[Phase | None, bool]:
-        if name in _DATA_PARALLEL:
-            return _DATA_PARALLEL[name], False
-        named = next((phase for phase, pattern in _ANNOTATIONS if pattern.search(name)), None)
-        if named is Phase.OPTIMIZER or named is Phase.DATA or named is Phase.FORWARD:
-            self._after_backward = self._clips = False
-        if named is Phase.BACKWARD:
-            self._after_backward = True
-        return named or outer, named is None or named is Phase.FORWARD
-
-    def _operator(self, event: HostEvent, outer: Phase | None, copies: Phase | None) -> Phase | None:
-        name = event.name
-        if name in _READS or (name in _COPIES and copies is Phase.READ):
-            return Phase.READ
-        if name in _COPIES and copies is Phase.SCATTER:
-            return Phase.SCATTER
-        if _LOSS.match(name):
-            self._after_backward = False
-            return Phase.LOSS
-        if outer:
-            return outer
-        if self._after_backward and event.sequence < 0:  # autograd does not record what follows backward
-            self._clips |= name in _NORMS
-            return Phase.CLIP if self._clips else None
-        if name in _PREPARES:
-            return None
-        if event.sequence >= 0:
-            self._after_backward = self._clips = False
-        return Phase.FORWARD
-
-
-def _timeline(
-    stretches: Mapping[str, Sequence[Stretch]], main: str, steps: Sequence[NamedStep]
-) -> list[Stretch]:
+def _timeline(by_thread: Mapping[str, Sequence[Stretch]], main: str, steps: Sequence[NamedStep]) -> list[Stretch]:
     """Return the phases of the training loop: those of its thread, and backward in the threads it waits for.
 
     Neighbouring stretches of one phase within a step are joined, with the Python code between them.
     """
-    own = list(stretches.get(main, ()))
+    own = list(by_thread.get(main, ()))
     taken = union((one.start_us, one.end_us) for one in own)
     waited: dict[Phase, list[Interval]] = {}
-    for thread, found in stretches.items():
-        for one in found if thread != main else ():
+    for thread, others in by_thread.items():
+        for one in others if thread != main else ():
             if one.phase in (Phase.BACKWARD, Phase.REDUCE):
                 waited.setdefault(one.phase, []).append((one.start_us, one.end_us))
     for phase, intervals in waited.items():
@@ -325,7 +195,7 @@ def _at(stretches: Sequence[Stretch], at_us: float) -> int | None:
 
 
 def _device_stretches(
-    events: Sequence[DeviceEvent], profile: Profile, stretches: Mapping[str, Sequence[Stretch]], main: str,
+    events: Sequence[DeviceEvent], profile: Profile, by_thread: Mapping[str, Sequence[Stretch]], main: str,
     timeline: Sequence[Stretch],
 ) -> tuple[list[Stretch], int]:  # fmt: skip
     """Return the stretches of one device by phase, and the number of its activities without a launch."""
@@ -341,10 +211,10 @@ def _device_stretches(
         if launch is None:
             missing += 1
         place = None if launch is None else _at(timeline, launch.start_us)
-        launched = None if launch is None else _launched(launch.thread, launch.start_us, stretches, main)
+        launched = None if launch is None else _launched(launch.thread, launch.start_us, by_thread, main)
         if launched is None and place is not None:
             launched = timeline[place].phase
-        phase = _phase_of_collective(event.name) if kind is Kind.COMMUNICATION else _phase_of_copy(event.name)
+        phase = _phase_of_collective(event.name) if kind is Kind.COMMUNICATION else phase_of_copy(event.name)
         if kind is Kind.COMMUNICATION and phase and phase is not launched:
             collectives.setdefault(phase, []).append(interval)
             continue
@@ -360,12 +230,12 @@ def _device_stretches(
     return found, missing
 
 
-def _launched(thread: str, at_us: float, stretches: Mapping[str, Sequence[Stretch]], main: str) -> Phase | None:
+def _launched(thread: str, at_us: float, by_thread: Mapping[str, Sequence[Stretch]], main: str) -> Phase | None:
     """Return the phase of the thread that launched an activity at a moment.
 
     A thread of torch.nn.DataParallel runs one replica's forward: its operators alone do not name a phase of the loop.
     """
-    own = stretches.get(thread, ())
+    own = by_thread.get(thread, ())
     place = _at(own, at_us)
     phase = None if place is None else own[place].phase
     return phase if thread == main or phase is not Phase.FORWARD else None

@@ -125,13 +125,13 @@ class _Ranks(msgspec.Struct):
 
 
 class _File(msgspec.Struct):
-    traceEvents: list[_Event] = []
-    deviceProperties: list[Gpu] = []
-    distributedInfo: _Ranks = msgspec.field(default_factory=_Ranks)
+    events: list[_Event] = msgspec.field(name="traceEvents", default_factory=list)
+    gpus: list[Gpu] = msgspec.field(name="deviceProperties", default_factory=list)
+    ranks: _Ranks = msgspec.field(name="distributedInfo", default_factory=_Ranks)
 
 
 class _RawFile(msgspec.Struct):
-    traceEvents: list[msgspec.Raw] = []
+    events: list[msgspec.Raw] = msgspec.field(name="traceEvents", default_factory=list)
 
 
 def read(path: Path) -> Profile:
@@ -145,7 +145,7 @@ def read(path: Path) -> Profile:
     launches: dict[int, Launch] = {}
     device: list[DeviceEvent] = []
     broken: list[int] = []
-    for place, event in enumerate(found.traceEvents):
+    for place, event in enumerate(found.events):
         if event.ph != "X":
             continue
         category = event.cat.lower()
@@ -170,16 +170,16 @@ def read(path: Path) -> Profile:
             stream = _number(extra.stream, 0) if extra else 0
             correlation = _number(extra.correlation, -1) if extra else -1
             device.append(DeviceEvent(event.name, number, stream, start_us, end_us, correlation))
-    notes = _notes(path, found.traceEvents, broken)
+    notes = _notes(path, found.events, broken)
     if not (host or device):
         raise ValueError(
-            f"{path}: none of its {len(found.traceEvents)} events is a usable operator, annotation or kernel of "
+            f"{path}: none of its {len(found.events)} events is a usable operator, annotation or kernel of "
             f"torch.profiler{''.join(f'; {note}' for note in notes)}; give a file that `export_chrome_trace` or "
             "`tensorboard_trace_handler` wrote"
         )
-    ranks = found.distributedInfo
+    ranks = found.ranks
     return Profile(
-        path=path, host=host, launches=launches, device=device, gpus=found.deviceProperties, rank=ranks.rank,
+        path=path, host=host, launches=launches, device=device, gpus=found.gpus, rank=ranks.rank,
         world_size=ranks.world_size, backend=ranks.backend, notes=notes,
     )  # fmt: skip
 
@@ -208,22 +208,27 @@ def _content(path: Path) -> bytes:
 
 
 def _decoded(path: Path, content: bytes) -> _File:
-    """Return the decoded file; a list of events without the facts around it is a trace too."""
+    """Return the decoded file. Raises ValueError, with the place of the fault, if it is no trace."""
     if not content.strip():
         raise ValueError(f"{path} is empty")
-    kind = list[_Event] if content.lstrip()[:1] == b"[" else _File
     try:
         try:
-            found = msgspec.json.decode(content, type=kind)
+            return _parsed(content)
         except msgspec.ValidationError:
             raise
         except msgspec.DecodeError:  # old Kineto wrote a rate per 0 seconds as `inf` or `nan`, which is not JSON
-            found = msgspec.json.decode(_NO_NUMBER.sub(b"null", content), type=kind)
+            return _parsed(_NO_NUMBER.sub(b"null", content))
     except msgspec.ValidationError as error:
         raise ValueError(f"{path}: {_place(content)}{error}; this is not a trace of torch.profiler") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not JSON, or is cut off ({len(content)} bytes): {error}") from error
-    return _File(traceEvents=found) if isinstance(found, list) else found
+
+
+def _parsed(content: bytes) -> _File:
+    """Return a decoded file; a list of events without the facts around it is a trace too."""
+    if content.lstrip()[:1] == b"[":
+        return _File(events=msgspec.json.decode(content, type=list[_Event]))
+    return msgspec.json.decode(content, type=_File)
 
 
 def _place(content: bytes) -> str:
@@ -232,7 +237,7 @@ def _place(content: bytes) -> str:
         if content.lstrip()[:1] == b"[":
             events = msgspec.json.decode(content, type=list[msgspec.Raw])
         else:
-            events = msgspec.json.decode(content, type=_RawFile).traceEvents
+            events = msgspec.json.decode(content, type=_RawFile).events
         for place, event in enumerate(events):
             try:
                 msgspec.json.decode(event, type=_Event)

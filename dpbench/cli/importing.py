@@ -1,0 +1,193 @@
+"""Importing: the command `dpbench import`, which makes trials of profiler traces."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from dpbench.cli import shapes
+from dpbench.cli.config import Documented
+from dpbench.cli.options import EXIT_FAILED, EXIT_USAGE, STORE, json_option
+
+if TYPE_CHECKING:
+    from dpbench.observe.imported import Loop, Trace
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceTime:
+    """How one device of a file spent the time `span_s` from its first to its last activity, in seconds.
+
+    `compute_s`, `copies_s` and `communication_s` are lengths of unions of intervals, which may overlap; memory fills
+    count as copies, and copies between two devices as communication. The exposed parts overlap with no compute kernel.
+    In `idle_s` the device ran nothing. `device` is the number in the file, and `name` its model, empty if unknown.
+    """
+
+    device: int
+    name: str
+    span_s: float
+    compute_s: float
+    copies_s: float
+    exposed_copies_s: float
+    communication_s: float
+    exposed_communication_s: float
+    idle_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """One step: its name, its start in seconds since the first event of the file, its duration, and its phases.
+
+    `phases` are the seconds on the critical path of host and devices, which sum to `seconds`; `host` are the seconds
+    that the host spent in each phase, whatever the devices did meanwhile. Both have all phases, 0 for those that do not
+    occur, and `phases` also has `unattributed`. `partial` is whether the trace may lack the beginning of the step.
+    """
+
+    name: str
+    start_s: float
+    seconds: float
+    phases: Mapping[str, float]
+    host: Mapping[str, float]
+    partial: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clock:
+    """The seconds that were added to the times of a rank, the largest deviation, and the number of collectives."""
+
+    shift_s: float
+    uncertainty_s: float
+    collectives: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceFile:
+    """One trace file: its rank in a process group of `world_size` ranks, its devices and its steps.
+
+    `clock` is how the rank's clock was put on that of the first rank; null for the first rank and without a match.
+    """
+
+    path: str
+    rank: int
+    world_size: int
+    clock: Clock | None
+    devices: Sequence[DeviceTime]
+    steps: Sequence[StepTime]
+    notes: Sequence[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Import:
+    """The JSON of `dpbench import --json`: the id of the stored run, and the files in the order of their ranks."""
+
+    schema: int
+    run: str
+    store: str
+    files: Sequence[TraceFile]
+
+
+@click.command(
+    "import",
+    cls=Documented,
+    short_help="Import traces of torch.profiler as a run.",
+    exits={
+        0: "the traces were imported",
+        EXIT_FAILED: "a file cannot be read or written",
+        EXIT_USAGE: "wrong usage, or a file that is no trace",
+    },
+)
+@click.argument("traces", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option(
+    "--output", "--store", "store", type=click.Path(path_type=Path), default=STORE, show_default=True,
+    help="The results file.",
+)  # fmt: skip
+@click.option("--name", default="", help="A name for the run, with which other commands find it: @NAME.")
+@json_option
+def import_(traces: tuple[Path, ...], store: Path, name: str, as_json: bool) -> None:
+    """Import traces that torch.profiler wrote (Chrome's JSON, or gzip of it) as a run of the store.
+
+    Each file is one process; files of different ranks of one process group become one case. Steps are those of the
+    profiler, or end where the optimizer's step ends. The JSON has, for each file and device, span_s, compute_s,
+    copies_s, communication_s, exposed_communication_s and idle_s, and the steps with the seconds of their phases.
+    """
+    from dpbench.observe import imported
+    from dpbench.store import Naming
+
+    naming = Naming(name=name)
+    loops = imported.load(traces)
+    run_id = imported.store(store, loops, naming)
+    files = [_file(trace, loop) for loop in loops for trace in loop.traces]
+    if as_json:
+        shapes.show(Import(schema=shapes.SCHEMA, run=run_id, store=str(store), files=files))
+        return
+    for loop in loops:
+        click.echo(imported.described(loop))
+    for file in files:
+        _print(file)
+    for note in dict.fromkeys(note for file in files for note in file.notes):
+        click.echo(f"note: {note}", err=True)
+    click.echo(f"store: {store}   run: {run_id[:8]}   next: dpbench explain --run {run_id[:8]}", err=True)
+    sys.stdout.flush()
+
+
+def _file(trace: Trace, loop: Loop) -> TraceFile:
+    """Return the record of one trace of a loop."""
+    from dataclasses import asdict
+
+    from dpbench.records import UNATTRIBUTED, Phase
+    from dpbench.records.activity import busy
+    from dpbench.records.ledger import Ledger
+    from dpbench.records.observed import observed
+
+    found, profile = trace.attributed, trace.profile
+    names = {gpu.id: gpu.name for gpu in profile.gpus}
+    every = [phase.value for phase in Phase]
+    facts = observed(loop.trial)
+    return TraceFile(
+        path=str(profile.path), rank=profile.rank, world_size=profile.world_size,
+        clock=Clock(**asdict(trace.aligned)) if trace.aligned else None,
+        devices=[
+            DeviceTime(device=device, name=names.get(device, ""), **asdict(times))
+            for device, times in busy(found.activities).items()
+        ],
+        steps=[
+            StepTime(
+                name=name, start_s=step.start_s, seconds=step.seconds, partial=step.warmup,
+                phases={phase: seconds.get(phase, 0.0) for phase in (*every, UNATTRIBUTED)},
+                host={phase: host.get(phase, 0.0) for phase in every},
+            )
+            for name, step, seconds, host in zip(
+                found.names, found.steps, Ledger(found.steps, found.spans).phases, found.host, strict=True
+            )
+        ],
+        notes=[one.problem for one in facts.unknown] if facts else [],
+    )  # fmt: skip
+
+
+def _print(file: TraceFile) -> None:
+    """Print the devices and the median step of a file as text."""
+    import statistics
+
+    from dpbench.records import words
+
+    for device in file.devices:
+        shares = ", ".join(
+            f"{what} {words.time(seconds)}" for what, seconds in (
+                ("compute", device.compute_s), ("copies", device.copies_s), ("communication", device.communication_s),
+                ("exposed communication", device.exposed_communication_s), ("idle", device.idle_s),
+            )
+        )  # fmt: skip
+        click.echo(
+            f"  {Path(file.path).name} device {device.device} {device.name}: {words.time(device.span_s)}: {shares}"
+        )
+    whole = [step for step in file.steps if not step.partial] or list(file.steps)
+    if whole:
+        middle = {name: statistics.median(step.phases[name] for step in whole) for name in whole[0].phases}
+        parts = ", ".join(f"{name} {words.time(seconds)}" for name, seconds in middle.items() if seconds)
+        click.echo(
+            f"  {Path(file.path).name} median step {words.time(statistics.median(s.seconds for s in whole))}: {parts}"
+        )

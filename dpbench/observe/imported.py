@@ -1,0 +1,293 @@
+"""Imported: make trials of profiler traces, one case for each training loop, and store them as a run.
+
+Traces of different ranks of one process group belong to one case. The steps are cut into consecutive parts, which are
+stored as the rounds of the case: they show how much the loop varies in one process, not between processes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from dpbench.hardware import provenance
+from dpbench.measure.merging import shifted
+from dpbench.observe import kineto
+from dpbench.observe.alignment import Aligned, align
+from dpbench.observe.attribution import Attributed, attribute
+from dpbench.observe.kineto import Profile
+from dpbench.observe.stretches import LOADER
+from dpbench.records import HOST, Case, Phase, Sample, Source, Span, Step, Trial, ledger, words
+from dpbench.records.activity import Activity, Interval, Kind, difference, intersection, length, union
+from dpbench.records.observed import OBSERVED, SCRIPT, Observed, Unknown, traits
+from dpbench.records.registry import Parallelism, Reduction
+from dpbench.store import Naming, Store
+
+PARTS = 5
+"""The largest number of consecutive parts into which the steps of a trace are cut."""
+TRACE = "trace"
+"""The key of a trial's provenance for the facts about its traces."""
+KERNELS, COLLECTIVES, EXPOSED = "kernel_busy_s", "collective_busy_s", "exposed_communication_s"
+"""The metrics of a device in a step, which a profiled step of `dpbench run` has too."""
+_WRAPPER = re.compile(r"(?P<name>\w*DataParallel)\.forward$|(?P<fsdp>FSDP)::")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """One trace: its events, its steps and phases, and the indices of its devices in the case, by number in the file.
+
+    `aligned` is how its clock was put on that of the first rank; None for the first rank, and if it was not possible.
+    """
+
+    profile: Profile
+    attributed: Attributed
+    indices: Mapping[int, int]
+    aligned: Aligned | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    """One training loop: its traces, one for each rank, and the trial of all its steps."""
+
+    traces: tuple[Trace, ...]
+    trial: Trial
+
+
+def load(paths: Sequence[Path]) -> list[Loop]:
+    """Return the training loops that trace files describe.
+
+    Raises ValueError if a file is no trace, if it is given twice, or if two traces are of the same rank of one group.
+    """
+    double = [path for number, path in enumerate(paths) if path.resolve() in {p.resolve() for p in paths[:number]}]
+    if double:
+        raise ValueError(f"{double[0]} is given twice: give each trace once")
+    return [_loop(profiles) for profiles in _groups([kineto.read(path) for path in paths])]
+
+
+def _groups(profiles: Sequence[Profile]) -> Iterator[list[Profile]]:
+    """Yield the traces of each training loop: those of one process group together, in the order of their ranks."""
+    groups: dict[Any, list[Profile]] = {}
+    for number, profile in enumerate(profiles):
+        groups.setdefault(("world", profile.world_size) if profile.world_size > 1 else number, []).append(profile)
+    for group in groups.values():
+        group.sort(key=lambda profile: profile.rank)
+        for one, other in pairwise(group):
+            if one.rank == other.rank:
+                raise ValueError(
+                    f"{one.path} and {other.path} are both of rank {one.rank} of {one.world_size}: import traces of "
+                    "different runs one after the other"
+                )
+        yield group
+
+
+def _loop(profiles: Sequence[Profile]) -> Loop:
+    found: list[Trace] = []
+    taken = 0
+    for profile in profiles:
+        devices = sorted({event.device for event in profile.device}) or [0]
+        indices = {device: taken + place for place, device in enumerate(devices)}
+        aligned = align(profiles[0], profile) if found else None
+        found.append(Trace(profile=profile, attributed=attribute(profile), indices=indices, aligned=aligned))
+        taken += len(devices)
+    return Loop(traces=tuple(found), trial=_trial(found))
+
+
+def _trial(traces: Sequence[Trace]) -> Trial:
+    """Return the trial of the steps that all traces of a loop have."""
+    names = [trace.attributed.names for trace in traces]
+    common = [name for name in names[0] if all(name in one for one in names)]
+    parts = [_part(trace, traces[0], common) for trace in traces]
+    steps, spans = ledger.joined(parts) if len(parts) > 1 else (parts[0].steps, parts[0].spans)
+    return replace(
+        parts[0], case=_case(traces), steps=steps, spans=spans,
+        samples=tuple(sample for part in parts for sample in part.samples),
+        provenance={OBSERVED: _observed(traces, common).to_dict(), TRACE: _facts(traces), "gpus": _gpus(traces)},
+        setup={"steps_s": sum(step.seconds for step in steps)},
+    )  # fmt: skip
+
+
+def _part(trace: Trace, first: Trace, common: Sequence[str]) -> Trial:
+    """Return the trial of one rank, on the clock of the first rank, with the indices that its devices have there."""
+    found, indices = trace.attributed, {HOST: HOST, **trace.indices}
+    numbers = {found.names.index(name): place for place, name in enumerate(common)}
+    steps = tuple(found.steps[number] for number in numbers)
+    spans = (replace(s, step=numbers[s.step], device=indices[s.device]) for s in found.spans if s.step in numbers)
+    part = Trial(
+        case=_case([trace]), source=Source.IMPORTED, reason="the trace ended", steps=steps, spans=tuple(spans),
+        samples=tuple(_samples(found.activities, steps, indices)), started_s=time.time(),
+    )  # fmt: skip
+    shift_s = (trace.profile.zero_us - first.profile.zero_us) / 1e6
+    return shifted(part, shift_s + (trace.aligned.shift_s if trace.aligned else 0.0))
+
+
+def _samples(activities: Sequence[Activity], steps: Sequence[Step], indices: Mapping[int, int]) -> Iterator[Sample]:
+    """Yield the busy seconds of each device in each step, by kernels and by collectives, and those that are exposed."""
+    for device in sorted({one.device for one in activities}):
+        mine = [one for one in activities if one.device == device]
+        collectives = union((one.start_s, one.end_s) for one in mine if one.kind is Kind.COMMUNICATION)
+        compute = union((one.start_s, one.end_s) for one in mine if one.kind is Kind.COMPUTE)
+        others = union((one.start_s, one.end_s) for one in mine if one.kind is not Kind.COMMUNICATION)
+        metrics: list[tuple[str, list[Interval]]] = [(KERNELS, others)]
+        if collectives:
+            metrics += [(COLLECTIVES, collectives), (EXPOSED, difference(collectives, compute))]
+        for metric, intervals in metrics:
+            for step in steps:
+                within = intersection(intervals, [(step.start_s, step.end_s)])
+                yield Sample(step.end_s, indices[device], metric, length(within))
+
+
+def _case(traces: Sequence[Trace]) -> Case:
+    """Return the case of a loop, by the conventions of `records.observed`; the trace does not tell the batch size."""
+    first = traces[0].profile
+    devices = sum(len(trace.indices) for trace in traces)
+    ranks = first.world_size > 1
+    parallelism = Parallelism.RANKS if ranks else Parallelism.THREADS if devices > 1 else Parallelism.NONE
+    reduction = Reduction.SEPARATE if parallelism is Parallelism.THREADS else Reduction.OVERLAPPED
+    numbers = tuple(device for trace in traces for device in sorted(trace.indices))
+    on_gpus = any(trace.profile.device for trace in traces)
+    named = on_gpus and len({*numbers}) == len(numbers) and numbers != tuple(range(devices))
+    workers = _workers(first)
+    return Case(
+        model=re.sub(r"(?:\.pt)?(?:\.trace)?\.json(?:\.gz)?$|\.gz$", "", first.path.name) or first.path.name,
+        strategy=SCRIPT, batch_size=0, devices=devices, device_kind="cuda" if on_gpus else "cpu",
+        device_ids=numbers if named else (), loader=0 if workers == 0 else -1,
+        optimizer="+".join(sorted(traces[0].attributed.updates)).lower() or "none",
+        declared=traits(parallelism, reduction),
+    )  # fmt: skip
+
+
+def _workers(profile: Profile) -> int | None:
+    """Return 0 if the DataLoader loads in the loop itself; -1 if it has workers, whose number a trace does not tell.
+
+    Return None if no DataLoader is used.
+    """
+    kinds = {found["kind"] for event in profile.host if (found := LOADER.match(event.name))}
+    return (0 if "_SingleProcessDataLoaderIter" in kinds else -1) if kinds else None
+
+
+def _observed(traces: Sequence[Trace], common: Sequence[str]) -> Observed:
+    """Return the facts about the loop, with the parts of it that the traces do not tell."""
+    first = traces[0]
+    workers = _workers(first.profile)
+    copies = [event.name for trace in traces for event in trace.profile.device if event.name.startswith("Memcpy HtoD")]
+    pinned = not any("Pageable" in name for name in copies) if copies else None
+    reads = sum(1 for phases in first.attributed.host if phases.get(Phase.READ.value))
+    named = (found for event in first.profile.host if (found := _WRAPPER.search(event.name)))
+    wrapper = next((found["name"] or found["fsdp"] for found in named), "")
+    backwards = _backwards(first.attributed)
+    return Observed(
+        command=" ".join(str(trace.profile.path) for trace in traces), wrapper=wrapper, updates=backwards,
+        loader_workers=-1 if workers is None else workers, pinned=pinned,
+        reads={"a copy to the host, at a place that the trace does not tell": reads} if reads else {},
+        unknown=tuple(Unknown(problem=problem, steps=len(common)) for problem in _problems(traces, common, workers)),
+    )  # fmt: skip
+
+
+def _backwards(found: Attributed) -> int:
+    """Return the median number of stretches of backward in a step, at least 1."""
+    counts = [sum(1 for span in found.backwards if step.start_s <= span[0] < step.end_s) for step in found.steps]
+    return max(1, round(statistics.median(counts))) if counts else 1
+
+
+def _problems(traces: Sequence[Trace], common: Sequence[str], workers: int | None) -> Iterator[str]:
+    """Yield sentences about the facts that the traces lack, and about events that were left out."""
+    first = traces[0].profile
+    if first.world_size > len(traces):
+        yield f"the traces of {first.world_size - len(traces)} of {first.world_size} ranks were not given"
+    if not common:
+        yield "the traces have no common step: no ProfilerStep annotation and no optimizer's step"
+    if workers == -1:
+        yield "the trace does not tell how many workers the DataLoader has"
+    for trace in traces:
+        yield from trace.profile.notes
+        if trace.attributed.unlaunched:
+            yield (
+                f"{trace.profile.path.name}: the launch of {trace.attributed.unlaunched} of "
+                f"{len(trace.profile.device)} kernels and copies is missing, so they belong to no phase"
+            )
+    for trace in traces[1:]:
+        if trace.aligned is None:
+            yield (
+                f"the clock of rank {trace.profile.rank} could not be aligned with that of rank {first.rank}, because "
+                "their collectives do not match: times are compared as the two clocks show them"
+            )
+
+
+def _facts(traces: Sequence[Trace]) -> dict[str, Any]:
+    """Return the facts about the trace files, for the provenance of a trial."""
+    files = [
+        {
+            "path": str(trace.profile.path), "rank": trace.profile.rank, "backend": trace.profile.backend,
+            "clock": asdict(trace.aligned) if trace.aligned else None, "updates": dict(trace.attributed.updates),
+        }
+        for trace in traces
+    ]  # fmt: skip
+    return {"world_size": traces[0].profile.world_size, "files": files}
+
+
+def _gpus(traces: Sequence[Trace]) -> dict[str, Any]:
+    """Return the GPUs of the machine on which the first trace was recorded, in the form of `nvml.describe`."""
+    found = [
+        {"index": gpu.id, "name": gpu.name, "memory_bytes": gpu.memory_bytes, "multiprocessors": gpu.multiprocessors}
+        for gpu in traces[0].profile.gpus
+    ]
+    return {"physical_gpus": len(found), "gpus": found}
+
+
+def rounds(trial: Trial) -> list[Trial]:
+    """Return the trial cut into consecutive parts of its steps, which are the rounds of the case."""
+    warm = next((number for number, step in enumerate(trial.steps) if not step.warmup), len(trial.steps))
+    timed = len(trial.steps) - warm
+    parts = max(1, min(PARTS, timed))
+    cuts = [0, *(warm + timed * part // parts for part in range(1, parts)), len(trial.steps)]
+    return [_cut(trial, number, first, last) for number, (first, last) in enumerate(pairwise(cuts))]
+
+
+def _cut(trial: Trial, number: int, first: int, last: int) -> Trial:
+    steps = trial.steps[first:last]
+    ends = {step.end_s for step in steps}
+    spans: tuple[Span, ...] = tuple(
+        replace(span, step=span.step - first) for span in trial.spans if first <= span.step < last
+    )
+    lower, upper = (steps[0].start_s, max(ends)) if steps else (0.0, 0.0)
+    return replace(
+        trial, round=number, steps=steps, spans=spans,
+        samples=tuple(one for one in trial.samples if lower < one.time_s <= upper),
+        setup={"steps_s": sum(step.seconds for step in steps)},
+    )  # fmt: skip
+
+
+def store(path: Path, loops: Sequence[Loop], naming: Naming) -> str:
+    """Add a run with the loops to the store at `path`, and return the id of the run.
+
+    The run has the GPUs of the first trace, and not this machine: nothing was measured here.
+    """
+    here = provenance.collect()
+    facts = {
+        **{name: here[name] for name in ("dpbench", "project", "command")},
+        "host": {}, "packages": {}, "gpus": loops[0].trial.provenance["gpus"],
+    }  # fmt: skip
+    files = [str(trace.profile.path) for loop in loops for trace in loop.traces]
+    plan = hashlib.sha256("\n".join(["import", *files, str(time.time_ns())]).encode()).hexdigest()
+    trials = [rounds(loop.trial) for loop in loops]
+    with Store.create(path, naming) as opened:
+        run_id, _ = opened.begin_run(
+            plan=plan, host="imported", code=here["dpbench"]["version"], rounds=max(map(len, trials)), provenance=facts
+        )
+        for trial in (one for found in trials for one in found):
+            opened.end_trial(opened.begin_trial(run_id, trial.case, trial.round), trial)
+        opened.end_run(run_id)
+    return run_id
+
+
+def described(loop: Loop) -> str:
+    """Return a line on a loop: its files, steps and devices."""
+    files = ", ".join(trace.profile.path.name for trace in loop.traces)
+    steps = words.count(len(loop.trial.steps), "step")
+    return f"{files}: {steps} on {words.count(loop.trial.case.devices, 'device')}"
