@@ -110,7 +110,7 @@ def of(value: float, half: float, n: int = 5) -> Estimate:
 @pytest.mark.parametrize(
     ("others", "ratio", "verdict", "said"),
     [
-        (0, of(1.5, 0.01), "faster", r"p = .*e-0\d, at most 0.01"),
+        (0, of(1.5, 0.01), "faster", r"p = .*e-0\d, within the limit of 0.01"),
         (0, of(1.002, 0.0015), "same", "within the margin of 1.0% around 1, although it excludes 1"),
         (
             0,
@@ -119,8 +119,8 @@ def of(value: float, half: float, n: int = 5) -> Estimate:
             r"includes 1 and exceeds the margin of 1.0%; about \d+ rounds each should decide",
         ),
         (0, of(1.0, 0.5), "undecided", r"the margin of 1.0%; more rounds will hardly decide"),
-        (0, of(1.1, 0.08), "undecided", r"the interval excludes 1, but p = 0.03, and at most 0.01 decides$"),
-        (4, of(1.1, 0.045), "undecided", r"p = 0.0042, and at most 0.002 decides for one of 5 cases read together"),
+        (0, of(1.1, 0.08), "undecided", r"the interval excludes 1, but p = 0.03 is above the limit of 0.01$"),
+        (4, of(1.1, 0.045), "undecided", r"p = 0.0042 is above the limit of 0.002 for one of 5 cases read together"),
         (0, of(1.5, 0.01, 2), "undecided", "not enough rounds: 2 rounds, but at least 3 are needed"),
         (0, Estimate(1.0, 0.3, 3.0, 5), "undecided", "not enough rounds: the estimate's interval spans"),
     ],

@@ -186,12 +186,12 @@ def _reason(ratio: Estimate, verdict: str, most: float, count: int, margin: floa
         although = ", although it excludes 1" if excludes else ""
         return f"the whole interval is within the margin of {words.percent(margin)} around 1{although}"
     if verdict != "undecided":
-        return f"p = {p:.2g}, at most {most:.2g}"
+        return f"p = {p:.2g}, within the limit of {most:.2g}"
     if excludes and not most:
         return f"the interval excludes 1, but p = {p:.2g} is larger than that of another undecided case (Holm's method)"
     if excludes:
         cases = f" for one of {count} cases read together (Holm's method)" if count > 1 else ""
-        return f"the interval excludes 1, but p = {p:.2g}, and at most {most:.2g} decides{cases}"
+        return f"the interval excludes 1, but p = {p:.2g} is above the limit of {most:.2g}{cases}"
     rounds = stats.rounds_to_decide(ratio, margin=margin, most=NEVER)
     hopeless = rounds >= NEVER
     more = "more rounds will hardly decide" if hopeless else f"about {words.count(rounds, 'round')} each should decide"

@@ -39,7 +39,7 @@ class Pace:
 
     @property
     def slow(self) -> bool:
-        """Return whether the machine is slow."""
+        """Return whether the lower end of the ratio's interval is above `SLOW`, and the ratio has enough rounds."""
         return not self.ratio.doubt and self.ratio.low > SLOW
 
 
@@ -53,7 +53,7 @@ def paces(trials: Sequence[Trial]) -> list[Pace]:
 
 
 def _alone(trial: Trial) -> dict[str, list[float]]:
-    """Return the seconds of each machine's steps in a trial of the baseline; empty without a launch."""
+    """Return the seconds of each machine's steps in a trial of the baseline; empty if no launch measured the trial."""
     readings = trial.readings(ALONE) if trial.trusted else {}
     steps = {host.name: readings.get(host_device(number), []) for number, host in enumerate(trial.hosts)}
     return {name: seconds for name, seconds in steps.items() if seconds}

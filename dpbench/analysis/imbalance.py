@@ -219,7 +219,7 @@ def _index(
 
 
 def control_of(case: Case) -> Case:
-    """Return the case of the control: DistributedDataParallel on the same work and devices as `case`."""
+    """Return the control of `case`: the case that trains with DistributedDataParallel on the same work and devices."""
     return replace(case, strategy=registry.of_role(Role.CONTROL), schedule="", options=())
 
 

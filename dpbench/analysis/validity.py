@@ -222,7 +222,10 @@ def _oversubscribed(trial: Trial, cores: int) -> Finding | None:
 
 
 def _clocks(trial: Trial, cores: int) -> Finding | None:
-    """Return the largest error of another machine's clock as a fraction of the median step; None without one."""
+    """Return the largest error of another machine's clock as a fraction of the median step.
+
+    Return None if one machine ran the trial.
+    """
     error_s = trial.provenance.get("clock_error_s")
     return (error_s / statistics.median(trial.timed), {}) if error_s and trial.timed else None
 

@@ -51,8 +51,8 @@ MOST_WORKERS = 1024
 @click.option("--cpu-ms", type=click.FloatRange(0), help="Synthetic: CPU time per example.  [default: 1]")
 @click.option("--wait-ms", type=click.FloatRange(0), help="Synthetic: waiting time per example.  [default: 4]")
 @click.option("--example-bytes", type=Bytes(), help="Synthetic: size of an example.  [default: 150528]")
-@click.option("--examples-per-s", type=click.FloatRange(0, min_open=True), help="Synthetic: a limit for all workers "
-              "together, as a disk sets it.  [default: none]")  # fmt: skip
+@click.option("--examples-per-s", type=click.FloatRange(0, min_open=True), help="Synthetic: limit of all workers "
+              "together, as the rate of a disk would limit them.  [default: none]")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print all measurements as JSON instead of the table.")
 @click.option(
     "--report", type=click.Path(path_type=Path), default=LOADERS_REPORT, show_default=True,

@@ -370,7 +370,9 @@ def _find_max_batch(cases: Sequence[Case], naming: Naming, limit_s: float, outpu
     from dpbench.store import Store
 
     if output.dry_run:
-        raise click.UsageError("--dry-run cannot foresee the batch sizes that a search tries: leave it out")
+        raise click.UsageError(
+            "leave out --dry-run: it cannot list the batch sizes of a search, of which each depends on the last"
+        )
 
     def listen(trial: Trial) -> None:
         words = "fits" if trial.status is Status.OK else f"{trial.status}: {trial.reason.partition(chr(10))[0]}"

@@ -201,7 +201,7 @@ class Cluster:
         return self._described(replace(merged, samples=(*merged.samples, *samples)), hosts, answers, worst)
 
     def _absent(self, size: int) -> str:
-        """Return why the first `size` ranks cannot all take part, or an empty string."""
+        """Return the reason why not all of the first `size` ranks can take part, or an empty string if they can."""
         if size > self.size:
             return f"the case needs {size} ranks, and the launch has {self.size}: start more processes"
         gone = [f"{rank} is lost: {rank.lost}" for rank in self._peers[:size] if rank.lost]

@@ -97,7 +97,7 @@ class Known:
 
     @classmethod
     def of(cls, path: Path, options: Options, cases: Sequence[Case], naming: Naming, cluster: Cluster | None) -> Known:
-        """Return the part that the store at `path` has; it is empty without such a file."""
+        """Return the part of the plan that the store at `path` has; it is empty if the file does not exist."""
         if not path.exists():
             return cls()
         facts = run.collect(cluster)

@@ -190,7 +190,7 @@ class _Jobs:
         return job if job.queued() else None
 
     def _collected(self, job: _Submitted) -> bool:
-        """Return whether a job has ended; store its trials then."""
+        """Return whether a job has ended; if it has, store its trials."""
         if not job.ended():
             return False
         self._absorb(job)

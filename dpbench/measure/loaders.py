@@ -102,7 +102,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """The measurements of a plan. `step_s` has the seconds of each step by round; empty without a case to step."""
+    """The measurements of a plan. `step_s` has the seconds of each step by round; empty if the plan has no case."""
 
     plan: Plan
     examples: int
@@ -113,7 +113,7 @@ class Sweep:
 
     @property
     def step(self) -> dict[int, list[float]] | float | None:
-        """Return the step to compare with: its seconds by round, or one number of seconds; None without a step."""
+        """Return the seconds of the step to compare with, by round if dpbench measured it; None if not given."""
         return self.plan.step if isinstance(self.plan.step, float) else self.step_s or None
 
     @property
@@ -160,7 +160,10 @@ def default_workers(cores: int) -> tuple[int, ...]:
 def settings(
     workers: Iterable[int], pin_memory: Iterable[bool], prefetch_factors: Iterable[int], persistent: Iterable[bool]
 ) -> tuple[Setting, ...]:
-    """Return all combinations; without workers, `prefetch_factors` and `persistent` have no effect."""
+    """Return all combinations of the values, each once.
+
+    In combinations with 0 workers, `prefetch_factors` and `persistent` are left out, because they have no effect.
+    """
     combined = [
         Setting(workers=count, pin_memory=pin, prefetch_factor=factor, persistent_workers=stays)
         if count

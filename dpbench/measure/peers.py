@@ -138,7 +138,7 @@ def _introduce(end: socket.socket, secret: bytes, guests: queue.Queue[tuple[Memb
 
 
 def _objection(member: Member, launch: Launch, found: Mapping[int, object]) -> str:
-    """Return why a rank cannot take part; an empty string if it can."""
+    """Return the reason why a rank cannot take part, or an empty string if it can."""
     if member.version != dpbench.__version__:
         return f"it has dpbench {member.version}, and rank 0 has {dpbench.__version__}: install the same version"
     if not 0 <= member.rank < launch.size:

@@ -67,7 +67,7 @@ class FolderMeeting:
     path: Path
 
     def store(self, rank: int, size: int) -> Any:
-        """Return torch's store of this meeting."""
+        """Return torch's key-value store, through which the ranks find each other: a file."""
         from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch's stubs leave it out
 
         return FileStore(str(self.path), size)
@@ -85,7 +85,10 @@ class AddressMeeting:
     key: str
 
     def store(self, rank: int, size: int) -> Any:
-        """Return torch's store of this meeting; rank 0 serves it. Raises OSError if rank 0 cannot listen."""
+        """Return torch's key-value store, through which the ranks find each other: a server in the process of rank 0.
+
+        Raises OSError if rank 0 cannot listen.
+        """
         from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
         served = self._listen() if rank == 0 else None

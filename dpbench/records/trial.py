@@ -252,7 +252,7 @@ class Trial:
 
     @property
     def hosts(self) -> tuple[Host, ...]:
-        """Return the machines of the trial's ranks, the first one's first; empty without a launch."""
+        """Return the machines of the trial's ranks, that of rank 0 first; empty if no launch measured the trial."""
         return tuple(Host.from_dict(one) for one in self.provenance.get(HOSTS, ()))
 
     @property

@@ -57,7 +57,7 @@ def _cells(point: Point) -> tuple[str, ...]:
 
 
 def _shown(estimate: Estimate | None, scale: float = 1.0) -> str:
-    """Return an estimate and its interval as text; empty without an estimate."""
+    """Return an estimate and its interval as text, or an empty text for None."""
     if estimate is None:
         return ""
     if estimate.doubt:

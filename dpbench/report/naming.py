@@ -101,7 +101,7 @@ def axes(cases: Sequence[Case]) -> list[tuple[str, str, list[str]]]:
 
 
 def common(groups: Iterable[Sequence[str]]) -> tuple[str, ...]:
-    """Return the labels that all groups have, in the order of the first group; empty without groups."""
+    """Return the labels that all groups have, in the order of the first group; empty if `groups` is empty."""
     first, *rest = [*groups] or [()]
     return tuple(label for label in first if all(label in group for group in rest))
 

@@ -180,7 +180,7 @@ def _drawn(section: Section, report: Report, styles: Styles) -> Part:
 
 
 def figure(panel: Panel, above: Sequence[str], styles: Styles) -> Figure:
-    """Return a panel with only those labels that are not among the labels `above`, in the section's heading."""
+    """Return a panel without the labels `above`, which the heading of its section shows."""
     labels = tuple(label for label in panel.labels if label not in above)
     drawing = styles.without(panel.svg)
     return Figure(panel.title, drawing, panel.caption, labels, panel.tables, naming.case_ids(panel.cases))

@@ -78,9 +78,10 @@ class DataParallelBlock(Strategy):
 
 
 def largest(module: nn.Module) -> str:
-    """Return the name of the block: the child with the most bytes of parameters that has not all of them.
+    """Return the name of the block: the child with the most bytes of parameters.
 
-    Raises ValueError if there is none.
+    If this child has all parameters, its own largest child is considered, and so on. Raises ValueError if every
+    child on this path has all parameters.
     """
     inside, path = module, list[str]()
     while children := dict(inside.named_children()):

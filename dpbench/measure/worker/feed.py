@@ -43,7 +43,7 @@ class Examples(Dataset[list[torch.Tensor]]):
 
 
 class _InOrder:
-    """The indices of the examples of each batch: batch after batch, and from the first one again, without end."""
+    """An endless batch sampler: the indices of the examples of each batch in order, then of the first batch again."""
 
     def __init__(self, batches: int, rows: int) -> None:
         self._batches, self._rows = batches, rows

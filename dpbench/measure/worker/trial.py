@@ -256,7 +256,7 @@ def _rows_of(batch: tuple[Any, Any], case: Case, rank: int) -> tuple[Any, Any]:
 
 
 def work(request: Request) -> list[Trial] | Failure:
-    """Do the job of a request and return one trial per case; if a trial fails, it has the reason.
+    """Do the job of a request and return one trial per case; a trial that failed has the reason.
 
     For one rank of a trial, return this rank's part of the trial, or the record of its failure. The job of timing a
     DataLoader has no trials.
