@@ -40,7 +40,7 @@ class Answer:
     sure the answer is and on the measurements that would decide, `memory` a clause on the memory of the recommended
     case. `command` is the full command to run next. A text is "" if there is nothing to say. `home` is the
     case on one device with which the cases in `compared` are compared, and `baseline` its row. `row` is the row of
-    the recommended case. A row is None if there is none.
+    the recommended case. A row is None if it has no case, or if its case has no result.
     """
 
     subject: str

@@ -13,7 +13,18 @@ from pathlib import Path
 import click
 
 from dpbench import __version__
-from dpbench.cli import checking, comparing, config, importing, loading, managing, predicting, reading, running, watching
+from dpbench.cli import (
+    checking,
+    comparing,
+    config,
+    importing,
+    loading,
+    managing,
+    predicting,
+    reading,
+    running,
+    watching,
+)
 from dpbench.cli.options import EXIT_FAILED, EXIT_USAGE
 
 

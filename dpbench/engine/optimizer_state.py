@@ -123,7 +123,7 @@ class FetchedState(State):
         return super().values()
 
     def items(self) -> Any:
-        """Return pairs of a parameter and its entry."""
+        """Return pairs of a parameter and its entry, a dict of values by name."""
         self._load()
         return super().items()
 

@@ -83,8 +83,8 @@ def figures(devices: int = 2) -> Iterator[Figure]:
 def beyond(found: Found, alone: Found, times: Mapping[str, int]) -> Found:
     """Return the seconds that each phase in `times` takes in addition to those of the same chain on one device.
 
-    `found` has the seconds of the chains, and `alone` those on one device. The latter are multiplied by `times[phase]`
-    and subtracted.
+    `found` has the seconds of the chains, and `alone` those on one device. The values of `alone` are multiplied by
+    `times[phase]` and subtracted.
     """
     return {
         layers: [

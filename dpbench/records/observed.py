@@ -33,7 +33,7 @@ class Observed:
     """The facts about one observed training loop.
 
     `command` is the command that ran the script, or the path of the trace. `wrapper` is the name of the class that
-    makes the module data-parallel; it is empty if there is none. `updates` is the number of calls of `backward` per
+    makes the module data-parallel; it is empty if no class does. `updates` is the number of calls of `backward` per
     step. `loader_workers` is the number of workers of the DataLoader, or -1 if the loop has none. `pinned` is whether
     its batches were in pinned memory, or None if no batch was copied to a GPU. `reads` maps a place in the script, such
     as `train.py:31 item`, to the number of timed steps in which the host waited there for a value of a device.

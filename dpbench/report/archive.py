@@ -21,7 +21,7 @@ FACTS = "run.json"
 
 
 class Kept(NamedTuple):
-    """The result of keeping a page: the file of the run's page, and the run of the latest page, "" if there is none."""
+    """The file of a run's page that was kept, and the id of the run of the latest page, "" if no run has a page."""
 
     page: Path
     latest_run: str

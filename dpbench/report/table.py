@@ -130,7 +130,7 @@ def _speedup(row: Row) -> Cell:
 
 
 def _memory(row: Row) -> Cell:
-    """Return the cell with the highest memory peak of all devices, or with the host's peak if the former is unknown."""
+    """Return the cell with the highest memory peak of all devices, or with the host's peak if no device has one."""
     if row.memory:
         device = max(row.memory, key=lambda d: row.memory[d])
         peak = row.memory[device]

@@ -52,7 +52,7 @@ class HalfCpu(Strategy):
 
     @contextmanager
     def infer(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Forward]:
-        """Place the layers on the host and the accelerator, and yield the forward, whose output is on the latter."""
+        """Place the layers on the host and the accelerator; yield the forward, whose output is on the accelerator."""
         from dpbench.hardware.devices.host import CpuDevice
         from dpbench.strategies._layers import spread, spread_forward
 
