@@ -15,8 +15,7 @@ STRATEGIES = ("single", "dp", "ddp")
 BATCH_SIZES = {"mlp": 64, "resnet18": 16}
 DEVICES = (1, 2)
 PHASES = (
-    "data", "scatter", "replicate", "forward", "gather", "loss", "backward", "reduce", "clip", "optimizer", "read",
-    "unattributed",
+    "data", "scatter", "replicate", "forward", "gather", "loss", "backward", "reduce", "optimizer", "unattributed",
 )  # fmt: skip
 
 WORKERS = 4 if QUICK else 6

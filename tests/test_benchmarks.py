@@ -252,7 +252,8 @@ def test_phases_return_samples_of_the_same_steps(suite: dict[str, ModuleType]) -
     from dpbench.records.ledger import UNATTRIBUTED
 
     steps = suite["steps"]
-    assert (*Phase, UNATTRIBUTED) == steps.PHASES, "spelled out there, for commits that lack the names"
+    engine = [phase for phase in Phase if phase not in (Phase.CLIP, Phase.READ)]  # which only observed loops have
+    assert (*engine, UNATTRIBUTED) == steps.PHASES, "spelled out there, for commits that lack the names"
     cache = steps.track_phase_seconds.setup_cache()
     assert set(cache) == set(steps.PHASES)
     for phase in steps.PHASES:
