@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Self
 
 from dpbench.analysis import (
@@ -30,6 +31,7 @@ from dpbench.analysis.lanes import Lanes
 from dpbench.hardware import foreign_load
 from dpbench.hardware.provenance import Resources
 from dpbench.records import Case, Source, Trial
+from dpbench.records.observed import Alternatives
 from dpbench.store.past import PastRun
 
 
@@ -69,11 +71,15 @@ class Report:
         status: str = caveats.FINISHED,
         self_check: Sequence[str] = (),
         past: Sequence[PastRun] = (),
+        alternatives: Alternatives = MappingProxyType({}),
     ) -> Self:
-        """Return the report of the run that has these trials; all other arguments are facts stored with the run."""
+        """Return the report of the run that has these trials.
+
+        `alternatives` are predictions for observed loops; all other arguments are facts stored with the run.
+        """
         rows, machine = summary.rows(trials), Resources.of(provenance)
         ladders, costs = ladder.ladders(rows), engine_cost.engine_costs(rows, trials)
-        diagnoses = findings.diagnose(rows, trials, machine)
+        diagnoses = findings.diagnose(rows, trials, machine, alternatives)
         return cls(
             run_id=run_id, started_s=started_s, provenance=provenance, trials=trials, rows=rows, ladders=ladders,
             notes=tuple(filter(None, (

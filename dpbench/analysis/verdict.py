@@ -108,7 +108,7 @@ def _answer(
         subject=_subject(row, mine), choice=verdict.choice, home=row.case, source=row.source,
         headline=_headline(row, verdict, problem, loop), reason=_reason(row, verdict, problem),
         certainty="; ".join(_certainty(row, trials, loop)), memory=_memory(row, problems, machine), command=command,
-        labels=row.labels, compared=frozenset([row.case]), row=row,
+        labels=finding.labels if finding else row.labels, compared=frozenset([row.case]), row=row,
     )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from dpbench.analysis.report import Report
     from dpbench.measure.forecast import Forecast
     from dpbench.records import Trial
+    from dpbench.records.observed import Alternatives
     from dpbench.store import StoredRun
 
 
@@ -77,7 +78,17 @@ def report_of(chosen: StoredRun, trials: Sequence[Trial], store: Path | None = N
     return Report.of(
         trials, run_id=chosen.id, started_s=chosen.started, status=chosen.status, provenance=chosen.provenance,
         self_check=checks.words(chosen.provenance), past=past(store, chosen.id) if store else (),
+        alternatives=_alternatives(chosen, trials),
     )  # fmt: skip
+
+
+def _alternatives(chosen: StoredRun, trials: Sequence[Trial]) -> Alternatives:
+    """Return the predictions for observed loops in which one process runs several devices; empty for other runs."""
+    if not any(trial.case.traits.observed and trial.case.devices > 1 for trial in trials):
+        return {}
+    from dpbench.predict import watched
+
+    return watched.alternatives(trials, chosen.provenance)
 
 
 def write_report(path: Path | None, report: Report) -> Path:

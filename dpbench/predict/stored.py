@@ -95,10 +95,17 @@ class Stored:
         """Return the origin of the profile as text, with a warning if the described machine has another device."""
         sizes = ", ".join(map(str, self.batches))
         said = f"{self.profile.model}: {self.basis} on {self.device} at batch sizes {sizes}"
-        # the first word with a digit identifies a GPU: 3090, A100, T4
-        mark = next((word for word in self.wanted.split() if any(c.isdigit() for c in word)), self.wanted)
-        other = mark.lower() not in self.device.lower()
+        other = not alike(self.wanted, self.device)
         return f"{said}; the described machine has {self.wanted}, so the prediction may be far off" if other else said
+
+
+def alike(wanted: str, device: str) -> bool:
+    """Return whether the name of a device contains the first word with a digit, such as 3090, A100 or T4, of `wanted`.
+
+    This word identifies a GPU.
+    """
+    mark = next((word for word in wanted.split() if any(c.isdigit() for c in word)), wanted)
+    return mark.lower() in device.lower()
 
 
 def read(path: Path, cases: Sequence[Case], machine: Machine) -> dict[counts.Key, Stored]:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dpbench.predict import counts, stored
-from dpbench.records import HOST, Case, Phase, Profile, Source, Trial, ledger
+from dpbench.records import HOST, Case, Phase, Profile, Source, Span, Trial, ledger, machine, registry
 from dpbench.records.machine import Machine, UnknownMachine
+from dpbench.records.observed import Alternative
+from dpbench.records.registry import Role
+from dpbench.records.trial import Estimate
 
 NEEDED = ("parameter_tensors", "parameter_bytes", "buffer_bytes", "input_bytes", "output_bytes")
 """The facts about the model without which a prediction is not possible, by their names in a trial's provenance."""
@@ -35,20 +38,20 @@ class Loop:
         """Return the number of samples that one device processes in a step."""
         return max(self.case.rows)
 
-    def on(self, machine: Machine) -> stored.Stored:
-        """Return the loop's profile of one device, for predictions on a machine.
+    def on(self, target: Machine) -> stored.Stored:
+        """Return the loop's profile of one device, for predictions on the machine `target`.
 
         Raises UnknownMachine if the loop lacks a fact, or if it ran on another kind of device than the machine has.
         """
-        self._check(machine)
+        self._check(target)
         device = stored.device_of(self.facts, self.case)
         label = (self.trials[0].source.value if self.trials else Source.MEASURED.value).upper()
         of = f" as a share of {self.case.devices} devices" if self.case.devices > 1 else ""
         basis = f"the phases of its steps{of} were {label} in the user's own loop, its launches are estimated,"
-        return stored.Stored(self._profile(), device, (self.rows,), machine.gpu.name, basis)
+        return stored.Stored(self._profile(), device, (self.rows,), target.gpu.name, basis)
 
-    def _check(self, machine: Machine) -> None:
-        kind = "cpu" if machine.logical else "cuda"
+    def _check(self, target: Machine) -> None:
+        kind = "cpu" if target.logical else "cuda"
         lacking = [name for name in NEEDED if name not in self._model]
         problems = [
             (not self.trials, "no step has a result: watch more steps"),
@@ -57,7 +60,7 @@ class Loop:
             (self.case.precision not in PRECISIONS, f"predictions know {' and '.join(PRECISIONS)} only, and it used "
              f"{self.case.precision}"),
             (self.case.device_kind != kind, f"it ran on devices of the kind {self.case.device_kind}, but the machine "
-             f"{machine.name} has devices of the kind {kind}: choose another --machine"),
+             f"{target.name} has devices of the kind {kind}: choose another --machine"),
         ]  # fmt: skip
         if found := next((text for is_so, text in problems if is_so), ""):
             raise UnknownMachine(f"the loop {self.case.model} cannot be the basis of a prediction: {found}")
@@ -67,14 +70,17 @@ class Loop:
         return next((one.provenance["model"] for one in self.trials if one.provenance.get("model")), {})
 
     def _profile(self) -> Profile:
-        """Return the profile of one device with its share of the batch."""
+        """Return the profile of one device with its share of the batch.
+
+        The seconds of the phases are known, so that FLOP, which are not, only divide them among the parts of a phase.
+        """
         model = self._model
         tensors = int(model["parameter_tensors"])
         forward = int(counts.LAUNCHES * tensors)
         counted = Profile(
             model=self.case.model, parameter_tensors=tensors, parameter_bytes=int(model["parameter_bytes"]),
             buffer_bytes=int(model["buffer_bytes"]), buffer_tensors=int(model.get("buffer_tensors", 0)),
-            input_bytes=model["input_bytes"], output_bytes=model["output_bytes"], forward_flop=0.0, backward_flop=0.0,
+            input_bytes=model["input_bytes"], output_bytes=model["output_bytes"], forward_flop=1.0, backward_flop=2.0,
             modules=int(model.get("modules") or counts.MODULES * tensors), forward_launches=forward,
             backward_launches=int(counts.BACKWARD * forward),
         )  # fmt: skip
@@ -91,9 +97,7 @@ class Loop:
         seconds: dict[Phase, list[float]] = defaultdict(list)
         shared: set[Phase] = set()
         for trial in self.trials:
-            for step, spans in zip(trial.steps, ledger.by_step(trial.spans, len(trial.steps)), strict=True):
-                if step.warmup:
-                    continue
+            for spans in _timed(trial):
                 each: dict[Phase, dict[int, float]] = defaultdict(lambda: defaultdict(float))
                 for span in spans:
                     each[span.phase][span.device] += span.end_s - span.start_s
@@ -105,6 +109,59 @@ class Loop:
         found = {phase: statistics.median(values) for phase, values in seconds.items()}
         whole = shared & {Phase.FORWARD, Phase.LOSS, Phase.BACKWARD}
         return {phase: s / self.case.devices if phase in whole else s for phase, s in found.items()}
+
+
+def _timed(trial: Trial) -> Iterator[Sequence[Span]]:
+    """Yield the spans of each timed step; of a summary, which has no others, only those of the median step."""
+    if not trial.spans:
+        yield trial.ledger.median_step[1] if trial.ledger.median_step else ()
+        return
+    for step, spans in zip(trial.steps, ledger.by_step(trial.spans, len(trial.steps)), strict=True):
+        if not step.warmup:
+            yield spans
+
+
+def alternatives(trials: Sequence[Trial], facts: Mapping[str, Any]) -> dict[Case, Alternative | str]:
+    """Return, for each observed loop in which one process runs several GPUs, the prediction with one process per GPU.
+
+    Without a prediction, return the reason. The prediction is the slowest of those for all described machines that have
+    enough of the loop's GPUs, because the links of the loop's machine are unknown.
+    """
+    found: dict[Case, Alternative | str] = {}
+    for case in dict.fromkeys(trial.case for trial in trials):
+        if case.traits.observed and case.traits.threads and case.devices > 1 and case.device_kind == "cuda":
+            loop = of_run([trial for trial in trials if trial.case == case], facts)
+            if loop and loop.trials:
+                found[case] = _alternative(loop)
+    return found
+
+
+def _alternative(loop: Loop) -> Alternative | str:
+    from dpbench.predict.cases import Predictor
+
+    device = stored.device_of(loop.facts, loop.case)
+    known = [machine.load(name) for name in machine.names()]
+    alike = [one for one in known if loop.case.devices <= one.gpu.count and stored.alike(one.gpu.name, device)]
+    if not alike:
+        return (
+            f"no described machine has {loop.case.devices} GPUs like {device}: describe yours, and give it to "
+            "dpbench predict --machine FILE.toml --from RUN"
+        )
+    own = loop.case
+    case = Case(
+        model=own.model, strategy=registry.of_role(Role.CONTROL), batch_size=own.batch_size, devices=own.devices,
+        device_kind=own.device_kind, precision=own.precision,
+    )  # fmt: skip
+    predicted = []
+    for one in alike:
+        try:
+            measured = {counts.key(case): loop.on(one).profile}
+            predicted.append(Predictor(one, measured=measured).predict(case))
+        except UnknownMachine as error:
+            return str(error)
+    worst = max(predicted, key=lambda each: each.seconds)
+    step = Estimate(worst.seconds, worst.low_s, worst.high_s, 0)
+    return Alternative(step=step, basis=f"on the described machine {worst.machine}, the slowest with this GPU")
 
 
 def of_run(trials: Sequence[Trial], facts: Mapping[str, Any]) -> Loop | None:

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
+from dpbench.records.case import Case
 from dpbench.records.registry import Parallelism, Reduction, Role, Traits
-from dpbench.records.trial import Trial
+from dpbench.records.trial import Estimate, Trial
 
 SCRIPT = "script"
 """The name of the strategy of every observed training loop."""
@@ -60,6 +61,21 @@ class Observed:
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """Return the facts from the data that `to_dict` returned, also after a conversion to JSON and back."""
         return cls(**{**data, "unknown": tuple(Unknown(**one) for one in data.get("unknown", ()))})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """A prediction for the work of an observed loop with one process per device.
+
+    `step` is the predicted time of a step in seconds, with its 80 % interval. `basis` names the described machine.
+    """
+
+    step: Estimate
+    basis: str
+
+
+Alternatives = Mapping[Case, Alternative | str]
+"""The prediction for each observed loop in which one process runs several devices, or the reason why there is none."""
 
 
 def observed(trial: Trial) -> Observed | None:

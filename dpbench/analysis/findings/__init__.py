@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from dpbench.analysis import commands, stats
 from dpbench.analysis.findings import loops, phases, scale
@@ -27,14 +28,15 @@ from dpbench.analysis.findings.rule import (
 )
 from dpbench.analysis.summary import Row
 from dpbench.hardware.provenance import Resources
-from dpbench.records import Case, Trial, schedule, words
+from dpbench.records import Case, Source, Trial, schedule, words
+from dpbench.records.observed import Alternatives
 from dpbench.records.registry import Role
 
 __all__ = ["Diagnosis", "Finding", "RULES", "diagnose"]
 
 TRAIN_STEP = 'step = dpbench.TrainStep(model, loss_fn, optimizer_fn, device_ids, schedule="{}")'
 """The line of code that applies a schedule to a training loop."""
-DDP = "model = torch.nn.parallel.DistributedDataParallel(model)  # in each process that torchrun starts"
+DDP = loops.DDP
 """The line of code that trains with one process per device."""
 RULES: tuple[FindingRule, ...] = (*scale.RULES, *phases.RULES)
 OBSERVED_RULES: tuple[FindingRule, ...] = (*loops.RULES, *(rule for rule in RULES if rule.alone))
@@ -57,14 +59,17 @@ class Diagnosis:
     open: tuple[Evidence, ...] = ()
 
 
-def diagnose(rows: Sequence[Row], trials: Sequence[Trial], machine: Resources) -> list[Diagnosis]:
+def diagnose(
+    rows: Sequence[Row], trials: Sequence[Trial], machine: Resources, alternatives: Alternatives = MappingProxyType({})
+) -> list[Diagnosis]:
     """Return the diagnoses of a run.
 
     There is one for each setting and each batch size that ran on the setting's largest number of devices. A setting is
     a case without its strategy, schedule, number of devices and batch size. The list is empty if no case on several
-    devices has a result. `machine` has the resources of the run's machine.
+    devices has a result. `machine` has the resources of the run's machine, and `alternatives` the predictions for
+    observed loops.
     """
-    return [_diagnosis(context) for context in contexts(rows, trials, machine)]
+    return [_diagnosis(context) for context in contexts(rows, trials, machine, alternatives)]
 
 
 def _diagnosis(context: CaseContext) -> Diagnosis:
@@ -111,7 +116,8 @@ def _finding(context: CaseContext, rule: FindingRule, seen: Evidence) -> Finding
     tried = rule.remedies(context.case)
     measured = commands.measure([context.case, *tried], machine=context.machine) if tried else ""
     found = Finding(
-        rule=rule, row=context.row, evidence=seen, share=share, cures=cures(context, rule), labels=context.row.labels,
+        rule=rule, row=context.row, evidence=seen, share=share, cures=cures(context, rule),
+        labels=(*context.row.labels, *[Source.PREDICTED.upper()] * seen.predicted),
         command=seen.command or measured,
     )  # fmt: skip
     return replace(found, code=seen.code or _code(found, tried))

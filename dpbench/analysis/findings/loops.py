@@ -8,19 +8,21 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable
 
-from dpbench.analysis.findings.rule import CaseContext, Evidence, FindingRule, Judgement, share_of
+from dpbench.analysis.findings.rule import CaseContext, Evidence, FindingRule, Judgement, Missing, share_of
+from dpbench.analysis.stats import quotient
 from dpbench.records import Case, Phase
 from dpbench.records.case import MOVING
 from dpbench.records.observed import Observed
 from dpbench.records.registry import Parallelism
 from dpbench.records.trial import Estimate
-from dpbench.records.words import count, duration, long_time, percent, size, time
+from dpbench.records.words import count, duration, interval, long_time, number, percent, size, time
 
 WORKERS = "loader = torch.utils.data.DataLoader(dataset, batch_size={}, num_workers={}, persistent_workers=True)"
 PINNED = "loader = torch.utils.data.DataLoader(dataset, batch_size={}, pin_memory=True)"
 SELDOM = "if step % 10 == 0: print(step, loss.item())"
 COMPILED = 'model = torch.compile(model, mode="reduce-overhead")'
 SCALE = 'scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10)'
+DDP = "model = torch.nn.parallel.DistributedDataParallel(model)  # in each process that torchrun starts"
 EVALUATE = "if epoch % 5 == 0: evaluate(model)"
 SAVE = "if step % 1000 == 0: torch.save(model.state_dict(), path)"
 HOOK = (
@@ -141,6 +143,24 @@ def _reduction(context: CaseContext, loop: Observed) -> Judgement:
     )  # fmt: skip
 
 
+def _ddp(context: CaseContext, loop: Observed) -> Judgement:
+    """Return the predicted gain of one process per device; `Missing` without a prediction, None if it is no gain."""
+    other, step = context.alternative, context.row.step
+    if isinstance(other, str) or step is None:
+        return Missing(f"whether DistributedDataParallel is faster ({other})") if other else None
+    saved = Estimate(
+        step.value - other.step.value, step.low - other.step.high, step.high - other.step.low, step.n, signed=True
+    )
+    ratio = quotient(step, other.step)
+    return Evidence(
+        says=f"DistributedDataParallel would be {number(ratio.value)}× ({interval(ratio)}) as fast, PREDICTED from the "
+        "phases of this loop",
+        numbers=f"{time(other.step.value)} ({interval(other.step, 1e3)} ms, 80% interval) per step instead of "
+        f"{duration(step)}, {other.basis}",
+        size_s=saved, predicted=True, code=DDP,
+    )  # fmt: skip
+
+
 def _aside(name: str, what: str, code: str) -> Callable[[CaseContext, Observed], Judgement]:
     """Return a judge of the seconds that a loop spends outside its steps.
 
@@ -201,6 +221,10 @@ RULES = (
     FindingRule(
         name="reduction", when=_observing(_reduction),
         remedy="send fewer bytes (bf16 gradients), or reduce less often (no_sync while gradients accumulate)",
+    ),
+    FindingRule(
+        name="predicted ddp", when=_observing(_ddp),
+        remedy="start one process per device with torchrun, and use torch.nn.parallel.DistributedDataParallel",
     ),
     FindingRule(
         name="evaluation", when=_observing(_aside("evaluation_s", "evaluation", EVALUATE)),

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 
 from dpbench.analysis import stats
 from dpbench.analysis.summary import Row, parts
 from dpbench.hardware.provenance import Resources
 from dpbench.records import Case, Phase, Trial, ledger, plan, registry, schedule
-from dpbench.records.observed import Observed, observed
+from dpbench.records.observed import Alternative, Alternatives, Observed, observed
 from dpbench.records.registry import Role
 from dpbench.records.trial import Estimate
 
@@ -36,6 +37,8 @@ class CaseContext:
     rows: Mapping[Case, Row]
     trials_of: Mapping[Case, Sequence[Trial]]
     machine: Resources = field(default_factory=Resources)
+    alternative: Alternative | str = ""
+    """The prediction with one process per device; or the reason why there is none, "" if it does not matter."""
 
     @property
     def trials(self) -> Sequence[Trial]:
@@ -165,12 +168,8 @@ class CaseContext:
         The fraction varies less than the seconds if a disturbance slows all phases of a step.
         """
         value = sum(self.row.phases.get(name, 0.0) for name in names) / self.step_s
-        all_names = tuple(self.row.phases)
-        mine, whole = self._series(self.case, names), self._series(self.case, all_names)
-        each = {
-            number: [one / total if total else 0.0 for one, total in zip(mine[number], steps, strict=True)]
-            for number, steps in whole.items()
-        }
+        mine, whole = self._series(self.case, names), self._series(self.case, tuple(self.row.phases))
+        each = {n: [one / total for one, total in zip(mine[n], whole[n], strict=True) if total] for n in whole}
         return around(value, stats.median(each))
 
     def excess(self, name: str) -> Estimate | None:
@@ -227,14 +226,16 @@ def scaled(series: stats.Rounds, factor: float) -> dict[int, list[float]]:
     return {number: [one * factor for one in steps] for number, steps in series.items()}
 
 
-def contexts(rows: Sequence[Row], trials: Sequence[Trial], machine: Resources) -> list[CaseContext]:
+def contexts(
+    rows: Sequence[Row], trials: Sequence[Trial], machine: Resources, alternatives: Alternatives = MappingProxyType({})
+) -> list[CaseContext]:
     """Return the contexts of the cases to diagnose.
 
     There is one for each setting and each batch size that ran on the setting's largest number of devices. A setting is
     a case without its strategy, schedule, number of devices and batch size. Of the cases with the same batch size, that
     of torch.nn.DataParallel is preferred, then that of the engine with the lowest rung. Each observed loop is
     diagnosed. Only training steps are diagnosed, because the remedies are changes of training. `machine` has the
-    resources of the run's machine.
+    resources of the run's machine, `alternatives` the predictions for observed loops.
     """
     measured = [row for row in rows if row.step and row.series and row.source.timed and row.case.trains]
     # if other devices were measured too, the emulated ones only compare the engine with torch's DataParallel
@@ -247,7 +248,11 @@ def contexts(rows: Sequence[Row], trials: Sequence[Trial], machine: Resources) -
     for row in measured:
         if row.case.devices > 1 and not row.case.traits.observed:
             groups.setdefault(_setting(row.case), []).append(row)
-    found = [CaseContext(row, by_case, of_case, machine) for row in measured if row.case.traits.observed]
+    found = [
+        CaseContext(row, by_case, of_case, machine, alternatives.get(row.case, ""))
+        for row in measured
+        if row.case.traits.observed
+    ]
     for group in groups.values():
         most = max(row.case.devices for row in group)
         batches: dict[int, list[Row]] = {}
@@ -282,16 +287,17 @@ class Evidence:
 
     `says` is a clause that states the problem, `numbers` a text with the figures behind it. `size_s` is the cost of the
     problem in seconds per step; it is None if the problem costs memory but no time. If `measured`, the cost is the
-    measured gain of another case, whose `schedule` is "" if it has none. Otherwise the cost is an upper bound of the
-    time that a remedy can save. `aside` is not 0 if the problem costs time outside the steps: the fraction of this time
-    in its sum with all steps. `share` is the cost as a fraction of the step; None if it is that of `size_s`. `code` and
-    `command` apply the remedy to an observed loop; they are "" if other cases do.
+    measured gain of another case, whose `schedule` is "" if it has none. If `predicted`, it is the predicted gain of
+    another strategy. Otherwise the cost is an upper bound of the time that a remedy can save. `aside` is not 0 if the
+    problem costs time outside the steps: the fraction of this time in its sum with all steps. `share` is the cost as a
+    fraction of the step; None if it is that of `size_s`. `code` and `command` apply the remedy to an observed loop.
     """
 
     says: str
     numbers: str
     size_s: Estimate | None
     measured: bool = False
+    predicted: bool = False
     schedule: str = ""
     aside: float = 0.0
     share: Estimate | None = None

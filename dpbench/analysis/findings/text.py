@@ -121,6 +121,8 @@ def headline(finding: Finding) -> str:
     if size is None:
         return finding.evidence.says if finding.evidence.aside else f"{finding.evidence.says} (costs memory, not time)"
     kind = "saves" if finding.evidence.measured else "costs at most"
+    if finding.evidence.predicted:
+        kind = "is predicted to save"
     return f"{finding.evidence.says}: {kind} {duration(size)}, {percent(finding.share)} of the step"
 
 

@@ -1,0 +1,142 @@
+"""Predictions from a watched or imported run: its seconds and sizes become a profile, or the missing fact is named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dpbench.analysis.findings.text import headline
+from dpbench.analysis.report import Report
+from dpbench.predict import watched
+from dpbench.predict.cases import Predictor
+from dpbench.records import Case, Phase, Source, machine
+from dpbench.records.machine import UnknownMachine
+from dpbench.records.observed import OBSERVED, Alternative
+from dpbench.records.trial import Estimate
+from dpbench.store import Naming
+from tests import observed_loops as loops
+from tests.exported import command, stored
+
+MACHINE = machine.load("rtx-3090-x8")
+GPU = loops.case(device_kind="cuda")
+
+
+def loop_of(*arguments: Any, **more: Any) -> watched.Loop:
+    found = watched.of_run(loops.loop(*arguments, **more), loops.GPU_FACTS)
+    assert found
+    return found
+
+
+def test_the_profile_of_one_device_has_the_seconds_of_its_phases() -> None:
+    found = loop_of(of=GPU, noise=0.0).on(MACHINE)
+    assert found.batches == (64,)
+    assert found.profile.source == "measured"
+    assert found.profile.parameter_bytes == 4e6
+    assert found.profile.forward
+    assert found.profile.forward.at(64) == pytest.approx(0.004, rel=1e-3)
+    assert found.words.startswith("train.py: the phases of its steps were MEASURED in the user's own loop")
+    assert "may be far off" not in found.words
+
+
+def test_data_parallel_gives_the_profile_of_a_share_of_the_batch() -> None:
+    four = loops.case(devices=4, device_kind="cuda")
+    found = loop_of(loops.parallel(), four, wrapper="DataParallel", noise=0.0).on(MACHINE)
+    assert found.batches == (16,)
+    assert found.profile.forward
+    assert found.profile.forward.at(16) == pytest.approx(0.01)
+    assert found.profile.loss
+    assert found.profile.loss.at(16) == pytest.approx(0.001 / 4), "device 0 computes the loss of all four shares"
+
+
+def test_ddp_divides_backward_among_its_buckets_and_does_not_repeat_it() -> None:
+    profile = loop_of(of=GPU, noise=0.0).on(MACHINE).profile
+    one = Case(model="train.py", strategy="single", batch_size=64, device_kind="cuda")
+    two = replace(one, strategy="ddp", devices=2)
+    predictor = Predictor(MACHINE, measured={("train.py", "small", "fp32"): profile})
+    spans = predictor.predict(two).spans
+    backward_s = sum(span.end_s - span.start_s for span in spans if span.phase is Phase.BACKWARD and span.device == 0)
+    assert predictor.predict(one).seconds == pytest.approx(0.0098, rel=0.02)
+    assert 0.0025 < backward_s < 0.0045, "half of 5 ms, and what the reduction beside it costs"
+
+
+LACKING: dict[str, tuple[Callable[[], watched.Loop], str]] = {
+    "batch": (lambda: loop_of(of=replace(GPU, batch_size=0)), "the batch size is unknown"),
+    "model": (lambda: loop_of(of=GPU, facts={"model": {"parameter_tensors": 4}}), "the facts parameter_bytes, buffer"),
+    "precision": (lambda: loop_of(of=replace(GPU, precision="fp16")), "it used fp16"),
+    "processor": (lambda: loop_of(of=loops.case()), "kind cpu, but the machine rtx-3090-x8 has"),
+    "steps": (lambda: replace(loop_of(of=GPU), trials=()), "no step has a result"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fact", LACKING)
+def test_a_loop_that_lacks_a_fact_is_refused_with_the_fact(fact: str) -> None:
+    make, said = LACKING[fact]
+    with pytest.raises(UnknownMachine, match=f"the loop train.py cannot be the basis of a prediction.*{said}"):
+        make().on(MACHINE)
+
+
+def test_the_command_takes_a_run_by_file_and_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "dpbench.db"
+    stored(path, *loops.loop(of=GPU), provenance=loops.GPU_FACTS, naming=Naming(name="mine"))
+    own = [replace(one, provenance={k: v for k, v in one.provenance.items() if k != OBSERVED}) for one in loops.loop()]
+    single = replace(own[0], case=Case(model="mlp", strategy="single", batch_size=64), source=Source.MEASURED)
+    stored(path, single, provenance=loops.GPU_FACTS, naming=Naming(name="single"))
+    call = command(tmp_path, monkeypatch, capfd)
+    usual = ("predict", "--machine", "rtx-3090-x8", "--devices", "1,2", "--strategies", "single,ddp", "--json")
+    for source in ("@mine", str(path), f"{path}:@mine"):
+        code, out, err = call(*usual, "--from", source)
+        assert code == 0, err
+        found = json.loads(out)
+        assert [one["case"]["batch_size"] for one in found["cases"]] == [64, 64, 64]
+        assert all("PREDICTED" in one["labels"] for one in found["cases"])
+        assert "MEASURED in the user's own loop" in found["measured_steps"][0]
+    for arguments, said in (
+        (("--from", "@single"), "has no watched or imported loop"),
+        (("--from", "@none"), "no run with the name"),
+        (("--from", f"{path}:@mine", "--models", "mlp"), "without a run"),
+    ):
+        code, _, err = call(*usual, *arguments)
+        assert code == 64
+        assert said in err
+    monkeypatch.chdir(tmp_path.parent)
+    code, _, err = call(*usual, "--from", "nowhere.db")
+    assert code == 64
+    assert "there is no such file" in err
+
+
+def test_the_gain_of_ddp_over_data_parallel_is_predicted_from_the_loop_itself() -> None:
+    four = loops.case(devices=4, device_kind="cuda")
+    trials = loops.loop(loops.parallel(), four, wrapper="DataParallel")
+    (known,) = watched.alternatives([one.summary() for one in trials], loops.GPU_FACTS).values()
+    assert isinstance(known, Alternative)
+    assert known.step.low < known.step.value < known.step.high < 0.05
+    assert "rtx-3090" in known.basis
+    diagnosed = Report.of(
+        trials, run_id="r", started_s=0.0, provenance=loops.GPU_FACTS, alternatives={four: known}
+    ).diagnoses[0]
+    (found,) = (one for one in diagnosed.findings if one.rule.name == "predicted ddp")
+    assert found.labels == ("MEASURED", "PREDICTED")
+    assert "is predicted to save" in headline(found)
+    assert found.evidence.size_s
+    assert found.evidence.size_s.value == pytest.approx(0.0499 - known.step.value, abs=2e-4)
+    slower = replace(known, step=Estimate(0.06, 0.055, 0.065, 0))
+    slow = Report.of(trials, run_id="r", started_s=0.0, provenance=loops.GPU_FACTS, alternatives={four: slower})
+    assert "predicted ddp" not in {one.rule.name for one in slow.diagnoses[0].findings}
+
+
+def test_without_a_described_machine_the_gain_of_ddp_is_a_question_with_its_reason() -> None:
+    four = loops.case(devices=4, device_kind="cuda")
+    facts = {**loops.GPU_FACTS, "gpus": {"gpus": [{"name": "NVIDIA GB999"}] * 4}}
+    trials = loops.loop(loops.parallel(), four, wrapper="DataParallel")
+    known = watched.alternatives(trials, facts)
+    assert str(known[four]).startswith("no described machine has 4 GPUs like NVIDIA GB999")
+    found = Report.of(trials, run_id="r", started_s=0.0, provenance=facts, alternatives=known).diagnoses[0]
+    assert any("whether DistributedDataParallel is faster (no described machine" in one for one in found.unjudged)
+    assert not watched.alternatives(loops.loop(of=GPU), loops.GPU_FACTS), "one device has no such question"
