@@ -231,7 +231,7 @@ def watched(folder: Path, name: str, plant: str = "", width: int = 16) -> tuple[
     with seams.installed(recorder):
         variables = ran(folder, name, plant, width)
     recorder.stop()
-    return loop.of(recorder.intervals, recorder.asides, recorder.seen), recorder, variables
+    return loop.of(recorder), recorder, variables
 
 
 @pytest.fixture(autouse=True)

@@ -327,18 +327,34 @@ class CudaClock:
         On each device, the start of a span is measured from the end of the previous step, or from the beginning of the
         block.
         """
+        place, steps = self.placing(), sum(len(block.ends) for block in self._blocks)
+        spans = [span for span in self._added if span.step < steps]
+        for step, phase, device, start, end in self._marks:
+            if step < steps:
+                begin_s = place(step, device, start)
+                end_s = begin_s + start.elapsed_time(end) / 1e3
+                spans.append(Span(step, phase, device, "cuda_event", begin_s, end_s))
+        return tuple(spans)
+
+    def events(self) -> dict[int, Any]:
+        """Queue a timing event on every device, and return the events by the index of the device."""
+        return {device.index: device.event() for device in self._devices}
+
+    def placing(self) -> Callable[[int, int, Any], float]:
+        """Return a function of a step, the index of a device and an event of this device in the step.
+
+        The function returns the host's time in seconds at which the device reached the event.
+        """
         starts: list[tuple[list[Any], list[float]]] = []
         for block, (begin, ends) in zip(self._blocks, self._ends(), strict=True):
             references = [(block.begin, begin), *zip(block.ends, ends, strict=True)]
             starts.extend(references[:-1])
-        spans = [span for span in self._added if span.step < len(starts)]
-        for step, phase, device, start, end in self._marks:
-            if step < len(starts):
-                (events, seconds), i = starts[step], self._position[device]
-                begin_s = seconds[i] + events[i].elapsed_time(start) / 1e3
-                end_s = begin_s + start.elapsed_time(end) / 1e3
-                spans.append(Span(step, phase, device, "cuda_event", begin_s, end_s))
-        return tuple(spans)
+
+        def place(step: int, device: int, event: Any) -> float:
+            (events, seconds), i = starts[step], self._position[device]
+            return float(seconds[i] + events[i].elapsed_time(event) / 1e3)
+
+        return place
 
     def samples(self) -> tuple[Sample, ...]:
         """Return an empty tuple, because events do not measure busy time; a profiled step measures it instead."""

@@ -19,7 +19,18 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from dpbench.observe.recorder import ASIDE, BY_HAND, CHECKPOINT, EVALUATION, INTERRUPTED, OWN, Interval, Raw, Seen
+from dpbench.observe.recorder import (
+    ASIDE,
+    BY_HAND,
+    CHECKPOINT,
+    EVALUATION,
+    INTERRUPTED,
+    OWN,
+    Interval,
+    Raw,
+    Recorder,
+    Seen,
+)
 from dpbench.records import HOST, Phase, Span, Step
 from dpbench.records.observed import Unknown
 from dpbench.records.words import count
@@ -48,13 +59,13 @@ class Loop:
     unknown: tuple[Unknown, ...]
 
 
-def of(intervals: Sequence[Interval], asides: Sequence[Raw], seen: Seen, clock: str = "host", first: int = 0) -> Loop:
-    """Return the steps of a loop; all moments are seconds on the clock of `time.perf_counter`.
+def of(recorder: Recorder, first: int = 0) -> Loop:
+    """Return the steps of the loop of a recorder that has stopped.
 
-    `asides` are the evaluations and checkpoints outside of `intervals`. `first` is the index of the first device of
-    this process among those of all ranks.
+    `first` is the index of the first device of this process among those of all ranks.
     """
-    unknown = dict(seen.unknown)
+    intervals, seen, place = recorder.intervals, recorder.seen, recorder.seconds
+    clock, unknown = "host" if recorder.gpus is None else "cuda_event", dict(seen.unknown)
     ended = [one for one in intervals if one.owner != BY_HAND]
     groups = list(_groups(intervals, _slowest(ended, unknown) if ended else BY_HAND))
     timed = [group for group in groups if group[0].start is not None]
@@ -67,7 +78,7 @@ def of(intervals: Sequence[Interval], asides: Sequence[Raw], seen: Seen, clock: 
     spans: list[Span] = []
     reads: list[frozenset[str]] = []
     numbers: list[int] = []
-    aside = list(asides)
+    aside = list(recorder.asides)
     updates: Counter[int] = Counter()
     for group, recorded in zip(groups, rows, strict=True):
         start, raws = group[0].start, recorded
@@ -82,17 +93,17 @@ def of(intervals: Sequence[Interval], asides: Sequence[Raw], seen: Seen, clock: 
             raws = [*_unloaded(raws, start), *raws]
         if start >= group[-1].end:  # nothing of the step came after the evaluation
             continue
-        devices = range(first, first + seen.devices)
+        local = range(seen.devices)
+        end_s = max(place(group[-1].end, device) for device in local)
+        start_s = max(place(start, device) for device in local)
         number = len(steps)
         numbers.append(group[-1].number)
-        steps.append(Step(group[-1].end - start, False, group[-1].end))
-        spans += [
-            Span(number, Phase(raw.kind), device, "host" if device == HOST else clock, raw.start, raw.end)
-            for raw in raws
-            for device in (
-                devices if raw.device == OWN else (raw.device if raw.device == HOST else first + raw.device,)
-            )
-        ]
+        steps.append(Step(end_s - start_s, False, end_s))
+        for raw in raws:
+            for device in local if raw.device == OWN else (raw.device,):
+                name, index = ("host", HOST) if device == HOST else (clock, first + device)
+                span = Span(number, Phase(raw.kind), index, name, place(raw.start, device), place(raw.end, device))
+                spans.append(span)
         reads.append(frozenset(raw.note for raw in raws if raw.kind == Phase.READ and raw.note))
         updates[sum(_last_of(raws, at) for at in range(len(raws)))] += 1
     if steps and not ended:

@@ -95,7 +95,7 @@ class Outermost:
 
         # closures and no methods: a copy of the module would copy the object of a method, with the whole recorder
         def before(module: Any, args: Any, kwargs: Any) -> None:
-            _before(self, module, args)
+            _before(self, module, args, kwargs)
 
         def after(module: Any, args: Any, kwargs: Any, output: Any) -> None:
             _after(self, module, args, kwargs, output)
@@ -139,11 +139,11 @@ class Outermost:
         return call
 
 
-def _before(outermost: Outermost, module: Any, args: Any) -> None:
+def _before(outermost: Outermost, module: Any, args: Any, kwargs: Any) -> None:
     recorder = outermost._recorder
     if not recorder.mine:
         return
-    outermost._opened.append(recorder.begin(_kind(recorder, module, args), id(module)))
+    outermost._opened.append(recorder.begin(_kind(recorder, module, args, kwargs), id(module)))
 
 
 def _after(outermost: Outermost, module: Any, args: Any, kwargs: Any, output: Any) -> None:
@@ -156,7 +156,7 @@ def _after(outermost: Outermost, module: Any, args: Any, kwargs: Any, output: An
             recorder.seen.model = facts(module, args, kwargs, output)
 
 
-def _kind(recorder: Recorder, module: Any, args: Any) -> str:
+def _kind(recorder: Recorder, module: Any, args: Any, kwargs: Any) -> str:
     """Return the kind of a call of an outermost module.
 
     A module without parameters that gets a tensor with a gradient is a loss, or another function of outputs.
@@ -171,13 +171,28 @@ def _kind(recorder: Recorder, module: Any, args: Any) -> str:
             return Phase.LOSS
     elif grad:
         seen = recorder.seen
-        seen.trained.add(id(module))
-        leaf = next((one for one in args if isinstance(one, torch.Tensor) and one.dim()), None)
+        if id(module) not in seen.trained:
+            seen.trained.add(id(module))
+            _settings(recorder, module)
+        leaf = next((one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor) and one.dim()), None)
         if leaf is not None:
             seen.rows[len(leaf)] += 1
     if isinstance(module, (DataParallel, nn.DataParallel)) and recorder.seen.devices > 1:
         return WITHIN
     return Phase.FORWARD
+
+
+def _settings(recorder: Recorder, module: nn.Module) -> None:
+    """Note the kind of the devices and the precision of a module that is trained for the first time."""
+    seen, kind = recorder.seen, next(module.parameters()).device.type
+    if kind == "cuda":
+        seen.device_kind = kind
+        ids = getattr(module, "device_ids", None) or [next(module.parameters()).device]
+        seen.device_ids = tuple(torch.device(one).index if not isinstance(one, int) else one for one in ids)
+    if torch.is_autocast_enabled(kind):
+        seen.precision = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(torch.get_autocast_dtype(kind), "fp32")
+    elif kind == "cuda" and torch.backends.cuda.matmul.allow_tf32:
+        seen.precision = "tf32"
 
 
 def facts(module: nn.Module, args: Any, kwargs: Any, output: Any) -> dict[str, float]:

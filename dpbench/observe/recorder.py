@@ -10,8 +10,10 @@ pairs in `INTERRUPTS`.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+import weakref
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -19,7 +21,20 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from dpbench.hardware.devices import open_devices
+from dpbench.observe.moments import GpuTimes
 from dpbench.records import HOST, Phase
+
+_RECORDERS: weakref.WeakSet[Recorder] = weakref.WeakSet()
+"""The recorders of this process, which a forked process, such as a worker of a DataLoader, must not fill."""
+
+
+def _forget() -> None:
+    for one in _RECORDERS:
+        one.active = False
+
+
+os.register_at_fork(after_in_child=_forget)
 
 EVALUATION, CHECKPOINT, WITHIN = "evaluation", "checkpoint", "within"
 """The kinds of spans that are no phases: evaluation, saving a checkpoint, and a wrapper that records its own phases."""
@@ -95,6 +110,7 @@ class Seen:
     precision: str = "fp32"
     compiled: bool = False
     device_kind: str = "cpu"
+    device_ids: tuple[int, ...] = ()
     pinned: bool | None = None
     skipped: int = 0
     unknown: dict[str, int] = field(default_factory=dict)
@@ -116,6 +132,7 @@ class Recorder:
         self.intervals: list[Interval] = []
         self.asides: list[Raw] = []
         self.ends = array("d")
+        self.gpus: GpuTimes | None = None
         self.listeners: list[Callable[[array[float]], None]] = []
         """The functions to call after every update, with the times of all updates."""
         self.reduction: Callable[[float], Sequence[tuple[Phase, int, float, float]]] | None = None
@@ -130,6 +147,7 @@ class Recorder:
         self._left = False
         self._deferred = 0
         self.active = True
+        _RECORDERS.add(self)
 
     # -- spans
 
@@ -258,6 +276,12 @@ class Recorder:
         else:
             self.asides += spans
         self._start = end
+        if self.gpus is not None:
+            self.gpus.updated()
+        elif self.seen.device_kind == "cuda":  # the devices are known once a module has been trained
+            self.gpus = GpuTimes(open_devices("cuda", self.seen.devices, ids=self.seen.device_ids))
+            self.now = self.gpus.now
+            self._start = self.now()
         was, self.kept = self.kept, self._keeps(number + 1)
         if self.kept and not was:
             self._start = self.now()
@@ -276,10 +300,16 @@ class Recorder:
             self._full = max(1, block)
         return block < self._full or (block * GOLDEN) % 1.0 < self._full / block
 
+    def seconds(self, moment: float, device: int) -> float:
+        """Return the time in seconds at which a device reached a moment, or the host if `device` is HOST."""
+        return float(moment) if self.gpus is None or device == HOST else self.gpus.seconds(moment, device)
+
     def stop(self) -> list[Raw]:
         """Stop recording; return the spans since the last update."""
         self.active = False
         self._stack.clear()
+        if self.gpus is not None:
+            self.gpus.stop()
         return self._spans
 
 

@@ -19,6 +19,7 @@ import torch.distributed
 import torch.utils.data
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import dataloader
 
 from dpbench.engine import DataParallel, TrainStep
@@ -268,6 +269,9 @@ def _engines(recorder: Recorder, replace: Callable[..., None]) -> None:
                 return was(self, *args, **kwargs)
             recorder.seen.wrapper, recorder.seen.threads = type(self).__name__, True
             recorder.seen.devices = len(self.devices)
+            leaf = next((one for one in tree_leaves(args) if isinstance(one, torch.Tensor) and one.dim()), None)
+            if leaf is not None:
+                recorder.seen.rows[len(leaf)] += 1
             recorder.defer()
             began = recorder.begin(WITHIN)
             try:

@@ -69,7 +69,7 @@ def _store(
 
     Only rank 0 of a launch stores, together with the steps of the other ranks.
     """
-    found = loop.of(recorder.intervals, recorder.asides, recorder.seen, first=seat.rank)
+    found = loop.of(recorder, first=seat.rank)
     memory: tuple[Memory, ...] = (trials.resident(),)
     ranks, result.rank, result.steps = 1, seat.rank, len(found.steps)
     if seat.rank:

@@ -66,7 +66,12 @@ HABITS = ("compile", "inputs", "loader", "mode", "neighbour", "read_loss", "zero
 
 
 def chunk_sizes(rows: int, chunks: int) -> tuple[int, ...]:
-    """Return the sizes of the chunks into which `torch.chunk` splits `rows` rows; they may be fewer than `chunks`."""
+    """Return the sizes of the chunks into which `torch.chunk` splits `rows` rows; they may be fewer than `chunks`.
+
+    Without rows there are no chunks.
+    """
+    if not rows:
+        return ()
     piece = -(-rows // chunks)
     full, rest = divmod(rows, piece)
     return (piece,) * full + ((rest,) if rest else ())
@@ -178,8 +183,11 @@ class Case:
 
     @property
     def working(self) -> int:
-        """Return the number of devices that do work; with few samples, some replicas have none."""
-        if self.traits.parallelism is Parallelism.LAYERS:
+        """Return the number of devices that do work; with few samples, some replicas have none.
+
+        If the batch size is unknown, all devices count.
+        """
+        if self.traits.parallelism is Parallelism.LAYERS or not self.batch_size:
             return self.devices
         return len(self.rows) * self.traits.devices_per_replica
 

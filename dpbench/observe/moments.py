@@ -1,0 +1,59 @@
+"""Moments: times of a watched loop on GPUs, which are events on the devices' streams beside the time of the host.
+
+A moment is a float, the host's time, so that moments are put in order without waiting for a device. After the script
+has ended, `GpuTimes` converts the events of moments to the time at which each device reached them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from dpbench.hardware.device import Device
+from dpbench.measure.clocks import CudaClock
+
+
+class Moment(float):
+    """The host's time in seconds at which an event was queued on each device, in the update with the index `update`."""
+
+    __slots__ = ("events", "update")
+    events: dict[int, Any]
+    update: int
+
+
+class GpuTimes:
+    """The clock of a recorder whose loop trains on GPUs: a `CudaClock` whose steps are the updates of the weights.
+
+    It waits for the devices once when it starts and once when it stops, never in between.
+    """
+
+    def __init__(self, devices: Sequence[Device]) -> None:
+        self._clock, self._stack, self._updates = CudaClock(devices), ExitStack(), 0
+        self._stack.enter_context(self._clock.block())
+        self._place: Any = None
+
+    def now(self) -> Moment:
+        """Return this moment, with an event on every device."""
+        moment = Moment(time.perf_counter())
+        moment.events, moment.update = self._clock.events(), self._updates
+        return moment
+
+    def updated(self) -> None:
+        """End an update, whose end is the beginning of the next one."""
+        with self._clock.step(warmup=False):
+            pass
+        self._updates += 1
+
+    def stop(self) -> None:
+        """Wait for the devices, so that every event has its time."""
+        self.updated()  # the moments after the last update get a step
+        self._stack.close()
+        self._place = self._clock.placing()
+
+    def seconds(self, moment: float, device: int) -> float:
+        """Return the time at which a device reached a moment; that of the host for a moment without an event."""
+        if not isinstance(moment, Moment) or device not in moment.events:
+            return float(moment)
+        return float(self._place(moment.update, device, moment.events[device]))
